@@ -1,0 +1,45 @@
+"""What an engine is: it can run a plan, or says why it cannot."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+
+@dataclass(frozen=True)
+class Traits:
+    """How an engine's kernels, buffers and overlap behave, so that the forecast is for that stack.
+
+    Overlap figures are the share of a collective's time that can hide behind computation.
+    """
+
+    gradient_bytes: int
+    """Bytes of one gradient element as it is kept until the optimizer."""
+    reduce_bytes: int
+    """Bytes of one gradient element as it is sent."""
+    master_weight_bytes: int
+    """Bytes of one master weight beside the compute copy; 0 = the compute copy is the master (fp32)."""
+    optimizer_state_bytes: int
+    """Bytes of all optimizer states of one parameter (AdamW: two of fp32)."""
+    fused_elementwise: bool
+    """Whether chains of element-wise operators run as one kernel."""
+    gradient_overlap: float
+    parameter_gather_overlap: float
+    source: str
+
+
+class Engine(ABC):
+    """One stack that runs plans. Final classes implement every method; none overrides another's."""
+
+    name: str
+
+    @abstractmethod
+    def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """The reason why this engine cannot express the layout (key, value, rule), or None."""
+
+    @abstractmethod
+    def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
+        """Its behaviour for the forecast."""

@@ -1,0 +1,56 @@
+"""What a user is told when AHP cannot do what was asked, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class AhpError(Exception):
+    """An error with a message for the user; the command line prints it without a traceback."""
+
+    exit_code = 1
+
+
+class BadInput(AhpError, ValueError):
+    """The user's input breaks a rule."""
+
+    exit_code = 2
+
+
+class NothingFits(AhpError):
+    """No legal plan fits into the memory there is."""
+
+    exit_code = 3
+
+
+class HardwareMismatch(AhpError):
+    """The hardware is not what the plan was made for."""
+
+    exit_code = 4
+
+
+class NotExpressible(AhpError):
+    """The engine cannot express the plan."""
+
+    exit_code = 5
+
+
+def bad_input(key: str, value: Any, rule: str, valid: Iterable[Any] | None = None) -> BadInput:
+    """The one form of an input error: the user's own key, its value, the rule, the nearest valid values."""
+    text = f"{key} = {value!r}: {rule}"
+    choices = list(valid) if valid is not None else []
+    if choices:
+        text += f" (valid: {', '.join(map(str, nearest(value, choices)))})"
+    return BadInput(text)
+
+
+def nearest(value: Any, choices: list[Any], count: int = 5) -> list[Any]:
+    """The choices closest to a value: by distance for numbers, by spelling for words; the original order else."""
+    if len(choices) <= count:
+        return choices
+    if isinstance(value, (int, float)) and all(isinstance(c, (int, float)) for c in choices):
+        return sorted(sorted(choices, key=lambda c: abs(c - value))[:count])
+    close = difflib.get_close_matches(str(value), [str(c) for c in choices], n=count, cutoff=0.3)
+    return close or choices[:count]

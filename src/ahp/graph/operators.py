@@ -1,0 +1,145 @@
+"""What is computed: operators, tensors, parameters, and the model graph that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DTYPE_BYTES: dict[str, int] = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one tensor (``shape`` in elements, ``dtype`` as torch spells it, without ``torch.``)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One trainable weight. ``name`` is relative to its segment: within a block, or the whole name elsewhere."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator of the traced forward or backward pass of a segment."""
+
+    index: int
+    """Position in its segment's ``operators``; ``depends_on`` refers to it."""
+    name: str
+    """The framework's name: ``aten.mm``, ``aten._scaled_dot_product_flash_attention``."""
+    module: str
+    """Module that ran it, relative to the segment; a backward operator carries the module of its forward one."""
+    phase: Phase
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    depends_on: tuple[int, ...]
+    parameters: tuple[str, ...]
+    """Names of the parameters that it reads (also through views and casts of them)."""
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    saved_bytes: int = 0
+    """Bytes that autograd keeps from this forward operator's outputs until backward, parameters not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of the model that is traced once: what precedes the blocks, one kind of block, what follows them."""
+
+    name: str
+    operators: tuple[Operator, ...]
+    parameters: tuple[Parameter, ...]
+    output: TensorSpec | None
+    """What it hands to the next segment (hidden states); None after the loss."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Activation bytes kept from forward to backward, for one micro-batch."""
+        return sum(op.saved_bytes for op in self.operators)
+
+    def flops(self, phase: Phase | None = None) -> int:
+        return sum(op.flops for op in self.operators if phase is None or op.phase == phase)
+
+    def phase(self, phase: Phase) -> Iterator[Operator]:
+        return (op for op in self.operators if op.phase == phase)
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """A model's compute graph for one micro-batch: forward, loss and backward, identical blocks held once.
+
+    A repeated block appears once in ``blocks``; ``layers[i]`` says which kind layer ``i`` is. ``at`` gives the
+    same graph for another micro-batch size.
+    """
+
+    name: str
+    model: str | dict[str, Any] | None
+    """The plain description it was built from, None for a live module."""
+    micro_batch_size: int
+    sequence_length: int
+    dtype: str
+    embedding: Segment
+    blocks: tuple[Segment, ...]
+    layers: tuple[int, ...]
+    head: Segment
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Groups of parameter names that are one tensor; it is counted in the segment that comes first."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Facts that rules need: vocab_size, num_attention_heads, num_key_value_heads, hidden_size, num_experts; absent if unknown."""
+    larger: ModelGraph | None = field(default=None, repr=False, compare=False)
+    """The same model traced with one more sequence: two points fix what grows with the micro-batch."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_parameters(self) -> int:
+        return (
+            self.embedding.num_parameters
+            + sum(self.blocks[k].num_parameters for k in self.layers)
+            + self.head.num_parameters
+        )
+
+    def segments(self) -> Iterator[Segment]:
+        """Every segment in the order of execution, repeated blocks repeated."""
+        yield self.embedding
+        for kind in self.layers:
+            yield self.blocks[kind]
+        yield self.head
+
+    def flops(self, phase: Phase | None = None) -> int:
+        return sum(segment.flops(phase) for segment in self.segments())

@@ -1,0 +1,227 @@
+"""How a job is split over devices, what that is forecast to cost, and why it was chosen; plan.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from ahp.errors import BadInput
+from ahp.job import Job, Record
+
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+ActivationCheckpoint = Literal["none", "selective", "full", "auto"]
+
+PLAN_SCHEMA_VERSION = 1
+
+
+class Parallelism(Record):
+    """The degrees and choices of one layout, under torchtitan's names.
+
+    World size = replicate x shard x tensor x pipeline x context. Mesh axes in order, slowest first:
+    ``pp, dp_replicate, dp_shard, cp, tp``: neighbouring ranks share a tensor-parallel group.
+    """
+
+    data_parallel_replicate_degree: int = Field(default=1, ge=1)
+    data_parallel_shard_degree: int = Field(default=1, ge=1)
+    zero_stage: int = Field(default=0, ge=0, le=3)
+    """0: nothing sharded. 1: optimizer states. 2: gradients too. 3: parameters too. Default: 3 when the shard
+    degree is above 1, else 0."""
+    tensor_parallel_degree: int = Field(default=1, ge=1)
+    enable_sequence_parallel: bool = False
+    pipeline_parallel_degree: int = Field(default=1, ge=1)
+    pipeline_parallel_schedule: ScheduleName = "1F1B"
+    virtual_stages_per_rank: int = Field(default=1, ge=1)
+    layers_per_stage: tuple[int, ...] | None = None
+    """Blocks of each stage in pipeline order, pipeline degree x virtual stages of them; None = as even as can be."""
+    context_parallel_degree: int = Field(default=1, ge=1)
+    expert_parallel_degree: int = Field(default=1, ge=1)
+    micro_batch_size: int = Field(default=1, ge=1)
+    """Sequences that one replica computes at a time."""
+    activation_checkpoint: ActivationCheckpoint = "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_that_follow(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        if data.get("zero_stage") is None:
+            shard = data.get("data_parallel_shard_degree", 1)
+            data["zero_stage"] = 3 if isinstance(shard, int) and shard > 1 else 0
+        if data.get("pipeline_parallel_schedule") is None:
+            virtual = data.get("virtual_stages_per_rank", 1)
+            data["pipeline_parallel_schedule"] = (
+                "Interleaved1F1B" if isinstance(virtual, int) and virtual > 1 else "1F1B"
+            )
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Parallelism:
+        if self.zero_stage == 0 and self.data_parallel_shard_degree > 1:
+            raise ValueError(
+                f"data_parallel_shard_degree = {self.data_parallel_shard_degree}: zero_stage 0 shards nothing; "
+                "use data_parallel_replicate_degree, or zero_stage 1, 2 or 3"
+            )
+        if self.layers_per_stage is not None:
+            if len(self.layers_per_stage) != self.num_stages:
+                raise ValueError(
+                    f"layers_per_stage = {list(self.layers_per_stage)}: needs {self.num_stages} entries, one for each of "
+                    f"pipeline_parallel_degree {self.pipeline_parallel_degree} x virtual_stages_per_rank "
+                    f"{self.virtual_stages_per_rank} stages"
+                )
+            if min(self.layers_per_stage) < 1:
+                raise ValueError(
+                    f"layers_per_stage = {list(self.layers_per_stage)}: every stage needs at least one layer"
+                )
+        return self
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """Replicas that see different sequences: replicate x shard."""
+        return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
+
+    @property
+    def world_size(self) -> int:
+        return (
+            self.data_parallel_degree
+            * self.context_parallel_degree
+            * self.tensor_parallel_degree
+            * self.pipeline_parallel_degree
+        )
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline_parallel_degree * self.virtual_stages_per_rank
+
+    def num_micro_batches(self, job: Job) -> int:
+        """Micro-batches that each replica computes per step; the caller has checked that it divides."""
+        return job.global_batch_size // (self.data_parallel_degree * self.micro_batch_size)
+
+    def short(self) -> str:
+        """One line for tables and logs, such as ``dp2x4 zero3 tp2 pp2(1F1B) mb1 full``."""
+        words = [f"dp{self.data_parallel_replicate_degree}x{self.data_parallel_shard_degree}", f"zero{self.zero_stage}"]
+        if self.tensor_parallel_degree > 1:
+            words.append(f"tp{self.tensor_parallel_degree}" + ("+sp" if self.enable_sequence_parallel else ""))
+        if self.pipeline_parallel_degree > 1:
+            virtual = f"x{self.virtual_stages_per_rank}" if self.virtual_stages_per_rank > 1 else ""
+            words.append(f"pp{self.pipeline_parallel_degree}{virtual}({self.pipeline_parallel_schedule})")
+        if self.context_parallel_degree > 1:
+            words.append(f"cp{self.context_parallel_degree}")
+        if self.expert_parallel_degree > 1:
+            words.append(f"ep{self.expert_parallel_degree}")
+        words.append(f"mb{self.micro_batch_size}")
+        if self.activation_checkpoint != "none":
+            words.append(self.activation_checkpoint)
+        return " ".join(words)
+
+
+class EngineChoice(Record):
+    """What runs the plan, and with which kernels."""
+
+    name: Literal["ahp", "torchtitan", "megatron", "deepspeed", "accelerate"] = "ahp"
+    attention: Literal["flash", "math"] = "flash"
+    compile: bool = False
+
+
+class Forecast(Record):
+    """What one layout is expected to cost. Times in seconds, memory in bytes of the fullest rank."""
+
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    """``low .. high`` is meant to hold the measured step time nine times out of ten."""
+    tokens_per_s_per_device: float
+    mfu: float
+    """Model FLOPs (6 per parameter and token, plus attention; recompute not counted) over the devices' dense peak."""
+    mfu_peak: str
+    """Which peak and which FLOP convention ``mfu`` is against, in words."""
+    memory_allocated_bytes: int
+    memory_reserved_bytes: int
+    fit_probability: float
+    fits: bool
+    step: dict[str, float]
+    """Where the time of the slowest rank goes, seconds by part."""
+    memory: dict[str, int]
+    """Where the bytes of the fullest rank go, by part."""
+    fullest_rank: int = 0
+
+
+class Rejected(Record):
+    """A layout that lost, and the one reason."""
+
+    parallelism: Parallelism
+    reason: str
+    step_time_s: float | None = None
+
+
+class Plan(Record):
+    """A layout for a job on a cluster, ready to run. ``cluster`` is the plain form of ``ahp.Cluster``."""
+
+    schema_version: int = PLAN_SCHEMA_VERSION
+    model: str | dict[str, Any] = "tiny"
+    job: Job = Job()
+    cluster: dict[str, Any] | None = None
+    engine: EngineChoice = EngineChoice()
+    parallelism: Parallelism = Parallelism()
+    forecast: Forecast | None = None
+    why: tuple[str, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+    versions: dict[str, str] = Field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write plan.yaml: aside first, then renamed, so that a reader never sees half of it."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(path.name + ".tmp")
+        aside.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+        aside.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read plan.yaml. Raises BadInput when the file is missing or is not a plan."""
+        path = Path(path)
+        if not path.is_file():
+            raise BadInput(f"plan = {str(path)!r}: no such file; write one with: ahp plan MODEL CLUSTER")
+        data = yaml.safe_load(path.read_text())
+        if not isinstance(data, dict):
+            raise BadInput(f"plan = {str(path)!r}: not a plan (a YAML mapping was expected)")
+        version = data.get("schema_version", PLAN_SCHEMA_VERSION)
+        if version != PLAN_SCHEMA_VERSION:
+            raise BadInput(f"schema_version = {version!r}: this version of AHP reads {PLAN_SCHEMA_VERSION}; plan again")
+        return validated(cls, data, str(path))
+
+
+def validated(kind: type[Record], data: Any, where: str) -> Any:
+    """Build a record from plain data; a violation becomes one BadInput that names the keys in the user's words."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise BadInput(_explain(error, kind, where)) from None
+
+
+def _explain(error: ValidationError, kind: type[Record], where: str) -> str:
+    from ahp.errors import nearest
+
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or where
+        if item["type"] == "extra_forbidden":
+            names = _field_names(kind, item["loc"][:-1])
+            lines.append(f"{key}: unknown key (did you mean: {', '.join(nearest(str(item['loc'][-1]), names, 3))}?)")
+        elif item["type"] == "value_error":
+            lines.append(str(item["ctx"]["error"]))
+        else:
+            lines.append(f"{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    return f"{where}: " + "; ".join(lines)
+
+
+def _field_names(kind: type[Record], loc: tuple[int | str, ...]) -> list[str]:
+    for part in loc:
+        annotation = kind.model_fields[part].annotation if isinstance(part, str) and part in kind.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, Record)):
+            break
+        kind = annotation
+    return list(kind.model_fields)

@@ -1,0 +1,40 @@
+"""In what order: the actions of a pipeline schedule, per rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What an action computes, under the letters that torch.distributed.pipelining uses."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward: input gradient and weight gradient."""
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One computation of one stage on one micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order in which each rank runs its actions; what arrives from other ranks it waits for."""
+
+    name: str
+    num_stages: int
+    num_micro_batches: int
+    ranks: tuple[tuple[Action, ...], ...]
+    stage_rank: tuple[int, ...]
+    """``stage_rank[s]``: the pipeline rank that holds stage ``s``."""
