@@ -1,0 +1,80 @@
+"""AHP (Adaptive Hybrid Parallelism) plans and runs distributed training of large language models on stock PyTorch.
+
+The public verbs and nouns, and nothing else. Each is imported when it is first used, so that ``import ahp`` costs
+nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ahp import errors as errors
+    from ahp.cluster.measure import probe as probe
+    from ahp.cluster.model import Cluster as Cluster
+    from ahp.forecast.step import simulate as simulate
+    from ahp.graph.trace import analyze as analyze
+    from ahp.job import Job as Job
+    from ahp.plan import Forecast as Forecast
+    from ahp.plan import Parallelism as Parallelism
+    from ahp.plan import Plan as Plan
+    from ahp.runtime.parallelize import parallelize as parallelize
+    from ahp.runtime.trainer import Trainer as Trainer
+    from ahp.search.ranking import search as search
+    from ahp.search.slicing import slicing as slicing
+
+    __version__: str
+
+_HOMES = {
+    "analyze": "ahp.graph.trace",
+    "probe": "ahp.cluster.measure",
+    "Cluster": "ahp.cluster.model",
+    "simulate": "ahp.forecast.step",
+    "slicing": "ahp.search.slicing",
+    "Trainer": "ahp.runtime.trainer",
+    "parallelize": "ahp.runtime.parallelize",
+    "Plan": "ahp.plan",
+    "Parallelism": "ahp.plan",
+    "Forecast": "ahp.plan",
+    "Job": "ahp.job",
+}
+_MODULES = {"errors": "ahp.errors", "search": "ahp.search"}
+"""``ahp.search`` is a room of the house and a verb; the module itself can be called (see its docstring)."""
+
+# A literal list, because the tools that read it do not run the module.
+__all__ = [
+    "Cluster",
+    "Forecast",
+    "Job",
+    "Parallelism",
+    "Plan",
+    "Trainer",
+    "__version__",
+    "analyze",
+    "errors",
+    "parallelize",
+    "probe",
+    "search",
+    "simulate",
+    "slicing",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("ahp")
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'ahp' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""``python -m ahp``: the same as the console script."""
+
+from ahp.cli.main import main
+
+raise SystemExit(main())

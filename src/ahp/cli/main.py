@@ -1,0 +1,110 @@
+"""The command line: finds the command, runs it, and turns what went wrong into one message and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from importlib import import_module
+
+from ahp.errors import AhpError, bad_input
+
+COMMANDS: dict[str, str] = {
+    "analyze": "the compute graph of a model: operators, FLOPs, bytes, blocks",
+    "probe": "sense and measure this machine or this allocation",
+    "plan": "search for the best layouts of a model on a cluster; writes plan.yaml",
+    "simulate": "forecast and timeline of one plan",
+    "explain": "where a plan's time and memory go, what binds, why not another layout",
+    "train": "the main job: analyze, probe, search, run",
+    "verify": "a plan against one device, step by step, within tolerance",
+    "report": "one HTML page about a run or a plan",
+    "generate": "text from a run's checkpoint",
+}
+"""Each command is a module of this package with ``run(argv) -> exit code``."""
+
+INTERNAL, INTERRUPTED, BROKEN_PIPE = 1, 128 + 2, 128 + 13
+"""Exit codes beside those of ``ahp.errors``; 128 + a signal's number is what shells report for a signal."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns the exit code; a usage error of the command's own parser raises SystemExit(2)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    trace = bool(words) and words[0] == "--traceback"
+    if trace:
+        words = words[1:]
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except AhpError as error:
+        if trace:
+            traceback.print_exc()
+        return _fail(str(error), type(error).__name__, error.exit_code, as_json="--json" in words)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (ahp plan ... | head); without this the interpreter complains again while it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if trace:
+            traceback.print_exc()
+        message = f"internal error{_place(error)}: {type(error).__name__}: {error}"
+        if not trace:
+            message += f"\nthe whole trace: ahp --traceback {' '.join(words)}"
+        return _fail(message, type(error).__name__, INTERNAL, as_json="--json" in words)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if words[0] in ("-V", "--version"):
+        import ahp
+
+        print(f"ahp {ahp.__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        raise bad_input("command", words[0], "no such command; ahp --help lists them", COMMANDS)
+    return import_module(f"ahp.cli.{words[0]}").run(words[1:])
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: ahp COMMAND [ARGUMENTS]      ahp COMMAND --help says more about one command",
+            "",
+            "Plans and runs distributed training of large language models on stock PyTorch.",
+            "",
+            *lines,
+            "",
+            "options before the command: --help, --version, --traceback (show the trace of an error)",
+            "exit codes: 0 done, 1 internal, 2 bad input, 3 nothing fits, 4 other hardware than planned for,",
+            "            5 the engine cannot express it",
+            "",
+            "Next: ahp train                            plan and train a small model on this machine",
+            "      ahp plan llama3-8b 8x8xH100-SXM-80GB    plan for a cluster that you do not have",
+        ]
+    )
+
+
+def _fail(message: str, kind: str, code: int, *, as_json: bool) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": {"kind": kind, "message": message, "exit_code": code}}))
+    return code
+
+
+def _place(error: BaseException) -> str:
+    """The last line of AHP's own that the error passed through, as ``, ranking.py:41``."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
+    return f", {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

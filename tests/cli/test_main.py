@@ -1,0 +1,122 @@
+"""The frame of the command line: dispatch, messages, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from ahp.cli import main as frame
+from ahp.cli.main import COMMANDS, main
+from ahp.errors import BadInput, HardwareMismatch, NotExpressible, NothingFits
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch):
+    """Put a function in the place of ``ahp plan``."""
+
+    def install(run) -> None:
+        module = ModuleType("ahp.cli.plan")
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "ahp.cli.plan", module)
+
+    return install
+
+
+def raising(error: BaseException):
+    def run(argv: list[str]) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["help"]])
+def test_help_lists_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in COMMANDS)
+    assert "Next: ahp train" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("ahp 0.")
+
+
+def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "command = 'trian'" in captured.err
+    assert "valid: train" in captured.err
+
+
+def test_arguments_and_code_pass_through(command) -> None:
+    seen = []
+
+    def run(argv: list[str]) -> int:
+        seen.append(argv)
+        return 3
+
+    command(run)
+    assert main(["plan", "a", "--b", "1"]) == 3
+    assert seen == [["a", "--b", "1"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(BadInput("x"), 2), (NothingFits("x"), 3), (HardwareMismatch("x"), 4), (NotExpressible("x"), 5)],
+    ids=lambda value: type(value).__name__,
+)
+def test_each_error_has_its_exit_code(command, capsys: pytest.CaptureFixture[str], error: Exception, code: int) -> None:
+    command(raising(error))
+    assert main(["plan"]) == code
+    captured = capsys.readouterr()
+    assert captured.err == "error: x\n"
+    assert captured.out == ""
+    assert main(["plan", "--json"]) == code
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"error": {"kind": type(error).__name__, "message": "x", "exit_code": code}}
+
+
+def test_internal_error_has_a_place_and_a_way_to_the_trace(command, capsys: pytest.CaptureFixture[str]) -> None:
+    command(raising(ZeroDivisionError("division by zero")))
+    assert main(["plan", "m"]) == 1
+    err = capsys.readouterr().err
+    assert "internal error, main.py:" in err
+    assert "ZeroDivisionError: division by zero" in err
+    assert "ahp --traceback plan m" in err
+    assert "Traceback" not in err
+    assert main(["--traceback", "plan", "m"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interrupt(command) -> None:
+    command(raising(KeyboardInterrupt()))
+    assert main(["plan"]) == 130
+
+
+def test_usage_error_of_a_command_passes(command) -> None:
+    command(raising(SystemExit(2)))
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan"])
+    assert stopped.value.code == 2
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = (
+        "import sys; from ahp.cli import main as frame; frame._help = lambda: 'line\\n' * 100_000; "
+        "sys.exit(frame.main([]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == frame.BROKEN_PIPE
