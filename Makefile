@@ -1,0 +1,58 @@
+# Everything happens in a virtual environment of the project's own; all that is needed beforehand is Python 3.11 or newer.
+#   make train ARGS="--job.steps 20"      arguments for `ahp train`
+#   make test  ARGS="-m 'not slow'"       arguments for pytest
+#   make train PYTHON=python3.12 VENV=/somewhere/else
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+# A person sees pip's progress; a log needs only what went wrong.
+PIP_INSTALL := $(BIN)/python -m pip install $(if $(CI),--quiet,) --disable-pip-version-check
+CODE := $(wildcard src tests benchmarks .ci)
+
+.PHONY: help install dev train test lint clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make train    install, then plan and train a small LLaMA on this machine (ARGS=... for ahp train)"
+	@echo "make test     install, then run the tests (ARGS=... for pytest)"
+	@echo "make lint     formatting, lint and types"
+	@echo "make install  only install, into $(VENV)"
+	@echo "make clean    remove $(VENV) and caches; the runs stay"
+
+install: $(VENV)/.installed
+dev: $(VENV)/.installed-dev
+
+# A stamp older than pyproject.toml means that the dependencies may have changed. The package is installed editable:
+# a change in src needs no new installation.
+$(VENV)/.installed: pyproject.toml
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "PYTHON = $(PYTHON): no such program; AHP needs Python 3.11 or newer (make PYTHON=python3.11)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "PYTHON = $(PYTHON): AHP needs Python 3.11 or newer (make PYTHON=python3.11)" >&2; exit 1; }
+	@echo "Installing AHP into $(VENV): some minutes the first time, most of it PyTorch"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --editable ".[report]"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing what tests and lint need"
+	$(PIP_INSTALL) --editable ".[report,dev]"
+	@touch $@
+
+train: install
+	$(BIN)/ahp train $(ARGS)
+
+test: dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: dev
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
