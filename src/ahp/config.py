@@ -1,0 +1,234 @@
+"""What a user asks for: config.yaml, every key with a default, unknown keys refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationInfo, field_validator
+
+from ahp.errors import BadInput, bad_input
+from ahp.job import Job, Record
+from ahp.plan import ActivationCheckpoint, Parallelism, ScheduleName, validated
+
+
+class Constraints(Record):
+    """The part of a layout that the user has fixed; None = searched. The keys are those of ``Parallelism``."""
+
+    data_parallel_replicate_degree: int | None = Field(default=None, ge=1)
+    data_parallel_shard_degree: int | None = Field(default=None, ge=1)
+    zero_stage: int | None = Field(default=None, ge=0, le=3)
+    tensor_parallel_degree: int | None = Field(default=None, ge=1)
+    enable_sequence_parallel: bool | None = None
+    pipeline_parallel_degree: int | None = Field(default=None, ge=1)
+    pipeline_parallel_schedule: ScheduleName | None = None
+    virtual_stages_per_rank: int | None = Field(default=None, ge=1)
+    layers_per_stage: tuple[int, ...] | None = None
+    context_parallel_degree: int | None = Field(default=None, ge=1)
+    expert_parallel_degree: int | None = Field(default=None, ge=1)
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    activation_checkpoint: ActivationCheckpoint | None = None
+    """``auto`` is the same as not given: the lightest that fits is the fastest that fits."""
+
+    @field_validator("activation_checkpoint", mode="after")
+    @classmethod
+    def _auto_is_searched(cls, value: str | None) -> str | None:
+        return None if value == "auto" else value
+
+    @classmethod
+    def exactly(cls, parallelism: Parallelism) -> Constraints:
+        """Constraints that leave only this layout."""
+        return cls(**parallelism.model_dump())
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that the user has fixed, with their values."""
+        return {key: value for key, value in self if value is not None}
+
+    def admits(self, parallelism: Parallelism) -> bool:
+        """Whether a layout keeps to everything that is fixed."""
+        return all(getattr(parallelism, key) == value for key, value in self.given.items())
+
+
+class Run(Record):
+    """Where a run leaves its files, and how often."""
+
+    folder: str = "runs/demo"
+    checkpoint_every: int = Field(default=50, ge=1)
+    keep: int = Field(default=3, ge=1)
+    track: tuple[str, ...] = ()
+
+    @field_validator("track")
+    @classmethod
+    def _no_tracker_yet(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if value:
+            raise ValueError(
+                f"run.track = {list(value)}: trackers are not there yet; metrics.jsonl in the run's folder has every "
+                "figure (valid: [])"
+            )
+        return value
+
+
+class Config(Record):
+    """One training job as a user describes it; ``load_config`` reads it."""
+
+    model: str | dict[str, Any] = "tiny"
+    init_from: str | None = None
+    cluster: str | dict[str, Any] = "local"
+    job: Job = Job()
+    parallelism: Constraints = Constraints()
+    run: Run = Run()
+
+    @field_validator("model", "cluster", mode="before")
+    @classmethod
+    def _name_or_mapping(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, (str, dict)):
+            raise ValueError(f"{info.field_name} = {value!r}: must be a name, a path or a mapping")
+        return value
+
+    @field_validator("init_from")
+    @classmethod
+    def _no_start_weights_yet(cls, value: str | None) -> None:
+        if value is not None:
+            raise ValueError(f"init_from = {value!r}: starting from given weights is not there yet (valid: null)")
+
+    @field_validator("parallelism", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        return {} if value == "auto" or value is None else value
+
+
+HELP: dict[str, str] = {
+    "model": "catalogue name, folder or file of a Hugging Face config.json, mapping of its keys, or pkg.mod:factory",
+    "init_from": "folder of Hugging Face weights to start from; not there yet, leave null",
+    "cluster": "local, a cluster.yaml, a short form such as 8x8xH100-SXM-80GB, slurm, kubernetes, or a mapping",
+    "job.data": "python-stdlib, or a file or folder of .txt or .jsonl",
+    "job.sequence_length": "tokens of one sequence",
+    "job.global_batch_size": "sequences of one optimizer step, over all devices",
+    "job.steps": "optimizer steps of the whole job",
+    "job.precision": "of computation: fp32, bf16, fp16, fp8; weights and optimizer states stay fp32",
+    "job.optimizer.name": "adamw",
+    "job.optimizer.learning_rate": "highest rate, reached after the warm-up",
+    "job.optimizer.betas": "decay of the running means of the gradient and of its square",
+    "job.optimizer.eps": "added to the denominator",
+    "job.optimizer.weight_decay": "decoupled decay, of every parameter",
+    "job.optimizer.warmup_steps": "steps over which the rate rises linearly",
+    "job.optimizer.schedule": "constant, linear or cosine, down to a tenth of the rate at the last step",
+    "job.optimizer.grad_clip": "largest global gradient norm; null = no clipping",
+    "job.seed": "of the weights and of the data order",
+    "parallelism.data_parallel_replicate_degree": "replicas that hold the same weights",
+    "parallelism.data_parallel_shard_degree": "devices over which one replica's states are sharded",
+    "parallelism.zero_stage": "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too",
+    "parallelism.tensor_parallel_degree": "devices that share every matrix product",
+    "parallelism.enable_sequence_parallel": "split what lies between the matrix products along the sequence",
+    "parallelism.pipeline_parallel_degree": "pipeline ranks",
+    "parallelism.pipeline_parallel_schedule": "GPipe, 1F1B, Interleaved1F1B (torch's names)",
+    "parallelism.virtual_stages_per_rank": "stages that one pipeline rank holds; above 1 needs Interleaved1F1B",
+    "parallelism.layers_per_stage": "blocks of each stage in pipeline order, such as [3, 3, 2]",
+    "parallelism.context_parallel_degree": "devices that share one sequence",
+    "parallelism.expert_parallel_degree": "devices that share the experts",
+    "parallelism.micro_batch_size": "sequences that one replica computes at a time",
+    "parallelism.activation_checkpoint": "what is recomputed in backward: none, selective, full, auto",
+    "run.folder": "where the run leaves its files; the same folder again continues the run",
+    "run.checkpoint_every": "steps between checkpoints",
+    "run.keep": "newest checkpoints that are kept",
+    "run.track": "trackers beside metrics.jsonl; not there yet, leave []",
+}
+"""Every key of config.yaml in words; docs/config.md and ``ahp train --help`` show these."""
+
+
+def config_help() -> str:
+    """Every key of config.yaml, its default and what it means, as text for ``--help`` and docs/config.md."""
+    lines = ["Keys of config.yaml, and dotted overrides (--job.steps 20, --parallelism.tensor-parallel-degree=4):"]
+    for key, words in HELP.items():
+        lines += [f"  {key} = {_default(key)}", f"      {words}"]
+    return "\n".join(lines)
+
+
+def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read config.yaml, or the defaults when ``path`` is None, and apply overrides.
+
+    Args:
+        path: the file.
+        overrides: dotted keys to values, ``{"job.steps": 20}``.
+
+    Raises:
+        BadInput: a missing file, an unknown key, a value out of its range; names the user's key.
+    """
+    data = read_yaml(path) if path is not None else {}
+    for key, value in (overrides or {}).items():
+        set_dotted(data, key, value)
+    return validated(Config, data, str(path) if path is not None else "config")
+
+
+def set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``data["a"]["b"] = value`` for the key ``a.b``; shorthands on the way become the mappings they stand for."""
+    *parents, last = key.split(".")
+    place = data
+    for depth, part in enumerate(parents):
+        path = ".".join(parents[: depth + 1])
+        inner: Any = place.get(part)
+        if inner is None or (path == "parallelism" and inner == "auto"):
+            inner = {}
+        elif path == "job.optimizer" and isinstance(inner, str):
+            inner = {"name": inner}
+        elif not isinstance(inner, dict):
+            raise bad_input(key, value, f"{path} = {inner!r} is not a mapping, so it has no key {last!r}")
+        below: dict[str, Any] = dict(inner)
+        place[part] = below
+        place = below
+    place[last] = value
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML mapping from a file. Raises BadInput when it is missing, not YAML, or not a mapping."""
+    path = Path(path)
+    if not path.is_file():
+        raise BadInput(f"config = {str(path)!r}: no such file")
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"config = {str(path)!r}: not YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise BadInput(f"config = {str(path)!r}: a mapping of keys was expected, not a {type(data).__name__}")
+    return data
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML as ``yaml.safe_load`` reads it, but 1e-3 is a number and a key that stands twice is an error."""
+    return yaml.load(text, Loader=_Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen and key != "<<":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1, which PyYAML reads, wants a dot and a signed exponent (1.0e-3); YAML 1.2 and people write 1e-3.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _default(key: str) -> str:
+    value: Any = Config()
+    for part in key.split("."):
+        value = getattr(value, part)
+    if key.startswith("parallelism."):
+        return "searched"
+    if value is None:
+        return "null"
+    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,175 @@
+"""config.yaml and dotted overrides: what is read, and what is refused in the user's own words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from ahp.cli.overrides import split_overrides
+from ahp.config import HELP, Config, Constraints, config_help, load_config, parse_yaml
+from ahp.errors import BadInput
+from ahp.job import Job
+from ahp.plan import Parallelism
+
+DOCS = Path(__file__).parents[1] / "docs" / "config.md"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_everything_has_a_default(tmp_path: Path) -> None:
+    assert load_config() == Config()
+    assert load_config(write(tmp_path, "")) == Config()
+    assert load_config().job == Job()
+    assert load_config().parallelism.given == {}
+
+
+def test_a_whole_file(tmp_path: Path) -> None:
+    config = load_config(
+        write(
+            tmp_path,
+            """
+model: {model_type: llama, hidden_size: 64}
+init_from: null
+cluster: 8x8xH100-SXM-80GB
+job:
+  steps: 3
+  optimizer: {learning_rate: 1e-3, betas: [0.9, 0.99], eps: 1e-8}
+parallelism: {tensor_parallel_degree: 2, layers_per_stage: [1, 2], activation_checkpoint: auto}
+run: {folder: runs/x, track: []}
+""",
+        )
+    )
+    assert config.model == {"model_type": "llama", "hidden_size": 64}
+    assert config.job.optimizer.learning_rate == 1e-3
+    assert config.job.optimizer.betas == (0.9, 0.99)
+    assert config.parallelism.given == {"tensor_parallel_degree": 2, "layers_per_stage": (1, 2)}
+    assert config.run.folder == "runs/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("1e9", 1e9),
+        ("-2E+3", -2e3),
+        ("1.5e3", 1500.0),
+        (".5", 0.5),
+        ("12", 12),
+        ("8x8xH100", "8x8xH100"),
+        ("e3", "e3"),
+        ("1e", "1e"),
+        ("[1, 2e1]", [1, 20.0]),
+        ("'1e3'", "1e3"),
+    ],
+)
+def test_numbers_as_people_write_them(text: str, value: Any) -> None:
+    assert parse_yaml(text) == value
+    assert type(parse_yaml(text)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("jobs: {}", ["jobs: unknown key", "job"]),
+        ("job: {step: 3}", ["job.step: unknown key", "steps"]),
+        ("job: {steps: 0}", ["job.steps = 0", "greater than or equal to 1"]),
+        ("job: {precision: int8}", ["job.precision = 'int8'", "'bf16'"]),
+        ("job: {optimizer: {learning_rate: fast}}", ["job.optimizer.learning_rate = 'fast'"]),
+        ("parallelism: {tensor_paralel_degree: 2}", ["tensor_paralel_degree: unknown key", "tensor_parallel_degree"]),
+        ("parallelism: {tensor_parallel_degree: 0}", ["parallelism.tensor_parallel_degree = 0"]),
+        ("parallelism: fast", ["parallelism = 'fast'"]),
+        ("model: 7", ["model = 7", "a name, a path or a mapping"]),
+        ("init_from: weights", ["init_from = 'weights'", "not there yet", "valid: null"]),
+        ("run: {track: [tensorboard]}", ["run.track = ['tensorboard']", "not there yet", "valid: []"]),
+        ("run: {keep: 0}", ["run.keep = 0"]),
+        ("job: {seed: 1}\njob: {seed: 2}", ["the key 'job' stands twice"]),
+        ("- 1", ["a mapping of keys was expected, not a list"]),
+        ("job: [", ["not YAML"]),
+    ],
+)
+def test_refusals_name_the_users_key(tmp_path: Path, text: str, told: list[str]) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_config(write(tmp_path, text))
+    for words in told:
+        assert words in str(refused.value)
+
+
+def test_missing_file() -> None:
+    with pytest.raises(BadInput, match="no such file"):
+        load_config("no/such.yaml")
+
+
+def test_overrides_reach_every_depth(tmp_path: Path) -> None:
+    path = write(tmp_path, "job: {steps: 5, optimizer: adamw}\nparallelism: auto\n")
+    overrides, rest = split_overrides(
+        (
+            "config.yaml --job.steps=20 --job.optimizer.learning-rate 1e-4 --json "
+            "--parallelism.tensor-parallel-degree 4 --parallelism.enable_sequence_parallel --run.folder=runs/y "
+            "--cluster 8x8xH100-SXM-80GB --job.optimizer.grad-clip=null -- --job.steps=99"
+        ).split()
+    )
+    assert rest == ["config.yaml", "--json", "--", "--job.steps=99"]
+    config = load_config(path, overrides)
+    assert config.job.steps == 20
+    assert config.job.optimizer.name == "adamw"
+    assert config.job.optimizer.learning_rate == 1e-4
+    assert config.job.optimizer.grad_clip is None
+    assert config.parallelism.given == {"tensor_parallel_degree": 4, "enable_sequence_parallel": True}
+    assert config.run.folder == "runs/y"
+    assert config.cluster == "8x8xH100-SXM-80GB"
+
+
+def test_an_override_does_not_change_the_defaults() -> None:
+    load_config(None, {"job.steps": 3})
+    assert load_config().job.steps == Job().steps
+
+
+def test_override_refusals() -> None:
+    with pytest.raises(BadInput, match=r"--jobs\.steps.*unknown key.*job"):
+        split_overrides(["--jobs.steps", "3"])
+    with pytest.raises(BadInput, match="not YAML"):
+        split_overrides(["--job.data", "[a"])
+    with pytest.raises(BadInput, match=r"model = 'tiny' is not a mapping"):
+        load_config(None, {"model": "tiny", "model.hidden_size": 64})
+    with pytest.raises(BadInput, match=r"job\.stepz: unknown key"):
+        load_config(None, {"job.stepz": 64})
+
+
+def test_own_options_stay_with_the_command() -> None:
+    words = ["plan.yaml", "--trace=out.json", "-o", "a.b.yaml", "--top", "3", "--model-name"]
+    assert split_overrides(words) == ({}, words)
+    assert split_overrides(["--cluster", "x"], roots=("job",)) == ({}, ["--cluster", "x"])
+
+
+def test_constraints_have_the_keys_of_a_layout() -> None:
+    assert set(Constraints.model_fields) == set(Parallelism.model_fields)
+    layout = Parallelism(data_parallel_shard_degree=4, tensor_parallel_degree=2, micro_batch_size=3)
+    assert Constraints.exactly(layout).admits(layout)
+    assert not Constraints.exactly(layout).admits(layout.model_copy(update={"micro_batch_size": 4}))
+    assert Constraints().admits(layout)
+
+
+def flat_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in kind.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys += flat_keys(inner, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def test_every_key_is_in_the_help_and_in_the_docs() -> None:
+    assert list(HELP) == flat_keys(Config)
+    assert config_help() in DOCS.read_text(), "docs/config.md holds config_help() word for word: paste it again"
+    assert "job.steps = 200" in config_help()
+    assert "run.folder = runs/demo" in config_help()
+    assert "parallelism.tensor_parallel_degree = searched" in config_help()
