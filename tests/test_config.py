@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,11 @@ def test_missing_file() -> None:
 def test_overrides_reach_every_depth(tmp_path: Path) -> None:
     path = write(tmp_path, "job: {steps: 5, optimizer: adamw}\nparallelism: auto\n")
     overrides, rest = split_overrides(
-        (
+        shlex.split(
             "config.yaml --job.steps=20 --job.optimizer.learning-rate 1e-4 --json "
             "--parallelism.tensor-parallel-degree 4 --parallelism.enable_sequence_parallel --run.folder=runs/y "
             "--cluster 8x8xH100-SXM-80GB --job.optimizer.grad-clip=null -- --job.steps=99"
-        ).split()
+        )
     )
     assert rest == ["config.yaml", "--json", "--", "--job.steps=99"]
     config = load_config(path, overrides)
