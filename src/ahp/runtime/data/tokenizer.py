@@ -1,0 +1,76 @@
+"""A byte-level BPE tokenizer for the job's own text, of the size of the model's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ahp.errors import bad_input
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+NUM_BYTES = 256
+SMALLEST_VOCABULARY = NUM_BYTES + 1
+"""Every byte and the end of a document: with fewer tokens some text cannot be written."""
+
+END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "[SEP]", "<eos>", "<|im_end|>")
+"""What published tokenizers call the end of a document (GPT-2, Llama 3, Llama 2, BERT, Gemma, Qwen chat)."""
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train byte-level BPE (as GPT-2's) of at most ``vocab_size`` tokens; the same texts give the same tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise bad_input("vocab_size", vocab_size, f"a byte-level tokenizer needs at least {SMALLEST_VOCABULARY} tokens")
+    tokenizer = Tokenizer(models.BPE())
+    # pyright cannot see the setters of the compiled class
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    return tokenizer
+
+
+def load(file: Path, vocab_size: int) -> Tokenizer:
+    """Read a tokenizer.json that came with a model; refuse one that has more tokens than the model can embed."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for a file that it cannot read
+        raise bad_input("tokenizer", str(file), f"not a tokenizer.json ({error})") from None
+    size = tokenizer.get_vocab_size()
+    if size > vocab_size:
+        raise bad_input(
+            "tokenizer",
+            str(file),
+            f"it has {size} tokens and the model's vocab_size is {vocab_size}; enlarge the model's",
+        )
+    end_of_text(tokenizer)
+    return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """Id of the token that ends a document."""
+    for name in END_NAMES:
+        token = tokenizer.token_to_id(name)
+        if token is not None:
+            return token
+    raise bad_input("tokenizer", "tokenizer.json", "it has no token for the end of a document", END_NAMES)
+
+
+def save_for_transformers(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write what ``transformers.AutoTokenizer.from_pretrained(folder)`` reads."""
+    from transformers import PreTrainedTokenizerFast
+
+    end = tokenizer.id_to_token(end_of_text(tokenizer))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)

@@ -1,0 +1,217 @@
+"""Text to batches: what is read, what is cached, in which order it is handed out."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ahp.errors import BadInput
+from ahp.runtime.data import corpus as corpora
+from ahp.runtime.data import text
+from ahp.runtime.data.batches import NOT_SCORED, Batches
+from ahp.runtime.data.corpus import Corpus, prepare
+from ahp.runtime.data.tokenizer import END_OF_TEXT, save_for_transformers
+
+VOCABULARY = 300
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(6):
+        (folder / f"{number}.txt").write_text(f"document {number}: " + "def call(x): return x + 1\n" * (3 + number))
+    return folder
+
+
+def made_of(lengths: list[int]) -> Corpus:
+    """Documents of the given lengths; every token is its own position, so that it says where it came from."""
+    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+    return Corpus(Path(), np.arange(sum(lengths), dtype=np.uint32), starts, "")
+
+
+def test_standard_library_is_the_same_real_python_each_time() -> None:
+    first, second = text.find("python-stdlib"), text.find("python-stdlib")
+    assert first == second
+    assert first.fingerprint() == second.fingerprint()
+    assert 1_000_000 < first.num_bytes <= text.STDLIB_LIMIT_BYTES
+    names = {file.name for file in first.files}
+    assert {"argparse.py", "dataclasses.py"} <= names
+    assert not any(part in text.STDLIB_LEFT_OUT for file in first.files for part in file.parts[-2:-1])
+
+
+def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"text": "one"}) + "\n\n" + json.dumps({"text": "two", "id": 3}) + "\n")
+    assert list(text.find(str(file)).documents()) == ["one", "two"]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"body": "x"}', '{"text": 3}'])
+def test_jsonl_faults_name_file_and_line(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(BadInput, match=r"job\.data: .*a\.jsonl line 2"):
+        list(text.find(str(file)).documents())
+
+
+def test_data_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for data, rule in [
+        ("no/such", "no such file"),
+        (str(tmp_path / "a.parquet"), "parquet is not read yet"),
+        (str(tmp_path / "a.csv"), r"\.csv"),
+        (str(tmp_path / "empty"), "holds no file"),
+    ]:
+        with pytest.raises(BadInput, match=rf"job\.data = .*{rule}"):
+            text.find(data)
+
+
+def test_tokens_give_the_documents_back_each_ended(folder: Path) -> None:
+    corpus = prepare(str(folder), VOCABULARY)
+    tokenizer = corpus.tokenizer()
+    assert tokenizer.get_vocab_size() <= VOCABULARY
+    assert corpus.tokens.dtype == np.uint16
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ends = np.append(corpus.starts[1:], len(corpus.tokens)) - 1
+    assert (corpus.tokens[ends] == end).all()
+    assert (corpus.tokens == end).sum() == len(corpus.starts) == 6
+    for number, (first, last) in enumerate(zip(corpus.starts, ends, strict=True)):
+        assert tokenizer.decode(corpus.tokens[first:last].tolist()) == (folder / f"{number}.txt").read_text()
+
+
+def test_second_call_reads_the_cache(folder: Path) -> None:
+    said: list[str] = []
+    first = prepare(str(folder), VOCABULARY, say=said.append)
+    assert len(said) == 2
+    second = prepare(str(folder), VOCABULARY, say=said.append)
+    assert len(said) == 2
+    assert second.folder == first.folder
+    assert second.fingerprint == first.fingerprint
+
+
+def test_other_text_or_vocabulary_is_another_entry(folder: Path) -> None:
+    first = prepare(str(folder), VOCABULARY)
+    assert prepare(str(folder), VOCABULARY + 1).folder != first.folder
+    (folder / "0.txt").write_text("other words")
+    assert prepare(str(folder), VOCABULARY).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "starts.bin", "tokenizer.json", "meta.json"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_damaged_entry_is_rebuilt(folder: Path, name: str, damage: str) -> None:
+    whole = prepare(str(folder), VOCABULARY)
+    tokens, file = whole.tokens.tolist(), whole.folder / name
+    content = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(content[:-3] if damage == "cut" else bytes([content[0] ^ 0xFF]) + content[1:])
+    with pytest.raises(BadInput, match="damaged"):
+        corpora.read(whole.folder)
+    again = prepare(str(folder), VOCABULARY)
+    assert again.tokens.tolist() == tokens
+    assert [entry.name for entry in whole.folder.parent.iterdir()] == [whole.folder.name]
+
+
+def test_many_at_once_end_with_one_entry(folder: Path, own_cache: Path) -> None:
+    results: list[str] = []
+    workers = [
+        threading.Thread(target=lambda: results.append(prepare(str(folder), VOCABULARY).fingerprint)) for _ in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(results) == 4
+    assert len(set(results)) == 1
+    assert len(list((own_cache / "corpora").iterdir())) == 1
+
+
+def test_tokenizer_of_the_model_is_used_or_refused(folder: Path, tmp_path: Path) -> None:
+    trained = prepare(str(folder), VOCABULARY)
+    file = trained.folder / "tokenizer.json"
+    size = trained.tokenizer().get_vocab_size()
+    assert prepare(str(folder), size, tokenizer_file=file).tokens.tolist() == trained.tokens.tolist()
+    with pytest.raises(BadInput, match=f"it has {size} tokens and the model's vocab_size is {size - 1}"):
+        prepare(str(folder), size - 1, tokenizer_file=file)
+    with pytest.raises(BadInput, match=r"not a tokenizer\.json"):
+        prepare(str(folder), size, tokenizer_file=folder / "0.txt")
+    with pytest.raises(BadInput, match="at least 257"):
+        prepare(str(folder), 256)
+
+
+def test_transformers_reads_the_saved_tokenizer(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = prepare(str(folder), VOCABULARY).tokenizer()
+    save_for_transformers(tokenizer, tmp_path / "hf")
+    words = "def call(x): return x"
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(words)["input_ids"] == tokenizer.encode(words).ids
+
+
+def test_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "file"))
+    with pytest.raises(BadInput, match="AHP_CACHE"):
+        prepare(str(folder), VOCABULARY)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=4, max_size=30),
+    sequence_length=st.integers(2, 16),
+    global_batch_size=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+)
+def test_every_epoch_hands_out_every_sequence_once(
+    lengths: list[int], sequence_length: int, global_batch_size: int, seed: int
+) -> None:
+    corpus = made_of(lengths)
+    if len(corpus.tokens) // sequence_length < global_batch_size:
+        return
+    batches = Batches(corpus, sequence_length=sequence_length, global_batch_size=global_batch_size, seed=seed)
+    count = batches.num_sequences
+    places = [batches.sequence(i // global_batch_size, i % global_batch_size) for i in range(3 * count)]
+    for epoch in range(3):
+        assert sorted(places[epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_labels_leave_out_only_the_first_token_of_a_document() -> None:
+    corpus = made_of([5, 3, 9, 1, 2])
+    batches = Batches(corpus, sequence_length=4, global_batch_size=5, seed=1)
+    batch = batches(0)
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        assert ids == list(range(ids[0], ids[0] + 4))
+        assert labels == [NOT_SCORED if i in (0, 5, 8, 17, 18) else i for i in ids]
+
+
+def test_order_depends_on_seed_and_step_alone() -> None:
+    corpus = made_of([400])
+
+    def ids(step: int, seed: int = 7) -> list[list[int]]:
+        batches = Batches(corpus, sequence_length=4, global_batch_size=6, seed=seed)
+        return batches(step)["input_ids"].tolist()
+
+    alone = [ids(step) for step in range(40)]
+    batches = Batches(corpus, sequence_length=4, global_batch_size=6, seed=7)
+    assert [batches(step)["input_ids"].tolist() for step in range(40)] == alone
+    assert ids(0, seed=8) != ids(0)
+
+
+def test_less_text_than_one_batch_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"job\.data.*3 sequences.*fewer than one batch of job\.global_batch_size 4"):
+        Batches(made_of([15]), sequence_length=4, global_batch_size=4, seed=0)
