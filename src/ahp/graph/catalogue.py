@@ -1,0 +1,188 @@
+"""Models by name: plain Hugging Face config keys, each with its source and the parameter count that it was published with.
+
+Dropout is 0 everywhere, also where the first papers used 0.1 (GPT-2, BERT): pre-training on more text than one epoch
+does without it, and the same loss under every plan needs it off. A config of one's own keeps what it says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueModel:
+    """``parameters`` is the published count (a tied weight counts once); ``source`` says where from."""
+
+    config: dict[str, Any]
+    parameters: int
+    source: str
+
+
+LLAMA1 = "arXiv:2302.13971 table 2 (6.7B, 13.0B, 32.5B, 65.2B); config.json and safetensors count of the hub's copies"
+LLAMA2 = "hub: meta-llama/Llama-2-*-hf, config.json and safetensors count"
+LLAMA3 = "hub: meta-llama/Llama-3* and Llama-3.1-405B, config.json and safetensors count; arXiv:2407.21783 table 3"
+GPT2 = "hub: openai-community/gpt2*, config.json; count of GPT2LMHeadModel"
+GPT3 = "arXiv:2005.14165 table 2.1, which rounds the count (1.3B: 16 heads x 128; 13B: d_model read as 40 x 128 = 5120)"
+BERT = "hub: google-bert/bert-*-uncased, config.json; count of the masked LM, without pooler and next-sentence head"
+
+
+def _llama(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    } | more
+
+
+def _llama1(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return _llama(hidden, inner, layers, heads, max_position_embeddings=2048, rms_norm_eps=1e-6)
+
+
+def _llama3(
+    hidden: int, inner: int, layers: int, heads: int, factor: float | None = None, **more: Any
+) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 500000.0}
+    if factor is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    tokens = {"bos_token_id": 128000, "eos_token_id": 128001, "vocab_size": 128256}
+    length = {"max_position_embeddings": 8192 if factor is None else 131072}
+    return _llama(hidden, inner, layers, heads, 8, rope_parameters=rope) | tokens | length | more
+
+
+def _gpt(hidden: int, layers: int, heads: int, positions: int = 1024) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_positions": positions,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def _bert(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "bert",
+        "vocab_size": 30522,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "attention_probs_dropout_prob": 0.0,
+        "hidden_dropout_prob": 0.0,
+    }
+
+
+def _with_type(model_type: str, config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return config | {"model_type": model_type} | more
+
+
+CATALOGUE: dict[str, CatalogueModel] = {
+    "tiny": CatalogueModel(
+        _llama(256, 704, 6, 8, 4, vocab_size=4096, max_position_embeddings=1024),
+        6_524_160,
+        "made for AHP: a LLaMA that two CPU cores train in minutes; counted, not published",
+    ),
+    "llama-7b": CatalogueModel(_llama1(4096, 11008, 32, 32), 6_738_415_616, LLAMA1),
+    "llama-13b": CatalogueModel(_llama1(5120, 13824, 40, 40), 13_015_864_320, LLAMA1),
+    "llama-30b": CatalogueModel(_llama1(6656, 17920, 60, 52), 32_528_943_616, LLAMA1),
+    "llama-65b": CatalogueModel(_llama1(8192, 22016, 80, 64), 65_285_660_672, LLAMA1),
+    "llama2-7b": CatalogueModel(_llama(4096, 11008, 32, 32), 6_738_415_616, LLAMA2),
+    "llama2-13b": CatalogueModel(_llama(5120, 13824, 40, 40), 13_015_864_320, LLAMA2),
+    "llama2-70b": CatalogueModel(_llama(8192, 28672, 80, 64, 8), 68_976_648_192, LLAMA2),
+    "llama3-8b": CatalogueModel(_llama3(4096, 14336, 32, 32), 8_030_261_248, LLAMA3),
+    "llama3-70b": CatalogueModel(_llama3(8192, 28672, 80, 64), 70_553_706_496, LLAMA3),
+    "llama3-405b": CatalogueModel(_llama3(16384, 53248, 126, 128, 8.0), 405_853_388_800, LLAMA3),
+    "llama3.2-1b": CatalogueModel(
+        _llama3(2048, 8192, 16, 32, 32.0, tie_word_embeddings=True, head_dim=64), 1_235_814_400, LLAMA3
+    ),
+    "llama3.2-3b": CatalogueModel(
+        _llama3(3072, 8192, 28, 24, 32.0, tie_word_embeddings=True, head_dim=128), 3_212_749_824, LLAMA3
+    ),
+    "gpt2": CatalogueModel(_gpt(768, 12, 12), 124_439_808, GPT2),
+    "gpt2-medium": CatalogueModel(_gpt(1024, 24, 16), 354_823_168, GPT2),
+    "gpt2-large": CatalogueModel(_gpt(1280, 36, 20), 774_030_080, GPT2),
+    "gpt2-xl": CatalogueModel(_gpt(1600, 48, 25), 1_557_611_200, GPT2),
+    "gpt3-1.3b": CatalogueModel(_gpt(2048, 24, 16, 2048), 1_300_000_000, GPT3),
+    "gpt3-2.7b": CatalogueModel(_gpt(2560, 32, 32, 2048), 2_700_000_000, GPT3),
+    "gpt3-6.7b": CatalogueModel(_gpt(4096, 32, 32, 2048), 6_700_000_000, GPT3),
+    "gpt3-13b": CatalogueModel(_gpt(5120, 40, 40, 2048), 13_000_000_000, GPT3),
+    "gpt3-175b": CatalogueModel(_gpt(12288, 96, 96, 2048), 175_000_000_000, GPT3),
+    "bert-base": CatalogueModel(_bert(768, 12, 12), 109_514_298, BERT),
+    "bert-large": CatalogueModel(_bert(1024, 24, 16), 335_174_458, BERT),
+    "mistral-7b": CatalogueModel(
+        _with_type("mistral", _llama(4096, 14336, 32, 32, 8), sliding_window=4096, max_position_embeddings=32768),
+        7_241_732_096,
+        "hub: mistralai/Mistral-7B-v0.1, config.json and safetensors count",
+    ),
+    "qwen2.5-7b": CatalogueModel(
+        _with_type(
+            "qwen2",
+            _llama(3584, 18944, 28, 28, 4),
+            vocab_size=152064,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        ),
+        7_615_616_512,
+        "hub: Qwen/Qwen2.5-7B, config.json and safetensors count",
+    ),
+    "qwen3-8b": CatalogueModel(
+        _with_type(
+            "qwen3",
+            _llama(4096, 12288, 36, 32, 8),
+            vocab_size=151936,
+            head_dim=128,
+            max_position_embeddings=40960,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        ),
+        8_190_735_360,
+        "hub: Qwen/Qwen3-8B, config.json and safetensors count",
+    ),
+    "mixtral-8x7b": CatalogueModel(
+        _with_type(
+            "mixtral",
+            _llama(4096, 14336, 32, 32, 8),
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=32768,
+            sliding_window=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        ),
+        46_702_792_704,
+        "hub: mistralai/Mixtral-8x7B-v0.1, config.json and safetensors count",
+    ),
+    "mixtral-8x22b": CatalogueModel(
+        _with_type(
+            "mixtral",
+            _llama(6144, 16384, 56, 48, 8),
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=65536,
+            sliding_window=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        ),
+        140_620_634_112,
+        "hub: mistralai/Mixtral-8x22B-v0.1, config.json and safetensors count",
+    ),
+}

@@ -1,0 +1,243 @@
+"""From a description of a model to a transformers config and a module.
+
+A description is a catalogue name, a path to a Hugging Face ``config.json`` or to a folder that holds one, a dict of
+config keys, an ``nn.Module``, or ``"pkg.mod:factory"``, a callable without arguments that returns an ``nn.Module``.
+Nothing here ever asks the network.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ahp.errors import BadInput, bad_input, nearest
+from ahp.graph.catalogue import CATALOGUE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig
+
+ATTENTION = {"flash": "sdpa", "math": "eager", "sdpa": "sdpa", "eager": "eager"}
+"""An attention kernel by AHP's name or by transformers' name -> transformers' name."""
+
+EARLIER_KEYS = {
+    "model_type", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor", "layer_types", "is_causal",
+    "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "tie_word_embeddings", "is_decoder", "auto_map",
+}  # fmt: skip
+"""Keys that every model type takes although its class does not list them (transformers converts the older ones)."""
+
+POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "max_position_embeddings", "num_local_experts", "num_experts_per_tok")  # fmt: skip
+
+
+def load_config(model: Any) -> PretrainedConfig | None:
+    """The transformers config of a description; None for a module or a factory. Raises BadInput, naming the key."""
+    if not isinstance(model, (str, Path, dict)):
+        from transformers import PretrainedConfig
+
+        return model if isinstance(model, PretrainedConfig) else None
+    if isinstance(model, dict):
+        return _from_keys(model, known_only=True)
+    name = str(model)
+    if name in CATALOGUE:
+        return _from_keys(CATALOGUE[name].config, known_only=True)
+    path = Path(name).expanduser()
+    if path.exists():
+        return _from_keys(_read(path), known_only=False)
+    if is_factory(model):
+        return None
+    raise BadInput(
+        f"model = {name!r}: neither a name of the catalogue nor a path nor pkg.mod:factory "
+        f"(nearest names: {', '.join(nearest(name, list(CATALOGUE)))})"
+    )
+
+
+def is_factory(model: Any) -> bool:
+    """Whether a description has the form ``pkg.mod:factory``."""
+    if not isinstance(model, str) or model in CATALOGUE or Path(model).expanduser().exists():
+        return False
+    module, colon, function = model.partition(":")
+    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def build_model(
+    model: Any, *, dtype: torch.dtype | None = None, device: Any = "meta", attention: str = "sdpa"
+) -> nn.Module:
+    """Build the module: a causal language model, or a masked one for BERT and its like.
+
+    ``dtype`` is that of the floating parameters, None = float32. On a real ``device`` the weights are initialised as
+    the model does (seed torch first); on ``meta`` they take no memory. A live module is returned as it is.
+    ``attention`` is ``sdpa`` (alias ``flash``) or ``eager`` (alias ``math``); a model without sdpa gets eager, with a
+    warning. Raises BadInput.
+    """
+    import torch
+    from torch import nn
+
+    if isinstance(model, nn.Module):
+        return model
+    if attention not in ATTENTION:
+        raise bad_input("attention", attention, "unknown kernel", ATTENTION)
+    dtype = dtype or torch.float32
+    config = load_config(model)
+    if config is None:
+        return _from_factory(model, dtype, device)
+    config.use_cache = False
+    family = _auto_class(config)
+    implementation = ATTENTION[attention]
+    with torch.device(device):
+        try:
+            return family.from_config(config, dtype=dtype, attn_implementation=implementation)
+        except Exception as error:
+            if implementation != "sdpa" or "scaled_dot_product_attention" not in str(error):
+                raise BadInput(f"model = {describe(model)!r}: transformers cannot build it: {error!r}") from error
+            warnings.warn(f"{describe(model)}: no sdpa attention in transformers, eager is used instead", stacklevel=2)
+            return family.from_config(config, dtype=dtype, attn_implementation="eager")
+
+
+def plain(model: Any) -> str | dict[str, Any] | None:
+    """What a plan stores of a description: a string or a dict; None for a live module."""
+    if isinstance(model, (str, Path)):
+        return str(model)
+    if isinstance(model, dict):
+        return dict(model)
+    config = load_config(model)
+    return None if config is None else config.to_diff_dict()
+
+
+def describe(model: Any) -> str:
+    """A short name for tables and logs."""
+    if isinstance(model, dict):
+        config = load_config(model)
+        assert config is not None
+        layers, hidden = getattr(config, "num_hidden_layers", "?"), getattr(config, "hidden_size", "?")
+        return f"{config.model_type}-{layers}x{hidden}"
+    if isinstance(model, (str, Path)):
+        name = str(model)
+        if name in CATALOGUE:
+            return name
+        if is_factory(model):
+            return name.partition(":")[2]
+        path = Path(name).expanduser().resolve()
+        return path.parent.name if path.name == "config.json" else path.stem
+    return str(getattr(model, "model_type", type(model).__name__))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise BadInput(f"model = {str(path)!r}: the folder holds no config.json")
+    try:
+        keys = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"model = {str(file)!r}: not a JSON file ({error})") from None
+    if not isinstance(keys, dict):
+        raise BadInput(f"model = {str(file)!r}: a JSON object was expected")
+    return keys
+
+
+def _from_keys(keys: dict[str, Any], *, known_only: bool) -> PretrainedConfig:
+    """Build and check a config. ``known_only`` refuses unknown keys; the hub's own files carry many historical ones."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    model_type = keys.get("model_type")
+    if "model_type" not in keys:
+        raise BadInput("model_type: missing from the model's keys; it says which family they are for, such as llama")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise bad_input("model_type", model_type, "transformers has no such model type", list(CONFIG_MAPPING.keys()))
+    kind = CONFIG_MAPPING[model_type]
+    if known_only:
+        known = _known_keys(kind)
+        for key in keys:
+            if key not in known:
+                raise BadInput(
+                    f"{key}: unknown key for model_type {model_type} (did you mean: {', '.join(nearest(key, sorted(known), 3))}?)"
+                )
+    for key, value in _numbers(keys):
+        if not math.isfinite(value):
+            raise bad_input(key, value, "a finite number was expected")
+    rest = {key: value for key, value in keys.items() if key != "model_type"}
+    _check_sizes(rest, kind.attribute_map)
+    try:
+        return kind(**rest)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        named = [key for key in rest if f"'{key}'" in str(error)]
+        shown = ", ".join(f"{key} = {rest[key]!r}" for key in named) or f"model_type = {model_type!r}"
+        raise BadInput(f"{shown}: {str(error).strip().splitlines()[-1].strip()}") from None
+
+
+def _known_keys(kind: type[PretrainedConfig]) -> set[str]:
+    import dataclasses
+
+    fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    return fields | set(kind.attribute_map) | EARLIER_KEYS | set(kind().to_dict())
+
+
+def _numbers(keys: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in keys.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif isinstance(value, float):
+            yield f"{prefix}{key}", value
+
+
+def _check_sizes(keys: dict[str, Any], aliases: dict[str, str]) -> None:
+    """Sizes are positive and heads divide; ``aliases`` maps the common name to the model type's own (n_embd)."""
+    own = {name: next((k for k in (name, aliases.get(name, name)) if k in keys), None) for name in POSITIVE}
+    for key in own.values():
+        value = keys.get(key) if key else None
+        if value is not None and (isinstance(value, bool) or (isinstance(value, int) and value < 1)):
+            raise bad_input(str(key), value, "a whole number of at least 1 was expected")
+    _check_divides(keys, own["hidden_size"], own["num_attention_heads"], unless=own["head_dim"])
+    _check_divides(keys, own["num_attention_heads"], own["num_key_value_heads"])
+
+
+def _check_divides(keys: dict[str, Any], whole: str | None, part: str | None, unless: str | None = None) -> None:
+    if whole is None or part is None or (unless is not None and keys[unless] is not None):
+        return
+    size, count = keys[whole], keys[part]
+    if isinstance(size, int) and isinstance(count, int) and size % count:
+        divisors = [n for n in range(1, min(size, 4 * count) + 1) if size % n == 0]
+        raise bad_input(part, count, f"must divide {whole} = {size}", divisors)
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    """The family of language-model heads: masked where transformers has one and the config is not a decoder."""
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise bad_input("model_type", kind, "an encoder-decoder; AHP takes causal and masked language models")
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        return AutoModelForMaskedLM
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    raise bad_input("model_type", kind, "transformers has neither a causal nor a masked language model of this type")
+
+
+def _from_factory(model: Any, dtype: torch.dtype, device: Any) -> nn.Module:
+    import torch
+    from torch import nn
+
+    if not is_factory(model):
+        raise bad_input("model", model, "expected a name, a path, a dict of config keys, a module or pkg.mod:factory")
+    path, _, function = str(model).partition(":")
+    try:
+        factory = getattr(importlib.import_module(path), function)
+    except (ImportError, AttributeError) as error:
+        raise BadInput(f"model = {model!r}: {error}") from error
+    with torch.device(device):
+        module = factory()
+    if not isinstance(module, nn.Module):
+        raise BadInput(f"model = {model!r}: the factory returned {type(module).__name__}, not an nn.Module")
+    return module.to(dtype)
