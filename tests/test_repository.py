@@ -1,0 +1,124 @@
+"""The frame of the repository: its commands, links, sizes and versions agree with each other."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import ahp
+from ahp.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[1]
+READMES = ("README.md", "README.zh.md")
+MAX_LINES = 500
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def documents() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def shell_lines(path: Path) -> list[list[str]]:
+    """The commands in a document's shell blocks, in words."""
+    blocks = [code for language, code in FENCE.findall(path.read_text(encoding="utf-8")) if language in ("sh", "bash")]
+    return [line.split() for code in blocks for line in code.splitlines() if line.strip()]
+
+
+def makefile_targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_readme_opens_with_the_two_commands(name: str) -> None:
+    assert shell_lines(ROOT / name)[:2] == [["make", "train"], ["make", "test"]]
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_documented_commands_exist(path: Path) -> None:
+    for words in shell_lines(path):
+        if words[0] == "make":
+            assert words[1] in makefile_targets(), f"no such target: {' '.join(words)}"
+        if words[0] == "ahp":
+            assert words[1] in COMMANDS, f"no such command: {' '.join(words)}"
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_links_resolve(path: Path) -> None:
+    targets = [target.split("#")[0] for target in LINK.findall(path.read_text(encoding="utf-8"))]
+    relative = [target for target in targets if target and "://" not in target]
+    assert [target for target in relative if not (path.parent / target).exists()] == []
+
+
+def test_both_readmes_say_the_same() -> None:
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in READMES)
+
+    def outline(text: str) -> list[int]:
+        return [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
+
+    def commands(text: str) -> list[str]:
+        return re.findall(r"^\| (`[^`]+`)", text, re.MULTILINE)
+
+    def shell(text: str) -> list[str]:
+        return [code for language, code in FENCE.findall(text) if language in ("sh", "bash", "text")]
+
+    assert outline(english) == outline(chinese)
+    assert commands(english) == commands(chinese)
+    assert {command.strip("`").split()[1] for command in commands(english)} == set(COMMANDS)
+    assert shell(english) == shell(chinese)
+
+
+def test_files_hold_one_idea() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "src").rglob("*.py")}
+    assert lengths
+    assert {str(path.relative_to(ROOT)): count for path, count in lengths.items() if count > MAX_LINES} == {}
+
+
+def test_nothing_is_left_to_do_later_or_tied_to_one_machine() -> None:
+    marks = re.compile(r"\b(TODO|FIXME|XXX)\b|/(home|root|Users)/\w|--(extra-)?index-url")
+    files = [path for folder in ("src", "benchmarks", "docs", ".ci") for path in (ROOT / folder).rglob("*")]
+    files += [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml"]
+    texts = [
+        path for path in files if path.suffix in (".py", ".md", ".toml", ".yaml", ".svg") or path.name == "Makefile"
+    ]
+    assert len(texts) > 10
+    found = {str(path.relative_to(ROOT)): marks.search(path.read_text(encoding="utf-8")) for path in texts}
+    assert {name: match.group() for name, match in found.items() if match} == {}
+
+
+def test_one_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert ahp.__version__ == version
+    assert importlib.metadata.version("ahp") == version
+    assert f"## [{version}] - " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_ci_script_is_a_program() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not on this machine")
+@pytest.mark.parametrize("python", ["too-old", "missing"])
+def test_make_refuses_an_unsuitable_python(tmp_path: Path, python: str) -> None:
+    program = tmp_path / python
+    if python == "too-old":
+        program.write_text("#!/bin/sh\nexit 1\n")  # what `sys.exit(sys.version_info < (3, 11))` answers there
+        program.chmod(0o755)
+    result = subprocess.run(
+        ["make", "-C", str(ROOT), "train", f"PYTHON={program}", f"VENV={tmp_path / 'venv'}"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0
+    assert f"PYTHON = {program}" in result.stderr
+    assert "3.11 or newer" in result.stderr
+    assert not (tmp_path / "venv").exists()
