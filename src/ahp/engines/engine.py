@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
+
+
+Gathers = Literal["never", "per_step", "per_micro_batch"]
 
 
 @dataclass(frozen=True)
 class Traits:
     """How an engine's kernels, buffers and overlap behave, so that the forecast is for that stack.
 
-    Overlap figures are the share of a collective's time that can hide behind computation.
+    Overlap figures are the share of a collective's time that can hide behind computation, where the device has
+    engines to move data beside it; on a CPU nothing hides, both need the cores.
     """
 
     gradient_bytes: int
@@ -26,8 +31,20 @@ class Traits:
     """Bytes of all optimizer states of one parameter (AdamW: two of fp32)."""
     fused_elementwise: bool
     """Whether chains of element-wise operators run as one kernel."""
+    compute_weight_bytes: int
+    """Bytes of one weight element in the copy that computes, where that copy is apart from the master; 0 = it is not."""
     gradient_overlap: float
     parameter_gather_overlap: float
+    forward_gathers: Gathers
+    """How often a sharded weight is gathered for the forward pass."""
+    backward_gathers: Gathers
+    """How often for the backward pass beyond that."""
+    keeps_gathered_weights: bool
+    """Whether every gathered weight of the rank is whole in memory at once, from its first use to its last."""
+    reduces_every_micro_batch: bool
+    """Whether gradients are reduced after each micro-batch; else once per step, after the last."""
+    keeps_whole_gradients: bool
+    """Whether gradients wait for that whole, rather than as the shard of the rank."""
     source: str
 
 

@@ -1,0 +1,75 @@
+"""The native engine: FSDP2, DTensor and torch.distributed.pipelining on stock PyTorch."""
+
+from __future__ import annotations
+
+from ahp.engines.engine import Engine, Traits
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+from ahp.schedule.patterns import GENERATED
+
+PRECISIONS = ("fp32", "bf16")
+ACTIVATION_CHECKPOINTS = ("none", "full")
+
+
+class AhpEngine(Engine):
+    """What AHP's own runtime can run, and how it behaves.
+
+    Every ZeRO stage is FSDP2 with one block as the unit of communication. Master weights, gradients and both
+    AdamW states are fp32; with bf16 the compute copy is apart. docs/forecast.md has the table.
+    """
+
+    name = "ahp"
+
+    def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """The reason why the runtime cannot run the layout (key, value, rule), or None."""
+        p = parallelism
+        cannot = "the ahp engine cannot run this yet"
+        if p.context_parallel_degree > 1:
+            return f"context_parallel_degree = {p.context_parallel_degree}: {cannot} (valid: 1)"
+        if p.expert_parallel_degree > 1:
+            return f"expert_parallel_degree = {p.expert_parallel_degree}: {cannot} (valid: 1)"
+        if p.enable_sequence_parallel:
+            return f"enable_sequence_parallel = True: {cannot} (valid: False)"
+        if p.pipeline_parallel_schedule not in GENERATED:
+            return (
+                f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {cannot} "
+                f"(valid: {', '.join(GENERATED)})"
+            )
+        if p.activation_checkpoint not in ACTIVATION_CHECKPOINTS:
+            return (
+                f"activation_checkpoint = {p.activation_checkpoint!r}: {cannot} "
+                f"(valid: {', '.join(ACTIVATION_CHECKPOINTS)})"
+            )
+        if job.precision not in PRECISIONS:
+            return f"precision = {job.precision!r}: {cannot} (valid: {', '.join(PRECISIONS)})"
+        if choice.compile:
+            return f"engine.compile = True: {cannot} (valid: False)"
+        return None
+
+    def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
+        """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
+        zero = parallelism.zero_stage
+        pipelined = parallelism.pipeline_parallel_degree > 1
+        every = zero >= 2 and not pipelined
+        # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the
+        # weights gathered until then (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync).
+        return Traits(
+            gradient_bytes=4,
+            reduce_bytes=4,
+            master_weight_bytes=4,
+            optimizer_state_bytes=8,
+            compute_weight_bytes=2
+            if job.precision == "bf16"
+            else 4
+            if parallelism.data_parallel_shard_degree > 1
+            else 0,
+            fused_elementwise=False,
+            gradient_overlap=0.0 if pipelined else 1.0,
+            parameter_gather_overlap=1.0,
+            forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
+            backward_gathers="per_micro_batch" if zero == 3 and not pipelined else "never",
+            keeps_gathered_weights=zero < 3 or pipelined,
+            reduces_every_micro_batch=every,
+            keeps_whole_gradients=not every,
+            source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
+        )

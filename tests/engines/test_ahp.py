@@ -1,0 +1,74 @@
+import pytest
+
+from ahp.engines.ahp import AhpEngine
+from ahp.engines.registry import get, names
+from ahp.errors import BadInput, NotExpressible
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "job", "choice", "key"),
+    [
+        ({"context_parallel_degree": 2}, {}, {}, "context_parallel_degree = 2"),
+        ({"expert_parallel_degree": 4}, {}, {}, "expert_parallel_degree = 4"),
+        ({"enable_sequence_parallel": True, "tensor_parallel_degree": 2}, {}, {}, "enable_sequence_parallel = True"),
+        ({"pipeline_parallel_schedule": "DualPipeV"}, {}, {}, "pipeline_parallel_schedule = 'DualPipeV'"),
+        ({"activation_checkpoint": "selective"}, {}, {}, "activation_checkpoint = 'selective'"),
+        ({}, {"precision": "fp16"}, {}, "precision = 'fp16'"),
+        ({}, {"precision": "fp8"}, {}, "precision = 'fp8'"),
+        ({}, {}, {"compile": True}, "engine.compile = True"),
+    ],
+)
+def test_refused_by_the_users_own_key(parallelism, job, choice, key):
+    reason = AhpEngine().refuses(Job(**job), Parallelism(**parallelism), EngineChoice(**choice))
+    assert reason is not None
+    assert reason.startswith(key)
+    assert "valid: " in reason
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
+    parallelism = Parallelism(
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule=schedule,
+        virtual_stages_per_rank=2 if schedule == "Interleaved1F1B" else 1,
+        data_parallel_shard_degree=2,
+        tensor_parallel_degree=2,
+        activation_checkpoint=recompute,
+    )
+    assert AhpEngine().refuses(Job(precision=precision), parallelism, EngineChoice()) is None
+
+
+@pytest.mark.parametrize(
+    ("zero", "pipeline", "forward", "backward", "keeps_weights", "reduces_each", "whole_gradients"),
+    [
+        (0, 1, "never", "never", True, False, True),
+        (1, 1, "per_step", "never", True, False, True),
+        (2, 1, "per_step", "never", True, True, False),
+        (3, 1, "per_micro_batch", "per_micro_batch", False, True, False),
+        (3, 2, "per_step", "never", True, False, True),
+        (2, 2, "per_step", "never", True, False, True),
+    ],
+)
+def test_the_table_of_zero_stages(zero, pipeline, forward, backward, keeps_weights, reduces_each, whole_gradients):
+    parallelism = Parallelism(
+        zero_stage=zero, data_parallel_shard_degree=2 if zero else 1, pipeline_parallel_degree=pipeline
+    )
+    traits = AhpEngine().traits(Job(), parallelism, EngineChoice())
+    assert (traits.forward_gathers, traits.backward_gathers) == (forward, backward)
+    assert traits.keeps_gathered_weights == keeps_weights
+    assert traits.reduces_every_micro_batch == reduces_each
+    assert traits.keeps_whole_gradients == whole_gradients
+
+
+def test_engines_by_name():
+    assert names() == ["ahp"]
+    assert get("ahp").name == "ahp"
+    for later in ("torchtitan", "megatron", "deepspeed", "accelerate"):
+        with pytest.raises(NotExpressible, match=rf"engine.name = '{later}'.*valid: ahp"):
+            get(later)
+    with pytest.raises(BadInput, match=r"engine.name = 'jax'.*valid: ahp"):
+        get("jax")
