@@ -1,0 +1,114 @@
+"""The forward pass of one block as an executable graph of framework operators (torch.fx), with global shapes.
+
+The graph is what slicing decides on and what the runtime rewrites; the operator trace with costs is ``trace``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    """Shape, dtype and device of a tensor that need not exist."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorLike:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """``graph(weights, activations)``: the block's forward; weights by ``names``, activations as ``tensor_leaves`` gives them."""
+
+    graph: GraphModule
+    names: tuple[str, ...]
+    """Parameters, then buffers, in the order in which the graph takes them."""
+    output_spec: pytree.TreeSpec
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(self.graph.graph.nodes)
+
+    def weight_nodes(self) -> dict[str, Node]:
+        placeholders = [n for n in self.nodes if n.op == "placeholder"]
+        return dict(zip(self.names, placeholders, strict=False))
+
+
+def weights_of(block: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, shared ones under each of their names."""
+    found: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
+    found.update(block.named_buffers(remove_duplicate=False))
+    return found
+
+
+def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among a call's arguments, nested ones too, in a fixed order."""
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+def capture(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: dict[str, TensorLike] | None = None
+) -> Capture:
+    """Trace ``block(*args, **kwargs)`` on fake tensors.
+
+    ``shapes`` replaces the shapes of weights whose local part alone is in memory. The arguments may be fake
+    themselves. Raises whatever the block raises: data-dependent control flow cannot be traced.
+    """
+    mode = (
+        next((leaf.fake_mode for leaf in tensor_leaves(args, kwargs) if hasattr(leaf, "fake_mode")), None)
+        or FakeTensorMode()
+    )
+    wanted = {name: TensorLike.of(tensor) for name, tensor in weights_of(block).items()} | (shapes or {})
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    output_spec: list[pytree.TreeSpec] = []
+
+    def forward(weights: list[torch.Tensor], activations: list[torch.Tensor]) -> list[Any]:
+        filled = list(leaves)
+        for i, activation in zip(where, activations, strict=True):
+            filled[i] = activation
+        call_args, call_kwargs = pytree.tree_unflatten(filled, spec)
+        out = functional_call(block, dict(zip(wanted, weights, strict=True)), call_args, call_kwargs, tie_weights=False)
+        flat, tree = pytree.tree_flatten(out)
+        output_spec[:] = [tree]
+        return flat
+
+    with mode:
+        weights = [_fake(like) for like in wanted.values()]
+        activations = [_fake(TensorLike.of(leaves[i])) for i in where]
+        graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(weights, activations)
+    return Capture(graph, tuple(wanted), output_spec[0])
+
+
+def _fake(like: TensorLike) -> torch.Tensor:
+    tensor = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return tensor.requires_grad_(like.requires_grad) if like.requires_grad else tensor
+
+
+def depends_on_gradient(nodes: Iterable[Node], sources: set[Node]) -> set[Node]:
+    """Nodes through which a gradient flows to one of ``sources`` (floating-point paths only)."""
+    found = set(sources)
+    for node in nodes:
+        if node.op == "call_function" and any(i in found for i in node.all_input_nodes):
+            value = node.meta.get("val")
+            first = value[0] if isinstance(value, (list, tuple)) and value else value
+            if node.target is operator.getitem or (isinstance(first, torch.Tensor) and first.is_floating_point()):
+                found.add(node)
+    return found

@@ -1,0 +1,182 @@
+"""The outline of a model: what runs before its blocks, the blocks, what runs after them, and where the logits come from.
+
+Found by running the model's own forward once on fake tensors, so no family of models is known by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ahp.errors import BadInput
+from ahp.graph.blocks import find_blocks
+from ahp.graph.capture import Capture, TensorLike, capture
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Names are paths of submodules. Modules count when they hold parameters of their own and lie outside the blocks."""
+
+    blocks_path: str
+    kinds: tuple[int, ...]
+    """``kinds[i]``: the kind of block ``i``; blocks of one kind are alike."""
+    before: tuple[str, ...]
+    """Modules that ran before the first block, in order."""
+    after: tuple[str, ...]
+    """Modules that ran after the last block, in order."""
+    token_embedding: str | None
+    """The embedding that was given the token ids."""
+    head: str | None
+    """The linear module whose output is the logits; None when the logits are not one module's output."""
+    hidden: TensorLike
+    """What crosses from block to block, for the batch and sequence that were traced."""
+    logits: TensorLike
+    captures: tuple[Capture | BadInput, ...] = field(repr=False)
+    """For each kind of block its forward graph, or why it cannot be traced."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kinds)
+
+
+def outline(module: nn.Module, *, batch_size: int, sequence_length: int, dtype: torch.dtype | None = None) -> Outline:
+    """Run ``module(input_ids int64[batch, sequence])`` on fake tensors and note what happens.
+
+    The module is neither changed nor copied into memory; it may lie on the meta device. ``dtype`` is that of the
+    computation, None = as the parameters are. Raises BadInput when the module has no blocks or cannot run.
+    """
+    mode = FakeTensorMode()
+    with mode:
+        fake = fake_copy(module, dtype)
+    found = find_blocks(fake)
+    record = _Record(fake, found.path, found.kinds())
+    with mode, torch.no_grad():
+        input_ids = torch.zeros((batch_size, sequence_length), dtype=torch.int64)
+        try:
+            logits = logits_of(call_model(fake, input_ids))
+        except (_NoHidden, BadInput):
+            raise
+        except Exception as error:
+            raise BadInput(
+                f"model = {type(module).__name__}: its forward(input_ids) fails on fake tensors: {error}"
+            ) from error
+    return record.outline(logits, mode)
+
+
+def call_model(module: nn.Module, input_ids: torch.Tensor) -> Any:
+    """The one way in which AHP calls a model: token ids, no cache, no labels."""
+    config = getattr(module, "config", None)
+    if hasattr(config, "use_cache") and hasattr(module, "prepare_inputs_for_generation"):
+        return module(input_ids=input_ids, use_cache=False)
+    return module(input_ids)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits in what a model returns: the tensor itself, ``.logits``, ``["logits"]``, or the first of a tuple."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, dict) and "logits" in output:
+        return output["logits"]
+    if hasattr(output, "logits"):
+        return output.logits
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
+        return output[0]
+    raise BadInput(
+        f"model: its forward returned {type(output).__name__}; logits [batch, sequence, vocabulary] were expected"
+    )
+
+
+def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy whose tensors are fake (call it under a FakeTensorMode): same shapes, on the CPU, nothing in memory."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        fake = torch.empty(tensor.shape, dtype=to)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    return copy.deepcopy(module, memo)
+
+
+class _NoHidden(BadInput):
+    pass
+
+
+class _Record:
+    """Hooks on a fake copy that note the order of its modules and the calls of its blocks."""
+
+    def __init__(self, fake: nn.Module, blocks_path: str, kinds: tuple[int, ...]) -> None:
+        self.fake, self.blocks_path, self.kinds = fake, blocks_path, kinds
+        self.blocks = list(fake.get_submodule(blocks_path).children())
+        self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.ran: list[tuple[str, nn.Module, tuple[Any, ...], Any]] = []
+        self.first_block_at: int | None = None
+        inside = {id(m) for block in self.blocks for m in block.modules()}
+        for name, module in fake.named_modules():
+            if id(module) not in inside and next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_hook(self._note(name))
+        for index, block in enumerate(self.blocks):
+            block.register_forward_pre_hook(self._note_block(index), with_kwargs=True)
+
+    def _note(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self.ran.append((name, module, args, output))
+
+        return hook
+
+    def _note_block(self, index: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.first_block_at is None:
+                self.first_block_at = len(self.ran)
+            self.calls.setdefault(self.kinds[index], (args, kwargs))
+
+        return hook
+
+    def outline(self, logits: torch.Tensor, mode: FakeTensorMode) -> Outline:
+        if self.first_block_at is None:
+            raise BadInput(
+                f"model = {type(self.fake).__name__}: its forward never calls the blocks in {self.blocks_path!r}"
+            )
+        before, after = self.ran[: self.first_block_at], self.ran[self.first_block_at :]
+        args, kwargs = self.calls[self.kinds[0]]
+        hidden = block_input(args, kwargs)
+        return Outline(
+            blocks_path=self.blocks_path,
+            kinds=self.kinds,
+            before=tuple(name for name, *_ in before),
+            after=tuple(name for name, *_ in after),
+            token_embedding=self._token_embedding(before, logits),
+            head=next((n for n, m, _, out in reversed(after) if isinstance(m, nn.Linear) and out is logits), None),
+            hidden=TensorLike.of(hidden),
+            logits=TensorLike.of(logits),
+            captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
+        )
+
+    def _token_embedding(self, before: list[Any], logits: torch.Tensor) -> str | None:
+        """The embedding with a row for each token; position and type embeddings have other sizes."""
+        names = [n for n, m, *_ in before if isinstance(m, nn.Embedding) and m.num_embeddings == logits.shape[-1]]
+        return names[0] if names else None
+
+    def _capture(self, kind: int, mode: FakeTensorMode) -> Capture | BadInput:
+        block = self.blocks[self.kinds.index(kind)]
+        args, kwargs = self.calls[kind]
+        for hooks in (block._forward_pre_hooks, block._forward_pre_hooks_with_kwargs):
+            hooks.clear()
+        try:
+            with mode:
+                return capture(block, args, kwargs)
+        except Exception as error:
+            return BadInput(f"block {type(block).__name__} cannot be traced: {type(error).__name__}: {error}")
+
+
+def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden states that a block was called with: its first positional argument, else ``hidden_states``."""
+    candidate = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(candidate, torch.Tensor) or not candidate.is_floating_point():
+        kinds = [type(leaf).__name__ for leaf in pytree.tree_leaves((args, kwargs))][:4]
+        raise _NoHidden(f"model: its blocks take {kinds}; hidden states were expected as the first argument")
+    return candidate

@@ -1,0 +1,79 @@
+"""The slicing of a whole model: the solution of each kind of block, the embedding and the head by vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ahp.errors import BadInput, bad_input
+from ahp.graph.outline import Outline, outline
+from ahp.search.placement import Split
+from ahp.search.slicing import Slicing, solve
+
+if TYPE_CHECKING:
+    from ahp.graph.operators import ModelGraph
+
+
+@dataclass(frozen=True)
+class ModelSlicing:
+    """How every weight of a model is split over ``degree`` ranks."""
+
+    outline: Outline
+    degree: int
+    blocks: tuple[Slicing, ...]
+    """One for each kind of block."""
+    vocabulary: tuple[str, ...]
+    """Modules outside the blocks that are split by vocabulary rows: the token embedding and the head, or neither."""
+
+    def by_module(self) -> dict[str, str]:
+        """Module name (``*`` for the layer number) -> column | row | replicated."""
+        words: dict[str, str] = {}
+        if self.outline.token_embedding is not None:
+            words[self.outline.token_embedding] = "row" if self.vocabulary else "replicated"
+        for slicing in self.blocks:
+            for weight, word in slicing.matrices.items():
+                words[f"{self.outline.blocks_path}.*.{weight.rpartition('.')[0]}"] = word
+        if self.outline.head is not None:
+            words[self.outline.head] = "column" if self.vocabulary else "replicated"
+        return words
+
+
+def slice_model(model: ModelGraph | nn.Module, degree: int) -> ModelSlicing:
+    """Solve every kind of block of a model. Raises BadInput when a block cannot be traced or nothing can be split."""
+    if degree < 2:
+        raise bad_input("tensor_parallel_degree", degree, "slicing needs at least 2 ranks")
+    module = model if isinstance(model, nn.Module) else _module_of(model)
+    return slice_outline(outline(module, batch_size=2, sequence_length=16), degree)
+
+
+def slice_outline(found: Outline, degree: int) -> ModelSlicing:
+    """The same for a model whose outline is known."""
+    solutions = []
+    for captured in found.captures:
+        if isinstance(captured, BadInput):
+            raise BadInput(f"tensor_parallel_degree = {degree}: {captured}")
+        solution = solve(captured, degree)
+        if not any(isinstance(p, Split) for p in solution.weights.values()):
+            raise BadInput(
+                f"tensor_parallel_degree = {degree}: no weight of {found.blocks_path}.* can be split into {degree} equal "
+                "parts; it must divide the attention heads, the key-value heads and the feed-forward width"
+            )
+        solutions.append(solution)
+    return ModelSlicing(found, degree, tuple(solutions), _vocabulary(found, degree))
+
+
+def _vocabulary(found: Outline, degree: int) -> tuple[str, ...]:
+    """Split the vocabulary when the logits come straight from a linear head and the degree divides its rows."""
+    if found.head is None or found.logits.shape[-1] % degree:
+        return ()
+    return tuple(name for name in (found.token_embedding, found.head) if name is not None)
+
+
+def _module_of(graph: ModelGraph) -> nn.Module:
+    from ahp.graph.models import build_model
+
+    if graph.model is None:
+        raise BadInput("model: this graph was made from a live module; give the module itself to slicing")
+    return build_model(graph.model)
