@@ -9,7 +9,6 @@ from typing import Literal
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
-
 Gathers = Literal["never", "per_step", "per_micro_batch"]
 
 
@@ -26,7 +25,7 @@ class Traits:
     reduce_bytes: int
     """Bytes of one gradient element as it is sent."""
     master_weight_bytes: int
-    """Bytes of one master weight beside the compute copy; 0 = the compute copy is the master (fp32)."""
+    """Bytes of one weight element as the optimizer holds it."""
     optimizer_state_bytes: int
     """Bytes of all optimizer states of one parameter (AdamW: two of fp32)."""
     fused_elementwise: bool

@@ -22,6 +22,11 @@ class StageTimes:
     """From the end of its forward until the next stage can start; 0 where both are on one rank."""
     send_backward_s: float = 0.0
     """From the end of its backward until the previous stage can start."""
+    first_forward_extra_s: float = 0.0
+    """Added to the forward of micro-batch 0, such as weights gathered once per step."""
+    last_backward_extra_s: float = 0.0
+    """Keeps the rank busy after the backward of the last micro-batch, such as the reduction of gradients; what
+    the backward sends does not wait for it."""
 
     def of(self, kind: Kind) -> float:
         if kind is Kind.FORWARD:
@@ -80,12 +85,18 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
                 if arrived is None:
                     break
                 start = now if now > arrived else arrived
-                now = start + times[action.stage].of(action.kind)
-                done.append(Span(action, start, now))
+                stage_times, micro_batch = times[action.stage], action.micro_batch
+                now = start + stage_times.of(action.kind)
                 if action.kind is Kind.FORWARD:
-                    forward_end[action.stage][action.micro_batch] = now
-                elif action.kind is not Kind.WEIGHT_GRADIENT:
-                    gradient_end[action.stage][action.micro_batch] = now
+                    if micro_batch == 0:
+                        now += stage_times.first_forward_extra_s
+                    forward_end[action.stage][micro_batch] = now
+                else:
+                    if action.kind is not Kind.WEIGHT_GRADIENT:
+                        gradient_end[action.stage][micro_batch] = now
+                    if micro_batch == m - 1 and action.kind is not Kind.INPUT_GRADIENT:
+                        now += stage_times.last_backward_extra_s
+                done.append(Span(action, start, now))
                 left -= 1
             free[rank] = now
         if left == before:
@@ -128,16 +139,17 @@ def lower_bound_s(schedule: Schedule, times: Sequence[StageTimes]) -> float:
     def backward(t: StageTimes) -> float:
         return t.input_gradient_s if split else t.backward_s
 
-    bound = sum(t.forward_s + backward(t) for t in times)
+    bound = sum(t.forward_s + t.first_forward_extra_s + backward(t) for t in times)
     bound += sum(t.send_forward_s for t in times[:-1]) + sum(t.send_backward_s for t in times[1:])
     for rank in range(len(schedule.ranks)):
         own = [stage for stage, holder in enumerate(schedule.stage_rank) if holder == rank]
-        work = m * sum(times[s].forward_s + (times[s].backward_s if not split else 0.0) for s in own)
-        work += m * sum(times[s].input_gradient_s + times[s].weight_gradient_s for s in own) if split else 0.0
-        fill = sum(times[s].forward_s + times[s].send_forward_s for s in range(own[0]))
+        work = sum(m * (times[s].forward_s + backward(times[s])) + times[s].first_forward_extra_s for s in own)
+        work += m * sum(times[s].weight_gradient_s for s in own) if split else 0.0
+        above = times[: own[0]]
+        fill = sum(t.forward_s + t.first_forward_extra_s + t.send_forward_s for t in above)
         # With a split backward the last action may be a weight gradient that nobody waits for.
         drain = 0.0 if split else sum(times[s + 1].send_backward_s + times[s].backward_s for s in range(own[0]))
-        bound = max(bound, fill + work + drain)
+        bound = max(bound, fill + work + max(drain, sum(times[s].last_backward_extra_s for s in own)))
     return bound
 
 
