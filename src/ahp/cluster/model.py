@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ahp.job import Record
+
+CLUSTER_SCHEMA_VERSION = 1
 
 
 class Device(Record):
@@ -15,15 +18,27 @@ class Device(Record):
     name: str
     memory_bytes: int = Field(gt=0)
     memory_bandwidth_bytes_per_s: float = Field(gt=0)
-    peak_flops_per_s: dict[str, float]
+    peak_flops_per_s: dict[str, float] = Field(min_length=1)
     """Dense peak by precision (fp32, bf16, fp16, fp8); a precision that is absent is not supported."""
     num_sms: int | None = None
-    power_limit_w: float | None = None
+    power_limit_w: float | None = Field(default=None, gt=0)
+    """What the device may draw, as set on it or by the user."""
+    rated_power_w: float | None = Field(default=None, gt=0)
+    """What the part is built for; ``peak_flops_per_s`` and the bandwidth are those at this power."""
     kernel_launch_s: float = Field(default=5.0e-6, ge=0)
     """Time that every kernel takes at least, launch included."""
     reserved_memory_bytes: int = 0
     """Held by the driver and the context before the first tensor."""
     source: str = ""
+
+    @model_validator(mode="after")
+    def _peaks_are_rates(self) -> Device:
+        for precision, peak in self.peak_flops_per_s.items():
+            if not peak > 0:
+                raise ValueError(
+                    f"peak_flops_per_s.{precision} = {peak}: must be above 0; leave out what is not supported"
+                )
+        return self
 
 
 class Link(Record):
@@ -43,7 +58,7 @@ class MatmulSample(Record):
     dtype: str
     workers: int
     """Workers that ran it at once on the node."""
-    seconds: float
+    seconds: float = Field(gt=0)
 
 
 class CollectiveSample(Record):
@@ -52,14 +67,14 @@ class CollectiveSample(Record):
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
     workers: int
     bytes: int
-    seconds: float
+    seconds: float = Field(gt=0)
 
 
 class MemorySample(Record):
     """Measured streaming bandwidth of one worker while ``workers`` of them stream."""
 
     workers: int
-    bytes_per_s: float
+    bytes_per_s: float = Field(gt=0)
 
 
 class Measurements(Record):
@@ -75,7 +90,12 @@ class Host(Record):
 
     cpu: str = ""
     cores: int | None = None
+    """Physical cores that this process may use, container limits included."""
     memory_bytes: int | None = None
+    """Memory that this process may use, container limits included."""
+    numa_nodes: int | None = None
+    network_gbps: float | None = None
+    """Gb/s per direction of the node's network cards, as they say; None where they do not."""
     storage_path: str | None = None
     storage_kind: str | None = None
     storage_free_bytes: int | None = None
@@ -112,8 +132,10 @@ class GroupLink(Record):
 class Cluster(Record):
     """What the job runs on. Read and written as cluster.yaml; ``Cluster.parse`` reads the short forms."""
 
-    groups: tuple[NodeGroup, ...]
+    schema_version: int = CLUSTER_SCHEMA_VERSION
+    groups: tuple[NodeGroup, ...] = Field(min_length=1)
     links: tuple[GroupLink, ...] = ()
+    """One for every pair of groups that exchange data, in either order."""
     source: str = "catalogue"
     """``catalogue``: nobody measured this cluster. ``probe``: measured, when and where."""
 
@@ -128,3 +150,37 @@ class Cluster(Record):
     def plain(self) -> dict[str, Any]:
         """As data for YAML and JSON; ``Cluster.model_validate`` reads it back."""
         return self.model_dump(mode="json", exclude_none=True)
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """Read ``NODESxDEVICESxDEVICE``, such as ``8x8xH100-SXM-80GB`` or ``8xA100-SXM-80GB@400`` (see parse.py)."""
+        from ahp.cluster import parse
+
+        return parse.from_text(text)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "cluster") -> Cluster:
+        """Read a description (nodes, devices_per_node, device ...; or groups) or the plain form of a cluster."""
+        from ahp.cluster import parse
+
+        return parse.from_dict(data, where)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read cluster.yaml. Raises BadInput when the file is missing or describes no cluster."""
+        from ahp.cluster import parse
+
+        return parse.from_file(Path(path))
+
+    @classmethod
+    def resolve(cls, what: Cluster | dict[str, Any] | str | Path) -> Cluster:
+        """A cluster from whatever names one: a cluster, a dict, a file, a short form, local, slurm, kubernetes."""
+        from ahp.cluster import parse
+
+        return parse.resolve(what)
+
+    def save(self, path: str | Path) -> None:
+        """Write cluster.yaml: aside first, then renamed, so that a reader never sees half of it."""
+        from ahp.cluster import parse
+
+        parse.to_file(self, Path(path))

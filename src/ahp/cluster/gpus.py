@@ -1,0 +1,174 @@
+"""The GPUs of this machine: NVML (extra ``[nvidia]``) for what the driver knows, torch.cuda for what it counts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+PCIE_BYTES_PER_S_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""Per direction after line coding, by generation: PCI-SIG base specifications."""
+
+TOPOLOGY = {
+    0: "board",
+    10: "PCIe switch",
+    20: "PCIe switches",
+    30: "host bridge",
+    40: "NUMA node",
+    50: "across sockets",
+}
+"""NVML's nvmlGpuTopologyLevel_t in words, nearest first."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as the driver describes it; None = the driver does not say."""
+
+    index: int
+    """As CUDA counts it: the n-th that is visible."""
+    name: str
+    memory_bytes: int
+    num_sms: int | None = None
+    power_limit_w: float | None = None
+    nvlink_bytes_per_s: float | None = None
+    """Per direction, all active links together."""
+    pcie_bytes_per_s: float | None = None
+    """Per direction, at the widest the slot allows."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How two GPUs reach each other: ``NVLink``, or the nearest common ancestor of their PCIe paths."""
+
+    first: int
+    second: int
+    kind: str
+
+
+def gpus(nvml: Any = None, torch: ModuleType | None = None) -> list[Gpu]:
+    """The GPUs that CUDA would show this process, in its order; empty without a driver.
+
+    ``nvml`` and ``torch`` stand in for the modules; by default both are imported where they are installed.
+    """
+    nvml = nvml or _nvml()
+    if nvml is None:
+        return _from_torch(torch)
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return _from_torch(torch)
+    try:
+        handles = _visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        counted = {gpu.index: gpu.num_sms for gpu in _from_torch(torch)} if handles else {}
+        return [_read(nvml, index, handle, counted.get(index)) for index, handle in enumerate(handles)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def topology(nvml: Any = None) -> list[Connection]:
+    """How each pair of visible GPUs is connected; empty without NVML."""
+    nvml = nvml or _nvml()
+    if nvml is None:
+        return []
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        handles = _visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        pairs = [(i, j) for i in range(len(handles)) for j in range(i + 1, len(handles))]
+        return [Connection(i, j, _connection(nvml, handles[i], handles[j])) for i, j in pairs]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _nvml() -> Any:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return pynvml
+
+
+def _from_torch(torch: ModuleType | None) -> list[Gpu]:
+    """Through the CUDA runtime (ROCm's torch answers under the same names). Counts SMs, which NVML does not."""
+    if torch is None:
+        import torch as installed
+
+        torch = installed
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(Gpu(index, properties.name, properties.total_memory, properties.multi_processor_count))
+    return found
+
+
+def _visible(nvml: Any, visible: str | None) -> list[Any]:
+    """Handles in CUDA's order. As CUDA does, the list ends at the first word that names no device."""
+    every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    if visible is None:
+        return every
+    identities = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in every]
+    chosen = []
+    for word in (w.strip() for w in visible.split(",")):
+        if word.isdigit() and int(word) < len(every):
+            chosen.append(every[int(word)])
+            continue
+        named = [h for h, identity in zip(every, identities, strict=True) if word and identity.startswith(word)]
+        if len(named) != 1:
+            break
+        chosen.append(named[0])
+    return chosen
+
+
+def _read(nvml: Any, index: int, handle: Any, num_sms: int | None) -> Gpu:
+    milliwatts = _ask(nvml, nvml.nvmlDeviceGetPowerManagementLimit, handle)
+    generation = _ask(nvml, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
+    lanes = _ask(nvml, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
+    lane_bytes_per_s = PCIE_BYTES_PER_S_PER_LANE.get(generation) if generation else None
+    return Gpu(
+        index=index,
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        num_sms=num_sms,
+        power_limit_w=milliwatts / 1000 if milliwatts else None,
+        nvlink_bytes_per_s=_nvlink_bytes_per_s(nvml, handle),
+        pcie_bytes_per_s=lanes * lane_bytes_per_s if lanes and lane_bytes_per_s else None,
+    )
+
+
+def _nvlink_bytes_per_s(nvml: Any, handle: Any) -> float | None:
+    """Active links times the speed of each, per direction; None where there is no NVLink."""
+    active = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        if _ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link):
+            active += 1
+    if not active:
+        return None
+    fields = _ask(nvml, nvml.nvmlDeviceGetFieldValues, handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+    if not fields or fields[0].nvmlReturn != nvml.NVML_SUCCESS or not fields[0].value.uiVal:
+        return None
+    return active * fields[0].value.uiVal * 1e6
+
+
+def _connection(nvml: Any, first: Any, second: Any) -> str:
+    status = _ask(nvml, nvml.nvmlDeviceGetP2PStatus, first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    if status is not None and status == nvml.NVML_P2P_STATUS_OK:
+        return "NVLink"
+    level = _ask(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, first, second)
+    return TOPOLOGY.get(level, "unknown") if level is not None else "unknown"
+
+
+def _ask(nvml: Any, question: Any, *arguments: Any) -> Any:
+    """An optional question: None where this driver or this part does not answer it."""
+    try:
+        return question(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

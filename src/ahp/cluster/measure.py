@@ -1,0 +1,223 @@
+"""``probe``: this machine, measured with the products, streams and collectives that training is made of."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ahp.cluster import catalogue, disk, local, sense, team
+from ahp.cluster.gpus import Gpu, gpus
+from ahp.cluster.model import (
+    Cluster,
+    CollectiveSample,
+    Device,
+    Host,
+    Link,
+    MatmulSample,
+    Measurements,
+    MemorySample,
+    NodeGroup,
+)
+from ahp.cluster.tasks import COLLECTIVES, Task, tasks
+from ahp.errors import AhpError, bad_input
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share that is done, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long to measure: all tasks together, the longest of one task, and the size of the file for the disk."""
+
+    tasks_s: float
+    slowest_s: float
+    disk_bytes: int
+
+
+QUICK = Pace(tasks_s=14.0, slowest_s=0.8, disk_bytes=64 * 2**20)
+FULL = Pace(tasks_s=90.0, slowest_s=3.0, disk_bytes=512 * 2**20)
+MIN_TASK_S, MAX_TASK_S = 0.02, 0.3
+
+STREAM_CACHES = 4
+"""A streamed tensor is so many times the last-level cache, so that the cache cannot hold it."""
+STREAM_CPU_BYTES = 128 * 2**20
+"""Size of a streamed tensor where the cache size is unknown."""
+STREAM_CUDA_BYTES = 2**30
+"""Far above the largest on-chip cache there is (B200: 126 MiB)."""
+
+
+def probe(
+    *,
+    quick: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    folder: str | Path = ".",
+) -> Cluster:
+    """Sense and measure this machine.
+
+    With GPUs a device is a GPU, and NCCL is measured. Without, a device is one worker process with its share of the
+    physical cores and of the memory, and gloo is measured. Samples are medians of several calls after a warm-up.
+
+    Args:
+        quick: fewer shapes and sizes; under 40 s on two cores instead of under 3 minutes.
+        workers: devices to measure and to have; default: all GPUs, else all physical cores.
+        progress: called as the work goes on.
+        folder: where runs will be written; its storage is measured.
+
+    Raises BadInput for a number of workers that cannot be, AhpError when a worker fails.
+    """
+    say = progress or (lambda _what, _share: None)
+    pace = QUICK if quick else FULL
+    say("sensing", 0.0)
+    found, host = gpus(), sense.host(folder)
+    cores = host.cores or 1
+    limit = len(found) if found else None
+    count = workers if workers is not None else (limit or cores)
+    if count < 1 or (limit is not None and count > limit):
+        rule = "must be at least 1" if limit is None else f"must be between 1 and the {limit} GPUs that are visible"
+        raise bad_input("workers", count, rule)
+    available = sense.memory_available_bytes()
+    say("disk", 0.0)
+    written, read = disk.throughput(host.storage_path or ".", pace.disk_bytes)
+    host = host.model_copy(update={"storage_write_bytes_per_s": written, "storage_read_bytes_per_s": read})
+    plan = tasks(workers=count, on_cuda=bool(found), quick=quick)
+    facts, values = _measure(plan, count, cores, bool(found), available, pace, say)
+    source = f"probe on {platform.node()}, {datetime.date.today()}, torch {facts['torch']}"
+    measured = _tables(plan, values)
+    if found:
+        group = _gpu_group(found, measured, _launch(plan, values), source)
+    else:
+        group = _cpu_group(host, measured, _launch(plan, values), available // count, facts["rss_bytes"], source)
+    group = group.model_copy(update={"devices_per_node": count, "host": host, "measured": measured})
+    say("done", 1.0)
+    return Cluster(groups=(group,), source=source)
+
+
+def _measure(
+    plan: list[Task], count: int, cores: int, on_cuda: bool, available: int, pace: Pace, say: Progress
+) -> tuple[dict[str, Any], list[float | None]]:
+    """What rank 0 says of itself, and the value of every task (None = left out because it is too slow)."""
+    cache = sense.last_level_cache_bytes()
+    stream = STREAM_CUDA_BYTES if on_cuda else STREAM_CACHES * cache if cache else STREAM_CPU_BYTES
+    settings = {
+        "workers": count,
+        "cores": cores,
+        "device": "cuda" if on_cuda else "cpu",
+        "budget_s": min(MAX_TASK_S, max(MIN_TASK_S, pace.tasks_s / len(plan))),
+        "slowest_s": pace.slowest_s,
+        # Two tensors for each worker must fit beside everything else.
+        "stream_bytes": stream if on_cuda else min(stream, available // (8 * count)),
+        "tasks": [task.plain() for task in plan],
+    }
+    say("starting workers", 0.0)
+    facts: dict[str, Any] = {}
+    values: list[float | None] = [None] * len(plan)
+    for line in team.results(settings):
+        if "task" not in line:
+            facts = line
+            continue
+        values[line["task"]] = line["value"]
+        done = line["task"] + 1
+        say(plan[done].words() if done < len(plan) else "finishing", done / len(plan))
+    if not facts:
+        raise AhpError("probe: the workers ended without a word")
+    return facts, values
+
+
+def _tables(plan: list[Task], values: list[float | None]) -> Measurements:
+    known = [(task, value) for task, value in zip(plan, values, strict=True) if value is not None]
+    return Measurements(
+        matmul=tuple(
+            MatmulSample(m=t.m, n=t.n, k=t.k, dtype=t.dtype, workers=t.workers, seconds=value)
+            for t, value in known
+            if t.kind == "matmul"
+        ),
+        memory=tuple(MemorySample(workers=t.workers, bytes_per_s=value) for t, value in known if t.kind == "memory"),
+        collectives=tuple(
+            CollectiveSample(kind=t.kind, workers=t.workers, bytes=t.bytes, seconds=value)  # pyright: ignore[reportArgumentType]
+            for t, value in known
+            if t.kind in COLLECTIVES
+        ),
+    )
+
+
+def _launch(plan: list[Task], values: list[float | None]) -> float:
+    return next(value for task, value in zip(plan, values, strict=True) if task.kind == "launch" and value is not None)
+
+
+def _cpu_group(
+    host: Host, measured: Measurements, launch_s: float, memory_bytes: int, rss_bytes: int, source: str
+) -> NodeGroup:
+    device = Device(
+        name=catalogue.CPU,
+        memory_bytes=memory_bytes,
+        memory_bandwidth_bytes_per_s=_bandwidth(measured),
+        peak_flops_per_s=_peaks(measured),
+        kernel_launch_s=launch_s,
+        reserved_memory_bytes=rss_bytes,
+        source=f"{source}: {host.cpu}; the peak is the fastest product measured while all workers compute",
+    )
+    link = measured_link(measured, source) or local.cpu_group().intra_node
+    return NodeGroup(name="local", nodes=1, devices_per_node=1, device=device, intra_node=link)
+
+
+def _gpu_group(found: list[Gpu], measured: Measurements, launch_s: float, source: str) -> NodeGroup:
+    """The catalogue's figures where it knows the part (a peak cannot be measured), else the measured ones."""
+    gpu = local.alike(found)
+    entry = catalogue.match(gpu.name, gpu.memory_bytes)
+    link = measured_link(measured, source)
+    if entry is not None:
+        device = local.corrected(entry.device, gpu).model_copy(update={"kernel_launch_s": launch_s})
+        link = link or local.gpu_link(entry, gpu)
+    else:
+        device = Device(
+            name=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            memory_bandwidth_bytes_per_s=_bandwidth(measured),
+            peak_flops_per_s=_peaks(measured),
+            num_sms=gpu.num_sms,
+            power_limit_w=gpu.power_limit_w,
+            kernel_launch_s=launch_s,
+            source=f"{source}: not in the catalogue; the peak is the fastest product measured",
+        )
+        link = link or Link(
+            bandwidth_bytes_per_s=gpu.pcie_bytes_per_s or _bandwidth(measured),
+            latency_s=launch_s,
+            source=f"{source}: a single device, nothing to connect",
+        )
+    return NodeGroup(name="local", nodes=1, devices_per_node=1, device=device, intra_node=link)
+
+
+def _peaks(measured: Measurements) -> dict[str, float]:
+    """The fastest product by dtype while all workers compute, FLOP/s of one device."""
+    all_workers = max(sample.workers for sample in measured.matmul)
+    peaks: dict[str, float] = {}
+    for s in measured.matmul:
+        if s.workers == all_workers:
+            peaks[s.dtype] = max(peaks.get(s.dtype, 0.0), 2.0 * s.m * s.n * s.k / s.seconds)
+    return peaks
+
+
+def _bandwidth(measured: Measurements) -> float:
+    """Bytes per second of one device while all stream."""
+    return max(measured.memory, key=lambda sample: sample.workers).bytes_per_s
+
+
+def measured_link(measured: Measurements, source: str) -> Link | None:
+    """The line through the smallest and the largest message between two workers; None when there was one worker."""
+    messages = [s for s in measured.collectives if s.kind == "send_recv" and s.workers == 2]
+    if len(messages) < 2:
+        return None
+    small, large = min(messages, key=lambda s: s.bytes), max(messages, key=lambda s: s.bytes)
+    # When noise makes the larger message no slower there is no line; the larger one alone bounds the bandwidth.
+    seconds = large.seconds - small.seconds
+    rate = (large.bytes - small.bytes) / seconds if seconds > 0 else large.bytes / large.seconds
+    return Link(
+        bandwidth_bytes_per_s=rate,
+        latency_s=max(0.0, small.seconds - small.bytes / rate),
+        source=f"{source}: send and receive of {small.bytes} and {large.bytes} bytes",
+    )

@@ -1,0 +1,247 @@
+"""Clusters from the user's words: the short form, a dict, a file, a name.
+
+Short form: ``[NODESx][DEVICES_PER_NODEx]DEVICE[@GBPS]``. ``8x8xH100-SXM-80GB`` is 8 nodes of 8; ``8xA100-SXM-80GB``
+one node of 8; ``H100`` one device. ``@400`` gives a node 400 Gb/s per direction instead of what is usual.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field
+
+from ahp.cluster import catalogue
+from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster, Device, GroupLink, Link, NodeGroup
+from ahp.errors import BadInput, bad_input
+from ahp.job import Record
+from ahp.plan import validated
+
+_SHORT = re.compile(
+    r"(?:(?P<nodes>[-+.\d]+)x)??(?:(?P<devices>[-+.\d]+)x)?(?P<device>[a-z].*?)(?:@(?P<gbps>[^@]*))?", re.I
+)
+_COUNT = re.compile(r"[1-9]\d*")
+Positive = Annotated[float, Field(gt=0)]
+
+
+class DeviceOverrides(Record):
+    """A catalogue device of which some figures differ."""
+
+    base: str
+    memory_bytes: int | None = Field(default=None, gt=0)
+    memory_bandwidth_bytes_per_s: Positive | None = None
+    power_limit_w: Positive | None = None
+
+
+class GroupDescription(Record):
+    """Nodes of one kind, as a user writes them."""
+
+    name: str = "nodes"
+    nodes: int = Field(default=1, ge=1)
+    devices_per_node: int | None = Field(default=None, ge=1)
+    """None = what is usual for the device."""
+    device: str | dict[str, Any]
+    """A catalogue name, a catalogue name with overrides (``base`` and figures), or all the figures of a device."""
+    inter_node_gbps: Positive | None = None
+    """Gb/s of one node, per direction; None = what is usual for the device."""
+
+
+class LinkDescription(Record):
+    """The connection of two groups, as a user writes it."""
+
+    between: tuple[str, str]
+    gbps: Positive
+    """Gb/s of one node, per direction."""
+    latency_us: float | None = Field(default=None, ge=0)
+    """Microseconds; None = the usual latency of a network."""
+
+
+class MixedDescription(Record):
+    """Groups of nodes that differ, and what connects them."""
+
+    groups: tuple[GroupDescription, ...] = Field(min_length=1)
+    links: tuple[LinkDescription, ...] = ()
+
+
+def resolve(what: Cluster | Mapping[str, Any] | str | Path) -> Cluster:
+    """A cluster from whatever names one. Raises BadInput when nothing does."""
+    if isinstance(what, Cluster):
+        return what
+    if isinstance(what, Mapping):
+        return from_dict(dict(what))
+    if isinstance(what, Path):
+        return from_file(what)
+    if not isinstance(what, str):
+        raise bad_input("cluster", what, "must be a Cluster, a dict, a file, a short form, local, slurm or kubernetes")
+    if what == "local":
+        from ahp.cluster.local import local_cluster
+
+        return local_cluster()
+    if what in ("slurm", "kubernetes"):
+        from ahp.cluster import managers
+
+        return managers.slurm() if what == "slurm" else managers.kubernetes()
+    if what.endswith((".yaml", ".yml", ".json")) or "/" in what or Path(what).is_file():
+        return from_file(Path(what))
+    return from_text(what)
+
+
+def from_text(text: str) -> Cluster:
+    """Read the short form (see the top of this file)."""
+    if catalogue.lookup(text.split("@")[0]) is not None:  # device names hold an x themselves: RTX 4090, MI300X
+        nodes, devices, (device, _, gbps) = None, None, text.partition("@")
+    else:
+        found = _SHORT.fullmatch(text.strip())
+        if found is None:
+            raise bad_input("cluster", text, "not NODESxDEVICESxDEVICE (such as 8x8xH100-SXM-80GB), nor a file")
+        nodes, devices, device, gbps = found["nodes"], found["devices"], found["device"], found["gbps"] or ""
+    description = {
+        "nodes": _count("nodes", nodes, text),
+        "devices_per_node": _count("devices per node", devices, text),
+        "device": device,
+    }
+    if "@" in text:
+        try:
+            description["inter_node_gbps"] = float(gbps)
+        except ValueError:
+            raise bad_input("cluster", text, f"after @ stands the Gb/s of one node, a number, not {gbps!r}") from None
+    return from_dict(description, f"cluster {text!r}")
+
+
+def from_dict(data: dict[str, Any], where: str = "cluster") -> Cluster:
+    """Read a description or the plain form of a cluster (what ``Cluster.plain`` returns and cluster.yaml holds).
+
+    ``where`` names the source in errors. Unknown keys, unknown devices and figures that cannot be are BadInput.
+    """
+    groups = data.get("groups")
+    if isinstance(groups, (list, tuple)) and any(isinstance(g, Mapping) and "intra_node" in g for g in groups):
+        version = data.get("schema_version", CLUSTER_SCHEMA_VERSION)
+        if version != CLUSTER_SCHEMA_VERSION:
+            raise BadInput(
+                f"schema_version = {version!r}: this version of AHP reads {CLUSTER_SCHEMA_VERSION}; "
+                "write it again with: ahp probe"
+            )
+        return validated(Cluster, data, where)
+    if groups is None:
+        return Cluster(groups=(_group(validated(GroupDescription, data, where), where),))
+    return _mixed(validated(MixedDescription, data, where), where)
+
+
+def from_file(path: Path) -> Cluster:
+    """Read cluster.yaml (or the same as JSON)."""
+    if not path.is_file():
+        raise BadInput(f"cluster = {str(path)!r}: no such file; write one with: ahp probe -o {path}")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"cluster = {str(path)!r}: not YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise BadInput(f"cluster = {str(path)!r}: not a cluster (a YAML mapping was expected)")
+    return from_dict(data, str(path))
+
+
+def to_file(cluster: Cluster, path: Path) -> None:
+    """Write cluster.yaml: aside first, then renamed, so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(yaml.safe_dump(cluster.plain(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    aside.replace(path)
+
+
+def _count(what: str, text: str | None, whole: str) -> int | None:
+    if text is None:
+        return 1
+    if not _COUNT.fullmatch(text):
+        raise bad_input("cluster", whole, f"{what} must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def _group(description: GroupDescription, where: str) -> NodeGroup:
+    entry, device = _device(description.device, where)
+    devices_per_node = description.devices_per_node or entry.devices_per_node
+    inter_node: Link | None = None
+    if description.inter_node_gbps is not None:
+        inter_node = entry.network(description.inter_node_gbps, f"given by the user; {entry.network_source}")
+    elif description.nodes > 1:
+        inter_node = entry.inter_node(devices_per_node)
+        if inter_node is None:
+            raise BadInput(
+                f"{where}: inter_node_gbps is missing: there is no usual network for {device.name}; "
+                "give the Gb/s of one node per direction, such as inter_node_gbps: 100"
+            )
+    return NodeGroup(
+        name=description.name,
+        nodes=description.nodes,
+        devices_per_node=devices_per_node,
+        device=device,
+        intra_node=entry.intra_node,
+        inter_node=inter_node,
+    )
+
+
+def _device(given: str | dict[str, Any], where: str) -> tuple[catalogue.Entry, Device]:
+    """The catalogue entry for links and habits, and the device with the user's figures."""
+    if isinstance(given, str):
+        entry = catalogue.find(given)
+        return entry, entry.device
+    if "base" not in given and "name" in given:
+        device = validated(Device, given, f"{where}: device")
+        return catalogue.find(device.name, "device.name"), device
+    overrides = validated(DeviceOverrides, given, f"{where}: device")
+    entry = catalogue.find(overrides.base, "device.base")
+    figures = overrides.model_dump(exclude={"base"}, exclude_none=True)
+    if not figures:
+        return entry, entry.device
+    source = f"{', '.join(figures)}: given by the user; {entry.device.source}"
+    return entry, entry.device.model_copy(update={**figures, "source": source})
+
+
+def _mixed(description: MixedDescription, where: str) -> Cluster:
+    groups = tuple(_group(g, f"{where}: groups.{i}") for i, g in enumerate(description.groups))
+    names = [group.name for group in groups]
+    if len(set(names)) < len(names):
+        raise BadInput(f"{where}: groups.name = {names}: every group of a mixed cluster needs its own name")
+    given: dict[frozenset[str], GroupLink] = {}
+    for link in description.links:
+        for name in link.between:
+            if name not in names:
+                raise bad_input("links.between", name, "no group has this name", names)
+        pair = frozenset(link.between)
+        if len(pair) < 2 or pair in given:
+            raise bad_input("links.between", list(link.between), "must be two different groups, each pair once", names)
+        given[pair] = GroupLink(between=link.between, link=_given_link(link, description.groups[0]))
+    pairs = combinations(zip(groups, description.groups, strict=True), 2)
+    links = tuple(
+        given.get(frozenset((a.name, b.name))) or _usual_link(a, a_words, b, b_words, where)
+        for (a, a_words), (b, b_words) in pairs
+    )
+    return Cluster(groups=groups, links=links)
+
+
+def _given_link(link: LinkDescription, any_group: GroupDescription) -> Link:
+    entry, _ = _device(any_group.device, "groups.0")
+    network = entry.network(link.gbps, f"given by the user; {entry.network_source}")
+    return network if link.latency_us is None else network.model_copy(update={"latency_s": link.latency_us * 1e-6})
+
+
+def _usual_link(
+    a: NodeGroup, a_words: GroupDescription, b: NodeGroup, b_words: GroupDescription, where: str
+) -> GroupLink:
+    """What connects two groups when the user does not say: the slower of their networks."""
+    networks = []
+    for group, words in ((a, a_words), (b, b_words)):
+        network = group.inter_node or _device(words.device, where)[0].inter_node(group.devices_per_node)
+        if network is None:
+            raise bad_input(
+                "links",
+                [],
+                f"add {{between: [{a.name}, {b.name}], gbps: ...}}: {group.device.name} has no usual network",
+            )
+        networks.append(network)
+    slower = min(networks, key=lambda network: network.bandwidth_bytes_per_s)
+    source = f"links not given: the slower network of the two groups; {slower.source}"
+    return GroupLink(between=(a.name, b.name), link=slower.model_copy(update={"source": source}))

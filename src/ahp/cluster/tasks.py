@@ -1,0 +1,126 @@
+"""What probe measures: the list of tasks that every worker goes through, in order."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+
+# (m, n, k): m tokens through a weight (n, k). Sizes from small blocks to a vocabulary head.
+CPU_QUICK = (
+    (64, 64, 64),
+    (256, 128, 128),
+    (256, 256, 256),
+    (1024, 256, 256),
+    (1024, 1024, 256),
+    (1024, 256, 1024),
+    (1024, 512, 512),
+    (4096, 256, 256),
+    (1024, 1024, 1024),
+    (4096, 1024, 256),
+    (1024, 8192, 256),
+)
+CPU_WEIGHTS = (
+    (64, 64),
+    (128, 128),
+    (256, 256),
+    (1024, 256),
+    (256, 1024),
+    (512, 512),
+    (2048, 512),
+    (512, 2048),
+    (1024, 1024),
+    (8192, 256),
+    (2048, 2048),
+    (8192, 1024),
+)
+CPU_TOKENS = (64, 256, 1024, 4096)
+CUDA_QUICK = (
+    (512, 512, 512),
+    (2048, 1024, 1024),
+    (2048, 4096, 4096),
+    (4096, 4096, 4096),
+    (8192, 4096, 4096),
+    (8192, 8192, 8192),
+)
+CUDA_WEIGHTS = (
+    (1024, 1024),
+    (2048, 2048),
+    (4096, 1024),
+    (1024, 4096),
+    (4096, 4096),
+    (14336, 4096),
+    (4096, 14336),
+    (8192, 8192),
+    (128256, 4096),
+)
+CUDA_TOKENS = (1024, 2048, 4096, 8192, 16384)
+
+QUICK_SIZES_BYTES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
+FULL_SIZES_BYTES = tuple(2**10 * 4**power for power in range(9))  # 1 KiB to 64 MiB
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measurement. ``kind`` is matmul, memory, launch, or a collective."""
+
+    kind: str
+    workers: int
+    """The first so many workers do it at once; the others wait."""
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    dtype: str = ""
+    bytes: int = 0
+    """Of a collective: the whole tensor (the gathered one for all-gather)."""
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def words(self) -> str:
+        """For a progress line."""
+        if self.kind == "matmul":
+            return f"matmul {self.m}x{self.n}x{self.k} {self.dtype}, {self.workers} at once"
+        if self.kind in COLLECTIVES:
+            return f"{self.kind} {self.bytes / 2**10:g} KiB over {self.workers}"
+        return f"{self.kind}, {self.workers} at once"
+
+
+def tasks(*, workers: int, on_cuda: bool, quick: bool) -> list[Task]:
+    """All tasks for a node of so many workers. Small shapes of a dtype come first: they tell which are too slow."""
+    counts = worker_counts(workers, quick=quick)
+    dtypes = ("fp32", "bf16", "fp16") if on_cuda else ("fp32", "bf16")
+    found = [Task("launch", workers)]
+    found += [Task("memory", count) for count in counts]
+    for count in counts:
+        for dtype in dtypes:
+            found += [Task("matmul", count, m, n, k, dtype) for m, n, k in shapes(on_cuda=on_cuda, quick=quick)]
+    sizes = QUICK_SIZES_BYTES if quick else FULL_SIZES_BYTES
+    for count in counts:
+        for kind in COLLECTIVES:
+            if count > 1 and (kind != "send_recv" or count % 2 == 0):
+                found += [Task(kind, count, bytes=_divisible(size, count)) for size in sizes]
+    return found
+
+
+def worker_counts(workers: int, *, quick: bool) -> list[int]:
+    """How many work at once: one and all, and the powers of two between when there is time for them."""
+    between = [2**power for power in range(1, workers.bit_length()) if 2**power < workers]
+    return sorted({1, workers, *(between[:1] if quick else between)})
+
+
+def shapes(*, on_cuda: bool, quick: bool) -> list[tuple[int, int, int]]:
+    """(m, n, k) of the matrix products, by work."""
+    if quick:
+        found = list(CUDA_QUICK if on_cuda else CPU_QUICK)
+    else:
+        weights, tokens = (CUDA_WEIGHTS, CUDA_TOKENS) if on_cuda else (CPU_WEIGHTS, CPU_TOKENS)
+        found = [(m, n, k) for m in tokens for n, k in weights]
+    return sorted(found, key=lambda s: s[0] * s[1] * s[2])
+
+
+def _divisible(size_bytes: int, workers: int) -> int:
+    """The size rounded up so that every worker has the same number of fp32 elements."""
+    share = 4 * workers
+    return -(-size_bytes // share) * share

@@ -1,0 +1,173 @@
+"""One worker of probe: ``python -m ahp.cluster.worker RANK SETTINGS``. Started by measure.py, not by people.
+
+Every worker goes through the same list of tasks, with a barrier before each, so that those who take part start
+together and the others sleep. Rank 0 prints one JSON object per line: first what it is, then one result per task.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from ahp.cluster.tasks import COLLECTIVES, Task
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+BATCH_S = 2.0e-3
+"""Short calls are timed in batches of about this length, far above the clock's resolution."""
+MIN_BATCHES, MAX_BATCHES, MAX_CALLS = 3, 30, 2000
+JOIN_TIMEOUT_S = 120
+
+
+class Worker:
+    """A rank of the probe's process group, with the device it measures."""
+
+    def __init__(self, rank: int, settings: dict[str, Any]) -> None:
+        self.rank = rank
+        self.world: int = settings["workers"]
+        self.cores: int = settings["cores"]
+        self.budget_s: float = settings["budget_s"]
+        self.stream_bytes: int = settings["stream_bytes"]
+        self.slowest_s: float = settings["slowest_s"]
+        self.on_cuda: bool = settings["device"] == "cuda"
+        self.device = torch.device("cuda", rank) if self.on_cuda else torch.device("cpu")
+        self.tasks = [Task(**task) for task in settings["tasks"]]
+        self.flops_per_s: dict[tuple[str, int], float] = {}
+        if self.on_cuda:
+            torch.cuda.set_device(self.device)
+        store = dist.FileStore(settings["store"], self.world)
+        # The control group is gloo on every device: its barrier sleeps, and so disturbs nobody who measures.
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=self.world, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
+        )
+        backend = "nccl" if self.on_cuda else "gloo"
+        sizes = sorted({task.workers for task in self.tasks if task.kind in COLLECTIVES})
+        self.groups: dict[int, Any] = {n: dist.new_group(list(range(n)), backend=backend) for n in sizes}
+
+    def run(self) -> None:
+        """Go through all tasks; rank 0 prints the results."""
+        self._print({"rss_bytes": psutil.Process().memory_info().rss, "torch": str(torch.__version__)})
+        for index, task in enumerate(self.tasks):
+            if not self.on_cuda:
+                torch.set_num_threads(max(1, self.cores // task.workers))
+            dist.barrier()
+            result = self.measure(task) if self.rank < task.workers else None
+            results: list[float | None] | None = [None] * self.world if self.rank == 0 else None
+            dist.gather_object(result, results)
+            taken = [r for r in results or [] if r is not None]
+            # A collective is over when the last is; products and streams are an average worker's.
+            combine = max if task.kind in COLLECTIVES else statistics.fmean
+            self._print({"task": index, "value": combine(taken) if taken else None})
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def measure(self, task: Task) -> float | None:
+        """Seconds of one call (bytes per second for memory); None when it would take too long."""
+        if task.kind == "matmul":
+            return self._matmul(task)
+        if task.kind == "memory":
+            elements = self.stream_bytes // 4
+            source = torch.ones(elements, device=self.device)
+            target = torch.empty_like(source)
+            # Element-wise work is what is bound by memory in training: read once, write once.
+            return 2 * 4 * elements / self._timed(lambda: torch.mul(source, 1.5, out=target))
+        if task.kind == "launch":
+            tiny = torch.ones(16, device=self.device)
+            return self._timed(lambda: tiny.add_(1.0))
+        return self._collective(task)
+
+    def _matmul(self, task: Task) -> float | None:
+        flops = 2.0 * task.m * task.n * task.k
+        key = (task.dtype, task.workers)
+        if key in self.flops_per_s and (MIN_BATCHES + 2) * flops / self.flops_per_s[key] > self.slowest_s:
+            return None
+        x = torch.randn(task.m, task.k, device=self.device).to(DTYPES[task.dtype])
+        weight = torch.randn(task.n, task.k, device=self.device).to(DTYPES[task.dtype])
+        seconds = self._timed(lambda: functional.linear(x, weight))
+        self.flops_per_s[key] = max(self.flops_per_s.get(key, 0.0), flops / seconds)
+        return seconds
+
+    def _collective(self, task: Task) -> float:
+        group, workers = self.groups[task.workers], task.workers
+        # Zeros: a sum that is made again and again would overflow from anything else.
+        whole = torch.zeros(task.bytes // 4, device=self.device)
+        part = torch.zeros(task.bytes // 4 // workers, device=self.device)
+        if task.kind == "send_recv":
+            return self._timed(lambda: self._ping_pong(whole, group), group) / 2
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: dist.all_reduce(whole, group=group),
+            "all_gather": lambda: _all_gather(whole, part, group),
+            "reduce_scatter": lambda: _reduce_scatter(part, whole, group),
+            "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        }
+        return self._timed(calls[task.kind], group)
+
+    def _ping_pong(self, message: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Neighbours send a message there and back, all pairs at once."""
+        partner = self.rank ^ 1
+        if self.rank < partner:
+            dist.send(message, partner, group=group)
+            dist.recv(message, partner, group=group)
+        else:
+            dist.recv(message, partner, group=group)
+            dist.send(message, partner, group=group)
+
+    def _timed(self, call: Callable[[], Any], group: dist.ProcessGroup | None = None) -> float:
+        """Median seconds of one call over batches, after two to warm up. With a group all its ranks agree on how many."""
+        call()
+        first = self._batch(call, 1)
+        if group is not None:
+            slowest = torch.tensor([first], device=self.device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+            first = slowest.item()
+        calls = min(MAX_CALLS, max(1, int(BATCH_S / first)))
+        batches = min(MAX_BATCHES, max(MIN_BATCHES, int(self.budget_s / (calls * first))))
+        return statistics.median(self._batch(call, calls) for _ in range(batches))
+
+    def _batch(self, call: Callable[[], Any], calls: int) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self._synchronize()
+        return (time.perf_counter() - start) / calls
+
+    def _synchronize(self) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _print(self, line: dict[str, Any]) -> None:
+        if self.rank == 0:
+            print(json.dumps(line), flush=True)
+
+
+def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    # torch 2.13 calls these all_gather_single and reduce_scatter_single, and warns at the old names.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, part, group=group)
+
+
+def _reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(part, whole, group=group)
+
+
+def main(arguments: list[str]) -> None:
+    """Measure as rank ``arguments[0]`` by the settings in the JSON file ``arguments[1]``."""
+    rank, settings = int(arguments[0]), json.loads(Path(arguments[1]).read_text())
+    Worker(rank, settings).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
