@@ -128,6 +128,13 @@ def describe(model: Any) -> str:
     return str(getattr(model, "model_type", type(model).__name__))
 
 
+def is_masked(module: nn.Module) -> bool:
+    """Whether a module is a masked language model of transformers: its labels are not shifted."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return any(kind.__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for kind in type(module).__mro__)
+
+
 def _read(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 DTYPE_BYTES: dict[str, int] = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
 Phase = Literal["forward", "backward"]
@@ -143,3 +143,9 @@ class ModelGraph:
 
     def flops(self, phase: Phase | None = None) -> int:
         return sum(segment.flops(phase) for segment in self.segments())
+
+    def at(self, micro_batch_size: int) -> ModelGraph:
+        """The same graph for another micro-batch size, see ``ahp.graph.growth``; cheap, nothing is traced."""
+        from ahp.graph.growth import at
+
+        return at(self, micro_batch_size)

@@ -1,0 +1,266 @@
+"""Runs a module's forward, loss and backward once on tensors without data, and says which part ran which operator."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ahp.graph.blocks import BlockList
+from ahp.graph.operators import TensorSpec
+from ahp.graph.record import Recorded, Recorder, Where, spec
+
+EMBEDDING, HEAD = "embedding", "head"
+"""Places before the first block and after the last; block ``i`` is the place ``("block", i)``."""
+
+IGNORED_LABEL = -100
+"""Label that is not scored, as in torch.nn.functional.cross_entropy and transformers."""
+
+
+@dataclass
+class FakeRun:
+    """What one run gave: operators in order of execution, and what each place hands to the next."""
+
+    operators: list[Recorded]
+    outputs: dict[Any, TensorSpec] = field(default_factory=dict)
+    vocab_size: int = 0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What to run: ``kept`` are the positions of the blocks that really run, the others only pass their input on."""
+
+    module: nn.Module
+    blocks: BlockList | None
+    kept: frozenset[int]
+    masked: bool
+    """A masked language model: labels are not shifted."""
+    dtype: torch.dtype
+    fused_attention: bool
+
+
+def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
+    """Run once with ``input_ids`` int64 [batch, sequence]; the module is left as it was found."""
+    where = Where(EMBEDDING)
+    run = FakeRun([])
+    with ExitStack() as stack:
+        stack.enter_context(_in_training(subject.module))
+        stack.enter_context(_others_pass_on(subject))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_whole_sequences())
+        parameters, buffers = _without_data(subject)
+        input_ids = torch.empty(batch, sequence, dtype=torch.int64)
+        labels = torch.empty(batch, sequence, dtype=torch.int64)
+        stack.enter_context(_follow(subject, where, run))
+        recorder = stack.enter_context(Recorder(where, parameters, buffers))
+        stack.enter_context(_AttentionWithoutMask(subject.fused_attention))
+        with recorder.saving():
+            output = (
+                torch.func.functional_call(subject.module, (parameters, buffers), (), {"input_ids": input_ids})
+                if (_takes_name(subject.module, "input_ids"))
+                else torch.func.functional_call(subject.module, (parameters, buffers), (input_ids,))
+            )
+            logits = _logits(output)
+            where.place, where.modules = HEAD, ["loss"]
+            loss = next_token_loss(logits, labels, shift=not subject.masked)
+        recorder.begin_backward()
+        loss.backward()
+        run.operators = recorder.finish()
+        run.vocab_size = int(logits.shape[-1])
+        run.outputs[HEAD] = spec(logits)
+    return run
+
+
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool) -> torch.Tensor:
+    """Mean cross-entropy in fp32, as transformers computes it (loss/loss_utils.py, ForCausalLMLoss).
+
+    logits [B, S, V], labels int64 [B, S]; with ``shift`` token ``i`` predicts label ``i + 1`` and the last is not scored.
+    """
+    scores = logits.float()
+    if shift:
+        labels = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].contiguous()
+    return nn.functional.cross_entropy(scores.view(-1, scores.shape[-1]), labels.view(-1), ignore_index=IGNORED_LABEL)
+
+
+def _takes_name(module: nn.Module, name: str) -> bool:
+    return name in inspect.signature(module.forward).parameters
+
+
+def _logits(output: Any) -> torch.Tensor:
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        logits = next((t for t in tree_leaves(output) if isinstance(t, torch.Tensor)), None)
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__
+        raise ValueError(f"forward(input_ids) must give logits [batch, sequence, vocabulary], it gave {shape}")
+    return logits
+
+
+class _Passing(nn.Module):
+    """Stands for a block that is not run: hands on its input in the form in which the last real block answered.
+
+    Attributes that the model asks of a block (``attention_type``) are the real block's.
+    """
+
+    def __init__(self, block: nn.Module, answer: list[Any]) -> None:
+        super().__init__()
+        self.__dict__["_block"] = block
+        self.__dict__["_answer"] = answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        last = self.__dict__["_answer"][0]
+        if not isinstance(last, tuple):
+            return given[0]
+        return tuple(given[i] if i < len(given) and _alike(given[i], item) else item for i, item in enumerate(last))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape
+
+
+@contextmanager
+def _others_pass_on(subject: Subject) -> Iterator[None]:
+    """Replace the blocks that are not kept, and put them back."""
+    if subject.blocks is None:
+        yield
+        return
+    blocks = subject.blocks.blocks
+    originals = list(blocks)
+    answer: list[Any] = [None]
+
+    def remember(module: nn.Module, args: Any, output: Any) -> None:
+        answer[0] = output
+
+    handles = [originals[i].register_forward_hook(remember) for i in subject.kept]
+    try:
+        for position, block in enumerate(originals):
+            if position not in subject.kept:
+                blocks[position] = _Passing(block, answer)
+        yield
+    finally:
+        answer.clear()
+        for handle in handles:
+            handle.remove()
+        for position, block in enumerate(originals):
+            blocks[position] = block
+
+
+@contextmanager
+def _in_training(module: nn.Module) -> Iterator[None]:
+    modes = {part: part.training for part in module.modules()}
+    module.train()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+@contextmanager
+def _whole_sequences() -> Iterator[None]:
+    """Tell transformers that no row packs several sequences.
+
+    It finds that out by looking at positions; on tensors without data it cannot, and would build a mask that real
+    training on plain batches does not have.
+    """
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _never_packed
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+def _never_packed(position_ids: torch.Tensor) -> None:
+    return None
+
+
+class _AttentionWithoutMask(TorchFunctionMode):
+    """Fused attention draws its dropout from a seed; the CPU has no such kernel and would fall back to the plain one."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self._fused = fused
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if self._fused and func is torch.nn.functional.scaled_dot_product_attention:
+            kwargs["dropout_p"] = 0.0
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+                kwargs.pop("dropout_p")
+        return func(*args, **kwargs)
+
+
+def _without_data(subject: Subject) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Stand-ins on the CPU: floating parameters in the compute dtype, buffers in their own."""
+
+    def empty(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype, device="cpu")
+
+    parameters = {
+        name: empty(p, subject.dtype if p.is_floating_point() else p.dtype).requires_grad_(p.requires_grad)
+        for name, p in subject.module.named_parameters()
+    }
+    return parameters, {name: empty(b, b.dtype) for name, b in subject.module.named_buffers()}
+
+
+@contextmanager
+def _follow(subject: Subject, where: Where, run: FakeRun) -> Iterator[None]:
+    """Hooks on every module that keep ``where`` up to date and note what the places hand on."""
+    handles: list[Any] = []
+    prefix = "" if subject.blocks is None else f"{subject.blocks.path}."
+    try:
+        for path, part in subject.module.named_modules():
+            head, _, rest = (
+                path.removeprefix(prefix).partition(".") if prefix and path.startswith(prefix) else ("", "", "")
+            )
+            short = rest if head.isdigit() else path
+            before, after = _steps(where, run, short, int(head) if head.isdigit() and not rest else None, subject)
+            handles.append(part.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.append(part.register_forward_hook(after))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _steps(
+    where: Where, run: FakeRun, short: str, position: int | None, subject: Subject
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What to do before and after one module; ``position`` is given for a block."""
+    count = len(subject.blocks) if subject.blocks is not None else 0
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if position is not None:
+            if position == 0:
+                run.outputs[EMBEDDING] = _first_spec((args, kwargs))
+            where.place = ("block", position)
+        where.modules.append(short)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        where.modules.pop()
+        if position is not None:
+            run.outputs[where.place] = _first_spec(output)
+            if position == count - 1:
+                where.place = HEAD
+
+    return before, after
+
+
+def _first_spec(values: Any) -> TensorSpec:
+    return spec(next(t for t in tree_leaves(values) if isinstance(t, torch.Tensor)))

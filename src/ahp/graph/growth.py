@@ -1,0 +1,108 @@
+"""How a graph grows with the micro-batch: two traces, one sequence apart, fix every number for any size.
+
+A size of a tensor is ``constant + slope * b`` (B, B*S, B*heads, or none of them), so two traces give it exactly.
+Bytes are sums of tensors and FLOPs are products over the distinct sizes of an operator's tensors. As long as no single
+tensor has two growing sizes, at most one factor of each product grows, so they are of the same form. Where one tensor
+has two (a product across the batch), the number is taken as ``slope * b + square * b**2``, which vanishes with b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ahp.errors import BadInput, bad_input
+
+if TYPE_CHECKING:
+    from ahp.graph.operators import ModelGraph, Operator, Segment, TensorSpec
+
+
+def grows_alike(small: ModelGraph, large: ModelGraph) -> bool:
+    """Whether two traces have the same operators, so that one law joins them."""
+    return len(small.blocks) == len(large.blocks) and all(
+        [(o.name, o.phase, o.depends_on, len(o.inputs)) for o in a.operators]
+        == [(o.name, o.phase, o.depends_on, len(o.inputs)) for o in b.operators]
+        for a, b in zip(_parts(small), _parts(large), strict=True)
+    )
+
+
+def at(graph: ModelGraph, micro_batch_size: int) -> ModelGraph:
+    """The graph for another micro-batch size. Raises BadInput for a size below 1, or a graph without its pair."""
+    if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
+        raise bad_input("micro_batch_size", micro_batch_size, "a whole number of sequences, at least 1")
+    if micro_batch_size == graph.micro_batch_size:
+        return graph
+    if graph.larger is None:
+        raise BadInput(
+            f"micro_batch_size = {micro_batch_size}: {graph.name} runs other operators for other batches; "
+            f"analyze it with micro_batch_size={micro_batch_size} instead of {graph.micro_batch_size}"
+        )
+    first = _extended(graph, graph.larger, micro_batch_size)
+    return replace(first, larger=_extended(graph, graph.larger, micro_batch_size + 1))
+
+
+def _parts(graph: ModelGraph) -> tuple[Segment, ...]:
+    return (graph.embedding, *graph.blocks, graph.head)
+
+
+def _extended(small: ModelGraph, large: ModelGraph, size: int) -> ModelGraph:
+    law = _Law(small.micro_batch_size, large.micro_batch_size, size)
+    embedding, *blocks, head = (law.segment(a, b) for a, b in zip(_parts(small), _parts(large), strict=True))
+    return replace(small, micro_batch_size=size, embedding=embedding, blocks=tuple(blocks), head=head, larger=None)
+
+
+class _Law:
+    """Extends numbers known at ``small`` and ``large`` sequences to ``size`` sequences."""
+
+    def __init__(self, small: int, large: int, size: int) -> None:
+        self._small, self._large, self._size = small, large, size
+        self._specs: dict[tuple[TensorSpec, TensorSpec], TensorSpec] = {}
+
+    def number(self, a: int, b: int, square: bool = False) -> int:
+        if a == b:
+            return a
+        if square:
+            # slope + square * b passes through a / small and b / large
+            curve, rest = divmod(
+                b * self._small - a * self._large, self._small * self._large * (self._large - self._small)
+            )
+            if rest == 0:
+                slope = (a - curve * self._small**2) // self._small
+                return slope * self._size + curve * self._size**2
+        return a + (b - a) * (self._size - self._small) // (self._large - self._small)
+
+    def spec(self, a: TensorSpec, b: TensorSpec) -> TensorSpec:
+        if a is b or a == b:
+            return a
+        found = self._specs.get((a, b))
+        if found is None:
+            found = replace(a, shape=tuple(self.number(m, n) for m, n in zip(a.shape, b.shape, strict=True)))
+            self._specs[(a, b)] = found
+        return found
+
+    def specs(self, a: tuple[TensorSpec, ...], b: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(self.spec(m, n) for m, n in zip(a, b, strict=True))
+
+    def operator(self, a: Operator, b: Operator) -> Operator:
+        if a == b:
+            return a
+        square = any(
+            sum(m != n for m, n in zip(one.shape, two.shape, strict=True)) > 1
+            for one, two in zip(a.inputs + a.outputs, b.inputs + b.outputs, strict=True)
+        )
+        return replace(
+            a,
+            inputs=self.specs(a.inputs, b.inputs),
+            outputs=self.specs(a.outputs, b.outputs),
+            flops=self.number(a.flops, b.flops, square),
+            bytes_read=self.number(a.bytes_read, b.bytes_read, square),
+            bytes_written=self.number(a.bytes_written, b.bytes_written, square),
+            saved_bytes=self.number(a.saved_bytes, b.saved_bytes, square),
+        )
+
+    def segment(self, a: Segment, b: Segment) -> Segment:
+        return replace(
+            a,
+            operators=tuple(self.operator(m, n) for m, n in zip(a.operators, b.operators, strict=True)),
+            output=None if a.output is None or b.output is None else self.spec(a.output, b.output),
+        )

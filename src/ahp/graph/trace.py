@@ -1,0 +1,208 @@
+"""Step 1: from a model to its compute graph, forward and backward, traced on tensors that hold no data.
+
+The model runs its own code; nothing here knows a family of models. Each kind of block runs once, the other blocks hand
+their input on, so that a 405 B model costs what one of its layers costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ahp.errors import BadInput, bad_input
+from ahp.graph.blocks import NoBlocks, find_blocks
+from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
+from ahp.graph.growth import at, grows_alike
+from ahp.graph.models import ATTENTION, build_model, describe, is_masked, plain
+from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment
+from ahp.graph.record import Recorded
+from ahp.job import Job
+from ahp.plan import validated
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""fp8 recipes keep activations in bf16 and cast the operands of matrix products inside the product."""
+
+FACTS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "num_local_experts": "num_experts",
+    "num_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""transformers' config keys -> the graph's."""
+
+
+def analyze(
+    model: Any, job: Job | dict[str, Any] | None = None, *, micro_batch_size: int = 1, attention: str = "flash"
+) -> ModelGraph:
+    """Trace one micro-batch of ``model`` under ``job`` (its sequence length and precision are used).
+
+    ``model`` as in ``ahp.graph.models``; a live module is run in place and left as it was. ``attention``: ``flash``
+    (one fused operator) or ``math`` (scores are materialised). Raises BadInput when the model cannot be built, or
+    cannot run on tensors without data.
+    """
+    contract: Job = job if isinstance(job, Job) else validated(Job, job or {}, "job")
+    if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
+        raise bad_input("micro_batch_size", micro_batch_size, "a whole number of sequences, at least 1")
+    if attention not in ATTENTION:
+        raise bad_input("attention", attention, "unknown kernel", ATTENTION)
+    module = build_model(model, dtype=COMPUTE_DTYPE[contract.precision], attention=attention)
+    _check_length(module, contract.sequence_length)
+    tracer = _Tracer(module, model, contract, attention)
+    first, second = tracer.graph(micro_batch_size), tracer.graph(micro_batch_size + 1)
+    if grows_alike(first, second):
+        return replace(first, larger=second)
+    third = tracer.graph(micro_batch_size + 2)
+    # A batch of one often takes a path of its own (a dim of one needs no copy): the law comes from two and three.
+    if micro_batch_size == 1 and grows_alike(second, third):
+        return at(replace(second, larger=third), 1)
+    return first
+
+
+class _Tracer:
+    """A module made ready: its blocks, their kinds, its parameters by part."""
+
+    def __init__(self, module: nn.Module, model: Any, job: Job, attention: str) -> None:
+        self._module, self._job = module, job
+        self._name, self._plain = describe(model), plain(model)
+        try:
+            self._blocks = find_blocks(module)
+            self._kinds = self._blocks.kinds()
+        except NoBlocks:
+            self._blocks, self._kinds = None, ()
+        self._first = [self._kinds.index(kind) for kind in range(len(set(self._kinds)))]
+        self._kept = frozenset(self._first)
+        self._masked = is_masked(module)
+        self._dtype = COMPUTE_DTYPE[job.precision]
+        self._fused = ATTENTION[attention] == "sdpa"
+
+    def graph(self, micro_batch_size: int) -> ModelGraph:
+        run = self._run(micro_batch_size)
+        embedding, head = self._outer_parameters(run)
+        labels = {("block", position): kind for kind, position in enumerate(self._first)}
+        parts: dict[Any, list[int]] = {EMBEDDING: [], HEAD: []} | {place: [] for place in labels}
+        for index, operator in enumerate(run.operators):
+            if operator.place in parts:
+                parts[operator.place].append(index)
+        names = ["block"] if len(labels) == 1 else [f"block.{kind}" for kind in range(len(labels))]
+        return ModelGraph(
+            name=self._name,
+            model=self._plain,
+            micro_batch_size=micro_batch_size,
+            sequence_length=self._job.sequence_length,
+            dtype=str(self._dtype).removeprefix("torch."),
+            embedding=_segment("embedding", run, parts[EMBEDDING], EMBEDDING, embedding),
+            blocks=tuple(
+                _segment(name, run, parts[place], place, self._block_parameters(place[1]), self._prefix(place[1]))
+                for name, place in zip(names, labels, strict=True)
+            ),
+            layers=self._kinds,
+            head=_segment("head", run, parts[HEAD], None, head),
+            tied=_tied(self._module),
+            config=_facts(self._module, run.vocab_size),
+        )
+
+    def _run(self, micro_batch_size: int) -> FakeRun:
+        """Run with one block of each kind; with all of them if the model does not run so."""
+        everything = frozenset(range(len(self._kinds)))
+        error: Exception | None = None
+        for kept in dict.fromkeys([self._kept, everything]):
+            subject = Subject(self._module, self._blocks, kept, self._masked, self._dtype, self._fused)
+            try:
+                return fake_run(subject, micro_batch_size, self._job.sequence_length)
+            except Exception as caught:
+                error = caught
+        assert error is not None
+        raise BadInput(
+            f"model = {self._name!r}: cannot be traced without data: {type(error).__name__}: {error}"
+        ) from error
+
+    def _prefix(self, position: int) -> str:
+        assert self._blocks is not None
+        return f"{self._blocks.path}.{position}."
+
+    def _block_parameters(self, position: int) -> list[Parameter]:
+        assert self._blocks is not None
+        return [Parameter(name, tuple(p.shape)) for name, p in self._blocks.blocks[position].named_parameters()]
+
+    def _outer_parameters(self, run: FakeRun) -> tuple[list[Parameter], list[Parameter]]:
+        """Parameters outside the blocks: the head's are those that the head is first to read."""
+        seen: dict[str, Any] = {}
+        for operator in run.operators:
+            for name in operator.parameters:
+                seen.setdefault(name, operator.place)
+        prefix = f"{self._blocks.path}." if self._blocks is not None else None
+        embedding, head = [], []
+        for name, p in self._module.named_parameters():
+            if prefix is None or not name.startswith(prefix):
+                part = head if self._blocks is not None and seen.get(name) == HEAD else embedding
+                part.append(Parameter(name, tuple(p.shape)))
+        return embedding, head
+
+
+def _segment(
+    name: str, run: FakeRun, indices: list[int], place: Any, parameters: list[Parameter], prefix: str = ""
+) -> Segment:
+    """Cut one part out of the run: operators numbered from 0, dependencies on other parts left out."""
+    number = {index: position for position, index in enumerate(indices)}
+    operators = tuple(_operator(number[i], run.operators[i], number, prefix) for i in indices)
+    return Segment(name, operators, tuple(parameters), None if place is None else run.outputs.get(place))
+
+
+def _operator(index: int, recorded: Recorded, number: dict[int, int], prefix: str) -> Operator:
+    return Operator(
+        index=index,
+        name=recorded.name,
+        module=recorded.module,
+        phase=recorded.phase,
+        inputs=recorded.inputs,
+        outputs=recorded.outputs,
+        depends_on=tuple(number[i] for i in recorded.depends_on if i in number),
+        parameters=tuple(p.removeprefix(prefix) for p in recorded.parameters),
+        flops=recorded.flops,
+        bytes_read=recorded.bytes_read,
+        bytes_written=recorded.bytes_written,
+        saved_bytes=recorded.saved_bytes,
+    )
+
+
+def _tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _facts(module: nn.Module, vocab_size: int) -> dict[str, Any]:
+    config = getattr(module, "config", None)
+    found: dict[str, Any] = {"vocab_size": vocab_size}
+    for key, ours in FACTS.items():
+        value = getattr(config, key, None)
+        if isinstance(value, int) and ours not in found:
+            found[ours] = value
+    if "hidden_size" in found and hasattr(config, "n_inner"):  # GPT-2's rule: None means four times the width
+        found["intermediate_size"] = config.n_inner or 4 * found["hidden_size"]
+    if "num_attention_heads" in found:
+        found.setdefault("num_key_value_heads", found["num_attention_heads"])
+    return found
+
+
+def _check_length(module: nn.Module, sequence_length: int) -> None:
+    """Learned positions end somewhere: a longer sequence would look up rows that are not there."""
+    positions = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    if not isinstance(positions, int) or sequence_length <= positions:
+        return
+    # OPT and RoBERTa keep two more rows than they have positions.
+    tables = [
+        m for m in module.modules() if isinstance(m, nn.Embedding) and positions <= m.num_embeddings <= positions + 2
+    ]
+    if tables:
+        raise bad_input("sequence_length", sequence_length, f"the model has {positions} positions", [positions])
