@@ -1,0 +1,141 @@
+"""What a forecast says, as tables and bars for the terminal."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import IO
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ahp.plan import Forecast, Parallelism, Plan
+from ahp.words import of_gib, part_words, percent, seconds
+
+BAR_CHARS = 40
+PLAIN_WIDTH = 240
+"""Columns where the output is no terminal: a file or a pipe has no edge to wrap at."""
+LEAST_WIDTH = 120
+"""A narrower terminal wraps the lines itself, rather than have figures cut off."""
+
+
+def console(file: IO[str] | None = None) -> Console:
+    """A console on stdout (or ``file``) that does not wrap what goes into a file or a pipe."""
+    found = Console(file=file, highlight=False)
+    width = max(found.width, LEAST_WIDTH) if found.is_terminal else PLAIN_WIDTH
+    return Console(file=file, highlight=False, width=width)
+
+
+def ranked(plans: Sequence[Plan]) -> Table:
+    """Plans best first: the degrees, what they cost, and why each but the first lost. Every plan has a forecast."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("#", justify="right")
+    for title in ("dp", "zero", "tp", "pp", "micro", "recompute", "step", "90 % band", "tok/s/device", "MFU", "memory"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("why not #1", overflow="fold")
+    for rank, plan in enumerate(plans):
+        forecast = forecast_of(plan)
+        table.add_row(
+            str(rank + 1),
+            *_degrees(plan.parallelism),
+            seconds(forecast.step_time_s),
+            band(forecast),
+            f"{forecast.tokens_per_s_per_device:,.0f}",
+            percent(forecast.mfu),
+            of_gib(forecast.memory_reserved_bytes, capacity_bytes(plan)),
+            "chosen" if rank == 0 else "; ".join(plan.why),
+            style="bold" if rank == 0 else None,
+        )
+    table.caption = "dp = replicate x shard degree; MFU against " + forecast_of(plans[0]).mfu_peak
+    table.caption_justify = "left"
+    return table
+
+
+def _degrees(layout: Parallelism) -> list[str]:
+    """The cells of a layout, in the order of the columns."""
+    pipeline = str(layout.pipeline_parallel_degree)
+    if layout.pipeline_parallel_degree > 1:
+        virtual = f"x{layout.virtual_stages_per_rank}" if layout.virtual_stages_per_rank > 1 else ""
+        pipeline += f"{virtual} {layout.pipeline_parallel_schedule}"
+    return [
+        f"{layout.data_parallel_replicate_degree}x{layout.data_parallel_shard_degree}",
+        str(layout.zero_stage),
+        str(layout.tensor_parallel_degree) + ("+sp" if layout.enable_sequence_parallel else ""),
+        pipeline,
+        str(layout.micro_batch_size),
+        layout.activation_checkpoint,
+    ]
+
+
+def rejected(plan: Plan) -> Table:
+    """Layouts that lost against a plan, each with its one reason."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("layout", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("why not", overflow="fold")
+    for loser in plan.rejected:
+        step = "" if loser.step_time_s is None else seconds(loser.step_time_s)
+        table.add_row(loser.parallelism.short(), step, loser.reason)
+    return table
+
+
+def time_bar(forecast: Forecast) -> RenderableType:
+    """Where the time of a step goes: one bar for each part of the slowest rank, with seconds and share."""
+    rows = bars(forecast.step, forecast.step_time_s)
+    title = Text(f"step {seconds(forecast.step_time_s)} ({band(forecast)})", style="bold")
+    return Group(title, _bar_table(rows, seconds))
+
+
+def memory_bar(forecast: Forecast, capacity: int) -> RenderableType:
+    """Where the bytes of the fullest rank go: one bar for each part against ``capacity`` bytes."""
+    rows = bars(forecast.memory, capacity)
+    free = capacity - sum(forecast.memory.values())
+    if free > 0:
+        rows.append(("free", free, free / capacity))
+    fits = f"fits with probability {forecast.fit_probability:.2f}"
+    title = Text(f"memory {of_gib(forecast.memory_reserved_bytes, capacity)}, {fits}", style="bold")
+    return Group(title, _bar_table(rows, lambda amount: of_gib(amount, capacity).split(" of ")[0] + " GiB"))
+
+
+def bars(parts: Mapping[str, float], whole: float) -> list[tuple[str, float, float]]:
+    """(words, amount, share of the whole) of each part that is not zero, the largest first."""
+    shown = [(part_words(part), amount, amount / whole) for part, amount in parts.items() if amount]
+    return sorted(shown, key=lambda row: -row[1])
+
+
+def _bar_table(rows: Sequence[tuple[str, float, float]], words: Callable[[float], str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
+    table.add_column("part", no_wrap=True)
+    table.add_column("amount", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("bar", no_wrap=True)
+    for name, amount, share in rows:
+        style = "dim" if name == "free" else "cyan"
+        bar = ProgressBar(total=1.0, completed=share, width=BAR_CHARS, complete_style=style, finished_style=style)
+        table.add_row(name, words(amount), percent(share), bar)
+    return table
+
+
+def band(forecast: Forecast) -> str:
+    """``6.1 .. 7.2 s``: what the measured step time should lie in nine times out of ten."""
+    low, high = seconds(forecast.step_time_low_s), seconds(forecast.step_time_high_s)
+    if low.split(" ")[1] == high.split(" ")[1]:
+        low = low.split(" ")[0]
+    return f"{low} .. {high}"
+
+
+def capacity_bytes(plan: Plan) -> int:
+    """Memory of the device that holds the fullest rank; ranks go through the cluster's groups in order."""
+    assert plan.cluster is not None, "a plan of the search has a cluster"
+    groups = plan.cluster["groups"]
+    last_rank = list(accumulate(group["nodes"] * group["devices_per_node"] for group in groups))
+    return groups[bisect_right(last_rank, forecast_of(plan).fullest_rank)]["device"]["memory_bytes"]
+
+
+def forecast_of(plan: Plan) -> Forecast:
+    """The forecast that a plan of the search always has."""
+    assert plan.forecast is not None, "a plan of the search has a forecast"
+    return plan.forecast

@@ -1,0 +1,48 @@
+"""Quantities and the parts of a forecast in words, the same everywhere a person reads them."""
+
+from __future__ import annotations
+
+GIB = 2**30
+
+PARTS: dict[str, str] = {"bubble": "pipeline bubble"}
+"""Parts of ``Forecast.step`` and ``Forecast.memory`` whose key alone does not say it."""
+
+
+def part_words(part: str) -> str:
+    """A part of the step or of the memory in words."""
+    return PARTS.get(part, part.replace("_", " "))
+
+
+def gib(count_bytes: float) -> str:
+    """Bytes as GiB, or as MiB when they are few."""
+    return f"{count_bytes / GIB:.1f} GiB" if abs(count_bytes) >= 0.1 * GIB else f"{count_bytes / 2**20:.0f} MiB"
+
+
+def of_gib(used_bytes: float, capacity_bytes: float) -> str:
+    """``61.3 of 80.0 GiB``."""
+    digits = 1 if capacity_bytes >= 10 * GIB else 2
+    return f"{used_bytes / GIB:.{digits}f} of {capacity_bytes / GIB:.{digits}f} GiB"
+
+
+def seconds(value_s: float) -> str:
+    """Seconds with three figures, in the unit that suits."""
+    size = abs(value_s)
+    if size >= 0.9995:
+        return f"{value_s:.3g} s" if size < 999.5 else f"{value_s:,.0f} s"
+    if size >= 0.9995e-3:
+        return f"{value_s * 1e3:.3g} ms"
+    return f"{value_s * 1e6:.3g} us" if value_s else "0 s"
+
+
+def percent(share: float) -> str:
+    """``0.084`` as ``8.4 %``, without the decimal from 10 % on."""
+    digits = 0 if round(abs(share), 3) >= 0.1 else 1
+    return f"{100 * share:.{digits}f} %"
+
+
+def count(number: float) -> str:
+    """A large count with its unit: ``8.03 B``, ``124 M``."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"

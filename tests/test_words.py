@@ -1,0 +1,42 @@
+"""Quantities read the same everywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from ahp import words
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 s"), (6.5712, "6.57 s"), (0.9999, "1 s"), (0.0123, "12.3 ms"), (1.5e-5, "15 us"), (12345.6, "12,346 s")],
+)
+def test_seconds(value: float, text: str) -> None:
+    assert words.seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.084, "8.4 %"), (0.0994, "9.9 %"), (0.0999, "10 %"), (0.1, "10 %"), (0.523, "52 %"), (1.125, "112 %")],
+)
+def test_percent(value: float, text: str) -> None:
+    assert words.percent(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(8.03e9, "8.03 B"), (124e6, "124 M"), (999_999, "1 M"), (12, "12")])
+def test_count(value: float, text: str) -> None:
+    assert words.count(value) == text
+
+
+def test_bytes() -> None:
+    assert words.gib(91.24 * GIB) == "91.2 GiB"
+    assert words.gib(5 * 2**20) == "5 MiB"
+    assert words.of_gib(61.26 * GIB, 80 * GIB) == "61.3 of 80.0 GiB"
+    assert words.of_gib(0.5 * GIB, 4 * GIB) == "0.50 of 4.00 GiB"
+
+
+def test_parts() -> None:
+    assert words.part_words("bubble") == "pipeline bubble"
+    assert words.part_words("optimizer_states") == "optimizer states"
