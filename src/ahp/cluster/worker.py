@@ -1,7 +1,7 @@
 """One worker of probe: ``python -m ahp.cluster.worker RANK SETTINGS``. Started by measure.py, not by people.
 
 Every worker goes through the same list of tasks, with a barrier before each, so that those who take part start
-together and the others sleep. Rank 0 prints one JSON object per line: first what it is, then one result per task.
+together and the others sleep. Rank 0 prints one JSON object per line: first what it is, then one result per task and round.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Worker:
         self.rank = rank
         self.world: int = settings["workers"]
         self.cores: int = settings["cores"]
+        self.rounds: int = settings["rounds"]
         self.budget_s: float = settings["budget_s"]
         self.stream_bytes: int = settings["stream_bytes"]
         self.slowest_s: float = settings["slowest_s"]
@@ -58,19 +59,25 @@ class Worker:
     def run(self) -> None:
         """Go through all tasks; rank 0 prints the results."""
         self._print({"rss_bytes": psutil.Process().memory_info().rss, "torch": str(torch.__version__)})
-        for index, task in enumerate(self.tasks):
-            if not self.on_cuda:
-                torch.set_num_threads(max(1, self.cores // task.workers))
-            dist.barrier()
-            result = self.measure(task) if self.rank < task.workers else None
-            results: list[float | None] | None = [None] * self.world if self.rank == 0 else None
-            dist.gather_object(result, results)
-            taken = [r for r in results or [] if r is not None]
-            # A collective is over when the last is; products and streams are an average worker's.
-            combine = max if task.kind in COLLECTIVES else statistics.fmean
-            self._print({"task": index, "value": combine(taken) if taken else None})
+        for _ in range(self.rounds):
+            for index, task in enumerate(self.tasks):
+                self._print({"task": index, "value": self._together(task)})
         dist.barrier()
         dist.destroy_process_group()
+
+    def _together(self, task: Task) -> float | None:
+        """Measure with all who take part; the value of the team, on rank 0. The others wait at the next barrier."""
+        if not self.on_cuda:
+            torch.set_num_threads(max(1, self.cores // task.workers))
+        dist.barrier()
+        result = self.measure(task) if self.rank < task.workers else None
+        results: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(result, results)
+        taken = [r for r in results or [] if r is not None]
+        if not taken:
+            return None
+        # A collective is over when the last is; products and streams are an average worker's.
+        return max(taken) if task.kind in COLLECTIVES else statistics.fmean(taken)
 
     def measure(self, task: Task) -> float | None:
         """Seconds of one call (bytes per second for memory); None when it would take too long."""

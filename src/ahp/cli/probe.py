@@ -1,0 +1,140 @@
+"""``ahp probe``: sense and measure this machine, write cluster.yaml."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ahp.cluster.model import Cluster, Measurements, NodeGroup
+
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+@dataclass
+class Arguments:
+    """Sense and measure this machine: processors, memory, disk, products, streams and collectives."""
+
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("cluster.yaml")
+    """File to write."""
+    quick: Flag = False
+    """Fewer shapes and sizes: well under a minute instead of up to three."""
+    workers: int | None = None
+    """Devices to measure and to have; by default all GPUs, else all physical cores."""
+    json: Flag = False
+    """Print the cluster as JSON instead of tables."""
+
+
+def run(argv: list[str]) -> int:
+    """Parse, probe, write, print. Returns the exit code."""
+    arguments = tyro.cli(Arguments, prog="ahp probe", args=argv)
+    from ahp.cluster.measure import probe
+
+    folder = arguments.output.parent
+    with _progress() as say:
+        cluster = probe(quick=arguments.quick, workers=arguments.workers, progress=say, folder=folder)
+    cluster.save(arguments.output)
+    if arguments.json:
+        print(json.dumps(cluster.plain()))
+        return 0
+    print("\n".join(lines(cluster)))
+    print(f"\nwrote {arguments.output}")
+    print(f"Next: ahp plan tiny {arguments.output}")
+    return 0
+
+
+def lines(cluster: Cluster) -> list[str]:
+    """What a person wants to know of a probed cluster of one group."""
+    (group,) = cluster.groups
+    measured = group.measured or Measurements()
+    return [
+        *_machine(group),
+        "",
+        *_products(measured),
+        "",
+        *_streams(measured),
+        *_collectives(measured),
+        "",
+        cluster.source,
+    ]
+
+
+def _machine(group: NodeGroup) -> list[str]:
+    host, device = group.host, group.device
+    disk = [host.storage_kind or "unknown"]
+    if host.storage_free_bytes is not None:
+        disk.append(f"{host.storage_free_bytes / 2**30:.0f} GiB free")
+    if host.storage_write_bytes_per_s is not None:
+        disk.append(f"writes {host.storage_write_bytes_per_s / 1e6:.0f} MB/s")
+    if host.storage_read_bytes_per_s is not None:
+        disk.append(f"reads {host.storage_read_bytes_per_s / 1e6:.0f} MB/s")
+    peaks = ", ".join(f"{name} {_flops(peak)}" for name, peak in device.peak_flops_per_s.items())
+    memory = f", {host.memory_bytes / 2**30:.1f} GiB" if host.memory_bytes is not None else ""
+    return [
+        f"processor  {host.cpu}, {host.cores} physical cores{memory}",
+        f"devices    {group.devices_per_node} x {device.name}, {device.memory_bytes / 2**30:.1f} GiB each; {peaks}",
+        f"link       {group.intra_node.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {group.intra_node.latency_s * 1e6:.0f} us",
+        f"launch     {device.kernel_launch_s * 1e6:.1f} us for the smallest operator",
+        f"storage    {', '.join(disk)}",
+    ]
+
+
+def _products(measured: Measurements) -> list[str]:
+    """Best rate of the matrix products by dtype, one column per number of workers at once."""
+    counts = sorted({sample.workers for sample in measured.matmul})
+    found = [f"{'each worker, while so many work':<34}" + "".join(f"{count:>16}" for count in counts)]
+    for dtype in dict.fromkeys(sample.dtype for sample in measured.matmul):
+        cells = []
+        for count in counts:
+            samples = [s for s in measured.matmul if s.dtype == dtype and s.workers == count]
+            cells.append(_flops(max(2.0 * s.m * s.n * s.k / s.seconds for s in samples)) if samples else "-")
+        found.append(f"{'best product, ' + dtype:<34}" + "".join(f"{cell:>16}" for cell in cells))
+    return found
+
+
+def _streams(measured: Measurements) -> list[str]:
+    cells = [f"{sample.bytes_per_s / 1e9:.1f} GB/s" for sample in measured.memory]
+    return [f"{'memory stream':<34}" + "".join(f"{cell:>16}" for cell in cells)]
+
+
+def _collectives(measured: Measurements) -> list[str]:
+    """Time by size for the largest group."""
+    if not measured.collectives:
+        return []
+    count = max(sample.workers for sample in measured.collectives)
+    samples = [sample for sample in measured.collectives if sample.workers == count]
+    sizes = sorted({sample.bytes for sample in samples})
+    found = ["", f"{f'collective over {count} workers':<34}" + "".join(f"{_size(size):>10}" for size in sizes)]
+    for kind in dict.fromkeys(sample.kind for sample in samples):
+        times = {sample.bytes: f"{sample.seconds * 1e3:.2f} ms" for sample in samples if sample.kind == kind}
+        found.append(f"{kind:<34}" + "".join(f"{times.get(size, '-'):>10}" for size in sizes))
+    return found
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s"
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:.0f} KiB"
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr; nothing moves where stderr is not a terminal."""
+    columns = (
+        BarColumn(bar_width=30),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)

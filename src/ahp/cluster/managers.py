@@ -1,0 +1,234 @@
+"""Clusters from a workload manager: the Slurm job this process is in, the Kubernetes job or cluster it can see.
+
+Both find kinds of nodes (a device, how many on a node, how many nodes) and describe them to parse.py; the functions
+that read a program's output take its text, so that they are tested on recorded output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ahp.cluster import catalogue, local, parse, sense
+from ahp.cluster.gpus import Gpu, gpus
+from ahp.cluster.model import Cluster
+from ahp.errors import BadInput
+
+Run = Callable[[list[str]], str | None]
+"""Runs a program and returns its standard output; None when it is not there or fails."""
+
+COMMAND_TIMEOUT_S = 30
+_GRES_GPU = re.compile(r"\bgpu(?::(?P<type>[^:,()]+))?:(?P<count>\d+)")
+_AMD_PRODUCT, _NVIDIA_PRODUCT = "amd.com/gpu.product-name", "nvidia.com/gpu.product"
+_GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a manager says of one node."""
+
+    gpu: str | None
+    """The device's name in the manager's words; None = it does not say."""
+    count: int
+    """GPUs that may be used; 0 = none."""
+    memory_bytes: int | None = None
+    """Of one GPU."""
+
+
+def slurm(
+    environment: Mapping[str, str] | None = None, run: Run | None = None, found: list[Gpu] | None = None
+) -> Cluster:
+    """The nodes of the Slurm job that this process is in.
+
+    The arguments stand in for ``os.environ``, for running ``scontrol`` and ``sinfo``, and for this node's own GPUs.
+    Raises BadInput outside a job, or when nothing says which GPUs the nodes have.
+    """
+    env = os.environ if environment is None else environment
+    run = run or _run
+    if "SLURM_JOB_ID" not in env:
+        raise BadInput(
+            "cluster = 'slurm': not inside a Slurm job (SLURM_JOB_ID is not set); start through sbatch, srun or "
+            "salloc, or describe the cluster, such as 8x8xH100-SXM-80GB"
+        )
+    num_nodes = _integer(env, "SLURM_JOB_NUM_NODES") or _integer(env, "SLURM_NNODES") or 1
+    node_list = env.get("SLURM_JOB_NODELIST", "")
+    nodes = _slurm_nodes(node_list, num_nodes, run)
+    here = gpus() if found is None else found
+    if len(set(nodes)) <= 1:
+        # All nodes alike: what this job was given of a node, and what this node says of itself, count for all.
+        told = nodes[0] if nodes else Node(None, 0)
+        given = _integer(env, "SLURM_GPUS_ON_NODE")
+        count = given if given is not None else len(here) or told.count
+        nodes = [_as_seen(told.gpu, count, here)] * num_nodes
+    return _describe(nodes, "slurm", f"Slurm job {env['SLURM_JOB_ID']}")
+
+
+def _slurm_nodes(node_list: str, num_nodes: int, run: Run) -> list[Node]:
+    """The job's nodes as Slurm's own programs show them; empty where neither answers."""
+    if not node_list:
+        return []
+    text = run(["scontrol", "show", "node", node_list, "--json"])
+    nodes = parse_scontrol(text) if text else []
+    if len(nodes) == num_nodes:
+        return nodes
+    text = run(["sinfo", "--nodes", node_list, "--Node", "--json"])
+    nodes = parse_sinfo(text) if text else []
+    return nodes if len(nodes) == num_nodes else []
+
+
+def parse_scontrol(text: str) -> list[Node]:
+    """Nodes in the output of ``scontrol show node NAMES --json``."""
+    return [_from_gres(node.get("gres", "")) for node in _json(text, "scontrol").get("nodes", [])]
+
+
+def parse_sinfo(text: str) -> list[Node]:
+    """Nodes in the output of ``sinfo --json``: entries stand for several nodes, and one node for each partition."""
+    by_name: dict[str, Node] = {}
+    for entry in _json(text, "sinfo").get("sinfo", []):
+        node = _from_gres(entry.get("gres", {}).get("total", ""))
+        for name in entry.get("nodes", {}).get("nodes", []):
+            by_name[name] = node
+    return list(by_name.values())
+
+
+def _from_gres(gres: str) -> Node:
+    """``gpu:h100:8(S:0-1)``, ``gpu:8``, ``(null)``; entries of one type add up."""
+    found = list(_GRES_GPU.finditer(gres))
+    types = {match["type"] for match in found}
+    if len(types) > 1:
+        raise BadInput(f"cluster = 'slurm': a node has GPUs of several kinds ({gres}); ask Slurm for one kind")
+    return Node(gpu=types.pop() if types else None, count=sum(int(match["count"]) for match in found))
+
+
+def kubernetes(
+    environment: Mapping[str, str] | None = None, run: Run | None = None, found: list[Gpu] | None = None
+) -> Cluster:
+    """The Kubernetes job that this process is in (Kubeflow's PET_* variables), else the GPU nodes that kubectl shows.
+
+    The arguments stand in for ``os.environ``, for running ``kubectl``, and for this pod's own GPUs. Raises BadInput
+    where there is neither.
+    """
+    env = os.environ if environment is None else environment
+    if "PET_NNODES" in env:
+        return _kubernetes_job(env, gpus() if found is None else found)
+    text = (run or _run)(["kubectl", "get", "nodes", "-o", "json"])
+    if text is None:
+        raise BadInput(
+            "cluster = 'kubernetes': not inside a training job (PET_NNODES is not set) and 'kubectl get nodes' does not "
+            "answer; start through a TrainJob, or describe the cluster, such as 8x8xH100-SXM-80GB"
+        )
+    nodes = parse_kubectl(text)
+    if not nodes:
+        raise BadInput(
+            "cluster = 'kubernetes': no node that is ready and may be used offers GPUs (nvidia.com/gpu, amd.com/gpu)"
+        )
+    return _describe(nodes, "kubernetes", "kubectl get nodes")
+
+
+def _kubernetes_job(env: Mapping[str, str], here: list[Gpu]) -> Cluster:
+    # torchrun's own words: "4", or "2:4" for an elastic job, which may have fewer; plan for all of them.
+    low, _, high = env["PET_NNODES"].partition(":")
+    words = high or low
+    if not words.isdigit() or int(words) < 1:
+        raise BadInput(f"PET_NNODES = {env['PET_NNODES']!r}: must be a number of nodes, or MIN:MAX")
+    given = env.get("PET_NPROC_PER_NODE", "auto")
+    if given.isdigit():
+        count = int(given)
+    elif given in ("auto", "gpu", "cpu"):
+        count = 0 if given == "cpu" else len(here)
+    else:
+        raise BadInput(f"PET_NPROC_PER_NODE = {given!r}: must be a number, auto, gpu or cpu")
+    return _describe([_as_seen(None, count, here)] * int(words), "kubernetes", "Kubernetes training job")
+
+
+def parse_kubectl(text: str) -> list[Node]:
+    """Nodes with GPUs in the output of ``kubectl get nodes -o json`` that are ready and accept pods."""
+    nodes = []
+    for item in _json(text, "kubectl").get("items", []):
+        status, labels = item.get("status", {}), item.get("metadata", {}).get("labels", {})
+        ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in status.get("conditions", []))
+        if item.get("spec", {}).get("unschedulable") or not ready:
+            continue
+        offered = status.get("allocatable") or status.get("capacity", {})
+        count = sum(int(offered.get(resource, 0)) for resource in _GPU_RESOURCES)
+        if not count:
+            continue
+        product = labels.get(_NVIDIA_PRODUCT) or labels.get(_AMD_PRODUCT)
+        if product and ("-MIG-" in product or product.endswith("-SHARED")):
+            name = item.get("metadata", {}).get("name")
+            raise BadInput(f"cluster = 'kubernetes': node {name!r} offers parts of GPUs ({product}), not whole ones")
+        mib = labels.get("nvidia.com/gpu.memory")
+        memory_bytes = int(mib) * catalogue.MIB_BYTES if mib and mib.isdigit() else None
+        nodes.append(Node(product, count, memory_bytes))
+    return nodes
+
+
+def _as_seen(told: str | None, count: int, here: list[Gpu]) -> Node:
+    """A node as this one shows itself, which says more than a manager's word for it."""
+    if count and here:
+        gpu = local.alike(here)
+        return Node(gpu.name, count, gpu.memory_bytes)
+    return Node(told, count)
+
+
+def _describe(nodes: list[Node], manager: str, source: str) -> Cluster:
+    """Equal nodes become a group; several groups are connected by the slower of their networks."""
+    kinds = Counter(nodes)
+    groups = []
+    for index, (node, num_nodes) in enumerate(kinds.items()):
+        device = _device(node, manager)
+        groups.append(
+            {
+                "name": "nodes" if len(kinds) == 1 else f"{device}-{index}",
+                "nodes": num_nodes,
+                "devices_per_node": node.count or sense.physical_cores(),
+                "device": device,
+            }
+        )
+    description: dict[str, Any] = {"groups": groups} if len(groups) > 1 else groups[0]
+    cluster = parse.from_dict(description, manager)
+    return cluster.model_copy(update={"source": f"{source}; devices and links from the catalogue, not measured"})
+
+
+def _device(node: Node, manager: str) -> str:
+    if node.count == 0:
+        return catalogue.CPU
+    if node.gpu is None:
+        raise BadInput(
+            f"cluster = {manager!r}: {manager} does not say which GPUs the nodes have, and none can be seen from here; "
+            "describe the cluster, such as 8x8xH100-SXM-80GB"
+        )
+    entry = catalogue.match(node.gpu, node.memory_bytes) if node.memory_bytes else catalogue.lookup(node.gpu)
+    if entry is None:
+        raise BadInput(
+            f"cluster = {manager!r}: the nodes have {node.gpu!r}, which is not in the catalogue; "
+            "measure one node with: ahp probe"
+        )
+    return entry.device.name
+
+
+def _integer(environment: Mapping[str, str], key: str) -> int | None:
+    text = environment.get(key, "")
+    return int(text) if text.isdigit() else None
+
+
+def _json(text: str, program: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadInput(f"cluster: {program} did not print JSON: {error}") from None
+    return data if isinstance(data, dict) else {}
+
+
+def _run(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
