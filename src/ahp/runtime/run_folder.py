@@ -53,6 +53,7 @@ class RunFolder:
         self.cluster_file = self.path / "cluster.yaml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.status_file = self.path / "status.json"
+        self.tokenizer_file = self.path / "tokenizer.json"
         self.trace_file = self.path / "trace.json"
         self.checkpoints_folder = self.path / "checkpoints"
         self.weights_folder = self.path / "hf"
@@ -153,7 +154,7 @@ class RunFolder:
 
     def discard_unfinished(self) -> None:
         """Remove whatever was being written when a run stopped."""
-        for aside in [*self.checkpoints_folder.glob("step-*.tmp"), self.path / "hf.tmp"]:
+        for aside in [*self.checkpoints_folder.glob("step-*.tmp"), *self.path.glob("hf.tmp*")]:
             shutil.rmtree(aside, ignore_errors=True)
 
     # the job

@@ -1,0 +1,196 @@
+"""The training loop of one rank: steps, metrics, checkpoints, and a clean stop."""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ahp.errors import AhpError, BadInput
+from ahp.plan import Plan
+from ahp.runtime.run_folder import RunFolder, Status
+from ahp.runtime.stop import StopRequest
+from ahp.runtime.team import Team
+
+FULL_DISK_BYTES = 1 << 20
+"""[Empirical] With less than this free, a write that failed failed for want of space, whatever its message says
+(torch's archive writer reports a full disk as RuntimeError)."""
+
+
+class StepResult(Protocol):
+    """What one optimizer step returns, the same on every rank."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def learning_rate(self) -> float: ...
+
+
+class Parallel(Protocol):
+    """What ``ahp.parallelize`` returns, as far as the loop needs it."""
+
+    def shard(self, batch: dict[str, Tensor]) -> Any: ...
+    def step(self, part: Any) -> StepResult: ...
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+    def memory_bytes(self) -> int: ...
+
+
+class Diverged(AhpError):
+    """The loss or the gradient is no longer a number."""
+
+
+class CannotWrite(AhpError):
+    """The run's folder takes no more."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How often a run is saved."""
+
+    checkpoint_every: int = 50
+    keep: int = 3
+
+
+@dataclass
+class Loop:
+    """Trains from the last complete checkpoint to the end of the job, or until it is asked to stop."""
+
+    parallel: Parallel
+    batches: Callable[[int], dict[str, Tensor]]
+    plan: Plan
+    folder: RunFolder
+    team: Team
+    settings: Settings
+    stop: StopRequest
+    data_fingerprint: str
+    on_step: Callable[[dict[str, Any]], None] = lambda record: None
+
+    def run(self) -> Status:
+        """Returns what status.json says at the end (state running = all steps are done, the caller finishes).
+
+        Raises Diverged, CannotWrite; checkpoints that were complete before stay as they are.
+        """
+        done, saved = self._resume()
+        while done < self.plan.job.steps:
+            record, stopped = self._step(done)
+            done = record["step"]
+            if stopped or done == self.plan.job.steps or done % self.settings.checkpoint_every == 0:
+                self._save(done, saved)
+                saved = done
+            if stopped:
+                name = signal.Signals(stopped).name
+                return self._report(Status("interrupted", done, f"stopped by {name}", 128 + stopped))
+        return self._report(Status("running", done))
+
+    def _resume(self) -> tuple[int, int | None]:
+        checkpoint = None
+        if self.team.leads:
+            self.folder.discard_unfinished()
+            checkpoint = next(iter(reversed(self.folder.checkpoints())), None)
+        checkpoint = self.team.from_leader(checkpoint)
+        step = checkpoint.step if checkpoint is not None else 0
+        if checkpoint is not None:
+            before = checkpoint.meta()["data_fingerprint"]
+            if before != self.data_fingerprint:
+                raise BadInput(
+                    f"job.data = {self.plan.job.data!r}: the text or its tokenizer has changed since step {step}; "
+                    "give it back, or start a new run with another --run.folder"
+                )
+            self.parallel.load(checkpoint.path)
+        if self.team.leads:
+            self.folder.truncate_metrics(step)
+        self._report(Status("running", step))
+        return step, step if checkpoint is not None else None
+
+    def _step(self, index: int) -> tuple[dict[str, Any], int]:
+        job, forecast = self.plan.job, self.plan.forecast
+        began = time.perf_counter()
+        result = self.parallel.step(self.parallel.shard(self.batches(index)))
+        stopped, memory_bytes = self.team.highest(self.stop.pending(), self.parallel.memory_bytes())
+        seconds = time.perf_counter() - began
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            raise Diverged(
+                f"step {index + 1}: loss = {result.loss}, gradient norm = {result.grad_norm}; training stopped. Lower "
+                "job.optimizer.learning_rate, lengthen job.optimizer.warmup_steps, or use job.precision fp32"
+            )
+        record = {
+            "step": index + 1,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "tokens_per_s": job.tokens_per_step / seconds,
+            "step_time_s": seconds,
+            "predicted_step_time_s": forecast.step_time_s if forecast is not None else None,
+            "memory_bytes": memory_bytes,
+        }
+        if self.team.leads:
+            try:
+                self.folder.append_metrics(record)
+            except OSError as error:
+                raise CannotWrite(self._cannot_write("metrics.jsonl", error, None)) from error
+            self.on_step(record)
+        return record, stopped
+
+    def _save(self, step: int, previous: int | None) -> None:
+        try:
+            if self.team.leads:
+                self.folder.open_checkpoint(step)
+            self.team.barrier()
+            self.parallel.save(self.folder.aside_for(step))
+            self.team.barrier()
+            if self.team.leads:
+                self.folder.commit_checkpoint(step, self._meta(), self.settings.keep)
+            self.team.barrier()
+        except Exception as error:
+            # The free space is looked at before the unfinished files give theirs back.
+            message = self._cannot_write(f"checkpoint of step {step}", error, previous)
+            if self.team.leads:
+                self.folder.discard_unfinished()
+            raise CannotWrite(message) from error
+        self._report(Status("running", step))
+
+    def _meta(self) -> dict[str, Any]:
+        plain = self.plan.model_dump(mode="json")
+        kept = {key: plain[key] for key in ("model", "job", "parallelism", "versions")}
+        return {**kept, "data_fingerprint": self.data_fingerprint}
+
+    def _cannot_write(self, what: str, error: Exception, previous: int | None) -> str:
+        reason = f"{type(error).__name__}: {error}"
+        if has_no_space(error) or shutil.disk_usage(self.folder.path).free < FULL_DISK_BYTES:
+            reason = "the disk is full"
+        kept = f"; the checkpoint of step {previous} is kept" if previous is not None else ""
+        return f"run.folder = {str(self.folder.path)!r}: {what} cannot be written, {reason}{kept}"
+
+    def _report(self, status: Status) -> Status:
+        if self.team.leads:
+            self.folder.write_status(status)
+        return status
+
+
+def has_no_space(error: BaseException | None) -> bool:
+    """Whether a full disk is behind an error: itself, its causes, or the failures that torch collects from ranks."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        failures = getattr(error, "failures", None)
+        if isinstance(failures, dict) and any(has_no_space(_exception(item)) for item in failures.values()):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _exception(item: Any) -> BaseException | None:
+    # torch's CheckpointException holds (exception, stack) by rank
+    candidate = item[0] if isinstance(item, tuple) and item else item
+    return candidate if isinstance(candidate, BaseException) else None

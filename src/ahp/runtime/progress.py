@@ -1,0 +1,105 @@
+"""How training goes, on stderr: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+SECONDS_BETWEEN_LINES = 15.0
+SECONDS_BETWEEN_LOOKS = 0.2
+STEPS_OF_RECENT_SPEED = 20
+"""[Empirical] Times, of which the median is taken: long enough to be calm, short enough to follow a change."""
+
+
+class Display:
+    """Loss, tokens per second, predicted against measured step time, and the time left."""
+
+    def __init__(self, *, steps: int, predicted_s: float | None, console: Console | None = None) -> None:
+        self.steps = steps
+        self.predicted_s = predicted_s
+        self.console = console or Console(stderr=True, highlight=False)
+        self.recent: deque[dict[str, Any]] = deque(maxlen=STEPS_OF_RECENT_SPEED)
+        self.last_line_s: float | None = None
+        self.bar: Progress | None = None
+        if self.console.is_terminal:
+            self.bar = Progress(BarColumn(bar_width=24), TextColumn("{task.description}"), console=self.console)
+            self.task = self.bar.add_task("starting the workers", total=steps)
+            self.bar.start()
+
+    def update(self, record: dict[str, Any]) -> None:
+        """Show one step's record of metrics.jsonl."""
+        self.recent.append(record)
+        words = self.words()
+        if self.bar is not None:
+            self.bar.update(self.task, completed=record["step"], description=words)
+            return
+        now = time.monotonic()
+        due = self.last_line_s is None or now - self.last_line_s >= SECONDS_BETWEEN_LINES
+        if due or record["step"] == self.steps:
+            self.last_line_s = now
+            self.console.print(words, soft_wrap=True)
+
+    def words(self) -> str:
+        record = self.recent[-1]
+        seconds = sorted(r["step_time_s"] for r in self.recent)[len(self.recent) // 2]
+        left = (self.steps - record["step"]) * seconds
+        predicted = f", predicted {_seconds(self.predicted_s)}" if self.predicted_s is not None else ""
+        return (
+            f"step {record['step']}/{self.steps}  loss {record['loss']:.3f}  "
+            f"{record['tokens_per_s']:,.0f} tokens/s  {_seconds(seconds)} a step{predicted}  "
+            f"{int(left) // 60}:{int(left) % 60:02d} left"
+        )
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
+
+
+@contextmanager
+def following(metrics_file: Path, display: Display) -> Iterator[None]:
+    """Feed the display, in a thread, with what another process appends to metrics.jsonl from now on."""
+    ended = threading.Event()
+    first = metrics_file.stat().st_size if metrics_file.exists() else 0
+    thread = threading.Thread(target=_follow, args=(metrics_file, first, display, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        display.close()
+
+
+def _follow(metrics_file: Path, offset: int, display: Display, ended: threading.Event) -> None:
+    finishing = False
+    while not finishing:
+        finishing = ended.wait(SECONDS_BETWEEN_LOOKS)
+        if not metrics_file.exists():
+            continue
+        # Opened anew at every look: the writer replaces the file when it starts.
+        with metrics_file.open("rb") as file:
+            file.seek(offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        offset += len(whole)
+        for line in whole.splitlines():
+            display.update(json.loads(line))
+
+
+def say(text: str) -> None:
+    """One line about what is going on, on stderr."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,105 @@
+"""The ranks of a run: how they find each other, and the few words that they exchange beside tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ahp.errors import AhpError, bad_input
+
+Result = TypeVar("Result")
+DeviceType = Literal["cpu", "cuda"]
+BACKENDS: dict[DeviceType, str] = {"cpu": "gloo", "cuda": "nccl"}
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def num_gpus() -> int:
+    """GPUs of this node that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose_device(num_local_workers: int) -> DeviceType:
+    """The device of a run, decided here alone: GPUs when the machine has one for every worker, else the CPU."""
+    return "cuda" if num_gpus() >= num_local_workers else "cpu"
+
+
+def is_joined() -> bool:
+    """Whether torchrun, or what stands in for it, has started this process as one rank of many."""
+    return all(name in os.environ for name in LAUNCHER_VARIABLES)
+
+
+@dataclass(frozen=True)
+class Team:
+    """This rank among the others. Every method is called by all ranks alike."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0 writes the run's files."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        self.highest(0)
+
+    def highest(self, *values: int) -> tuple[int, ...]:
+        """The largest of each value over all ranks."""
+        together = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+        return tuple(together.tolist())
+
+    def from_leader(self, value: Any) -> Any:
+        """What rank 0 passed in; the others' values are not looked at."""
+        box = [value if self.leads else None]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def decided_by_leader(self, decide: Callable[[], Result]) -> Result:
+        """Let rank 0 decide and every rank know it.
+
+        When the leader's decision is an error, it raises that, and the others end with its exit code: the user is
+        told once.
+        """
+        error: AhpError | None = None
+        result: Any = None
+        if self.leads:
+            try:
+                result = decide()
+            except AhpError as reason:
+                error = reason
+        result, exit_code = self.from_leader((result, error.exit_code if error is not None else 0))
+        if error is not None:
+            raise error
+        if exit_code:
+            raise SystemExit(exit_code)
+        return result
+
+
+@contextmanager
+def team(device: DeviceType) -> Iterator[Team]:
+    """Join the other ranks for the length of the block, or use the group that is already there.
+
+    The launcher's variables say who and where; ``cuda`` takes the GPU of ``LOCAL_RANK``.
+    """
+    where = torch.device("cpu")
+    if device == "cuda":
+        where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if where.index >= torch.cuda.device_count():
+            raise bad_input("LOCAL_RANK", where.index, f"this node has {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(where)
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group(BACKENDS[device], device_id=where if device == "cuda" else None)
+    try:
+        yield Team(rank=dist.get_rank(), size=dist.get_world_size(), device=where)
+    finally:
+        if ours:
+            dist.destroy_process_group()

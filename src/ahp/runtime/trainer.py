@@ -1,0 +1,217 @@
+"""Runs a plan to the end: starts the workers or joins them, watches, and says how it went."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ahp.errors import HardwareMismatch, bad_input
+from ahp.plan import Plan
+from ahp.runtime import failure, launch
+from ahp.runtime.data.corpus import Corpus, prepare
+from ahp.runtime.failure import TrainingFailed
+from ahp.runtime.progress import Display, following, say
+from ahp.runtime.run_folder import RunFolder, Status
+from ahp.runtime.stop import StopRequest
+from ahp.runtime.team import DeviceType, choose_device, is_joined, num_gpus, team
+from ahp.runtime.worker import Order, run_rank
+
+WORKER = "ahp.runtime.worker"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended that did not fail; a failed one raises."""
+
+    folder: Path
+    status: Status
+    already_done: bool = False
+    """Nothing was left to do: the folder held the finished run."""
+
+    @property
+    def exit_code(self) -> int:
+        return self.status.exit_code or 0
+
+
+class Trainer:
+    """Trains a plan in a folder; the same plan and folder again continue where the last complete checkpoint is.
+
+    The layout may change between two starts, the job and the model may not. Under torchrun (its variables are set)
+    every rank makes its own Trainer and they join; otherwise ``run`` starts the workers on this node.
+    """
+
+    def __init__(
+        self, plan: Plan, *, folder: str | Path = "runs/demo", checkpoint_every: int = 50, keep: int = 3
+    ) -> None:
+        for name, value in (("run.checkpoint_every", checkpoint_every), ("run.keep", keep)):
+            if value < 1:
+                raise bad_input(name, value, "must be at least 1")
+        self.plan = plan
+        self.folder = RunFolder(folder)
+        self.checkpoint_every = checkpoint_every
+        self.keep = keep
+
+    def run(self) -> Outcome:
+        """Train to the last step, or until SIGINT or SIGTERM, which end it with a checkpoint.
+
+        Raises:
+            BadInput: the folder holds another job, or the data cannot be used.
+            HardwareMismatch: the plan was made for other hardware.
+            TrainingFailed: a worker failed; ``exit_code`` and status.json carry the cause.
+        """
+        return self._join() if is_joined() else self._launch()
+
+    def _launch(self) -> Outcome:
+        finished = self._begin()
+        if finished is not None:
+            return finished
+        try:
+            stopped = self._start_workers(self._order(self._device(self.plan.parallelism.world_size)))
+        except Exception as error:
+            failure.report(self.folder, str(error), getattr(error, "exit_code", 1))
+            raise
+        return Outcome(self.folder.path, self._status_after(stopped))
+
+    def _status_after(self, stopped: int) -> Status:
+        """What the workers left in status.json, in the words of the signal that the user sent (0 for none)."""
+        status = self.folder.status()
+        if status is not None and status.state == "failed":
+            raise TrainingFailed(status.cause or "failed", status.exit_code or 1)
+        if not stopped or (status is not None and status.state == "done"):
+            assert status is not None, "the workers ended well and left no status"
+            return status
+        # Workers are always told with SIGTERM; a stop before they listen finds them without a status of their own.
+        saved = self.folder.checkpoints()
+        step = saved[-1].step if saved else 0
+        status = Status("interrupted", step, f"stopped by {signal.Signals(stopped).name}", 128 + stopped)
+        self.folder.write_status(status)
+        return status
+
+    def _join(self) -> Outcome:
+        stop = StopRequest()
+        stop.listen()
+        world_size = int(os.environ["WORLD_SIZE"])
+        device = self._device(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        if world_size != self.plan.parallelism.world_size:
+            raise HardwareMismatch(
+                f"WORLD_SIZE = {world_size}: the plan {self.plan.parallelism.short()} is for "
+                f"{self.plan.parallelism.world_size} workers; start that many, or plan again"
+            )
+        with team(device) as ranks:
+            finished = ranks.decided_by_leader(self._begin)
+            if finished is not None:
+                return finished
+            ranks.decided_by_leader(lambda: self._corpus().fingerprint)
+            order = self._order(device)
+            display = self._display() if ranks.leads else None
+            try:
+                status = run_rank(self.plan, self.folder, order, stop, display.update if display else _nothing)
+            finally:
+                if display is not None:
+                    display.close()
+            return Outcome(self.folder.path, status)
+
+    def _begin(self) -> Outcome | None:
+        """Check the folder against the plan and write the plan into it; the outcome when nothing is left to do."""
+        self.folder.create()
+        self.folder.check_same_job(self.plan)
+        status = self.folder.status()
+        if status is not None and status.state == "done" and status.step == self.plan.job.steps:
+            return Outcome(self.folder.path, status, already_done=True)
+        with self.folder.held():
+            failure.forget(self.folder)
+            saved = self.folder.checkpoints()
+            step = saved[-1].step if saved else 0
+            self.folder.truncate_metrics(step)
+            self.plan.save(self.folder.plan_file)
+            self.folder.write_status(Status("running", step))
+        if saved:
+            say(f"continuing {self.folder.path} from step {step} of {self.plan.job.steps}")
+        return None
+
+    def _start_workers(self, order: Order) -> int:
+        num_workers = self.plan.parallelism.world_size
+        say(
+            f"starting {num_workers} worker{'s' * (num_workers > 1)} on {order.device}: {self.plan.parallelism.short()}"
+        )
+        try:
+            with following(self.folder.metrics_file, self._display()):
+                return launch.launch(
+                    WORKER,
+                    [str(self.folder.path), json.dumps(asdict(order))],
+                    num_workers=num_workers,
+                    log_folder=self.folder.log_folder,
+                )
+        except launch.WorkersEnded as ended:
+            raise self._why(ended) from None
+
+    def _why(self, ended: launch.WorkersEnded) -> TrainingFailed:
+        logs = f"the workers' output: {self.folder.log_folder}"
+        if ended.killed:
+            rank, number = next(iter(ended.killed.items()))
+            step = failure.last_step(self.folder)
+            hint = "; often the system ran out of memory" if number == signal.SIGKILL else ""
+            return TrainingFailed(f"worker {rank} was ended by {number.name} after step {step}{hint}; {logs}")
+        cause = failure.read(self.folder)
+        if cause is not None:
+            return TrainingFailed(f"{cause.message}\n{logs}", cause.exit_code)
+        return TrainingFailed(f"workers ended with exit codes {ended.exit_codes}; {logs}")
+
+    def _order(self, device: DeviceType) -> Order:
+        return Order(
+            corpus=str(self._corpus().folder), device=device, checkpoint_every=self.checkpoint_every, keep=self.keep
+        )
+
+    def _corpus(self) -> Corpus:
+        return prepare(
+            self.plan.job.data, vocabulary_size(self.plan.model), tokenizer_file=tokenizer_of(self.plan.model), say=say
+        )
+
+    def _display(self) -> Display:
+        forecast = self.plan.forecast
+        return Display(steps=self.plan.job.steps, predicted_s=forecast.step_time_s if forecast is not None else None)
+
+    def _device(self, num_local_workers: int) -> DeviceType:
+        names = [group["device"]["name"] for group in (self.plan.cluster or {}).get("groups", [])]
+        if names and all(name.startswith("cpu") for name in names):
+            return "cpu"
+        device = choose_device(num_local_workers)
+        if device == "cpu" and names:
+            raise HardwareMismatch(
+                f"the plan was made for {', '.join(names)} and needs {num_local_workers} of them on this node, which has "
+                f"{num_gpus()} GPUs. On several nodes start ahp train with torchrun on each; for this node plan again: "
+                "ahp plan MODEL local"
+            )
+        return device
+
+
+def vocabulary_size(model: Any) -> int:
+    """Tokens that a model can embed: its config's ``vocab_size``, else the rows of its first embedding."""
+    from torch import nn
+
+    from ahp.graph.models import build_model, load_config
+
+    config = load_config(model)
+    if config is not None:
+        return config.get_text_config().vocab_size
+    for module in build_model(model, device="meta").modules():
+        if isinstance(module, nn.Embedding):
+            return module.num_embeddings
+    raise bad_input("model", model, "it has no nn.Embedding, so no text can be fed to it")
+
+
+def tokenizer_of(model: Any) -> Path | None:
+    """The tokenizer.json that lies in the model's folder, None when there is none."""
+    if not isinstance(model, str):
+        return None
+    path = Path(model).expanduser()
+    file = (path if path.is_dir() else path.parent) / "tokenizer.json"
+    return file if path.exists() and file.is_file() else None
+
+
+def _nothing(record: dict[str, Any]) -> None:
+    """Ranks beside the first show no progress."""

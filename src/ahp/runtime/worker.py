@@ -1,0 +1,129 @@
+"""One rank of a training run; ``python -m ahp.runtime.worker FOLDER SETTINGS`` under the launcher's variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ahp.plan import Plan
+from ahp.runtime import failure
+from ahp.runtime.run_folder import RunFolder, Status
+from ahp.runtime.stop import StopRequest
+
+if TYPE_CHECKING:
+    from ahp.runtime.data.corpus import Corpus
+    from ahp.runtime.team import Team
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the launcher asks of every rank."""
+
+    corpus: str
+    """Folder of the tokenised text."""
+    device: Literal["cpu", "cuda"]
+    checkpoint_every: int
+    keep: int
+
+
+def run_rank(
+    plan: Plan,
+    folder: RunFolder,
+    order: Order,
+    stop: StopRequest,
+    on_step: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> Status:
+    """Train this rank's part of the plan, from the last checkpoint to the end or to a stop; every rank calls it.
+
+    Errors are left in the folder (``ahp.runtime.failure``) and raised.
+    """
+    from ahp.runtime.team import team
+
+    try:
+        with (
+            team(order.device) as ranks,
+            folder.held() if ranks.leads else nullcontext(),
+        ):
+            return _train(plan, folder, order, stop, on_step, ranks)
+    except BaseException as error:
+        failure.record(folder, int(os.environ["RANK"]), error)
+        raise
+
+
+def _train(
+    plan: Plan,
+    folder: RunFolder,
+    order: Order,
+    stop: StopRequest,
+    on_step: Callable[[dict[str, Any]], None],
+    ranks: Team,
+) -> Status:
+    from ahp.graph.models import build_model
+    from ahp.runtime.data import corpus as corpora
+    from ahp.runtime.data.batches import Batches
+    from ahp.runtime.loop import Loop, Settings
+    from ahp.runtime.parallelize import parallelize
+
+    job = plan.job
+    corpus = corpora.read(Path(order.corpus))
+    batches = Batches(
+        corpus, sequence_length=job.sequence_length, global_batch_size=job.global_batch_size, seed=job.seed
+    )
+    module = build_model(plan.model, device="meta", attention=plan.engine.attention)
+    parallel = parallelize(module, plan)
+    loop = Loop(
+        parallel=parallel,
+        batches=batches,
+        plan=plan,
+        folder=folder,
+        team=ranks,
+        settings=Settings(checkpoint_every=order.checkpoint_every, keep=order.keep),
+        stop=stop,
+        data_fingerprint=corpus.fingerprint,
+        on_step=on_step,
+    )
+    if ranks.leads:
+        shutil.copyfile(corpus.folder / "tokenizer.json", folder.tokenizer_file)
+    status = loop.run()
+    if status.state == "interrupted":
+        return status
+    _export(parallel, folder, corpus, ranks, job.steps)
+    status = Status("done", job.steps, None, 0)
+    if ranks.leads:
+        folder.write_status(status)
+    ranks.barrier()
+    return status
+
+
+def _export(parallel: Any, folder: RunFolder, corpus: Corpus, ranks: Team, step: int) -> None:
+    """Leave the weights and the tokenizer as a folder that transformers reads; whole or absent."""
+    from ahp.runtime import weights
+
+    aside = folder.path / "hf.tmp"
+    if ranks.leads:
+        aside.mkdir()
+    ranks.barrier()
+    parallel.export_hf(aside)
+    ranks.barrier()
+    if ranks.leads:
+        weights.publish(folder, aside, corpus.tokenizer(), step)
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank of the plan in FOLDER. Returns the exit code; a clean stop is 0, status.json tells it apart."""
+    stop = StopRequest()
+    stop.listen()
+    folder = RunFolder(argv[0])
+    run_rank(Plan.load(folder.plan_file), folder, Order(**json.loads(argv[1])), stop)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,217 @@
+"""The loop of one rank: what it leaves behind when it ends, is stopped, fails, and is started again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ahp.errors import BadInput
+from ahp.job import Job
+from ahp.plan import Plan
+from ahp.runtime.loop import CannotWrite, Diverged, Loop, Settings, has_no_space
+from ahp.runtime.run_folder import RunFolder
+from ahp.runtime.stop import StopRequest
+from ahp.runtime.team import Team
+
+
+@dataclass
+class Result:
+    loss: float
+    grad_norm: float = 1.0
+    learning_rate: float = 0.1
+
+
+class Weight:
+    """A model of one number, that each batch pulls at; keeps the interface of ``ahp.parallelize``."""
+
+    def __init__(self) -> None:
+        self.value = 8.0
+        self.before_step: Callable[[int], None] = lambda step: None
+        self.while_saving: Callable[[], None] = lambda: None
+        self.steps = 0
+
+    def shard(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return batch
+
+    def step(self, part: dict[str, torch.Tensor]) -> Result:
+        self.before_step(self.steps + 1)
+        self.value = 0.9 * self.value + 0.01 * float(part["input_ids"].sum())
+        self.steps += 1
+        return Result(loss=self.value)
+
+    def save(self, folder: Path) -> None:
+        (folder / "weight.json").write_text(json.dumps([self.value, self.steps]))
+        self.while_saving()
+
+    def load(self, folder: Path) -> None:
+        self.value, self.steps = json.loads((folder / "weight.json").read_text())
+
+    def memory_bytes(self) -> int:
+        return 123
+
+
+@pytest.fixture
+def alone() -> Iterator[Team]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Team(rank=0, size=1, device=torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    return folder
+
+
+def batches(step: int) -> dict[str, torch.Tensor]:
+    ids = torch.arange(4).reshape(2, 2) + step
+    return {"input_ids": ids, "labels": ids}
+
+
+def loop(alone: Team, folder: RunFolder, weight: Weight | None = None, **changes: Any) -> Loop:
+    values: dict[str, Any] = {
+        "parallel": weight or Weight(),
+        "batches": batches,
+        "plan": Plan(job=Job(steps=10, global_batch_size=2, sequence_length=2)),
+        "folder": folder,
+        "team": alone,
+        "settings": Settings(checkpoint_every=4, keep=2),
+        "stop": StopRequest(),
+        "data_fingerprint": "abc",
+    }
+    return Loop(**{**values, **changes})
+
+
+def losses(folder: RunFolder) -> list[float]:
+    return [record["loss"] for record in folder.metrics()]
+
+
+def test_trains_to_the_end_and_saves_on_the_way(alone: Team, folder: RunFolder) -> None:
+    seen: list[int] = []
+    status = loop(alone, folder, on_step=lambda record: seen.append(record["step"])).run()
+    assert (status.state, status.step) == ("running", 10)
+    assert seen == [record["step"] for record in folder.metrics()] == list(range(1, 11))
+    assert [c.step for c in folder.checkpoints()] == [8, 10]
+    assert set(folder.metrics()[0]) == {
+        "step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "step_time_s", "predicted_step_time_s",
+        "memory_bytes",
+    }  # fmt: skip
+    meta = folder.checkpoints()[-1].meta()
+    assert meta["job"]["steps"] == 10
+    assert meta["parallelism"]["data_parallel_shard_degree"] == 1
+    assert meta["data_fingerprint"] == "abc"
+
+
+@pytest.mark.parametrize("killed_at", [1, 4, 5, 7, 8, 10])
+def test_killed_run_continues_the_same_curve(alone: Team, folder: RunFolder, tmp_path: Path, killed_at: int) -> None:
+    whole = RunFolder(tmp_path / "whole")
+    whole.create()
+    loop(alone, whole).run()
+
+    class Killed(BaseException):
+        pass
+
+    def die(step: int) -> None:
+        if step == killed_at:
+            raise Killed
+
+    weight = Weight()
+    weight.before_step = die
+    with pytest.raises(Killed):
+        loop(alone, folder, weight).run()
+    assert losses(folder) == losses(whole)[: killed_at - 1]
+    loop(alone, folder).run()
+    assert losses(folder) == losses(whole)
+    assert [record["step"] for record in folder.metrics()] == list(range(1, 11))
+
+
+def test_half_written_checkpoint_is_swept_away(alone: Team, folder: RunFolder) -> None:
+    aside = folder.open_checkpoint(4)
+    (aside / "weight.json").write_text("[99.0, 4]")
+    loop(alone, folder).run()
+    assert not aside.exists()
+    assert len(losses(folder)) == 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_with_a_checkpoint_and_the_signals_code(
+    alone: Team, folder: RunFolder, number: signal.Signals
+) -> None:
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    stop, weight = StopRequest(), Weight()
+    weight.before_step = lambda step: os.kill(os.getpid(), number) if step == 6 else None
+    try:
+        stop.listen()
+        status = loop(alone, folder, weight, stop=stop).run()
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert (status.state, status.step, status.exit_code) == ("interrupted", 6, 128 + number)
+    assert folder.status() == status
+    assert [c.step for c in folder.checkpoints()] == [4, 6]
+    loop(alone, folder).run()
+    assert [record["step"] for record in folder.metrics()] == list(range(1, 11))
+
+
+def test_parent_that_has_gone_counts_as_sigterm() -> None:
+    assert StopRequest().pending() == 0
+    assert StopRequest(parent=os.getppid() + 1).pending() == signal.SIGTERM
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_loss_that_is_no_number_stops_and_names_the_step(alone: Team, folder: RunFolder, bad: float) -> None:
+    weight = Weight()
+
+    def spoil(step: int) -> None:
+        if step == 6:
+            weight.value = bad
+
+    weight.before_step = spoil
+    with pytest.raises(Diverged, match=r"step 6: loss = (nan|inf).*learning_rate"):
+        loop(alone, folder, weight).run()
+    assert [c.step for c in folder.checkpoints()] == [4]
+    assert len(losses(folder)) == 5
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_full_disk_keeps_the_checkpoint_before(alone: Team, folder: RunFolder) -> None:
+    weight = Weight()
+    weight.while_saving = lambda: no_space() if weight.steps == 8 else None
+    with pytest.raises(
+        CannotWrite, match=r"checkpoint of step 8 .* the disk is full; the checkpoint of step 4 is kept"
+    ):
+        loop(alone, folder, weight).run()
+    assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["step-4"]
+    loop(alone, folder).run()
+    assert [record["step"] for record in folder.metrics()] == list(range(1, 11))
+
+
+def test_full_disk_behind_other_errors_is_seen() -> None:
+    class FromAllRanks(Exception):
+        failures = {1: (OSError(errno.ENOSPC, "no space"), "stack")}  # noqa: RUF012
+
+    wrapped = RuntimeError("saving failed")
+    wrapped.__cause__ = OSError(errno.EDQUOT, "quota")
+    assert has_no_space(FromAllRanks())
+    assert has_no_space(wrapped)
+    assert not has_no_space(OSError(errno.EACCES, "denied"))
+
+
+def test_other_text_does_not_continue_a_run(alone: Team, folder: RunFolder) -> None:
+    loop(alone, folder).run()
+    with pytest.raises(BadInput, match=r"job\.data.*changed since step 10"):
+        loop(alone, folder, data_fingerprint="other").run()
