@@ -1,0 +1,73 @@
+"""The job of ``ahp plan`` where the user gives none: as large models are pre-trained, and printed for the user to see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ahp.cluster.model import Cluster
+from ahp.config import read_yaml, set_dotted
+from ahp.errors import bad_input
+from ahp.job import Job, Precision
+from ahp.plan import validated
+
+LONGEST_DEFAULT_SEQUENCE = 8192
+"""Tokens; the pre-training context of Llama 3 (arXiv 2407.21783, section 3.4.1)."""
+
+TOKENS_PER_STEP = ((1.0e9, 2**19), (float("inf"), 2**22))
+"""(parameters below, tokens per step): 0.5 Mi up to a billion parameters (GPT-3, arXiv 2005.14165, table 2.1), 4 Mi
+above (Llama 2, arXiv 2307.09288, section 2.2; Llama 3 begins with it)."""
+
+UNKNOWN_CONTEXT = 1024
+"""Tokens of a sequence where the model does not say how long its context is."""
+
+
+def given_job(overrides: dict[str, Any]) -> dict[str, Any]:
+    """The job's keys that the user gave: a file after ``--job``, then ``--job.key value``.
+
+    Raises BadInput when the file is missing or holds no job.
+    """
+    job: dict[str, Any] = {}
+    file = overrides.pop("job", None)
+    if file is not None:
+        if not isinstance(file, str):
+            raise bad_input("--job", file, "must be a file that holds a job, or use --job.KEY VALUE")
+        data = read_yaml(file)
+        job = dict(data["job"]) if isinstance(data.get("job"), dict) else data
+    for key in [key for key in overrides if key.startswith("job.")]:
+        whole = {"job": job}
+        set_dotted(whole, key, overrides.pop(key))
+        job = whole["job"]
+    return job
+
+
+def with_sequence(given: dict[str, Any], model: Any, cluster: Cluster) -> Job:
+    """The job with sequence length and precision chosen where they are not given; the batch is still to be chosen."""
+    chosen = dict(given)
+    if model != "tiny":
+        if "sequence_length" not in chosen:
+            chosen["sequence_length"] = min(_context(model), LONGEST_DEFAULT_SEQUENCE)
+        chosen.setdefault("precision", _precision(cluster))
+    return validated(Job, chosen, "job")
+
+
+def with_batch(job: Job, given: dict[str, Any], model: Any, num_parameters: int, num_devices: int) -> Job:
+    """The job with a batch of about ``TOKENS_PER_STEP`` where none is given: a multiple of the devices if it is larger."""
+    if "global_batch_size" in given or model == "tiny":
+        return job
+    tokens = next(tokens for below, tokens in TOKENS_PER_STEP if num_parameters < below)
+    sequences = max(tokens // job.sequence_length, 1)
+    if sequences > num_devices:
+        sequences = round(sequences / num_devices) * num_devices
+    return job.model_copy(update={"global_batch_size": sequences})
+
+
+def _context(model: Any) -> int:
+    from ahp.graph.models import load_config
+
+    context = getattr(load_config(model), "max_position_embeddings", None)
+    return context if isinstance(context, int) and context > 1 else UNKNOWN_CONTEXT
+
+
+def _precision(cluster: Cluster) -> Precision:
+    """bf16 where every device has it, else fp32: the two that the ahp engine computes in."""
+    return "bf16" if all("bf16" in group.device.peak_flops_per_s for group in cluster.groups) else "fp32"

@@ -1,0 +1,72 @@
+"""Why one layout was chosen and the others lost, in words with numbers, from their forecasts."""
+
+from __future__ import annotations
+
+from ahp.plan import Forecast, Parallelism
+from ahp.words import gib, of_gib, part_words, percent, seconds
+
+TIE = 0.005
+"""Step times nearer than this share are called equal: far inside the error band of any forecast."""
+
+CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("tensor", ("tensor_parallel_degree",)),
+    ("pipeline", ("pipeline_parallel_degree",)),
+    ("data", ("data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage")),
+    ("micro-batch", ("micro_batch_size",)),
+    ("recompute", ("activation_checkpoint",)),
+)
+"""The decisions that a layout consists of, each with its keys."""
+
+
+def differences(other: Forecast, best: Forecast) -> list[tuple[str, float]]:
+    """Seconds that each part of the step takes more in ``other`` than in ``best``, the largest first."""
+    parts = dict.fromkeys([*other.step, *best.step])
+    gaps = [(part, other.step.get(part, 0.0) - best.step.get(part, 0.0)) for part in parts]
+    return sorted(gaps, key=lambda gap: -gap[1])
+
+
+def slower_because(other: Forecast, best: Forecast) -> str:
+    """The one reason why a layout that fits lost: ``8 % slower: tensor-parallel collectives 0.62 s, 0.60 s more``."""
+    slower = other.step_time_s / best.step_time_s - 1
+    if slower < TIE:
+        more = other.memory_reserved_bytes - best.memory_reserved_bytes
+        amount = f", {gib(more)} more memory" if more > 0 else ""
+        return f"as fast within {percent(max(slower, 0.0))}{amount}"
+    part, more_s = differences(other, best)[0]
+    whole_s = other.step.get(part, 0.0)
+    if part == "bubble":
+        what = f"{part_words(part)} {percent(whole_s / other.step_time_s)} of the step"
+    else:
+        what = f"{part_words(part)} {seconds(whole_s)}"
+    gap = f", {seconds(more_s)} more" if whole_s > more_s * (1 + TIE) else ""
+    return f"{percent(slower)} slower: {what}{gap}"
+
+
+def does_not_fit(forecast: Forecast, capacity_bytes: int) -> str:
+    """``does not fit: 91.2 of 80.0 GiB, most of it activations 60.3 GiB``."""
+    part, amount = max(forecast.memory.items(), key=lambda item: item[1])
+    need = of_gib(forecast.memory_reserved_bytes, capacity_bytes)
+    if forecast.memory_reserved_bytes <= capacity_bytes:
+        return f"may not fit: {need}, probability {forecast.fit_probability:.2f}"
+    return f"does not fit: {need}, most of it {part_words(part)} {gib(amount)}"
+
+
+def choice_words(layout: Parallelism, name: str) -> str:
+    """One decision of a layout in words, such as ``ZeRO-3 over 8, 2 replicas``."""
+    if name == "tensor":
+        return f"tensor parallel {layout.tensor_parallel_degree}"
+    if name == "pipeline":
+        if layout.pipeline_parallel_degree == 1:
+            return "no pipeline"
+        return f"pipeline {layout.pipeline_parallel_degree} ({layout.pipeline_parallel_schedule})"
+    if name == "data":
+        if layout.data_parallel_degree == 1:
+            return "no data parallelism"
+        replicas = f"{layout.data_parallel_replicate_degree} replicas"
+        if layout.zero_stage == 0:
+            return replicas
+        sharded = f"ZeRO-{layout.zero_stage} over {layout.data_parallel_shard_degree}"
+        return sharded if layout.data_parallel_replicate_degree == 1 else f"{sharded}, {replicas}"
+    if name == "micro-batch":
+        return f"micro-batch {layout.micro_batch_size}"
+    return "no recompute" if layout.activation_checkpoint == "none" else f"{layout.activation_checkpoint} recompute"

@@ -1,0 +1,70 @@
+"""The job that ``ahp plan`` chooses where none is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ahp.cli.planning_job import given_job, with_batch, with_sequence
+from ahp.cluster.model import Cluster
+from ahp.errors import BadInput
+from ahp.job import Job
+
+H100 = Cluster.parse("8x8xH100-SXM-80GB")
+
+
+def test_a_file_then_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("sequence_length: 512\nsteps: 7\noptimizer: adamw\n")
+    overrides = {"job": str(file), "job.steps": 9, "job.optimizer.eps": 1e-6, "parallelism.zero_stage": 3}
+    assert given_job(overrides) == {"sequence_length": 512, "steps": 9, "optimizer": {"name": "adamw", "eps": 1e-6}}
+    assert overrides == {"parallelism.zero_stage": 3}
+
+
+def test_a_whole_config_holds_a_job_too(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: tiny\njob: {steps: 7}\n")
+    assert given_job({"job": str(file)}) == {"steps": 7}
+
+
+def test_what_is_no_job_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such file"):
+        given_job({"job": str(tmp_path / "none.yaml")})
+    with pytest.raises(BadInput, match="must be a file"):
+        given_job({"job": {"steps": 7}})
+    with pytest.raises(BadInput, match=r"stepz: unknown key"):
+        with_sequence({"stepz": 1}, "llama3-8b", H100)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "expected"),
+    [
+        ("llama3-8b", "8x8xH100-SXM-80GB", (8192, "bf16")),
+        ("gpt2", "8xH100-SXM-80GB", (1024, "bf16")),
+        ("llama3-8b", "8xV100-SXM-32GB", (8192, "fp32")),
+        ("tiny", "8xH100-SXM-80GB", (Job().sequence_length, Job().precision)),
+    ],
+)
+def test_sequence_and_precision(model: str, cluster: str, expected: tuple[int, str]) -> None:
+    job = with_sequence({}, model, Cluster.parse(cluster))
+    assert (job.sequence_length, job.precision) == expected
+
+
+def test_what_is_given_is_kept() -> None:
+    given = {"sequence_length": 4096, "global_batch_size": 3, "precision": "fp32", "seed": 5}
+    job = with_batch(with_sequence(given, "llama3-8b", H100), given, "llama3-8b", 8 * 10**9, 64)
+    assert job.model_dump(include=set(given)) == given
+
+
+@pytest.mark.parametrize(
+    ("parameters", "devices", "sequences"),
+    [(8e9, 64, 512), (8e9, 48, 528), (8e9, 1024, 512), (0.5e9, 8, 64), (8e9, 7, 511)],
+)
+def test_the_batch_is_about_four_mi_tokens_and_divides(parameters: float, devices: int, sequences: int) -> None:
+    job = with_batch(Job(sequence_length=8192), {}, "llama3-8b", int(parameters), devices)
+    assert job.global_batch_size == sequences
+
+
+def test_the_tiny_model_keeps_the_jobs_own_batch() -> None:
+    assert with_batch(Job(), {}, "tiny", 8_000_000, 3) == Job()

@@ -1,0 +1,76 @@
+"""Reasons name the part of the step that decides, with its number."""
+
+from __future__ import annotations
+
+import pytest
+
+from ahp.plan import Forecast, Parallelism
+from ahp.search.reasons import choice_words, differences, does_not_fit, slower_because
+
+GIB = 2**30
+
+
+def forecast(step: dict[str, float], memory_gib: float = 60.0, probability: float = 1.0) -> Forecast:
+    whole = sum(step.values())
+    return Forecast(
+        step_time_s=whole,
+        step_time_low_s=whole * 0.9,
+        step_time_high_s=whole * 1.1,
+        tokens_per_s_per_device=1.0,
+        mfu=0.5,
+        mfu_peak="bf16",
+        memory_allocated_bytes=1,
+        memory_reserved_bytes=int(memory_gib * GIB),
+        fit_probability=probability,
+        fits=probability >= 0.95,
+        step=step,
+        memory={"activations": int(memory_gib * GIB * 2 / 3), "parameters": int(memory_gib * GIB / 3)},
+    )
+
+
+BEST = forecast({"compute": 5.0, "gradient_reduce": 0.1})
+
+
+def test_the_largest_difference_is_the_reason() -> None:
+    other = forecast({"compute": 5.1, "gradient_reduce": 0.4})
+    assert differences(other, BEST)[0] == ("gradient_reduce", pytest.approx(0.3))
+    assert slower_because(other, BEST) == "7.8 % slower: gradient reduce 400 ms, 300 ms more"
+
+
+def test_a_part_that_the_best_has_not() -> None:
+    other = forecast({"compute": 5.0, "gradient_reduce": 0.1, "bubble": 0.5})
+    assert slower_because(other, BEST) == "9.8 % slower: pipeline bubble 8.9 % of the step"
+    other = forecast({"compute": 5.0, "tensor_parallel": 0.62, "gradient_reduce": 0.1})
+    assert slower_because(other, BEST) == "12 % slower: tensor parallel 620 ms"
+
+
+def test_a_tie_is_called_a_tie() -> None:
+    other = forecast({"compute": 5.01, "gradient_reduce": 0.1}, memory_gib=70.0)
+    assert slower_because(other, BEST) == "as fast within 0.2 %, 10.0 GiB more memory"
+    assert slower_because(BEST, BEST) == "as fast within 0.0 %"
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    assert does_not_fit(forecast({"compute": 1.0}, 91.2, 0.0), 80 * GIB) == (
+        "does not fit: 91.2 of 80.0 GiB, most of it activations 60.8 GiB"
+    )
+    assert (
+        does_not_fit(forecast({"compute": 1.0}, 79.0, 0.7), 80 * GIB)
+        == "may not fit: 79.0 of 80.0 GiB, probability 0.70"
+    )
+
+
+def test_choices_in_words() -> None:
+    layout = Parallelism(
+        data_parallel_replicate_degree=2, data_parallel_shard_degree=8, pipeline_parallel_degree=4, micro_batch_size=3
+    )
+    assert [choice_words(layout, name) for name in ("tensor", "pipeline", "data", "micro-batch", "recompute")] == [
+        "tensor parallel 1",
+        "pipeline 4 (1F1B)",
+        "ZeRO-3 over 8, 2 replicas",
+        "micro-batch 3",
+        "no recompute",
+    ]
+    assert choice_words(Parallelism(), "data") == "no data parallelism"
+    assert choice_words(Parallelism(data_parallel_replicate_degree=4), "data") == "4 replicas"
+    assert choice_words(Parallelism(activation_checkpoint="full"), "recompute") == "full recompute"
