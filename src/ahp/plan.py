@@ -212,7 +212,7 @@ def _explain(error: ValidationError, kind: type[Record], where: str) -> str:
             names = _field_names(kind, item["loc"][:-1])
             lines.append(f"{key}: unknown key (did you mean: {', '.join(nearest(str(item['loc'][-1]), names, 3))}?)")
         elif item["type"] == "value_error":
-            lines.append(str(item["ctx"]["error"]))
+            lines.append(str(item.get("ctx", {}).get("error", item["msg"])))
         else:
             lines.append(f"{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
     return f"{where}: " + "; ".join(lines)

@@ -37,6 +37,8 @@ class Outline:
     hidden: TensorLike
     """What crosses from block to block, for the batch and sequence that were traced."""
     logits: TensorLike
+    block_output: str
+    """``tensor`` or ``tuple``: whether a block returns its hidden states bare or first in a tuple."""
     captures: tuple[Capture | BadInput, ...] = field(repr=False)
     """For each kind of block its forward graph, or why it cannot be traced."""
 
@@ -115,12 +117,14 @@ class _Record:
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.ran: list[tuple[str, nn.Module, tuple[Any, ...], Any]] = []
         self.first_block_at: int | None = None
+        self.block_output = "tensor"
         inside = {id(m) for block in self.blocks for m in block.modules()}
         for name, module in fake.named_modules():
             if id(module) not in inside and next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_hook(self._note(name))
         for index, block in enumerate(self.blocks):
             block.register_forward_pre_hook(self._note_block(index), with_kwargs=True)
+            block.register_forward_hook(self._note_output)
 
     def _note(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -135,6 +139,9 @@ class _Record:
             self.calls.setdefault(self.kinds[index], (args, kwargs))
 
         return hook
+
+    def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.block_output = "tuple" if isinstance(output, tuple) else "tensor"
 
     def outline(self, logits: torch.Tensor, mode: FakeTensorMode) -> Outline:
         if self.first_block_at is None:
@@ -153,6 +160,7 @@ class _Record:
             head=next((n for n, m, _, out in reversed(after) if isinstance(m, nn.Linear) and out is logits), None),
             hidden=TensorLike.of(hidden),
             logits=TensorLike.of(logits),
+            block_output=self.block_output,
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )
 
@@ -164,7 +172,7 @@ class _Record:
     def _capture(self, kind: int, mode: FakeTensorMode) -> Capture | BadInput:
         block = self.blocks[self.kinds.index(kind)]
         args, kwargs = self.calls[kind]
-        for hooks in (block._forward_pre_hooks, block._forward_pre_hooks_with_kwargs):
+        for hooks in (block._forward_pre_hooks, block._forward_pre_hooks_with_kwargs, block._forward_hooks):
             hooks.clear()
         try:
             with mode:

@@ -112,8 +112,8 @@ def find_packings(nodes: Iterator[Node] | Any) -> dict[int, frozenset[tuple[int,
             continue
         segments: tuple[int, ...] | None = None
         if node.target in _CUTS:
-            source, dim = node.args[0], _cut_dim(node)
-            segments = tuple(v.shape[dim] for v in node.meta["val"])
+            source, dim = node.args[0], cut_dim(node)
+            segments = cut_sizes(node)
             size = shape_of(source)[dim]
         elif node.target in _VIEWS:
             source_shape, shape = shape_of(node.args[0]), shape_of(node)
@@ -343,16 +343,22 @@ def _other_dims(dim_of: Callable[[Node], int], removes: bool) -> Callable[[Node,
     return rule
 
 
-def _cut_dim(node: Node) -> int:
+def cut_dim(node: Node) -> int:
+    """The dim along which split or chunk cuts."""
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     return dim % len(shape_of(node.args[0]))
+
+
+def cut_sizes(node: Node) -> tuple[int, ...]:
+    """The sizes of the pieces of split or chunk, along its dim."""
+    return tuple(v.shape[cut_dim(node)] for v in node.meta["val"])
 
 
 def _cut(node: Node, context: Context) -> Iterator[Strategy]:
     """split, chunk: along a packed dim each piece is one segment; along another dim a split passes."""
     shape = shape_of(node.args[0])
-    along = _cut_dim(node)
-    sizes = tuple(v.shape[along] for v in node.meta["val"])
+    along = cut_dim(node)
+    sizes = cut_sizes(node)
     for dim, size in enumerate(shape):
         for split in context.splits(dim, size):
             if dim != along:

@@ -1,0 +1,156 @@
+"""What a checkpoint holds, in a form that no plan leaves a mark on; files by torch.distributed.checkpoint.
+
+Every tensor is the whole one under the hub's name: sharded, but in its own order of rows. A packed projection, which
+a tensor-parallel rank holds as [q_r | k_r | v_r], is put back into [q | k | v] on the way out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ahp.runtime.collectives import cut_segments, join_segments
+from ahp.runtime.torch_compat import like_distributed, local_tensor
+
+if TYPE_CHECKING:
+    from ahp.runtime.parallelize import Parallel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save(parallel: Parallel, folder: Path) -> None:
+    """Write a checkpoint. Collective. The folder may exist; the caller makes it appear at once or not at all."""
+    dcp.save(_state(parallel), checkpoint_id=str(folder))
+
+
+def load(parallel: Parallel, folder: Path) -> None:
+    """Read a checkpoint into the parameters and the optimizer, in place. Collective."""
+    state = _state(parallel)
+    dcp.load(state, checkpoint_id=str(folder))
+    for name, parameter in parallel.parameters.items():
+        _take_over(parallel, name, parameter, state[f"model.{name}"])
+        if name in parallel.optimizer.shards:
+            moments = parallel.optimizer.moments(name)
+            for key in MOMENTS:
+                _take_over(parallel, name, like_distributed(moments[key], parameter), state[f"{key}.{name}"])
+            moments["step"].copy_(state[f"adam_step.{name}"])
+    parallel.held.refresh_twins()
+    parallel.num_steps_done = int(state["num_steps_done"])
+
+
+def _state(parallel: Parallel) -> dict[str, torch.Tensor]:
+    """Name -> tensor. What is not packed shares memory with the live tensors, so loading fills them directly."""
+    state: dict[str, torch.Tensor] = {"num_steps_done": torch.tensor(parallel.num_steps_done)}
+    for name, parameter in parallel.parameters.items():
+        state[f"model.{name}"] = _canonical(parallel, name, parameter.detach())
+        if name in parallel.optimizer.shards:
+            moments = parallel.optimizer.moments(name)
+            for key in MOMENTS:
+                state[f"{key}.{name}"] = _canonical(parallel, name, like_distributed(moments[key], parameter))
+            state[f"adam_step.{name}"] = moments["step"].detach().clone().cpu()
+    return state
+
+
+def _is_packed(parallel: Parallel, name: str) -> bool:
+    split = parallel.splits.get(name)
+    return split is not None and len(split.segments) > 1
+
+
+def _canonical(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the hub's order; a packed one is gathered for it and then spread over the shard axis again."""
+    if not _is_packed(parallel, name):
+        return tensor
+    return distribute_tensor(
+        whole(parallel, name, tensor), parallel.mesh.whole["dp_shard"], [Shard(0)], src_data_rank=None
+    )
+
+
+def whole(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """All of a parameter (or of its moment) on every rank that holds a part of it. Collective among those."""
+    assert isinstance(tensor, DTensor)
+    mesh, split = parallel.mesh, parallel.splits.get(name)
+    if split is None:
+        return tensor.full_tensor()
+    # Axis by axis: what DTensor itself would do for rows that are split twice, without its warning about it.
+    shape = list(parallel.names.shapes[name])
+    shape[split.dim] //= mesh.size("tp")
+    rows = DTensor.from_local(
+        local_tensor(tensor),
+        mesh.whole["dp_shard"],
+        [Shard(0)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=_contiguous(shape),
+    )
+    mine = rows.full_tensor().contiguous()
+    parts = [torch.empty_like(mine) for _ in range(mesh.size("tp"))]
+    dist.all_gather(parts, mine, group=mesh.group("tp"))
+    return join_segments(parts, split.dim, split.segments)
+
+
+def _contiguous(shape: list[int]) -> tuple[int, ...]:
+    """Row-major strides of a shape."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)
+
+
+def _take_over(parallel: Parallel, name: str, live: torch.Tensor, loaded: torch.Tensor) -> None:
+    """Copy what was loaded into the live tensor, where the two do not share memory."""
+    if not _is_packed(parallel, name):
+        return
+    assert isinstance(loaded, DTensor)
+    split, mesh = parallel.splits[name], parallel.mesh
+    parts = [
+        cut_segments(loaded.full_tensor(), split.dim, split.segments, mesh.size("tp"), r)
+        for r in range(mesh.size("tp"))
+    ]
+    mine = parts[mesh.rank("tp")]
+    # FSDP2 cuts the first dim of this rank's part into equal chunks of rows, the last ones shorter or empty.
+    chunks = mine.chunk(mesh.size("dp_shard"), 0)
+    rank = mesh.rank("dp_shard")
+    with torch.no_grad():
+        if rank < len(chunks):
+            local_tensor(live.detach()).copy_(chunks[rank])
+
+
+def export_hf(parallel: Parallel, folder: Path) -> None:
+    """Write model.safetensors (one file for each pipeline rank, with an index, if there are several) and config.json."""
+    from safetensors.torch import save_file
+
+    mesh = parallel.mesh
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {n: whole(parallel, n, p.detach()).contiguous().cpu() for n, p in sorted(parallel.parameters.items())}
+    pp, degree = mesh.rank("pp"), mesh.size("pp")
+    tensors = {n: t for n, t in tensors.items() if parallel.ties.holders[n][0] == pp}
+    writes = mesh.data_rank == 0 and mesh.rank("tp") == 0
+    file = "model.safetensors" if degree == 1 else f"model-{pp + 1:05d}-of-{degree:05d}.safetensors"
+    if writes:
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if degree > 1:
+        _write_index(parallel, folder, file, tensors, writes)
+    if dist.get_rank() == 0 and hasattr(parallel.config, "save_pretrained"):
+        parallel.config.save_pretrained(folder)
+    dist.barrier()
+
+
+def _write_index(parallel: Parallel, folder: Path, file: str, tensors: dict[str, torch.Tensor], writes: bool) -> None:
+    mine = (
+        (dict.fromkeys(tensors, file), sum(t.numel() * t.element_size() for t in tensors.values())) if writes else None
+    )
+    found: list[tuple[dict[str, str], int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    if dist.get_rank() == 0:
+        parts = [part for part in found if part is not None]
+        index = {
+            "metadata": {"total_size": sum(size for _, size in parts)},
+            "weight_map": {name: where for names, _ in parts for name, where in names.items()},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

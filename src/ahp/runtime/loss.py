@@ -1,0 +1,95 @@
+"""The loss: the sum of the cross-entropy over scored tokens, divided by their number in the global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+IGNORED = -100
+"""Label of a token that is not scored, as in transformers."""
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Targets of a causal model: position i is scored against token i + 1, the last position against nothing.
+
+    labels: int64 [batch, sequence]; result alike.
+    """
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def count_scored(labels: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Number of scored tokens, int64 scalar on the labels' device."""
+    return ((shifted(labels) if causal else labels) != IGNORED).sum()
+
+
+class Loss:
+    """Callable(logits [batch, sequence, vocabulary or this rank's part], labels [batch, sequence]) -> scalar.
+
+    ``total`` is set before each step: the number of scored tokens in the global batch. Every rank's losses then add up
+    to the mean, and gradients only ever need summing, whatever the layout.
+    """
+
+    def __init__(self, *, causal: bool, vocabulary_group: dist.ProcessGroup | None) -> None:
+        self.causal, self.vocabulary_group = causal, vocabulary_group
+        self.total: PendingCount | None = None
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert self.total is not None
+        targets = (shifted(labels) if self.causal else labels).reshape(-1)
+        logits = logits.reshape(-1, logits.shape[-1])
+        if self.vocabulary_group is None:
+            loss = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+        else:
+            loss = _SplitCrossEntropy.apply(logits, targets, self.vocabulary_group)
+        return loss / self.total.value()
+
+
+class PendingCount:
+    """The number of scored tokens, summed over ranks while the forward pass already runs."""
+
+    def __init__(self, local: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._count = local.clone()
+        self._work = dist.all_reduce(self._count, group=group, async_op=True)
+
+    def value(self) -> torch.Tensor:
+        """At least 1: a batch without a scored token has loss 0 and no gradient."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._count.clamp(min=1)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Cross-entropy over logits whose vocabulary is split over ranks; the whole logits exist nowhere.
+
+    Three numbers for each token cross the group: its largest logit, its sum of exponentials, its target's logit.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        logits = logits.float()
+        rows = logits.shape[-1]
+        first = group.rank() * rows
+        largest = logits.max(dim=-1).values
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shifted_logits = logits - largest.unsqueeze(-1)
+        exponentials = shifted_logits.exp()
+        scored = targets != IGNORED
+        here = scored & (targets >= first) & (targets < first + rows)
+        column = (targets - first).clamp(0, rows - 1)
+        picked = shifted_logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) * here
+        sums = torch.stack((exponentials.sum(dim=-1), picked))
+        dist.all_reduce(sums, group=group)
+        probabilities = exponentials.div_(sums[0].unsqueeze(-1))
+        ctx.save_for_backward(probabilities, column, here, scored)
+        return ((sums[0].log() - sums[1]) * scored).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        probabilities, column, here, scored = ctx.saved_tensors
+        grad = probabilities * (scored * gradient).unsqueeze(-1)
+        grad.scatter_add_(-1, column.unsqueeze(-1), -(here * gradient).unsqueeze(-1))
+        return grad, None, None

@@ -1,0 +1,65 @@
+"""The device mesh of a plan: named axes over the ranks of the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ahp.errors import BadInput, HardwareMismatch
+from ahp.plan import Parallelism
+from ahp.runtime.torch_compat import flatten_axes
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""Slowest first: neighbouring ranks share a tensor-parallel group, because it sends the most."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands on each axis, and the process groups along them."""
+
+    device: torch.device
+    whole: DeviceMesh
+    data: DeviceMesh
+    """The flattened ``dp_replicate x dp_shard``: ranks that see different sequences."""
+
+    def size(self, axis: str) -> int:
+        return self.whole[axis].size()
+
+    def rank(self, axis: str) -> int:
+        """This rank's coordinate on an axis."""
+        return self.whole.get_local_rank(axis)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return self.whole.get_group(axis)
+
+    @property
+    def data_rank(self) -> int:
+        return self.data.get_local_rank()
+
+    def __str__(self) -> str:
+        return f"rank {dist.get_rank()}: " + " ".join(f"{axis} {self.rank(axis)}/{self.size(axis)}" for axis in AXES)
+
+
+def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
+    """A mesh over the ranks of the initialised default group. Collective. Raises HardwareMismatch on another world size."""
+    if not dist.is_initialized():
+        raise BadInput(
+            "ahp.parallelize: torch.distributed is not initialised; call init_process_group first, or start with torchrun"
+        )
+    world = dist.get_world_size()
+    if parallelism.world_size != world:
+        raise HardwareMismatch(
+            f"parallelism: its degrees multiply to {parallelism.world_size} ranks, but {world} are running "
+            f"({parallelism.short()}); start {parallelism.world_size} workers or plan again for {world}"
+        )
+    sizes = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree,
+        parallelism.tensor_parallel_degree,
+    )
+    whole = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    return Mesh(device, whole, flatten_axes(whole, ("dp_replicate", "dp_shard"), "dp"))

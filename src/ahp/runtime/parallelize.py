@@ -1,0 +1,266 @@
+"""A model under a plan: cut into stages, sliced, sharded, ready to take steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ahp.engines import registry
+from ahp.errors import BadInput, NotExpressible, bad_input
+from ahp.graph.blocks import NoBlocks, find_blocks
+from ahp.graph.outline import Outline, outline
+from ahp.plan import Plan, validated
+from ahp.runtime.loss import Loss, PendingCount, count_scored
+from ahp.runtime.materialize import is_meta, materialize
+from ahp.runtime.mesh import Mesh, build_mesh
+from ahp.runtime.norm import clip_, loss_and_norm, weighted_square_sum
+from ahp.runtime.optimizer import ShardedAdamW, learning_rate
+from ahp.runtime.ownership import Held, Names, StageTies
+from ahp.runtime.pipeline import Accumulation, Pipeline, stages_of_rank
+from ahp.runtime.shard import COMPUTE_DTYPE, Sharding
+from ahp.runtime.slice import slice_module
+from ahp.runtime.stages import Stage, cut
+from ahp.runtime.torch_compat import recompute_in_backward
+from ahp.schedule.stages import layer_ranges, layers_of_stages
+from ahp.search.placement import Split
+from ahp.search.slice_model import slice_outline
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gave; the same on every rank."""
+
+    loss: float
+    """Mean cross-entropy over the scored tokens of the global batch, before the update."""
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    learning_rate: float
+
+
+def parallelize(
+    module: nn.Module, plan: Plan | dict[str, Any], *, device: torch.device | str | None = None
+) -> Parallel:
+    """Split a model over the ranks of the initialised default process group, by a plan. Collective.
+
+    ``module``: built on every rank alike, or on the meta device (then it is initialised from ``plan.job.seed``); called
+    with token ids [batch, sequence] it gives logits [batch, sequence, vocabulary]. With ``pipeline_parallel_degree`` 1
+    it is changed in place, else its parts are taken over. ``plan``: a Plan, or ``{"job": {...}, "parallelism": {...}}``.
+    ``device``: where to compute; None = the current GPU under NCCL, else the CPU.
+
+    Raises BadInput, NotExpressible or HardwareMismatch before anything is changed when the layout cannot run.
+    """
+    plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
+    _refuse(plan)
+    mesh = build_mesh(plan.parallelism, _device(device))
+    return Parallel(module, plan, mesh)
+
+
+def _refuse(plan: Plan) -> None:
+    p, job = plan.parallelism, plan.job
+    if plan.engine.name != "ahp":
+        raise NotExpressible(f"engine.name = {plan.engine.name!r}: this runtime runs plans for 'ahp' only")
+    if reason := registry.get("ahp").refuses(job, p, plan.engine):
+        raise NotExpressible(reason)
+    share = p.data_parallel_degree * p.micro_batch_size
+    if job.global_batch_size % share:
+        raise bad_input(
+            "global_batch_size",
+            job.global_batch_size,
+            f"must be a multiple of data_parallel degree {p.data_parallel_degree} x micro_batch_size {p.micro_batch_size} = {share}",
+            [share * n for n in range(1, job.global_batch_size // share + 3)],
+        )
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class Parallel:
+    """A model that takes optimizer steps under a plan. Made by ``parallelize``."""
+
+    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh) -> None:
+        self.plan, self.mesh = plan, mesh
+        self.config = getattr(module, "config", None)
+        self.num_steps_done = 0
+        p = plan.parallelism
+        found = _outline(module, plan)
+        ranges = layer_ranges(layers_of_stages(p, found.num_layers)) if found else (range(0),)
+        sliced = slice_outline(found, p.tensor_parallel_degree) if found and p.tensor_parallel_degree > 1 else None
+        self.names = Names(module)
+        if is_meta(module):
+            materialize(module, seed=plan.job.seed)
+            self.names = Names(module)
+        dtype = COMPUTE_DTYPE[plan.job.precision]
+        if p.num_stages == 1:
+            cuts = [Stage(module, None)]
+        else:
+            assert found is not None
+            cuts = [cut(module, found, layers, dtype) for layers in ranges]
+        self.ties = StageTies([self.names.on(stage.model) for stage in cuts], mesh)
+        self.stages = {i: cuts[i] for i in stages_of_rank(mesh.rank("pp"), p.pipeline_parallel_degree, len(cuts))}
+        self.sharding = Sharding(mesh, p.zero_stage, plan.job.precision)
+        self.splits: dict[str, Split] = {}
+        """Parameters that are split over the tensor-parallel axis, and how."""
+        for index, stage in self.stages.items():
+            stage.train().to(mesh.device)
+            layers = _layers(stage.model, found, ranges[index])
+            if sliced is not None:
+                splits = slice_module(stage.model, sliced, layers, mesh.whole["tp"])
+                self.splits.update({self.names.of[name]: split for name, split in splits.items()})
+            if p.activation_checkpoint == "full":
+                for block in layers.values():
+                    recompute_in_backward(block)
+            self.sharding.apply(stage, list(layers.values()))
+        self.held = Held([stage.model for stage in self.stages.values()], self.names)
+        self.optimizer = ShardedAdamW(self.parameters, plan.job.optimizer)
+        vocabulary = bool(sliced and sliced.vocabulary)
+        self.loss = Loss(causal=_is_causal(module), vocabulary_group=mesh.group("tp") if vocabulary else None)
+        self.runner = self._runner(found, vocabulary)
+        self.copies = {name: self._num_copies(name) for name in self.parameters}
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of which this rank holds a part, by the hub's names; each of them a DTensor."""
+        return self.held.parameters
+
+    def _runner(self, found: Outline | None, vocabulary: bool) -> Accumulation | Pipeline:
+        p = self.plan.parallelism
+        if p.num_stages == 1:
+            return Accumulation(self.stages[0], self.loss, self.sharding)
+        assert found is not None
+        shape = found.logits.shape
+        logits = (
+            replace(found.logits, shape=(*shape[:-1], shape[-1] // p.tensor_parallel_degree))
+            if vocabulary
+            else found.logits
+        )
+        return Pipeline(
+            self.stages,
+            p.num_stages,
+            p.pipeline_parallel_schedule,
+            self.loss,
+            self.mesh,
+            hidden=found.hidden,
+            logits=logits,
+        )
+
+    def _num_copies(self, name: str) -> int:
+        """Ranks that hold the very same elements of a parameter as this one, itself included."""
+        tensor = 1 if name in self.splits else self.mesh.size("tp")
+        return self.mesh.size("dp_replicate") * tensor * self.ties.num_holders(name)
+
+    def shard(self, global_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's part of ``{"input_ids", "labels"}`` int64 [global batch, sequence]: rows by data-parallel rank."""
+        rows, degree = len(global_batch["input_ids"]), self.mesh.data.size()
+        if rows % (degree * self.plan.parallelism.micro_batch_size):
+            raise bad_input(
+                "global_batch",
+                rows,
+                f"its rows must be a multiple of data_parallel degree {degree} x micro_batch_size {self.plan.parallelism.micro_batch_size}",
+            )
+        part = slice(self.mesh.data_rank * rows // degree, (self.mesh.data_rank + 1) * rows // degree)
+        return {key: value[part].to(self.mesh.device, non_blocking=True) for key, value in global_batch.items()}
+
+    def step(self, part: dict[str, torch.Tensor]) -> StepResult:
+        """Forward, backward, clip, update. Collective.
+
+        ``part``: as ``shard`` gives it, ``labels`` unshifted, -100 = not scored. Ranks may hold different numbers of
+        scored tokens: the loss is the mean over all of them.
+        """
+        input_ids, labels = self._checked(part)
+        scored = count_scored(labels, causal=self.loss.causal)
+        self.loss.total = PendingCount(scored, self.mesh.data.get_group())
+        loss = self.runner.run(input_ids, labels, len(input_ids) // self.plan.parallelism.micro_batch_size)
+        self.sharding.finish()
+        gradients = self.held.gradients()
+        self.ties.sum_(gradients, self.optimizer.shards)
+        squares = weighted_square_sum(gradients, self.copies, self.mesh.device)
+        mean_loss, norm = loss_and_norm(loss / self.mesh.size("tp"), squares)
+        clip_(gradients, norm, self.plan.job.optimizer.grad_clip)
+        rate = learning_rate(self.plan.job.optimizer, self.num_steps_done, self.plan.job.steps)
+        self.optimizer.step(rate, gradients)
+        self.held.refresh_twins()
+        self.num_steps_done += 1
+        return StepResult(mean_loss, norm, rate)
+
+    def _checked(self, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        missing = {"input_ids", "labels"} - set(part)
+        if missing:
+            raise bad_input(
+                "part", sorted(part), f"needs the keys input_ids and labels; {', '.join(sorted(missing))} is missing"
+            )
+        input_ids, labels = (part[key].to(self.mesh.device) for key in ("input_ids", "labels"))
+        size = self.plan.parallelism.micro_batch_size
+        if input_ids.shape != labels.shape or input_ids.ndim != 2 or len(input_ids) % size or not len(input_ids):
+            raise bad_input(
+                "part",
+                f"input_ids {list(input_ids.shape)}, labels {list(labels.shape)}",
+                f"both must be [rows, sequence] with rows a multiple of micro_batch_size {size}; did you call parallel.shard(batch)?",
+            )
+        return input_ids, labels
+
+    def memory_bytes(self) -> int:
+        """Most memory that this rank has used so far: allocated on a GPU, resident in a process on a CPU."""
+        if self.mesh.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.mesh.device)
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def save(self, folder: str | Path) -> None:
+        """Write weights, optimizer states and the step count to a folder. Collective; loads under any other plan."""
+        from ahp.runtime.checkpoint import save
+
+        save(self, Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from what ``save`` wrote, under whatever plan. Collective."""
+        from ahp.runtime.checkpoint import load
+
+        load(self, Path(folder))
+
+    def export_hf(self, folder: str | Path) -> None:
+        """Write the weights as safetensors under the hub's names, and config.json where there is one. Collective."""
+        from ahp.runtime.checkpoint import export_hf
+
+        export_hf(self, Path(folder))
+
+
+def _outline(module: nn.Module, plan: Plan) -> Outline | None:
+    """The model's outline where the plan needs it, else at least its blocks; None for a model without blocks."""
+    p = plan.parallelism
+    try:
+        find_blocks(module)
+    except NoBlocks as error:
+        for key in ("pipeline_parallel_degree", "tensor_parallel_degree"):
+            if getattr(p, key) > 1:
+                raise BadInput(f"{key} = {getattr(p, key)}: {error}") from None
+        return None
+    return outline(
+        module,
+        batch_size=p.micro_batch_size,
+        sequence_length=plan.job.sequence_length,
+        dtype=COMPUTE_DTYPE[plan.job.precision],
+    )
+
+
+def _layers(model: nn.Module, found: Outline | None, layers: range) -> dict[int, nn.Module]:
+    """The blocks that are on a stage, by their number in the whole model."""
+    if found is None:
+        return {}
+    blocks = model.get_submodule(found.blocks_path)
+    return {number: blocks.get_submodule(str(number)) for number in layers}
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Masked language models score each position against its own label, all others against the next one."""
+    return "MaskedLM" not in type(module).__name__

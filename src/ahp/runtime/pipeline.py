@@ -1,0 +1,99 @@
+"""Runs the micro-batches of a step: one after the other on a single stage, or on torch's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from ahp.graph.capture import TensorLike
+from ahp.runtime.loss import Loss
+from ahp.runtime.mesh import Mesh
+from ahp.runtime.shard import Sharding
+from ahp.runtime.stages import Stage
+
+
+class Accumulation:
+    """No pipeline: forward and backward of each micro-batch in turn, gradients accumulate."""
+
+    def __init__(self, stage: Stage, loss: Loss, sharding: Sharding) -> None:
+        self.stage, self.loss, self.sharding = stage, loss, sharding
+
+    def run(self, input_ids: torch.Tensor, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
+        """Gradients of the whole part; returns its share of the mean loss, detached."""
+        total = torch.zeros((), device=input_ids.device)
+        pairs = list(zip(input_ids.chunk(num_micro_batches), labels.chunk(num_micro_batches), strict=True))
+        for number, (ids, targets) in enumerate(pairs):
+            self.sharding.before_backward(last=number == len(pairs) - 1)
+            loss = self.loss(self.stage(ids, input_ids=ids), targets)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+
+class Pipeline:
+    """Several stages under one of torch's schedules; a rank holds stages ``rank, rank + degree, ...``."""
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        num_stages: int,
+        schedule: str,
+        loss: Loss,
+        mesh: Mesh,
+        *,
+        hidden: TensorLike,
+        logits: TensorLike,
+    ) -> None:
+        self.stages, self.num_stages, self.loss, self.mesh = stages, num_stages, loss, mesh
+        self.kind = get_schedule_class(schedule)
+        self.hidden, self.logits = hidden, logits
+        self.schedules: dict[int, Any] = {}
+
+    def run(self, input_ids: torch.Tensor, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
+        """As ``Accumulation.run``; 0 on ranks that do not hold the last stage."""
+        if num_micro_batches not in self.schedules:
+            self.schedules[num_micro_batches] = self._schedule(num_micro_batches)
+        losses: list[torch.Tensor] = []
+        first, last = 0 in self.stages, self.num_stages - 1 in self.stages
+        self.schedules[num_micro_batches].step(
+            *((input_ids,) if first else ()),
+            input_ids=input_ids,
+            target=labels if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
+        return (
+            torch.stack([loss.detach() for loss in losses]).sum() if last else torch.zeros((), device=input_ids.device)
+        )
+
+    def _schedule(self, num_micro_batches: int) -> Any:
+        stages = [self._stage(index) for index in sorted(self.stages)]
+        held: Any = stages[0] if issubclass(self.kind, PipelineScheduleSingle) else stages
+        # The loss is a sum over the global number of tokens: dividing by the micro-batches again would be wrong.
+        return self.kind(held, n_microbatches=num_micro_batches, loss_fn=self.loss, scale_grads=False)
+
+    def _stage(self, index: int) -> PipelineStage:
+        """With all shapes given, so that torch need not run the stage on made-up data to find them."""
+        last = index == self.num_stages - 1
+        shape = self.hidden.shape
+        ids = torch.empty(shape[:2], dtype=torch.int64, device="meta")
+        hidden = torch.empty(shape, dtype=self.hidden.dtype, device="meta")
+        logits = torch.empty(self.logits.shape, dtype=self.logits.dtype, device="meta")
+        return PipelineStage(
+            self.stages[index],
+            index,
+            self.num_stages,
+            self.mesh.device,
+            input_args=(ids,) if index == 0 else (hidden.clone().requires_grad_(),),
+            output_args=((logits if last else hidden).clone().requires_grad_(),),
+            group=self.mesh.group("pp"),
+        )
+
+
+def stages_of_rank(rank: int, degree: int, num_stages: int) -> Sequence[int]:
+    """The stages that a pipeline rank holds, under the looped placement of torch's interleaved schedules."""
+    return range(rank, num_stages, degree)

@@ -1,0 +1,84 @@
+"""Step 5: optimizer states, gradients and parameters at 1/n per rank, and the replicas' sums. One mechanism: FSDP2.
+
+ZeRO stage   parameters              gradients of the micro-batches       optimizer states
+0            whole                   whole, summed once per step           whole (shard group of one)
+1            gathered once per step  whole, reduce-scattered once          sharded
+2            gathered once per step  reduce-scattered at each micro-batch  sharded
+3            gathered at each use    reduce-scattered at each micro-batch  sharded
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ahp.job import Precision
+from ahp.runtime.mesh import Mesh
+from ahp.runtime.torch_compat import sum_gradients
+
+COMPUTE_DTYPE: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Precisions that the runtime computes in; master weights, reduction and optimizer are always fp32."""
+
+
+class ReplicaSum:
+    """Adds reduced gradients up over the replicas: started bucket by bucket while backward runs, finished before use.
+
+    A bucket is what FSDP2 reduces at once: the gradients of one block.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.pending: list[dist.Work] = []
+
+    def start(self, bucket: torch.Tensor) -> None:
+        work = dist.all_reduce(bucket, group=self.group, async_op=True)
+        assert work is not None
+        self.pending.append(work)
+
+    def finish(self) -> None:
+        for work in self.pending:
+            work.wait()
+        self.pending.clear()
+
+
+class Sharding:
+    """How the parts of one rank are sharded, and what each micro-batch's backward must send."""
+
+    def __init__(self, mesh: Mesh, zero_stage: int, precision: Precision) -> None:
+        self.mesh, self.zero_stage = mesh, zero_stage
+        dtype = COMPUTE_DTYPE[precision]
+        self.policy = (
+            MixedPrecisionPolicy()
+            if dtype is torch.float32
+            else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        )
+        replicated, sharded = mesh.size("dp_replicate") > 1, mesh.size("dp_shard") > 1
+        self.fsdp_mesh = mesh.whole["dp_replicate", "dp_shard"] if replicated and sharded else mesh.whole["dp_shard"]
+        self.replica_sum = ReplicaSum(mesh.group("dp_replicate")) if replicated and not sharded else None
+        self.roots: list[FSDPModule] = []
+
+    def apply(self, root: nn.Module, blocks: list[nn.Module]) -> None:
+        """Shard each block as a unit, then what is left of ``root``. Parameters move to the mesh's device."""
+        for module in [*blocks, root]:
+            keep_whole = self.zero_stage < 3 or module is root
+            fully_shard(module, mesh=self.fsdp_mesh, mp_policy=self.policy, reshard_after_forward=not keep_whole)
+        assert isinstance(root, FSDPModule)
+        for module in [*blocks, root]:
+            assert isinstance(module, FSDPModule)
+            sum_gradients(module, self.replica_sum.start if self.replica_sum else None)
+        self.roots.append(root)
+
+    def before_backward(self, *, last: bool) -> None:
+        """Set what the backward of one micro-batch sends and frees."""
+        for root in self.roots:
+            root.set_is_last_backward(last)
+            root.set_requires_gradient_sync(last or self.zero_stage >= 2)
+            root.set_requires_all_reduce(last)
+            root.set_reshard_after_backward(last or self.zero_stage == 3)
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over all replicas."""
+        if self.replica_sum is not None:
+            self.replica_sum.finish()

@@ -1,0 +1,178 @@
+"""Step 4 at work: give each tensor-parallel rank its part of the weights, and forwards that compute on it.
+
+Weights become DTensors on the ``tp`` axis, so that sharding, norms and checkpoints know the whole; activations are
+plain local tensors. A block's forward is its own traced graph, rewritten; the embedding and the head keep their own
+forward and see a part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ahp.graph.capture import TensorLike, capture, tensor_leaves, weights_of
+from ahp.runtime.collectives import cut_segments, sum_gradient, sum_over_ranks
+from ahp.runtime.rewrite import rewrite
+from ahp.search.placement import Placement, Split
+from ahp.search.slice_model import ModelSlicing
+from ahp.search.slicing import solve
+
+
+def slice_module(
+    module: nn.Module, slicing: ModelSlicing, layers: dict[int, nn.Module], tp: DeviceMesh
+) -> dict[str, Split]:
+    """Slice, in place, the given layers (number -> block of ``module``) and the modules split by vocabulary.
+
+    Returns for every sliced parameter, under its name in ``module``, how it was cut.
+    """
+    cuts: dict[str, Split] = {}
+    replaced: dict[int, nn.Parameter] = {}
+    programs: dict[int, dict[Any, Any]] = {}
+    for number, block in layers.items():
+        kind = slicing.outline.kinds[number]
+        placed = slicing.blocks[kind].weights
+        prefix = f"{slicing.outline.blocks_path}.{number}."
+        template = meta_copy(block)
+        for name, split in _splits(placed):
+            _replace(block, name, split, tp, replaced)
+            cuts[prefix + name] = split
+        block.forward = SlicedForward(block, template, placed, tp.get_group(), programs.setdefault(kind, {}))  # type: ignore[method-assign]
+    for path in slicing.vocabulary:
+        part = dict(module.named_modules()).get(path)
+        if part is None or not any(True for _ in part.parameters(recurse=False)):  # lives on another stage
+            continue
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            split = Split(0, (parameter.shape[0],))
+            _replace(part, name, split, tp, replaced)
+            cuts[f"{path}.{name}"] = split
+        local = _embed if isinstance(part, nn.Embedding) else _project
+        part.forward = _bound(local, part, type(part).forward, tp.get_group())  # type: ignore[method-assign]
+    return cuts
+
+
+def _splits(placed: dict[str, Placement]) -> Iterator[tuple[str, Split]]:
+    for name, placement in placed.items():
+        if isinstance(placement, Split):
+            yield name, placement
+
+
+def _replace(module: nn.Module, name: str, split: Split, tp: DeviceMesh, replaced: dict[int, nn.Parameter]) -> None:
+    """Put this rank's part in the place of a parameter; tied parameters stay tied."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    whole = owner._parameters[leaf]
+    assert whole is not None
+    if isinstance(whole, DTensor):  # its twin came first
+        return
+    if id(whole) not in replaced:
+        local = cut_segments(whole.detach(), split.dim, split.segments, tp.size(), tp.get_local_rank()).clone()
+        part = DTensor.from_local(
+            local,
+            tp,
+            [Shard(split.dim)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.detach().contiguous().stride(),
+        )
+        replaced[id(whole)] = nn.Parameter(part, whole.requires_grad)
+    owner._parameters[leaf] = replaced[id(whole)]
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """A copy without memory: same structure and shapes, every tensor on the meta device, hooks left behind."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(module, memo)
+
+
+class SlicedForward:
+    """Runs a block's rewritten graph on this rank's weights; traces again for arguments of another shape."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        template: nn.Module,
+        placed: dict[str, Placement],
+        group: dist.ProcessGroup,
+        programs: dict[Any, Any],
+    ) -> None:
+        self.block, self.template, self.placed, self.group, self.programs = block, template, placed, group, programs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        weights = weights_of(self.block)
+        activations = tensor_leaves(args, kwargs)
+        key = self._key(args, kwargs, weights)
+        if key not in self.programs:
+            self.programs[key] = self._program(args, kwargs, weights)
+        program, output_spec = self.programs[key]
+        local = [w.to_local() if isinstance(w, DTensor) else w for w in weights.values()]
+        return pytree.tree_unflatten(program(local, activations), output_spec)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        facts = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+        return facts, spec, self.block.training, next(iter(weights.values())).dtype
+
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+        self.template.train(self.block.training)
+        shapes = {n: TensorLike(tuple(w.shape), w.dtype, w.device, w.requires_grad) for n, w in weights.items()}
+        captured = capture(self.template, args, kwargs, shapes)
+        pinned = {name: placement for name, placement in self.placed.items() if name in captured.names}
+        solution = solve(captured, self.group.size(), pinned)
+        return rewrite(captured, solution, self.group), captured.output_spec
+
+
+def _bound(
+    local: Callable[..., Any], module: nn.Module, forward: Callable[..., Any], group: dist.ProcessGroup
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return local(module, forward, group, *args, **kwargs)
+
+    return run
+
+
+def _embed(
+    module: nn.Embedding, forward: Callable[..., Any], group: dist.ProcessGroup, ids: torch.Tensor
+) -> torch.Tensor:
+    """Each rank looks up the tokens of its rows; the sum over ranks is the whole embedding."""
+    with _local_weights(module) as rows:
+        first = group.rank() * rows
+        elsewhere = (ids < first) | (ids >= first + rows)
+        out = forward(module, (ids - first).masked_fill(elsewhere, 0))
+    return sum_over_ranks(out.masked_fill(elsewhere.unsqueeze(-1), 0), group)
+
+
+def _project(module: nn.Linear, forward: Callable[..., Any], group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    """Each rank computes the logits of its rows of the vocabulary; they stay where they are."""
+    with _local_weights(module):
+        return forward(module, sum_gradient(x, group))
+
+
+@contextmanager
+def _local_weights(module: nn.Module) -> Iterator[int]:
+    """Within, the module's own parameters are this rank's plain tensors; yields their number of rows."""
+    whole = dict(module._parameters)
+    rows = 0
+    try:
+        for name, parameter in whole.items():
+            if parameter is not None:
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                rows = local.shape[0]
+                del module._parameters[name]
+                module.__dict__[name] = local
+        yield rows
+    finally:
+        for name, parameter in whole.items():
+            module.__dict__.pop(name, None)
+            module._parameters[name] = parameter

@@ -1,0 +1,138 @@
+"""Cut an unmodified model into pipeline stages at its blocks.
+
+Every stage runs the model's own forward. What belongs to other stages is replaced: modules before the blocks give
+zeros, earlier blocks pass on, the last of them hands in what was received, later blocks stop the forward. So masks,
+positions and rotary tables are made by the model's own code, and no family needs code here.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ahp.errors import BadInput
+from ahp.graph.outline import Outline, block_input, call_model, logits_of
+
+
+class Stage(nn.Module):
+    """One stage: ``forward(x, input_ids=...)`` takes hidden states (token ids on the first stage) and gives hidden
+    states (logits on the last)."""
+
+    def __init__(self, model: nn.Module, receive: Receive | None) -> None:
+        super().__init__()
+        self.model = model
+        self.receive = [receive] if receive is not None else []  # in a list: not a submodule a second time
+
+    def forward(self, x: torch.Tensor, *, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.receive:
+            self.receive[0].value = x
+        try:
+            return logits_of(call_model(self.model, input_ids))
+        except StopForward as stop:
+            return stop.hidden
+        finally:
+            if self.receive:
+                self.receive[0].value = None
+
+
+class StopForward(BaseException):
+    """Leaves the model's forward where the next stage takes over. Not an Exception: model code must not catch it."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Pass(nn.Module):
+    """In the place of a block of an earlier stage."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _as(self.output, block_input(args, kwargs))
+
+
+class Receive(Pass):
+    """In the place of the last block of the earlier stages: its output is what came from the previous stage."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__(output)
+        self.value: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.value is not None
+        return _as(self.output, self.value)
+
+
+class Stop(nn.Module):
+    """In the place of the first block of the later stages."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StopForward(block_input(args, kwargs))
+
+
+class Nothing(nn.Module):
+    """In the place of a module before the blocks on a later stage: zeros of the right shape, with no memory."""
+
+    def __init__(self, width: int | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width, self.dtype = width, dtype
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        shape = x.shape if self.width is None else (*x.shape, self.width)
+        return torch.zeros((), dtype=self.dtype, device=x.device).expand(shape)
+
+
+def _as(output: str, hidden: torch.Tensor) -> Any:
+    return (hidden, None) if output == "tuple" else hidden
+
+
+def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) -> Stage:
+    """The stage with the blocks numbered ``layers``; its parameters are those of ``module``, nothing is copied.
+
+    ``dtype`` is that of the hidden states. Raises BadInput when something before the blocks cannot be left out.
+    """
+    first, last = layers.start == 0, layers.stop == found.num_layers
+    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+    memo.update({id(b): b for b in module.buffers()})
+    model = copy.deepcopy(module, memo)
+    blocks = model.get_submodule(found.blocks_path)
+    receive = Receive(found.block_output) if not first else None
+    for number in range(found.num_layers):
+        if number < layers.start:
+            blocks._modules[str(number)] = receive if number == layers.start - 1 else Pass(found.block_output)
+        elif number >= layers.stop:
+            blocks._modules[str(number)] = Stop()
+    if not first:
+        for path in _separate(found.before, found.blocks_path):
+            _put(model, path, _nothing(model.get_submodule(path), path, dtype))
+    if not last:
+        for path in _separate(found.after, found.blocks_path):
+            _put(model, path, nn.Identity())
+    return Stage(model, receive)
+
+
+def _separate(paths: tuple[str, ...], blocks_path: str) -> list[str]:
+    """Modules that can be taken out: not those that contain the blocks (their own parameters stay on every stage)."""
+    return [path for path in paths if path and not blocks_path.startswith(f"{path}.")]
+
+
+def _nothing(module: nn.Module, path: str, dtype: torch.dtype) -> nn.Module:
+    if isinstance(module, nn.Embedding):
+        return Nothing(module.embedding_dim, dtype)
+    if isinstance(module, nn.LayerNorm) or "Norm" in type(module).__name__:
+        return Nothing(None, dtype)
+    raise BadInput(
+        f"pipeline_parallel_degree: {path} ({type(module).__name__}) holds parameters and runs before the blocks; only "
+        "embeddings and norms may stand there: use pipeline_parallel_degree 1"
+    )
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    model.get_submodule(parent)._modules[leaf] = module

@@ -1,0 +1,53 @@
+"""All use of private PyTorch, so that a new release breaks one file. Written for 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint as _composable_checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def recompute_in_backward(module: nn.Module) -> None:
+    """Keep nothing of a module's forward but its inputs, and run it again in backward; parameter names stay.
+
+    The public checkpoint wrapper would rename every parameter inside.
+    """
+    _composable_checkpoint(module)
+
+
+def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    """One mesh axis over several neighbouring ones; ``_flatten`` is public in name only from 2.12 on."""
+    return mesh[axes]._flatten(name) if len(axes) > 1 else mesh[axes[0]]
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, sharing memory; outside autograd. ``to_local`` would make a new view at each call."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def like_distributed(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``local`` as the part of a tensor that is distributed as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor], None] | None) -> None:
+    """Make a sharded module add gradients up, never average them; then hand each reduced buffer to ``on_reduced``.
+
+    gloo has no pre-multiplied sum, which any other divide factor would ask for.
+    """
+    state = module._get_fsdp_state()
+    for group in (
+        state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else filter(None, [state._fsdp_param_group])
+    ):
+        if group._reduce_scatter_process_group.size() > 1:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if on_reduced is not None:
+            module.set_all_reduce_hook(on_reduced)

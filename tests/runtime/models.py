@@ -1,0 +1,121 @@
+"""The three small models of the equality tests, a batch for them, and the reference: plain PyTorch on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY, SEQUENCE, BATCH = 128, 16, 8
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=5, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, attn_implementation="sdpa",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+class Block(nn.Module):
+    """In the style of nanoGPT: a packed projection, and sizes computed from the input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).split(C, dim=2)
+        q, k, v = (t.view(B, T, self.heads, C // self.heads).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).contiguous().view(B, T, C))
+        return x + self.down(F.relu(self.up(self.norm_2(x))).square())
+
+
+class Custom(nn.Module):
+    """Nobody prepared it for AHP: positions are a bare parameter of the model itself."""
+
+    def __init__(self, width: int = 32, layers: int = 5) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(torch.randn(64, width) * 0.02)
+        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids) + self.positions[: input_ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def custom() -> nn.Module:
+    torch.manual_seed(0)
+    return Custom()
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "custom": custom}
+
+OPTIMIZER: dict[str, Any] = {
+    "learning_rate": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "warmup_steps": 0,
+    "schedule": "constant", "grad_clip": 0.5,
+}  # fmt: skip
+JOB: dict[str, Any] = {
+    "sequence_length": SEQUENCE, "global_batch_size": BATCH, "steps": 20, "precision": "fp32", "optimizer": OPTIMIZER,
+}  # fmt: skip
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    """Sequences with very different numbers of scored tokens, so that a mean of means would show."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    input_ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    labels = input_ids.clone()
+    for row in range(BATCH):
+        labels[row, : (row * 5 + step) % SEQUENCE] = -100
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def reference(name: str, steps: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Plain PyTorch: loss and gradient norm of each step, final weights."""
+    model = MODELS[name]()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=OPTIMIZER["learning_rate"], betas=OPTIMIZER["betas"], eps=OPTIMIZER["eps"],
+        weight_decay=OPTIMIZER["weight_decay"],
+    )  # fmt: skip
+    losses, norms = [], []
+    for step in range(steps):
+        data = batch(step)
+        output = model(data["input_ids"]) if name == "custom" else model(input_ids=data["input_ids"])
+        logits = output if isinstance(output, torch.Tensor) else output.logits
+        loss = F.cross_entropy(
+            logits[:, :-1].reshape(-1, VOCABULARY).float(), data["labels"][:, 1:].reshape(-1), ignore_index=-100
+        )
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["grad_clip"])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
