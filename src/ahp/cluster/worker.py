@@ -1,7 +1,7 @@
 """One worker of probe: ``python -m ahp.cluster.worker RANK SETTINGS``. Started by measure.py, not by people.
 
-Every worker goes through the same list of tasks, with a barrier before each, so that those who take part start
-together and the others sleep. Rank 0 prints one JSON object per line: first what it is, then one result per task and round.
+Every worker goes through the same list of tasks, a broadcast before each, so that those who take part start together
+and the others sleep. Rank 0 prints one JSON object per line: first what it is, then one result per task and round.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BATCH_S = 2.0e-3
 """Short calls are timed in batches of about this length, far above the clock's resolution."""
 MIN_BATCHES, MAX_BATCHES, MAX_CALLS = 3, 30, 2000
+MIN_TASK_S, MAX_TASK_S = 0.01, 0.3
+"""Bounds of the time that the batches of one task may take together."""
 JOIN_TIMEOUT_S = 120
 
 
@@ -38,17 +40,18 @@ class Worker:
         self.world: int = settings["workers"]
         self.cores: int = settings["cores"]
         self.rounds: int = settings["rounds"]
-        self.budget_s: float = settings["budget_s"]
+        self.deadline: float = settings["deadline"]
         self.stream_bytes: int = settings["stream_bytes"]
         self.slowest_s: float = settings["slowest_s"]
         self.on_cuda: bool = settings["device"] == "cuda"
         self.device = torch.device("cuda", rank) if self.on_cuda else torch.device("cpu")
         self.tasks = [Task(**task) for task in settings["tasks"]]
-        self.flops_per_s: dict[tuple[str, int], float] = {}
+        self.too_slow: set[tuple[str, int]] = set()
+        """(dtype, workers) of which a product took too long in this round; the larger ones are left out."""
         if self.on_cuda:
             torch.cuda.set_device(self.device)
         store = dist.FileStore(settings["store"], self.world)
-        # The control group is gloo on every device: its barrier sleeps, and so disturbs nobody who measures.
+        # The control group is gloo on every device: who waits in it sleeps, and so disturbs nobody who measures.
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=self.world, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
         )
@@ -59,18 +62,33 @@ class Worker:
     def run(self) -> None:
         """Go through all tasks; rank 0 prints the results."""
         self._print({"rss_bytes": psutil.Process().memory_info().rss, "torch": str(torch.__version__)})
-        for _ in range(self.rounds):
+        for turn in range(self.rounds):
+            self.too_slow.clear()
             for index, task in enumerate(self.tasks):
-                self._print({"task": index, "value": self._together(task)})
+                budget_s = self._budget_s(turn, index)
+                if budget_s is None:
+                    break
+                self._print({"task": index, "value": self._together(task, budget_s)})
         dist.barrier()
         dist.destroy_process_group()
 
-    def _together(self, task: Task) -> float | None:
-        """Measure with all who take part; the value of the team, on rank 0. The others wait at the next barrier."""
+    def _budget_s(self, turn: int, index: int) -> float | None:
+        """Seconds for the next task, as rank 0 reckons from the time left; None when it is up. The first round is
+        gone through whatever it takes, with little for each task when the machine is busy."""
+        left_s = self.deadline - time.time()
+        over = left_s <= 0 and turn > 0
+        of_this_round_s = max(0.0, left_s) / (self.rounds - turn)
+        # Half of a task's share is for warming up, making tensors and waiting for each other.
+        budget_s = min(MAX_TASK_S, max(MIN_TASK_S, 0.5 * of_this_round_s / (len(self.tasks) - index)))
+        said = torch.tensor([-1.0 if over else budget_s], dtype=torch.float64)
+        dist.broadcast(said, 0)
+        return None if said.item() < 0 else said.item()
+
+    def _together(self, task: Task, budget_s: float) -> float | None:
+        """Measure with all who take part; the value of the team, on rank 0. The others wait for the next task."""
         if not self.on_cuda:
             torch.set_num_threads(max(1, self.cores // task.workers))
-        dist.barrier()
-        result = self.measure(task) if self.rank < task.workers else None
+        result = self.measure(task, budget_s) if self.rank < task.workers else None
         results: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(result, results)
         taken = [r for r in results or [] if r is not None]
@@ -79,46 +97,46 @@ class Worker:
         # A collective is over when the last is; products and streams are an average worker's.
         return max(taken) if task.kind in COLLECTIVES else statistics.fmean(taken)
 
-    def measure(self, task: Task) -> float | None:
+    def measure(self, task: Task, budget_s: float) -> float | None:
         """Seconds of one call (bytes per second for memory); None when it would take too long."""
         if task.kind == "matmul":
-            return self._matmul(task)
+            return self._matmul(task, budget_s)
         if task.kind == "memory":
             elements = self.stream_bytes // 4
             source = torch.ones(elements, device=self.device)
             target = torch.empty_like(source)
             # Element-wise work is what is bound by memory in training: read once, write once.
-            return 2 * 4 * elements / self._timed(lambda: torch.mul(source, 1.5, out=target))
+            return 2 * 4 * elements / self._timed(lambda: torch.mul(source, 1.5, out=target), budget_s)
         if task.kind == "launch":
             tiny = torch.ones(16, device=self.device)
-            return self._timed(lambda: tiny.add_(1.0))
-        return self._collective(task)
+            return self._timed(lambda: tiny.add_(1.0), budget_s)
+        return self._collective(task, budget_s)
 
-    def _matmul(self, task: Task) -> float | None:
-        flops = 2.0 * task.m * task.n * task.k
+    def _matmul(self, task: Task, budget_s: float) -> float | None:
         key = (task.dtype, task.workers)
-        if key in self.flops_per_s and (MIN_BATCHES + 2) * flops / self.flops_per_s[key] > self.slowest_s:
+        if key in self.too_slow:
             return None
         x = torch.randn(task.m, task.k, device=self.device).to(DTYPES[task.dtype])
         weight = torch.randn(task.n, task.k, device=self.device).to(DTYPES[task.dtype])
-        seconds = self._timed(lambda: functional.linear(x, weight))
-        self.flops_per_s[key] = max(self.flops_per_s.get(key, 0.0), flops / seconds)
-        return seconds
+        if (MIN_BATCHES + 1) * self._batch(lambda: functional.linear(x, weight), 1) > self.slowest_s:
+            self.too_slow.add(key)
+            return None
+        return self._timed(lambda: functional.linear(x, weight), budget_s)
 
-    def _collective(self, task: Task) -> float:
+    def _collective(self, task: Task, budget_s: float) -> float:
         group, workers = self.groups[task.workers], task.workers
         # Zeros: a sum that is made again and again would overflow from anything else.
         whole = torch.zeros(task.bytes // 4, device=self.device)
         part = torch.zeros(task.bytes // 4 // workers, device=self.device)
         if task.kind == "send_recv":
-            return self._timed(lambda: self._ping_pong(whole, group), group) / 2
+            return self._timed(lambda: self._ping_pong(whole, group), budget_s, group) / 2
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
             "all_gather": lambda: _all_gather(whole, part, group),
             "reduce_scatter": lambda: _reduce_scatter(part, whole, group),
             "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
         }
-        return self._timed(calls[task.kind], group)
+        return self._timed(calls[task.kind], budget_s, group)
 
     def _ping_pong(self, message: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Neighbours send a message there and back, all pairs at once."""
@@ -130,7 +148,7 @@ class Worker:
             dist.recv(message, partner, group=group)
             dist.send(message, partner, group=group)
 
-    def _timed(self, call: Callable[[], Any], group: dist.ProcessGroup | None = None) -> float:
+    def _timed(self, call: Callable[[], Any], budget_s: float, group: dist.ProcessGroup | None = None) -> float:
         """Median seconds of one call over batches, after two to warm up. With a group all its ranks agree on how many."""
         call()
         first = self._batch(call, 1)
@@ -139,7 +157,7 @@ class Worker:
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
             first = slowest.item()
         calls = min(MAX_CALLS, max(1, int(BATCH_S / first)))
-        batches = min(MAX_BATCHES, max(MIN_BATCHES, int(self.budget_s / (calls * first))))
+        batches = min(MAX_BATCHES, max(MIN_BATCHES, int(budget_s / (calls * first))))
         return statistics.median(self._batch(call, calls) for _ in range(batches))
 
     def _batch(self, call: Callable[[], Any], calls: int) -> float:
