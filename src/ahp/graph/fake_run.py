@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -52,30 +53,28 @@ def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
     where = Where(EMBEDDING)
     run = FakeRun([])
     with ExitStack() as stack:
+        stack.enter_context(_quiet())
         stack.enter_context(_in_training(subject.module))
         stack.enter_context(_others_pass_on(subject))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_whole_sequences())
+        stack.enter_context(_transformers_as_on_data())
         parameters, buffers = _without_data(subject)
-        input_ids = torch.empty(batch, sequence, dtype=torch.int64)
-        labels = torch.empty(batch, sequence, dtype=torch.int64)
+        input_ids, labels = (torch.empty(batch, sequence, dtype=torch.int64) for _ in range(2))
+        named = "input_ids" in inspect.signature(subject.module.forward).parameters
+        args, kwargs = ((), {"input_ids": input_ids}) if named else ((input_ids,), {})
         stack.enter_context(_follow(subject, where, run))
         recorder = stack.enter_context(Recorder(where, parameters, buffers))
         stack.enter_context(_AttentionWithoutMask(subject.fused_attention))
         with recorder.saving():
-            output = (
-                torch.func.functional_call(subject.module, (parameters, buffers), (), {"input_ids": input_ids})
-                if (_takes_name(subject.module, "input_ids"))
-                else torch.func.functional_call(subject.module, (parameters, buffers), (input_ids,))
-            )
+            output = torch.func.functional_call(subject.module, (parameters, buffers), args, kwargs)
             logits = _logits(output)
+            run.outputs.setdefault(EMBEDDING, spec(logits))
             where.place, where.modules = HEAD, ["loss"]
             loss = next_token_loss(logits, labels, shift=not subject.masked)
         recorder.begin_backward()
         loss.backward()
         run.operators = recorder.finish()
         run.vocab_size = int(logits.shape[-1])
-        run.outputs[HEAD] = spec(logits)
     return run
 
 
@@ -88,10 +87,6 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool) 
     if shift:
         labels = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].contiguous()
     return nn.functional.cross_entropy(scores.view(-1, scores.shape[-1]), labels.view(-1), ignore_index=IGNORED_LABEL)
-
-
-def _takes_name(module: nn.Module, name: str) -> bool:
-    return name in inspect.signature(module.forward).parameters
 
 
 def _logits(output: Any) -> torch.Tensor:
@@ -158,6 +153,18 @@ def _others_pass_on(subject: Subject) -> Iterator[None]:
 
 
 @contextmanager
+def _quiet() -> Iterator[None]:
+    """The fake mode logs a traceback of every operator that fails; the error itself is enough."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
 def _in_training(module: nn.Module) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
     module.train()
@@ -169,24 +176,27 @@ def _in_training(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _whole_sequences() -> Iterator[None]:
-    """Tell transformers that no row packs several sequences.
+def _transformers_as_on_data() -> Iterator[None]:
+    """Two decisions that transformers takes by looking at data or at kernels, taken as in real training.
 
-    It finds that out by looking at positions; on tensors without data it cannot, and would build a mask that real
-    training on plain batches does not have.
+    Whether a row packs several sequences it finds out from the positions; on tensors without data it cannot, and would
+    build a mask that training on plain batches does not have. And the shape rule of torch's grouped product knows
+    bf16 only, though the kernel takes fp32; transformers' own operator has the same inputs, outputs and saved tensors.
     """
     from transformers import masking_utils
+    from transformers.integrations import moe
 
-    original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _never_packed
+    find_packed, can_use = masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm
+
+    def can_use_grouped_mm(values: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+        return weight.dtype == torch.bfloat16 and can_use(values, weight, offs)
+
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    moe._can_use_grouped_mm = can_use_grouped_mm
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
-
-
-def _never_packed(position_ids: torch.Tensor) -> None:
-    return None
+        masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm = find_packed, can_use
 
 
 class _AttentionWithoutMask(TorchFunctionMode):

@@ -37,8 +37,9 @@ def at(graph: ModelGraph, micro_batch_size: int) -> ModelGraph:
             f"micro_batch_size = {micro_batch_size}: {graph.name} runs other operators for other batches; "
             f"analyze it with micro_batch_size={micro_batch_size} instead of {graph.micro_batch_size}"
         )
-    first = _extended(graph, graph.larger, micro_batch_size)
-    return replace(first, larger=_extended(graph, graph.larger, micro_batch_size + 1))
+    # A batch of one often takes a path of its own (a dim of one needs no copy); then the law is that of two and three.
+    small, large = (graph.larger, graph.larger.larger) if graph.larger.larger is not None else (graph, graph.larger)
+    return replace(_extended(small, large, micro_batch_size), larger=_extended(small, large, micro_batch_size + 1))
 
 
 def _parts(graph: ModelGraph) -> tuple[Segment, ...]:

@@ -120,7 +120,8 @@ class ModelGraph:
     config: dict[str, Any] = field(default_factory=dict)
     """Facts that rules need: vocab_size, num_attention_heads, num_key_value_heads, hidden_size, num_experts; absent if unknown."""
     larger: ModelGraph | None = field(default=None, repr=False, compare=False)
-    """The same model traced with one more sequence: two points fix what grows with the micro-batch."""
+    """The same model traced with one more sequence: two points fix what grows with the micro-batch. It has a ``larger``
+    of its own when this graph runs other operators than they do. None: no law holds, ``at`` refuses."""
 
     @property
     def num_layers(self) -> int:

@@ -85,8 +85,8 @@ def logits_of(output: Any) -> torch.Tensor:
         return output
     if isinstance(output, dict) and "logits" in output:
         return output["logits"]
-    if hasattr(output, "logits"):
-        return output.logits
+    if isinstance(getattr(output, "logits", None), torch.Tensor):
+        return getattr(output, "logits")  # noqa: B009 - any object may carry it
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
         return output[0]
     raise BadInput(

@@ -15,7 +15,7 @@ from torch import nn
 from ahp.errors import BadInput, bad_input
 from ahp.graph.blocks import NoBlocks, find_blocks
 from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
-from ahp.graph.growth import at, grows_alike
+from ahp.graph.growth import grows_alike
 from ahp.graph.models import ATTENTION, build_model, describe, is_masked, plain
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment
 from ahp.graph.record import Recorded
@@ -61,10 +61,7 @@ def analyze(
     if grows_alike(first, second):
         return replace(first, larger=second)
     third = tracer.graph(micro_batch_size + 2)
-    # A batch of one often takes a path of its own (a dim of one needs no copy): the law comes from two and three.
-    if micro_batch_size == 1 and grows_alike(second, third):
-        return at(replace(second, larger=third), 1)
-    return first
+    return replace(first, larger=replace(second, larger=third)) if grows_alike(second, third) else first
 
 
 class _Tracer:
@@ -185,20 +182,28 @@ def _facts(module: nn.Module, vocab_size: int) -> dict[str, Any]:
     config = getattr(module, "config", None)
     found: dict[str, Any] = {"vocab_size": vocab_size}
     for key, ours in FACTS.items():
-        value = getattr(config, key, None)
-        if isinstance(value, int) and ours not in found:
-            found[ours] = value
+        value = _fact(config, key)
+        if value is not None:
+            found.setdefault(ours, value)
     if "hidden_size" in found and hasattr(config, "n_inner"):  # GPT-2's rule: None means four times the width
-        found["intermediate_size"] = config.n_inner or 4 * found["hidden_size"]
+        found["intermediate_size"] = _fact(config, "n_inner") or 4 * found["hidden_size"]
     if "num_attention_heads" in found:
         found.setdefault("num_key_value_heads", found["num_attention_heads"])
     return found
 
 
+def _fact(config: Any, key: str) -> int | None:
+    try:
+        value = getattr(config, key, None)
+    except Exception:  # transformers raises an error of its own for a key that differs from layer to layer
+        return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
 def _check_length(module: nn.Module, sequence_length: int) -> None:
     """Learned positions end somewhere: a longer sequence would look up rows that are not there."""
-    positions = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    if not isinstance(positions, int) or sequence_length <= positions:
+    positions = _fact(getattr(module, "config", None), "max_position_embeddings")
+    if positions is None or sequence_length <= positions:
         return
     # OPT and RoBERTa keep two more rows than they have positions.
     tables = [

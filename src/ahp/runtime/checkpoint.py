@@ -136,7 +136,7 @@ def export_hf(parallel: Parallel, folder: Path) -> None:
         save_file(tensors, folder / file, metadata={"format": "pt"})
     if degree > 1:
         _write_index(parallel, folder, file, tensors, writes)
-    if dist.get_rank() == 0 and hasattr(parallel.config, "save_pretrained"):
+    if dist.get_rank() == 0 and parallel.config is not None and hasattr(parallel.config, "save_pretrained"):
         parallel.config.save_pretrained(folder)
     dist.barrier()
 

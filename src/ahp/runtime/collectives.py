@@ -20,8 +20,8 @@ class _SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
 
@@ -36,8 +36,8 @@ class _Sum(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
 
 
 class _Gather(torch.autograd.Function):
@@ -53,8 +53,8 @@ class _Gather(torch.autograd.Function):
         return join_segments(parts, dim, segments)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return cut_segments(gradient, ctx.dim, ctx.segments, ctx.group.size(), ctx.group.rank()), None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return cut_segments(gradients[0], ctx.dim, ctx.segments, ctx.group.size(), ctx.group.rank()), None, None, None
 
 
 def cut_segments(whole: torch.Tensor, dim: int, segments: tuple[int, ...], degree: int, rank: int) -> torch.Tensor:

@@ -88,8 +88,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return ((sums[0].log() - sums[1]) * scored).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         probabilities, column, here, scored = ctx.saved_tensors
+        gradient = gradients[0]
         grad = probabilities * (scored * gradient).unsqueeze(-1)
         grad.scatter_add_(-1, column.unsqueeze(-1), -(here * gradient).unsqueeze(-1))
         return grad, None, None

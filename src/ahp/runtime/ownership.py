@@ -88,7 +88,7 @@ class StageTies:
             for column in range(columns.shape[1]):
                 members = [int(columns[r, column]) for r in ranks]
                 group = dist.new_group(members)
-                if dist.get_rank() in members:
+                if isinstance(group, dist.ProcessGroup) and dist.get_rank() in members:
                     mine[ranks] = group
         return mine
 

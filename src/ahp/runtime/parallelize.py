@@ -54,10 +54,10 @@ def parallelize(
 
     Raises BadInput, NotExpressible or HardwareMismatch before anything is changed when the layout cannot run.
     """
-    plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
-    _refuse(plan)
-    mesh = build_mesh(plan.parallelism, _device(device))
-    return Parallel(module, plan, mesh)
+    checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
+    _refuse(checked)
+    mesh = build_mesh(checked.parallelism, _device(device))
+    return Parallel(module, checked, mesh)
 
 
 def _refuse(plan: Plan) -> None:

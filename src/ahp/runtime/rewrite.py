@@ -11,10 +11,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from ahp.graph.capture import Capture, depends_on_gradient
 from ahp.runtime.collectives import gather, sum_gradient, sum_over_ranks
-from ahp.search.placement import Partial, Placement, R, Split, Strategy, cut_dim, cut_sizes, shape_of, tensor_inputs
+from ahp.search.placement import (
+    Partial,
+    Placement,
+    R,
+    Split,
+    Strategy,
+    args_of,
+    cut_dim,
+    cut_sizes,
+    kwargs_of,
+    shape_of,
+    tensor_inputs,
+)
 from ahp.search.slicing import Slicing
 
 aten = torch.ops.aten
@@ -35,7 +48,7 @@ class _Rewriter:
         self.degree = group.size()
         self.graph = Graph()
         self.local: dict[Node, Node] = {}
-        self.converted: dict[tuple[Node, Any], Node] = {}
+        self.converted: dict[tuple[Node, Placement, bool], Node] = {}
         weights = set(capture.weight_nodes().values())
         inputs = [n for n in capture.nodes if n.op == "placeholder" and n not in weights]
         trainable = {n for n in weights if n.meta["val"].is_floating_point()}
@@ -46,7 +59,7 @@ class _Rewriter:
             if node.op == "call_function":
                 self.local[node] = self._call(node)
             elif node.op == "output":
-                self.graph.output(torch.fx.node.map_arg(node.args[0], lambda n: self._convert(n, R, divided=False)))
+                self.graph.output(map_arg(args_of(node)[0], lambda n: self._convert(n, R, divided=False)))
             else:
                 self.local[node] = self.graph.node_copy(node, lambda n: self.local[n])
         self.graph.set_codegen(self.capture.graph.graph._codegen)
@@ -63,8 +76,8 @@ class _Rewriter:
         args = iter(
             [self._convert(i, wanted, divided) for i, wanted in zip(tensor_inputs(node), strategy.inputs, strict=True)]
         )
-        new_args, new_kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: next(args))
-        new = self.graph.call_function(node.target, new_args, new_kwargs)
+        new_args, new_kwargs = map_arg((args_of(node), kwargs_of(node)), lambda n: next(args))
+        new = self.graph.create_node("call_function", node.target, new_args, new_kwargs)
         if divided and isinstance(strategy.output, Split):
             self._localise(node, new, strategy)
         return new
@@ -78,7 +91,7 @@ class _Rewriter:
             target = aten.reshape.default if node.target in _RESHAPED else node.target
             new.target, new.args = target, (new.args[0], shape, *(new.args[2:] if target is node.target else ()))
         if node.target in _CUT_BY_SIZE and strategy.inputs[0] == Split(cut_dim(node), cut_sizes(node)):
-            sizes = node.args[1]
+            sizes = args_of(node)[1]
             shares = [s // self.degree for s in sizes] if isinstance(sizes, (list, tuple)) else sizes // self.degree
             new.args = (new.args[0], shares, *new.args[2:])
 

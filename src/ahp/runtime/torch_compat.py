@@ -22,7 +22,7 @@ def recompute_in_backward(module: nn.Module) -> None:
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
     """One mesh axis over several neighbouring ones; ``_flatten`` is public in name only from 2.12 on."""
-    return mesh[axes]._flatten(name) if len(axes) > 1 else mesh[axes[0]]
+    return mesh[axes]._flatten(name)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 
@@ -63,15 +64,25 @@ class Context:
     """For a size, the segment lists that some operator of the graph cuts it into."""
 
     def splits(self, dim: int, size: int) -> Iterator[Split]:
-        for segments in sorted(self.packings.get(size, frozenset()) | {(size,)}):
+        for segments in [(size,), *sorted(self.packings.get(size, frozenset()) - {(size,)})]:
             if all(segment % self.degree == 0 for segment in segments):
                 yield Split(dim, segments)
+
+
+def args_of(node: Node) -> tuple[Any, ...]:
+    """The positional arguments of a call; what each may be, the operator's rule knows."""
+    return node.args
+
+
+def kwargs_of(node: Node) -> dict[str, Any]:
+    """The keyword arguments of a call."""
+    return node.kwargs
 
 
 def tensor_inputs(node: Node) -> list[Node]:
     """The tensor arguments of a call in order, list arguments (cat, stack) flattened."""
     found: list[Node] = []
-    torch.fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    map_arg((args_of(node), kwargs_of(node)), lambda n: found.append(n))
     return found
 
 
@@ -108,22 +119,16 @@ def find_packings(nodes: Iterator[Node] | Any) -> dict[int, frozenset[tuple[int,
     """Sizes that an operator cuts into segments: split and chunk of a packed projection, or a view of it as (3, n)."""
     packings: dict[int, set[tuple[int, ...]]] = {}
     for node in nodes:
-        if node.op != "call_function":
-            continue
-        segments: tuple[int, ...] | None = None
-        if node.target in _CUTS:
-            source, dim = node.args[0], cut_dim(node)
+        if node.op == "call_function" and node.target in _CUTS:
             segments = cut_sizes(node)
-            size = shape_of(source)[dim]
-        elif node.target in _VIEWS:
-            source_shape, shape = shape_of(node.args[0]), shape_of(node)
+            if len(segments) > 1:
+                packings.setdefault(shape_of(args_of(node)[0])[cut_dim(node)], set()).add(segments)
+        elif node.op == "call_function" and node.target in _VIEWS:
+            source_shape, shape = shape_of(args_of(node)[0]), shape_of(node)
             for group_in, group_out in _dim_groups(source_shape, shape):
                 if len(group_in) == 1 and len(group_out) > 1 and shape[group_out[0]] in (2, 3):
                     size, count = source_shape[group_in[0]], shape[group_out[0]]
                     packings.setdefault(size, set()).add((size // count,) * count)
-            continue
-        if segments is not None and len(segments) > 1:
-            packings.setdefault(size, set()).add(segments)
     return {size: frozenset(found) for size, found in packings.items()}
 
 
@@ -136,7 +141,7 @@ def _pointwise(node: Node, context: Context) -> Iterator[Strategy]:
     for dim, size in enumerate(out):
         for split in context.splits(dim, size) if size > 1 else ():
             yield Strategy(tuple(_broadcast(split, shape_of(i), out) for i in inputs), split)
-    if node.target in _SUMS and len(inputs) == 2 and all(shape_of(i) == out for i in inputs) and not node.kwargs:
+    if node.target in _SUMS and len(inputs) == 2 and all(shape_of(i) == out for i in inputs) and not kwargs_of(node):
         yield Strategy((P, P), P)
 
 
@@ -156,13 +161,13 @@ def _same(node: Node, context: Context) -> Iterator[Strategy]:
 
 def _dropout(node: Node, context: Context) -> Iterator[Strategy]:
     """With a probability of 0 it is the identity; else ranks would need different random numbers: kept whole."""
-    if node.args[1] == 0.0 or not node.args[2]:
+    if args_of(node)[1] == 0.0 or not args_of(node)[2]:
         yield from _same(node, context)
 
 
 def _linear(node: Node, context: Context) -> Iterator[Strategy]:
     """aten.linear(x [*, k], weight [n, k], bias [n])"""
-    x, weight = shape_of(node.args[0]), shape_of(node.args[1])
+    x, weight = shape_of(args_of(node)[0]), shape_of(args_of(node)[1])
     yield from _product(
         context, len(x), n=weight[0], k=weight[1], n_dim=0, k_dim=1, has_bias=len(tensor_inputs(node)) == 3
     )
@@ -170,9 +175,9 @@ def _linear(node: Node, context: Context) -> Iterator[Strategy]:
 
 def _addmm(node: Node, context: Context) -> Iterator[Strategy]:
     """aten.addmm(bias [n], x [m, k], weight [k, n]): the same product with its arguments in another order."""
-    if node.kwargs or len(shape_of(node.args[0])) != 1:
+    if kwargs_of(node) or len(shape_of(args_of(node)[0])) != 1:
         return
-    weight = shape_of(node.args[2])
+    weight = shape_of(args_of(node)[2])
     for s in _product(context, 2, n=weight[1], k=weight[0], n_dim=1, k_dim=0, has_bias=True):
         x, w, b = s.inputs
         yield Strategy((b, x, w), s.output, s.adds_bias_after_sum)
@@ -214,7 +219,7 @@ def _matmul(node: Node, context: Context) -> Iterator[Strategy]:
 
 def _attention(node: Node, context: Context) -> Iterator[Strategy]:
     """scaled_dot_product_attention(q, k, v [b, heads, s, d], mask): split by heads, query and key heads together."""
-    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    dropout = args_of(node)[4] if len(args_of(node)) > 4 else kwargs_of(node).get("dropout_p", 0.0)
     inputs = tensor_inputs(node)
     shapes = [shape_of(i) for i in inputs]
     heads = [s[1] for s in shapes[:3]]
@@ -230,15 +235,15 @@ def _normalisation(node: Node, context: Context) -> Iterator[Strategy]:
     """layer_norm, rms_norm(x, normalized_shape, weight, bias): whole over the normalised dims."""
     inputs = tensor_inputs(node)
     out = shape_of(node)
-    for dim in range(len(out) - len(node.args[1])):
+    for dim in range(len(out) - len(args_of(node)[1])):
         for split in context.splits(dim, out[dim]):
             yield Strategy((split,) + (R,) * (len(inputs) - 1), split)
 
 
 def _reduction(node: Node, context: Context) -> Iterator[Strategy]:
     """mean, sum, amax, ... (x, dims, keepdim): whole over the reduced dims; a sum over the split dim is partial."""
-    shape = shape_of(node.args[0])
-    dims = node.args[1] if len(node.args) > 1 else None
+    shape = shape_of(args_of(node)[0])
+    dims = args_of(node)[1] if len(args_of(node)) > 1 else None
     reduced = {d % len(shape) for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))}
     keep = len(shape_of(node)) == len(shape)
     for dim, size in enumerate(shape):
@@ -251,16 +256,16 @@ def _reduction(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def _softmax(node: Node, context: Context) -> Iterator[Strategy]:
-    shape = shape_of(node.args[0])
+    shape = shape_of(args_of(node)[0])
     for dim, size in enumerate(shape):
-        if dim != node.args[1] % len(shape):
+        if dim != args_of(node)[1] % len(shape):
             for split in context.splits(dim, size):
                 yield Strategy((split,), split)
 
 
 def _view(node: Node, context: Context) -> Iterator[Strategy]:
     """A split survives when its dim stays, is cut into (split, rest), is merged as the slowest, or is unpacked."""
-    source, shape = shape_of(node.args[0]), shape_of(node)
+    source, shape = shape_of(args_of(node)[0]), shape_of(node)
     for group_in, group_out in _dim_groups(source, shape):
         dim, out_dim = group_in[0], group_out[0]
         for split in context.splits(dim, source[dim]):
@@ -297,7 +302,7 @@ def _dim_groups(source: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[l
 
 def _permutation(order: Callable[[Node, int], list[int]]) -> Callable[[Node, Context], Iterator[Strategy]]:
     def rule(node: Node, context: Context) -> Iterator[Strategy]:
-        shape = shape_of(node.args[0])
+        shape = shape_of(args_of(node)[0])
         for out_dim, dim in enumerate(order(node, len(shape))):
             for split in context.splits(dim, shape[dim]):
                 yield Strategy((split,), Split(out_dim, split.segments))
@@ -307,22 +312,22 @@ def _permutation(order: Callable[[Node, int], list[int]]) -> Callable[[Node, Con
 
 
 def _transpose_order(node: Node, rank: int) -> list[int]:
-    a, b = (node.args[1] % rank, node.args[2] % rank) if len(node.args) > 2 else (0, 1)
+    a, b = (args_of(node)[1] % rank, args_of(node)[2] % rank) if len(args_of(node)) > 2 else (0, 1)
     order = list(range(rank))
     order[a], order[b] = order[b], order[a]
     return order
 
 
 def _unsqueeze(node: Node, context: Context) -> Iterator[Strategy]:
-    shape = shape_of(node.args[0])
-    at = node.args[1] % (len(shape) + 1)
+    shape = shape_of(args_of(node)[0])
+    at = args_of(node)[1] % (len(shape) + 1)
     for dim, size in enumerate(shape):
         for split in context.splits(dim, size):
             yield Strategy((split,), Split(dim + (dim >= at), split.segments))
 
 
 def _expand(node: Node, context: Context) -> Iterator[Strategy]:
-    shape, out = shape_of(node.args[0]), shape_of(node)
+    shape, out = shape_of(args_of(node)[0]), shape_of(node)
     for dim, size in enumerate(shape):
         if size > 1:
             for split in context.splits(dim, size):
@@ -333,7 +338,7 @@ def _other_dims(dim_of: Callable[[Node], int], removes: bool) -> Callable[[Node,
     """Operators that work along one dim (slice, select): splits of the other dims pass."""
 
     def rule(node: Node, context: Context) -> Iterator[Strategy]:
-        shape = shape_of(node.args[0])
+        shape = shape_of(args_of(node)[0])
         along = dim_of(node) % len(shape)
         for dim, size in enumerate(shape):
             if dim != along or (not removes and shape_of(node)[dim] == size):
@@ -345,8 +350,8 @@ def _other_dims(dim_of: Callable[[Node], int], removes: bool) -> Callable[[Node,
 
 def cut_dim(node: Node) -> int:
     """The dim along which split or chunk cuts."""
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    return dim % len(shape_of(node.args[0]))
+    dim = args_of(node)[2] if len(args_of(node)) > 2 else kwargs_of(node).get("dim", 0)
+    return dim % len(shape_of(args_of(node)[0]))
 
 
 def cut_sizes(node: Node) -> tuple[int, ...]:
@@ -356,7 +361,7 @@ def cut_sizes(node: Node) -> tuple[int, ...]:
 
 def _cut(node: Node, context: Context) -> Iterator[Strategy]:
     """split, chunk: along a packed dim each piece is one segment; along another dim a split passes."""
-    shape = shape_of(node.args[0])
+    shape = shape_of(args_of(node)[0])
     along = cut_dim(node)
     sizes = cut_sizes(node)
     for dim, size in enumerate(shape):
@@ -376,7 +381,7 @@ def _getitem(node: Node, context: Context) -> Iterator[Strategy]:
 def _concatenation(node: Node, context: Context) -> Iterator[Strategy]:
     inputs = tensor_inputs(node)
     out = shape_of(node)
-    along = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(out)
+    along = (args_of(node)[1] if len(args_of(node)) > 1 else kwargs_of(node).get("dim", 0)) % len(out)
     for dim, size in enumerate(out):
         if dim != along and all(shape_of(i)[dim] == size for i in inputs):
             for split in context.splits(dim, size):
@@ -409,11 +414,11 @@ _RULES: dict[Any, Callable[[Node, Context], Iterator[Strategy]]] = {
     aten.dropout.default: _dropout,
     aten.transpose.int: _permutation(_transpose_order),
     aten.t.default: _permutation(lambda node, rank: list(reversed(range(rank)))),
-    aten.permute.default: _permutation(lambda node, rank: [d % rank for d in node.args[1]]),
+    aten.permute.default: _permutation(lambda node, rank: [d % rank for d in args_of(node)[1]]),
     aten.unsqueeze.default: _unsqueeze,
     aten.expand.default: _expand,
-    aten.slice.Tensor: _other_dims(lambda node: node.args[1] if len(node.args) > 1 else 0, removes=False),
-    aten.select.int: _other_dims(lambda node: node.args[1], removes=True),
+    aten.slice.Tensor: _other_dims(lambda node: args_of(node)[1] if len(args_of(node)) > 1 else 0, removes=False),
+    aten.select.int: _other_dims(lambda node: args_of(node)[1], removes=True),
     aten.cat.default: _concatenation,
     operator.getitem: _getitem,
     **dict.fromkeys(_CUTS, _cut),

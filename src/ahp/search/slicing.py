@@ -26,6 +26,7 @@ from ahp.search.placement import (
     Replicated,
     Split,
     Strategy,
+    args_of,
     find_packings,
     is_tensor,
     shape_of,
@@ -188,11 +189,11 @@ def _weight_matrix(node: Node) -> Iterator[tuple[Node, int]]:
     """The argument of a product that may be a weight, and which of its dims counts the columns n."""
     aten = torch.ops.aten
     if node.target is aten.linear.default:
-        yield node.args[1], 0
+        yield args_of(node)[1], 0
     elif node.target is aten.addmm.default:
-        yield node.args[2], 1
+        yield args_of(node)[2], 1
     elif node.target in (aten.matmul.default, aten.mm.default):
-        yield node.args[1], 1
+        yield args_of(node)[1], 1
 
 
 def _word(placement: Placement, columns: int) -> str:
@@ -205,13 +206,13 @@ def _flops(node: Node) -> int:
     """Multiply-adds times two of the products whose arithmetic the degree divides."""
     aten = torch.ops.aten
     if node.target is aten.linear.default:
-        return 2 * _numel(node) * shape_of(node.args[1])[1]
+        return 2 * _numel(node) * shape_of(args_of(node)[1])[1]
     if node.target is aten.addmm.default:
-        return 2 * _numel(node) * shape_of(node.args[2])[0]
+        return 2 * _numel(node) * shape_of(args_of(node)[2])[0]
     if node.target in (aten.matmul.default, aten.mm.default, aten.bmm.default):
-        return 2 * _numel(node) * shape_of(node.args[0])[-1]
+        return 2 * _numel(node) * shape_of(args_of(node)[0])[-1]
     if node.target is aten.scaled_dot_product_attention.default:
-        return 4 * _numel(node) * shape_of(node.args[1])[-2]
+        return 4 * _numel(node) * shape_of(args_of(node)[1])[-2]
     return 0
 
 

@@ -1,0 +1,141 @@
+"""When nothing fits: the nearest miss, by how much, and what would make it fit, each checked by a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.config import Constraints
+from ahp.errors import BadInput, NotExpressible, NothingFits
+from ahp.plan import Forecast, Parallelism
+from ahp.search.bounds import Bounds
+from ahp.search.problem import Problem
+from ahp.search.space import build, legal
+from ahp.words import gib, of_gib, part_words
+
+NEAREST = 40
+"""Layouts priced to find the one that needs the least, in the order of a lower bound of their memory."""
+
+MOST_TIMES_MORE_NODES = 64
+SHORTEST_SEQUENCE = 128
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The layout that comes nearest to fitting."""
+
+    layout: Parallelism
+    forecast: Forecast
+
+
+def nothing_fits(used: Problem) -> NothingFits:
+    """The error to raise when no legal layout fits, with every remedy that was found to work."""
+    miss = nearest(used)
+    assert miss is not None, "called without a legal layout"
+    remedies = list(_remedies(used))
+    lines = [
+        f"nothing fits: the nearest miss, {miss.layout.short()}, {_by_how_much(miss.forecast, used.capacity_bytes)}",
+        *(f"would fit: {remedy}" for remedy in remedies),
+    ]
+    if not remedies:
+        lines.append(
+            f"none of these helped: no constraints, up to {MOST_TIMES_MORE_NODES} times the nodes, "
+            f"sequences down to {SHORTEST_SEQUENCE}"
+        )
+    return NothingFits("\n  ".join(lines))
+
+
+def nearest(used: Problem) -> Nearest | None:
+    """The legal layout that needs the least memory; the one that fits, where one does. None without a legal one."""
+    try:
+        space = build(used.shape, used.constraints)
+    except BadInput:
+        return None
+    mask, _ = legal(space, used.tensor_reason)
+    if not mask.any():
+        return None
+    found: Nearest | None = None
+    for row in _by_memory(Bounds(used).memory_bytes(space, mask), mask):
+        layout = space.row(int(row))
+        try:
+            forecast = used.price(layout)
+        except (BadInput, NotExpressible):
+            continue
+        if found is None or forecast.memory_reserved_bytes < found.forecast.memory_reserved_bytes:
+            found = Nearest(layout, forecast)
+        if forecast.fits:
+            return Nearest(layout, forecast)
+    return found
+
+
+def _by_memory(memory: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.intp]:
+    rows = np.flatnonzero(mask)
+    return rows[np.argsort(memory[rows], kind="stable")][:NEAREST]
+
+
+def _by_how_much(forecast: Forecast, capacity_bytes: int) -> str:
+    over = forecast.memory_reserved_bytes - capacity_bytes
+    need = f"needs {of_gib(forecast.memory_reserved_bytes, capacity_bytes)}"
+    if over <= 0:
+        return f"{need}, and fits with probability {forecast.fit_probability:.2f} only (0.95 is asked)"
+    parts = sorted(forecast.memory.items(), key=lambda item: -item[1])[:2]
+    most = ", ".join(f"{part_words(part)} {gib(amount)}" for part, amount in parts)
+    return f"{need}, {gib(over)} too much (most of it: {most})"
+
+
+def _remedies(used: Problem) -> Iterator[str]:
+    yield from filter(None, (_checked(words, changed) for words, changed in _freed(used)))
+    for growing in (_more_nodes(used), _shorter(used)):
+        smallest = next(filter(None, (_checked(words, changed) for words, changed in growing)), None)
+        if smallest is not None:
+            yield smallest
+
+
+def _checked(words: str, changed: Problem) -> str | None:
+    """The remedy with the layout that proves it, or None when it does not help."""
+    fit = nearest(changed)
+    if fit is None or not fit.forecast.fits:
+        return None
+    return f"{words} ({fit.layout.short()}: {of_gib(fit.forecast.memory_reserved_bytes, changed.capacity_bytes)})"
+
+
+def _freed(used: Problem) -> Iterator[tuple[str, Problem]]:
+    """Without one of the user's constraints, then without any."""
+    given = used.constraints.given
+    for key, value in given.items():
+        freed = Constraints(**{other: kept for other, kept in given.items() if other != key})
+        yield f"parallelism.{key} free instead of {value}", replace(used, constraints=freed)
+    if len(given) > 1:
+        yield "parallelism: auto", replace(used, constraints=Constraints())
+
+
+def _more_nodes(used: Problem) -> Iterator[tuple[str, Problem]]:
+    """More of the same nodes; only where it is known what connects them."""
+    group = used.cluster.groups[0]
+    if used.cluster.is_mixed or group.inter_node is None:
+        return
+    times = 2
+    while times <= MOST_TIMES_MORE_NODES:
+        larger = group.model_copy(update={"nodes": group.nodes * times})
+        cluster = used.cluster.model_copy(update={"groups": (larger,)})
+        yield f"{larger.nodes} nodes instead of {group.nodes}", used.on(cluster)
+        times *= 2
+
+
+def _shorter(used: Problem) -> Iterator[tuple[str, Problem]]:
+    """Shorter sequences; only where the model can be traced again from its description."""
+    if used.graph.model is None:
+        return
+    from ahp.graph.trace import analyze
+
+    length = used.job.sequence_length // 2
+    while length >= SHORTEST_SEQUENCE:
+        job = used.job.model_copy(update={"sequence_length": length})
+        yield (
+            f"job.sequence_length {length} instead of {used.job.sequence_length}",
+            replace(used, job=job, graph=analyze(used.graph.model, job)),
+        )
+        length //= 2

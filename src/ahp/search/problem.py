@@ -1,0 +1,108 @@
+"""One search: what is computed, on what, for which job, and what the user has fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ahp.cluster.model import Cluster
+from ahp.config import Constraints
+from ahp.errors import BadInput, bad_input
+from ahp.forecast.rules import illegal
+from ahp.forecast.step import forecast
+from ahp.graph.operators import ModelGraph
+from ahp.job import Job
+from ahp.plan import EngineChoice, Forecast, Parallelism, validated
+from ahp.search.space import Shape
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The arguments of a search, checked; prices layouts."""
+
+    graph: ModelGraph
+    cluster: Cluster
+    job: Job
+    constraints: Constraints
+    engine: EngineChoice
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.cluster.num_devices, self.graph.num_layers, self.job.global_batch_size)
+
+    @cached_property
+    def capacity_bytes(self) -> int:
+        """Memory of the smallest device."""
+        return min(group.device.memory_bytes for group in self.cluster.groups)
+
+    def price(self, parallelism: Parallelism) -> Forecast:
+        """Forecast of one layout; BadInput or NotExpressible when it is none."""
+        return forecast(self.graph, self.cluster, self.job, parallelism, self.engine)
+
+    def tensor_reason(self, degree: int) -> str | None:
+        """Why this model on this engine cannot be cut ``degree`` ways by tensor parallelism; None if it can."""
+        alone = with_devices(self.cluster, degree)
+        return illegal(self.graph, alone, self.job, Parallelism(tensor_parallel_degree=degree), self.engine)
+
+    def refusal(self) -> str | None:
+        """Why no layout at all can run: the engine, the precision, or a key that the user has fixed; None if one can."""
+        fixed = {
+            key: value
+            for key, value in self.constraints.given.items()
+            if key in ("enable_sequence_parallel", "activation_checkpoint", "pipeline_parallel_schedule")
+        }
+        degrees = {
+            key: value
+            for key, value in self.constraints.given.items()
+            if key in ("context_parallel_degree", "expert_parallel_degree")
+        }
+        layout = Parallelism(**fixed, **degrees)
+        return illegal(self.graph, with_devices(self.cluster, layout.world_size), self.job, layout, self.engine)
+
+    def on(self, cluster: Cluster) -> Problem:
+        return replace(self, cluster=cluster)
+
+
+def problem(
+    graph: ModelGraph,
+    cluster: Cluster | Mapping[str, Any] | str,
+    job: Job | Mapping[str, Any],
+    constraints: Constraints | Parallelism | Mapping[str, Any] | None = None,
+    engine: EngineChoice | Mapping[str, Any] | None = None,
+) -> Problem:
+    """Check the arguments of a search; plain dicts become records. Raises BadInput."""
+    cluster = cluster if isinstance(cluster, Cluster) else Cluster.resolve(cluster)
+    job = job if isinstance(job, Job) else validated(Job, dict(job), "job")
+    if isinstance(constraints, Parallelism):
+        constraints = Constraints.exactly(constraints)
+    elif not isinstance(constraints, Constraints):
+        constraints = validated(Constraints, dict(constraints or {}), "parallelism")
+    if not isinstance(engine, EngineChoice):
+        engine = validated(EngineChoice, dict(engine or {}), "engine")
+    if graph.sequence_length != job.sequence_length:
+        raise bad_input(
+            "job.sequence_length",
+            job.sequence_length,
+            f"the graph was traced for sequences of {graph.sequence_length}; analyze the model with this job",
+        )
+    found = Problem(graph, cluster, job, constraints, engine)
+    if reason := found.refusal():
+        raise BadInput(reason)
+    return found
+
+
+def with_devices(cluster: Cluster, count: int) -> Cluster:
+    """The cluster cut down to its first ``count`` devices: whole nodes where they divide, else one node.
+
+    Also used with a count above a node's devices to ask about a degree alone, apart from where it is placed.
+    """
+    group = cluster.groups[0]
+    nodes, rest = divmod(count, group.devices_per_node)
+    if rest or nodes > group.nodes:
+        nodes, per_node = 1, count
+    else:
+        per_node = group.devices_per_node
+    smaller = group.model_copy(update={"nodes": nodes, "devices_per_node": per_node})
+    return cluster.model_copy(update={"groups": (smaller,), "links": ()})
