@@ -1,0 +1,219 @@
+"""The pictures of the report page, drawn by plotly (extra [report])."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ahp.errors import AhpError
+from ahp.plan import Forecast
+from ahp.words import GIB, part_words
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+MEASURED, PREDICTED, LIMIT, GRID = "#2457c5", "#c2570c", "#b3261e", "#e6e8ec"
+PARTS = ("#2457c5", "#0e8a7d", "#c2570c", "#7a4fc4", "#5a6b7f", "#b0831b", "#b03a75", "#3f8f3f", "#8aa0bf", "#8d6e63")
+"""Told apart on white and in grey print; a tenth part begins again at the first."""
+ACTIONS = {"F": "#2457c5", "B": "#0e8a7d", "I": "#0e8a7d", "W": "#7fc4bb"}
+"""Forward, backward, input gradient, weight gradient; anything else is communication or the optimizer."""
+OTHER_ACTION = "#c2570c"
+SMOOTHING_SHARE = 1 / 50
+"""[Empirical] Half life of the smoothed loss, of the steps there are: hides what differs between batches, keeps the
+trend."""
+MOST_EVENTS = 20_000
+"""[Empirical] Bars that a browser still draws at once; a longer timeline is cut at the end."""
+
+
+class NoPlotly(AhpError):
+    """The page needs an extra that is not installed."""
+
+
+def script() -> str:
+    """Plotly's own JavaScript, so that the page needs no network. Raises NoPlotly."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise NoPlotly("plotly is not installed; install the extra: pip install 'ahp[report]'") from None
+    return get_plotlyjs()
+
+
+def loss(metrics: Sequence[Mapping[str, Any]], vocab_size: int | None) -> Figure:
+    """Loss of every step, and smoothed; the height of a model that knows nothing, ln(vocabulary), as a line."""
+    import math
+
+    import plotly.graph_objects as go
+
+    steps = [m["step"] for m in metrics]
+    values = [m["loss"] for m in metrics]
+    figure = go.Figure(layout=_layout("step", "loss (nats per token)"))
+    figure.add_scatter(x=steps, y=values, name="each step", mode="lines", line={"color": "#a9bfe8", "width": 1.2})
+    figure.add_scatter(
+        x=steps, y=_smooth(values), name="smoothed", mode="lines", line={"color": MEASURED, "width": 2.4}
+    )
+    if vocab_size:
+        figure.add_hline(
+            y=math.log(vocab_size),
+            line={"color": GRID, "dash": "dot"},
+            annotation_text=f"ln({vocab_size}): no knowledge",
+        )
+    return figure
+
+
+def step_time(metrics: Sequence[Mapping[str, Any]], forecast: Forecast | None) -> Figure:
+    """Measured time of every step against the forecast and its band."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout=_layout("step", "step time (s)"))
+    if forecast is not None:
+        low, high = forecast.step_time_low_s, forecast.step_time_high_s
+        figure.add_hrect(y0=low, y1=high, fillcolor=PREDICTED, opacity=0.12, line_width=0)
+        figure.add_hline(y=forecast.step_time_s, line={"color": PREDICTED, "dash": "dash", "width": 2})
+        figure.add_scatter(
+            x=[None],
+            y=[None],
+            name="predicted, 90 % band shaded",
+            mode="lines",
+            line={"color": PREDICTED, "dash": "dash", "width": 2},
+        )
+    figure.add_scatter(
+        x=[m["step"] for m in metrics],
+        y=[m["step_time_s"] for m in metrics],
+        name="measured",
+        mode="lines",
+        line={"color": MEASURED, "width": 1.6},
+    )
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def shares(parts: Mapping[str, float], unit: str, scale: float, limit: float | None = None) -> Figure:
+    """One bar, cut into its parts; ``limit`` in the parts' own unit is drawn as a line. Parts of nothing are left out."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout=_layout(unit, "", height=190))
+    for number, (name, value) in enumerate((n, v) for n, v in parts.items() if v > 0):
+        figure.add_bar(
+            x=[value / scale],
+            y=[""],
+            name=part_words(name),
+            orientation="h",
+            marker={"color": PARTS[number % len(PARTS)]},
+            hovertemplate=f"{part_words(name)}: %{{x:.4g}} {unit}<extra></extra>",
+        )
+    if limit is not None:
+        figure.add_vline(
+            x=limit / scale,
+            line={"color": LIMIT, "dash": "dash"},
+            annotation_text="device memory",
+            annotation_position="top left",
+        )
+        figure.update_xaxes(range=[0, 1.08 * max(limit, sum(parts.values())) / scale])
+    figure.update_layout(barmode="stack", bargap=0.5)
+    return figure
+
+
+def memory(forecast: Forecast, limit_bytes: float | None) -> Figure:
+    """Bytes of the fullest rank by part, against the device's memory."""
+    return shares(forecast.memory, "GiB", GIB, limit_bytes)
+
+
+def step_parts(forecast: Forecast) -> Figure:
+    """Time of the slowest rank by part."""
+    return shares(forecast.step, "s", 1.0)
+
+
+def timeline(events: Sequence[Mapping[str, Any]]) -> Figure:
+    """A Chrome trace's complete events, one row per rank; what lies inside another event is drawn thinner.
+
+    ``ts`` and ``dur`` are microseconds, as the format has it.
+    """
+    import plotly.graph_objects as go
+
+    bars = sorted((e for e in events if e.get("ph") == "X" and e["dur"] > 0), key=lambda e: (e["ts"], -e["dur"]))
+    bars = bars[:MOST_EVENTS]
+    rows = list(dict.fromkeys(sorted((str(e["pid"]), str(e["tid"])) for e in bars)))
+    names = _row_names(events, rows)
+    figure = go.Figure(layout=_layout("time in the step (ms)", "", height=120 + 46 * len(rows)))
+    figure.add_bar(
+        base=[e["ts"] / 1e3 for e in bars],
+        x=[e["dur"] / 1e3 for e in bars],
+        y=[names[str(e["pid"]), str(e["tid"])] for e in bars],
+        orientation="h",
+        width=[0.8 / (1 + 0.6 * depth) for depth in _depths(bars)],
+        marker={"color": [_action_color(str(e["name"])) for e in bars], "line": {"color": "white", "width": 0.6}},
+        text=[str(e["name"]) for e in bars],
+        textposition="inside",
+        insidetextanchor="middle",
+        constraintext="inside",
+        hovertemplate="%{text}: %{x:.4g} ms from %{base:.4g} ms<extra>%{y}</extra>",
+        showlegend=False,
+    )
+    figure.update_layout(barmode="overlay")
+    figure.update_yaxes(categoryorder="array", categoryarray=[names[row] for row in reversed(rows)], showgrid=False)
+    return figure
+
+
+def html(figure: Figure) -> str:
+    """The figure as a piece of a page that has plotly's script."""
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
+
+
+def _layout(x_title: str, y_title: str, height: int = 300) -> dict[str, Any]:
+    axis = {
+        "gridcolor": GRID,
+        "zerolinecolor": GRID,
+        "linecolor": "#9aa3af",
+        "ticks": "outside",
+        "tickcolor": "#9aa3af",
+    }
+    return {
+        "template": "plotly_white",
+        "height": height,
+        "margin": {"l": 64, "r": 20, "t": 24, "b": 48},
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#28303b"},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        "xaxis": {**axis, "title": x_title},
+        "yaxis": {**axis, "title": y_title},
+    }
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Exponential mean with the bias of the beginning divided out."""
+    decay = 0.5 ** (1 / max(1.0, SMOOTHING_SHARE * len(values)))
+    total = weight = 0.0
+    smoothed = []
+    for value in values:
+        total = decay * total + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        smoothed.append(total / weight)
+    return smoothed
+
+
+def _row_names(events: Sequence[Mapping[str, Any]], rows: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """What the trace calls its rows, else the rank."""
+    told = {
+        (str(e["pid"]), str(e.get("tid", ""))): str(e["args"]["name"])
+        for e in events
+        if e.get("ph") == "M" and e.get("name") == "thread_name"
+    }
+    return {row: told.get(row, f"rank {row[0]}" if row[1] == row[0] else f"{row[0]}/{row[1]}") for row in rows}
+
+
+def _depths(bars: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many events of its own row each event lies in; ``bars`` are in order of time, the longer first."""
+    open_until: dict[tuple[Any, Any], list[float]] = {}
+    depths = []
+    for bar in bars:
+        ends = open_until.setdefault((bar["pid"], bar["tid"]), [])
+        while ends and ends[-1] <= bar["ts"]:
+            ends.pop()
+        depths.append(len(ends))
+        ends.append(bar["ts"] + bar["dur"])
+    return depths
+
+
+def _action_color(name: str) -> str:
+    letters = name.lstrip("0123456789")
+    is_action = letters[:1] in ACTIONS and letters[1:].strip("0123456789 ") == ""
+    return ACTIONS[letters[0]] if is_action else OTHER_ACTION

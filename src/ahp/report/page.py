@@ -1,0 +1,205 @@
+"""One HTML page about a run or a plan, in one file that opens without a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ahp.errors import BadInput
+from ahp.plan import Plan
+from ahp.report import figures
+from ahp.words import gib, of_gib, percent, seconds
+
+
+def write(source: str | Path) -> Path:
+    """Draw the page of a run's folder (``report.html`` in it) or of a plan (``plan.yaml`` -> ``plan.html`` beside it).
+
+    Raises BadInput when there is no plan, NoPlotly (with what to install) when the extra [report] is missing.
+    """
+    source = Path(source).expanduser()
+    if source.is_dir():
+        plan = Plan.load(source / "plan.yaml")
+        return _save(source / "report.html", f"Run {source.name}", plan, source)
+    if not source.exists():
+        raise BadInput(f"report = {str(source)!r}: neither a run's folder nor a plan")
+    return _save(source.with_suffix(".html"), f"Plan {source.name}", Plan.load(source), None)
+
+
+def _save(out: Path, title: str, plan: Plan, run: Path | None) -> Path:
+    script = figures.script()
+    metrics = _metrics(run) if run is not None else []
+    status = _json(run / "status.json") if run is not None else None
+    trace = _json(run / "trace.json") if run is not None else None
+    sample = _text(run / "sample.txt") if run is not None else None
+    sections = [
+        _header(title, plan, status, metrics),
+        _cards(plan, status, metrics),
+        *_curves(plan, metrics),
+        _layout(plan),
+        *_forecast(plan),
+        *_timeline(trace),
+        *([_section("A sample of its text", f"<pre>{escape(sample)}</pre>")] if sample else []),
+        _rejected(plan),
+        _job(plan),
+    ]
+    text = _PAGE.format(
+        title=escape(f"{title} - AHP"),
+        style=files("ahp.report").joinpath("page.css").read_text(),
+        script=script,
+        body="\n".join(sections),
+    )
+    aside = out.with_name(out.name + ".tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(out)
+    return out
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{style}</style><script>{script}</script></head>
+<body><main>{body}</main></body></html>
+"""
+
+
+def _header(title: str, plan: Plan, status: dict[str, Any] | None, metrics: Sequence[dict[str, Any]]) -> str:
+    model = plan.model if isinstance(plan.model, str) else plan.model.get("model_type", "model")
+    state = ""
+    if status is not None:
+        # A running run's status.json is as old as its last checkpoint.
+        step = max([status["step"], *(m["step"] for m in metrics[-1:])])
+        state = f"<span class='state {status['state']}'>{status['state']}, step {step} of {plan.job.steps}</span>"
+    cause = f"<p class='cause'>{escape(status['cause'])}</p>" if status and status["cause"] else ""
+    words = f"{escape(model)} on {escape(_devices(plan))}: {escape(plan.parallelism.short())}"
+    return f"<header><h1>{escape(title)} {state}</h1><p>{words}</p>{cause}</header>"
+
+
+def _cards(plan: Plan, status: dict[str, Any] | None, metrics: Sequence[dict[str, Any]]) -> str:
+    cards: list[tuple[str, str, str]] = []
+    forecast = plan.forecast
+    if metrics:
+        times = sorted(m["step_time_s"] for m in metrics[1:] or metrics)
+        median = times[len(times) // 2]
+        cards.append(("loss", f"{metrics[-1]['loss']:.3f}", f"from {metrics[0]['loss']:.3f}"))
+        versus = f"predicted {seconds(forecast.step_time_s)}" if forecast else "median"
+        cards.append(("step time", seconds(median), versus))
+        cards.append(("tokens per second", f"{plan.job.tokens_per_step / median:,.0f}", "all devices together"))
+        peak = max(m["memory_bytes"] for m in metrics)
+        expected = f"predicted {gib(forecast.memory_reserved_bytes)}" if forecast else "fullest rank"
+        cards.append(("peak memory", gib(peak), expected))
+    elif forecast:
+        band = f"{seconds(forecast.step_time_low_s)} to {seconds(forecast.step_time_high_s)}"
+        cards.append(("step time, predicted", seconds(forecast.step_time_s), band))
+        cards.append(("tokens per second", f"{forecast.tokens_per_s_per_device:,.0f}", "per device"))
+        limit = _device_memory(plan)
+        full = of_gib(forecast.memory_reserved_bytes, limit) if limit else gib(forecast.memory_reserved_bytes)
+        cards.append(("memory", full, f"fits with probability {percent(forecast.fit_probability)}"))
+    if forecast:
+        cards.append(("MFU, predicted", percent(forecast.mfu), escape(forecast.mfu_peak)))
+    items = (f"<div><b>{name}</b><strong>{value}</strong><i>{note}</i></div>" for name, value, note in cards)
+    return f"<div class='cards'>{''.join(items)}</div>"
+
+
+def _curves(plan: Plan, metrics: Sequence[dict[str, Any]]) -> list[str]:
+    if not metrics:
+        return []
+    return [
+        _section("Loss", figures.html(figures.loss(metrics, _vocabulary(plan)))),
+        _section("Step time, measured against predicted", figures.html(figures.step_time(metrics, plan.forecast))),
+    ]
+
+
+def _layout(plan: Plan) -> str:
+    rows = (
+        (key.replace("_", " "), value)
+        for key, value in plan.parallelism.model_dump().items()
+        if value not in (None, False)
+    )
+    why = "".join(f"<li>{escape(reason)}</li>" for reason in plan.why)
+    reasons = f"<div><h3>Why this one</h3><ul>{why}</ul></div>" if why else ""
+    return _section("The layout", f"<div class='two'><div>{_table((), rows)}</div>{reasons}</div>")
+
+
+def _forecast(plan: Plan) -> list[str]:
+    if plan.forecast is None:
+        return []
+    time = figures.html(figures.step_parts(plan.forecast))
+    memory = figures.html(figures.memory(plan.forecast, _device_memory(plan)))
+    return [
+        _section("Where the step goes (forecast, slowest rank)", time),
+        _section(f"Where the bytes go (forecast, rank {plan.forecast.fullest_rank})", memory),
+    ]
+
+
+def _timeline(trace: Any) -> list[str]:
+    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if not events:
+        return []
+    return [_section("The step as forecast, rank by rank", figures.html(figures.timeline(events)))]
+
+
+def _rejected(plan: Plan) -> str:
+    if not plan.rejected:
+        return ""
+    rows = (
+        (loser.parallelism.short(), seconds(loser.step_time_s) if loser.step_time_s is not None else "", loser.reason)
+        for loser in plan.rejected
+    )
+    return _section("What lost, and why", _table(("layout", "step", "reason"), rows))
+
+
+def _job(plan: Plan) -> str:
+    rows = [(key.replace("_", " "), value) for key, value in plan.job.model_dump().items() if key != "optimizer"]
+    optimizer = plan.job.optimizer.model_dump()
+    rows.append(("optimizer", ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in optimizer.items())))
+    rows += [(f"version of {name}", value) for name, value in plan.versions.items()]
+    return _section("The job", _table((), rows))
+
+
+def _section(title: str, inside: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{inside}</section>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    top = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>" if head else ""
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table>{top}{body}</table>"
+
+
+def _devices(plan: Plan) -> str:
+    groups = (plan.cluster or {}).get("groups", [])
+    return " + ".join(
+        f"{group['nodes'] * group['devices_per_node']} x {group['device']['name']}" for group in groups
+    ) or (f"{plan.parallelism.world_size} devices")
+
+
+def _device_memory(plan: Plan) -> int | None:
+    return min((group["device"]["memory_bytes"] for group in (plan.cluster or {}).get("groups", [])), default=None)
+
+
+def _vocabulary(plan: Plan) -> int | None:
+    from ahp.graph.models import load_config
+
+    try:
+        config = load_config(plan.model)
+    except BadInput:
+        return None  # the model's folder has moved since; the page does without one line
+    return getattr(config, "vocab_size", None)
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    text = _text(run / "metrics.jsonl") or ""
+    # The last line may be half-written, by a run that goes on or was killed.
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _json(file: Path) -> Any:
+    text = _text(file)
+    return json.loads(text) if text else None
+
+
+def _text(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.is_file() else None

@@ -1,0 +1,131 @@
+"""The page: whole, in one file, without the network, with what the run left and nothing that it did not."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ahp.errors import AhpError, BadInput
+from ahp.plan import Forecast, Parallelism, Plan, Rejected
+from ahp.report import figures, page
+
+FORECAST = Forecast(
+    step_time_s=0.5, step_time_low_s=0.4, step_time_high_s=0.6, tokens_per_s_per_device=100.0, mfu=0.31,
+    mfu_peak="bf16 dense", memory_allocated_bytes=2 << 30, memory_reserved_bytes=3 << 30, fit_probability=0.99,
+    fits=True, step={"forward": 0.1, "backward": 0.3, "bubble": 0.0}, memory={"parameters": 1 << 30},
+    fullest_rank=1,
+)  # fmt: skip
+PLAN = Plan(
+    cluster={"groups": [{"nodes": 2, "devices_per_node": 4, "device": {"name": "H100", "memory_bytes": 80 << 30}}]},
+    forecast=FORECAST,
+    why=("nothing else <is> as fast",),
+    rejected=(
+        Rejected(parallelism=Parallelism(tensor_parallel_degree=8), reason="all-reduce exposed", step_time_s=0.7),
+    ),
+)
+
+
+def event(name: str, rank: int, start_us: float, length_us: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "pid": 0, "tid": rank, "ts": start_us, "dur": length_us}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    run.mkdir()
+    PLAN.save(run / "plan.yaml")
+    lines = [
+        {"step": step, "loss": 9.0 - step, "step_time_s": 0.55, "tokens_per_s": 7.0, "memory_bytes": 1 << 30}
+        for step in (1, 2, 3)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
+    (run / "status.json").write_text(json.dumps({"state": "failed", "step": 2, "cause": "disk <full>", "exit_code": 1}))
+    (run / "sample.txt").write_text("def a():\n    return '<script>'\n")
+    (run / "trace.json").write_text(json.dumps({"traceEvents": [event("0F0", 0, 0, 50)]}))
+    return run
+
+
+def test_run_page_has_every_part(run: Path) -> None:
+    assert page.write(run) == run / "report.html"
+    text = (run / "report.html").read_text()
+    for words in (
+        "failed, step 3 of 200", "disk &lt;full&gt;", "6.000", "from 8.000", "550 ms", "predicted 500 ms",
+        "nothing else &lt;is&gt; as fast", "all-reduce exposed", "&lt;script&gt;", "8 x H100", "ln(4096)", "0F0",
+    ):  # fmt: skip
+        assert words in text, words
+    assert list(run.glob("*.tmp")) == []
+
+
+def test_page_asks_the_network_for_nothing(run: Path) -> None:
+    text = page.write(run).read_text()
+    ours = text.replace(figures.script(), "")
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|@import|url\(""", ours)
+    assert len(ours) < 200_000 < len(text)
+
+
+def test_run_that_has_not_made_a_step_gets_a_page(tmp_path: Path) -> None:
+    Plan().save(tmp_path / "plan.yaml")
+    text = page.write(tmp_path).read_text().replace(figures.script(), "")
+    assert "Loss" not in text
+    assert "Where the bytes go" not in text
+    assert "The layout" in text
+
+
+def test_plan_page_lies_beside_the_plan(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "my-plan.yaml")
+    assert page.write(tmp_path / "my-plan.yaml") == tmp_path / "my-plan.html"
+    text = (tmp_path / "my-plan.html").read_text()
+    assert "400 ms to 600 ms" in text
+    assert "3.0 of 80.0 GiB" in text
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="neither a run's folder nor a plan"):
+        page.write(tmp_path / "no")
+    with pytest.raises(BadInput, match="no such file"):
+        page.write(tmp_path)
+
+
+def test_missing_plotly_says_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "plotly"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(AhpError, match=r"pip install 'ahp\[report\]'"):
+        page.write(run)
+    assert not (run / "report.html").exists()
+
+
+def test_step_time_shows_the_forecast_and_its_band() -> None:
+    figure = figures.step_time([{"step": 1, "step_time_s": 0.55}], FORECAST)
+    shapes = {(shape.y0, shape.y1) for shape in figure.layout.shapes}
+    assert shapes == {(0.4, 0.6), (0.5, 0.5)}
+    assert figures.step_time([{"step": 1, "step_time_s": 0.55}], None).layout.shapes == ()
+
+
+def test_shares_leave_out_nothing_but_nothing() -> None:
+    figure = figures.step_parts(FORECAST)
+    assert [(bar.name, bar.x[0]) for bar in figure.data] == [("forward", 0.1), ("backward", 0.3)]
+    memory = figures.memory(FORECAST, 80 << 30)
+    assert memory.data[0].x == (1.0,)
+    assert memory.layout.shapes[0].x0 == 80
+
+
+def test_timeline_is_one_row_a_rank_and_nested_events_are_thinner() -> None:
+    events = [event("1F0", 1, 0, 40), event("0F0", 0, 0, 100), event("all-reduce", 0, 10, 20), event("0B0", 0, 100, 50)]
+    events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "rank zero"}})
+    bars = figures.timeline(events).data[0]
+    drawn = {text: (row, base, length, width) for text, row, base, length, width in zip(
+        bars.text, bars.y, bars.base, bars.x, bars.width, strict=True)}  # fmt: skip
+    assert drawn["0F0"][:3] == ("rank zero", 0.0, 0.1)
+    assert drawn["all-reduce"][0] == "rank zero"
+    assert drawn["all-reduce"][3] < drawn["0F0"][3] == drawn["0B0"][3]
+    assert drawn["1F0"][0] == "0/1"
+    colours = dict(zip(bars.text, bars.marker.color, strict=True))
+    assert colours["0F0"] == figures.ACTIONS["F"]
+    assert colours["0B0"] == figures.ACTIONS["B"]
+    assert colours["all-reduce"] == figures.OTHER_ACTION
