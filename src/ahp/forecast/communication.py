@@ -1,0 +1,172 @@
+"""What a collective costs: where its ranks lie, and how long it takes over the links between them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from ahp.cluster.model import NodeGroup
+from ahp.plan import Parallelism
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+
+MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes, slowest first: neighbouring ranks differ in ``tp``."""
+
+INTRA_NODE_EFFICIENCY = 0.78
+"""Bus bandwidth of a ring over a link's nominal bandwidth: A100 235 of 300, H200 366 of 450, B200 682 of 900 GB/s
+(nccl-tests, stas00/ml-engineering network/README.md 29c6b708; awsome-distributed-training for B200)."""
+
+INTER_NODE_EFFICIENCY = 0.93
+"""The same over the network cards of a node: 8 x 400 Gb/s 370-380 of 400 GB/s, 2 x 200 Gb/s 48 of 50 GB/s (NCCL's
+published bus bandwidths, DGX H100 and RDMA rows)."""
+
+BASE_S = 14.0e-6
+"""Start of any collective: NCCL src/graph/tuning.cc 5067397c, ring and tree with protocol LL128."""
+
+TREE_BANDWIDTH = 0.5 * 0.92
+"""A tree's algorithm bandwidth over the ring's bus bandwidth: tuning.cc 5067397c."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of one collective: how many, how many of them on a node, on how many nodes."""
+
+    size: int
+    local: int
+    nodes: int
+
+
+def axis_group(parallelism: Parallelism, axis: Axis, devices_per_node: int) -> Group:
+    """The group of one mesh axis; ranks are numbered along the mesh and fill the nodes in order."""
+    degrees = dict(
+        zip(
+            MESH,
+            (
+                parallelism.pipeline_parallel_degree,
+                parallelism.data_parallel_replicate_degree,
+                parallelism.data_parallel_shard_degree,
+                parallelism.context_parallel_degree,
+                parallelism.tensor_parallel_degree,
+            ),
+            strict=True,
+        )
+    )
+    stride = math.prod(degrees[a] for a in MESH[MESH.index(axis) + 1 :])
+    return strided_group(degrees[axis], stride, devices_per_node)
+
+
+def strided_group(size: int, stride: int, devices_per_node: int) -> Group:
+    """``size`` ranks, ``stride`` apart, on nodes of ``devices_per_node`` devices."""
+    local = min(size, max(1, devices_per_node // stride))
+    return Group(size, local, math.ceil(size / local))
+
+
+class Network:
+    """Times of collectives on one group of nodes: from its measured tables where there are some, else a model."""
+
+    def __init__(self, nodes: NodeGroup) -> None:
+        self.nodes = nodes
+        self._tables = _tables(nodes)
+        self.time_s = lru_cache(maxsize=None)(self._time_s)
+
+    def _time_s(self, kind: Kind, num_bytes: float, group: Group) -> float:
+        """Seconds of one collective. ``num_bytes`` is the whole tensor (the gathered one, for an all-gather; the
+        message, for a send); all groups of the same mesh axis run theirs at once."""
+        if group.size < 2 or num_bytes <= 0:
+            return 0.0
+        if group.nodes == 1 and (measured := self._measured_s(kind, num_bytes, group)) is not None:
+            return measured
+        return self._model_s(kind, num_bytes, group)
+
+    def _model_s(self, kind: Kind, num_bytes: float, group: Group) -> float:
+        n, bandwidth = group.size, self._bus_bandwidth(group)
+        ring = (n - 1) / n * num_bytes / bandwidth
+        hop_s = self._hops_s(group)
+        if kind == "send_recv":
+            return BASE_S + self._last_hop_s(group) + num_bytes / bandwidth
+        if kind != "all_reduce":
+            return BASE_S + hop_s + ring
+        return min(BASE_S + 2 * hop_s + 2 * ring, self._tree_s(num_bytes, group, bandwidth))
+
+    def _tree_s(self, num_bytes: float, group: Group, bandwidth: float) -> float:
+        """All-reduce up and down a tree: a chain within each node, a binary tree over the nodes."""
+        hops_s = (group.local - 1) * self.nodes.intra_node.latency_s
+        if group.nodes > 1:
+            hops_s += math.log2(group.nodes) * self._inter.latency_s
+        return BASE_S + 2 * hops_s + num_bytes / (TREE_BANDWIDTH * bandwidth)
+
+    def _hops_s(self, group: Group) -> float:
+        """Latency of going round the ring once."""
+        if group.nodes == 1:
+            return (group.size - 1) * self.nodes.intra_node.latency_s
+        within = group.size - group.nodes
+        return within * self.nodes.intra_node.latency_s + (group.nodes - 1) * self._inter.latency_s
+
+    def _last_hop_s(self, group: Group) -> float:
+        return (self.nodes.intra_node if group.nodes == 1 else self._inter).latency_s
+
+    def _bus_bandwidth(self, group: Group) -> float:
+        """Bytes/s of the ring's slowest link.
+
+        Between nodes a group has the network cards that its local ranks reach: the node's bandwidth, shared with
+        the groups of the node's other devices, which communicate at the same time (cost model, section 3.7).
+        """
+        within = INTRA_NODE_EFFICIENCY * self.nodes.intra_node.bandwidth_bytes_per_s
+        if group.nodes == 1:
+            return within
+        share = group.local / self.nodes.devices_per_node
+        between = INTER_NODE_EFFICIENCY * self._inter.bandwidth_bytes_per_s * share
+        return min(within, between) if group.local > 1 else between
+
+    @property
+    def _inter(self):
+        assert self.nodes.inter_node is not None, "rules.illegal refuses several nodes without a network"
+        return self.nodes.inter_node
+
+    def _measured_s(self, kind: Kind, num_bytes: float, group: Group) -> float | None:
+        """From the table of the nearest measured number of ranks, scaled to this one by the model's ratio."""
+        tables = self._tables.get(kind)
+        if not tables:
+            return None
+        workers = min(tables, key=lambda w: (abs(math.log(w / group.size)), w))
+        seconds = interpolate(tables[workers], num_bytes)
+        if workers != group.size and kind != "send_recv":
+            same_node = Group(workers, workers, 1)
+            seconds *= self._model_s(kind, num_bytes, group) / self._model_s(kind, num_bytes, same_node)
+        return seconds
+
+
+def interpolate(table: list[tuple[float, float]], num_bytes: float) -> float:
+    """Seconds at a size, from (bytes, seconds) in rising order.
+
+    Between two sizes straight in log-log; below the smallest its time (latency); above the largest in proportion.
+    """
+    first, last = table[0], table[-1]
+    if num_bytes <= first[0]:
+        return first[1]
+    if num_bytes >= last[0]:
+        return last[1] * num_bytes / last[0]
+    at = bisect_left(table, (num_bytes, 0.0))
+    (x0, y0), (x1, y1) = table[at - 1], table[at]
+    part = math.log(num_bytes / x0) / math.log(x1 / x0)
+    return math.exp((1 - part) * math.log(y0) + part * math.log(y1))
+
+
+def _tables(nodes: NodeGroup) -> dict[str, dict[int, list[tuple[float, float]]]]:
+    """Measured (bytes, seconds) by kind and number of ranks, sorted by size; repeated sizes averaged."""
+    found: dict[str, dict[int, dict[float, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for sample in nodes.measured.collectives if nodes.measured else ():
+        found[sample.kind][sample.workers][float(sample.bytes)].append(sample.seconds)
+    return {
+        kind: {
+            workers: [(size, sum(times) / len(times)) for size, times in sorted(sizes.items()) if size > 0]
+            for workers, sizes in by_workers.items()
+        }
+        for kind, by_workers in found.items()
+    }

@@ -1,0 +1,126 @@
+"""How much of a device's peak an operator reaches: from measured tables, else from a curve for its kind of device."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ahp.cluster.model import Device, Measurements
+
+BEST_MATMUL: tuple[tuple[str, float], ...] = (
+    ("A100-PCIe", 0.811), ("A100", 0.869), ("A800", 0.869), ("GH200", 0.838), ("H100", 0.803), ("H800", 0.803),
+    ("H200", 0.803), ("GB200", 0.55), ("GB300", 0.55), ("B200", 0.55), ("B300", 0.55), ("MI300X", 0.514),
+)  # fmt: skip
+"""Share of the dense bf16 peak that a large product reaches, by the start of the device's name. Maximum achievable
+matrix product, stas00/ml-engineering compute/accelerator/README.md 7bc7c305; Blackwell instead from the 514 products
+that SimuMax v1.2 measured on B200 under power limits (best 0.655, and 0.55 best fits all of them)."""
+
+BEST_MATMUL_ELSE = 0.80
+"""[Empirical] the median of the table's GPUs, for a device that is not in it."""
+
+HALF_DEPTH = 256
+"""Depth K at which a product spends half its time filling and draining the pipeline: eff ~ K / (K + 256). Fitted to
+183 products SimuMax measured on A100 (spread of the rest 6.9 %), and confirmed on its 514 on B200."""
+
+TILES: tuple[tuple[int, int], ...] = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Output tiles that the vendor's library chooses from."""
+
+TILE_EXPONENT = 0.15
+"""[Empirical] a smaller tile reads more per FLOP: efficiency ~ (tile area / 256 x 128) ** 0.15, same fit."""
+
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.50, 0.40
+"""Share of the peak that fused attention reaches on the FLOPs it really does: half of the medians 1.00 and 0.80 that
+SimuMax measured on A100 counting the whole square of a causal mask."""
+
+STREAMING = 0.80
+"""Share of the memory bandwidth that a streaming kernel reaches: 0.66-0.90 (cost model, section 3.6)."""
+
+CPU_ATTENTION = 0.50
+"""Fused attention on a CPU over a large matrix product's rate there [Empirical], see docs/forecast.md."""
+
+PRECISION_OF: dict[str, str] = {
+    "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
+    "float64": "fp32",
+}  # fmt: skip
+
+
+def is_cpu(device: Device) -> bool:
+    """Whether a device is a worker process on processor cores: nothing overlaps there, all share the cores."""
+    return device.name.lower().startswith("cpu")
+
+
+class Rates:
+    """FLOP/s and bytes/s of one worker while ``workers`` of them compute on its node."""
+
+    def __init__(self, device: Device, measured: Measurements | None, workers: int) -> None:
+        self.device = device
+        self._samples = _nearest_workers(measured, workers)
+        self.bytes_per_s = STREAMING * device.memory_bandwidth_bytes_per_s
+        if measured and measured.memory:
+            self.bytes_per_s = min(measured.memory, key=lambda s: _distance(s.workers, workers)).bytes_per_s
+
+    def peak(self, precision: str) -> float:
+        """Dense peak in FLOP/s; a precision the device has no units for computes at its fp32 peak."""
+        peaks = self.device.peak_flops_per_s
+        return peaks.get(precision) or peaks.get("fp32") or max(peaks.values())
+
+    def matmul_s(self, batch: float, m: float, n: float, k: float, precision: str) -> float:
+        """Seconds of ``batch`` products (m, k) x (k, n), without the launch."""
+        flops = 2.0 * batch * m * n * k
+        if (samples := self._samples.get(precision)) is not None:
+            return flops / _measured_rate(samples, batch * m, n, k)
+        return flops / (self.peak(precision) * self._matmul_efficiency(batch, m, n, k))
+
+    def attention_s(self, flops: float, precision: str, *, backward: bool) -> float:
+        """Seconds of fused attention that really does ``flops``."""
+        if (samples := self._samples.get(precision)) is not None:
+            return flops / (CPU_ATTENTION * float(samples[1].max()))
+        return flops / (self.peak(precision) * (ATTENTION_BACKWARD if backward else ATTENTION_FORWARD))
+
+    def _matmul_efficiency(self, batch: float, m: float, n: float, k: float) -> float:
+        best = next((e for name, e in BEST_MATMUL if self.device.name.startswith(name)), BEST_MATMUL_ELSE)
+        best *= k / (k + HALF_DEPTH)
+        if self.device.num_sms is None:
+            return best
+        return best * max(
+            (batch * m * n)
+            / (
+                math.ceil(batch * math.ceil(m / a) * math.ceil(n / b) / self.device.num_sms)
+                * self.device.num_sms
+                * a
+                * b
+            )
+            * (a * b / (256 * 128)) ** TILE_EXPONENT
+            for a, b in TILES
+        )
+
+
+def _distance(a: int, b: int) -> float:
+    return abs(math.log(a / b))
+
+
+def _nearest_workers(measured: Measurements | None, workers: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """By precision: log (m, n, k) of the products measured with the nearest number of workers, and their FLOP/s."""
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for sample in measured.matmul if measured else ():
+        precision = PRECISION_OF.get(sample.dtype, sample.dtype)
+        if precision in found:
+            continue
+        alike = [s for s in measured.matmul if s.dtype == sample.dtype] if measured else []
+        nearest = min((s.workers for s in alike), key=lambda w: (_distance(w, workers), -w))
+        alike = [s for s in alike if s.workers == nearest]
+        shapes = np.log(np.array([(s.m, s.n, s.k) for s in alike], dtype=float))
+        found[precision] = shapes, np.array([2.0 * s.m * s.n * s.k / s.seconds for s in alike])
+    return found
+
+
+def _measured_rate(samples: tuple[np.ndarray, np.ndarray], m: float, n: float, k: float) -> float:
+    """FLOP/s of a shape: the nearest four measured ones, weighted by inverse square distance in log space."""
+    shapes, rates = samples
+    distance = ((shapes - np.log(np.maximum((m, n, k), 1.0))) ** 2).sum(axis=1)
+    near = np.argsort(distance)[:4]
+    if distance[near[0]] < 1e-12:
+        return float(rates[near[0]])
+    weight = 1.0 / distance[near]
+    return float(np.exp((weight * np.log(rates[near])).sum() / weight.sum()))

@@ -1,0 +1,149 @@
+"""Where the bytes of a rank go, and how likely they are to fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ahp.cluster.model import Device
+from ahp.engines.engine import Traits
+from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.split import Split
+from ahp.graph.operators import Operator, Segment
+
+RESERVED_OVER_ALLOCATED = 1.038
+"""The caching allocator's reserved over allocated bytes at the peak: median of 344 ranks (SimuMax B200, cost model
+section 2); 5th to 95th percentile 1.016 to 1.073."""
+
+COMMUNICATOR_BYTES = 600_000_000
+"""Of one NCCL communicator: 544 MB for 2 ranks, 688 MB for more (NVIDIA/nccl#964, 4 x A100)."""
+
+SIGMA_ALLOCATED = 0.06
+"""Relative standard error of the allocated bytes. The closed form this follows has 1.2 % on Megatron (cost model,
+section 0) but nobody has held it against FSDP2 on GPUs: [Empirical] four times the 1.5 % root mean square of that."""
+
+SIGMA_RESERVED = 0.0166
+"""Of reserved over allocated: (ln 1.073 - ln 1.016) / (2 x 1.645), the percentiles above."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMemory:
+    """Bytes of activations of one segment and one micro-batch on one rank."""
+
+    saved: int
+    """Kept from forward to backward."""
+    forward_extra: int
+    """At the peak of its forward pass, beyond what it keeps."""
+    backward_extra: int
+    """At the peak of its backward pass, beyond what it kept."""
+
+
+def segment_memory(segment: Segment, split: Split, degree: int) -> SegmentMemory:
+    """Run through the segment's operators, tensor by tensor: made when its operator runs, freed after its last use.
+
+    Gradients of parameters are left out (they are counted with the parameters), gradients of what enters are in.
+    """
+    owner = _owners(segment)
+    shares = {op.index: _output_share(op, split, degree) for op in segment.operators}
+    saved = {op.index: op.saved_bytes * shares[op.index] for op in segment.phase("forward") if op.saved_bytes}
+    last_use = {(owner[i], op.phase): op.index for op in segment.operators for i in (*op.depends_on, op.index)}
+    frees: dict[int, list[int]] = {}
+    for (made_by, phase), at in last_use.items():
+        if phase == "backward" or made_by not in saved:
+            frees.setdefault(at, []).append(made_by)
+    held: dict[int, float] = {}
+    peak = {"forward": 0.0, "backward": 0.0}
+    kept, live, phase = sum(saved.values()), 0.0, "forward"
+    for op in segment.operators:
+        if op.phase != phase:
+            phase, held = op.phase, dict(saved)
+            live = kept + (segment.output.bytes if segment.output else 0)
+        # A backward output that nothing reads is the gradient of a parameter.
+        if owner[op.index] == op.index and (phase == "forward" or last_use[op.index, phase] != op.index):
+            out_bytes = sum(spec.bytes for spec in op.outputs) * shares[op.index] if op.bytes_written else 0.0
+            held[op.index] = max(out_bytes, saved.get(op.index, 0.0))
+            live += held[op.index]
+        peak[phase] = max(peak[phase], live)
+        live -= sum(held.pop(made_by, 0.0) for made_by in frees.get(op.index, ()))
+    return SegmentMemory(round(kept), round(max(0.0, peak["forward"] - kept)), round(max(0.0, peak["backward"] - kept)))
+
+
+def _owners(segment: Segment) -> dict[int, int]:
+    """By operator: the one that made the memory its output lies in; itself, unless it is a view."""
+    owner: dict[int, int] = {}
+    for op in segment.operators:
+        sources = [i for i in op.depends_on if i in owner]
+        is_view = op.bytes_written == 0 and op.flops == 0
+        owner[op.index] = owner[sources[0]] if is_view and sources else op.index
+    return owner
+
+
+def _output_share(op: Operator, split: Split, degree: int) -> float:
+    """The part of an operator's output that one rank holds: the sums of contracted products are whole."""
+    return 1.0 / degree if op.index in split.divided and op.index not in split.contracted else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankWeights:
+    """Parameters (elements) that one pipeline rank holds after tensor parallelism, before sharding over data ranks."""
+
+    total: int
+    largest_block: int
+    outside_blocks: int
+    """In the one unit that holds what is not in a block: embedding, head, final norm."""
+
+
+def state_bytes(weights: RankWeights, traits: Traits, *, shards: int, micro_batches: int) -> dict[str, int]:
+    """Bytes of parameters, optimizer states, gathered weights, gradients and buffers of communication of a rank."""
+    total = weights.total
+    gathered = 0
+    if shards > 1 or traits.compute_weight_bytes != traits.master_weight_bytes:
+        # FSDP2 holds the block it computes and the one it prefetches.
+        gathered = total if traits.keeps_gathered_weights else weights.outside_blocks + 2 * weights.largest_block
+        gathered = min(gathered, total) * traits.compute_weight_bytes
+    waits_whole = traits.keeps_whole_gradients and micro_batches > 1
+    gradients = total * traits.gradient_bytes
+    unit = max(weights.largest_block, weights.outside_blocks)
+    # A unit's gradient in the compute copy's type, and the flat buffer it is reduced in.
+    buffers = unit * ((traits.compute_weight_bytes or traits.master_weight_bytes) + traits.reduce_bytes)
+    return {
+        "parameters": math.ceil(total * traits.master_weight_bytes / shards),
+        "optimizer_states": math.ceil(total * traits.optimizer_state_bytes / shards),
+        "gathered_weights": gathered,
+        "gradients": gradients if waits_whole else math.ceil(gradients / shards),
+        "reduce_buffers": buffers,
+    }
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """All parts of one rank, in bytes; ``parts`` adds up to what the device must have."""
+
+    parts: dict[str, int]
+    allocated: int
+    reserved: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def rank_memory(parts: dict[str, int], device: Device, num_groups: int) -> RankMemory:
+    """Add what the allocator, the context and the communicators of ``num_groups`` process groups hold."""
+    allocated = sum(parts.values())
+    slack = round(allocated * (RESERVED_OVER_ALLOCATED - 1))
+    outside = {
+        "allocator_slack": slack,
+        "communicators": 0 if is_cpu(device) else num_groups * COMMUNICATOR_BYTES,
+        "context": device.reserved_memory_bytes,
+    }
+    return RankMemory({**parts, **outside}, allocated, allocated + slack)
+
+
+def fit_probability(total_bytes: float, capacity_bytes: float) -> float:
+    """Probability that the real need is within the capacity: the forecast's error is log-normal.
+
+    All ranks of a layout share the formula's error, so the fullest rank decides for all.
+    """
+    sigma = math.hypot(SIGMA_ALLOCATED, SIGMA_RESERVED)
+    return 0.5 * (1.0 + math.erf(math.log(capacity_bytes / total_bytes) / (sigma * math.sqrt(2.0))))

@@ -1,0 +1,36 @@
+"""How much of a chain of collectives shows, when each may hide behind the computation of its neighbour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+CONTENTION = 0.189
+"""Computation slows down by this share while a collective runs beside it: mean over A100, H100, MI2xx
+(arXiv 2507.03114)."""
+
+
+def exposed_ahead_s(collectives: Sequence[float], work: Sequence[float], overlap: float) -> float:
+    """Weights gathered one unit ahead: unit ``i + 1`` is on its way while unit ``i`` computes.
+
+    ``collectives[i]`` must end before ``work[i]`` starts; the first has nothing to hide behind. ``overlap`` is
+    the share that can hide at all. Seconds added to the computation.
+    """
+    exposed = collectives[0] if collectives else 0.0
+    for collective, before in zip(collectives[1:], work, strict=False):
+        hidden = min(overlap * collective, before)
+        exposed += collective - hidden + CONTENTION * hidden
+    return exposed
+
+
+def exposed_behind_s(collectives: Sequence[float], work: Sequence[float], overlap: float) -> float:
+    """Gradients reduced behind the backward pass: unit ``i`` is sent once ``work[i]`` is done, one after another.
+
+    Seconds from the end of the computation to the end of the last collective, and what the hidden ones slow down.
+    """
+    clock = finish = 0.0
+    for collective, own in zip(collectives, work, strict=True):
+        clock += own
+        finish = max(finish, clock) + collective
+    total = sum(collectives)
+    tail = finish - clock
+    return overlap * (tail + CONTENTION * (total - tail)) + (1.0 - overlap) * total

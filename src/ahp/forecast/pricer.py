@@ -1,0 +1,271 @@
+"""Prices layouts of one model, cluster, job and engine; what they share is computed once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ahp.cluster.model import Cluster
+from ahp.engines.engine import Traits
+from ahp.engines.registry import get
+from ahp.errors import BadInput
+from ahp.forecast import memory
+from ahp.forecast.communication import Group, Network, axis_group, strided_group
+from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.rules import illegal
+from ahp.forecast.stage import DataParallel, StageCost, stage_cost
+from ahp.forecast.units import UnitPricer, Units
+from ahp.graph.operators import ModelGraph
+from ahp.job import Job
+from ahp.plan import EngineChoice, Forecast, Parallelism
+from ahp.schedule.actions import Schedule
+from ahp.schedule.patterns import make
+from ahp.schedule.simulate import StageTimes, Timeline, peak_in_flight, simulate
+from ahp.schedule.stages import layer_ranges, layers_of_stages
+
+SIGMA_CATALOGUE = 0.25
+"""Relative standard error of the step time on a cluster nobody measured: mean errors of published models that were
+not measured on their cluster are 14-21 % (cost model, section 0.4); 20 % mean is 25 % standard error."""
+
+SIGMA_MEASURED = 0.15
+"""The same after a probe: published models fed with measured operators reach 5.6-14.7 % mean error (section 0.1,
+vTrain); 12 % mean is 15 % standard error. [Empirical] until our own runs are many."""
+
+NORMAL_90 = 1.645
+"""Half width of the central 90 % of a normal distribution, in standard errors."""
+
+CLIP_BYTES = 12
+"""Bytes moved per gradient element by clipping in fp32: one read for the norm, one read and write for the scale."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A layout with everything its forecast was made from."""
+
+    forecast: Forecast
+    parallelism: Parallelism
+    """As given, with activation_checkpoint ``auto`` decided."""
+    schedule: Schedule
+    timeline: Timeline
+    stages: tuple[StageCost, ...]
+    optimizer_s: float
+
+
+class Pricer:
+    """Forecasts for one model, cluster, job and engine."""
+
+    def __init__(self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice) -> None:
+        self.graph, self.cluster, self.job, self.choice = graph, cluster, job, choice
+        self.nodes = cluster.groups[0]
+        self.network = Network(self.nodes)
+        self._units = UnitPricer(graph, self.nodes, self.network)
+
+    def price(self, parallelism: Parallelism) -> Priced:
+        """Price one layout. ``activation_checkpoint`` auto is the lightest that fits. Raises BadInput with the reason."""
+        if parallelism.activation_checkpoint != "auto":
+            return self._price(parallelism)
+        for lightest_first in ("none", "full"):
+            priced = self._price(parallelism.model_copy(update={"activation_checkpoint": lightest_first}))
+            if priced.forecast.fits:
+                break
+        return priced
+
+    def _price(self, parallelism: Parallelism) -> Priced:
+        if reason := illegal(self.graph, self.cluster, self.job, parallelism, self.choice):
+            raise BadInput(reason)
+        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
+        stages, units = self._stages(parallelism, traits)
+        p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
+        name = parallelism.pipeline_parallel_schedule if p > 1 else "1F1B"
+        schedule = make(name, p, v, parallelism.num_micro_batches(self.job))
+        timeline = simulate(schedule, self._stage_times(parallelism, stages, units))
+        optimizer_s = self._optimizer_s(parallelism, traits, schedule, stages)
+        tied_s = self._tied_s(parallelism, units)
+        step_s = timeline.makespan_s + tied_s + optimizer_s
+        step = _step_parts(schedule, timeline, stages, tied_s)
+        step["optimizer"] = optimizer_s
+        rank, used = self._fullest(parallelism, traits, schedule, stages, units)
+        return Priced(
+            self._forecast(parallelism, step_s, step, rank, used, units),
+            parallelism, schedule, timeline, stages, optimizer_s,
+        )  # fmt: skip
+
+    def _stages(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], Units]:
+        per_node = self.nodes.devices_per_node
+        tensor = axis_group(parallelism, "tp", per_node)
+        units = self._units.units(parallelism.micro_batch_size, tensor, traits)
+        data = DataParallel(
+            shard=axis_group(parallelism, "dp_shard", per_node),
+            replicate=axis_group(parallelism, "dp_replicate", per_node),
+            traits=traits,
+            micro_batches=parallelism.num_micro_batches(self.job),
+            overlap=0.0 if is_cpu(self.nodes.device) else 1.0,
+        )
+        ranges = layer_ranges(layers_of_stages(parallelism, self.graph.num_layers))
+        made: dict[tuple[tuple[int, ...], bool, bool], StageCost] = {}
+        stages = []
+        for index, layers in enumerate(ranges):
+            first, last = index == 0, index == len(ranges) - 1
+            kinds = tuple(self.graph.layers[i] for i in layers), first, last
+            if kinds not in made:
+                made[kinds] = stage_cost(
+                    units, layers, first=first, last=last, recompute=parallelism.activation_checkpoint == "full",
+                    data=data, network=self.network, bytes_per_s=self._units.rates.bytes_per_s,
+                )  # fmt: skip
+            stages.append(made[kinds])
+        return tuple(stages), units
+
+    def _stage_times(self, parallelism: Parallelism, stages: tuple[StageCost, ...], units: Units) -> list[StageTimes]:
+        p, count = parallelism.pipeline_parallel_degree, len(stages)
+        send = [self._send_s(parallelism, stage % p, (stage + 1) % p, units) for stage in range(count)]
+        return [
+            StageTimes(
+                forward_s=sum(cost.forward.values()),
+                backward_s=sum(cost.backward.values()),
+                send_forward_s=send[stage] if stage < count - 1 else 0.0,
+                send_backward_s=send[stage - 1] if stage > 0 else 0.0,
+                first_forward_extra_s=sum(cost.first_forward.values()),
+                last_backward_extra_s=sum(cost.last_backward.values()),
+            )
+            for stage, cost in enumerate(stages)
+        ]
+
+    def _send_s(self, parallelism: Parallelism, source: int, target: int, units: Units) -> float:
+        """Seconds to hand one micro-batch's hidden states from one pipeline rank to another."""
+        if source == target:
+            return 0.0
+        width = parallelism.world_size // parallelism.pipeline_parallel_degree
+        per_node = self.nodes.devices_per_node
+        same_node = (source * width) // per_node == (target * width + width - 1) // per_node
+        group = Group(2, 2, 1) if same_node else Group(2, 1, 2)
+        return self.network.time_s("send_recv", units.hidden_bytes, group)
+
+    def _optimizer_s(
+        self, parallelism: Parallelism, traits: Traits, schedule: Schedule, stages: tuple[StageCost, ...]
+    ) -> float:
+        """Norm, clipping and AdamW on the shard of the fullest rank, and the one collective of loss and norm."""
+        total = max(_held(schedule, stages, rank) for rank in range(len(schedule.ranks)))
+        shard = total / parallelism.data_parallel_shard_degree
+        # AdamW reads weight, gradient and states, and writes weight and states, in one kernel (fused=True).
+        moved = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
+        moved += CLIP_BYTES if self.job.optimizer.grad_clip is not None else CLIP_BYTES // 3
+        world = strided_group(parallelism.world_size, 1, self.nodes.devices_per_node)
+        return shard * moved / self._units.rates.bytes_per_s + self.network.time_s("all_reduce", 16, world)
+
+    def _tied_s(self, parallelism: Parallelism, units: Units) -> float:
+        """The gradient of weights that the first and the last stage share, summed over both."""
+        p = parallelism.pipeline_parallel_degree
+        if p == 1 or units.tied_parameters == 0:
+            return 0.0
+        width = parallelism.world_size // p
+        group = strided_group(2, width * (p - 1), self.nodes.devices_per_node)
+        return self.network.time_s("all_reduce", 4 * units.tied_parameters, group)
+
+    def _fullest(
+        self,
+        parallelism: Parallelism,
+        traits: Traits,
+        schedule: Schedule,
+        stages: tuple[StageCost, ...],
+        units: Units,
+    ) -> tuple[int, memory.RankMemory]:
+        """The pipeline rank that needs the most memory, and what it needs."""
+        in_flight = peak_in_flight(schedule, [cost.kept_bytes for cost in stages])
+        degrees = (
+            parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree,
+            parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree, parallelism.world_size,
+        )  # fmt: skip
+        num_groups = sum(degree > 1 for degree in degrees)
+        ranks = []
+        for rank in range(len(schedule.ranks)):
+            own = [s for s, holder in enumerate(schedule.stage_rank) if holder == rank]
+            weights = self._rank_weights(parallelism, units, own, _held(schedule, stages, rank))
+            parts = memory.state_bytes(
+                weights, traits,
+                shards=parallelism.data_parallel_shard_degree, micro_batches=schedule.num_micro_batches,
+            )  # fmt: skip
+            parts["activations"] = round(in_flight[rank])
+            parts["temporaries"] = max(stages[s].temporary_bytes for s in own)
+            parts["pipeline_buffers"] = _pipeline_buffers(schedule, own, units.hidden_bytes)
+            if schedule.num_micro_batches == 1:
+                parts = _one_backward(parts)
+            ranks.append(memory.rank_memory(parts, self.nodes.device, num_groups))
+        fullest = max(range(len(ranks)), key=lambda r: ranks[r].total)
+        return fullest, ranks[fullest]
+
+    def _rank_weights(self, parallelism: Parallelism, units: Units, own: list[int], total: int) -> memory.RankWeights:
+        ranges = layer_ranges(layers_of_stages(parallelism, self.graph.num_layers))
+        sizes = [units.blocks[units.layers[i]].parameters for stage in own for i in ranges[stage]]
+        return memory.RankWeights(total, max(sizes, default=0), total - sum(sizes))
+
+    def _forecast(
+        self,
+        parallelism: Parallelism,
+        step_s: float,
+        step: dict[str, float],
+        rank: int,
+        used: memory.RankMemory,
+        units: Units,
+    ) -> Forecast:
+        device, world = self.nodes.device, parallelism.world_size
+        sigma = SIGMA_MEASURED if self.nodes.measured is not None else SIGMA_CATALOGUE
+        band = math.exp(NORMAL_90 * sigma)
+        peak = self._units.rates.peak(self.job.precision)
+        model_flops = 3 * units.forward_flops * (self.job.global_batch_size / parallelism.micro_batch_size)
+        probability = memory.fit_probability(used.total, device.memory_bytes)
+        return Forecast(
+            step_time_s=step_s,
+            step_time_low_s=step_s / band,
+            step_time_high_s=step_s * band,
+            tokens_per_s_per_device=self.job.tokens_per_step / (step_s * world),
+            mfu=model_flops / (step_s * world * peak),
+            mfu_peak=(
+                f"{device.name}, dense {self.job.precision} peak {peak / 1e12:.4g} TFLOP/s; 3 x the traced forward FLOPs "
+                "(matrix products and attention, the whole square of a causal mask), recompute not counted"
+            ),
+            memory_allocated_bytes=used.allocated,
+            memory_reserved_bytes=used.reserved,
+            fit_probability=probability,
+            fits=probability >= 0.95,
+            step=step,
+            memory=used.parts,
+            fullest_rank=rank * (world // parallelism.pipeline_parallel_degree),
+        )
+
+
+def _held(schedule: Schedule, stages: tuple[StageCost, ...], rank: int) -> int:
+    """Parameters of all stages of a pipeline rank."""
+    return sum(cost.parameters for cost, holder in zip(stages, schedule.stage_rank, strict=True) if holder == rank)
+
+
+def _pipeline_buffers(schedule: Schedule, own: list[int], hidden_bytes: int) -> int:
+    """torch 2.13 allocates what a stage receives once for every micro-batch (pipelining/stage.py, recv infos)."""
+    if len(schedule.ranks) == 1:
+        return 0
+    received = sum((stage > 0) + (stage < schedule.num_stages - 1) for stage in own)
+    return received * schedule.num_micro_batches * hidden_bytes
+
+
+def _one_backward(parts: dict[str, int]) -> dict[str, int]:
+    """With a single backward pass gradients grow as activations go: the peak is at its start or at its end."""
+    if parts["activations"] >= parts["gradients"]:
+        return {**parts, "gradients": 0}
+    return {**parts, "activations": 0}
+
+
+def _step_parts(
+    schedule: Schedule, timeline: Timeline, stages: tuple[StageCost, ...], tied_s: float
+) -> dict[str, float]:
+    """Where the time of the rank that ends last goes, in seconds; without the optimizer. Parts of 0 are left out."""
+    rank = max(range(len(schedule.ranks)), key=lambda r: (timeline.end_s(r), timeline.busy_s[r]))
+    m = schedule.num_micro_batches
+    parts: dict[str, float] = {}
+    for cost, holder in zip(stages, schedule.stage_rank, strict=True):
+        if holder != rank:
+            continue
+        for times, count in ((cost.forward, m), (cost.backward, m), (cost.first_forward, 1), (cost.last_backward, 1)):
+            for part, seconds in times.items():
+                parts[part] = parts.get(part, 0.0) + count * seconds
+    parts["gradient_reduce"] = parts.get("gradient_reduce", 0.0) + tied_s
+    parts["bubble"] = timeline.idle_s[rank]
+    return {part: seconds for part, seconds in parts.items() if seconds > 0}

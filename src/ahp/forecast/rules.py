@@ -1,0 +1,109 @@
+"""Whether a layout is legal for a model, a cluster and a job: one function for forecast, search and runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ahp.cluster.model import Cluster
+from ahp.engines.registry import get
+from ahp.errors import AhpError, nearest
+from ahp.graph.operators import ModelGraph
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+from ahp.schedule.patterns import illegal as illegal_schedule
+
+TENSOR_PARALLEL_FACTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""What of the model tensor_parallel_degree must divide, where the graph knows it."""
+
+
+def illegal(
+    graph: ModelGraph, cluster: Cluster, job: Job, parallelism: Parallelism, engine: EngineChoice
+) -> str | None:
+    """The first rule that the layout breaks, as ``key = value: rule (valid: ...)``; None when it is legal."""
+    try:
+        refused = get(engine.name).refuses(job, parallelism, engine)
+    except AhpError as error:
+        return str(error)
+    return (
+        refused
+        or _cluster(cluster, job, parallelism)
+        or _batch(job, parallelism)
+        or _tensor(graph, parallelism)
+        or _stages(graph, parallelism)
+        or _schedule(job, parallelism)
+    )
+
+
+def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
+    if cluster.is_mixed:
+        names = [group.name for group in cluster.groups]
+        return (
+            f"cluster.groups = {names}: a cluster of several kinds of devices cannot be forecast yet (valid: one group)"
+        )
+    group = cluster.groups[0]
+    if parallelism.world_size != cluster.num_devices:
+        return (
+            f"parallelism: its degrees multiply to {parallelism.world_size} "
+            f"(replicate {parallelism.data_parallel_replicate_degree} x shard {parallelism.data_parallel_shard_degree} "
+            f"x tensor {parallelism.tensor_parallel_degree} x pipeline {parallelism.pipeline_parallel_degree} "
+            f"x context {parallelism.context_parallel_degree}), the cluster has {cluster.num_devices} devices "
+            f"(valid: a product of {cluster.num_devices})"
+        )
+    if job.precision not in group.device.peak_flops_per_s:
+        valid = sorted(group.device.peak_flops_per_s)
+        return _broken("precision", job.precision, f"{group.device.name} has no units for it", valid)
+    if group.nodes > 1 and group.inter_node is None:
+        return "cluster.inter_node_gbps = None: a cluster of several nodes needs the bandwidth between them (Gb/s of one node)"
+    return None
+
+
+def _batch(job: Job, parallelism: Parallelism) -> str | None:
+    replicas, size = parallelism.data_parallel_degree, parallelism.micro_batch_size
+    batch = job.global_batch_size
+    if batch % replicas:
+        return _broken("data_parallel degrees", replicas, f"do not divide global_batch_size {batch}", _divisors(batch))
+    if batch // replicas % size:
+        rule = f"does not divide the {batch // replicas} sequences of each of {replicas} replicas (global_batch_size {batch})"
+        return _broken("micro_batch_size", size, rule, _divisors(batch // replicas))
+    return None
+
+
+def _tensor(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+    degree = parallelism.tensor_parallel_degree
+    if degree == 1:
+        return None
+    facts = {key: graph.config[key] for key in TENSOR_PARALLEL_FACTS if isinstance(graph.config.get(key), int)}
+    valid = [d for d in range(1, 2 * degree + 1) if all(size % d == 0 for size in facts.values())]
+    for key, size in facts.items():
+        if size % degree:
+            return _broken("tensor_parallel_degree", degree, f"does not divide {key} {size}", valid)
+    return None
+
+
+def _stages(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+    layers, p, v = graph.num_layers, parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
+    given = parallelism.layers_per_stage
+    if p * v > 1 and p * v > layers:
+        rule = f"x virtual_stages_per_rank {v} = {p * v} stages, but the model has {layers} layers and each stage needs one"
+        return _broken("pipeline_parallel_degree", p, rule, [d for d in range(1, layers + 1) if d * v <= layers])
+    if given is not None and sum(given) != layers:
+        return f"layers_per_stage = {list(given)}: sums to {sum(given)}, the model has {layers} layers"
+    return None
+
+
+def _schedule(job: Job, parallelism: Parallelism) -> str | None:
+    p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
+    if p == 1:
+        if v > 1:
+            return _broken("virtual_stages_per_rank", v, "needs a pipeline_parallel_degree above 1", [1])
+        return None
+    return illegal_schedule(parallelism.pipeline_parallel_schedule, p, v, parallelism.num_micro_batches(job))
+
+
+def _broken(key: str, value: object, rule: str, valid: Iterable[object]) -> str:
+    choices = nearest(value, list(valid))
+    return f"{key} = {value!r}: {rule}" + (f" (valid: {', '.join(map(str, choices))})" if choices else "")
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,218 @@
+"""Which operators of a segment tensor parallelism divides, and what it must reduce; from the graph alone.
+
+A weight product is an operator with FLOPs that reads a parameter. Going through a block, the first product
+after whole activations is split by columns, the last before whole activations again is split by rows, and what
+lies between them works on a part (arXiv 1909.08053). So an operator is inside when every path to it from the
+block's input, and every path from it to the block's output, passes a weight product. ``ahp.search.slicing``
+decides the real split, tensor by tensor; this rule is what the forecast needs of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+from ahp.graph.operators import Operator, Segment, TensorSpec
+
+Role = Literal["block", "embedding", "head"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a tensor-parallel group divides of one segment, and the tensors it all-reduces for one micro-batch."""
+
+    divided: frozenset[int]
+    """Operators (forward and backward) whose work is divided by the degree."""
+    column: frozenset[int]
+    row: frozenset[int]
+    """Forward weight products by how their weight is split."""
+    contracted: frozenset[int]
+    """Divided products whose inner dimension is the split one: row products forward, the input gradient of column
+    products backward."""
+    parameters: frozenset[str]
+    """Parameters of which each rank holds a part."""
+    forward_reduce: tuple[TensorSpec, ...]
+    """Tensors all-reduced in the forward pass: the output of each row product, or of the embedding."""
+    backward_reduce: tuple[TensorSpec, ...]
+    """Gradients all-reduced in the backward pass: one for each whole activation that column products read."""
+
+    def share(self, index: int, degree: int) -> float:
+        """The part of operator ``index`` that one rank of the group computes."""
+        return 1.0 / degree if index in self.divided else 1.0
+
+
+def is_weight_product(op: Operator) -> bool:
+    """An operator with FLOPs that reads a parameter."""
+    return op.flops > 0 and bool(op.parameters)
+
+
+def split(segment: Segment, role: Role) -> Split:
+    """The split of one segment; see the module's words for the rule of a block.
+
+    ``embedding``: the table is split by vocabulary and its output reduced. ``head``: the last weight product is
+    split by vocabulary and everything after it, the loss included, works on a part of the logits.
+    """
+    forward = list(segment.phase("forward"))
+    products = {op.index for op in forward if is_weight_product(op)}
+    whole_before = _reached_whole(segment, forward, products)
+    whole_after = _leads_to_whole(forward, products, segment.output)
+    if role == "embedding":
+        return _embedding(segment, forward)
+    if role == "head":
+        return _head(segment, forward, products)
+    column = products - whole_after
+    # A product between whole activations on both sides has no partner to share a split with: it stays whole.
+    row = (products & whole_after) - whole_before
+    inside = {op.index for op in forward} - whole_before - whole_after
+    return _finish(segment, forward, inside | column | row, column, row)
+
+
+def _reached_whole(segment: Segment, forward: list[Operator], products: set[int]) -> set[int]:
+    """Operators that whole activations reach from the segment's input without passing a weight product."""
+    by_index = {op.index: op for op in forward}
+    weights = {p.name: p.numel for p in segment.parameters}
+    hands_on: set[int] = set()
+    reached: set[int] = set()
+    for op in forward:
+        if _reads_input(op, by_index, weights, segment.output) or any(i in hands_on for i in op.depends_on):
+            reached.add(op.index)
+            if op.index not in products:
+                hands_on.add(op.index)
+    return reached
+
+
+def _reads_input(
+    op: Operator, by_index: dict[int, Operator], weights: dict[str, int], hidden: TensorSpec | None
+) -> bool:
+    """Whether an input of the size of the hidden states comes from no operator of the segment and is no weight."""
+    if hidden is None:
+        return not op.depends_on
+    read = sum(spec.numel == hidden.numel for spec in op.inputs)
+    read -= sum(weights.get(name) == hidden.numel for name in op.parameters)
+    made = sum(spec.numel == hidden.numel for i in _activations(op, by_index) for spec in by_index[i].outputs)
+    return read > made
+
+
+def _activations(op: Operator, by_index: dict[int, Operator]) -> list[int]:
+    """The forward operators it reads from, views of weights left out."""
+    read = [i for i in op.depends_on if i in by_index]
+    return [i for i in read if by_index[i].bytes_written > 0 or not by_index[i].parameters]
+
+
+def _leads_to_whole(forward: list[Operator], products: set[int], hidden: TensorSpec | None) -> set[int]:
+    """Operators from which a path leads to the segment's output without passing another weight product."""
+    consumers: dict[int, list[int]] = defaultdict(list)
+    for op in forward:
+        for i in op.depends_on:
+            consumers[i].append(op.index)
+    leads: set[int] = set()
+    for op in reversed(forward):
+        after = consumers[op.index]
+        is_output = not after and (hidden is None or any(s.numel == hidden.numel for s in op.outputs))
+        if is_output or any(c in leads and c not in products for c in after):
+            leads.add(op.index)
+    return leads
+
+
+def _finish(segment: Segment, forward: list[Operator], inside: set[int], column: set[int], row: set[int]) -> Split:
+    by_index = {op.index: op for op in forward}
+    sources = dict.fromkeys(_source(by_index[i], by_index) for i in sorted(column))
+    wholes = tuple(by_index[i].outputs[0] if i in by_index else segment.output for i in sources)
+    return Split(
+        divided=frozenset(inside | _backward_inside(segment, forward, inside, column | row)),
+        column=frozenset(column),
+        row=frozenset(row),
+        contracted=frozenset(row | _input_gradients(segment, {by_index[i].module for i in column})),
+        parameters=_split_parameters(segment, by_index, column, row),
+        forward_reduce=tuple(by_index[i].outputs[0] for i in sorted(row)),
+        backward_reduce=tuple(spec for spec in wholes if spec is not None),
+    )
+
+
+def _input_gradients(segment: Segment, modules: set[str]) -> set[int]:
+    """Backward products of the modules that read a weight: they make the gradient of the module's input."""
+    return {op.index for op in segment.phase("backward") if is_weight_product(op) and op.module in modules}
+
+
+def _source(op: Operator, by_index: dict[int, Operator]) -> int:
+    """The operator that made the activation a product reads, looking through views; -1 for the segment's input."""
+    for i in _activations(op, by_index):
+        return i if by_index[i].bytes_written > 0 else _source(by_index[i], by_index)
+    return -1
+
+
+def _split_parameters(
+    segment: Segment, by_index: dict[int, Operator], column: set[int], row: set[int]
+) -> frozenset[str]:
+    """Weights of both kinds, and biases of column products (a bias after a row product is added once, whole)."""
+    dims = {p.name: len(p.shape) for p in segment.parameters}
+    names = {name for i in column for name in by_index[i].parameters}
+    names |= {name for i in row for name in by_index[i].parameters if dims.get(name, 0) >= 2}
+    return frozenset(names)
+
+
+def _backward_inside(segment: Segment, forward: list[Operator], inside: set[int], products: set[int]) -> set[int]:
+    """Backward operators that are divided, by the module of their forward operators.
+
+    Products of a module with a divided product are divided. Others follow the larger part of the bytes that
+    their module's other forward operators write.
+    """
+    split_modules = {op.module for op in forward if op.index in products}
+    inside_bytes: dict[str, int] = defaultdict(int)
+    all_bytes: dict[str, int] = defaultdict(int)
+    for op in forward:
+        if op.index not in products:
+            all_bytes[op.module] += op.bytes_written
+            inside_bytes[op.module] += op.bytes_written if op.index in inside else 0
+    divided = set()
+    for op in segment.phase("backward"):
+        if op.flops > 0:
+            if op.module in split_modules or 2 * inside_bytes[op.module] > all_bytes[op.module]:
+                divided.add(op.index)
+        elif 2 * inside_bytes[op.module] > all_bytes[op.module]:
+            divided.add(op.index)
+    return divided
+
+
+def _embedding(segment: Segment, forward: list[Operator]) -> Split:
+    tables = {p.name for p in segment.parameters if len(p.shape) == 2}
+    reads = [op for op in forward if tables & set(op.parameters) and op.bytes_written > 0]
+    largest = max((p.numel for p in segment.parameters if len(p.shape) == 2), default=0)
+    vocabulary = {p.name for p in segment.parameters if len(p.shape) == 2 and p.numel == largest}
+    lookups = [op for op in reads if vocabulary & set(op.parameters)]
+    return Split(
+        divided=frozenset(),
+        column=frozenset(),
+        row=frozenset(op.index for op in lookups),
+        contracted=frozenset(),
+        parameters=frozenset(vocabulary) if lookups else frozenset(),
+        forward_reduce=tuple(op.outputs[0] for op in lookups),
+        backward_reduce=(),
+    )
+
+
+def _head(segment: Segment, forward: list[Operator], products: set[int]) -> Split:
+    if not products:
+        return Split(frozenset(), frozenset(), frozenset(), frozenset(), frozenset(), (), ())
+    by_index = {op.index: op for op in forward}
+    last = max(products)
+    after = {last}
+    for op in forward:
+        if op.index > last and any(i in after for i in op.depends_on):
+            after.add(op.index)
+    modules_before = {op.module for op in forward if op.index < last} - {by_index[last].module}
+    backward = {op.index for op in segment.phase("backward") if op.module not in modules_before}
+    logits = by_index[last].outputs[0]
+    rows = TensorSpec((logits.numel // logits.shape[-1],), "float32")
+    source = _source(by_index[last], by_index)
+    return Split(
+        divided=frozenset(after | backward),
+        column=frozenset({last}),
+        row=frozenset(),
+        contracted=frozenset(_input_gradients(segment, {by_index[last].module})),
+        parameters=frozenset(by_index[last].parameters),
+        # The loss over a split vocabulary reduces the row maximum, the row sum and the target's logit.
+        forward_reduce=(rows, rows, rows),
+        backward_reduce=(by_index[source].outputs[0],) if source in by_index else (),
+    )

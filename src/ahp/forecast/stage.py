@@ -1,0 +1,191 @@
+"""What one pipeline stage costs: the times the schedule needs, part by part, and what it keeps in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ahp.engines.engine import Traits
+from ahp.forecast.communication import Group, Network
+from ahp.forecast.overlap import exposed_ahead_s, exposed_behind_s
+from ahp.forecast.units import Unit, Units
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The groups over which a rank's weights are sharded and replicated, and what goes over them."""
+
+    shard: Group
+    replicate: Group
+    traits: Traits
+    micro_batches: int
+    overlap: float
+    """Share of a collective that can hide behind computation on this device: 0 on a CPU."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one weight element as it is gathered."""
+        return self.traits.compute_weight_bytes or self.traits.master_weight_bytes
+
+    def gather_s(self, parameters: int, network: Network) -> float:
+        return network.time_s("all_gather", parameters * self.weight_bytes, self.shard)
+
+    def reduce_s(self, parameters: int, network: Network) -> float:
+        """Over the shard group; where nothing is sharded, over the replicas."""
+        count = parameters * self.traits.reduce_bytes
+        if self.shard.size > 1:
+            return network.time_s("reduce_scatter", count, self.shard)
+        return network.time_s("all_reduce", count, self.replicate)
+
+    def replicas_s(self, parameters: int, network: Network) -> float:
+        """The second step of a hybrid: the shard is summed over the replicas, once per step."""
+        if self.shard.size == 1:
+            return 0.0
+        count = parameters * self.traits.reduce_bytes / self.shard.size
+        return network.time_s("all_reduce", count, self.replicate)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds of one stage: per micro-batch by part, and once per step by part."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    first_forward: dict[str, float]
+    last_backward: dict[str, float]
+    parameters: int
+    kept_bytes: int
+    """Activations of one micro-batch between its forward and its backward."""
+    temporary_bytes: int
+    """At the peak of one backward pass, beyond those."""
+
+
+def stage_cost(
+    units: Units,
+    layers: range,
+    *,
+    first: bool,
+    last: bool,
+    recompute: bool,
+    data: DataParallel,
+    network: Network,
+    bytes_per_s: float,
+) -> StageCost:
+    """Price the stage that holds ``layers``, the embedding if ``first``, the head if ``last``."""
+    blocks = [units.blocks[units.layers[i]] for i in layers]
+    ends = ([units.embedding] if first else []) + ([units.head] if last else [])
+    everything = [*blocks, *ends]
+    outside = sum(u.parameters for u in ends) + (units.tied_parameters if last and not first else 0)
+    total = outside + sum(u.parameters for u in blocks)
+    forward = {
+        "forward": sum(u.times.forward_s for u in everything),
+        "tensor_parallel": sum(u.tensor_forward_s for u in everything),
+    }
+    backward = {
+        "backward": sum(u.times.backward_s for u in everything),
+        "tensor_parallel": sum(u.tensor_backward_s for u in everything),
+    }
+    if recompute:
+        backward["recompute"] = sum(u.times.forward_s for u in blocks)
+        backward["tensor_parallel"] += sum(u.tensor_forward_s for u in blocks)
+    first_forward: dict[str, float] = {}
+    last_backward: dict[str, float] = {}
+    # FSDP2's units in the order of the forward pass: what is in no block is one unit, and it comes first.
+    sizes = [outside, *(u.parameters for u in blocks)]
+    _add_gathers(forward, backward, first_forward, sizes, blocks, recompute, data, network, bytes_per_s)
+    _add_reductions(backward, last_backward, sizes, blocks, recompute, data, network, bytes_per_s)
+    kept, temporary = _activations(units, blocks, first=first, last=last, recompute=recompute)
+    return StageCost(forward, backward, first_forward, last_backward, total, kept, temporary)
+
+
+def _work(blocks: list[Unit], *, backward: bool, recompute: bool) -> list[float]:
+    """Seconds between the arrival of one unit's weights and the next's."""
+    if not backward:
+        return [u.times.forward_s + u.tensor_forward_s for u in blocks]
+    again = [u.times.forward_s + u.tensor_forward_s if recompute else 0.0 for u in blocks]
+    return [u.times.backward_s + u.tensor_backward_s + a for u, a in zip(blocks, again, strict=True)]
+
+
+def _add_gathers(
+    forward: dict[str, float],
+    backward: dict[str, float],
+    first_forward: dict[str, float],
+    sizes: list[int],
+    blocks: list[Unit],
+    recompute: bool,
+    data: DataParallel,
+    network: Network,
+    bytes_per_s: float,
+) -> None:
+    traits = data.traits
+    overlap = data.overlap * traits.parameter_gather_overlap
+    gathers = [data.gather_s(size, network) for size in sizes]
+    cast_s = sum(sizes) * _cast_bytes(data) / bytes_per_s
+    each = traits.forward_gathers == "per_micro_batch"
+    target = forward if each else first_forward
+    # The unit outside the blocks and the first block have nothing before them to hide behind.
+    ahead = exposed_ahead_s(gathers[1:], _work(blocks, backward=False, recompute=recompute), overlap)
+    target["weight_gather"] = gathers[0] + ahead if traits.forward_gathers != "never" else 0.0
+    target["casts"] = target.get("casts", 0.0) + cast_s
+    if traits.backward_gathers == "per_micro_batch":
+        # The unit outside the blocks is kept from forward to backward.
+        order = gathers[:0:-1]
+        work = _work(blocks, backward=True, recompute=recompute)[::-1]
+        backward["weight_gather"] = exposed_ahead_s(order, work, overlap)
+        backward["casts"] = sum(sizes[1:]) * _cast_bytes(data) / bytes_per_s
+
+
+def _add_reductions(
+    backward: dict[str, float],
+    last_backward: dict[str, float],
+    sizes: list[int],
+    blocks: list[Unit],
+    recompute: bool,
+    data: DataParallel,
+    network: Network,
+    bytes_per_s: float,
+) -> None:
+    traits = data.traits
+    overlap = data.overlap * traits.gradient_overlap
+    order = sizes[:0:-1] + sizes[:1]
+    work = [*_work(blocks, backward=True, recompute=recompute)[::-1], 0.0]
+    reduces = [data.reduce_s(size, network) for size in order]
+    replicas = [data.replicas_s(size, network) for size in order]
+    if traits.reduces_every_micro_batch:
+        backward["gradient_reduce"] = exposed_behind_s(reduces, work, overlap)
+        last_backward["gradient_reduce"] = exposed_behind_s(replicas, work, overlap)
+    else:
+        both = [a + b for a, b in zip(reduces, replicas, strict=True)]
+        last_backward["gradient_reduce"] = exposed_behind_s(both, work, overlap)
+    backward["casts"] = backward.get("casts", 0.0) + sum(sizes) * _gradient_copy_bytes(data) / bytes_per_s
+
+
+def _cast_bytes(data: DataParallel) -> float:
+    """Bytes moved per weight element to make the compute copy: the shard cast, and the gathered buffer copied out."""
+    traits, shards = data.traits, data.shard.size
+    cast = (traits.master_weight_bytes + traits.compute_weight_bytes) / shards
+    copied = 2 * data.weight_bytes if shards > 1 else 0
+    return (cast if traits.compute_weight_bytes not in (0, traits.master_weight_bytes) else 0.0) + copied
+
+
+def _gradient_copy_bytes(data: DataParallel) -> float:
+    """Bytes moved per weight element and micro-batch: the gradient into the reduced type, added to the earlier ones."""
+    traits = data.traits
+    made = data.weight_bytes + traits.reduce_bytes
+    if data.micro_batches == 1:
+        return made if data.shard.size > 1 or traits.compute_weight_bytes else 0
+    waiting = 1 if traits.keeps_whole_gradients else data.shard.size
+    return made + 2 * traits.gradient_bytes / waiting
+
+
+def _activations(units: Units, blocks: list[Unit], *, first: bool, last: bool, recompute: bool) -> tuple[int, int]:
+    """Bytes kept per micro-batch, and the largest further need of one backward pass."""
+    kept = units.embedding.memory.saved if first else 0
+    kept += units.head.memory.saved if last else 0
+    kept += sum(units.hidden_bytes if recompute else u.memory.saved for u in blocks)
+    kept += 0 if last else units.hidden_bytes
+    freed = units.head.memory.saved if last else 0
+    in_block = [
+        u.memory.backward_extra + (max(u.memory.saved, u.memory.forward_extra) if recompute else 0) for u in blocks
+    ]
+    at_head = max(units.head.memory.forward_extra, units.head.memory.backward_extra) if last else 0
+    return kept, max([0, at_head, *(need - freed for need in in_block)])

@@ -1,0 +1,120 @@
+"""What a layout costs: ``forecast`` for typed objects, ``simulate`` for plain ones."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+from ahp.cluster.model import Cluster
+from ahp.errors import bad_input
+from ahp.forecast.pricer import Priced, Pricer
+from ahp.graph.operators import ModelGraph
+from ahp.job import Job
+from ahp.plan import EngineChoice, Forecast, Parallelism, validated
+
+DEFAULT_ENGINE = EngineChoice()
+
+
+def forecast(
+    graph: ModelGraph, cluster: Cluster, job: Job, parallelism: Parallelism, engine: EngineChoice = DEFAULT_ENGINE
+) -> Forecast:
+    """Forecast one layout. Raises BadInput when ``ahp.forecast.rules.illegal`` gives a reason against it.
+
+    ``activation_checkpoint`` auto is priced as the lightest that fits. Calls with the same graph and cluster
+    objects share what they have in common.
+    """
+    return price(graph, cluster, job, parallelism, engine).forecast
+
+
+def price(
+    graph: ModelGraph, cluster: Cluster, job: Job, parallelism: Parallelism, engine: EngineChoice = DEFAULT_ENGINE
+) -> Priced:
+    """``forecast`` with the timeline and the stages it was made from."""
+    return _pricer(_Same(graph), _Same(cluster), job.model_dump_json(), engine.model_dump_json()).price(parallelism)
+
+
+def simulate(
+    *,
+    model: Any,
+    cluster: Cluster | dict[str, Any] | str,
+    job: Job | dict[str, Any],
+    parallelism: Parallelism | dict[str, Any],
+    engine: EngineChoice | dict[str, Any] | None = None,
+) -> Forecast:
+    """Price one layout, from plain or typed arguments (DESIGN.md, section 3).
+
+    ``model``: what ``ahp.analyze`` takes, or a graph. The graph of a plain model is kept, so that a second layout
+    costs milliseconds. Raises BadInput for whatever breaks a rule, NotExpressible for an engine not written yet.
+    """
+    contract: Job = job if isinstance(job, Job) else validated(Job, job, "job")
+    layout: Parallelism = (
+        parallelism if isinstance(parallelism, Parallelism) else validated(Parallelism, parallelism, "parallelism")
+    )
+    choice: EngineChoice = (
+        engine if isinstance(engine, EngineChoice) else validated(EngineChoice, engine or {}, "engine")
+    )
+    return forecast(_graph(model, contract, choice), _cluster(cluster), contract, layout, choice)
+
+
+class _Same:
+    """Hashes an object by its identity, and keeps it alive so that the identity stays its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+
+@lru_cache(maxsize=32)
+def _pricer(graph: _Same, cluster: _Same, job: str, engine: str) -> Pricer:
+    return Pricer(graph.value, cluster.value, Job.model_validate_json(job), EngineChoice.model_validate_json(engine))
+
+
+def _graph(model: Any, job: Job, choice: EngineChoice) -> ModelGraph:
+    if isinstance(model, ModelGraph):
+        if model.sequence_length != job.sequence_length:
+            raise bad_input(
+                "sequence_length", job.sequence_length, "the graph was traced for another", [model.sequence_length]
+            )
+        return model
+    key = _canonical(model)
+    if key is None:  # a live module has no name that would tell it from another
+        from ahp.graph.trace import analyze
+
+        return analyze(model, job, attention=choice.attention)
+    return _traced(key, job.sequence_length, job.precision, choice.attention)
+
+
+@lru_cache(maxsize=64)
+def _traced(key: str, sequence_length: int, precision: str, attention: str) -> ModelGraph:
+    from ahp.graph.trace import analyze
+
+    contract = validated(Job, {"sequence_length": sequence_length, "precision": precision}, "job")
+    return analyze(json.loads(key), contract, attention=attention)
+
+
+def _cluster(cluster: Cluster | dict[str, Any] | str) -> Cluster:
+    if isinstance(cluster, Cluster):
+        return cluster
+    key = _canonical(cluster)
+    if key is None:
+        return Cluster.resolve(cluster)
+    return _resolved(key)
+
+
+@lru_cache(maxsize=256)
+def _resolved(key: str) -> Cluster:
+    return Cluster.resolve(json.loads(key))
+
+
+def _canonical(value: Any) -> str | None:
+    """The same text for the same plain data; None for what is not plain."""
+    try:
+        return json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError):
+        return None
