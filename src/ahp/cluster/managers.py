@@ -66,7 +66,7 @@ def slurm(
         given = _integer(env, "SLURM_GPUS_ON_NODE")
         count = given if given is not None else len(here) or told.count
         nodes = [_as_seen(told.gpu, count, here)] * num_nodes
-    return _describe(nodes, "slurm", f"Slurm job {env['SLURM_JOB_ID']}")
+    return _describe(nodes, "slurm", f"Slurm job {env['SLURM_JOB_ID']}", on_a_node=True)
 
 
 def _slurm_nodes(node_list: str, num_nodes: int, run: Run) -> list[Node]:
@@ -128,7 +128,7 @@ def kubernetes(
         raise BadInput(
             "cluster = 'kubernetes': no node that is ready and may be used offers GPUs (nvidia.com/gpu, amd.com/gpu)"
         )
-    return _describe(nodes, "kubernetes", "kubectl get nodes")
+    return _describe(nodes, "kubernetes", "kubectl get nodes", on_a_node=False)
 
 
 def _kubernetes_job(env: Mapping[str, str], here: list[Gpu]) -> Cluster:
@@ -144,7 +144,8 @@ def _kubernetes_job(env: Mapping[str, str], here: list[Gpu]) -> Cluster:
         count = 0 if given == "cpu" else len(here)
     else:
         raise BadInput(f"PET_NPROC_PER_NODE = {given!r}: must be a number, auto, gpu or cpu")
-    return _describe([_as_seen(None, count, here)] * int(words), "kubernetes", "Kubernetes training job")
+    nodes = [_as_seen(None, count, here)] * int(words)
+    return _describe(nodes, "kubernetes", "Kubernetes training job", on_a_node=True)
 
 
 def parse_kubectl(text: str) -> list[Node]:
@@ -177,18 +178,21 @@ def _as_seen(told: str | None, count: int, here: list[Gpu]) -> Node:
     return Node(told, count)
 
 
-def _describe(nodes: list[Node], manager: str, source: str) -> Cluster:
+def _describe(nodes: list[Node], manager: str, source: str, *, on_a_node: bool) -> Cluster:
     """Equal nodes become a group; several groups are connected by the slower of their networks."""
     kinds = Counter(nodes)
     groups = []
     for index, (node, num_nodes) in enumerate(kinds.items()):
         device = _device(node, manager)
+        # On a node of the job its own cards can be asked where no network is usual for the device.
+        usual = catalogue.find(device).nic_gbps is not None
         groups.append(
             {
                 "name": "nodes" if len(kinds) == 1 else f"{device}-{index}",
                 "nodes": num_nodes,
                 "devices_per_node": node.count or sense.physical_cores(),
                 "device": device,
+                "inter_node_gbps": None if usual or num_nodes == 1 or not on_a_node else sense.network_gbps(),
             }
         )
     description: dict[str, Any] = {"groups": groups} if len(groups) > 1 else groups[0]

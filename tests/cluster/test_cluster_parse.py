@@ -1,0 +1,156 @@
+"""Clusters from the short form, dicts and files; what cannot be is refused in the user's words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ahp.cluster import catalogue
+from ahp.cluster.model import Cluster, Device
+from ahp.errors import BadInput
+
+MIXED: dict[str, Any] = {
+    "groups": [
+        {"name": "new", "nodes": 2, "devices_per_node": 8, "device": "H100-SXM-80GB"},
+        {"name": "old", "nodes": 4, "devices_per_node": 4, "device": "V100-SXM-32GB", "inter_node_gbps": 100},
+    ],
+    "links": [{"between": ["old", "new"], "gbps": 50, "latency_us": 7}],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "devices", "name", "gbps"),
+    [
+        ("8x8xH100-SXM-80GB", 8, 8, "H100-SXM-80GB", 3200),
+        ("8xA100-SXM-80GB", 1, 8, "A100-SXM-80GB", None),
+        ("h100", 1, 1, "H100-SXM-80GB", None),
+        ("4x8xRTX-4090-24GB@100", 4, 8, "RTX-4090-24GB", 100),
+        ("2x4xMI300X@1600", 2, 4, "MI300X", 1600),
+        ("MI300X", 1, 1, "MI300X", None),
+        ("16x4xT4-16GB", 16, 4, "T4-16GB", 50),
+    ],
+)
+def test_short_form(text: str, nodes: int, devices: int, name: str, gbps: float | None) -> None:
+    (group,) = Cluster.parse(text).groups
+    assert (group.nodes, group.devices_per_node, group.device.name) == (nodes, devices, name)
+    if gbps is None:
+        assert group.inter_node is None
+    else:
+        assert group.inter_node is not None
+        assert group.inter_node.bandwidth_bytes_per_s == pytest.approx(gbps * 1e9 / 8)
+
+
+@given(st.integers(1, 4096), st.integers(1, 128), st.sampled_from([n for n in catalogue.names() if n != "cpu"]))
+def test_short_form_counts(nodes: int, devices: int, name: str) -> None:
+    cluster = Cluster.parse(f"{nodes}x{devices}x{name}@100")
+    assert cluster.num_devices == nodes * devices
+    assert cluster.groups[0].device.name == name
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("0x8xH100", "nodes must be a whole number of at least 1, not '0'"),
+        ("2x-8xH100", "devices per node must be a whole number of at least 1, not '-8'"),
+        ("1.5xH100", "not '1.5'"),
+        ("8x8xH10O-SXM-80GB", "not in the catalogue.*H100-SXM-80GB"),
+        ("8x8x", "not NODESxDEVICESxDEVICE"),
+        ("8x8xH100@fast", "not 'fast'"),
+        ("8x8xH100@0", "inter_node_gbps = 0.0: input should be greater than 0"),
+        ("8x8xH100@nan", "inter_node_gbps = nan"),
+        ("2x8xRTX-3090-24GB", "inter_node_gbps is missing"),
+        ("nowhere.yaml", "no such file"),
+        ({"nodes": 2, "device": "H100", "inter_node_gbps": -1}, "inter_node_gbps = -1"),
+        ({"nodes": 2, "device": "H100", "inter_node_gbps": float("inf")}, "inter_node_gbps = inf"),
+        ({"nodes": 2, "device": "H100", "gpus": 8}, "gpus: unknown key"),
+        ({"nodes": 2}, "device"),
+        ({"device": {"base": "H100", "memory_gb": 80}}, "memory_gb: unknown key .*memory_bytes"),
+        ({"device": {"base": "H100", "memory_bytes": 0}}, "memory_bytes = 0"),
+        ({"device": {"base": "H1000"}}, r"device.base = 'H1000'"),
+        ({"groups": []}, "groups"),
+        ({**MIXED, "links": [{"between": ["new", "newer"], "gbps": 50}]}, "links.between = 'newer'.*valid: new, old"),
+        ({**MIXED, "links": [{"between": ["new", "new"], "gbps": 50}]}, "two different groups"),
+        ({**MIXED, "links": [{"between": ["new", "old"], "gbps": 0}]}, "gbps = 0"),
+        ({"groups": [MIXED["groups"][0], MIXED["groups"][0]]}, "its own name"),
+        (8, "must be a Cluster"),
+    ],
+)
+def test_refused(what: Any, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        Cluster.resolve(what)
+
+
+def test_device_with_the_users_figures() -> None:
+    figures = {"memory_bytes": 95 * 2**30, "memory_bandwidth_bytes_per_s": 2.4e12, "power_limit_w": 500}
+    (group,) = Cluster.from_dict({"nodes": 4, "device": {"base": "H100-SXM-80GB", **figures}}).groups
+    device, usual = group.device, catalogue.find("H100").device
+    assert {key: getattr(device, key) for key in figures} == figures
+    assert device.rated_power_w == 700
+    assert device.peak_flops_per_s == usual.peak_flops_per_s
+    assert "given by the user" in device.source
+    assert group.devices_per_node == 8
+
+
+def test_a_whole_device_of_the_users() -> None:
+    device = catalogue.find("A100").device.model_copy(update={"num_sms": 104})
+    cluster = Cluster.from_dict({"nodes": 1, "devices_per_node": 2, "device": device.model_dump()})
+    assert cluster.groups[0].device == device
+
+
+def test_mixed_cluster() -> None:
+    cluster = Cluster.from_dict(MIXED)
+    assert cluster.is_mixed
+    assert cluster.num_devices == 32
+    (link,) = cluster.links
+    assert link.between == ("old", "new")
+    assert (link.link.bandwidth_bytes_per_s, link.link.latency_s) == (50e9 / 8, pytest.approx(7e-6))
+
+
+def test_mixed_cluster_without_links_takes_the_slower_network() -> None:
+    (link,) = Cluster.from_dict({"groups": MIXED["groups"]}).links
+    assert link.link.bandwidth_bytes_per_s == 100e9 / 8
+    assert "slower network" in link.link.source
+
+
+@pytest.mark.parametrize("what", ["4x8xB200-SXM", MIXED, {"nodes": 1, "devices_per_node": 2, "device": "T4"}])
+def test_file_round_trip(what: Any, tmp_path: Path) -> None:
+    cluster, path = Cluster.resolve(what), tmp_path / "deep" / "cluster.yaml"
+    cluster.save(path)
+    assert Cluster.load(path) == cluster
+    assert Cluster.resolve(str(path)) == cluster
+    assert Cluster.resolve(cluster.plain()) == cluster
+    assert Cluster.resolve(cluster) is cluster
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_file_with_a_description(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yml"
+    path.write_text(yaml.safe_dump({"nodes": 2, "devices_per_node": 4, "device": "a100", "inter_node_gbps": 200}))
+    assert Cluster.load(path) == Cluster.parse("2x4xA100-SXM-80GB@200")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- a\n- b", "mapping"),
+        ("a: [", "not YAML"),
+        ("schema_version: 9\ngroups: [{intra_node: 1}]", "schema_version = 9"),
+    ],
+)
+def test_file_that_is_no_cluster(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=words):
+        Cluster.load(path)
+
+
+def test_plain_form_is_checked(tmp_path: Path) -> None:
+    data = Cluster.parse("2x8xH100").plain()
+    data["groups"][0]["intra_node"]["bandwidth_bytes_per_s"] = float("nan")
+    with pytest.raises(BadInput, match="bandwidth_bytes_per_s"):
+        Cluster.from_dict(data)
+    with pytest.raises(ValueError, match="must be above 0"):
+        Device(name="x", memory_bytes=1, memory_bandwidth_bytes_per_s=1, peak_flops_per_s={"fp32": 0.0})

@@ -1,0 +1,164 @@
+"""GPUs through a made-up driver: what NVML says, how CUDA_VISIBLE_DEVICES chooses, what is left out."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ahp.cluster import local
+from ahp.cluster.gpus import Gpu, gpus, topology
+from ahp.errors import BadInput
+
+MIB = 2**20
+
+
+class NVMLError(Exception):
+    """As the real module names it."""
+
+
+class FakeNvml:
+    """The questions that AHP asks of nvidia-ml-py, answered for equal cards."""
+
+    NVMLError = NVMLError
+    NVML_SUCCESS = 0
+    NVML_NVLINK_MAX_LINKS = 18
+    NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
+    NVML_P2P_CAPS_INDEX_NVLINK = 2
+    NVML_P2P_STATUS_OK = 0
+
+    def __init__(self, names: list[Any], memory_mib: int, *, links: int = 0, driver: bool = True) -> None:
+        self.names, self.memory_mib, self.links, self.driver = names, memory_mib, links, driver
+        self.open = 0
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if not self.driver:
+            raise NVMLError
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.names)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> Any:  # noqa: N802
+        return self.names[handle]
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}abc"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+        return SimpleNamespace(total=self.memory_mib * MIB)
+
+    def nvmlDeviceGetPowerManagementLimit(self, handle: int) -> int:  # noqa: N802
+        return 500_000
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:  # noqa: N802
+        return 4
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:  # noqa: N802
+        return 16
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:  # noqa: N802
+        if not self.links:
+            raise NVMLError
+        return int(link < self.links)
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[Any]:  # noqa: N802
+        assert fields == [90]
+        return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=25_000))]
+
+    def nvmlDeviceGetP2PStatus(self, first: int, second: int, index: int) -> int:  # noqa: N802
+        return 0 if self.links else 5
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, first: int, second: int) -> int:  # noqa: N802
+        return 10 if first // 2 == second // 2 else 50
+
+
+def fake_torch(count: int = 0, sms: int = 132) -> Any:
+    properties = SimpleNamespace(name="NVIDIA H100 PCIe", total_memory=85_000_000_000, multi_processor_count=sms)
+    cuda = SimpleNamespace(
+        is_available=lambda: count > 0,
+        device_count=lambda: count,
+        get_device_properties=lambda index: properties,
+    )
+    return SimpleNamespace(cuda=cuda)
+
+
+@pytest.fixture(autouse=True)
+def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_what_the_driver_says() -> None:
+    nvml = FakeNvml(["NVIDIA H100 80GB HBM3"] * 2, 81559, links=18)
+    first, second = gpus(nvml, fake_torch(2))
+    assert (first.index, second.index) == (0, 1)
+    assert first == Gpu(
+        index=0,
+        name="NVIDIA H100 80GB HBM3",
+        memory_bytes=81559 * MIB,
+        num_sms=132,
+        power_limit_w=500,
+        nvlink_bytes_per_s=18 * 25e9,
+        pcie_bytes_per_s=pytest.approx(16 * 1.969e9),
+    )
+    assert nvml.open == 0
+
+
+def test_older_drivers_answer_bytes_and_less() -> None:
+    (gpu,) = gpus(FakeNvml([b"Tesla T4"], 15360), fake_torch())
+    assert (gpu.name, gpu.nvlink_bytes_per_s, gpu.num_sms) == ("Tesla T4", None, None)
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("2,0", ["c", "a"]),
+        ("GPU-1", ["b"]),
+        ("", []),
+        ("-1", []),
+        ("0,9,1", ["a"]),
+        (" 1 , 2 ", ["b", "c"]),
+    ],
+)
+def test_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.name for gpu in gpus(FakeNvml(["a", "b", "c"], 1024), fake_torch())] == names
+
+
+def test_without_a_driver_torch_is_asked() -> None:
+    found = gpus(FakeNvml([], 0, driver=False), fake_torch(2, sms=114))
+    assert [(gpu.name, gpu.num_sms) for gpu in found] == [("NVIDIA H100 PCIe", 114)] * 2
+    assert gpus(FakeNvml([], 0, driver=False), fake_torch(0)) == []
+
+
+def test_topology() -> None:
+    kinds = {(c.first, c.second): c.kind for c in topology(FakeNvml(["x"] * 3, 1024))}
+    assert kinds == {(0, 1): "PCIe switch", (0, 2): "across sockets", (1, 2): "across sockets"}
+    assert {c.kind for c in topology(FakeNvml(["x"] * 3, 1024, links=4))} == {"NVLink"}
+    assert topology(FakeNvml([], 0, driver=False)) == []
+
+
+def test_node_of_known_gpus_takes_the_drivers_word() -> None:
+    group = local.gpu_group(gpus(FakeNvml(["NVIDIA A100-SXM4-80GB"] * 4, 81920, links=12), fake_torch(4, sms=108)))
+    assert (group.device.name, group.devices_per_node) == ("A100-SXM-80GB", 4)
+    assert (group.device.memory_bytes, group.device.power_limit_w) == (81920 * MIB, 500)
+    assert group.device.rated_power_w == 400
+    assert group.intra_node.bandwidth_bytes_per_s == 12 * 25e9
+    assert "NVML" in group.intra_node.source
+
+
+def test_node_without_nvlink_takes_pcie() -> None:
+    group = local.gpu_group(gpus(FakeNvml(["NVIDIA GeForce RTX 4090"], 24564), fake_torch(1, sms=128)))
+    assert group.intra_node.bandwidth_bytes_per_s == pytest.approx(16 * 1.969e9)
+
+
+def test_unknown_and_unequal_gpus_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"'NVIDIA A10'.*not in the catalogue"):
+        local.gpu_group(gpus(FakeNvml(["NVIDIA A10"], 23028), fake_torch()))
+    with pytest.raises(BadInput, match="CUDA_VISIBLE_DEVICES"):
+        local.gpu_group(gpus(FakeNvml(["NVIDIA A10", "Tesla T4"], 15360), fake_torch()))

@@ -1,0 +1,175 @@
+"""probe: the list of tasks, how samples become a cluster, failing workers; the real thing in a slow test."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from ahp.cluster import measure, team
+from ahp.cluster.gpus import Gpu
+from ahp.cluster.model import Cluster, CollectiveSample, Host, MatmulSample, Measurements, MemorySample
+from ahp.cluster.tasks import COLLECTIVES, Task, tasks, worker_counts
+from ahp.errors import AhpError, BadInput
+
+
+@pytest.mark.parametrize(
+    ("workers", "quick", "counts"),
+    [(1, True, [1]), (2, True, [1, 2]), (6, False, [1, 2, 4, 6]), (8, False, [1, 2, 4, 8]), (8, True, [1, 2, 8])],
+)
+def test_worker_counts(workers: int, quick: bool, counts: list[int]) -> None:
+    assert worker_counts(workers, quick=quick) == counts
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_tasks(workers: int, quick: bool, on_cuda: bool) -> None:
+    found = tasks(workers=workers, on_cuda=on_cuda, quick=quick)
+    assert len(set(found)) == len(found)
+    assert all(1 <= task.workers <= workers for task in found)
+    kinds = {task.kind for task in found}
+    assert {"launch", "memory", "matmul"} <= kinds
+    assert (set(COLLECTIVES) <= kinds) == (workers > 1)
+    for task in found:
+        if task.kind in COLLECTIVES:
+            assert task.workers > 1
+            assert task.bytes % (4 * task.workers) == 0
+            assert task.kind != "send_recv" or task.workers % 2 == 0
+    for dtype in ("fp32", "bf16"):
+        work = [t.m * t.n * t.k for t in found if t.dtype == dtype and t.workers == workers]
+        assert work == sorted(work)
+    assert (any(t.dtype == "fp16" for t in found)) == on_cuda
+
+
+def samples(workers: int) -> Measurements:
+    return Measurements(
+        matmul=tuple(
+            MatmulSample(m=64, n=64, k=64 * size, dtype=dtype, workers=w, seconds=1e-6 * size * w)
+            for size in (1, 2)
+            for dtype in ("fp32", "bf16")
+            for w in {1, workers}
+        ),
+        memory=(MemorySample(workers=1, bytes_per_s=2e10), MemorySample(workers=workers, bytes_per_s=1e10)),
+        collectives=tuple(
+            CollectiveSample(kind="send_recv", workers=2, bytes=b, seconds=5e-5 + b / 4e9) for b in (4096, 2**20, 2**24)
+        ),
+    )
+
+
+def test_link_is_the_line_through_the_messages() -> None:
+    link = measure.measured_link(samples(2), "here")
+    assert link is not None
+    assert link.bandwidth_bytes_per_s == pytest.approx(4e9)
+    assert link.latency_s == pytest.approx(5e-5)
+    assert measure.measured_link(Measurements(), "here") is None
+
+
+def test_link_of_noisy_messages_is_still_a_link() -> None:
+    noisy = Measurements(
+        collectives=tuple(
+            CollectiveSample(kind="send_recv", workers=2, bytes=b, seconds=s) for b, s in ((4096, 0.02), (2**24, 0.01))
+        )
+    )
+    link = measure.measured_link(noisy, "here")
+    assert link is not None
+    assert link.bandwidth_bytes_per_s == pytest.approx(2**24 / 0.01)
+    assert link.latency_s > 0
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, found: list[Gpu], **options: Any) -> tuple[Cluster, dict[str, Any]]:
+    """probe with made-up workers that answer each task with its own size."""
+    seen: dict[str, Any] = {}
+
+    def results(settings: dict[str, Any]) -> Any:
+        seen.update(settings)
+        json.dumps(settings)
+        yield {"rss_bytes": 3 * 10**8, "torch": "9.9"}
+        for turn in (3.0, 1.0, 2.0)[: settings["rounds"]]:
+            for index, plain in enumerate(settings["tasks"]):
+                task = Task(**plain)
+                slow = task.kind == "matmul" and task.m == 4096 and task.dtype == "bf16"
+                work = 2.0 * task.m * task.n * task.k / 1e11 + task.bytes / 1e9 + 1e-6
+                value = 1e10 / turn if task.kind == "memory" else work * turn
+                yield {"task": index, "value": None if slow else value}
+
+    monkeypatch.setattr(team, "results", results)
+    monkeypatch.setattr(measure, "gpus", lambda: found)
+    monkeypatch.setattr(measure.psutil, "cpu_percent", lambda interval: 50.0)
+    monkeypatch.setattr(measure.disk, "throughput", lambda folder, size: (1e9, None))
+    said: list[float] = []
+    cluster = measure.probe(progress=lambda what, share: said.append(share), **options)
+    assert all(0 <= share <= 1 for share in said)
+    assert all(later >= earlier for earlier, later in pairwise(said))
+    return cluster, seen
+
+
+def test_probe_of_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    cluster, settings = run_with(monkeypatch, [], quick=True, workers=2, folder=tmp_path)
+    (group,) = cluster.groups
+    assert settings["device"] == "cpu"
+    assert (group.devices_per_node, group.device.name, group.host.storage_write_bytes_per_s) == (2, "cpu", 1e9)
+    assert group.device.reserved_memory_bytes == 3 * 10**8
+    # The best round counts: the second, in which everything takes 1 time the work.
+    assert group.device.memory_bandwidth_bytes_per_s == pytest.approx(1e10)
+    assert group.device.peak_flops_per_s["fp32"] == pytest.approx(1e11, rel=0.01)
+    assert group.device.kernel_launch_s == pytest.approx(1e-6)
+    assert group.measured is not None
+    assert not any(s.m == 4096 for s in group.measured.matmul if s.dtype == "bf16")
+    assert any(s.m == 4096 for s in group.measured.matmul if s.dtype == "fp32")
+    assert "torch 9.9" in cluster.source
+    assert "other programs used 50%" in cluster.source
+    assert Cluster.from_dict(cluster.plain()) == cluster
+
+
+def test_probe_of_known_and_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Gpu(0, "NVIDIA H100 80GB HBM3", 81559 * 2**20, 132, 650.0, 450e9)
+    cluster, settings = run_with(monkeypatch, [known] * 2, quick=True)
+    device = cluster.groups[0].device
+    assert settings["device"] == "cuda"
+    assert (device.name, device.power_limit_w, device.peak_flops_per_s["bf16"]) == ("H100-SXM-80GB", 650, 989.4e12)
+    assert device.kernel_launch_s == pytest.approx(1e-6)
+    unknown = Gpu(0, "NVIDIA A10", 23028 * 2**20, 72)
+    cluster, _ = run_with(monkeypatch, [unknown], quick=True)
+    group = cluster.groups[0]
+    assert group.device.name == "NVIDIA A10"
+    assert group.device.peak_flops_per_s["fp16"] == pytest.approx(1e11, rel=0.01)
+    assert "nothing to connect" in group.intra_node.source
+
+
+@pytest.mark.parametrize(("found", "workers"), [([], 0), ([], -2), ([Gpu(0, "Tesla T4", 2**34)], 2)])
+def test_impossible_workers(monkeypatch: pytest.MonkeyPatch, found: list[Gpu], workers: int) -> None:
+    with pytest.raises(BadInput, match=f"workers = {workers}"):
+        run_with(monkeypatch, found, workers=workers)
+
+
+def test_a_worker_that_fails_is_quoted() -> None:
+    with pytest.raises(AhpError, match=r"(?s)worker 0 ended with code 1.*KeyError: 'cores'"):
+        list(team.results({"workers": 1}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_real_quick_probe_of_two_workers(tmp_path: Any) -> None:
+    cluster = measure.probe(quick=True, workers=2, folder=tmp_path)
+    (group,) = cluster.groups
+    measured = group.measured
+    assert measured is not None
+    assert group.devices_per_node == 2
+    assert {s.dtype for s in measured.matmul} == {"fp32", "bf16"}
+    assert {s.workers for s in measured.matmul} == {1, 2}
+    assert [s.workers for s in measured.memory] == [1, 2]
+    assert all(1e8 < s.bytes_per_s < 1e13 for s in measured.memory)
+    assert all(1e8 < peak < 1e15 for peak in group.device.peak_flops_per_s.values())
+    # Far apart in size, so that the order holds on a busy machine too.
+    for kind in COLLECTIVES:
+        by_size = sorted((s.bytes, s.seconds) for s in measured.collectives if s.kind == kind)
+        assert len(by_size) == 4
+        assert by_size[-1][1] > by_size[0][1]
+    assert 1e7 < group.intra_node.bandwidth_bytes_per_s < 1e12
+    assert 0 < group.device.kernel_launch_s < 1e-3
+    assert group.device.memory_bytes > group.device.reserved_memory_bytes > 10**7
+    assert isinstance(group.host, Host)
+    path = tmp_path / "cluster.yaml"
+    cluster.save(path)
+    assert Cluster.load(path) == cluster
