@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 
 class Kind(StrEnum):
@@ -38,3 +39,8 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     stage_rank: tuple[int, ...]
     """``stage_rank[s]``: the pipeline rank that holds stage ``s``."""
+
+    @cached_property
+    def plain(self) -> tuple[tuple[tuple[str, int, int], ...], ...]:
+        """The actions of each rank as (letter, stage, micro-batch): what a tight loop reads."""
+        return tuple(tuple((str(a.kind), a.stage, a.micro_batch) for a in rank) for rank in self.ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 from ahp.schedule.actions import Action, Kind, Schedule
@@ -28,13 +29,6 @@ class StageTimes:
     """Keeps the rank busy after the backward of the last micro-batch, such as the reduction of gradients; what
     the backward sends does not wait for it."""
 
-    def of(self, kind: Kind) -> float:
-        if kind is Kind.FORWARD:
-            return self.forward_s
-        if kind is Kind.BACKWARD:
-            return self.backward_s
-        return self.input_gradient_s if kind is Kind.INPUT_GRADIENT else self.weight_gradient_s
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -49,10 +43,19 @@ class Span:
 class Timeline:
     """What each rank does when."""
 
-    ranks: tuple[tuple[Span, ...], ...]
+    schedule: Schedule
+    starts_s: tuple[tuple[float, ...], ...]
+    """Start of each rank's actions, in the order of the schedule."""
+    ends_s: tuple[tuple[float, ...], ...]
     makespan_s: float
     busy_s: tuple[float, ...]
     """Seconds each rank computes."""
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[Span, ...], ...]:
+        """Per rank, its actions with start and end."""
+        columns = zip(self.schedule.ranks, self.starts_s, self.ends_s, strict=True)
+        return tuple(tuple(map(Span, actions, starts, ends)) for actions, starts, ends in columns)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -61,7 +64,7 @@ class Timeline:
 
     def end_s(self, rank: int) -> float:
         """When the rank has done its last action."""
-        return self.ranks[rank][-1].end_s
+        return self.ends_s[rank][-1]
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
@@ -70,61 +73,75 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
     ``times[s]`` belongs to stage ``s``. O(actions). Raises ValueError when the order can never run (a rank
     waits for something that comes only after what waits for it).
     """
-    stages, m = schedule.num_stages, schedule.num_micro_batches
-    forward_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
-    gradient_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
-    spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    free = [0.0] * len(schedule.ranks)
+    run = _Run(schedule, times)
+    starts: list[list[float]] = [[] for _ in schedule.ranks]
+    ends: list[list[float]] = [[] for _ in schedule.ranks]
     left = sum(map(len, schedule.ranks))
     while left:
-        before = left
-        for rank, order in enumerate(schedule.ranks):
-            done, now = spans[rank], free[rank]
-            for action in islice(order, len(done), None):
-                arrived = _arrival(action, stages, forward_end, gradient_end, times)
-                if arrived is None:
-                    break
-                start = now if now > arrived else arrived
-                stage_times, micro_batch = times[action.stage], action.micro_batch
-                now = start + stage_times.of(action.kind)
-                if action.kind is Kind.FORWARD:
-                    if micro_batch == 0:
-                        now += stage_times.first_forward_extra_s
-                    forward_end[action.stage][micro_batch] = now
-                else:
-                    if action.kind is not Kind.WEIGHT_GRADIENT:
-                        gradient_end[action.stage][micro_batch] = now
-                    if micro_batch == m - 1 and action.kind is not Kind.INPUT_GRADIENT:
-                        now += stage_times.last_backward_extra_s
-                done.append(Span(action, start, now))
-                left -= 1
-            free[rank] = now
-        if left == before:
-            stuck = [str(o[len(s)]) for o, s in zip(schedule.ranks, spans, strict=True) if len(s) < len(o)]
+        done = sum(run.advance(rank, starts[rank], ends[rank]) for rank in range(len(schedule.ranks)))
+        if done == 0:
+            stuck = [str(o[len(e)]) for o, e in zip(schedule.ranks, ends, strict=True) if len(e) < len(o)]
             raise ValueError(f"schedule {schedule.name} never ends: waiting at {', '.join(stuck)}")
-    busy = tuple(sum(span.end_s - span.start_s for span in rank) for rank in spans)
-    return Timeline(tuple(map(tuple, spans)), max(free), busy)
+        left -= done
+    busy = tuple(sum(end) - sum(start) for start, end in zip(starts, ends, strict=True))
+    makespan_s = max(end[-1] for end in ends)
+    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), makespan_s, busy)
 
 
-def _arrival(
-    action: Action,
-    stages: int,
-    forward_end: list[list[float | None]],
-    gradient_end: list[list[float | None]],
-    times: Sequence[StageTimes],
-) -> float | None:
-    """When everything the action reads is on its rank; None while it is not known."""
-    stage, micro_batch = action.stage, action.micro_batch
-    if action.kind is Kind.FORWARD:
-        if stage == 0:
-            return 0.0
-        end = forward_end[stage - 1][micro_batch]
-        return None if end is None else end + times[stage - 1].send_forward_s
-    own = (gradient_end if action.kind is Kind.WEIGHT_GRADIENT else forward_end)[stage][micro_batch]
-    if own is None or action.kind is Kind.WEIGHT_GRADIENT or stage == stages - 1:
-        return own
-    end = gradient_end[stage + 1][micro_batch]
-    return None if end is None else max(own, end + times[stage + 1].send_backward_s)
+class _Run:
+    """The state of one simulation: when each stage's results of each micro-batch reach the next rank."""
+
+    def __init__(self, schedule: Schedule, times: Sequence[StageTimes]) -> None:
+        stages, m = schedule.num_stages, schedule.num_micro_batches
+        self.order, self.last_stage, self.last_micro_batch = schedule.plain, stages - 1, m - 1
+        self.times = times
+        self.seconds: dict[str, list[float]] = {
+            Kind.FORWARD: [t.forward_s for t in times],
+            Kind.BACKWARD: [t.backward_s for t in times],
+            Kind.INPUT_GRADIENT: [t.input_gradient_s for t in times],
+            Kind.WEIGHT_GRADIENT: [t.weight_gradient_s for t in times],
+        }
+        self.forward_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
+        self.gradient_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
+
+    def advance(self, rank: int, starts: list[float], ends: list[float]) -> int:
+        """Run the rank's next actions until one waits for another rank; append their times, return their number."""
+        before = len(ends)
+        now = ends[-1] if ends else 0.0
+        for letter, stage, micro_batch in islice(self.order[rank], before, None):
+            arrived = self._arrival(letter, stage, micro_batch)
+            if arrived is None:
+                break
+            start = now if now > arrived else arrived
+            now = start + self.seconds[letter][stage]
+            if letter == "F":
+                if micro_batch == 0:
+                    now += self.times[stage].first_forward_extra_s
+                self.forward_end[stage][micro_batch] = now
+            else:
+                if letter != "W":
+                    self.gradient_end[stage][micro_batch] = now
+                if micro_batch == self.last_micro_batch and letter != "I":
+                    now += self.times[stage].last_backward_extra_s
+            starts.append(start)
+            ends.append(now)
+        return len(ends) - before
+
+    def _arrival(self, letter: str, stage: int, micro_batch: int) -> float | None:
+        """When everything the action reads is on its rank; None while it is not known."""
+        if letter == "F":
+            if stage == 0:
+                return 0.0
+            end = self.forward_end[stage - 1][micro_batch]
+            return None if end is None else end + self.times[stage - 1].send_forward_s
+        own = (self.gradient_end if letter == "W" else self.forward_end)[stage][micro_batch]
+        if own is None or letter == "W" or stage == self.last_stage:
+            return own
+        end = self.gradient_end[stage + 1][micro_batch]
+        if end is None:
+            return None
+        end += self.times[stage + 1].send_backward_s
+        return end if end > own else own
 
 
 def lower_bound_s(schedule: Schedule, times: Sequence[StageTimes]) -> float:
@@ -159,13 +176,14 @@ def peak_in_flight(schedule: Schedule, weights: Sequence[float]) -> tuple[float,
     ``weights[s]`` is what one micro-batch of stage ``s`` keeps (bytes); weights of 1 count micro-batches.
     """
     peaks = []
-    for order in schedule.ranks:
+    for order in schedule.plain:
         held = peak = 0.0
-        for action in order:
-            if action.kind is Kind.FORWARD:
-                held += weights[action.stage]
-                peak = max(peak, held)
-            elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-                held -= weights[action.stage]
+        for letter, stage, _ in order:
+            if letter == "F":
+                held += weights[stage]
+                if held > peak:
+                    peak = held
+            elif letter != "I":
+                held -= weights[stage]
         peaks.append(peak)
     return tuple(peaks)
