@@ -1,0 +1,169 @@
+"""The graph as text: JSON that reads back to the same graph, and DOT for graphviz."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from ahp.errors import BadInput, bad_input
+from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment, TensorSpec
+
+GRAPH_SCHEMA_VERSION = 1
+
+PLAIN_FIELDS = ("name", "model", "micro_batch_size", "sequence_length", "dtype", "layers", "tied", "config")
+"""Fields of a ModelGraph that are JSON already."""
+
+PHASE_COLOURS = {"forward": "#dbe9f6", "backward": "#fbe3d4"}
+
+
+def to_json(graph: ModelGraph, *, indent: int | None = None) -> str:
+    """The whole graph; its law of growth goes with it, so ``at`` works on what ``from_json`` returns.
+
+    A tensor is ``[dtype, size, size, ...]``; sizes in elements, ``bytes_*`` in bytes, ``flops`` as in ahp.graph.costs.
+    ``totals`` counts repeated blocks as often as they stand in the model; it is for readers, not for ``from_json``.
+    """
+    totals = {
+        "num_parameters": graph.num_parameters,
+        "forward_flops": graph.flops("forward"),
+        "backward_flops": graph.flops("backward"),
+        "saved_bytes": sum(segment.saved_bytes for segment in graph.segments()),
+    }
+    head = {"schema_version": GRAPH_SCHEMA_VERSION, "totals": totals}
+    return json.dumps(head | _graph_to_plain(graph), indent=indent)
+
+
+def from_json(text: str) -> ModelGraph:
+    """The graph that ``to_json`` wrote. Raises BadInput when it is not one."""
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict):
+            raise TypeError("an object was expected")
+        version = data.pop("schema_version")
+        if version != GRAPH_SCHEMA_VERSION:
+            raise bad_input("schema_version", version, "this version of AHP reads another", [GRAPH_SCHEMA_VERSION])
+        return _graph_from_plain(data)
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"graph: not a compute graph in JSON ({type(error).__name__}: {error})") from error
+
+
+def to_dot(graph: ModelGraph, segment: str | None = None) -> str:
+    """The dependencies as a DOT digraph: one segment by name (``block``), or all of them, one cluster each.
+
+    Edges inside a segment are data dependencies. Between segments one edge stands for the hidden states, and repeated
+    blocks are drawn once, with their number. Raises BadInput for an unknown segment.
+    """
+    parts = {part.name: part for part in (graph.embedding, *graph.blocks, graph.head)}
+    if segment is not None and segment not in parts:
+        raise bad_input("segment", segment, "no such part of the graph", parts)
+    lines = [f"digraph {_quoted(graph.name)} {{", "  rankdir=TB; node [shape=box, style=filled, fontsize=10];"]
+    for name, part in parts.items():
+        if segment in (None, name):
+            lines += _cluster(part, _times(graph, name))
+    if segment is None:
+        order = [part for part in parts.values() if part.operators]
+        lines += [
+            f'  {_node(a, _last_forward(a))} -> {_node(b, 0)} [style=bold, label="hidden states"];'
+            for a, b in pairwise(order)
+        ]
+    return "\n".join([*lines, "}", ""])
+
+
+def _graph_to_plain(graph: ModelGraph) -> dict[str, Any]:
+    plain: dict[str, Any] = {name: getattr(graph, name) for name in PLAIN_FIELDS}
+    plain["embedding"] = _segment_to_plain(graph.embedding)
+    plain["blocks"] = [_segment_to_plain(block) for block in graph.blocks]
+    plain["head"] = _segment_to_plain(graph.head)
+    plain["larger"] = None if graph.larger is None else _graph_to_plain(graph.larger)
+    return plain
+
+
+def _graph_from_plain(data: dict[str, Any]) -> ModelGraph:
+    return ModelGraph(
+        **{name: data[name] for name in PLAIN_FIELDS}
+        | {
+            "layers": tuple(data["layers"]),
+            "tied": tuple(tuple(names) for names in data["tied"]),
+            "embedding": _segment_from_plain(data["embedding"]),
+            "blocks": tuple(_segment_from_plain(block) for block in data["blocks"]),
+            "head": _segment_from_plain(data["head"]),
+            "larger": None if data["larger"] is None else _graph_from_plain(data["larger"]),
+        }
+    )
+
+
+def _segment_to_plain(segment: Segment) -> dict[str, Any]:
+    return {
+        "name": segment.name,
+        "parameters": [[parameter.name, *parameter.shape] for parameter in segment.parameters],
+        "output": None if segment.output is None else _tensor_to_plain(segment.output),
+        "operators": [_operator_to_plain(operator) for operator in segment.operators],
+    }
+
+
+def _segment_from_plain(data: dict[str, Any]) -> Segment:
+    return Segment(
+        name=data["name"],
+        operators=tuple(_operator_from_plain(item) for item in data["operators"]),
+        parameters=tuple(Parameter(name, tuple(shape)) for name, *shape in data["parameters"]),
+        output=None if data["output"] is None else _tensor_from_plain(data["output"]),
+    )
+
+
+def _operator_to_plain(operator: Operator) -> dict[str, Any]:
+    plain: dict[str, Any] = {name: getattr(operator, name) for name in Operator.__dataclass_fields__}
+    plain["inputs"] = [_tensor_to_plain(tensor) for tensor in operator.inputs]
+    plain["outputs"] = [_tensor_to_plain(tensor) for tensor in operator.outputs]
+    return plain
+
+
+def _operator_from_plain(data: dict[str, Any]) -> Operator:
+    return Operator(
+        **data
+        | {
+            "inputs": tuple(_tensor_from_plain(item) for item in data["inputs"]),
+            "outputs": tuple(_tensor_from_plain(item) for item in data["outputs"]),
+            "depends_on": tuple(data["depends_on"]),
+            "parameters": tuple(data["parameters"]),
+        }
+    )
+
+
+def _tensor_to_plain(tensor: TensorSpec) -> list[Any]:
+    return [tensor.dtype, *tensor.shape]
+
+
+def _tensor_from_plain(data: list[Any]) -> TensorSpec:
+    return TensorSpec(tuple(data[1:]), data[0])
+
+
+def _cluster(segment: Segment, times: int) -> list[str]:
+    title = segment.name + (f" x {times}" if times > 1 else "")
+    lines = [f"  subgraph {_quoted('cluster_' + segment.name)} {{", f"    label={_quoted(title)};"]
+    for operator in segment.operators:
+        shape = " ".join("x".join(map(str, t.shape)) or "scalar" for t in operator.outputs)
+        text = "\n".join(word for word in (operator.name, operator.module, shape) if word)
+        colour = PHASE_COLOURS[operator.phase]
+        lines.append(f'    {_node(segment, operator.index)} [label={_quoted(text)}, fillcolor="{colour}"];')
+        lines += [f"    {_node(segment, i)} -> {_node(segment, operator.index)};" for i in operator.depends_on]
+    return [*lines, "  }"]
+
+
+def _times(graph: ModelGraph, name: str) -> int:
+    names = [block.name for block in graph.blocks]
+    return graph.layers.count(names.index(name)) if name in names else 1
+
+
+def _last_forward(segment: Segment) -> int:
+    return max((o.index for o in segment.operators if o.phase == "forward"), default=0)
+
+
+def _node(segment: Segment, index: int) -> str:
+    return _quoted(f"{segment.name}/{index}")
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
