@@ -185,15 +185,19 @@ def six_n(graph: ModelGraph) -> list[str]:
     )
     traced, rule = graph.flops(), 6 * graph.num_parameters * tokens
     share = percent(attention / traced) if traced else "0 %"
-    without = (traced - attention) / rule
+    of_it = f"of it {share} in fused attention (the full square; a causal kernel does half)"
+    ratios = f"traced / 6 N = {traced / rule:.3f}, without attention {(traced - attention) / rule:.3f}"
     lines = [
-        f"FLOP     {_flop(traced)} a micro-batch, {_flop(traced / tokens)} a token, of it {share} in fused attention "
-        + "(the full square; a causal kernel does half)",
-        f"6 N      6 x {count(graph.num_parameters)} x {tokens} tokens = {_flop(rule)}; "
-        + f"traced / 6 N = {traced / rule:.3f}, without attention {without:.3f}",
+        f"FLOP     {_flop(traced)} a micro-batch, {_flop(traced / tokens)} a token, {of_it}",
+        f"6 N      6 x {count(graph.num_parameters)} x {tokens} tokens = {_flop(rule)}; {ratios}",
     ]
     if graph.config.get("num_experts"):
-        lines.append(
-            f"         (of {graph.config['num_experts']} experts each token visits {graph.config.get('num_experts_per_token', '?')})"
-        )
+        visited = graph.config.get("num_experts_per_token", "?")
+        lines.append(f"         (a token visits {visited} of {graph.config['num_experts']} experts)")
     return lines
+
+
+def _flop(number: float) -> str:
+    """``492 TFLOP``, three figures."""
+    unit, size = next(((u, s) for u, s in (("P", 1e15), ("T", 1e12), ("G", 1e9)) if number >= 0.9995 * s), ("M", 1e6))
+    return f"{number / size:.3g} {unit}FLOP"

@@ -181,7 +181,8 @@ def _transformers_as_on_data() -> Iterator[None]:
 
     Whether a row packs several sequences it finds out from the positions; on tensors without data it cannot, and would
     build a mask that training on plain batches does not have. And the shape rule of torch's grouped product knows
-    bf16 only, though the kernel takes fp32; transformers' own operator has the same inputs and outputs, and saves the same but for the offsets of the groups.
+    bf16 only, though the kernel takes fp32; transformers' own operator stands in for it (it saves the same tensors but
+    for the offsets of the groups, 4 bytes an expert).
     """
     from transformers import masking_utils
     from transformers.integrations import moe
