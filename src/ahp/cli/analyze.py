@@ -185,7 +185,7 @@ def six_n(graph: ModelGraph) -> list[str]:
     )
     traced, rule = graph.flops(), 6 * graph.num_parameters * tokens
     share = percent(attention / traced) if traced else "0 %"
-    of_it = f"of it {share} in fused attention (the full square; a causal kernel does half)"
+    of_it = f"of it {share} in fused attention (the full square)"
     ratios = f"traced / 6 N = {traced / rule:.3f}, without attention {(traced - attention) / rule:.3f}"
     lines = [
         f"FLOP     {_flop(traced)} a micro-batch, {_flop(traced / tokens)} a token, {of_it}",
