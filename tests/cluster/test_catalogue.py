@@ -1,6 +1,7 @@
 """The catalogue: every device asked for, every figure with its source, dense peaks, names as drivers print them."""
 
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import yaml
@@ -123,3 +124,12 @@ def test_cpu_is_a_core_of_this_machine() -> None:
     assert 1e8 < entry.device.memory_bandwidth_bytes_per_s < 1e13
     assert 1e9 < entry.device.peak_flops_per_s["fp32"] < 1e13
     assert entry.devices_per_node >= 1
+
+
+def test_the_page_lists_the_catalogue() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    for name in NAMES[:-1]:
+        device = catalogue.find(name).device
+        peaks = device.peak_flops_per_s
+        row = f"| {name} | {peaks.get('bf16', peaks['fp16']) / 1e12:g} | {device.memory_bytes / 2**30:.1f} |"
+        assert row in page

@@ -1,12 +1,14 @@
 """GPUs through a made-up driver: what NVML says, how CUDA_VISIBLE_DEVICES chooses, what is left out."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ahp.cluster import local
-from ahp.cluster.gpus import Gpu, gpus, topology
+from ahp.cluster.gpus import Gpu, _driver_nodes, gpus, topology
 from ahp.errors import BadInput
 
 MIB = 2**20
@@ -134,6 +136,14 @@ def test_without_a_driver_torch_is_asked() -> None:
     found = gpus(FakeNvml([], 0, driver=False), fake_torch(2, sms=114))
     assert [(gpu.name, gpu.num_sms) for gpu in found] == [("NVIDIA H100 PCIe", 114)] * 2
     assert gpus(FakeNvml([], 0, driver=False), fake_torch(0)) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows drivers in /dev")
+def test_torch_is_not_imported_where_no_driver_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    assert not _driver_nodes(tmp_path)
+    (tmp_path / "dev/kfd").touch()
+    assert _driver_nodes(tmp_path)
 
 
 def test_topology() -> None:

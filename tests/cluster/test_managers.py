@@ -51,6 +51,13 @@ def test_slurm_job_of_equal_nodes() -> None:
     assert cluster.groups[0].inter_node is not None
 
 
+def test_number_of_nodes() -> None:
+    assert managers.num_nodes({}) == 1
+    assert managers.num_nodes(JOB) == 4
+    assert managers.num_nodes({"SLURM_JOB_ID": "1", "SLURM_NNODES": "3"}) == 3
+    assert managers.num_nodes({"PET_NNODES": "2:6"}) == 6
+
+
 def test_slurm_job_with_part_of_a_node() -> None:
     env = {**JOB, "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2"}
     assert shape(managers.slurm(env, programs(scontrol=scontrol("gpu:a100:8")), found=[])) == [(1, 2, "A100-SXM-80GB")]

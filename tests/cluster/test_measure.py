@@ -13,6 +13,12 @@ from ahp.cluster.tasks import COLLECTIVES, Task, tasks, worker_counts
 from ahp.errors import AhpError, BadInput
 
 
+@pytest.fixture(autouse=True)
+def _outside_of_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "PET_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.parametrize(
     ("workers", "quick", "counts"),
     [(1, True, [1]), (2, True, [1, 2]), (6, False, [1, 2, 4, 6]), (8, False, [1, 2, 4, 8]), (8, True, [1, 2, 8])],
@@ -137,12 +143,31 @@ def test_probe_of_known_and_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "nothing to connect" in group.intra_node.source
 
 
+def test_probe_inside_a_job_of_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    h100, a10 = Gpu(0, "NVIDIA H100 80GB HBM3", 81559 * 2**20), Gpu(0, "NVIDIA A10", 23028 * 2**20)
+    (group,) = run_with(monkeypatch, [h100] * 8, quick=True)[0].groups
+    assert (group.nodes, group.devices_per_node) == (4, 8)
+    assert group.inter_node is not None
+    assert group.inter_node.bandwidth_bytes_per_s == 8 * 400e9 / 8
+    (group,) = run_with(monkeypatch, [a10], quick=True, inter_node_gbps=100.0)[0].groups
+    assert group.inter_node is not None
+    assert group.inter_node.bandwidth_bytes_per_s == 100e9 / 8
+    monkeypatch.setattr(measure.sense, "network_gbps", lambda root: None)
+    with pytest.raises(BadInput, match="inter_node_gbps is missing"):
+        run_with(monkeypatch, [a10], quick=True)
+    with pytest.raises(BadInput, match="inter_node_gbps = nan"):
+        run_with(monkeypatch, [h100], quick=True, inter_node_gbps=float("nan"))
+
+
 @pytest.mark.parametrize(("found", "workers"), [([], 0), ([], -2), ([Gpu(0, "Tesla T4", 2**34)], 2)])
 def test_impossible_workers(monkeypatch: pytest.MonkeyPatch, found: list[Gpu], workers: int) -> None:
     with pytest.raises(BadInput, match=f"workers = {workers}"):
         run_with(monkeypatch, found, workers=workers)
 
 
+@pytest.mark.slow  # a worker imports torch before it can fail
 def test_a_worker_that_fails_is_quoted() -> None:
     with pytest.raises(AhpError, match=r"(?s)worker 0 ended with code 1.*KeyError: 'cores'"):
         list(team.results({"workers": 1}))

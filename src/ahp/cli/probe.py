@@ -28,6 +28,8 @@ class Arguments:
     """Fewer shapes and sizes: well under a minute instead of up to three."""
     workers: int | None = None
     """Devices to measure and to have; by default all GPUs, else all physical cores."""
+    inter_node_gbps: float | None = None
+    """Network of one node in a job of several, Gb/s per direction; by default what is usual, or what the cards say."""
     json: Flag = False
     """Print the cluster as JSON instead of tables."""
 
@@ -39,7 +41,13 @@ def run(argv: list[str]) -> int:
 
     folder = arguments.output.parent
     with _progress() as say:
-        cluster = probe(quick=arguments.quick, workers=arguments.workers, progress=say, folder=folder)
+        cluster = probe(
+            quick=arguments.quick,
+            workers=arguments.workers,
+            progress=say,
+            folder=folder,
+            inter_node_gbps=arguments.inter_node_gbps,
+        )
     cluster.save(arguments.output)
     if arguments.json:
         print(json.dumps(cluster.plain()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -94,6 +96,8 @@ def _nvml() -> Any:
 def _from_torch(torch: ModuleType | None) -> list[Gpu]:
     """Through the CUDA runtime (ROCm's torch answers under the same names). Counts SMs, which NVML does not."""
     if torch is None:
+        if not _driver_nodes():
+            return []
         import torch as installed
 
         torch = installed
@@ -104,6 +108,14 @@ def _from_torch(torch: ModuleType | None) -> list[Gpu]:
         properties = torch.cuda.get_device_properties(index)
         found.append(Gpu(index, properties.name, properties.total_memory, properties.multi_processor_count))
     return found
+
+
+def _driver_nodes(root: Path = Path("/")) -> bool:
+    """Whether a GPU driver may be loaded; False saves importing torch. Only Linux shows it in /dev."""
+    if sys.platform != "linux":
+        return True
+    # NVIDIA's driver, AMD's, and either under Windows' Linux.
+    return any((root / "dev" / name).exists() for name in ("nvidiactl", "kfd", "dxg"))
 
 
 def _visible(nvml: Any, visible: str | None) -> list[Any]:

@@ -56,30 +56,37 @@ def slurm(
             "cluster = 'slurm': not inside a Slurm job (SLURM_JOB_ID is not set); start through sbatch, srun or "
             "salloc, or describe the cluster, such as 8x8xH100-SXM-80GB"
         )
-    num_nodes = _integer(env, "SLURM_JOB_NUM_NODES") or _integer(env, "SLURM_NNODES") or 1
-    node_list = env.get("SLURM_JOB_NODELIST", "")
-    nodes = _slurm_nodes(node_list, num_nodes, run)
+    total = num_nodes(env)
+    nodes = _slurm_nodes(env.get("SLURM_JOB_NODELIST", ""), total, run)
     here = gpus() if found is None else found
     if len(set(nodes)) <= 1:
         # All nodes alike: what this job was given of a node, and what this node says of itself, count for all.
         told = nodes[0] if nodes else Node(None, 0)
         given = _integer(env, "SLURM_GPUS_ON_NODE")
         count = given if given is not None else len(here) or told.count
-        nodes = [_as_seen(told.gpu, count, here)] * num_nodes
+        nodes = [_as_seen(told.gpu, count, here)] * total
     return _describe(nodes, "slurm", f"Slurm job {env['SLURM_JOB_ID']}", on_a_node=True)
 
 
-def _slurm_nodes(node_list: str, num_nodes: int, run: Run) -> list[Node]:
+def num_nodes(environment: Mapping[str, str] | None = None) -> int:
+    """Nodes of the job that this process is in, of either manager; 1 outside of both."""
+    env = os.environ if environment is None else environment
+    if "SLURM_JOB_ID" in env:
+        return _integer(env, "SLURM_JOB_NUM_NODES") or _integer(env, "SLURM_NNODES") or 1
+    return _pet_nodes(env["PET_NNODES"]) if "PET_NNODES" in env else 1
+
+
+def _slurm_nodes(node_list: str, total: int, run: Run) -> list[Node]:
     """The job's nodes as Slurm's own programs show them; empty where neither answers."""
     if not node_list:
         return []
     text = run(["scontrol", "show", "node", node_list, "--json"])
     nodes = parse_scontrol(text) if text else []
-    if len(nodes) == num_nodes:
+    if len(nodes) == total:
         return nodes
     text = run(["sinfo", "--nodes", node_list, "--Node", "--json"])
     nodes = parse_sinfo(text) if text else []
-    return nodes if len(nodes) == num_nodes else []
+    return nodes if len(nodes) == total else []
 
 
 def parse_scontrol(text: str) -> list[Node]:
@@ -132,11 +139,7 @@ def kubernetes(
 
 
 def _kubernetes_job(env: Mapping[str, str], here: list[Gpu]) -> Cluster:
-    # torchrun's own words: "4", or "2:4" for an elastic job, which may have fewer; plan for all of them.
-    low, _, high = env["PET_NNODES"].partition(":")
-    words = high or low
-    if not words.isdigit() or int(words) < 1:
-        raise BadInput(f"PET_NNODES = {env['PET_NNODES']!r}: must be a number of nodes, or MIN:MAX")
+    total = _pet_nodes(env["PET_NNODES"])
     given = env.get("PET_NPROC_PER_NODE", "auto")
     if given.isdigit():
         count = int(given)
@@ -144,8 +147,17 @@ def _kubernetes_job(env: Mapping[str, str], here: list[Gpu]) -> Cluster:
         count = 0 if given == "cpu" else len(here)
     else:
         raise BadInput(f"PET_NPROC_PER_NODE = {given!r}: must be a number, auto, gpu or cpu")
-    nodes = [_as_seen(None, count, here)] * int(words)
+    nodes = [_as_seen(None, count, here)] * total
     return _describe(nodes, "kubernetes", "Kubernetes training job", on_a_node=True)
+
+
+def _pet_nodes(given: str) -> int:
+    """torchrun's own words: ``4``, or ``2:4`` for an elastic job, which may have fewer; plan for all of them."""
+    low, _, high = given.partition(":")
+    words = high or low
+    if not words.isdigit() or int(words) < 1:
+        raise BadInput(f"PET_NNODES = {given!r}: must be a number of nodes, or MIN:MAX")
+    return int(words)
 
 
 def parse_kubectl(text: str) -> list[Node]:
@@ -182,17 +194,17 @@ def _describe(nodes: list[Node], manager: str, source: str, *, on_a_node: bool) 
     """Equal nodes become a group; several groups are connected by the slower of their networks."""
     kinds = Counter(nodes)
     groups = []
-    for index, (node, num_nodes) in enumerate(kinds.items()):
+    for index, (node, count) in enumerate(kinds.items()):
         device = _device(node, manager)
         # On a node of the job its own cards can be asked where no network is usual for the device.
         usual = catalogue.find(device).nic_gbps is not None
         groups.append(
             {
                 "name": "nodes" if len(kinds) == 1 else f"{device}-{index}",
-                "nodes": num_nodes,
+                "nodes": count,
                 "devices_per_node": node.count or sense.physical_cores(),
                 "device": device,
-                "inter_node_gbps": None if usual or num_nodes == 1 or not on_a_node else sense.network_gbps(),
+                "inter_node_gbps": None if usual or count == 1 or not on_a_node else sense.network_gbps(),
             }
         )
     description: dict[str, Any] = {"groups": groups} if len(groups) > 1 else groups[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from ahp.cluster import catalogue, disk, local, sense, team
+from ahp.cluster import catalogue, disk, local, managers, sense, team
 from ahp.cluster.gpus import Gpu, gpus
 from ahp.cluster.model import (
     Cluster,
@@ -26,7 +26,7 @@ from ahp.cluster.model import (
     NodeGroup,
 )
 from ahp.cluster.tasks import COLLECTIVES, Task, tasks
-from ahp.errors import AhpError, bad_input
+from ahp.errors import AhpError, BadInput, bad_input
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
@@ -66,8 +66,9 @@ def probe(
     workers: int | None = None,
     progress: Progress | None = None,
     folder: str | Path = ".",
+    inter_node_gbps: float | None = None,
 ) -> Cluster:
-    """Sense and measure this machine.
+    """Sense and measure this machine, or this node of the Slurm or Kubernetes job that it is part of.
 
     With GPUs a device is a GPU, and NCCL is measured. Without, a device is one worker process with its share of the
     physical cores and of the memory, and gloo is measured. Samples are medians of several calls after a warm-up.
@@ -77,6 +78,8 @@ def probe(
         workers: devices to measure and to have; default: all GPUs, else all physical cores.
         progress: called as the work goes on.
         folder: where runs will be written; its storage is measured.
+        inter_node_gbps: network of one node, Gb/s per direction, in a job of several nodes; default: what is usual
+            for the GPU, else what the node's cards say. It is not measured, and all nodes are taken to be like this.
 
     Raises BadInput for a number of workers that cannot be, AhpError when a worker fails.
     """
@@ -91,6 +94,8 @@ def probe(
     if count < 1 or (limit is not None and count > limit):
         rule = "must be at least 1" if limit is None else f"must be between 1 and the {limit} GPUs that are visible"
         raise bad_input("workers", count, rule)
+    nodes = managers.num_nodes()
+    network = _network(nodes, found, count, host, inter_node_gbps)
     available = sense.memory_available_bytes()
     say("disk", 0.0)
     written, read = disk.throughput(host.storage_path or ".", pace.disk_bytes)
@@ -105,9 +110,32 @@ def probe(
         group = _gpu_group(found, measured, _launch(plan, values), source)
     else:
         group = _cpu_group(host, measured, _launch(plan, values), available // count, facts["rss_bytes"], source)
-    group = group.model_copy(update={"devices_per_node": count, "host": host, "measured": measured})
+    around = {"nodes": nodes, "inter_node": network, "devices_per_node": count, "host": host}
+    group = group.model_copy(update={**around, "measured": measured})
     say("done", 1.0)
     return Cluster(groups=(group,), source=source)
+
+
+def _network(nodes: int, found: list[Gpu], count: int, host: Host, given_gbps: float | None) -> Link | None:
+    """The network between the nodes of a job, as far as it is known without measuring; None for a single node."""
+    if given_gbps is not None and not 0 < given_gbps < float("inf"):
+        raise bad_input("inter_node_gbps", given_gbps, "must be above 0")
+    if nodes == 1:
+        return None
+    known = catalogue.match(found[0].name, found[0].memory_bytes) if found else None
+    if known is not None and given_gbps is None and (usual := known.inter_node(count)) is not None:
+        return usual
+    # The latency of a network is the same whatever the devices.
+    any_gpu = known or catalogue.find("A100")
+    gbps, source = (
+        (given_gbps, "given by the user") if given_gbps is not None else (host.network_gbps, "the node's cards")
+    )
+    if gbps is None:
+        raise BadInput(
+            f"inter_node_gbps is missing: this job has {nodes} nodes, and neither the catalogue nor this node's cards say "
+            "how fast their network is; give the Gb/s of one node per direction"
+        )
+    return any_gpu.network(gbps, f"{source}, not measured; latency: {any_gpu.network_source.split('latency: ')[-1]}")
 
 
 def _measure(
