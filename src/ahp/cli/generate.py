@@ -1,0 +1,43 @@
+"""Text from the newest checkpoint of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import tyro
+
+from ahp.errors import bad_input
+
+
+@dataclass(frozen=True)
+class Arguments:
+    run: tyro.conf.Positional[str]
+    """A run's folder, such as runs/demo."""
+    prompt: str = ""
+    """What the text begins with; empty = a new document."""
+    max_new_tokens: int = 120
+    temperature: float = 0.8
+    """0 = the likeliest token each time."""
+    seed: int = 0
+    """The same seed gives the same text."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def run(argv: list[str]) -> int:
+    """``ahp generate RUN``. Returns the exit code; raises AhpError."""
+    arguments = tyro.cli(Arguments, args=argv, prog="ahp generate", description=__doc__)
+    if arguments.seed < 0:
+        raise bad_input("seed", arguments.seed, "must be 0 or above")
+    from ahp.runtime.generate import Sampling, generate
+
+    sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed)
+    text = generate(arguments.run, arguments.prompt, sampling)
+    after = f"ahp report {arguments.run}"
+    if arguments.json:
+        print(json.dumps({"run": arguments.run, "prompt": arguments.prompt, "text": text, "next": [after]}))
+        return 0
+    print(text)
+    print(f"\nNext: {after}    ahp generate {arguments.run} --seed {arguments.seed + 1}")
+    return 0

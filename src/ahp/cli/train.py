@@ -1,0 +1,226 @@
+"""The main job: analyze the model, probe the machine, search, print the ranked plans, train, write text.
+
+Without an argument a small LLaMA learns the Python standard library's own source files. CONFIG is a config.yaml, or
+a plan.yaml of ahp plan that is run as it is. The same command again continues the run; with other degrees or
+another number of workers too. SIGINT and SIGTERM end it with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+import yaml
+
+from ahp.cli.overrides import split_overrides
+from ahp.config import Config, Run, config_help, load_config, read_yaml, set_dotted
+from ahp.errors import AhpError, BadInput
+from ahp.plan import Plan, validated
+from ahp.words import seconds
+
+if TYPE_CHECKING:
+    from ahp.runtime.trainer import Outcome
+
+SAMPLE_TOKENS = 160
+PROMPTS = {"python-stdlib": "def "}
+"""How the sample at the end begins, by job.data; with other text it begins a new document."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    config: tyro.conf.Positional[str | None] = None
+    """config.yaml or plan.yaml; without it every key has its default."""
+    top: int = 5
+    """Plans that are shown."""
+    json: bool = False
+    """Print the result as one JSON object; nothing else goes to stdout."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to train: a plan as it is, or a config that is still to be planned."""
+
+    run: Run
+    plan: Plan | None = None
+    config: Config | None = None
+
+
+def run(argv: list[str]) -> int:
+    """``ahp train``. Returns the exit code; raises AhpError."""
+    overrides, rest = split_overrides(argv)
+    arguments = tyro.cli(Arguments, args=rest, prog="ahp train", description=f"{__doc__}\n{config_help()}")
+    with _told_in_status(lambda: _folder(arguments.config, overrides)):
+        request = read_request(arguments.config, overrides)
+        return train(request, arguments, command=" ".join(["ahp train", *argv]))
+
+
+def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
+    """The config or the plan in a file. A plan is complete, so only ``--run.KEY`` can be given beside it."""
+    data = read_yaml(path) if path is not None else {}
+    if "schema_version" not in data:
+        config = load_config(path, overrides)
+        return Request(run=config.run, config=config)
+    others = [key for key in overrides if key.split(".")[0] != "run"]
+    if others:
+        raise BadInput(f"--{others[0]}: {path} is a plan, which is run as it is; plan again, or give a config.yaml")
+    changes: dict[str, Any] = {}
+    for key, value in overrides.items():
+        set_dotted(changes, key, value)
+    assert path is not None
+    return Request(run=validated(Run, changes.get("run", {}), "run"), plan=Plan.load(path))
+
+
+def train(request: Request, arguments: Arguments, command: str) -> int:
+    """Plan, run, and report; under torchrun the first rank plans for all."""
+    from ahp.runtime.team import choose_device, is_joined, team
+    from ahp.runtime.trainer import Trainer
+
+    def start(plan: Plan) -> Outcome:
+        run = request.run
+        trainer = Trainer(plan, folder=run.folder, checkpoint_every=run.checkpoint_every, keep=run.keep)
+        return trainer.run()
+
+    if not is_joined():
+        outcome = start(make_plan(request, arguments, workers=None))
+        return report(outcome, arguments, command)
+    world_size = int(os.environ["WORLD_SIZE"])
+    with team(choose_device(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))) as ranks:
+        outcome = start(ranks.decided_by_leader(lambda: make_plan(request, arguments, workers=world_size)))
+    return report(outcome, arguments, command) if ranks.leads else outcome.exit_code
+
+
+def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Plan:
+    """The plan that was given, the one that this folder was started with, or the best that a search finds now.
+
+    Args:
+        request: what the user asked for.
+        arguments: for how it is shown.
+        workers: ranks that a launcher has started already; None = as many as the plan wants.
+    """
+    from ahp.cli import train_plan
+    from ahp.runtime.run_folder import RunFolder
+
+    if request.plan is not None:
+        return request.plan
+    assert request.config is not None
+    folder = RunFolder(request.run.folder)
+    folder.create()
+    found = train_plan.earlier(request.config, folder, workers)
+    if found is not None:
+        print(f"the plan is that of {folder.plan_file}: {found.parallelism.short()}", file=sys.stderr)
+        return found
+    return train_plan.search(request.config, folder, workers, top=arguments.top, quiet=arguments.json)
+
+
+def report(outcome: Outcome, arguments: Arguments, command: str) -> int:
+    """Say how it went: text and page for a finished run, how to go on for a stopped one."""
+    from ahp.runtime.run_folder import RunFolder
+
+    folder = RunFolder(outcome.folder)
+    page = _write_page(folder.path)
+    result: dict[str, Any] = {"folder": str(folder.path), **asdict(outcome.status), "report": page}
+    result["plan"] = json.loads(Plan.load(folder.plan_file).model_dump_json(exclude={"cluster"}))
+    metrics = folder.metrics()
+    if metrics:
+        result |= {"first_loss": metrics[0]["loss"], "last_loss": metrics[-1]["loss"], "speed": _speed(metrics)}
+    if outcome.status.state == "done":
+        result["sample"] = _sample(folder.path)
+        result["next"] = [f"ahp generate {folder.path}", f"ahp report {folder.path}", f"ahp explain {folder.plan_file}"]
+    else:
+        result["next"] = [command]
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print("\n".join(words(result, already_done=outcome.already_done)))
+    return outcome.exit_code
+
+
+def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
+    """The result for people."""
+    steps = result["plan"]["job"]["steps"]
+    lines = [""]
+    if already_done:
+        lines.append(f"{result['folder']} has finished already; another --run.folder starts anew.")
+    elif result["state"] != "done":
+        lines.append(f"Interrupted ({result['cause']}) after step {result['step']} of {steps}; everything is saved.")
+    if "last_loss" in result:
+        speed = result["speed"]
+        predicted = f", predicted {seconds(speed['predicted_s'])}" if speed["predicted_s"] is not None else ""
+        lines.append(f"Loss     {result['first_loss']:.3f} -> {result['last_loss']:.3f} in {result['step']} steps")
+        lines.append(f"Speed    {seconds(speed['median_s'])} a step{predicted}; {speed['tokens_per_s']:,.0f} tokens/s")
+    if "sample" in result:
+        lines += ["Sample", *(f"  | {line}" for line in result["sample"].splitlines())]
+    lines.append(f"Files    {result['folder']}/: checkpoints, metrics.jsonl, plan.yaml, status.json, log")
+    if result["report"]:
+        lines.append(f"Report   {result['report']}")
+    return [*lines, f"Next: {'    '.join(result['next'])}"]
+
+
+def _speed(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median step, without the first of the run, which waits for allocations."""
+    times = sorted(record["step_time_s"] for record in metrics[1:] or metrics)
+    median = times[len(times) // 2]
+    tokens = metrics[-1]["tokens_per_s"] * metrics[-1]["step_time_s"]
+    return {
+        "median_s": median,
+        "predicted_s": metrics[-1]["predicted_step_time_s"],
+        "tokens_per_s": tokens / median,
+    }
+
+
+def _sample(folder: Path) -> str:
+    from ahp.runtime.generate import Sampling, generate
+
+    data = Plan.load(folder / "plan.yaml").job.data
+    text = generate(folder, PROMPTS.get(data, ""), Sampling(max_new_tokens=SAMPLE_TOKENS))
+    (folder / "sample.txt").write_text(text + "\n")
+    return text
+
+
+def _write_page(folder: Path) -> str | None:
+    """The page's path; None, and a line on stderr that says why, when it cannot be drawn. The run stands either way."""
+    from ahp.report import page
+
+    try:
+        return str(page.write(folder))
+    except AhpError as error:
+        print(f"no report.html: {error}", file=sys.stderr)
+        return None
+
+
+@contextmanager
+def _told_in_status(folder: Any) -> Iterator[None]:
+    """Leave the cause of a refusal in status.json, which launchers do not hide; a finished run keeps its own."""
+    try:
+        yield
+    except AhpError as error:
+        from ahp.runtime import failure
+        from ahp.runtime.run_folder import RunFolder
+
+        place = folder()
+        if place is not None and os.environ.get("RANK", "0") == "0":
+            run = RunFolder(place)
+            status = run.status()
+            if status is None or status.state not in ("done", "failed"):
+                run.create()
+                failure.report(run, str(error), error.exit_code)
+        raise
+
+
+def _folder(path: str | None, overrides: dict[str, Any]) -> str | None:
+    """Where the run would be, as far as a config that may be wrong says it."""
+    try:
+        data = read_yaml(path) if path is not None else {}
+        for key, value in overrides.items():
+            if key.startswith("run."):
+                set_dotted(data, key, value)
+        return validated(Run, data.get("run", {}), "run").folder
+    except (BadInput, yaml.YAMLError):
+        return None

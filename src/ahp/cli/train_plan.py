@@ -1,0 +1,104 @@
+"""How ``ahp train`` comes to its plan: cluster, graph, search; kept in the run's folder for the next start."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, Progress, TextColumn
+
+from ahp.cluster.model import Cluster
+from ahp.config import Config, Constraints
+from ahp.errors import AhpError
+from ahp.plan import Plan
+
+if TYPE_CHECKING:
+    from ahp.runtime.run_folder import RunFolder
+
+DEGREES = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+)
+"""They multiply to the number of workers when all are given; context parallelism is not run yet."""
+
+
+def earlier(config: Config, folder: RunFolder, workers: int | None) -> Plan | None:
+    """The plan of the last start, when it was made for this very config and for as many workers as are there."""
+    try:
+        same = json.loads(folder.config_file.read_text()) == _plain(config)
+        plan = Plan.load(folder.plan_file)
+    except (OSError, ValueError, AhpError):
+        return None
+    return plan if same and workers in (None, plan.parallelism.world_size) else None
+
+
+def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, quiet: bool) -> Plan:
+    """Probe or read the cluster, analyze, search, show the ranking on stdout unless ``quiet``, keep what was found."""
+    from ahp.cli import plan as planning
+    from ahp.graph.trace import analyze
+    from ahp.report import tables
+    from ahp.runtime.run_folder import write_aside
+    from ahp.search.ranking import search as ranked
+
+    wanted = workers or num_workers(config.parallelism)
+    cluster = _local(folder, wanted) if config.cluster == "local" else Cluster.resolve(config.cluster)
+    _say(f"analyzing {config.model if isinstance(config.model, str) else config.model.get('model_type', 'the model')}")
+    graph = analyze(config.model, config.job)
+    _say(f"searching layouts of {cluster.num_devices} devices")
+    ranking = ranked(graph, cluster, config.job, constraints=config.parallelism, keep=top)
+    if not quiet:
+        console = tables.console()
+        found = planning.Found(graph, cluster, config.job, (), ranking)
+        for line in planning.heading(found):
+            console.print(line)
+        console.print()
+        console.print(tables.ranked(ranking.plans))
+        console.print("\nWhy #1")
+        for reason in ranking.best.why:
+            console.print(f"  - {reason}", markup=False)
+        console.print()
+    ranking.best.save(folder.plan_file)
+    write_aside(folder.config_file, json.dumps(_plain(config), indent=1) + "\n")
+    return ranking.best
+
+
+def num_workers(constraints: Constraints) -> int | None:
+    """How many workers a layout needs whose degrees are all given, else None."""
+    degrees = [constraints.given.get(key) for key in DEGREES]
+    return math.prod(d for d in degrees if d is not None) if None not in degrees else None
+
+
+def _local(folder: RunFolder, workers: int | None) -> Cluster:
+    """This machine, measured: as an earlier start left it in the folder, or now."""
+    if folder.cluster_file.exists():
+        known = Cluster.load(folder.cluster_file)
+        if workers in (None, known.num_devices):
+            _say(f"the machine as measured in {folder.cluster_file} (delete it to measure again)")
+            return known
+    from ahp.cluster.measure import probe
+
+    bar = Progress(BarColumn(bar_width=24), TextColumn("probing: {task.description}"), transient=True)
+    bar.console.stderr = True
+    with bar:
+        task = bar.add_task("this machine", total=1.0)
+        cluster = probe(
+            quick=True,
+            workers=workers,
+            progress=lambda what, share: bar.update(task, description=what, completed=share),
+            folder=folder.path,
+        )
+    cluster.save(folder.cluster_file)
+    return cluster
+
+
+def _plain(config: Config) -> dict[str, object]:
+    """What decides the plan, as JSON gives it back: the run's own keys do not."""
+    return json.loads(config.model_dump_json(exclude={"run"}))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,180 @@
+"""The train and generate commands: what they accept, what they say, what they leave in status.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ahp.cli import generate as generate_command
+from ahp.cli import main, train_plan
+from ahp.config import Config, Constraints
+from ahp.errors import BadInput
+from ahp.job import Job
+from ahp.plan import Parallelism, Plan
+from ahp.runtime import generate as generation
+from ahp.runtime import trainer
+from ahp.runtime.run_folder import RunFolder, Status
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def no_real_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither workers nor a model: the folder is filled as they would fill it."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def run(self: trainer.Trainer) -> trainer.Outcome:
+        folder, steps = self.folder, self.plan.job.steps
+        folder.create()
+        self.plan.save(folder.plan_file)
+        for step in range(1, steps + 1):
+            folder.append_metrics(
+                {"step": step, "loss": 9.0 - step, "grad_norm": 1.0, "learning_rate": 0.1, "tokens_per_s": 8.0,
+                 "step_time_s": 0.5, "predicted_step_time_s": 0.25, "memory_bytes": 1}
+            )  # fmt: skip
+        stopped = self.plan.job.seed == 9
+        status = Status("interrupted", 2, "stopped by SIGINT", 130) if stopped else Status("done", steps, None, 0)
+        folder.write_status(status)
+        return trainer.Outcome(folder.path, status)
+
+    monkeypatch.setattr(trainer.Trainer, "run", run)
+    monkeypatch.setattr(
+        generation, "generate", lambda folder, prompt, sampling: prompt + f"seed{sampling.seed}():\n  pass"
+    )
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    Plan(job=Job(steps=STEPS)).save(tmp_path / "plan.yaml")
+    return tmp_path / "plan.yaml"
+
+
+def args(plan_file: Path, *more: str) -> list[str]:
+    return ["train", str(plan_file), "--run.folder", str(plan_file.parent / "run"), *more]
+
+
+def test_plan_is_run_as_it_is_and_told(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(args(plan_file)) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "8.000 -> 6.000 in 3 steps",
+        "500 ms a step, predicted 250 ms",
+        "  | def seed0():",
+        "Next: ahp generate",
+    ):
+        assert words in out, words
+    run = plan_file.parent / "run"
+    assert (run / "report.html").is_file()
+    assert (run / "sample.txt").read_text() == "def seed0():\n  pass\n"
+
+
+def test_json_is_one_object_with_the_result(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(args(plan_file, "--json")) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["state"], result["step"], result["first_loss"], result["last_loss"]) == ("done", 3, 8.0, 6.0)
+    assert result["speed"] == {"median_s": 0.5, "predicted_s": 0.25, "tokens_per_s": 8.0}
+    assert result["plan"]["job"]["steps"] == STEPS
+
+
+def test_stopped_run_names_the_same_command_and_has_the_signals_code(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Plan(job=Job(steps=STEPS, seed=9)).save(plan_file)
+    assert main.main(args(plan_file)) == 130
+    out = capsys.readouterr().out
+    assert "Interrupted (stopped by SIGINT) after step 2 of 3" in out
+    assert f"Next: ahp train {plan_file} --run.folder" in out
+    assert "def " not in out
+
+
+def test_plan_takes_no_other_override(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(args(plan_file, "--job.steps", "5")) == 2
+    assert "--job.steps" in capsys.readouterr().err
+    status = RunFolder(plan_file.parent / "run").status()
+    assert status is not None
+    assert (status.state, status.exit_code) == ("failed", 2)
+    assert "--job.steps" in (status.cause or "")
+
+
+def test_refusal_leaves_the_status_of_a_finished_run(plan_file: Path) -> None:
+    assert main.main(args(plan_file)) == 0
+    assert main.main(args(plan_file, "--job.steps", "5")) == 2
+    status = RunFolder(plan_file.parent / "run").status()
+    assert status is not None
+    assert status.state == "done"
+
+
+def test_bad_config_is_told_in_the_folder_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"job": {"stepz": 3}, "run": {"folder": str(tmp_path / "run")}}))
+    assert main.main(["train", str(file)]) == 2
+    assert "stepz" in capsys.readouterr().err
+    status = RunFolder(tmp_path / "run").status()
+    assert status is not None
+    assert "stepz" in (status.cause or "")
+
+
+def test_missing_config_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["train", "no.yaml"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["train", "--help"])
+    assert ended.value.code == 0
+    assert "job.optimizer.warmup_steps" in capsys.readouterr().out
+
+
+def test_plan_of_an_earlier_start_is_used_only_for_the_same_wish(tmp_path: Path) -> None:
+    folder, config = RunFolder(tmp_path / "run"), Config()
+    folder.create()
+    assert train_plan.earlier(config, folder, None) is None
+    Plan(parallelism=Parallelism(data_parallel_replicate_degree=2)).save(folder.plan_file)
+    folder.config_file.write_text(json.dumps(train_plan._plain(config)))
+    found = train_plan.earlier(config, folder, None)
+    assert found is not None
+    assert found == train_plan.earlier(config, folder, 2) == train_plan.earlier(with_run(config), folder, None)
+    assert train_plan.earlier(config, folder, 4) is None
+    other = config.model_copy(update={"parallelism": Constraints(tensor_parallel_degree=2)})
+    assert train_plan.earlier(other, folder, None) is None
+
+
+def with_run(config: Config) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"checkpoint_every": 7})})
+
+
+@pytest.mark.parametrize(
+    ("given", "workers"),
+    [
+        ({}, None),
+        ({"tensor_parallel_degree": 2}, None),
+        (
+            {
+                "data_parallel_replicate_degree": 1,
+                "data_parallel_shard_degree": 3,
+                "tensor_parallel_degree": 2,
+                "pipeline_parallel_degree": 1,
+            },
+            6,
+        ),
+    ],
+)
+def test_workers_are_known_when_every_degree_is_given(given: dict[str, Any], workers: int | None) -> None:
+    assert train_plan.num_workers(Constraints(**given)) == workers
+
+
+def test_generate_prints_the_text_and_what_is_next(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate_command.run(["runs/x", "--prompt", "class ", "--seed", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("class seed3():")
+    assert "Next: ahp report runs/x" in out
+    assert generate_command.run(["runs/x", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == "seed0():\n  pass"
+    with pytest.raises(BadInput, match="seed"):
+        generate_command.run(["runs/x", "--seed", "-1"])

@@ -1,0 +1,189 @@
+"""Whole runs in real processes: stopped, killed, moved to another layout, and still the same curve."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from ahp.job import Job
+from ahp.plan import Parallelism, Plan
+from ahp.runtime.failure import TrainingFailed
+from ahp.runtime.generate import Sampling, generate
+from ahp.runtime.run_folder import RunFolder
+from ahp.runtime.trainer import Outcome, Trainer
+
+pytestmark = pytest.mark.slow
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+STEPS, HALF = 8, 4
+ALONE = Parallelism()
+SHARDED = Parallelism(data_parallel_shard_degree=2, zero_stage=3)
+SLICED = Parallelism(tensor_parallel_degree=2)
+PIPED = Parallelism(pipeline_parallel_degree=2)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("text")
+    shutil.copy(json.__file__, folder / "a.txt")
+    shutil.copy(shutil.__file__, folder / "b.txt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AHP_CACHE", str(folder / "cache"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield folder
+
+
+def plan(text: Path, parallelism: Parallelism = ALONE, **changes: Any) -> Plan:
+    job = {"data": str(text), "steps": STEPS, "global_batch_size": 4, "sequence_length": 32, "precision": "fp32"}
+    return Plan(model=MODEL, job=Job.model_validate({**job, **changes}), parallelism=parallelism)
+
+
+def train(plan: Plan, folder: Path, checkpoint_every: int = HALF) -> Outcome:
+    return Trainer(plan, folder=folder, checkpoint_every=checkpoint_every).run()
+
+
+def curve(folder: Path) -> list[tuple[int, float, float]]:
+    return [(m["step"], m["loss"], m["grad_norm"]) for m in RunFolder(folder).metrics()]
+
+
+def stopped_half_way(whole: Path, folder: Path) -> Path:
+    """The run as it was when its checkpoint of ``HALF`` had just been written, and a little more had been done."""
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns(f"step-{STEPS}", "hf", "status.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    outcome = train(plan(text), folder)
+    assert (outcome.status.state, outcome.status.step, outcome.exit_code) == ("done", STEPS, 0)
+    assert len(curve(folder)) == STEPS
+    return folder
+
+
+def test_resumed_run_is_the_same_to_the_last_digit(text: Path, whole: Path, tmp_path: Path) -> None:
+    folder = stopped_half_way(whole, tmp_path / "run")
+    train(plan(text), folder)
+    assert curve(folder) == curve(whole)
+    weights = "hf/model.safetensors"
+    assert (folder / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+@pytest.mark.parametrize("parallelism", [SHARDED, SLICED, PIPED], ids=lambda p: p.short())
+def test_resumed_under_another_layout_the_curve_goes_on(
+    text: Path, whole: Path, tmp_path: Path, parallelism: Parallelism
+) -> None:
+    folder = stopped_half_way(whole, tmp_path / "run")
+    train(plan(text, parallelism), folder)
+    assert [step for step, _, _ in curve(folder)] == list(range(1, STEPS + 1))
+    assert curve(folder)[:HALF] == curve(whole)[:HALF]
+    for ours, theirs in zip(curve(folder), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert RunFolder(folder).checkpoints()[-1].meta()["parallelism"] == parallelism.model_dump(mode="json")
+
+
+def test_killed_worker_is_told_and_the_next_start_goes_on(text: Path, tmp_path: Path) -> None:
+    long = plan(text, SHARDED, steps=400)
+    killer = threading.Thread(target=kill_a_worker, args=(tmp_path / "run", 25), daemon=True)
+    killer.start()
+    with pytest.raises(TrainingFailed, match="was ended by SIGKILL after step"):
+        train(long, tmp_path / "run", checkpoint_every=10)
+    folder = RunFolder(tmp_path / "run")
+    status, saved = folder.status(), folder.checkpoints()[-1].step
+    assert status is not None
+    assert (status.state, status.exit_code) == ("failed", 1)
+    assert status.step >= saved >= 20
+    before = curve(folder.path)
+    folder.write_status(status)
+    stop_after(folder, saved + 5)
+    outcome = train(long, folder.path, checkpoint_every=10)
+    assert outcome.exit_code == 128 + signal.SIGTERM
+    again = curve(folder.path)
+    assert [step for step, _, _ in again] == list(range(1, outcome.status.step + 1))
+    common = min(len(before), len(again))
+    assert common > saved
+    assert again[:common] == before[:common]
+
+
+def kill_a_worker(folder: Path, after: int) -> None:
+    wait_for_steps(RunFolder(folder), after)
+    workers = [p for p in psutil.Process().children() if str(folder) in p.cmdline()]
+    workers[-1].kill()
+
+
+def stop_after(folder: RunFolder, step: int) -> None:
+    def stop() -> None:
+        time.sleep(1)
+        wait_for_steps(folder, step)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # The next start first cuts metrics.jsonl back to its checkpoint; only what comes after that is waited for.
+    folder.truncate_metrics(folder.checkpoints()[-1].step)
+    threading.Thread(target=stop, daemon=True).start()
+
+
+def wait_for_steps(folder: RunFolder, step: int) -> None:
+    while len(folder.metrics()) < step:
+        time.sleep(0.02)
+
+
+def test_interrupted_run_gives_text_from_its_checkpoint(text: Path, whole: Path, tmp_path: Path) -> None:
+    folder = RunFolder(stopped_half_way(whole, tmp_path / "run"))
+    sampling = Sampling(max_new_tokens=12)
+    assert generate(folder.path, "def ", sampling) == generate(folder.path, "def ", sampling)
+    assert json.loads((folder.weights_folder / "ahp.json").read_text()) == {"step": HALF}
+    shutil.copytree(whole / "checkpoints" / f"step-{STEPS}", folder.checkpoints_folder / f"step-{STEPS}")
+    generate(folder.path, "def ", sampling)
+    weights = "hf/model.safetensors"
+    assert (folder.path / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def test_fault_in_a_worker_has_its_cause_and_exit_code(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed, match="global_batch_size") as error:
+        train(plan(text, Parallelism(micro_batch_size=3)), tmp_path / "run")
+    assert error.value.exit_code == 2
+    status = RunFolder(tmp_path / "run").status()
+    assert status is not None
+    assert (status.state, status.step, status.exit_code) == ("failed", 0, 2)
+
+
+def test_loss_that_is_no_number_stops_the_run(text: Path, tmp_path: Path) -> None:
+    wild = {"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": None}
+    with pytest.raises(TrainingFailed, match=r"step \d+: loss = .*learning_rate"):
+        train(plan(text, optimizer=wild), tmp_path / "run", checkpoint_every=1)
+    assert RunFolder(tmp_path / "run").checkpoints()
+
+
+def test_torchrun_joins_and_gives_the_same_curve(text: Path, whole: Path, tmp_path: Path) -> None:
+    config = {
+        "model": MODEL,
+        "cluster": {"nodes": 1, "devices_per_node": 2, "device": "cpu"},
+        "job": plan(text).job.model_dump(mode="json"),
+        "parallelism": {"data_parallel_shard_degree": 2},
+        "run": {"folder": str(tmp_path / "run"), "checkpoint_every": HALF},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "ahp", "train", str(tmp_path / "config.yaml"), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert (result["state"], result["step"]) == ("done", STEPS)
+    for ours, theirs in zip(curve(tmp_path / "run"), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
