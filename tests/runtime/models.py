@@ -40,7 +40,9 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(
+            width, 3 * width, bias=False
+        )  # a bias of the keys has no effect: Adam would make noise of it
         self.out = nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 

@@ -71,10 +71,8 @@ def capture(
     ``shapes`` replaces the shapes of weights whose local part alone is in memory. The arguments may be fake
     themselves. Raises whatever the block raises: data-dependent control flow cannot be traced.
     """
-    mode = (
-        next((leaf.fake_mode for leaf in tensor_leaves(args, kwargs) if hasattr(leaf, "fake_mode")), None)
-        or FakeTensorMode()
-    )
+    fakes = [leaf for leaf in tensor_leaves(args, kwargs) if isinstance(leaf, FakeTensor)]
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode()
     wanted = {name: TensorLike.of(tensor) for name, tensor in weights_of(block).items()} | (shapes or {})
     leaves, spec = pytree.tree_flatten((args, kwargs))
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

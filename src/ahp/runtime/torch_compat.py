@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint as _c
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.stateless import _reparametrize_module
 
 
 def recompute_in_backward(module: nn.Module) -> None:
@@ -51,3 +53,8 @@ def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor], None]
             module.set_force_sum_reduction_for_comms(True)
         if on_reduced is not None:
             module.set_all_reduce_hook(on_reduced)
+
+
+def with_weights(module: nn.Module, weights: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+    """Within, the module computes with these weights, tied ones tied. The public functional_call takes no such block."""
+    return _reparametrize_module(module, weights, tie_weights=True)

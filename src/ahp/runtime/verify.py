@@ -1,0 +1,200 @@
+"""A plan against one device: the same steps in plain PyTorch on one process, compared number by number."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ahp.errors import AhpError, HardwareMismatch, bad_input
+from ahp.graph.models import build_model
+from ahp.graph.outline import call_model, logits_of
+from ahp.plan import Plan
+from ahp.runtime import launch
+from ahp.runtime.materialize import materialize
+from ahp.runtime.optimizer import learning_rate
+from ahp.runtime.shard import COMPUTE_DTYPE
+from ahp.runtime.torch_compat import with_weights
+
+TOLERANCES: dict[str, tuple[float, float]] = {"fp32": (1e-5, 1e-4), "bf16": (2e-3, 1e-2)}
+"""Largest relative difference at the first and at the last step. bf16 has 8 significant bits: half a unit in the last
+place is 2e-3, and a layout adds up in another order than one device; five of them at the last step."""
+
+STATE_BYTES = 20
+"""Bytes of one parameter in one process at its worst: fp32 weight, gradient, two moments, and a copy while it is sliced."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One step of the plan and of one device."""
+
+    step: int
+    loss: float
+    loss_one_device: float
+    grad_norm: float
+    grad_norm_one_device: float
+    tolerance: float
+
+    @property
+    def difference(self) -> float:
+        """The larger of the two relative differences."""
+        return max(
+            abs(self.loss - self.loss_one_device) / abs(self.loss_one_device),
+            abs(self.grad_norm - self.grad_norm_one_device) / abs(self.grad_norm_one_device),
+        )
+
+    @property
+    def equal(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+def verify(plan: Plan, *, steps: int = 10, say: Callable[[str], None] = lambda text: None) -> list[Comparison]:
+    """Run ``plan`` on workers of this machine and the same job on one process, from the same weights on the same batches.
+
+    The job's optimizer, clipping, precision and global batch are used; the tokens are random, with a different number
+    of scored ones in each sequence. Raises HardwareMismatch when this machine has no room for it.
+    """
+    if steps < 1:
+        raise bad_input("steps", steps, "must be at least 1")
+    _refuse_too_large(plan)
+    with tempfile.TemporaryDirectory(prefix="ahp-verify-") as folder:
+        plan.save(Path(folder) / "plan.yaml")
+        say(f"running {plan.parallelism.short()} on {plan.parallelism.world_size} workers for {steps} steps")
+        found = _run_workers(Path(folder), plan, steps)
+    say("running one process")
+    expected = list(one_device(plan, steps))
+    first, last = TOLERANCES[plan.job.precision]
+    return [
+        Comparison(
+            step + 1, loss, expected_loss, norm, expected_norm, first + (last - first) * step / max(1, steps - 1)
+        )
+        for step, ((loss, norm), (expected_loss, expected_norm)) in enumerate(zip(found, expected, strict=True))
+    ]
+
+
+def _run_workers(folder: Path, plan: Plan, steps: int) -> list[tuple[float, float]]:
+    try:
+        launch.launch(
+            "ahp.runtime.verify",
+            [str(folder), str(steps)],
+            num_workers=plan.parallelism.world_size,
+            log_folder=folder / "log",
+        )
+    except launch.WorkersEnded as ended:
+        errors = sorted(folder.glob("error-*.txt"))
+        message = errors[0].read_text() if errors else f"workers ended with exit codes {ended.exit_codes}"
+        raise AhpError(message) from None
+    return [(loss, norm) for loss, norm in json.loads((folder / "found.json").read_text())]
+
+
+def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
+    """Loss and pre-clip gradient norm of each step in plain PyTorch: the module, AdamW, clip_grad_norm_.
+
+    The global batch goes through in micro-batches, each weighed by its scored tokens, to save memory.
+    """
+    job, settings = plan.job, plan.job.optimizer
+    model = _model(plan)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    causal = "MaskedLM" not in type(model).__name__
+    for step in range(steps):
+        data = batch(plan, step, _vocabulary(model))
+        targets = F.pad(data["labels"][:, 1:], (0, 1), value=-100) if causal else data["labels"]
+        scored = (targets != -100).sum()
+        total = 0.0
+        size = plan.parallelism.micro_batch_size
+        for ids, wanted in zip(data["input_ids"].split(size), targets.split(size), strict=True):
+            logits = _logits(model, ids, COMPUTE_DTYPE[job.precision])
+            loss = (
+                F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=-100, reduction="sum")
+                / scored
+            )
+            loss.backward()
+            total += loss.item()
+        limit = settings.grad_clip if settings.grad_clip is not None else float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step, job.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield total, norm.item()
+
+
+def _logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """With weights cast to ``dtype`` on their way in: fp32 masters receive the gradients."""
+    if dtype is torch.float32:
+        return logits_of(call_model(model, ids))
+    cast = {name: p.to(dtype) for name, p in model.named_parameters()}
+    with with_weights(model, cast):
+        return logits_of(call_model(model, ids))
+
+
+def batch(plan: Plan, step: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    """Random tokens int64 [global batch, sequence], and labels of which each sequence scores another share."""
+    job = plan.job
+    generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step)
+    input_ids = torch.randint(0, vocabulary, (job.global_batch_size, job.sequence_length), generator=generator)
+    labels = input_ids.clone()
+    unscored = torch.randint(0, job.sequence_length // 2 + 1, (job.global_batch_size, 1), generator=generator)
+    labels[torch.arange(job.sequence_length) < unscored] = -100
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def _model(plan: Plan) -> nn.Module:
+    model = build_model(plan.model, device="meta", attention=plan.engine.attention)
+    materialize(model, seed=plan.job.seed)
+    return model.train()
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return next(m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+
+
+def _refuse_too_large(plan: Plan) -> None:
+    import psutil
+
+    parameters = sum(p.numel() for p in build_model(plan.model, device="meta").parameters())
+    needed = parameters * STATE_BYTES * plan.parallelism.world_size
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise HardwareMismatch(
+            f"world size {plan.parallelism.world_size}: verifying needs about {needed / 2**30:.1f} GiB on this machine, which has "
+            f"{free / 2**30:.1f} GiB free; verify the same layout on a smaller model (fewer layers, smaller widths)"
+        )
+
+
+def main(argv: list[str]) -> int:
+    """One rank: ``python -m ahp.runtime.verify FOLDER STEPS`` under the launcher's variables."""
+    from ahp.runtime.parallelize import parallelize
+    from ahp.runtime.team import choose_device, team
+
+    folder, steps = Path(argv[0]), int(argv[1])
+    plan = Plan.load(folder / "plan.yaml")
+    with team(choose_device(plan.parallelism.world_size)) as ranks:
+        try:
+            model = _model(plan)
+            vocabulary = _vocabulary(model)
+            parallel = parallelize(model, plan)
+            results = [parallel.step(parallel.shard(batch(plan, step, vocabulary))) for step in range(steps)]
+        except Exception as error:
+            (folder / f"error-{ranks.rank}.txt").write_text(str(error) or type(error).__name__)
+            raise
+        if ranks.leads:
+            (folder / "found.json").write_text(json.dumps([(r.loss, r.grad_norm) for r in results]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""A checkpoint saved under one plan continues the same curve under any other, and goes out to safetensors as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.models import JOB, MODELS, batch
+from tests.runtime.test_equality import assert_same_curve, world_size
+from tests.runtime.workers import Pool
+
+BEFORE, AFTER = 3, 4
+
+PLANS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "zero0": {"data_parallel_replicate_degree": 2},
+    "zero1": {"data_parallel_shard_degree": 2, "zero_stage": 1},
+    "zero3": {"data_parallel_shard_degree": 4},
+    "tp": {"tensor_parallel_degree": 2},
+    "1f1b": {"pipeline_parallel_degree": 2, "micro_batch_size": 2},
+    "interleaved": {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2},
+    "zero3-x-tp": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+    "zero3-x-tp-x-pp": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2},
+}
+MOVES = [
+    ("one", "zero3-x-tp-x-pp"), ("zero0", "tp"), ("zero1", "1f1b"), ("zero3", "interleaved"), ("tp", "one"),
+    ("tp", "zero3-x-tp"), ("1f1b", "zero3"), ("interleaved", "tp"), ("zero3-x-tp", "zero0"), ("zero3-x-tp-x-pp", "zero1"),
+]  # fmt: skip
+FAST = {("tp", "one")}
+
+
+def save_after(rank: int, world: int, model: str, layout: dict[str, Any], folder: str) -> dict[str, Any]:
+    from ahp.runtime.parallelize import parallelize
+
+    parallel = parallelize(MODELS[model](), {"job": JOB, "parallelism": layout})
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(BEFORE)]
+    parallel.save(folder)
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results]}
+
+
+def continue_from(rank: int, world: int, model: str, layout: dict[str, Any], folder: str) -> dict[str, Any]:
+    from ahp.runtime.parallelize import parallelize
+
+    torch.manual_seed(rank + 7)  # whatever the module was built with must not matter
+    module = MODELS[model]()
+    for parameter in module.parameters():
+        parameter.data.normal_()
+    parallel = parallelize(module, {"job": JOB, "parallelism": layout})
+    parallel.load(folder)
+    assert parallel.num_steps_done == BEFORE
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(BEFORE, BEFORE + AFTER)]
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results]}
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [pytest.param(a, b, marks=[] if (a, b) in FAST else pytest.mark.slow) for a, b in MOVES]
+)
+def test_continues_under_another_plan(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], tmp_path: Path, model: str, saved: str, loaded: str
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    before = pool.run(save_after, world_size(PLANS[saved]), model, PLANS[saved], folder)[0]
+    after = pool.run(continue_from, world_size(PLANS[loaded]), model, PLANS[loaded], folder)[0]
+    expected = plain_run(model, BEFORE + AFTER)
+    assert_same_curve({key: before[key] + after[key] for key in before}, expected)
+
+
+def export(rank: int, world: int, model: str, layout: dict[str, Any], folder: str) -> None:
+    from ahp.runtime.parallelize import parallelize
+
+    parallelize(MODELS[model](), {"job": JOB, "parallelism": layout}).export_hf(folder)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tp",
+        pytest.param("zero3-x-tp-x-pp", marks=pytest.mark.slow),
+        pytest.param("interleaved", marks=pytest.mark.slow),
+    ],
+)
+def test_export_loads_in_transformers(pool: Pool, tmp_path: Path, model: str, plan: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    pool.run(export, world_size(PLANS[plan]), model, PLANS[plan], str(tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    original = MODELS[model]()
+    weights = dict(loaded.named_parameters())
+    for name, parameter in original.named_parameters():
+        torch.testing.assert_close(weights[name], parameter, rtol=0, atol=0)
+    input_ids = batch(0)["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=input_ids).logits, original(input_ids=input_ids).logits)

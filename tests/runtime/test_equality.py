@@ -1,0 +1,148 @@
+"""Every layout computes what one device would: loss and pre-clip gradient norm of each step, and the final weights.
+
+The reference is plain PyTorch (tests/runtime/models.py): the module, torch.optim.AdamW, clip_grad_norm_, one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.models import BATCH, JOB, MODELS, batch
+from tests.runtime.workers import Pool
+
+STEPS = 20
+TOLERANCE_FIRST, TOLERANCE_LAST = 1e-5, 1e-4
+"""Relative, at the first and at the last step; between them it grows evenly."""
+
+ZERO = {
+    "zero0": {"data_parallel_replicate_degree": 2},
+    "zero1": {"data_parallel_shard_degree": 2, "zero_stage": 1},
+    "zero2": {"data_parallel_shard_degree": 2, "zero_stage": 2},
+    "zero3": {"data_parallel_shard_degree": 2, "zero_stage": 3},
+}
+TENSOR = {"tp": {"tensor_parallel_degree": 2}}
+PIPELINE = {
+    "gpipe": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"},
+    "1f1b": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+    "interleaved": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B", "virtual_stages_per_rank": 2},
+}  # fmt: skip
+ALONE = {**ZERO, **TENSOR, **PIPELINE}
+
+
+def pairs() -> dict[str, dict[str, Any]]:
+    """Every pair of two different techniques."""
+    families = [ZERO, TENSOR, PIPELINE]
+    return {
+        f"{a}+{b}": {**families[i][a], **families[j][b]}
+        for i in range(3)
+        for j in range(i + 1, 3)
+        for a in families[i]
+        for b in families[j]
+    }
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "one": {},
+    "one-mb4": {"micro_batch_size": 4},
+    "replicate-x-zero1": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 1},
+    "replicate-x-zero2": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 2},
+    "replicate-x-zero3": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 3},
+    "zero3-mb2": {"data_parallel_shard_degree": 2, "micro_batch_size": 2},
+    "zero0-mb4": {"data_parallel_replicate_degree": 2, "micro_batch_size": 4},
+    "zero3-recompute": {"data_parallel_shard_degree": 2, "activation_checkpoint": "full"},
+    "tp+1f1b-recompute": {**TENSOR["tp"], **PIPELINE["1f1b"], "activation_checkpoint": "full"},
+    "1f1b-uneven": {**PIPELINE["1f1b"], "layers_per_stage": (1, 4)},
+    "interleaved-uneven": {**PIPELINE["interleaved"], "layers_per_stage": (2, 1, 1, 1), "micro_batch_size": 2},
+    "1f1b-4-stages": {"pipeline_parallel_degree": 4},
+    "zero3-4-ways": {"data_parallel_shard_degree": 4},
+    "dp-x-tp-x-pp": {"data_parallel_replicate_degree": 2, **TENSOR["tp"], **PIPELINE["1f1b"]},
+    "zero3-x-tp-x-interleaved": {"data_parallel_shard_degree": 2, **TENSOR["tp"], **PIPELINE["interleaved"]},
+    "replicate-x-zero3-x-tp": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, **TENSOR["tp"]},
+    "replicate-x-zero2-x-gpipe": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 2, **PIPELINE["gpipe"]},
+    "zero3-8-ways": {"data_parallel_shard_degree": 8},
+}  # fmt: skip
+LAYOUTS = {**ALONE, **pairs(), **MORE}
+FAST = {"zero0", "zero3", "tp", "1f1b"}
+
+
+def world_size(layout: dict[str, Any]) -> int:
+    size = 1
+    for key in (
+        "data_parallel_replicate_degree",
+        "data_parallel_shard_degree",
+        "tensor_parallel_degree",
+        "pipeline_parallel_degree",
+    ):
+        size *= layout.get(key, 1)
+    return size
+
+
+def train(rank: int, world: int, model: str, layout: dict[str, Any], steps: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Runs in each worker."""
+    from ahp.runtime.checkpoint import whole
+    from ahp.runtime.parallelize import parallelize
+
+    parallel = parallelize(MODELS[model](), {"job": job, "parallelism": layout})
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(steps)]
+    return {
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "weights": {name: whole(parallel, name, p.detach()) for name, p in sorted(parallel.parameters.items())},
+    }
+
+
+def assert_same_curve(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    steps = len(expected["losses"])
+    for key in ("losses", "norms"):
+        assert len(got[key]) == steps
+        for step, (a, b) in enumerate(zip(got[key], expected[key], strict=True)):
+            allowed = TOLERANCE_FIRST + (TOLERANCE_LAST - TOLERANCE_FIRST) * step / max(1, steps - 1)
+            assert abs(a - b) <= allowed * abs(b), f"{key}, step {step}: {a} instead of {b}"
+
+
+def assert_same_weights(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Every rank's parameters equal the reference's, and together the ranks hold all of them."""
+    assert set().union(*(result["weights"] for result in results)) == set(expected["weights"])
+    for result in results:
+        for name, weight in result["weights"].items():
+            torch.testing.assert_close(
+                weight, expected["weights"][name], rtol=1e-4, atol=ATOL, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+ATOL = 1e-4
+"""A thirtieth of one step of AdamW at this learning rate: where a gradient is all but zero, Adam makes a step of full size
+out of its rounding."""
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in LAYOUTS]
+)
+def test_layout_equals_one_process(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], model: str, layout: str
+) -> None:
+    world = world_size(LAYOUTS[layout])
+    results = pool.run(train, world, model, LAYOUTS[layout], STEPS, JOB)
+    expected = plain_run(model, STEPS)
+    for result in results:
+        assert result["losses"] == results[0]["losses"], "ranks disagree about the loss"
+        assert result["norms"] == results[0]["norms"], "ranks disagree about the gradient norm"
+    assert_same_curve(results[0], expected)
+    assert_same_weights(results, expected)
+
+
+def test_clipping_is_active(plain_run: Callable[..., dict[str, Any]]) -> None:
+    """Else the equality of clipped runs would say nothing about clipping."""
+    for model in MODELS:
+        assert min(plain_run(model, STEPS)["norms"]) > JOB["optimizer"]["grad_clip"]
+
+
+def test_parts_differ_in_scored_tokens() -> None:
+    """Else a mean of means would pass."""
+    scored = (batch(0)["labels"][:, 1:] != -100).sum(dim=1).tolist()
+    assert sum(scored[: BATCH // 2]) != sum(scored[BATCH // 2 :])

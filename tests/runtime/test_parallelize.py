@@ -1,0 +1,111 @@
+"""What ahp.parallelize refuses, and what it does beside steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.models import JOB, MODELS, VOCABULARY, batch
+from tests.runtime.workers import Pool
+
+
+def refusal(rank: int, world: int, model: str, layout: dict[str, Any], job: dict[str, Any]) -> tuple[str, str, int]:
+    from ahp.errors import AhpError
+    from ahp.runtime.parallelize import parallelize
+
+    try:
+        parallelize(MODELS[model](), {"job": {**JOB, **job}, "parallelism": layout})
+    except AhpError as error:
+        return type(error).__name__, str(error), error.exit_code
+    return "", "", 0
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "job", "kind", "words"),
+    [
+        (1, {"tensor_parallel_degree": 2}, {}, "HardwareMismatch", "start 2 workers"),
+        (2, {"data_parallel_replicate_degree": 2, "micro_batch_size": 3}, {}, "BadInput", "global_batch_size = 8"),
+        (2, {"pipeline_parallel_degree": 2, "layers_per_stage": (2, 2)}, {}, "BadInput", "layers_per_stage"),
+        (1, {"activation_checkpoint": "selective"}, {}, "NotExpressible", "activation_checkpoint"),
+        (1, {}, {"precision": "fp16"}, "NotExpressible", "precision"),
+        (2, {"context_parallel_degree": 2}, {}, "NotExpressible", "context_parallel_degree"),
+        (1, {"data_parallel_shard_degree": 2, "zero_stage": 0}, {}, "BadInput", "zero_stage 0 shards nothing"),
+        (1, {"tensor_paralel_degree": 2}, {}, "BadInput", "tensor_parallel_degree"),
+    ],
+)
+def test_refuses(pool: Pool, world: int, layout: dict[str, Any], job: dict[str, Any], kind: str, words: str) -> None:
+    for name, message, _ in pool.run(refusal, world, "llama", layout, job):
+        assert name == kind, message
+        assert words in message
+
+
+class NoList(nn.Module):
+    """No list of blocks: it trains under ZeRO and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tokens(input_ids))
+
+
+def without_blocks(rank: int, world: int) -> tuple[str, list[float]]:
+    from ahp.errors import BadInput
+    from ahp.runtime.parallelize import parallelize
+
+    message = ""
+    try:
+        parallelize(NoList(), {"job": JOB, "parallelism": {"tensor_parallel_degree": 2}})
+    except BadInput as error:
+        message = str(error)
+    torch.manual_seed(0)
+    parallel = parallelize(NoList(), {"job": JOB, "parallelism": {"data_parallel_shard_degree": 2}})
+    return message, [parallel.step(parallel.shard(batch(0))).loss for _ in range(3)]
+
+
+def test_a_module_without_blocks_trains_under_zero_only(pool: Pool) -> None:
+    (message, losses), _ = pool.run(without_blocks, 2)
+    assert message.startswith("tensor_parallel_degree = 2")
+    assert losses[2] < losses[0]
+
+
+def from_meta(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
+    from ahp.runtime.parallelize import parallelize
+
+    with torch.device("meta"):
+        module = MODELS["gpt2"]()
+    torch.manual_seed(rank)  # the initial weights come from the job's seed, whatever the ranks drew before
+    parallel = parallelize(module, {"job": JOB, "parallelism": layout})
+    return [parallel.step(parallel.shard(batch(step))).loss for step in range(3)]
+
+
+def test_a_meta_module_starts_alike_under_every_plan(pool: Pool) -> None:
+    one = pool.run(from_meta, 1, {})[0]
+    for layout in ({"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}):
+        assert pool.run(from_meta, 2, layout)[0] == pytest.approx(one, rel=1e-5)
+
+
+def bad_parts(rank: int, world: int) -> list[str]:
+    from ahp.errors import BadInput
+    from ahp.runtime.parallelize import parallelize
+
+    parallel = parallelize(MODELS["llama"](), {"job": JOB, "parallelism": {"micro_batch_size": 2}})
+    data = batch(0)
+    messages = []
+    for part in ({"input_ids": data["input_ids"]}, {key: value[:3] for key, value in data.items()}):
+        try:
+            parallel.step(part)
+        except BadInput as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_bad_parts_are_named(pool: Pool) -> None:
+    missing, uneven = pool.run(bad_parts, 1)[0]
+    assert "labels is missing" in missing
+    assert "multiple of micro_batch_size 2" in uneven
