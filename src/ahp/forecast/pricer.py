@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ahp.cluster.model import Cluster
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
-from ahp.errors import BadInput
+from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import memory
 from ahp.forecast.communication import Group, Network, axis_group, strided_group
 from ahp.forecast.efficiency import is_cpu
@@ -61,7 +61,10 @@ class Pricer:
         self._units = UnitPricer(graph, self.nodes, self.network)
 
     def price(self, parallelism: Parallelism) -> Priced:
-        """Price one layout. ``activation_checkpoint`` auto is the lightest that fits. Raises BadInput with the reason."""
+        """Price one layout. ``activation_checkpoint`` auto is the lightest that fits.
+
+        Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
+        """
         if parallelism.activation_checkpoint != "auto":
             return self._price(parallelism)
         for lightest_first in ("none", "full"):
@@ -71,9 +74,12 @@ class Pricer:
         return priced
 
     def _price(self, parallelism: Parallelism) -> Priced:
+        engine = get(self.choice.name)
+        if reason := engine.refuses(self.job, parallelism, self.choice):
+            raise NotExpressible(reason)
         if reason := illegal(self.graph, self.cluster, self.job, parallelism, self.choice):
             raise BadInput(reason)
-        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
+        traits = engine.traits(self.job, parallelism, self.choice)
         stages, units = self._stages(parallelism, traits)
         p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
         name = parallelism.pipeline_parallel_schedule if p > 1 else "1F1B"

@@ -19,7 +19,12 @@ TENSOR_PARALLEL_FACTS = ("num_attention_heads", "num_key_value_heads", "intermed
 def illegal(
     graph: ModelGraph, cluster: Cluster, job: Job, parallelism: Parallelism, engine: EngineChoice
 ) -> str | None:
-    """The first rule that the layout breaks, as ``key = value: rule (valid: ...)``; None when it is legal."""
+    """The first rule that the layout breaks, as ``key = value: rule (valid: ...)``; None when it is legal.
+
+    ``activation_checkpoint`` auto is judged as none, the lightest it may become.
+    """
+    if parallelism.activation_checkpoint == "auto":
+        parallelism = parallelism.model_copy(update={"activation_checkpoint": "none"})
     try:
         refused = get(engine.name).refuses(job, parallelism, engine)
     except AhpError as error:

@@ -19,7 +19,8 @@ DEFAULT_ENGINE = EngineChoice()
 def forecast(
     graph: ModelGraph, cluster: Cluster, job: Job, parallelism: Parallelism, engine: EngineChoice = DEFAULT_ENGINE
 ) -> Forecast:
-    """Forecast one layout. Raises BadInput when ``ahp.forecast.rules.illegal`` gives a reason against it.
+    """Forecast one layout. Raises BadInput when ``ahp.forecast.rules.illegal`` gives a reason against it,
+    NotExpressible when that reason is the engine's.
 
     ``activation_checkpoint`` auto is priced as the lightest that fits. Calls with the same graph and cluster
     objects share what they have in common.

@@ -1,0 +1,98 @@
+"""Times of operators: closed forms, measured tables, and what division and fusion change."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ahp.cluster.model import MatmulSample, Measurements, MemorySample
+from ahp.forecast.compute import is_causal, operator_s, segment_times
+from ahp.forecast.efficiency import HALF_DEPTH, Rates
+from ahp.forecast.split import split
+
+from .conftest import make_cluster, op, spec
+
+DEVICE = make_cluster().groups[0].device
+SAMPLES = Measurements(
+    matmul=tuple(
+        MatmulSample(m=m, n=n, k=k, dtype="float32", workers=w, seconds=2 * m * n * k / (rate / w))
+        for w in (1, 4)
+        for (m, n, k), rate in {
+            (64, 64, 64): 1e9,
+            (512, 512, 512): 8e9,
+            (512, 64, 64): 2e9,
+            (64, 512, 512): 4e9,
+        }.items()
+    ),
+    memory=(MemorySample(workers=1, bytes_per_s=9e9), MemorySample(workers=4, bytes_per_s=3e9)),
+)
+
+
+def test_a_matching_product_reaches_the_curve():
+    rates = Rates(DEVICE, None, 8)
+    # 10 x 10 tiles of 256 x 128 on 100 SMs: one whole wave.
+    seconds = rates.matmul_s(1, 2560, 1280, 8192, "bf16")
+    flops = 2 * 2560 * 1280 * 8192
+    assert flops / seconds / 1e14 == pytest.approx(0.80 * 8192 / (8192 + HALF_DEPTH))
+
+
+def test_a_last_wave_of_one_tile_costs_a_whole_wave():
+    rates = Rates(DEVICE, None, 8)
+    assert rates.matmul_s(1, 2561, 1280, 8192, "bf16") > 1.05 * rates.matmul_s(1, 2560, 1280, 8192, "bf16")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 4096))
+def test_no_product_is_faster_than_the_peak(m, n, k):
+    assert Rates(DEVICE, None, 8).matmul_s(1, m, n, k, "bf16") >= 2 * m * n * k / 1e14
+
+
+def test_measured_products_come_back_as_measured():
+    for workers, share in ((1, 1), (4, 4), (3, 4)):  # 3 workers: the nearest table is that of 4
+        rates = Rates(DEVICE, SAMPLES, workers)
+        assert rates.matmul_s(1, 512, 512, 512, "fp32") == pytest.approx(2 * 512**3 / (8e9 / share))
+        assert rates.bytes_per_s == (9e9 if workers == 1 else 3e9)
+    between = Rates(DEVICE, SAMPLES, 1).matmul_s(1, 200, 200, 200, "fp32")
+    assert 2 * 200**3 / 8e9 < between < 2 * 200**3 / 1e9
+
+
+def test_operators_take_the_longer_of_both_and_the_launch(mlp_block):
+    launching = make_cluster(launch_s=1e-3).groups[0].device
+    rates, parts = Rates(launching, None, 8), split(mlp_block, "block")
+    relu, norm = mlp_block.operators[2], mlp_block.operators[0]
+    assert operator_s(relu, parts, rates) == pytest.approx(relu.bytes_read * 2 / (0.8e12) + 1e-3)
+    assert operator_s(relu, parts, rates, degree=4) == pytest.approx(relu.bytes_read * 2 / 4 / 0.8e12 + 1e-3)
+    assert operator_s(norm, parts, rates, degree=4) == operator_s(norm, parts, rates)
+    view = op(0, "aten.view", [spec(4, 4)], [spec(16)])
+    assert operator_s(view, parts, rates) == 0.0
+
+
+def test_causal_attention_does_half(mlp_block):
+    rates, parts = Rates(DEVICE, None, 8), split(mlp_block, "block")
+    attention = op(99, "aten._flash_attention_forward", [spec(1, 8, 512, 64)] * 3, [spec(1, 8, 512, 64)], flops=10**12)
+    assert operator_s(attention, parts, rates, causal=True) == pytest.approx(
+        operator_s(attention, parts, rates, causal=False) / 2
+    )
+
+
+def test_tensor_parallelism_divides_products(tiny):
+    # Without launches, and with operators large enough, what is inside a block takes a half on two ranks.
+    rates = Rates(DEVICE, None, 8)
+    block = tiny.at(64).blocks[0]
+    parts = split(block, "block")
+    one, two = (segment_times(block, parts, rates, degree=d, causal=True, fused=False) for d in (1, 2))
+    assert one.forward_s > two.forward_s > one.forward_s / 2
+    assert one.backward_s > two.backward_s > one.backward_s / 2
+
+
+def test_fusion_saves_traffic_but_no_arithmetic(tiny):
+    rates = Rates(DEVICE, None, 8)
+    parts = split(tiny.blocks[0], "block")
+    eager, fused = (segment_times(tiny.blocks[0], parts, rates, degree=1, causal=True, fused=f) for f in (False, True))
+    products_only = sum(operator_s(o, parts, rates, causal=True) for o in tiny.blocks[0].phase("forward") if o.flops)
+    assert products_only < fused.forward_s < eager.forward_s
+    assert fused.backward_s < eager.backward_s
+
+
+def test_a_shifted_loss_means_causal(tiny, hand_graph):
+    assert is_causal(tiny)
+    assert not is_causal(hand_graph)

@@ -1,0 +1,86 @@
+"""Bytes of a rank: activations from the graph, states by ZeRO stage, and the probability that all of it fits."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ahp.engines.ahp import AhpEngine
+from ahp.forecast.memory import RankWeights, fit_probability, rank_memory, segment_memory, state_bytes
+from ahp.forecast.split import split
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+from .conftest import make_cluster
+
+
+def test_a_block_by_hand(mlp_block):
+    memory = segment_memory(mlp_block, split(mlp_block, "block"), 1)
+    x, wide = 64 * 32 * 2, 64 * 128 * 2
+    assert memory.saved == x + 2 * wide  # norm's output, up's and relu's
+    # Forward: down's output and the sum stand beside them.
+    assert memory.forward_extra == 2 * x
+    # Backward peak: gradient of the output and of both sides of relu, before anything saved is freed.
+    assert memory.backward_extra == x + 2 * wide
+    halved = segment_memory(mlp_block, split(mlp_block, "block"), 2)
+    assert halved.saved == x + wide
+    assert halved.backward_extra == x + wide
+
+
+def test_what_is_kept_is_what_autograd_saves(tiny):
+    for segment in tiny.segments():
+        assert segment_memory(segment, split(segment, "block"), 1).saved == segment.saved_bytes
+
+
+def traits(zero, precision="bf16", **kwargs):
+    layout = Parallelism(zero_stage=zero, data_parallel_shard_degree=4 if zero else 1, **kwargs)
+    return AhpEngine().traits(Job(precision=precision), layout, EngineChoice())
+
+
+WEIGHTS = RankWeights(total=1000, largest_block=100, outside_blocks=200)
+
+
+def state(zero, precision="bf16", micro_batches=4, **kwargs):
+    shards = 4 if zero else 1
+    return state_bytes(WEIGHTS, traits(zero, precision, **kwargs), shards=shards, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("zero", "parameters", "states", "gathered", "gradients"),
+    [
+        (0, 4000, 8000, 2000, 4000),
+        (1, 1000, 2000, 2000, 4000),
+        (2, 1000, 2000, 2000, 1000),
+        (3, 1000, 2000, 2 * (200 + 2 * 100), 1000),
+    ],
+)
+def test_zero_divides_what_it_says(zero, parameters, states, gathered, gradients):
+    parts = state(zero)
+    assert parts["parameters"] == parameters
+    assert parts["optimizer_states"] == states
+    assert parts["gathered_weights"] == gathered
+    assert parts["gradients"] == gradients
+
+
+def test_fp32_alone_needs_no_second_copy():
+    assert state(0, "fp32")["gathered_weights"] == 0
+    assert sum(state(0, "fp32").values()) - state(0, "fp32")["reduce_buffers"] == 16 * 1000
+
+
+def test_one_micro_batch_never_waits_whole():
+    assert state(1, micro_batches=1)["gradients"] == 1000
+    assert state(3, micro_batches=8, pipeline_parallel_degree=2)["gradients"] == 4000
+
+
+def test_the_rest_of_the_device():
+    gpu, cpu = make_cluster().groups[0].device, make_cluster(name="cpu").groups[0].device
+    used = rank_memory({"parameters": 1000}, gpu, num_groups=3)
+    assert used.allocated == 1000
+    assert used.reserved == 1038
+    assert used.total == sum(used.parts.values()) == 1038 + 3 * 600_000_000
+    assert rank_memory({"parameters": 1000}, cpu, num_groups=3).parts["communicators"] == 0
+
+
+@given(st.floats(1e6, 1e12), st.floats(1e6, 1e12), st.floats(1.001, 2))
+def test_probability_falls_with_the_need(capacity, need, more):
+    assert 0 <= fit_probability(need * more, capacity) <= fit_probability(need, capacity) <= 1
+    assert fit_probability(capacity, capacity) == pytest.approx(0.5)

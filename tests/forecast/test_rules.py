@@ -1,0 +1,80 @@
+"""Every rule names the user's key, its value and what would be valid."""
+
+import pytest
+
+from ahp.forecast.rules import illegal
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+from .conftest import make_cluster
+
+JOB = Job(sequence_length=64, global_batch_size=16)
+
+
+def reason(graph, layout, *, job=JOB, cluster=None, engine=None):
+    layout = Parallelism(**layout)
+    cluster = cluster or make_cluster(per_node=layout.world_size)
+    return illegal(graph, cluster, job, layout, engine or EngineChoice())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"data_parallel_shard_degree": 4, "micro_batch_size": 4},
+        {"tensor_parallel_degree": 2},
+        {"pipeline_parallel_degree": 4},
+        {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2},
+        {"pipeline_parallel_degree": 2, "layers_per_stage": (3, 1)},
+        {"activation_checkpoint": "auto"},
+    ],
+)
+def test_legal(hand_graph, layout):
+    assert reason(hand_graph, layout) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (
+            {"data_parallel_replicate_degree": 3},
+            ["data_parallel degrees = 3", "global_batch_size 16", "valid: 1, 2, 4"],
+        ),
+        ({"micro_batch_size": 3}, ["micro_batch_size = 3", "16 sequences", "valid: 1, 2, 4, 8"]),
+        ({"tensor_parallel_degree": 4}, ["tensor_parallel_degree = 4", "num_key_value_heads 2", "valid: 1, 2"]),
+        ({"pipeline_parallel_degree": 8}, ["pipeline_parallel_degree = 8", "4 layers"]),
+        ({"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 3}, ["= 6 stages", "4 layers"]),
+        ({"virtual_stages_per_rank": 2}, ["virtual_stages_per_rank = 2"]),
+        ({"pipeline_parallel_degree": 2, "layers_per_stage": (3, 2)}, ["layers_per_stage = [3, 2]", "4 layers"]),
+        ({"pipeline_parallel_degree": 4, "micro_batch_size": 8}, ["1F1B needs", "there are 2"]),
+        ({"context_parallel_degree": 2}, ["context_parallel_degree = 2", "valid: 1"]),
+    ],
+)
+def test_illegal(hand_graph, layout, words):
+    text = reason(hand_graph, layout)
+    assert text is not None
+    assert all(word in text for word in words), text
+
+
+def test_the_clusters_rules(hand_graph):
+    two = {"data_parallel_replicate_degree": 2}
+    text = reason(hand_graph, two, cluster=make_cluster(per_node=4))
+    assert text is not None
+    assert "multiply to 2" in text
+    assert "4 devices" in text
+    no_network = make_cluster(nodes=2, per_node=1, network=False)
+    assert "inter_node_gbps = None" in str(reason(hand_graph, two, cluster=no_network))
+    mixed = make_cluster(per_node=1)
+    mixed = mixed.model_copy(update={"groups": (*mixed.groups, *mixed.groups)})
+    assert "cluster.groups" in str(reason(hand_graph, two, cluster=mixed))
+    only_fp32 = mixed.groups[0].model_copy(
+        update={"device": mixed.groups[0].device.model_copy(update={"peak_flops_per_s": {"fp32": 1e12}})}
+    )
+    text = reason(hand_graph, {}, cluster=mixed.model_copy(update={"groups": (only_fp32,)}))
+    assert text is not None
+    assert text.startswith("precision = 'bf16'")
+    assert "valid: fp32" in text
+
+
+def test_engines_that_come_later(hand_graph):
+    assert "engine.name = 'megatron'" in str(reason(hand_graph, {}, engine=EngineChoice(name="megatron")))

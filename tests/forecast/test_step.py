@@ -1,0 +1,167 @@
+"""Whole forecasts: parts add up, closed forms hold, and the plain interface refuses what it should."""
+
+from dataclasses import replace
+
+import pytest
+
+from ahp.errors import BadInput, NotExpressible
+from ahp.forecast.pricer import NORMAL_90, SIGMA_CATALOGUE
+from ahp.forecast.step import forecast, price, simulate
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+from .conftest import make_cluster
+
+JOB = Job(sequence_length=128, global_batch_size=32)
+
+LAYOUTS = [
+    {},
+    {"micro_batch_size": 4},
+    {"data_parallel_replicate_degree": 4},
+    {"data_parallel_shard_degree": 4, "zero_stage": 1},
+    {"data_parallel_shard_degree": 4, "zero_stage": 2},
+    {"data_parallel_shard_degree": 4, "zero_stage": 3, "activation_checkpoint": "full"},
+    {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
+    {"tensor_parallel_degree": 4},
+    {"pipeline_parallel_degree": 3},
+    {"pipeline_parallel_degree": 3, "pipeline_parallel_schedule": "GPipe"},
+    {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 3, "data_parallel_shard_degree": 2},
+    {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2},
+]
+
+
+def price_on_one_node(graph, layout, **cluster):
+    parallelism = Parallelism(**layout)
+    return price(graph, make_cluster(per_node=parallelism.world_size, **cluster), JOB, parallelism)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: Parallelism(**layout).short())
+def test_parts_add_up(tiny, layout):
+    priced = price_on_one_node(tiny, layout, launch_s=5e-6)
+    f, world = priced.forecast, priced.parallelism.world_size
+    assert sum(f.step.values()) == pytest.approx(f.step_time_s)
+    assert min(f.step.values()) > 0
+    assert f.step_time_low_s < f.step_time_s < f.step_time_high_s
+    assert f.step_time_high_s / f.step_time_s == pytest.approx(2.718281828 ** (NORMAL_90 * SIGMA_CATALOGUE))
+    assert f.tokens_per_s_per_device * world * f.step_time_s == pytest.approx(32 * 128)
+    outside = ("allocator_slack", "communicators", "context")
+    assert f.memory_allocated_bytes == sum(v for k, v in f.memory.items() if k not in outside)
+    assert f.memory_reserved_bytes == f.memory_allocated_bytes + f.memory["allocator_slack"]
+    assert 0 < f.mfu < 1
+    assert f.fits == (f.fit_probability >= 0.95)
+
+
+def test_one_device_takes_the_sum_of_its_operators(tiny):
+    priced = price_on_one_node(tiny, {"micro_batch_size": 32})
+    stage = priced.stages[0]
+    f = priced.forecast
+    assert f.step["forward"] == stage.forward["forward"]
+    assert f.step["backward"] == stage.backward["backward"]
+    assert "bubble" not in f.step
+    assert "gradient_reduce" not in f.step
+    assert f.mfu == pytest.approx(3 * tiny.at(32).flops("forward") / (f.step_time_s * 1e14))
+
+
+def test_recompute_costs_one_more_forward_and_saves_memory(tiny):
+    plain = price_on_one_node(tiny, {"micro_batch_size": 8}).forecast
+    again = price_on_one_node(tiny, {"micro_batch_size": 8, "activation_checkpoint": "full"}).forecast
+    assert 0.5 * again.step["forward"] < again.step["recompute"] < again.step["forward"]  # blocks, not the ends
+    assert again.memory["activations"] < plain.memory["activations"] / 3
+
+
+def test_the_bubble_is_the_idle_time_of_the_rank_that_ends_last(hand_graph):
+    job = Job(sequence_length=64, global_batch_size=8)
+    priced = price(hand_graph, make_cluster(per_node=4), job, Parallelism(pipeline_parallel_degree=4))
+    timeline = priced.timeline
+    last = max(range(4), key=timeline.end_s)
+    assert timeline.end_s(last) == timeline.makespan_s
+    assert priced.forecast.step["bubble"] == pytest.approx(timeline.makespan_s - timeline.busy_s[last])
+    assert priced.forecast.step_time_s == pytest.approx(timeline.makespan_s + priced.optimizer_s)
+
+
+def test_tied_weights_are_summed_over_first_and_last_stage(hand_graph):
+    job, layout = Job(sequence_length=64, global_batch_size=8), Parallelism(pipeline_parallel_degree=4)
+    tied = replace(hand_graph, tied=(("embed.weight", "lm_head.weight"),), head=replace(hand_graph.head, parameters=()))
+    untied, shared = (price(g, make_cluster(per_node=4), job, layout) for g in (hand_graph, tied))
+    assert shared.stages[-1].parameters == untied.stages[-1].parameters  # the last stage holds a copy
+    assert shared.forecast.step["gradient_reduce"] > untied.forecast.step.get("gradient_reduce", 0.0)
+    alone = price(tied, make_cluster(per_node=1), job, Parallelism())
+    assert alone.stages[0].parameters == tied.num_parameters
+
+
+def test_sharding_divides_states_by_stage(tiny):
+    whole = price_on_one_node(tiny, {"data_parallel_replicate_degree": 4}).forecast.memory
+    for zero in (1, 2, 3):
+        sharded = price_on_one_node(tiny, {"data_parallel_shard_degree": 4, "zero_stage": zero}).forecast.memory
+        assert sharded["optimizer_states"] == pytest.approx(whole["optimizer_states"] / 4, abs=4)
+    assert whole["parameters"] == 4 * tiny.num_parameters
+
+
+def test_tensor_parallel_ranks_hold_their_part(tiny):
+    whole, half = (price_on_one_node(tiny, {"tensor_parallel_degree": t}).stages[0].parameters for t in (1, 2))
+    norms = sum(p.numel for s in tiny.segments() for p in s.parameters if len(p.shape) == 1)
+    assert whole == tiny.num_parameters
+    assert half == (whole - norms) // 2 + norms
+
+
+def test_nothing_hides_on_a_cpu(tiny):
+    layout = {"data_parallel_replicate_degree": 4}
+    gpu = price_on_one_node(tiny, layout).forecast
+    cpu = price_on_one_node(tiny, layout, name="cpu").forecast
+    assert cpu.step["gradient_reduce"] > gpu.step["gradient_reduce"]
+    assert cpu.step["forward"] == gpu.step["forward"]
+
+
+def test_auto_is_the_lightest_that_fits(tiny):
+    layout = {"micro_batch_size": 32, "activation_checkpoint": "auto"}
+    assert price_on_one_node(tiny, layout).parallelism.activation_checkpoint == "none"
+    need = price_on_one_node(tiny, {"micro_batch_size": 32}).forecast.memory_reserved_bytes
+    small = price_on_one_node(tiny, layout, memory_bytes=need)
+    assert small.parallelism.activation_checkpoint == "full"
+    assert small.forecast.fits
+
+
+PLAIN = {
+    "cluster": {"nodes": 1, "devices_per_node": 2, "device": "A100-SXM-80GB"},
+    "job": {"sequence_length": 128, "global_batch_size": 4},
+    "parallelism": {"data_parallel_shard_degree": 2},
+}
+
+
+def test_simulate_takes_plain_and_typed(tiny):
+    plain = simulate(model=tiny, **PLAIN)
+    typed = simulate(
+        model=tiny, cluster=PLAIN["cluster"], job=Job(**PLAIN["job"]), parallelism=Parallelism(**PLAIN["parallelism"])
+    )
+    assert plain == typed
+    assert plain.mfu_peak.startswith("A100-SXM-80GB, dense bf16 peak 312")
+    named = simulate(model="tiny", **PLAIN)
+    assert named == plain
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"job": {"sequence_lenght": 128}}, "sequence_lenght: unknown key"),
+        ({"parallelism": {"tensor_parallel": 2}}, "tensor_parallel: unknown key"),
+        ({"engine": {"name": "ahp", "speed": 9}}, "speed: unknown key"),
+        ({"parallelism": {"data_parallel_shard_degree": 3}}, "has 2 devices"),
+        ({"job": {"sequence_length": 256}}, "sequence_length = 256"),
+    ],
+)
+def test_simulate_refuses_by_key(tiny, change, words):
+    with pytest.raises(BadInput, match=words):
+        simulate(**{"model": tiny, **PLAIN, **change})
+
+
+def test_simulate_refuses_engines_that_come_later(tiny):
+    with pytest.raises(NotExpressible, match=r"engine.name = 'megatron'"):
+        simulate(model=tiny, engine={"name": "megatron"}, **PLAIN)
+    context = {**PLAIN, "parallelism": {"context_parallel_degree": 2}}
+    with pytest.raises(NotExpressible, match="context_parallel_degree = 2"):
+        simulate(model=tiny, **context)
+
+
+def test_forecast_of_an_illegal_layout_says_why(tiny):
+    with pytest.raises(BadInput, match="tensor_parallel_degree = 3"):
+        forecast(tiny, make_cluster(per_node=3), JOB, Parallelism(tensor_parallel_degree=3), EngineChoice())
