@@ -153,8 +153,12 @@ def test_topology() -> None:
     assert topology(FakeNvml([], 0, driver=False)) == []
 
 
+def node(nvml: FakeNvml, sms: int = 108) -> Any:
+    return local.gpu_group(gpus(nvml, fake_torch(len(nvml.names), sms)), topology(nvml))
+
+
 def test_node_of_known_gpus_takes_the_drivers_word() -> None:
-    group = local.gpu_group(gpus(FakeNvml(["NVIDIA A100-SXM4-80GB"] * 4, 81920, links=12), fake_torch(4, sms=108)))
+    group = node(FakeNvml(["NVIDIA A100-SXM4-80GB"] * 4, 81920, links=12))
     assert (group.device.name, group.devices_per_node) == ("A100-SXM-80GB", 4)
     assert (group.device.memory_bytes, group.device.power_limit_w) == (81920 * MIB, 500)
     assert group.device.rated_power_w == 400
@@ -163,12 +167,26 @@ def test_node_of_known_gpus_takes_the_drivers_word() -> None:
 
 
 def test_node_without_nvlink_takes_pcie() -> None:
-    group = local.gpu_group(gpus(FakeNvml(["NVIDIA GeForce RTX 4090"], 24564), fake_torch(1, sms=128)))
-    assert group.intra_node.bandwidth_bytes_per_s == pytest.approx(16 * 1.969e9)
+    for count in (1, 2):
+        group = node(FakeNvml(["NVIDIA GeForce RTX 4090"] * count, 24564), sms=128)
+        assert group.intra_node.bandwidth_bytes_per_s == pytest.approx(16 * 1.969e9)
+
+
+def test_bridges_of_pairs_do_not_count_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml(["NVIDIA A100 80GB PCIe"] * 4, 81920, links=12)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetP2PStatus", lambda a, b, index: 0 if a // 2 == b // 2 else 5)
+    assert node(nvml).intra_node.bandwidth_bytes_per_s == pytest.approx(16 * 1.969e9)
+    nvml.names = nvml.names[:2]
+    assert node(nvml).intra_node.bandwidth_bytes_per_s == 12 * 25e9
+
+
+def test_what_the_driver_does_not_say_is_the_catalogues() -> None:
+    (gpu,) = gpus(FakeNvml(["NVIDIA H200"], 143771), fake_torch(1))
+    assert local.gpu_group([gpu], []).intra_node.bandwidth_bytes_per_s == 450e9
 
 
 def test_unknown_and_unequal_gpus_are_refused() -> None:
     with pytest.raises(BadInput, match=r"'NVIDIA A10'.*not in the catalogue"):
-        local.gpu_group(gpus(FakeNvml(["NVIDIA A10"], 23028), fake_torch()))
+        node(FakeNvml(["NVIDIA A10"], 23028))
     with pytest.raises(BadInput, match="CUDA_VISIBLE_DEVICES"):
-        local.gpu_group(gpus(FakeNvml(["NVIDIA A10", "Tesla T4"], 15360), fake_torch()))
+        node(FakeNvml(["NVIDIA A10", "Tesla T4"], 15360))

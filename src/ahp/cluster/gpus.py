@@ -12,6 +12,7 @@ from typing import Any
 PCIE_BYTES_PER_S_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Per direction after line coding, by generation: PCI-SIG base specifications."""
 
+NVLINK = "NVLink"
 TOPOLOGY = {
     0: "board",
     10: "PCIe switch",
@@ -169,7 +170,7 @@ def _nvlink_bytes_per_s(nvml: Any, handle: Any) -> float | None:
 def _connection(nvml: Any, first: Any, second: Any) -> str:
     status = _ask(nvml, nvml.nvmlDeviceGetP2PStatus, first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     if status is not None and status == nvml.NVML_P2P_STATUS_OK:
-        return "NVLink"
+        return NVLINK
     level = _ask(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, first, second)
     return TOPOLOGY.get(level, "unknown") if level is not None else "unknown"
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import psutil
 
 from ahp.cluster import catalogue, sense
-from ahp.cluster.gpus import Gpu, gpus
+from ahp.cluster.gpus import NVLINK, Connection, Gpu, gpus, topology
 from ahp.cluster.model import Cluster, Device, Link, NodeGroup
 from ahp.errors import BadInput
 
-# [Empirical] gloo over the loopback of a 2-core AMD EPYC (Zen 4) virtual machine, 2026-11, send and receive of two
-# workers: what a CPU "device" has until probe has measured it.
-GLOO_BYTES_PER_S = 1.6e9
-GLOO_LATENCY_S = 60.0e-6
+# [Empirical] gloo over the loopback of a 2-core AMD EPYC (Zen 4) virtual machine, torch 2.13, 2026-11, by probe: send
+# and receive of two workers. What a CPU "device" has until probe has measured it.
+GLOO_BYTES_PER_S = 2.9e9
+GLOO_LATENCY_S = 75.0e-6
 
 # [Empirical] resident memory of a worker that has imported torch and joined a process group, same machine.
-WORKER_BYTES = 350_000_000
+WORKER_BYTES = 234_000_000
 
 COPY_BYTES = 64 * 2**20
 """Size of the timed copy where the cache size is unknown; else it is four times the last-level cache."""
@@ -31,13 +31,13 @@ def local_cluster(path: str | Path = ".") -> Cluster:
     Raises BadInput for GPUs that the catalogue does not know (``ahp probe`` measures those) or that differ.
     """
     found = gpus()
-    group = gpu_group(found) if found else cpu_group()
+    group = gpu_group(found, topology()) if found else cpu_group()
     group = group.model_copy(update={"name": "local", "host": sense.host(path)})
     return Cluster(groups=(group,), source=f"sensed on {platform.node()}, not measured")
 
 
-def gpu_group(found: list[Gpu]) -> NodeGroup:
-    """One node of equal GPUs that the catalogue knows, corrected by what the driver says of them."""
+def gpu_group(found: list[Gpu], connections: list[Connection]) -> NodeGroup:
+    """One node of equal GPUs that the catalogue knows, corrected by what the driver says of them and of each pair."""
     first = alike(found)
     entry = catalogue.match(first.name, first.memory_bytes)
     if entry is None:
@@ -49,7 +49,7 @@ def gpu_group(found: list[Gpu]) -> NodeGroup:
         nodes=1,
         devices_per_node=len(found),
         device=corrected(entry.device, first),
-        intra_node=gpu_link(entry, first),
+        intra_node=gpu_link(entry, first, connections),
     )
 
 
@@ -68,18 +68,21 @@ def corrected(device: Device, gpu: Gpu) -> Device:
     return device.model_copy(update={**known, "source": f"{', '.join(known)}: driver; {device.source}"})
 
 
-def gpu_link(entry: catalogue.Entry, gpu: Gpu) -> Link:
-    """The connection of a node's GPUs: NVLink as the driver counts it, else PCIe, else the catalogue's."""
+def gpu_link(entry: catalogue.Entry, gpu: Gpu, connections: list[Connection]) -> Link:
+    """The connection of a node's GPUs as the driver shows it: NVLink where it joins every pair, else PCIe.
+
+    A bridge that joins only some pairs does not speed up a collective over all. The catalogue's link where the driver
+    says nothing.
+    """
     link = entry.intra_node
-    if gpu.nvlink_bytes_per_s is not None:
-        return link.model_copy(
-            update={"bandwidth_bytes_per_s": gpu.nvlink_bytes_per_s, "source": f"NVLink by NVML; {link.source}"}
-        )
-    if "PCI Express" in link.source and gpu.pcie_bytes_per_s is not None:
-        return link.model_copy(
-            update={"bandwidth_bytes_per_s": gpu.pcie_bytes_per_s, "source": f"PCIe by NVML; {link.source}"}
-        )
-    return link
+    joined = all(connection.kind == NVLINK for connection in connections)
+    if gpu.nvlink_bytes_per_s is not None and joined:
+        rate, kind = gpu.nvlink_bytes_per_s, "NVLink"
+    elif gpu.pcie_bytes_per_s is not None and (not joined or "PCI Express" in link.source):
+        rate, kind = gpu.pcie_bytes_per_s, "PCIe"
+    else:
+        return link
+    return link.model_copy(update={"bandwidth_bytes_per_s": rate, "source": f"{kind} by NVML; {link.source}"})
 
 
 def cpu_group() -> NodeGroup:

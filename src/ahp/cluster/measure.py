@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from ahp.cluster import catalogue, disk, local, managers, sense, team
-from ahp.cluster.gpus import Gpu, gpus
+from ahp.cluster.gpus import Gpu, gpus, topology
 from ahp.cluster.model import (
     Cluster,
     CollectiveSample,
@@ -223,7 +223,7 @@ def _gpu_group(found: list[Gpu], measured: Measurements, launch_s: float, source
     link = measured_link(measured, source)
     if entry is not None:
         device = local.corrected(entry.device, gpu).model_copy(update={"kernel_launch_s": launch_s})
-        link = link or local.gpu_link(entry, gpu)
+        link = link or local.gpu_link(entry, gpu, topology())
     else:
         device = Device(
             name=gpu.name,
