@@ -1,0 +1,225 @@
+"""Predicted against measured: the step time of every layout that runs on two workers, for three sizes of a LLaMA.
+
+    python benchmarks/predicted.py                     probe, predict and measure everything, some ten minutes
+    python benchmarks/predicted.py --quick             a smoke run: the smallest model, a few layouts
+    python benchmarks/predicted.py --models tiny       one size
+
+The machine is probed (``ahp probe --quick``) and every layout forecast before anything is trained. Then each layout
+runs its steps through ``ahp.parallelize`` on two fresh workers, and all of them again in another round, so that what
+disturbs the machine for a while does not fall on one layout. Regret: how much slower than the best measured layout
+the one is that ``ahp.search`` picks. stdout: the tables; stderr: progress.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import workers
+from machine import machine
+from page import table, write
+from task import MODELS, Task
+
+NUM_WORKERS = 2
+
+
+def layouts(task: Task, *, few: bool) -> list[dict[str, Any]]:
+    """Degrees of every technique on two workers, with the smallest and the largest micro-batch that it can take."""
+    batch = task.global_batch_size
+    data = [{"data_parallel_replicate_degree": 2, "zero_stage": 0}]
+    data += [{"data_parallel_shard_degree": 2, "zero_stage": stage} for stage in (1, 2, 3)]
+    tensor = {"tensor_parallel_degree": 2}
+    stages = [
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"},
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B", "virtual_stages_per_rank": 2},
+    ]
+    if few:
+        return [{**degrees, "micro_batch_size": batch // 4} for degrees in (data[0], tensor, stages[1])]
+    found = [{**degrees, "micro_batch_size": size} for degrees in data for size in (1, batch // 2)]
+    found += [{**tensor, "micro_batch_size": size} for size in (1, batch)]
+    return found + [{**degrees, "micro_batch_size": size} for degrees in stages for size in (1, batch // 4)]
+
+
+def step_times_s(task: Task, parallelism: dict[str, Any], warmup: int, steps: int) -> list[float]:
+    """On each worker: seconds of each step through AHP."""
+    import torch.distributed as dist
+
+    import ahp
+
+    parallel = ahp.parallelize(task.build(), {"job": task.job(warmup + steps), "parallelism": parallelism})
+    times_s = []
+    for number in range(warmup + steps):
+        ids = task.batch(number)
+        dist.barrier()
+        start = time.perf_counter()
+        parallel.step(parallel.shard({"input_ids": ids, "labels": ids}))
+        dist.barrier()
+        times_s.append(time.perf_counter() - start)
+    return times_s[warmup:]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout of one model; times in seconds."""
+
+    model: str
+    layout: str
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+    picked: bool
+
+    @property
+    def error(self) -> float:
+        """Signed: above 0 when the forecast is too slow."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def inside(self) -> bool:
+        return self.low_s <= self.measured_s <= self.high_s
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Steps before the clock counts and after, in each of so many rounds over all layouts."""
+
+    warmup: int
+    steps: int
+    rounds: int
+
+
+def one_model(task: Task, cluster: Any, pace: Pace, *, few: bool) -> list[Row]:
+    """Forecast, search, then measure, for one size of model."""
+    import ahp
+
+    job = ahp.Job.model_validate(task.job(pace.warmup + pace.steps))
+    graph = ahp.analyze({"model_type": "llama", **task.model_keys()}, job)
+    picked = ahp.search(graph, cluster, job).best.parallelism
+    wanted = [ahp.Parallelism.model_validate(degrees) for degrees in layouts(task, few=few)]
+    if picked not in wanted:
+        wanted.append(picked)
+    forecasts = [ahp.simulate(model=graph, cluster=cluster, job=job, parallelism=p) for p in wanted]
+    times_s: list[list[float]] = [[] for _ in wanted]
+    for turn in range(pace.rounds):
+        for number, parallelism in enumerate(wanted):
+            plain = parallelism.model_dump(mode="json")
+            times_s[number] += workers.run(step_times_s, task, plain, pace.warmup, pace.steps, num_workers=NUM_WORKERS)
+            seen = f"{task.model} round {turn + 1}/{pace.rounds}: {parallelism.short()}"
+            print(f"{seen:<60} {1e3 * statistics.median(times_s[number]):8.1f} ms", file=sys.stderr, flush=True)
+    return [
+        Row(task.model, p.short(), f.step_time_s, f.step_time_low_s, f.step_time_high_s, statistics.median(t), p == picked)
+        for p, f, t in zip(wanted, forecasts, times_s, strict=True)
+    ]  # fmt: skip
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """Over the layouts of one model: errors, how often inside the band, and the regret of the pick."""
+    best = min(rows, key=lambda r: r.measured_s)
+    picked = next(r for r in rows if r.picked)
+    return {
+        "mean_error": statistics.fmean(r.error for r in rows),
+        "mean_absolute_error": statistics.fmean(abs(r.error) for r in rows),
+        "inside_band": sum(r.inside for r in rows) / len(rows),
+        "best": best.layout,
+        "picked": picked.layout,
+        "regret": picked.measured_s / best.measured_s - 1,
+    }
+
+
+def markdown(found: dict[str, list[Row]], task: Task, pace: Pace, where: str, command: str) -> str:
+    """A table for each model, and what follows from it."""
+    how = (
+        f"{task.precision}; {task.global_batch_size} sequences of {task.sequence_length} tokens; medians of "
+        f"{pace.rounds} rounds of {pace.steps} steps after {pace.warmup} to warm up. Error: predicted / measured - 1."
+    )
+    parts = [f"`{command}`", how, where]
+    for name, rows in found.items():
+        cells = [
+            [f"{r.layout}{' (picked)' if r.picked else ''}", f"{1e3 * r.predicted_s:.0f}",
+             f"{1e3 * r.low_s:.0f} to {1e3 * r.high_s:.0f}", f"{1e3 * r.measured_s:.0f}", f"{100 * r.error:+.1f} %"]
+            for r in rows
+        ]  # fmt: skip
+        about = summary(rows)
+        head = ["layout", "predicted, ms", "90 % band, ms", "measured, ms", "error"]
+        so = (
+            f"Mean error {100 * about['mean_error']:+.1f} %, mean absolute error {100 * about['mean_absolute_error']:.1f} %, "
+            f"{100 * about['inside_band']:.0f} % inside the band. Picked: {about['picked']}; best measured: {about['best']}; "
+            f"the pick is {100 * about['regret']:.1f} % slower than the best."
+        )
+        parts += [f"**{name}**: {_size(name)}", table(head, cells), so]
+    return "\n\n".join(parts) + "\n"
+
+
+def _size(name: str) -> str:
+    size = MODELS[name]
+    return f"{size['layers']} blocks, hidden size {size['hidden_size']}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="sizes (default: all)")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16", help="default: bf16, as ahp train")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens (default: 256)")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences of the global batch (default: 8)")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each layout in a round (default: 6)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds over all layouts (default: 2)")
+    parser.add_argument("--quick", action="store_true", help="smallest model, three layouts, few steps")
+    parser.add_argument("--cluster", metavar="FILE", help="a cluster.yaml of this machine instead of a probe now")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="also write the tables between PAGE's markers")
+    return parser.parse_args()
+
+
+def main() -> int:
+    import ahp
+
+    arguments = parse()
+    pace = Pace(warmup=3, steps=arguments.steps, rounds=arguments.rounds)
+    names, length = arguments.models, arguments.sequence_length
+    if arguments.quick:
+        pace, names, length = Pace(warmup=1, steps=2, rounds=1), ["small"], 64
+    described = machine(NUM_WORKERS)
+    print(described.words(), file=sys.stderr)
+    if arguments.cluster:
+        cluster = ahp.Cluster.load(arguments.cluster)
+    else:
+        print("probing this machine", file=sys.stderr)
+        cluster = ahp.probe(quick=True, workers=NUM_WORKERS)
+    tasks = {
+        name: Task(
+            model=name,
+            sequence_length=length,
+            global_batch_size=arguments.batch_size,
+            precision=arguments.precision,
+        )
+        for name in names
+    }
+    found = {name: one_model(task, cluster, pace, few=arguments.quick) for name, task in tasks.items()}
+    any_task = next(iter(tasks.values()))
+    text = markdown(found, any_task, pace, described.words(), " ".join(["python", *sys.argv]))
+    if arguments.json:
+        models = {
+            name: {
+                "summary": summary(rows),
+                "rows": [{**asdict(r), "error": r.error, "inside": r.inside} for r in rows],
+            }
+            for name, rows in found.items()
+        }
+        print(json.dumps({"machine": described.plain(), "pace": asdict(pace), "models": models}, indent=1))
+    else:
+        print(text)
+    if arguments.markdown:
+        write(arguments.markdown, "predicted", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

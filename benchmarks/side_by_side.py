@@ -1,0 +1,303 @@
+"""The same model, batch and layout hand-written in plain PyTorch and through ``ahp.parallelize``, alternating.
+
+    python benchmarks/side_by_side.py                  every layout, some minutes
+    python benchmarks/side_by_side.py --quick          a smoke run
+    python benchmarks/side_by_side.py --only ddp zero3
+
+For each layout two fresh workers build both sides from the same weights and take turns: some steps of one, the same
+steps of the other, on the same data. The ratio is plain / AHP: 1 or more means that AHP is at least as fast. A layout
+whose losses or gradient norms differ is refused: its sides do not compute the same. stdout: the table; stderr: progress.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import workers
+from machine import machine
+from page import table, write
+from task import MODELS, Task
+
+NUM_WORKERS = 2
+TOLERANCE = {"fp32": 1.0e-4, "bf16": 2.0e-2}
+"""Largest relative difference of a step's loss or gradient norm. Both sides add the same numbers in another order, and
+the difference grows from step to step; bf16 has 8 bits of mantissa."""
+NUM_RESAMPLES = 2000
+INTERVAL = (0.05, 0.95)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout by its name, for both sides."""
+
+    name: str
+    rival: str
+    """Which class of ``plain`` runs it."""
+    degrees: dict[str, Any]
+    """AHP's words for it, without the micro-batch."""
+    micro_batches: int = 1
+    precision: str = "fp32"
+
+
+def layouts() -> list[Layout]:
+    """Data parallel in every form, tensor and pipeline parallel, on two workers."""
+    ddp = {"data_parallel_replicate_degree": 2}
+    zero2 = {"data_parallel_shard_degree": 2, "zero_stage": 2}
+    zero3 = {"data_parallel_shard_degree": 2, "zero_stage": 3}
+    tp = {"tensor_parallel_degree": 2}
+    pp = {"pipeline_parallel_degree": 2}
+    return [
+        Layout("ddp", "ddp", ddp),
+        Layout("ddp-accumulate4", "ddp", ddp, micro_batches=4),
+        Layout("zero2", "zero2", zero2),
+        Layout("zero2-accumulate4", "zero2", zero2, micro_batches=4),
+        Layout("zero3", "zero3", zero3),
+        Layout("zero3-accumulate4", "zero3", zero3, micro_batches=4),
+        Layout("zero2-bf16", "zero2", zero2, precision="bf16"),
+        Layout("zero3-bf16", "zero3", zero3, precision="bf16"),
+        Layout("tp", "tp", tp),
+        Layout("tp-accumulate4", "tp", tp, micro_batches=4),
+        Layout("pp-gpipe", "GPipe", {**pp, "pipeline_parallel_schedule": "GPipe"}, micro_batches=4),
+        Layout("pp-1f1b", "1F1B", {**pp, "pipeline_parallel_schedule": "1F1B"}, micro_batches=4),
+    ]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long to measure."""
+
+    warmup: int
+    """Steps of each side before the clock counts."""
+    rounds: int
+    """Turns of each side."""
+    steps: int
+    """Steps of one turn."""
+
+    @property
+    def total(self) -> int:
+        return self.warmup + self.rounds * self.steps
+
+
+Side = Callable[[Any], tuple[float, float]]
+"""One step on the global batch: mean loss, gradient norm."""
+
+
+def rival(layout: Layout, task: Task) -> Side:
+    """The hand-written side."""
+    if layout.rival == "ddp":
+        from plain.ddp import PlainDDP
+
+        return PlainDDP(task, layout.micro_batches).step
+    if layout.rival in ("zero2", "zero3"):
+        from plain.fsdp import PlainFSDP
+
+        return PlainFSDP(task, layout.micro_batches, zero_stage=int(layout.rival[-1])).step
+    if layout.rival == "tp":
+        from plain.tensor import PlainTensorParallel
+
+        return PlainTensorParallel(task, layout.micro_batches).step
+    from plain.pipeline import PlainPipeline
+
+    return PlainPipeline(task, layout.micro_batches, layout.rival).step
+
+
+def ours(layout: Layout, task: Task, num_steps: int) -> Side:
+    """The same layout through AHP."""
+    import ahp
+
+    replicas = layout.degrees.get("data_parallel_replicate_degree", 1) * layout.degrees.get(
+        "data_parallel_shard_degree", 1
+    )
+    rows = task.global_batch_size // (replicas * layout.micro_batches)
+    plan = {"job": task.job(num_steps), "parallelism": {**layout.degrees, "micro_batch_size": rows}}
+    parallel = ahp.parallelize(task.build(), plan)
+
+    def step(input_ids: Any) -> tuple[float, float]:
+        result = parallel.step(parallel.shard({"input_ids": input_ids, "labels": input_ids}))
+        return result.loss, result.grad_norm
+
+    return step
+
+
+def measure(layout: Layout, task: Task, pace: Pace) -> dict[str, Any]:
+    """On each worker. Seconds per step of every turn, by the clock and of this worker's processor time, and what each
+    step gave."""
+    import gc
+
+    import torch.distributed as dist
+
+    sides = {"plain": rival(layout, task), "ahp": ours(layout, task, pace.total)}
+    given: dict[str, list[tuple[float, float]]] = {"plain": [], "ahp": []}
+    step_s: dict[str, list[float]] = {"plain": [], "ahp": []}
+    cpu_s: dict[str, list[float]] = {"plain": [], "ahp": []}
+
+    def turn(name: str, batches: list[Any]) -> tuple[float, float]:
+        gc.collect()
+        dist.barrier()
+        start, start_cpu = time.perf_counter(), time.process_time()
+        results = [sides[name](batch) for batch in batches]
+        used = time.process_time() - start_cpu
+        dist.barrier()
+        seconds = time.perf_counter() - start
+        given[name] += results
+        return seconds / len(batches), used / len(batches)
+
+    for step in range(pace.warmup):
+        for name in sides:
+            turn(name, [task.batch(step)])
+    for number in range(pace.rounds):
+        first = pace.warmup + number * pace.steps
+        batches = [task.batch(step) for step in range(first, first + pace.steps)]
+        for name in ("plain", "ahp") if number % 2 == 0 else ("ahp", "plain"):  # a drift favours neither
+            seconds, used = turn(name, batches)
+            step_s[name].append(seconds)
+            cpu_s[name].append(used)
+    return {"step_s": step_s, "cpu_s": cpu_s, "given": given}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout's figures. Times in seconds; ``ratio`` = plain / AHP with a bootstrap interval."""
+
+    layout: str
+    micro_batches: int
+    precision: str
+    plain_s: float
+    ahp_s: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    cpu_ratio: float
+    """The same ratio of the processor time that rank 0 used: what is not waiting."""
+    loss_difference: float
+    """Largest relative difference over all steps."""
+    norm_difference: float
+
+
+class UnlikeThings(RuntimeError):
+    """The two sides of a layout did not compute the same."""
+
+
+def row(layout: Layout, measured: dict[str, Any]) -> Row:
+    """Figures of a layout. Raises UnlikeThings when losses or norms differ by more than the tolerance."""
+    pairs = list(zip(measured["given"]["plain"], measured["given"]["ahp"], strict=True))
+    differences = [max(abs(a[i] - b[i]) / abs(a[i]) for a, b in pairs) for i in (0, 1)]
+    limit = TOLERANCE[layout.precision]
+    if not max(differences) <= limit:  # not a number fails too
+        raise UnlikeThings(
+            f"{layout.name}: loss differs by {differences[0]:.1e}, gradient norm by {differences[1]:.1e} (at most {limit:.0e}): "
+            "the two sides do not compute the same, so their times are not compared"
+        )
+    plain_s, ahp_s = measured["step_s"]["plain"], measured["step_s"]["ahp"]
+    low, high = interval(plain_s, ahp_s)
+    return Row(
+        layout.name,
+        layout.micro_batches,
+        layout.precision,
+        statistics.median(plain_s),
+        statistics.median(ahp_s),
+        statistics.median(plain_s) / statistics.median(ahp_s),
+        low,
+        high,
+        statistics.median(measured["cpu_s"]["plain"]) / statistics.median(measured["cpu_s"]["ahp"]),
+        *differences,
+    )
+
+
+def interval(plain_s: list[float], ahp_s: list[float]) -> tuple[float, float]:
+    """Bootstrap interval of the ratio of medians; rounds are drawn as pairs, because they share what disturbs them."""
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    drawn = generator.integers(0, len(plain_s), size=(NUM_RESAMPLES, len(plain_s)))
+    ratios = np.median(np.array(plain_s)[drawn], axis=1) / np.median(np.array(ahp_s)[drawn], axis=1)
+    low, high = np.quantile(ratios, INTERVAL)
+    return float(low), float(high)
+
+
+def markdown(rows: list[Row], task: Task, pace: Pace, where: str, command: str) -> str:
+    """The table with what it was measured on."""
+    size = task.model_keys()
+    cells = [
+        [r.layout, r.precision, str(r.micro_batches), f"{1e3 * r.plain_s:.1f}", f"{1e3 * r.ahp_s:.1f}",
+         f"{r.ratio:.3f}", f"{r.ratio_low:.3f} to {r.ratio_high:.3f}", f"{r.cpu_ratio:.3f}", f"{r.loss_difference:.0e}"]
+        for r in rows
+    ]  # fmt: skip
+    head = [
+        "layout",
+        "precision",
+        "micro-batches",
+        "plain, ms",
+        "AHP, ms",
+        "plain / AHP",
+        "90 % interval",
+        "of CPU time",
+        "loss differs by",
+    ]
+    about = (
+        f"LLaMA of {size['num_hidden_layers']} blocks, hidden size {size['hidden_size']}, vocabulary {size['vocab_size']}; "
+        f"{task.global_batch_size} sequences of {task.sequence_length} tokens; medians of {pace.rounds} turns of "
+        f"{pace.steps} steps after {pace.warmup} to warm up."
+    )
+    return f"`{command}`\n\n{about}\n\n{where}\n\n{table(head, cells)}\n"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [layout.name for layout in layouts()]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="layouts to measure (default: all)")
+    parser.add_argument("--model", choices=list(MODELS), default="tiny", help="size of the LLaMA (default: tiny)")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens (default: 256)")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences of the global batch (default: 8)")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each side (default: 15)")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a turn (default: 2)")
+    parser.add_argument("--quick", action="store_true", help="smallest model, few steps: does it run, do losses agree")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="also write the table between PAGE's markers")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    pace = Pace(warmup=4, rounds=arguments.rounds, steps=arguments.steps)
+    size = {"model": arguments.model, "sequence_length": arguments.sequence_length}
+    if arguments.quick:
+        pace, size = Pace(warmup=2, rounds=2, steps=1), {"model": "small", "sequence_length": 64}
+    task = Task(**size, global_batch_size=arguments.batch_size)
+    found = machine(NUM_WORKERS)
+    print(found.words(), file=sys.stderr)
+    rows, failed = [], []
+    for layout in (layout for layout in layouts() if layout.name in arguments.only):
+        its_task = Task(**{**asdict(task), "optimizer": task.optimizer, "precision": layout.precision})
+        print(f"{layout.name:<18} ", end="", file=sys.stderr, flush=True)
+        try:
+            rows.append(row(layout, workers.run(measure, layout, its_task, pace, num_workers=NUM_WORKERS)))
+        except (UnlikeThings, workers.WorkerFailed) as error:
+            failed.append(f"{layout.name}: {error}")
+            print(f"failed\n{error}", file=sys.stderr)
+        else:
+            r = rows[-1]
+            print(
+                f"{r.ratio:.3f} ({r.ratio_low:.3f} to {r.ratio_high:.3f}), CPU time {r.cpu_ratio:.3f}", file=sys.stderr
+            )
+    text = markdown(rows, task, pace, found.words(), " ".join(["python", *sys.argv]))
+    if arguments.json:
+        data = {"machine": found.plain(), "task": asdict(task), "pace": asdict(pace), "failed": failed}
+        print(json.dumps({**data, "rows": [asdict(r) for r in rows]}, indent=1))
+    else:
+        print(text)
+    if arguments.markdown and not failed:
+        write(arguments.markdown, "side_by_side", text)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What both sides of a measurement have in common: the model, the batch, the optimizer. Changing one changes both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM
+
+VOCABULARY = 4096
+"""As the tokenizer of ``ahp train``."""
+
+MODELS: dict[str, dict[str, int]] = {
+    # 2.4 M, 6.5 M (the model of `ahp train`), 24 M parameters.
+    "small": {"hidden_size": 128, "intermediate_size": 352, "layers": 6, "heads": 4, "kv_heads": 2},
+    "tiny": {"hidden_size": 256, "intermediate_size": 704, "layers": 6, "heads": 8, "kv_heads": 4},
+    "medium": {"hidden_size": 512, "intermediate_size": 1408, "layers": 8, "heads": 8, "kv_heads": 4},
+}
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Settings of ``torch.optim.AdamW`` and the largest gradient norm."""
+
+    learning_rate: float = 1.0e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1.0e-8
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+
+    def keywords(self) -> dict[str, Any]:
+        """For ``torch.optim.AdamW``; the fused kernel, as the runtime uses it."""
+        return {
+            "lr": self.learning_rate,
+            "betas": self.betas,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+            "fused": True,
+        }
+
+
+@dataclass(frozen=True)
+class Task:
+    """One model, batch and precision."""
+
+    model: str = "tiny"
+    sequence_length: int = 256
+    global_batch_size: int = 8
+    """Sequences of one optimizer step over all workers."""
+    precision: str = "fp32"
+    optimizer: AdamW = field(default_factory=AdamW)
+    seed: int = 0
+
+    def model_keys(self) -> dict[str, Any]:
+        """The keys of transformers' LlamaConfig."""
+        size = MODELS[self.model]
+        return {
+            "vocab_size": VOCABULARY,
+            "hidden_size": size["hidden_size"],
+            "intermediate_size": size["intermediate_size"],
+            "num_hidden_layers": size["layers"],
+            "num_attention_heads": size["heads"],
+            "num_key_value_heads": size["kv_heads"],
+            "max_position_embeddings": max(1024, self.sequence_length),
+            "tie_word_embeddings": False,
+        }
+
+    def build(self) -> LlamaForCausalLM:
+        """transformers' LLaMA in fp32 with the weights of ``seed``, alike on every worker and for both sides."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(self.seed)
+        config = LlamaConfig(**self.model_keys(), use_cache=False, attn_implementation="sdpa")
+        return LlamaForCausalLM(config).train()
+
+    def batch(self, step: int) -> torch.Tensor:
+        """Token ids of the global batch of a step, int64 [global batch, sequence]; every one of them is scored."""
+        import torch
+
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + step)
+        return torch.randint(0, VOCABULARY, (self.global_batch_size, self.sequence_length), generator=generator)
+
+    def job(self, num_steps: int) -> dict[str, Any]:
+        """The same as a job of AHP: constant learning rate, no warm-up."""
+        o = self.optimizer
+        return {
+            "sequence_length": self.sequence_length,
+            "global_batch_size": self.global_batch_size,
+            "steps": num_steps,
+            "precision": self.precision,
+            "seed": self.seed,
+            "optimizer": {
+                "name": "adamw",
+                "learning_rate": o.learning_rate,
+                "betas": o.betas,
+                "eps": o.eps,
+                "weight_decay": o.weight_decay,
+                "warmup_steps": 0,
+                "schedule": "constant",
+                "grad_clip": o.grad_clip,
+            },
+        }

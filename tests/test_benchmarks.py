@@ -1,0 +1,90 @@
+"""The benchmarks run from end to end on their smallest task; no figure of theirs decides anything here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The scripts' own folder, where python puts it when one of them is started."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield
+    for name in ("side_by_side", "predicted", "workers", "machine", "page", "task"):
+        sys.modules.pop(name, None)
+
+
+def run(script: str, *arguments: str) -> dict:
+    command = [sys.executable, str(FOLDER / script), "--quick", "--json", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.slow
+def test_side_by_side_compares_like_with_like() -> None:
+    names = ["ddp-accumulate4", "zero2", "zero3-bf16", "tp", "pp-1f1b"]
+    found = run("side_by_side.py", "--only", *names)
+    assert found["failed"] == []
+    assert [row["layout"] for row in found["rows"]] == names
+    for row in found["rows"]:
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["ratio"] == pytest.approx(row["plain_s"] / row["ahp_s"])
+
+
+@pytest.mark.slow
+def test_predicted_measures_every_layout_and_the_pick() -> None:
+    found = run("predicted.py")["models"]["small"]
+    assert sum(row["picked"] for row in found["rows"]) == 1
+    assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in found["rows"])
+    assert found["summary"]["regret"] >= 0
+
+
+@pytest.mark.usefixtures("on_path")
+def test_unlike_things_are_refused() -> None:
+    import side_by_side
+
+    layout = side_by_side.layouts()[0]
+    times = {"plain": [0.2, 0.2], "ahp": [0.1, 0.1]}
+    same = {"step_s": times, "cpu_s": times, "given": {"plain": [(8.3, 1.0)], "ahp": [(8.3, 1.0)]}}
+    assert side_by_side.row(layout, same).ratio == pytest.approx(2.0)
+    for loss, norm in ((8.31, 1.0), (8.3, 1.01), (float("nan"), 1.0)):
+        other = {**same, "given": {"plain": [(8.3, 1.0)], "ahp": [(loss, norm)]}}
+        with pytest.raises(side_by_side.UnlikeThings, match="ddp: loss differs"):
+            side_by_side.row(layout, other)
+
+
+@pytest.mark.usefixtures("on_path")
+def test_regret_is_against_the_best_measured() -> None:
+    import predicted
+
+    rows = [
+        predicted.Row("m", "a", predicted_s=1.1, low_s=0.9, high_s=1.3, measured_s=1.0, picked=False),
+        predicted.Row("m", "b", predicted_s=0.9, low_s=0.8, high_s=1.0, measured_s=1.2, picked=True),
+    ]
+    about = predicted.summary(rows)
+    assert about["picked"] == "b"
+    assert about["best"] == "a"
+    assert about["regret"] == pytest.approx(0.2)
+    assert about["mean_error"] == pytest.approx((0.1 - 0.25) / 2)
+    assert about["inside_band"] == 0.5
+
+
+@pytest.mark.usefixtures("on_path")
+def test_figures_go_between_the_markers(tmp_path: Path) -> None:
+    import page
+
+    path = tmp_path / "page.md"
+    path.write_text("before\n<!-- x -->\nold\n<!-- end of x -->\nafter\n")
+    page.write(path, "x", page.table(["a", "b"], [["1", "2"]]))
+    assert path.read_text() == "before\n<!-- x -->\n| a | b |\n|---|---:|\n| 1 | 2 |\n<!-- end of x -->\nafter\n"
+    with pytest.raises(SystemExit, match="needs the lines"):
+        page.write(path, "y", "text")
