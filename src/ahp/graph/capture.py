@@ -88,7 +88,8 @@ def capture(
         output_spec[:] = [tree]
         return flat
 
-    with mode:
+    # Without gradients: a capture may happen while a checkpointed block counts what its forward saves.
+    with mode, torch.no_grad():
         weights = [_fake(like) for like in wanted.values()]
         activations = [_fake(TensorLike.of(leaves[i])) for i in where]
         graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(weights, activations)
