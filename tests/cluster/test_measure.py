@@ -63,24 +63,20 @@ def samples(workers: int) -> Measurements:
     )
 
 
-def test_link_is_the_line_through_the_messages() -> None:
+def test_link_is_the_best_rate_and_the_time_beside_it() -> None:
     link = measure.measured_link(samples(2), "here")
     assert link is not None
-    assert link.bandwidth_bytes_per_s == pytest.approx(4e9)
-    assert link.latency_s == pytest.approx(5e-5)
+    assert link.bandwidth_bytes_per_s == pytest.approx(4e9, rel=0.02)
+    assert link.latency_s == pytest.approx(5e-5, rel=0.01)
     assert measure.measured_link(Measurements(), "here") is None
 
 
-def test_link_of_noisy_messages_is_still_a_link() -> None:
-    noisy = Measurements(
-        collectives=tuple(
-            CollectiveSample(kind="send_recv", workers=2, bytes=b, seconds=s) for b, s in ((4096, 0.02), (2**24, 0.01))
-        )
-    )
-    link = measure.measured_link(noisy, "here")
-    assert link is not None
-    assert link.bandwidth_bytes_per_s == pytest.approx(2**24 / 0.01)
-    assert link.latency_s > 0
+def test_one_disturbed_message_does_not_spoil_the_link() -> None:
+    clean = samples(2)
+    disturbed = CollectiveSample(kind="send_recv", workers=2, bytes=2**26, seconds=9.0)
+    late = CollectiveSample(kind="send_recv", workers=2, bytes=1024, seconds=0.01)
+    noisy = clean.model_copy(update={"collectives": (late, *clean.collectives, disturbed)})
+    assert measure.measured_link(noisy, "here") == measure.measured_link(clean, "here")
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, found: list[Gpu], **options: Any) -> tuple[Cluster, dict[str, Any]]:

@@ -259,16 +259,17 @@ def _bandwidth(measured: Measurements) -> float:
 
 
 def measured_link(measured: Measurements, source: str) -> Link | None:
-    """The line through the smallest and the largest message between two workers; None when there was one worker."""
+    """The best rate that a message between two workers reached, and what the fastest message took beyond its bytes.
+
+    None when there was one worker. Both are the least disturbed of their kind: another program can only add time.
+    """
     messages = [s for s in measured.collectives if s.kind == "send_recv" and s.workers == 2]
-    if len(messages) < 2:
+    if not messages:
         return None
-    small, large = min(messages, key=lambda s: s.bytes), max(messages, key=lambda s: s.bytes)
-    # When noise makes the larger message no slower there is no line; the larger one alone bounds the bandwidth.
-    seconds = large.seconds - small.seconds
-    rate = (large.bytes - small.bytes) / seconds if seconds > 0 else large.bytes / large.seconds
+    rate = max(s.bytes / s.seconds for s in messages)
+    fastest = min(messages, key=lambda s: s.seconds)
     return Link(
         bandwidth_bytes_per_s=rate,
-        latency_s=max(0.0, small.seconds - small.bytes / rate),
-        source=f"{source}: send and receive of {small.bytes} and {large.bytes} bytes",
+        latency_s=max(0.0, fastest.seconds - fastest.bytes / rate),
+        source=f"{source}: send and receive of two workers",
     )
