@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.cluster import catalogue
@@ -43,6 +43,7 @@ def test_short_form(text: str, nodes: int, devices: int, name: str, gbps: float 
         assert group.inter_node.bandwidth_bytes_per_s == pytest.approx(gbps * 1e9 / 8)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4096), st.integers(1, 128), st.sampled_from([n for n in catalogue.names() if n != "cpu"]))
 def test_short_form_counts(nodes: int, devices: int, name: str) -> None:
     cluster = Cluster.parse(f"{nodes}x{devices}x{name}@100")

@@ -217,13 +217,16 @@ def _cpu_group(
 
 
 def _gpu_group(found: list[Gpu], measured: Measurements, launch_s: float, source: str) -> NodeGroup:
-    """The catalogue's figures where it knows the part (a peak cannot be measured), else the measured ones."""
+    """The catalogue's figures where it knows the part, else the measured ones.
+
+    A peak cannot be measured, and one message does not fill the links of a GPU that collectives use together; what was
+    measured is in the tables.
+    """
     gpu = local.alike(found)
     entry = catalogue.match(gpu.name, gpu.memory_bytes)
-    link = measured_link(measured, source)
     if entry is not None:
         device = local.corrected(entry.device, gpu).model_copy(update={"kernel_launch_s": launch_s})
-        link = link or local.gpu_link(entry, gpu, topology())
+        link = local.gpu_link(entry, gpu, topology())
     else:
         device = Device(
             name=gpu.name,
@@ -235,7 +238,7 @@ def _gpu_group(found: list[Gpu], measured: Measurements, launch_s: float, source
             kernel_launch_s=launch_s,
             source=f"{source}: not in the catalogue; the peak is the fastest product measured",
         )
-        link = link or Link(
+        link = measured_link(measured, source) or Link(
             bandwidth_bytes_per_s=gpu.pcie_bytes_per_s or _bandwidth(measured),
             latency_s=launch_s,
             source=f"{source}: a single device, nothing to connect",
