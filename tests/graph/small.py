@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+
+from ahp.graph.operators import ModelGraph
+from ahp.graph.trace import analyze
 
 VOCABULARY, SEQUENCE = 101, 32
 
@@ -86,3 +90,10 @@ def custom() -> nn.Module:
 
 
 not_a_model = dict
+
+
+@cache
+def traced(name: str, precision: str = "fp32", batch: int = 1, attention: str = "flash") -> ModelGraph:
+    """The graph of one of ``CONFIGS``, traced once for all tests."""
+    job = {"sequence_length": SEQUENCE, "precision": precision}
+    return analyze(CONFIGS[name], job, micro_batch_size=batch, attention=attention)

@@ -143,7 +143,8 @@ class ModelGraph:
         yield self.head
 
     def flops(self, phase: Phase | None = None) -> int:
-        return sum(segment.flops(phase) for segment in self.segments())
+        blocks = sum(self.layers.count(kind) * block.flops(phase) for kind, block in enumerate(self.blocks))
+        return self.embedding.flops(phase) + blocks + self.head.flops(phase)
 
     def at(self, micro_batch_size: int) -> ModelGraph:
         """The same graph for another micro-batch size, see ``ahp.graph.growth``; cheap, nothing is traced."""

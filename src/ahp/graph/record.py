@@ -76,7 +76,9 @@ class Recorder(TorchDispatchMode):
         self._phase: Phase = "forward"
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._writer: dict[int, int] = {}  # storage -> operator that wrote it last
-        self._maker: dict[tuple[Any, ...], int] = {}  # storage and geometry -> operator that made this very view
+        self._maker: dict[
+            tuple[Any, Any], int
+        ] = {}  # place (or None: any) and geometry -> operator that made this view
         self._parameter_of: dict[int, str] = {}  # storage -> parameter whose data it holds
         self._node: dict[int, tuple[Any, str]] = {}  # sequence number -> place and module
         self._saved: set[int] = set()
@@ -120,8 +122,7 @@ class Recorder(TorchDispatchMode):
         mutates = func._schema.is_mutable
         input_keys = {self._key(t) for t in inputs}
         is_view = not mutates and bool(inputs) and all(self._key(t) in input_keys for t in outputs)
-        depends_on = self._depends_on(inputs)
-        place, module = self._locate(depends_on)
+        place, module, depends_on = self._locate(inputs)
         read, written = traffic(func, inputs, outputs, is_view)
         index = len(self.operators)
         self.operators.append(
@@ -146,35 +147,43 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         for tensor in outputs:
             key = self._key(tensor)
-            self._maker[self._geometry(tensor)] = index
+            geometry = self._geometry(tensor)
+            self._maker[(self.operators[index].place, geometry)] = self._maker[(None, geometry)] = index
             if not is_view:
                 self._writer[key] = index
         if name in SAME_DATA and len(inputs) == 1 and (parameter := self._parameter(inputs[0])) is not None:
             self._parameter_of[self._key(outputs[0])] = parameter
 
-    def _depends_on(self, inputs: list[torch.Tensor]) -> tuple[int, ...]:
-        """The operator that made each input: this very view of it, unless its storage was written since."""
+    def _depends_on(self, inputs: list[torch.Tensor], place: Any) -> tuple[int, ...]:
+        """The operator that made each input: this very view of it, unless its storage was written since.
+
+        Every block may take the same view of something shared (rotary tables); a block's own comes first.
+        """
         found = set()
         for tensor in inputs:
-            maker = self._maker.get(self._geometry(tensor), -1)
+            geometry = self._geometry(tensor)
+            maker = self._maker.get((place, geometry), self._maker.get((None, geometry), -1))
             index = max(maker, self._writer.get(self._key(tensor), -1))
             if index >= 0:
                 found.add(index)
         return tuple(sorted(found))
 
-    def _locate(self, depends_on: tuple[int, ...]) -> tuple[Any, str]:
+    def _locate(self, inputs: list[torch.Tensor]) -> tuple[Any, str, tuple[int, ...]]:
+        """Place and module of the operator that runs now, and the operators that it depends on."""
         if self._phase == "forward":
-            here = (self._where.place, self._where.module)
-            self._node.setdefault(torch.autograd._get_sequence_nr() - 1, here)
-            return here
+            place, module = self._where.place, self._where.module
+            self._node.setdefault(torch.autograd._get_sequence_nr() - 1, (place, module))
+            return place, module, self._depends_on(inputs, place)
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else -1
         if number in self._node:
-            return self._node[number]
-        if depends_on:  # the engine's own work on a gradient: with what made the gradient
-            last = self.operators[depends_on[-1]]
-            return last.place, last.module
-        return self._where.place, self._where.module
+            place, module = self._node[number]
+            return place, module, self._depends_on(inputs, place)
+        depends_on = self._depends_on(inputs, None)
+        if not depends_on:
+            return self._where.place, self._where.module, ()
+        last = self.operators[depends_on[-1]]  # the engine's own work on a gradient: with what made the gradient
+        return last.place, last.module, depends_on
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = self._key(tensor)
@@ -192,9 +201,10 @@ class Recorder(TorchDispatchMode):
         return self._parameter_of.get(self._key(tensor))
 
     def _alias(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        maker = self._maker.get(self._geometry(source))
+        maker = self._maker.get((None, self._geometry(source)))
         if maker is not None:
-            self._maker[self._geometry(result)] = maker
+            geometry = self._geometry(result)
+            self._maker[(self.operators[maker].place, geometry)] = self._maker[(None, geometry)] = maker
 
     def _key(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
