@@ -17,7 +17,7 @@ def llama() -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, attn_implementation="sdpa",
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, pad_token_id=3, attn_implementation="sdpa",
     )  # fmt: skip
     return LlamaForCausalLM(config)
 

@@ -166,7 +166,11 @@ class _Record:
 
     def _token_embedding(self, before: list[Any], logits: torch.Tensor) -> str | None:
         """The embedding with a row for each token; position and type embeddings have other sizes."""
-        names = [n for n, m, *_ in before if isinstance(m, nn.Embedding) and m.num_embeddings == logits.shape[-1]]
+        names = [
+            n
+            for n, m, *_ in before
+            if isinstance(m, nn.Embedding) and m.num_embeddings == logits.shape[-1] and _is_plain(m)
+        ]
         return names[0] if names else None
 
     def _capture(self, kind: int, mode: FakeTensorMode) -> Capture | BadInput:
@@ -179,6 +183,11 @@ class _Record:
                 return capture(block, args, kwargs)
         except Exception as error:
             return BadInput(f"block {type(block).__name__} cannot be traced: {type(error).__name__}: {error}")
+
+
+def _is_plain(embedding: nn.Embedding) -> bool:
+    """Rows are looked up and nothing else: no renormalisation, no gradient that depends on the other tokens."""
+    return embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
 
 
 def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -146,10 +146,16 @@ def _embed(
     module: nn.Embedding, forward: Callable[..., Any], group: dist.ProcessGroup, ids: torch.Tensor
 ) -> torch.Tensor:
     """Each rank looks up the tokens of its rows; the sum over ranks is the whole embedding."""
+    padding = module.padding_idx
     with _local_weights(module) as rows:
         first = group.rank() * rows
         elsewhere = (ids < first) | (ids >= first + rows)
-        out = forward(module, (ids - first).masked_fill(elsewhere, 0))
+        try:
+            # the row that gets no gradient is counted from this rank's first one, as the ids are
+            module.padding_idx = padding - first if padding is not None and first <= padding < first + rows else None
+            out = forward(module, (ids - first).masked_fill(elsewhere, 0))
+        finally:
+            module.padding_idx = padding
     return sum_over_ranks(out.masked_fill(elsewhere.unsqueeze(-1), 0), group)
 
 

@@ -66,9 +66,9 @@ def slice_outline(found: Outline, degree: int) -> ModelSlicing:
 
 def _vocabulary(found: Outline, degree: int) -> tuple[str, ...]:
     """Split the vocabulary when the logits come straight from a linear head and the degree divides its rows."""
-    if found.head is None or found.logits.shape[-1] % degree:
+    if found.head is None or found.token_embedding is None or found.logits.shape[-1] % degree:
         return ()
-    return tuple(name for name in (found.token_embedding, found.head) if name is not None)
+    return (found.token_embedding, found.head)
 
 
 def _module_of(graph: ModelGraph) -> nn.Module:
