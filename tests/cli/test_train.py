@@ -108,6 +108,20 @@ def test_refusal_leaves_the_status_of_a_finished_run(plan_file: Path) -> None:
     assert status.state == "done"
 
 
+def test_another_job_leaves_the_older_runs_files(plan_file: Path) -> None:
+    run = RunFolder(plan_file.parent / "run")
+    run.create()
+    old = Plan(job=Job(steps=STEPS, seed=5))
+    old.save(run.plan_file)
+    run.open_checkpoint(1)
+    run.commit_checkpoint(1, old.model_dump(mode="json", include={"job", "model"}), keep=1)
+    assert main.main(args(plan_file)) == 2
+    assert Plan.load(run.plan_file) == old
+    status = run.status()
+    assert status is not None
+    assert "job.seed = 0 (the run has 5)" in (status.cause or "")
+
+
 def test_bad_config_is_told_in_the_folder_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"job": {"stepz": 3}, "run": {"folder": str(tmp_path / "run")}}))

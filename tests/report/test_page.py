@@ -110,13 +110,17 @@ def test_step_time_shows_the_forecast_and_its_band() -> None:
 def test_shares_leave_out_nothing_but_nothing() -> None:
     figure = figures.step_parts(FORECAST)
     assert [(bar.name, bar.x[0]) for bar in figure.data] == [("forward", 0.1), ("backward", 0.3)]
-    memory = figures.memory(FORECAST, 80 << 30)
-    assert memory.data[0].x == (1.0,)
-    assert memory.layout.shapes[0].x0 == 80
+    near = figures.memory(FORECAST, 2 << 30)
+    assert near.data[0].x == (1.0,)
+    assert near.layout.shapes[0].x0 == 2
+    far = figures.memory(FORECAST, 80 << 30)
+    assert far.layout.shapes == ()
+    assert far.layout.xaxis.title.text == "GiB (a device has 80.0)"
 
 
 def test_timeline_is_one_row_a_rank_and_nested_events_are_thinner() -> None:
     events = [event("1F0", 1, 0, 40), event("0F0", 0, 0, 100), event("all-reduce", 0, 10, 20), event("0B0", 0, 100, 50)]
+    events.append(event("forward", 0, 30, 70))
     events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "rank zero"}})
     bars = figures.timeline(events).data[0]
     drawn = {text: (row, base, length, width) for text, row, base, length, width in zip(
@@ -125,6 +129,7 @@ def test_timeline_is_one_row_a_rank_and_nested_events_are_thinner() -> None:
     assert drawn["all-reduce"][0] == "rank zero"
     assert drawn["all-reduce"][3] < drawn["0F0"][3] == drawn["0B0"][3]
     assert drawn["1F0"][0] == "0/1"
+    assert "forward" not in drawn
     colours = dict(zip(bars.text, bars.marker.color, strict=True))
     assert colours["0F0"] == figures.ACTIONS["F"]
     assert colours["0B0"] == figures.ACTIONS["B"]

@@ -107,11 +107,11 @@ def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Pl
     from ahp.cli import train_plan
     from ahp.runtime.run_folder import RunFolder
 
-    if request.plan is not None:
-        return request.plan
-    assert request.config is not None
     folder = RunFolder(request.run.folder)
     folder.create()
+    if request.plan is not None:
+        return train_plan.check(request.plan, folder)
+    assert request.config is not None
     found = train_plan.earlier(request.config, folder, workers)
     if found is not None:
         print(f"the plan is that of {folder.plan_file}: {found.parallelism.short()}", file=sys.stderr)
@@ -124,8 +124,7 @@ def report(outcome: Outcome, arguments: Arguments, command: str) -> int:
     from ahp.runtime.run_folder import RunFolder
 
     folder = RunFolder(outcome.folder)
-    page = _write_page(folder.path)
-    result: dict[str, Any] = {"folder": str(folder.path), **asdict(outcome.status), "report": page}
+    result: dict[str, Any] = {"folder": str(folder.path), **asdict(outcome.status)}
     result["plan"] = json.loads(Plan.load(folder.plan_file).model_dump_json(exclude={"cluster"}))
     metrics = folder.metrics()
     if metrics:
@@ -135,6 +134,7 @@ def report(outcome: Outcome, arguments: Arguments, command: str) -> int:
         result["next"] = [f"ahp generate {folder.path}", f"ahp report {folder.path}", f"ahp explain {folder.plan_file}"]
     else:
         result["next"] = [command]
+    result["report"] = _write_page(folder.path)
     if arguments.json:
         print(json.dumps(result))
     else:
@@ -208,7 +208,7 @@ def _told_in_status(folder: Any) -> Iterator[None]:
         if place is not None and os.environ.get("RANK", "0") == "0":
             run = RunFolder(place)
             status = run.status()
-            if status is None or status.state not in ("done", "failed"):
+            if status is None or status.state != "done":
                 run.create()
                 failure.report(run, str(error), error.exit_code)
         raise

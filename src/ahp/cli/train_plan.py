@@ -39,6 +39,8 @@ def earlier(config: Config, folder: RunFolder, workers: int | None) -> Plan | No
 def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, quiet: bool) -> Plan:
     """Probe or read the cluster, analyze, search, show the ranking on stdout unless ``quiet``, keep what was found."""
     from ahp.cli import plan as planning
+    from ahp.forecast import timeline
+    from ahp.forecast.step import price
     from ahp.graph.trace import analyze
     from ahp.report import tables
     from ahp.runtime.run_folder import write_aside
@@ -61,9 +63,22 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
         for reason in ranking.best.why:
             console.print(f"  - {reason}", markup=False)
         console.print()
+    folder.check_same_job(ranking.best)  # before anything of an older run is replaced
+    timeline.write(price(graph, cluster, config.job, ranking.best.parallelism, ranking.best.engine), folder.trace_file)
     ranking.best.save(folder.plan_file)
     write_aside(folder.config_file, json.dumps(_plain(config), indent=1) + "\n")
     return ranking.best
+
+
+def check(plan: Plan, folder: RunFolder) -> Plan:
+    """A plan that the user gave: price it again, which refuses what cannot run, and leave its timeline in the folder."""
+    from ahp.cli.simulate import price
+    from ahp.forecast import timeline
+
+    folder.check_same_job(plan)
+    if plan.cluster is not None:
+        timeline.write(price(plan), folder.trace_file)
+    return plan
 
 
 def num_workers(constraints: Constraints) -> int | None:
@@ -81,6 +96,7 @@ def _local(folder: RunFolder, workers: int | None) -> Cluster:
             return known
     from ahp.cluster.measure import probe
 
+    _say("probing the machine, once; half a minute")
     bar = Progress(BarColumn(bar_width=24), TextColumn("probing: {task.description}"), transient=True)
     bar.console.stderr = True
     with bar:

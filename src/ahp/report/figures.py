@@ -18,9 +18,13 @@ PARTS = ("#2457c5", "#0e8a7d", "#c2570c", "#7a4fc4", "#5a6b7f", "#b0831b", "#b03
 ACTIONS = {"F": "#2457c5", "B": "#0e8a7d", "I": "#0e8a7d", "W": "#7fc4bb"}
 """Forward, backward, input gradient, weight gradient; anything else is communication or the optimizer."""
 OTHER_ACTION = "#c2570c"
+INSIDE_ITS_ACTION = ("forward", "backward")
+"""Parts of an action that its own bar shows already: what is drawn inside it is what keeps it from computing."""
 SMOOTHING_SHARE = 1 / 50
 """[Empirical] Half life of the smoothed loss, of the steps there are: hides what differs between batches, keeps the
 trend."""
+NEAR_LIMIT = 0.3
+"""[Empirical] A bar that fills less than this share of its scale cannot be read."""
 MOST_EVENTS = 20_000
 """[Empirical] Bars that a browser still draws at once; a longer timeline is cut at the end."""
 
@@ -88,10 +92,15 @@ def step_time(metrics: Sequence[Mapping[str, Any]], forecast: Forecast | None) -
 
 
 def shares(parts: Mapping[str, float], unit: str, scale: float, limit: float | None = None) -> Figure:
-    """One bar, cut into its parts; ``limit`` in the parts' own unit is drawn as a line. Parts of nothing are left out."""
+    """One bar, cut into its parts; parts of nothing are left out.
+
+    ``limit``, in the parts' own unit, is drawn as a line where the bar comes near it, else it is said at the axis.
+    """
     import plotly.graph_objects as go
 
-    figure = go.Figure(layout=_layout(unit, "", height=190))
+    near = limit is not None and sum(parts.values()) > NEAR_LIMIT * limit
+    title = unit if limit is None or near else f"{unit} (a device has {limit / scale:.1f})"
+    figure = go.Figure(layout=_layout(title, "", height=190))
     for number, (name, value) in enumerate((n, v) for n, v in parts.items() if v > 0):
         figure.add_bar(
             x=[value / scale],
@@ -101,7 +110,7 @@ def shares(parts: Mapping[str, float], unit: str, scale: float, limit: float | N
             marker={"color": PARTS[number % len(PARTS)]},
             hovertemplate=f"{part_words(name)}: %{{x:.4g}} {unit}<extra></extra>",
         )
-    if limit is not None:
+    if limit is not None and near:
         figure.add_vline(
             x=limit / scale,
             line={"color": LIMIT, "dash": "dash"},
@@ -130,8 +139,8 @@ def timeline(events: Sequence[Mapping[str, Any]]) -> Figure:
     """
     import plotly.graph_objects as go
 
-    bars = sorted((e for e in events if e.get("ph") == "X" and e["dur"] > 0), key=lambda e: (e["ts"], -e["dur"]))
-    bars = bars[:MOST_EVENTS]
+    drawn = (e for e in events if e.get("ph") == "X" and e["dur"] > 0 and e["name"] not in INSIDE_ITS_ACTION)
+    bars = sorted(drawn, key=lambda e: (e["ts"], -e["dur"]))[:MOST_EVENTS]
     rows = list(dict.fromkeys(sorted((str(e["pid"]), str(e["tid"])) for e in bars)))
     names = _row_names(events, rows)
     figure = go.Figure(layout=_layout("time in the step (ms)", "", height=120 + 46 * len(rows)))

@@ -98,8 +98,8 @@ def _cards(plan: Plan, status: dict[str, Any] | None, metrics: Sequence[dict[str
         full = of_gib(forecast.memory_reserved_bytes, limit) if limit else gib(forecast.memory_reserved_bytes)
         cards.append(("memory", full, f"fits with probability {percent(forecast.fit_probability)}"))
     if forecast:
-        cards.append(("MFU, predicted", percent(forecast.mfu), escape(forecast.mfu_peak)))
-    items = (f"<div><b>{name}</b><strong>{value}</strong><i>{note}</i></div>" for name, value, note in cards)
+        cards.append(("MFU, predicted", percent(forecast.mfu), "against " + forecast.mfu_peak.partition(";")[0]))
+    items = (f"<div><b>{name}</b><strong>{value}</strong><i>{escape(note)}</i></div>" for name, value, note in cards)
     return f"<div class='cards'>{''.join(items)}</div>"
 
 
@@ -128,8 +128,9 @@ def _forecast(plan: Plan) -> list[str]:
         return []
     time = figures.html(figures.step_parts(plan.forecast))
     memory = figures.html(figures.memory(plan.forecast, _device_memory(plan)))
+    note = f"<p class='note'>MFU is against {escape(plan.forecast.mfu_peak)}.</p>"
     return [
-        _section("Where the step goes (forecast, slowest rank)", time),
+        _section("Where the step goes (forecast, slowest rank)", time + note),
         _section(f"Where the bytes go (forecast, rank {plan.forecast.fullest_rank})", memory),
     ]
 
