@@ -13,6 +13,7 @@ from ahp.forecast.communication import (
     Network,
     axis_group,
     interpolate,
+    pair_group,
     strided_group,
 )
 from ahp.plan import Parallelism
@@ -41,6 +42,14 @@ def test_axes_lie_along_the_mesh():
         "pp": Group(2, 1, 2),
     }
     assert strided_group(16, 1, 8) == Group(16, 8, 2)
+
+
+def test_pairs_of_pipeline_places():
+    # Eight places of one rank on one node, the first and the last too.
+    assert pair_group(0, 7, 1, 8) == Group(2, 2, 1)
+    assert pair_group(3, 4, 2, 8) == Group(2, 1, 2)
+    assert pair_group(2, 3, 2, 8) == Group(2, 2, 1)
+    assert pair_group(0, 1, 8, 8) == Group(2, 1, 2)
 
 
 def test_a_ring_in_one_node_is_the_closed_form():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import MatmulSample, Measurements, MemorySample
 from ahp.forecast.compute import is_causal, operator_s, segment_times
-from ahp.forecast.efficiency import HALF_DEPTH, Rates
+from ahp.forecast.efficiency import ATTENTION_BACKWARD, CPU_ATTENTION, HALF_DEPTH, Rates
 from ahp.forecast.split import split
 
 from .conftest import make_cluster, op, spec
@@ -72,6 +72,15 @@ def test_causal_attention_does_half(mlp_block):
     assert operator_s(attention, parts, rates, causal=True) == pytest.approx(
         operator_s(attention, parts, rates, causal=False) / 2
     )
+
+
+def test_attention_on_a_cpu_follows_its_own_products():
+    cpu = make_cluster(name="cpu").groups[0].device
+    measured, catalogue = Rates(cpu, SAMPLES, 1), Rates(cpu, None, 1)
+    assert measured.attention_s(1e9, "fp32", backward=False) == pytest.approx(1e9 / (CPU_ATTENTION["fp32"] * 8e9))
+    assert catalogue.attention_s(1e9, "fp32", backward=True) == pytest.approx(1e9 / (CPU_ATTENTION["fp32"] * 2e13))
+    gpu = Rates(DEVICE, SAMPLES, 1)
+    assert gpu.attention_s(1e9, "fp32", backward=True) == pytest.approx(1e9 / (ATTENTION_BACKWARD * 2e13))
 
 
 def test_tensor_parallelism_divides_products(tiny):

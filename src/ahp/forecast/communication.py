@@ -67,6 +67,12 @@ def strided_group(size: int, stride: int, devices_per_node: int) -> Group:
     return Group(size, local, math.ceil(size / local))
 
 
+def pair_group(first: int, second: int, width: int, devices_per_node: int) -> Group:
+    """Two ranks of pipeline places ``first`` and ``second``, each ``width`` ranks wide: the pair that is furthest apart."""
+    nodes = [(place * width + offset) // devices_per_node for place in (first, second) for offset in (0, width - 1)]
+    return Group(2, 2, 1) if len(set(nodes)) == 1 else Group(2, 1, 2)
+
+
 class Network:
     """Times of collectives on one group of nodes: from its measured tables where there are some, else a model."""
 

@@ -36,8 +36,10 @@ SimuMax measured on A100 counting the whole square of a causal mask."""
 STREAMING = 0.80
 """Share of the memory bandwidth that a streaming kernel reaches: 0.66-0.90 (cost model, section 3.6)."""
 
-CPU_ATTENTION = 0.50
-"""Fused attention on a CPU over a large matrix product's rate there [Empirical], see docs/forecast.md."""
+CPU_ATTENTION: dict[str, float] = {"fp32": 0.45, "bf16": 0.20}
+"""Causal fused attention on a CPU over the rate of a large matrix product in the same precision. [Empirical] torch 2.13,
+one thread of an AMD EPYC (Zen 4): 0.36-0.68 in fp32 and 0.10-0.36 in bf16 for sequences of 256-1024 and heads of
+32-128; the lower values belong to the small models that train on a CPU."""
 
 PRECISION_OF: dict[str, str] = {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
@@ -74,9 +76,11 @@ class Rates:
 
     def attention_s(self, flops: float, precision: str, *, backward: bool) -> float:
         """Seconds of fused attention that really does ``flops``."""
-        if (samples := self._samples.get(precision)) is not None:
-            return flops / (CPU_ATTENTION * float(samples[1].max()))
-        return flops / (self.peak(precision) * (ATTENTION_BACKWARD if backward else ATTENTION_FORWARD))
+        if not is_cpu(self.device):
+            return flops / (self.peak(precision) * (ATTENTION_BACKWARD if backward else ATTENTION_FORWARD))
+        samples = self._samples.get(precision)
+        best = self.peak(precision) if samples is None else float(samples[1].max())
+        return flops / (best * CPU_ATTENTION.get(precision, min(CPU_ATTENTION.values())))
 
     def _matmul_efficiency(self, batch: float, m: float, n: float, k: float) -> float:
         best = next((e for name, e in BEST_MATMUL if self.device.name.startswith(name)), BEST_MATMUL_ELSE)

@@ -10,7 +10,7 @@ from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import memory
-from ahp.forecast.communication import Group, Network, axis_group, strided_group
+from ahp.forecast.communication import Network, axis_group, pair_group, strided_group
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.rules import illegal
 from ahp.forecast.stage import DataParallel, StageCost, stage_cost
@@ -141,9 +141,7 @@ class Pricer:
         if source == target:
             return 0.0
         width = parallelism.world_size // parallelism.pipeline_parallel_degree
-        per_node = self.nodes.devices_per_node
-        same_node = (source * width) // per_node == (target * width + width - 1) // per_node
-        group = Group(2, 2, 1) if same_node else Group(2, 1, 2)
+        group = pair_group(source, target, width, self.nodes.devices_per_node)
         return self.network.time_s("send_recv", units.hidden_bytes, group)
 
     def _optimizer_s(
@@ -164,7 +162,7 @@ class Pricer:
         if p == 1 or units.tied_parameters == 0:
             return 0.0
         width = parallelism.world_size // p
-        group = strided_group(2, width * (p - 1), self.nodes.devices_per_node)
+        group = pair_group(0, p - 1, width, self.nodes.devices_per_node)
         return self.network.time_s("all_reduce", 4 * units.tied_parameters, group)
 
     def _fullest(

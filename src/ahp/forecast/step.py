@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from ahp.cluster.model import Cluster
+from ahp.engines.registry import get
 from ahp.errors import bad_input
 from ahp.forecast.pricer import Priced, Pricer
 from ahp.graph.operators import ModelGraph
@@ -55,6 +56,7 @@ def simulate(
     choice: EngineChoice = (
         engine if isinstance(engine, EngineChoice) else validated(EngineChoice, engine or {}, "engine")
     )
+    get(choice.name)  # an engine that cannot be priced is refused before the model is traced
     return forecast(_graph(model, contract, choice), _cluster(cluster), contract, layout, choice)
 
 
