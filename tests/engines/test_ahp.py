@@ -49,7 +49,7 @@ def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
         (1, 1, "per_step", "never", True, False, True),
         (2, 1, "per_step", "never", True, True, False),
         (3, 1, "per_micro_batch", "per_micro_batch", False, True, False),
-        (3, 2, "per_step", "never", True, False, True),
+        (3, 2, "per_step", "per_micro_batch", True, False, True),
         (2, 2, "per_step", "never", True, False, True),
     ],
 )

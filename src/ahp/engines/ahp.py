@@ -51,8 +51,9 @@ class AhpEngine(Engine):
         zero = parallelism.zero_stage
         pipelined = parallelism.pipeline_parallel_degree > 1
         every = zero >= 2 and not pipelined
-        # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the
-        # weights gathered until then (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync).
+        # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the weights
+        # gathered after each backward (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync). A ZeRO-3 forward
+        # then finds them gathered, and frees them, so that each backward gathers once.
         return Traits(
             gradient_bytes=4,
             reduce_bytes=4,
@@ -67,7 +68,7 @@ class AhpEngine(Engine):
             gradient_overlap=0.0 if pipelined else 1.0,
             parameter_gather_overlap=1.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
-            backward_gathers="per_micro_batch" if zero == 3 and not pipelined else "never",
+            backward_gathers="per_micro_batch" if zero == 3 else "never",
             keeps_gathered_weights=zero < 3 or pipelined,
             reduces_every_micro_batch=every,
             keeps_whole_gradients=not every,
