@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,6 +188,18 @@ def test_a_tied_weight_counts_once_where_it_comes_first() -> None:
     assert graph.num_parameters == 101 * 64 + 64 * 64 + 3 * (12 * 64**2 + 13 * 64) + 2 * 64
     head = next(o for o in graph.head.operators if o.name == "aten.mm")
     assert head.parameters == ("transformer.wte.weight",)
+
+
+def test_weights_that_blocks_share_count_once() -> None:
+    module = Custom()
+    for block in module.stack:
+        block.up = module.stack[0].up  # type: ignore[union-attr]
+    graph = analyze(module, JOB)
+    assert graph.num_parameters == sum(p.numel() for p in module.parameters())
+    assert "stack.0.up.weight" in [p.name for p in graph.embedding.parameters]
+    assert graph.blocks == tuple(
+        replace(b, parameters=graph.blocks[0].parameters) for b in analyze(Custom(), JOB).blocks
+    )
 
 
 def test_what_is_handed_on() -> None:

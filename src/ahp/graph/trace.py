@@ -6,6 +6,7 @@ their input on, so that a 405 B model costs what one of its layers costs.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +78,7 @@ class _Tracer:
             self._blocks, self._kinds = None, ()
         self._first = [self._kinds.index(kind) for kind in range(len(set(self._kinds)))]
         self._kept = frozenset(self._first)
+        self._shared = _shared(self._blocks.blocks) if self._blocks is not None else frozenset()
         self._masked = is_masked(module)
         self._dtype = COMPUTE_DTYPE[job.precision]
         self._fused = ATTENTION[attention] == "sdpa"
@@ -128,10 +130,11 @@ class _Tracer:
 
     def _block_parameters(self, position: int) -> list[Parameter]:
         assert self._blocks is not None
-        return [Parameter(name, tuple(p.shape)) for name, p in self._blocks.blocks[position].named_parameters()]
+        own = self._blocks.blocks[position].named_parameters()
+        return [Parameter(name, tuple(p.shape)) for name, p in own if id(p) not in self._shared]
 
     def _outer_parameters(self, run: FakeRun) -> tuple[list[Parameter], list[Parameter]]:
-        """Parameters outside the blocks: the head's are those that the head is first to read."""
+        """Parameters outside the blocks, or of several blocks: the head's are those that the head is first to read."""
         seen: dict[str, Any] = {}
         for operator in run.operators:
             for name in operator.parameters:
@@ -139,7 +142,7 @@ class _Tracer:
         prefix = f"{self._blocks.path}." if self._blocks is not None else None
         embedding, head = [], []
         for name, p in self._module.named_parameters():
-            if prefix is None or not name.startswith(prefix):
+            if prefix is None or not name.startswith(prefix) or id(p) in self._shared:
                 part = head if self._blocks is not None and seen.get(name) == HEAD else embedding
                 part.append(Parameter(name, tuple(p.shape)))
         return embedding, head
@@ -176,6 +179,12 @@ def _tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _shared(blocks: nn.ModuleList) -> frozenset[int]:
+    """Identities of the parameters that several blocks hold: they are there once, so they are no block's own."""
+    counts = Counter(id(p) for block in blocks for p in block.parameters())
+    return frozenset(identity for identity, count in counts.items() if count > 1)
 
 
 def _facts(module: nn.Module, vocab_size: int) -> dict[str, Any]:
