@@ -11,7 +11,16 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0 s"), (6.5712, "6.57 s"), (0.9999, "1 s"), (0.0123, "12.3 ms"), (1.5e-5, "15 us"), (12345.6, "12,346 s")],
+    [
+        (0, "0 s"),
+        (6.5712, "6.57 s"),
+        (6.0, "6.00 s"),
+        (0.9999, "1.00 s"),
+        (123.4, "123 s"),
+        (0.0123, "12.3 ms"),
+        (1.5e-5, "15.0 us"),
+        (12345.6, "12,346 s"),
+    ],
 )
 def test_seconds(value: float, text: str) -> None:
     assert words.seconds(value) == text
@@ -39,4 +48,5 @@ def test_bytes() -> None:
 
 def test_parts() -> None:
     assert words.part_words("bubble") == "pipeline bubble"
+    assert words.part_words("gradient_reduce") == "exposed gradient reduction"
     assert words.part_words("optimizer_states") == "optimizer states"

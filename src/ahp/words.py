@@ -4,7 +4,14 @@ from __future__ import annotations
 
 GIB = 2**30
 
-PARTS: dict[str, str] = {"bubble": "pipeline bubble"}
+PARTS: dict[str, str] = {
+    "bubble": "pipeline bubble",
+    "tensor_parallel": "tensor-parallel collectives",
+    "weight_gather": "exposed weight gathering",
+    "gradient_reduce": "exposed gradient reduction",
+    "casts": "casts and copies of weights and gradients",
+    "optimizer": "optimizer and clipping",
+}
 """Parts of ``Forecast.step`` and ``Forecast.memory`` whose key alone does not say it."""
 
 
@@ -27,11 +34,16 @@ def of_gib(used_bytes: float, capacity_bytes: float) -> str:
 def seconds(value_s: float) -> str:
     """Seconds with three figures, in the unit that suits."""
     size = abs(value_s)
-    if size >= 0.9995:
-        return f"{value_s:.3g} s" if size < 999.5 else f"{value_s:,.0f} s"
-    if size >= 0.9995e-3:
-        return f"{value_s * 1e3:.3g} ms"
-    return f"{value_s * 1e6:.3g} us" if value_s else "0 s"
+    if size >= 999.5:
+        return f"{value_s:,.0f} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if size >= 0.9995 * scale:
+            return f"{_three_figures(value_s / scale)} {unit}"
+    return f"{_three_figures(value_s / 1e-6)} us" if value_s else "0 s"
+
+
+def _three_figures(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".")
 
 
 def percent(share: float) -> str:

@@ -16,6 +16,8 @@ from ahp.plan import Forecast, Parallelism, Plan
 from ahp.words import of_gib, part_words, percent, seconds
 
 BAR_CHARS = 40
+ROUNDING = 1e-9
+"""Share of the whole below which a part is nothing but rounding."""
 PLAIN_WIDTH = 240
 """Columns where the output is no terminal: a file or a pipe has no edge to wrap at."""
 LEAST_WIDTH = 120
@@ -45,7 +47,7 @@ def ranked(plans: Sequence[Plan]) -> Table:
             band(forecast),
             f"{forecast.tokens_per_s_per_device:,.0f}",
             percent(forecast.mfu),
-            of_gib(forecast.memory_reserved_bytes, capacity_bytes(plan)),
+            of_gib(sum(forecast.memory.values()), capacity_bytes(plan)),
             "chosen" if rank == 0 else "; ".join(plan.why),
             style="bold" if rank == 0 else None,
         )
@@ -96,13 +98,33 @@ def memory_bar(forecast: Forecast, capacity: int) -> RenderableType:
     if free > 0:
         rows.append(("free", free, free / capacity))
     fits = f"fits with probability {forecast.fit_probability:.2f}"
-    title = Text(f"memory {of_gib(forecast.memory_reserved_bytes, capacity)}, {fits}", style="bold")
+    title = Text(f"memory {of_gib(sum(forecast.memory.values()), capacity)}, {fits}", style="bold")
     return Group(title, _bar_table(rows, lambda amount: of_gib(amount, capacity).split(" of ")[0] + " GiB"))
 
 
+def part_by_part(other: Forecast, forecast: Forecast) -> Table:
+    """The step of two forecasts beside each other, and the difference of each part in seconds, the largest first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table.add_column("part", no_wrap=True)
+    for title in ("the plan", "the other", "difference"):
+        table.add_column(title, justify="right", no_wrap=True)
+    parts = dict.fromkeys([*other.step, *forecast.step])
+    rows = [(part, forecast.step.get(part, 0.0), other.step.get(part, 0.0)) for part in parts]
+    for part, mine_s, its_s in sorted(rows, key=lambda row: -abs(row[2] - row[1])):
+        if max(mine_s, its_s) > ROUNDING * forecast.step_time_s:
+            table.add_row(part_words(part), seconds(mine_s), seconds(its_s), _signed(its_s - mine_s))
+    whole = (seconds(forecast.step_time_s), seconds(other.step_time_s))
+    table.add_row("step", *whole, _signed(other.step_time_s - forecast.step_time_s), style="bold")
+    return table
+
+
+def _signed(value_s: float) -> str:
+    return f"+{seconds(value_s)}" if value_s > 0 else seconds(value_s)
+
+
 def bars(parts: Mapping[str, float], whole: float) -> list[tuple[str, float, float]]:
-    """(words, amount, share of the whole) of each part that is not zero, the largest first."""
-    shown = [(part_words(part), amount, amount / whole) for part, amount in parts.items() if amount]
+    """(words, amount, share of the whole) of each part above rounding, the largest first."""
+    shown = [(part_words(part), amount, amount / whole) for part, amount in parts.items() if amount > ROUNDING * whole]
     return sorted(shown, key=lambda row: -row[1])
 
 

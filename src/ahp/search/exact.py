@@ -88,7 +88,7 @@ def best_first(bounds: NDArray[np.float64], price: Price, limits: Limits | None 
             heapq.heappop(kept)
     outcome.left = len(order) - done
     outcome.lowest_bound_left_s = float(bounds[order[done]]) if outcome.left else None
-    outcome.fitting.sort(key=lambda pair: (pair[1].step_time_s, pair[1].memory_reserved_bytes, pair[0]))
+    outcome.fitting.sort(key=lambda pair: (pair[1].step_time_s, sum(pair[1].memory.values()), pair[0]))
     outcome.seconds = perf_counter() - start
     return outcome
 

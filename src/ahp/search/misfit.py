@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.cluster.model import Cluster, Link, NodeGroup
 from ahp.config import Constraints
 from ahp.errors import BadInput, NotExpressible, NothingFits
 from ahp.plan import Forecast, Parallelism
 from ahp.search.bounds import Bounds
 from ahp.search.problem import Problem
+from ahp.search.reasons import needed_bytes
 from ahp.search.space import build, legal
 from ahp.words import gib, of_gib, part_words
 
@@ -35,16 +37,22 @@ def nothing_fits(used: Problem) -> NothingFits:
     """The error to raise when no legal layout fits, with every remedy that was found to work."""
     miss = nearest(used)
     assert miss is not None, "called without a legal layout"
-    remedies = list(_remedies(used))
     lines = [
-        f"nothing fits: the nearest miss, {miss.layout.short()}, {_by_how_much(miss.forecast, used.capacity_bytes)}",
-        *(f"would fit: {remedy}" for remedy in remedies),
+        f"nothing fits: the nearest miss, {miss.layout.short()}, {_by_how_much(miss.forecast, used.capacity_bytes)}"
     ]
-    if not remedies:
-        lines.append(
-            f"none of these helped: no constraints, up to {MOST_TIMES_MORE_NODES} times the nodes, "
-            f"sequences down to {SHORTEST_SEQUENCE}"
-        )
+    families = _freed(used), _more_nodes(used), _shorter(used)
+    tried: list[str] = []
+    for family in families:
+        for words, changed in family:
+            remedy = _checked(words, changed)
+            if remedy is not None:
+                lines.append(f"would fit: {remedy}")
+                if family is not families[0]:
+                    break  # of more nodes or shorter sequences the smallest change is enough
+            else:
+                tried.append(words)
+    if len(lines) == 1:
+        lines.append(f"tried, and does not fit either: {'; '.join(tried) or 'nothing, no change is known'}")
     return NothingFits("\n  ".join(lines))
 
 
@@ -64,7 +72,7 @@ def nearest(used: Problem) -> Nearest | None:
             forecast = used.price(layout)
         except (BadInput, NotExpressible):
             continue
-        if found is None or forecast.memory_reserved_bytes < found.forecast.memory_reserved_bytes:
+        if found is None or needed_bytes(forecast) < needed_bytes(found.forecast):
             found = Nearest(layout, forecast)
         if forecast.fits:
             return Nearest(layout, forecast)
@@ -77,8 +85,8 @@ def _by_memory(memory: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[
 
 
 def _by_how_much(forecast: Forecast, capacity_bytes: int) -> str:
-    over = forecast.memory_reserved_bytes - capacity_bytes
-    need = f"needs {of_gib(forecast.memory_reserved_bytes, capacity_bytes)}"
+    over = needed_bytes(forecast) - capacity_bytes
+    need = f"needs {of_gib(needed_bytes(forecast), capacity_bytes)}"
     if over <= 0:
         return f"{need}, and fits with probability {forecast.fit_probability:.2f} only (0.95 is asked)"
     parts = sorted(forecast.memory.items(), key=lambda item: -item[1])[:2]
@@ -86,20 +94,12 @@ def _by_how_much(forecast: Forecast, capacity_bytes: int) -> str:
     return f"{need}, {gib(over)} too much (most of it: {most})"
 
 
-def _remedies(used: Problem) -> Iterator[str]:
-    yield from filter(None, (_checked(words, changed) for words, changed in _freed(used)))
-    for growing in (_more_nodes(used), _shorter(used)):
-        smallest = next(filter(None, (_checked(words, changed) for words, changed in growing)), None)
-        if smallest is not None:
-            yield smallest
-
-
 def _checked(words: str, changed: Problem) -> str | None:
     """The remedy with the layout that proves it, or None when it does not help."""
     fit = nearest(changed)
     if fit is None or not fit.forecast.fits:
         return None
-    return f"{words} ({fit.layout.short()}: {of_gib(fit.forecast.memory_reserved_bytes, changed.capacity_bytes)})"
+    return f"{words} ({fit.layout.short()}: {of_gib(needed_bytes(fit.forecast), changed.capacity_bytes)})"
 
 
 def _freed(used: Problem) -> Iterator[tuple[str, Problem]]:
@@ -113,16 +113,30 @@ def _freed(used: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _more_nodes(used: Problem) -> Iterator[tuple[str, Problem]]:
-    """More of the same nodes; only where it is known what connects them."""
-    group = used.cluster.groups[0]
-    if used.cluster.is_mixed or group.inter_node is None:
+    """More of the same nodes; only where it is known what connects them, or what usually does."""
+    if used.cluster.is_mixed:
         return
+    group = used.cluster.groups[0]
     times = 2
     while times <= MOST_TIMES_MORE_NODES:
-        larger = group.model_copy(update={"nodes": group.nodes * times})
-        cluster = used.cluster.model_copy(update={"groups": (larger,)})
-        yield f"{larger.nodes} nodes instead of {group.nodes}", used.on(cluster)
+        nodes = group.nodes * times
+        network = group.inter_node or _usual_network(group, nodes)
+        if network is None:
+            return
+        larger = group.model_copy(update={"nodes": nodes, "inter_node": network})
+        yield f"{nodes} nodes instead of {group.nodes}", used.on(used.cluster.model_copy(update={"groups": (larger,)}))
         times *= 2
+
+
+def _usual_network(group: NodeGroup, nodes: int) -> Link | None:
+    """What usually connects nodes of a device in the catalogue; None for one that is not in it."""
+    try:
+        usual = Cluster.from_dict(
+            {"nodes": nodes, "devices_per_node": group.devices_per_node, "device": group.device.name}
+        )
+    except BadInput:
+        return None
+    return usual.groups[0].inter_node
 
 
 def _shorter(used: Problem) -> Iterator[tuple[str, Problem]]:
@@ -136,6 +150,6 @@ def _shorter(used: Problem) -> Iterator[tuple[str, Problem]]:
         job = used.job.model_copy(update={"sequence_length": length})
         yield (
             f"job.sequence_length {length} instead of {used.job.sequence_length}",
-            replace(used, job=job, graph=analyze(used.graph.model, job)),
+            replace(used, job=job, graph=analyze(used.graph.model, job, attention=used.engine.attention)),
         )
         length //= 2

@@ -73,21 +73,29 @@ def problem(
     engine: EngineChoice | Mapping[str, Any] | None = None,
 ) -> Problem:
     """Check the arguments of a search; plain dicts become records. Raises BadInput."""
-    cluster = cluster if isinstance(cluster, Cluster) else Cluster.resolve(cluster)
-    job = job if isinstance(job, Job) else validated(Job, dict(job), "job")
+    where = (
+        cluster
+        if isinstance(cluster, Cluster)
+        else Cluster.resolve(cluster if isinstance(cluster, str) else dict(cluster))
+    )
+    contract: Job = job if isinstance(job, Job) else validated(Job, dict(job), "job")
+    choice: EngineChoice = (
+        engine if isinstance(engine, EngineChoice) else validated(EngineChoice, engine or {}, "engine")
+    )
+    fixed: Constraints
     if isinstance(constraints, Parallelism):
-        constraints = Constraints.exactly(constraints)
-    elif not isinstance(constraints, Constraints):
-        constraints = validated(Constraints, dict(constraints or {}), "parallelism")
-    if not isinstance(engine, EngineChoice):
-        engine = validated(EngineChoice, dict(engine or {}), "engine")
-    if graph.sequence_length != job.sequence_length:
+        fixed = Constraints.exactly(constraints)
+    elif isinstance(constraints, Constraints):
+        fixed = constraints
+    else:
+        fixed = validated(Constraints, constraints or {}, "parallelism")
+    if graph.sequence_length != contract.sequence_length:
         raise bad_input(
             "job.sequence_length",
-            job.sequence_length,
+            contract.sequence_length,
             f"the graph was traced for sequences of {graph.sequence_length}; analyze the model with this job",
         )
-    found = Problem(graph, cluster, job, constraints, engine)
+    found = Problem(graph, where, contract, fixed, choice)
     if reason := found.refusal():
         raise BadInput(reason)
     return found

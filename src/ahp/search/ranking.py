@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -12,20 +11,17 @@ import numpy as np
 
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
-from ahp.errors import BadInput
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
-from ahp.plan import EngineChoice, Forecast, Parallelism, Plan, Rejected
-from ahp.search import reasons
+from ahp.plan import EngineChoice, Parallelism, Plan, Rejected
+from ahp.search import telling
 from ahp.search.bounds import Bounds
 from ahp.search.exact import Limits, Outcome, best_first
 from ahp.search.misfit import nothing_fits
-from ahp.search.problem import Problem, problem, with_devices
-from ahp.search.space import DEGREES, Mask, Rule, Space, build, legal
-from ahp.words import of_gib, percent, seconds
-
-NUM_MISFITS_TOLD = 3
-"""Layouts that would be faster but do not fit, told beside the runners-up."""
+from ahp.search.problem import problem
+from ahp.search.rows import LegalRows, legal_rows
+from ahp.search.space import Mask, Rule
+from ahp.words import seconds
 
 
 @dataclass(frozen=True)
@@ -120,171 +116,45 @@ def search(
         NothingFits: legal layouts there are, but none fits; with the nearest miss and checked remedies.
     """
     start = perf_counter()
-    asked = problem(graph, cluster, job, constraints, engine)
-    used, space, mask, rules, notes = _legal_rows(asked)
+    keep = max(keep, 1)
+    table = legal_rows(problem(graph, cluster, job, constraints, engine))
+    used, space, mask = table.problem, table.space, table.mask
     bounds = Bounds(used)
+    needs = bounds.memory_bytes(space, mask)
+    roomy = mask & (needs <= bounds.most_that_fits_bytes())
     times = bounds.time_s(space, mask)
-    roomy = mask & (bounds.memory_bytes(space, mask) <= used.capacity_bytes)
     rows = np.flatnonzero(roomy)
-    outcome = best_first(times[rows], lambda i: used.price(space.row(int(rows[i]))), Limits(keep=max(keep, 1)))
-    outcome = replace_indices(outcome, rows)
-    if not outcome.fitting:
+    found = best_first(times[rows], lambda i: used.price(space.row(int(rows[i]))), Limits(keep=keep))
+    if not found.fitting:
         raise nothing_fits(used)
-    certificate = Certificate(
-        rows=len(space),
-        rules=rules,
-        broken=int((~mask).sum()) + len(outcome.refused),
-        not_fit=int(mask.sum() - roomy.sum()) + len(outcome.misfits),
-        fit=len(outcome.fitting),
-        left=outcome.left,
-        forecasts=outcome.priced,
-        best_s=outcome.fitting[0][1].step_time_s,
-        lowest_bound_left_s=outcome.lowest_bound_left_s,
-        proven=outcome.proven,
-        search_s=perf_counter() - start,
-    )
-    tight = [int(row) for row in np.flatnonzero(mask & ~roomy)]
-    tight = sorted(tight, key=lambda row: times[row])[:NUM_MISFITS_TOLD]
-    return _ranking(used, space, outcome, certificate, notes, tight, max(keep, 1))
-
-
-def replace_indices(outcome: Outcome, rows: np.ndarray) -> Outcome:
-    """The outcome with the indices of the whole table instead of those of its selected rows."""
-    return replace(
-        outcome,
-        fitting=[(int(rows[i]), forecast) for i, forecast in outcome.fitting],
-        misfits=[(int(rows[i]), forecast) for i, forecast in outcome.misfits],
-        refused=[(int(rows[i]), reason) for i, reason in outcome.refused],
-    )
-
-
-def _legal_rows(asked: Problem) -> tuple[Problem, Space, Mask, tuple[Rule, ...], tuple[str, ...]]:
-    """The table with its legal rows, on fewer devices where no layout can use all of them."""
-    space = build(asked.shape, asked.constraints)
-    mask, rules = legal(space, asked.tensor_reason)
-    if mask.any():
-        return asked, space, mask, rules, ()
-    reason = _binding(space, mask, rules)
-    total = asked.cluster.num_devices
-    fixed = [key for key in DEGREES if key in asked.constraints.given]
-    for count in range(total - 1, 0, -1):
-        smaller = with_devices(asked.cluster, count)
-        if smaller.num_devices != count or asked.cluster.is_mixed:
-            continue
-        used = asked.on(smaller)
-        try:
-            space = build(used.shape, used.constraints)
-        except BadInput:
-            continue
-        mask, rules = legal(space, used.tensor_reason)
-        if not mask.any():
-            continue
-        if fixed:
-            raise BadInput(f"parallelism: no legal layout of {total} devices: {reason}; {count} devices would do")
-        note = f"{count} of {total} devices are used: with all of them {reason}"
-        return used, space, mask, rules, (note,)
-    raise BadInput(f"parallelism: no legal layout of {total} devices: {reason}")
-
-
-def _binding(space: Space, mask: Mask, rules: tuple[Rule, ...]) -> str:
-    """The rule that the most rows break; all rows break one."""
-    assert not mask.any()
-    return max(rules, key=lambda rule: rule.broken).says
-
-
-def _ranking(
-    used: Problem,
-    space: Space,
-    outcome: Outcome,
-    certificate: Certificate,
-    notes: tuple[str, ...],
-    tight: list[int],
-    keep: int,
-) -> Ranking:
-    priced = [(space.row(index), forecast) for index, forecast in outcome.fitting]
-    best = priced[0][1]
-    runners = [
-        Rejected(parallelism=layout, reason=reasons.slower_because(forecast, best), step_time_s=forecast.step_time_s)
-        for layout, forecast in priced[1:]
+    certificate = _certificate(table, roomy, found, perf_counter() - start)
+    ranked = [(space.row(int(rows[i])), forecast) for i, forecast in found.fitting]
+    best_row, best = int(rows[found.fitting[0][0]]), ranked[0][1]
+    misfits = [(space.row(int(rows[i])), forecast) for i, forecast in found.misfits]
+    tight = telling.misfits_to_price(space, mask & ~roomy, times, needs, best_row, best.step_time_s)
+    misfits += telling.priced(used, space, tight)
+    large = telling.too_large(misfits, best, used.capacity_bytes)
+    lost = tuple(telling.runner_up(pair, best) for pair in ranked[1:])
+    at_least_s = telling.floors(space, roomy, times, best_row)
+    why = (*telling.why(used, ranked, misfits, certificate.words(), at_least_s), *table.notes)
+    plans = [telling.plan(used, ranked[0], why, (*lost[: keep - 1], *large))]
+    plans += [
+        telling.plan(used, pair, (loser.reason,)) for pair, loser in zip(ranked[1:keep], lost[: keep - 1], strict=True)
     ]
-    misfits = [(space.row(index), forecast) for index, forecast in outcome.misfits]
-    misfits += [(space.row(index), used.price(space.row(index))) for index in tight]
-    faster = sorted((pair for pair in misfits if pair[1].step_time_s < best.step_time_s), key=_time)[:NUM_MISFITS_TOLD]
-    unfit = tuple(
-        Rejected(
-            parallelism=layout,
-            reason=reasons.does_not_fit(forecast, used.capacity_bytes),
-            step_time_s=forecast.step_time_s,
-        )
-        for layout, forecast in faster
+    return Ranking(tuple(plans), certificate, large, (*large, *lost[keep - 1 :]), table.notes)
+
+
+def _certificate(table: LegalRows, roomy: Mask, found: Outcome, search_s: float) -> Certificate:
+    return Certificate(
+        rows=len(table.space),
+        rules=table.rules,
+        broken=int((~table.mask).sum()) + len(found.refused),
+        not_fit=int(table.mask.sum() - roomy.sum()) + len(found.misfits),
+        fit=len(found.fitting),
+        left=found.left,
+        forecasts=found.priced,
+        best_s=found.fitting[0][1].step_time_s,
+        lowest_bound_left_s=found.lowest_bound_left_s,
+        proven=found.proven,
+        search_s=search_s,
     )
-    why = (*_why(used, priced, misfits, certificate), *notes)
-    versions = _versions()
-    plans = [
-        Plan(
-            model=used.graph.model if used.graph.model is not None else used.graph.name,
-            job=used.job,
-            cluster=used.cluster.plain(),
-            engine=used.engine,
-            parallelism=layout,
-            forecast=forecast,
-            why=why if rank == 0 else (runners[rank - 1].reason,),
-            rejected=(*runners[: keep - 1], *unfit) if rank == 0 else (),
-            versions=versions,
-        )
-        for rank, (layout, forecast) in enumerate(priced[:keep])
-    ]
-    return Ranking(tuple(plans), certificate, unfit, (*unfit, *runners[keep - 1 :]), notes)
-
-
-def _time(pair: tuple[Parallelism, Forecast]) -> float:
-    return pair[1].step_time_s
-
-
-def _why(
-    used: Problem,
-    priced: list[tuple[Parallelism, Forecast]],
-    misfits: list[tuple[Parallelism, Forecast]],
-    certificate: Certificate,
-) -> Iterator[str]:
-    layout, best = priced[0]
-    yield (
-        f"fastest of the layouts that fit: {seconds(best.step_time_s)} a step "
-        f"({seconds(best.step_time_low_s)} .. {seconds(best.step_time_high_s)}), "
-        f"{best.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {percent(best.mfu)}"
-    )
-    yield certificate.words()
-    yield (
-        f"memory: {of_gib(best.memory_reserved_bytes, used.capacity_bytes)} on the fullest rank, fits with probability {best.fit_probability:.2f}"
-    )
-    for name, keys in reasons.CHOICES:
-        mine = [getattr(layout, key) for key in keys]
-
-        def other(pair: tuple[Parallelism, Forecast], keys: tuple[str, ...] = keys, mine: list[Any] = mine) -> bool:
-            return [getattr(pair[0], key) for key in keys] != mine
-
-        words = reasons.choice_words(layout, name)
-        rival = next(filter(other, priced), None)
-        if rival is not None:
-            lost = reasons.slower_because(rival[1], best)
-            yield f"{words}: the best with {reasons.choice_words(rival[0], name)} is {lost}"
-        faster = min(
-            (pair for pair in misfits if other(pair) and _only_differs(pair[0], layout, keys)), key=_time, default=None
-        )
-        if faster is not None:
-            lost = reasons.does_not_fit(faster[1], used.capacity_bytes)
-            yield f"{words}: the same with {reasons.choice_words(faster[0], name)} {lost}"
-
-
-def _only_differs(one: Parallelism, other: Parallelism, keys: tuple[str, ...]) -> bool:
-    return all(getattr(one, key) == getattr(other, key) for key in Parallelism.model_fields if key not in keys)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("ahp", "torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -29,9 +29,10 @@ def slower_because(other: Forecast, best: Forecast) -> str:
     """The one reason why a layout that fits lost: ``8 % slower: tensor-parallel collectives 0.62 s, 0.60 s more``."""
     slower = other.step_time_s / best.step_time_s - 1
     if slower < TIE:
-        more = other.memory_reserved_bytes - best.memory_reserved_bytes
+        more = needed_bytes(other) - needed_bytes(best)
         amount = f", {gib(more)} more memory" if more > 0 else ""
-        return f"as fast within {percent(max(slower, 0.0))}{amount}"
+        within = f" within {percent(slower)}" if slower >= 0.0005 else ""
+        return f"as fast{within}{amount}"
     part, more_s = differences(other, best)[0]
     whole_s = other.step.get(part, 0.0)
     if part == "bubble":
@@ -45,10 +46,15 @@ def slower_because(other: Forecast, best: Forecast) -> str:
 def does_not_fit(forecast: Forecast, capacity_bytes: int) -> str:
     """``does not fit: 91.2 of 80.0 GiB, most of it activations 60.3 GiB``."""
     part, amount = max(forecast.memory.items(), key=lambda item: item[1])
-    need = of_gib(forecast.memory_reserved_bytes, capacity_bytes)
-    if forecast.memory_reserved_bytes <= capacity_bytes:
+    need = of_gib(needed_bytes(forecast), capacity_bytes)
+    if needed_bytes(forecast) <= capacity_bytes:
         return f"may not fit: {need}, probability {forecast.fit_probability:.2f}"
     return f"does not fit: {need}, most of it {part_words(part)} {gib(amount)}"
+
+
+def needed_bytes(forecast: Forecast) -> int:
+    """What the device must have for the fullest rank: all parts, those outside the allocator too."""
+    return sum(forecast.memory.values())
 
 
 def choice_words(layout: Parallelism, name: str) -> str:

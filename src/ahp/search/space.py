@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,10 @@ class Rule:
 @dataclass(frozen=True)
 class Space:
     """Every combination of the searched keys for one world size, with the user's own fixed."""
+
+    COLUMNS: ClassVar[tuple[str, ...]] = (
+        "replicate", "shard", "zero", "tensor", "pipeline", "schedule", "virtual", "micro_batch", "recompute",
+    )  # fmt: skip
 
     replicate: Column
     shard: Column
@@ -121,9 +125,8 @@ def build(shape: Shape, constraints: Constraints | None = None) -> Space:
     outer = np.array([(*mesh, *pipe) for mesh in meshes for pipe in pipelines[mesh[4]]], dtype=np.int64)
     inner = np.array(list(product(micro, range(len(recompute_names)))), dtype=np.int64)
     table = np.concatenate([np.repeat(outer, len(inner), axis=0), np.tile(inner, (len(outer), 1))], axis=1)
-    columns = ("replicate", "shard", "zero", "tensor", "pipeline", "schedule", "virtual", "micro_batch", "recompute")
     return Space(
-        **{name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(columns)},
+        **{name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(Space.COLUMNS)},
         shape=shape,
         recompute_names=recompute_names,
         fixed=fixed,
@@ -250,6 +253,5 @@ def _by_value(column: Column, reason: Callable[[int], str | None]) -> tuple[Mask
 
 def only(space: Space, rows: Sequence[int] | NDArray[np.intp]) -> Space:
     """The space with some of its rows."""
-    names = ("replicate", "shard", "zero", "tensor", "pipeline", "virtual", "schedule", "micro_batch", "recompute")
-    columns = {name: getattr(space, name)[rows] for name in names}
+    columns = {name: getattr(space, name)[rows] for name in Space.COLUMNS}
     return Space(**columns, shape=space.shape, recompute_names=space.recompute_names, fixed=space.fixed)

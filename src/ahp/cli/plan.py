@@ -1,0 +1,169 @@
+"""Search every layout of a model on a cluster, print the best with the reasons why the others lost, write plan.yaml.
+
+The job is given by --job FILE (a config.yaml or its job) and --job.KEY VALUE; what is not given is chosen as large
+models are pre-trained, and printed. --parallelism.KEY VALUE fixes a part of the layout, the rest is searched;
+--engine.KEY VALUE says what runs it. docs/search.md explains the table.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from ahp.cli.overrides import split_overrides
+from ahp.cli.planning_job import given_job, with_batch, with_sequence
+from ahp.cluster.model import Cluster
+from ahp.config import Constraints, set_dotted
+from ahp.job import Job
+from ahp.plan import EngineChoice, validated
+from ahp.words import count
+
+if TYPE_CHECKING:
+    from ahp.graph.operators import ModelGraph
+    from ahp.search.ranking import Ranking
+
+
+@dataclass(frozen=True)
+class Arguments:
+    model: tyro.conf.Positional[str]
+    """Catalogue name, folder or file of a Hugging Face config.json, or pkg.mod:factory."""
+    cluster: tyro.conf.Positional[str]
+    """cluster.yaml, a short form such as 8x8xH100-SXM-80GB, local, slurm or kubernetes."""
+    out: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "plan.yaml"
+    """Where the best plan is written."""
+    top: int = 10
+    """Plans that are shown."""
+    json: bool = False
+    """Print the ranking as one JSON object."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One search with what it was about, for printing."""
+
+    graph: ModelGraph
+    cluster: Cluster
+    job: Job
+    chosen: tuple[str, ...]
+    """Keys of the job that were chosen, not given."""
+    ranking: Ranking
+
+
+def run(argv: list[str]) -> int:
+    """``ahp plan MODEL CLUSTER``. Returns the exit code; raises AhpError."""
+    overrides, rest = split_overrides(argv, ("job", "parallelism", "engine"))
+    arguments = tyro.cli(Arguments, args=rest, prog="ahp plan", description=__doc__)
+    found = find(arguments.model, Cluster.resolve(arguments.cluster), overrides, arguments.top)
+    best = found.ranking.best
+    best.save(arguments.out)
+    if arguments.json:
+        print(json.dumps(as_json(found, arguments.out)))
+    else:
+        show(found, arguments.out)
+    return 0
+
+
+def find(model: str | dict[str, Any], cluster: Cluster, overrides: dict[str, Any], top: int) -> Found:
+    """Analyze and search; what the user did not give of the job is chosen."""
+    from ahp.graph.trace import analyze
+    from ahp.search.ranking import search
+
+    overrides = dict(overrides)
+    given = given_job(overrides)
+    asked: dict[str, Any] = {}
+    for key, value in overrides.items():
+        set_dotted(asked, key, value)
+    layout = asked.get("parallelism", {})
+    constraints = validated(Constraints, {} if layout == "auto" else layout, "parallelism")
+    engine = validated(EngineChoice, asked.get("engine", {}), "engine")
+    job = with_sequence(given, model, cluster)
+    print(f"analyzing {model} ...", file=sys.stderr)
+    graph = analyze(model, job, attention=engine.attention)
+    job = with_batch(job, given, model, graph.num_parameters, cluster.num_devices)
+    print(f"searching layouts of {cluster.num_devices} devices ...", file=sys.stderr)
+    ranking = search(graph, cluster, job, constraints=constraints, engine=engine, keep=top)
+    chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
+    return Found(graph, cluster, job, chosen, ranking)
+
+
+def show(found: Found, out: str) -> None:
+    """The ranking for people, on stdout; ends with what to do next."""
+    from ahp.report import tables
+
+    console, best = tables.console(), found.ranking.best
+    for line in heading(found):
+        console.print(line)
+    console.print()
+    console.print(tables.ranked(found.ranking.plans))
+    console.print("\nWhy #1")
+    for reason in best.why:
+        if reason == found.ranking.certificate.words():
+            continue  # it stands above the table
+        console.print(f"  - {reason}", markup=False)
+    if found.ranking.too_large:
+        console.print("\nFaster, but for their memory")
+        for loser in found.ranking.too_large:
+            console.print(f"  - {loser.parallelism.short()}: {loser.reason}", markup=False)
+    console.print(f"\n{confidence(found.cluster)}", markup=False)
+    console.print(f"\nWrote {out}", markup=False)
+    console.print(f"Next: ahp explain {out}    ahp simulate {out}    ahp train {out}", markup=False)
+
+
+def heading(found: Found) -> list[str]:
+    """Model, cluster, job, search: one line each."""
+    job = found.job
+    tokens = f"{job.global_batch_size} sequences of {job.sequence_length} = {count(job.tokens_per_step)} tokens a step"
+    chosen = f"   (chosen, not given: {', '.join(found.chosen)})" if found.chosen else ""
+    return [
+        f"Model    {found.graph.name}, {count(found.graph.num_parameters)} parameters, {found.graph.num_layers} layers",
+        f"Cluster  {cluster_words(found.cluster)}",
+        f"Job      {tokens}, {job.precision}, {job.optimizer.name}{chosen}",
+        f"Search   {found.ranking.certificate.words()}",
+        *(f"Note     {note}" for note in found.ranking.notes),
+    ]
+
+
+def cluster_words(cluster: Cluster) -> str:
+    """``8 x 8 H100-SXM-80GB, 80.0 GiB each, datasheet figures``."""
+    groups = [
+        f"{group.nodes} x {group.devices_per_node} {group.device.name}, {group.device.memory_bytes / 2**30:.1f} GiB each"
+        for group in cluster.groups
+    ]
+    return "; ".join(groups) + (", datasheet figures" if is_datasheet(cluster) else f", {cluster.source}")
+
+
+def confidence(cluster: Cluster) -> str:
+    """How far the figures can be trusted, and what would make them better."""
+    if is_datasheet(cluster):
+        return (
+            "Confidence: datasheet figures only, nobody measured this cluster. On it run: "
+            "ahp probe -o cluster.yaml, then ahp plan MODEL cluster.yaml"
+        )
+    return f"Confidence: {cluster.source}"
+
+
+def is_datasheet(cluster: Cluster) -> bool:
+    return all(group.measured is None for group in cluster.groups)
+
+
+def as_json(found: Found, out: str) -> dict[str, Any]:
+    """The ranking as plain data."""
+    certificate = found.ranking.certificate
+    return {
+        "model": {"name": found.graph.name, "num_parameters": found.graph.num_parameters},
+        "cluster": {"num_devices": found.cluster.num_devices, "source": found.cluster.source},
+        "job": found.job.model_dump(mode="json"),
+        "chosen": list(found.chosen),
+        "certificate": certificate.plain(),
+        "notes": list(found.ranking.notes),
+        "plans": [
+            plan.model_dump(mode="json", include={"parallelism", "forecast", "why"}) for plan in found.ranking.plans
+        ],
+        "rejected": [loser.model_dump(mode="json") for loser in found.ranking.best.rejected],
+        "wrote": out,
+        "next": [f"ahp explain {out}", f"ahp simulate {out}", f"ahp train {out}"],
+    }

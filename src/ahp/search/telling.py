@@ -1,0 +1,152 @@
+"""From priced rows to plans: each with its forecast, the reasons for it, and those that lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.errors import BadInput, NotExpressible
+from ahp.plan import Forecast, Parallelism, Plan, Rejected
+from ahp.search import reasons
+from ahp.search.problem import Problem
+from ahp.search.space import Mask, Space
+from ahp.words import of_gib, percent, seconds
+
+Pair = tuple[Parallelism, Forecast]
+
+NUM_TOO_LARGE = 3
+"""Layouts that would be faster but do not fit, told beside the runners-up: those that need the least."""
+
+COLUMNS = {
+    "tensor": ("tensor",),
+    "pipeline": ("pipeline", "virtual", "schedule"),
+    "data": ("replicate", "shard", "zero"),
+    "micro-batch": ("micro_batch",),
+    "recompute": ("recompute",),
+}
+"""The columns of each decision of ``reasons.CHOICES``."""
+
+
+def plan(used: Problem, pair: Pair, why: tuple[str, ...], rejected: tuple[Rejected, ...] = ()) -> Plan:
+    """One layout as a plan of the problem."""
+    return Plan(
+        model=used.graph.model if used.graph.model is not None else used.graph.name,
+        job=used.job,
+        cluster=used.cluster.plain(),
+        engine=used.engine,
+        parallelism=pair[0],
+        forecast=pair[1],
+        why=why,
+        rejected=rejected,
+        versions=versions(),
+    )
+
+
+def runner_up(pair: Pair, best: Forecast) -> Rejected:
+    """A layout that fits and lost."""
+    return Rejected(parallelism=pair[0], reason=reasons.slower_because(pair[1], best), step_time_s=pair[1].step_time_s)
+
+
+def too_large(misfits: list[Pair], best: Forecast, capacity_bytes: int) -> tuple[Rejected, ...]:
+    """Of the layouts that do not fit and would be faster, those that need the least memory."""
+    faster = [pair for pair in misfits if pair[1].step_time_s < best.step_time_s]
+    faster.sort(key=lambda pair: (reasons.needed_bytes(pair[1]), pair[1].step_time_s))
+    return tuple(
+        Rejected(
+            parallelism=layout, reason=reasons.does_not_fit(forecast, capacity_bytes), step_time_s=forecast.step_time_s
+        )
+        for layout, forecast in faster[:NUM_TOO_LARGE]
+    )
+
+
+def misfits_to_price(
+    space: Space, tight: Mask, times: NDArray[np.float64], needs: NDArray[np.float64], best_row: int, best_s: float
+) -> list[int]:
+    """Rows, known not to fit by a bound, whose forecast tells the most.
+
+    Those that differ from the best in one decision, and of those that would be faster the ones that need the least.
+    """
+    chosen: list[int] = []
+    for columns in COLUMNS.values():
+        others = [name for name in Space.COLUMNS if name not in columns]
+        alike = tight & np.logical_and.reduce([getattr(space, c) == getattr(space, c)[best_row] for c in others])
+        rows = np.flatnonzero(alike)
+        chosen += rows[np.argsort(needs[rows], kind="stable")][:1].tolist()
+    rows = np.flatnonzero(tight & (times < best_s))
+    chosen += rows[np.argsort(needs[rows], kind="stable")][:NUM_TOO_LARGE].tolist()
+    return list(dict.fromkeys(chosen))
+
+
+def floors(space: Space, roomy: Mask, times: NDArray[np.float64], best_row: int) -> dict[str, float]:
+    """By decision: the lowest lower bound, in seconds, of all rows that decide otherwise than the best row."""
+    found = {}
+    for name, columns in COLUMNS.items():
+        other = np.logical_or.reduce([getattr(space, c) != getattr(space, c)[best_row] for c in columns])
+        found[name] = float(times[roomy & other].min(initial=np.inf))
+    return found
+
+
+def priced(used: Problem, space: Space, rows: list[int]) -> Iterator[Pair]:
+    """Forecasts of rows; one that is refused after all is left out."""
+    for row in rows:
+        layout = space.row(row)
+        try:
+            yield layout, used.price(layout)
+        except (BadInput, NotExpressible):
+            continue
+
+
+def why(
+    used: Problem, ranked: list[Pair], misfits: list[Pair], certificate: str, at_least_s: dict[str, float]
+) -> Iterator[str]:
+    """The reasons for the first of ``ranked``: what it costs, that nothing better was missed, decision by decision.
+
+    ``at_least_s``: from ``floors``, told where no layout that decides otherwise was worth pricing.
+    """
+    layout, best = ranked[0]
+    yield (
+        f"fastest of the layouts that fit: {seconds(best.step_time_s)} a step "
+        f"({seconds(best.step_time_low_s)} .. {seconds(best.step_time_high_s)}), "
+        f"{best.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {percent(best.mfu)}"
+    )
+    yield certificate
+    yield (
+        f"memory: {of_gib(reasons.needed_bytes(best), used.capacity_bytes)} on the fullest rank, "
+        f"fits with probability {best.fit_probability:.2f}"
+    )
+    for name, keys in reasons.CHOICES:
+        words = reasons.choice_words(layout, name)
+        rival = next((pair for pair in ranked if _differs(pair[0], layout, keys)), None)
+        if rival is not None:
+            lost = reasons.slower_because(rival[1], best)
+            yield f"{words}: the best with {reasons.choice_words(rival[0], name)} is {lost}"
+        elif at_least_s[name] < float("inf"):
+            more = percent(at_least_s[name] / best.step_time_s - 1)
+            yield f"{words}: any other choice takes {seconds(at_least_s[name])} at least, {more} more"
+        unfit = next((pair for pair in misfits if _differs_only(pair[0], layout, keys)), None)
+        if unfit is not None and unfit[1].step_time_s < best.step_time_s:
+            lost = reasons.does_not_fit(unfit[1], used.capacity_bytes)
+            yield f"{words}: the same with {reasons.choice_words(unfit[0], name)} {lost}"
+
+
+def _differs(one: Parallelism, other: Parallelism, keys: tuple[str, ...]) -> bool:
+    return any(getattr(one, key) != getattr(other, key) for key in keys)
+
+
+def _differs_only(one: Parallelism, other: Parallelism, keys: tuple[str, ...]) -> bool:
+    rest = tuple(key for key in Parallelism.model_fields if key not in keys)
+    return _differs(one, other, keys) and not _differs(one, other, rest)
+
+
+def versions() -> dict[str, str]:
+    """What the plan was made with."""
+    found = {}
+    for package in ("ahp", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

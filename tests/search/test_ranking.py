@@ -1,0 +1,200 @@
+"""The verb: what it finds is the best of everything, what it says adds up, what it cannot do it refuses clearly."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+
+import ahp
+from ahp.cluster.model import Cluster
+from ahp.config import Constraints
+from ahp.errors import BadInput, NothingFits
+from ahp.forecast.rules import illegal
+from ahp.graph.operators import ModelGraph
+from ahp.graph.trace import analyze
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+from ahp.search.problem import problem, with_devices
+from ahp.search.ranking import Ranking, search
+from ahp.search.rows import legal_rows
+from ahp.search.space import build, legal
+
+JOB = Job(sequence_length=128, global_batch_size=16)
+
+
+@cache
+def tiny() -> ModelGraph:
+    return analyze("tiny", JOB)
+
+
+@cache
+def on_eight() -> Ranking:
+    return search(tiny(), "2x4xH100-SXM-80GB", JOB)
+
+
+def roomless(cluster: str, memory_bytes: int) -> Cluster:
+    """A cluster whose devices have very little memory, and nothing of it taken by a driver."""
+    group = Cluster.parse(cluster).groups[0]
+    device = group.device.model_copy(update={"memory_bytes": memory_bytes, "reserved_memory_bytes": 0})
+    return Cluster(groups=(group.model_copy(update={"device": device}),))
+
+
+def test_the_best_is_the_best_of_every_legal_layout() -> None:
+    asked = problem(tiny(), "2x4xH100-SXM-80GB", JOB)
+    space = build(asked.shape)
+    mask, _ = legal(space, asked.tensor_reason)
+    forecasts = [asked.price(space.row(int(row))) for row in np.flatnonzero(mask)]
+    times = sorted(forecast.step_time_s for forecast in forecasts if forecast.fits)
+    assert on_eight().certificate.proven
+    found = [plan.forecast.step_time_s for plan in on_eight() if plan.forecast is not None]
+    assert found == pytest.approx(times[: len(found)])
+    assert len(found) == 10
+
+
+def test_legal_is_what_the_forecast_calls_legal() -> None:
+    asked = problem(tiny(), "2x6xH100-SXM-80GB", JOB.model_copy(update={"global_batch_size": 12}))
+    space = build(asked.shape)
+    mask, _ = legal(space, asked.tensor_reason)
+    engine = EngineChoice()
+    for row in range(0, len(space), 3):
+        reason = illegal(asked.graph, asked.cluster, asked.job, space.row(row), engine)
+        assert mask[row] == (reason is None), reason
+
+
+def test_the_certificate_adds_up() -> None:
+    certificate = on_eight().certificate
+    assert certificate.broken + certificate.not_fit + certificate.fit + certificate.left == certificate.rows
+    assert certificate.lowest_bound_left_s is None or certificate.lowest_bound_left_s >= certificate.best_s
+    assert f"{certificate.rows:,} layouts" in certificate.words()
+
+
+def test_every_plan_says_why() -> None:
+    ranking = on_eight()
+    best = ranking.best
+    assert best is ranking.plans[0]
+    assert best.why[0].startswith("fastest of the layouts that fit")
+    assert len(best.rejected) >= 9
+    assert all(len(plan.why) == 1 and re.match(r"as fast|\d", plan.why[0]) for plan in ranking.plans[1:])
+    assert {"ahp", "torch", "transformers"} <= set(best.versions)
+    assert best.model == "tiny"
+    assert Cluster.resolve(best.cluster or {}) == Cluster.parse("2x4xH100-SXM-80GB")
+
+
+def test_a_plan_survives_its_file(tmp_path) -> None:
+    on_eight().best.save(tmp_path / "plan.yaml")
+    assert ahp.Plan.load(tmp_path / "plan.yaml") == on_eight().best
+
+
+def test_the_package_is_the_verb() -> None:
+    ranking = ahp.search(tiny(), "2x4xH100-SXM-80GB", JOB, keep=1)
+    assert [plan.parallelism for plan in ranking] == [on_eight().best.parallelism]
+
+
+@pytest.mark.parametrize("given", [{"tensor_parallel_degree": 2}, {"zero_stage": 3, "micro_batch_size": 1}], ids=str)
+def test_constraints_are_kept(given: dict) -> None:
+    ranking = search(tiny(), "2x4xH100-SXM-80GB", JOB, constraints=given)
+    assert all(Constraints(**given).admits(plan.parallelism) for plan in ranking)
+
+
+def test_a_whole_layout_leaves_one_plan() -> None:
+    layout = Parallelism(data_parallel_replicate_degree=2, tensor_parallel_degree=4, activation_checkpoint="full")
+    ranking = search(tiny(), "2x4xH100-SXM-80GB", JOB, constraints=layout)
+    assert [plan.parallelism for plan in ranking] == [layout]
+
+
+def test_one_device() -> None:
+    best = search(tiny(), "1xH100-SXM-80GB", JOB).best
+    assert best.parallelism.world_size == 1
+    assert best.parallelism.zero_stage == 0
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batch", "used"),
+    [
+        ("7xH100-SXM-80GB", 16, 6),
+        ("3x4xH100-SXM-80GB", 16, 12),
+        ("13xH100-SXM-80GB", 1, 12),
+        ("64x8xH100-SXM-80GB", 1, 24),
+    ],
+)
+def test_devices_that_nothing_can_use_are_left_and_told(cluster: str, batch: int, used: int) -> None:
+    ranking = search(tiny(), cluster, JOB.model_copy(update={"global_batch_size": batch}))
+    total = Cluster.parse(cluster).num_devices
+    assert ranking.best.parallelism.world_size == used
+    assert Cluster.resolve(ranking.best.cluster or {}).num_devices == used
+    if used < total:
+        assert f"{used} of {total} devices are used" in ranking.notes[0]
+        assert ranking.notes[0] in ranking.best.why
+    else:
+        assert ranking.notes == ()
+
+
+def test_with_devices_takes_whole_nodes_or_a_part_of_one() -> None:
+    cluster = Cluster.parse("4x8xH100-SXM-80GB")
+    for count, shape in ((32, (4, 8)), (16, (2, 8)), (8, (1, 8)), (5, (1, 5))):
+        group = with_devices(cluster, count).groups[0]
+        assert (group.nodes, group.devices_per_node) == shape
+
+
+@pytest.mark.parametrize(
+    ("cluster", "given", "told"),
+    [
+        ("8xH100-SXM-80GB", {"tensor_parallel_degree": 3}, r"tensor_parallel_degree = 3: must divide the 8 devices"),
+        ("8xH100-SXM-80GB", {"tensor_parallel_degree": 8}, r"does not divide num_key_value_heads 4"),
+        ("7xH100-SXM-80GB", {"pipeline_parallel_degree": 7}, r"7 devices.*6 layers"),
+        ("7xH100-SXM-80GB", {"data_parallel_shard_degree": 7}, r"no legal layout of 7 devices: global_batch_size 16"),
+        ("8xH100-SXM-80GB", {"context_parallel_degree": 2}, r"context_parallel_degree = 2: the ahp engine cannot"),
+        ("8xH100-SXM-80GB", {"activation_checkpoint": "selective"}, r"activation_checkpoint = 'selective'"),
+        ("8xH100-SXM-80GB", {"tensor_degree": 2}, r"tensor_degree: unknown key"),
+        ("8xH100-SXM-80GB", {"micro_batch_size": 5}, r"global_batch_size 16 must divide by"),
+    ],
+    ids=str,
+)
+def test_contradictions_name_the_key(cluster: str, given: dict, told: str) -> None:
+    with pytest.raises(BadInput, match=told):
+        search(tiny(), cluster, JOB, constraints=given)
+
+
+def test_a_graph_of_another_job_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"sequence_length = 64: the graph was traced for sequences of 128"):
+        search(tiny(), "8xH100-SXM-80GB", Job(sequence_length=64))
+
+
+def test_an_engine_that_is_not_there_yet() -> None:
+    with pytest.raises((BadInput, ahp.errors.NotExpressible), match="torchtitan"):
+        search(tiny(), "8xH100-SXM-80GB", JOB, engine={"name": "torchtitan"})
+
+
+def test_nothing_fits_names_the_nearest_miss_and_checked_remedies() -> None:
+    cluster = roomless("1x1xH100-SXM-80GB", 90 * 2**20)
+    with pytest.raises(NothingFits) as missed:
+        search(tiny(), cluster, JOB)
+    text = str(missed.value)
+    assert missed.value.exit_code == 3
+    assert re.search(r"nearest miss, dp1x1 zero0 mb1 full, needs 0\.\d\d of 0\.09 GiB", text)
+    assert "too much (most of it: " in text
+    for words in re.findall(r"would fit: (\d+) nodes", text):
+        nodes = cluster.groups[0].model_copy(
+            update={"nodes": int(words), "inter_node": Cluster.parse("2x8xH100-SXM-80GB").groups[0].inter_node}
+        )
+        assert search(tiny(), Cluster(groups=(nodes,)), JOB).best.forecast is not None
+
+
+def test_a_constraint_that_makes_it_too_large_is_named() -> None:
+    given = {"micro_batch_size": 16, "activation_checkpoint": "none"}
+    large = search(tiny(), "1xH100-SXM-80GB", JOB, constraints=given).best.forecast
+    assert large is not None
+    tight = roomless("1x1xH100-SXM-80GB", int(0.7 * sum(large.memory.values())))
+    with pytest.raises(NothingFits, match=r"would fit: parallelism\.micro_batch_size free instead of 16 \(dp1x1"):
+        search(tiny(), tight, JOB, constraints=given)
+
+
+def test_fewer_rows_are_left_when_the_rules_are_the_same() -> None:
+    asked = problem(tiny(), "2x4xH100-SXM-80GB", JOB)
+    table = legal_rows(asked)
+    assert table.problem is asked
+    assert table.notes == ()
+    assert sum(rule.broken for rule in table.rules) >= int((~table.mask).sum())
