@@ -185,7 +185,7 @@ def test_nothing_fits_names_the_nearest_miss_and_checked_remedies() -> None:
 
 def test_a_constraint_that_makes_it_too_large_is_named() -> None:
     given = {"micro_batch_size": 16, "activation_checkpoint": "none"}
-    large = search(tiny(), "1xH100-SXM-80GB", JOB, constraints=given).best.forecast
+    large = search(tiny(), roomless("1x1xH100-SXM-80GB", 2**36), JOB, constraints=given).best.forecast
     assert large is not None
     tight = roomless("1x1xH100-SXM-80GB", int(0.7 * sum(large.memory.values())))
     with pytest.raises(NothingFits, match=r"would fit: parallelism\.micro_batch_size free instead of 16 \(dp1x1"):
