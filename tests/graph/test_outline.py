@@ -70,3 +70,53 @@ def test_refuses_what_it_cannot_run() -> None:
         outline(broken, batch_size=1, sequence_length=4)
     with pytest.raises(BadInput, match="logits"):
         logits_of(object())
+
+
+class Between(Tied):
+    """The model scales the hidden states between its blocks."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x) * 0.5
+        return x @ self.tokens.weight.T
+
+
+def test_code_between_blocks_is_seen() -> None:
+    assert outline(Tied(), batch_size=1, sequence_length=4).uncuttable is None
+    assert "between blocks 0 and 1" in str(outline(Between(), batch_size=1, sequence_length=4).uncuttable)
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + more
+
+
+class Skips(nn.Module):
+    """Each block is given a trainable tensor: the same for all, or what the block before was given."""
+
+    def __init__(self, skip: bool) -> None:
+        super().__init__()
+        self.skip = skip
+        self.tokens, self.more = nn.Embedding(16, 8), nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(Adds() for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, more = self.tokens(input_ids), self.more(input_ids)
+        for block in self.blocks:
+            before, x = x, block(x, more)
+            if self.skip:
+                more = before
+        return x @ self.tokens.weight.T
+
+
+def test_trainable_inputs_beside_the_hidden_states_are_seen() -> None:
+    same = outline(Skips(skip=False), batch_size=1, sequence_length=4)
+    assert same.shares_inputs
+    assert same.uncuttable is None
+    assert "skip connection" in str(outline(Skips(skip=True), batch_size=1, sequence_length=4).uncuttable)
+    assert not outline(llama(), batch_size=1, sequence_length=4).shares_inputs

@@ -78,7 +78,45 @@ def custom() -> nn.Module:
     return Custom()
 
 
+class BiasedBlock(Block):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        B, T, C = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).split(C, dim=2)
+        q, k, v = (t.view(B, T, self.heads, C // self.heads).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        x = x + self.out(y.transpose(1, 2).contiguous().view(B, T, C))
+        return x + self.down(F.relu(self.up(self.norm_2(x))).square())
+
+
+class Biased(nn.Module):
+    """Every block is given a trainable table of relative positions, so it must be on every stage; the head is a function."""
+
+    def __init__(self, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.project = nn.Linear(width, width)
+        self.relative = nn.Embedding(64, 4)
+        self.blocks = nn.ModuleList(BiasedBlock(width, 4) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        position = torch.arange(input_ids.shape[1], device=input_ids.device)
+        distance = position[:, None] - position[None, :]
+        bias = self.relative(distance.clamp(min=0)).permute(2, 0, 1)[None]
+        bias = bias.masked_fill(distance < 0, float("-inf"))
+        x = self.project(self.tokens(input_ids))
+        for block in self.blocks:
+            x = block(x, bias)
+        return self.norm(x) @ self.tokens.weight.T
+
+
+def biased() -> nn.Module:
+    torch.manual_seed(0)
+    return Biased()
+
+
 MODELS = {"llama": llama, "gpt2": gpt2, "custom": custom}
+BUILDERS = {**MODELS, "biased": biased}
 
 OPTIMIZER: dict[str, Any] = {
     "learning_rate": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "warmup_steps": 0,
@@ -101,7 +139,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 def reference(name: str, steps: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Plain PyTorch: loss and gradient norm of each step, final weights."""
-    model = MODELS[name]()
+    model = BUILDERS[name]()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=OPTIMIZER["learning_rate"], betas=OPTIMIZER["betas"], eps=OPTIMIZER["eps"],
         weight_decay=OPTIMIZER["weight_decay"],
@@ -109,7 +147,7 @@ def reference(name: str, steps: int, dtype: torch.dtype = torch.float32) -> dict
     losses, norms = [], []
     for step in range(steps):
         data = batch(step)
-        output = model(data["input_ids"]) if name == "custom" else model(input_ids=data["input_ids"])
+        output = model(data["input_ids"]) if name in ("custom", "biased") else model(input_ids=data["input_ids"])
         logits = output if isinstance(output, torch.Tensor) else output.logits
         loss = F.cross_entropy(
             logits[:, :-1].reshape(-1, VOCABULARY).float(), data["labels"][:, 1:].reshape(-1), ignore_index=-100

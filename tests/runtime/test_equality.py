@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime.models import BATCH, JOB, MODELS, batch
+from tests.runtime.models import BATCH, BUILDERS, JOB, MODELS, batch
 from tests.runtime.workers import Pool
 
 STEPS = 20
@@ -86,7 +86,7 @@ def train(rank: int, world: int, model: str, layout: dict[str, Any], steps: int,
     from ahp.runtime.checkpoint import whole
     from ahp.runtime.parallelize import parallelize
 
-    parallel = parallelize(MODELS[model](), {"job": job, "parallelism": layout})
+    parallel = parallelize(BUILDERS[model](), {"job": job, "parallelism": layout})
     results = [parallel.step(parallel.shard(batch(step))) for step in range(steps)]
     return {
         "losses": [r.loss for r in results],
@@ -132,6 +132,17 @@ def test_layout_equals_one_process(
     for result in results:
         assert result["losses"] == results[0]["losses"], "ranks disagree about the loss"
         assert result["norms"] == results[0]["norms"], "ranks disagree about the gradient norm"
+    assert_same_curve(results[0], expected)
+    assert_same_weights(results, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero3", "tp", "interleaved", "tp+1f1b", "zero3+1f1b"])
+def test_blocks_with_trainable_inputs_equal_one_process(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str
+) -> None:
+    results = pool.run(train, world_size(LAYOUTS[layout]), "biased", LAYOUTS[layout], 8, JOB)
+    expected = plain_run("biased", 8)
     assert_same_curve(results[0], expected)
     assert_same_weights(results, expected)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ahp.cluster.sense import physical_cores
 from ahp.errors import HardwareMismatch
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
@@ -55,7 +56,7 @@ def test_workers_know_their_place_and_share_the_cores(module: str, tmp_path: Pat
     assert start(module, tmp_path, "end") == 0
     given = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [(g["RANK"], g["LOCAL_RANK"], g["WORLD_SIZE"]) for g in given] == [("0", "0", "2"), ("1", "1", "2")]
-    assert {g["OMP_NUM_THREADS"] for g in given} == {str(max(1, launch.num_cores() // 2))}
+    assert {g["OMP_NUM_THREADS"] for g in given} == {str(max(1, physical_cores() // 2))}
     assert "OMP_NUM_THREADS" not in os.environ
     logs = sorted(tmp_path.rglob("stdout.log"))
     assert [log.read_text() for log in logs] == ["hello from 0\n", "hello from 1\n"]

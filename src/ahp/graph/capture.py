@@ -41,14 +41,29 @@ class Capture:
     names: tuple[str, ...]
     """Parameters, then buffers, in the order in which the graph takes them."""
     output_spec: pytree.TreeSpec
+    trainable: tuple[bool, ...]
+    """For each activation in turn whether a gradient flows back to it."""
 
     @property
     def nodes(self) -> list[Node]:
         return list(self.graph.graph.nodes)
 
     def weight_nodes(self) -> dict[str, Node]:
-        placeholders = [n for n in self.nodes if n.op == "placeholder"]
-        return dict(zip(self.names, placeholders, strict=False))
+        """The placeholder of each weight."""
+        return dict(zip(self.names, self._placeholders(), strict=False))
+
+    def activation_nodes(self) -> list[Node]:
+        """The placeholders of the activations, in order."""
+        return self._placeholders()[len(self.names) :]
+
+    def with_gradient(self) -> set[Node]:
+        """Nodes through which a gradient flows to a weight or to what the block was given (floating-point paths only)."""
+        sources = {n for n in self.weight_nodes().values() if n.meta["val"].is_floating_point()}
+        sources |= {n for n, trainable in zip(self.activation_nodes(), self.trainable, strict=True) if trainable}
+        return _depends_on(self.nodes, sources)
+
+    def _placeholders(self) -> list[Node]:
+        return [n for n in self.nodes if n.op == "placeholder"]
 
 
 def weights_of(block: nn.Module) -> dict[str, torch.Tensor]:
@@ -93,7 +108,7 @@ def capture(
         weights = [_fake(like) for like in wanted.values()]
         activations = [_fake(TensorLike.of(leaves[i])) for i in where]
         graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(weights, activations)
-    return Capture(graph, tuple(wanted), output_spec[0])
+    return Capture(graph, tuple(wanted), output_spec[0], tuple(leaves[i].requires_grad for i in where))
 
 
 def _fake(like: TensorLike) -> torch.Tensor:
@@ -101,8 +116,7 @@ def _fake(like: TensorLike) -> torch.Tensor:
     return tensor.requires_grad_(like.requires_grad) if like.requires_grad else tensor
 
 
-def depends_on_gradient(nodes: Iterable[Node], sources: set[Node]) -> set[Node]:
-    """Nodes through which a gradient flows to one of ``sources`` (floating-point paths only)."""
+def _depends_on(nodes: Iterable[Node], sources: set[Node]) -> set[Node]:
     found = set(sources)
     for node in nodes:
         if node.op == "call_function" and any(i in found for i in node.all_input_nodes):

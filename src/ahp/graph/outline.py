@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ahp.errors import BadInput
 from ahp.graph.blocks import find_blocks
-from ahp.graph.capture import Capture, TensorLike, capture
+from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Outline:
     logits: TensorLike
     block_output: str
     """``tensor`` or ``tuple``: whether a block returns its hidden states bare or first in a tuple."""
+    shares_inputs: bool
+    """Blocks are given trainable tensors beside the hidden states (a table of relative positions): whatever makes them
+    must be on every stage."""
+    uncuttable: str | None
+    """Why the model cannot be cut between its blocks, None when it can."""
     captures: tuple[Capture | BadInput, ...] = field(repr=False)
     """For each kind of block its forward graph, or why it cannot be traced."""
 
@@ -58,7 +63,7 @@ def outline(module: nn.Module, *, batch_size: int, sequence_length: int, dtype: 
         fake = fake_copy(module, dtype)
     found = find_blocks(fake)
     record = _Record(fake, found.path, found.kinds())
-    with mode, torch.no_grad():
+    with mode, torch.enable_grad():
         input_ids = torch.zeros((batch_size, sequence_length), dtype=torch.int64)
         try:
             logits = logits_of(call_model(fake, input_ids))
@@ -118,6 +123,9 @@ class _Record:
         self.ran: list[tuple[str, nn.Module, tuple[Any, ...], Any]] = []
         self.first_block_at: int | None = None
         self.block_output = "tensor"
+        self.last_output: torch.Tensor | None = None
+        self.shared: list[torch.Tensor] | None = None
+        self.uncuttable: str | None = None
         inside = {id(m) for block in self.blocks for m in block.modules()}
         for name, module in fake.named_modules():
             if id(module) not in inside and next(module.parameters(recurse=False), None) is not None:
@@ -137,11 +145,26 @@ class _Record:
             if self.first_block_at is None:
                 self.first_block_at = len(self.ran)
             self.calls.setdefault(self.kinds[index], (args, kwargs))
+            self._look_between(index, args, kwargs)
 
         return hook
 
+    def _look_between(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A cut is right when a block's output is the next one's input as it is, and nothing else trainable passes."""
+        hidden = block_input(args, kwargs)
+        others = [x for x in tensor_leaves(args, kwargs) if x is not hidden and x.requires_grad]
+        if self.shared is None:
+            self.shared = others
+        elif hidden is not self.last_output:
+            self.uncuttable = (
+                f"the model changes the hidden states between blocks {index - 1} and {index} of {self.blocks_path}"
+            )
+        elif len(others) != len(self.shared) or any(a is not b for a, b in zip(others, self.shared, strict=True)):
+            self.uncuttable = f"block {index} of {self.blocks_path} is given trainable tensors that block 0 is not (a skip connection?)"
+
     def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.block_output = "tuple" if isinstance(output, tuple) else "tensor"
+        self.last_output = output[0] if isinstance(output, tuple) else output
 
     def outline(self, logits: torch.Tensor, mode: FakeTensorMode) -> Outline:
         if self.first_block_at is None:
@@ -161,6 +184,8 @@ class _Record:
             hidden=TensorLike.of(hidden),
             logits=TensorLike.of(logits),
             block_output=self.block_output,
+            shares_inputs=bool(self.shared),
+            uncuttable=self.uncuttable,
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from ahp.graph.capture import Capture, depends_on_gradient
+from ahp.graph.capture import Capture
 from ahp.runtime.collectives import gather, sum_gradient, sum_over_ranks
 from ahp.search.placement import (
     Partial,
@@ -49,10 +49,7 @@ class _Rewriter:
         self.graph = Graph()
         self.local: dict[Node, Node] = {}
         self.converted: dict[tuple[Node, Placement, bool], Node] = {}
-        weights = set(capture.weight_nodes().values())
-        inputs = [n for n in capture.nodes if n.op == "placeholder" and n not in weights]
-        trainable = {n for n in weights if n.meta["val"].is_floating_point()}
-        self.with_gradient = depends_on_gradient(capture.nodes, trainable | set(inputs[:1]))
+        self.with_gradient = capture.with_gradient()
 
     def run(self) -> GraphModule:
         for node in self.capture.nodes:

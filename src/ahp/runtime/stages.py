@@ -95,8 +95,12 @@ def _as(output: str, hidden: torch.Tensor) -> Any:
 def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) -> Stage:
     """The stage with the blocks numbered ``layers``; its parameters are those of ``module``, nothing is copied.
 
-    ``dtype`` is that of the hidden states. Raises BadInput when something before the blocks cannot be left out.
+    ``dtype`` is that of the hidden states. Raises BadInput when the model does more between its blocks than hand on.
     """
+    if found.uncuttable is not None:
+        raise BadInput(
+            f"pipeline_parallel_degree: {found.uncuttable}, so it cannot be cut into stages; use pipeline_parallel_degree 1"
+        )
     first, last = layers.start == 0, layers.stop == found.num_layers
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
     memo.update({id(b): b for b in module.buffers()})
@@ -108,9 +112,10 @@ def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) ->
             blocks._modules[str(number)] = receive if number == layers.start - 1 else Pass(found.block_output)
         elif number >= layers.stop:
             blocks._modules[str(number)] = Stop()
-    if not first:
+    if not first and not found.shares_inputs:
         for path in _separate(found.before, found.blocks_path):
-            _put(model, path, _nothing(model.get_submodule(path), path, dtype))
+            if (nothing := _nothing(model.get_submodule(path), dtype)) is not None:
+                _put(model, path, nothing)
     if not last:
         for path in _separate(found.after, found.blocks_path):
             _put(model, path, nn.Identity())
@@ -122,15 +127,14 @@ def _separate(paths: tuple[str, ...], blocks_path: str) -> list[str]:
     return [path for path in paths if path and not blocks_path.startswith(f"{path}.")]
 
 
-def _nothing(module: nn.Module, path: str, dtype: torch.dtype) -> nn.Module:
+def _nothing(module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
+    """What stands in for a module before the blocks; None when its output's shape is not known from its class: then it
+    stays on every stage, where it works in vain but right."""
     if isinstance(module, nn.Embedding):
         return Nothing(module.embedding_dim, dtype)
     if isinstance(module, nn.LayerNorm) or "Norm" in type(module).__name__:
         return Nothing(None, dtype)
-    raise BadInput(
-        f"pipeline_parallel_degree: {path} ({type(module).__name__}) holds parameters and runs before the blocks; only "
-        "embeddings and norms may stand there: use pipeline_parallel_degree 1"
-    )
+    return None
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from ahp.errors import BadInput
-from ahp.graph.capture import Capture, depends_on_gradient
+from ahp.graph.capture import Capture
 from ahp.search.placement import (
     Context,
     P,
@@ -28,7 +28,6 @@ from ahp.search.placement import (
     Strategy,
     args_of,
     find_packings,
-    is_tensor,
     shape_of,
     strategies,
     tensor_inputs,
@@ -77,9 +76,8 @@ def solve(capture: Capture, degree: int, pinned: dict[str, Placement] | None = N
     _refuse_mutation(nodes)
     weights = {node: name for name, node in capture.weight_nodes().items()}
     pinned_nodes = {node: pinned[name] for node, name in weights.items() if pinned is not None and name in pinned}
-    placeholders = [n for n in nodes if n.op == "placeholder"]
-    inputs = [n for n in placeholders if n not in weights]
-    with_gradient = depends_on_gradient(nodes, {n for n in weights if _trainable(n)} | set(inputs[:1]))
+    inputs = capture.activation_nodes()
+    with_gradient = capture.with_gradient()
     context = Context(degree, find_packings(nodes))
     last_use = {i: position for position, node in enumerate(nodes) for i in node.all_input_nodes}
 
@@ -221,10 +219,6 @@ def _numel(node: Node) -> int:
     for size in shape_of(node):
         count *= size
     return count
-
-
-def _trainable(node: Node) -> bool:
-    return is_tensor(node) and node.meta["val"].is_floating_point()
 
 
 def _refuse_mutation(nodes: list[Node]) -> None:
