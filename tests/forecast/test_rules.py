@@ -38,7 +38,11 @@ def test_legal(hand_graph, layout):
     [
         (
             {"data_parallel_replicate_degree": 3},
-            ["data_parallel degrees = 3", "global_batch_size 16", "valid: 1, 2, 4"],
+            ["data_parallel_replicate_degree = 3", "global_batch_size 16", "valid: 1, 2, 4"],
+        ),
+        (
+            {"data_parallel_replicate_degree": 3, "data_parallel_shard_degree": 2},
+            ["data_parallel_replicate_degree x data_parallel_shard_degree = 6", "global_batch_size 16"],
         ),
         ({"micro_batch_size": 3}, ["micro_batch_size = 3", "16 sequences", "valid: 1, 2, 4, 8"]),
         ({"tensor_parallel_degree": 4}, ["tensor_parallel_degree = 4", "num_key_value_heads 2", "valid: 1, 2"]),

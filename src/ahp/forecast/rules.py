@@ -66,11 +66,20 @@ def _batch(job: Job, parallelism: Parallelism) -> str | None:
     replicas, size = parallelism.data_parallel_degree, parallelism.micro_batch_size
     batch = job.global_batch_size
     if batch % replicas:
-        return _broken("data_parallel degrees", replicas, f"do not divide global_batch_size {batch}", _divisors(batch))
+        return _broken(_data_key(parallelism), replicas, f"does not divide global_batch_size {batch}", _divisors(batch))
     if batch // replicas % size:
         rule = f"does not divide the {batch // replicas} sequences of each of {replicas} replicas (global_batch_size {batch})"
         return _broken("micro_batch_size", size, rule, _divisors(batch // replicas))
     return None
+
+
+def _data_key(parallelism: Parallelism) -> str:
+    """The key, or both, whose product is the number of replicas that see different sequences."""
+    degrees = {
+        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
+        "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,
+    }
+    return " x ".join(key for key, degree in degrees.items() if degree > 1)
 
 
 def _tensor(graph: ModelGraph, parallelism: Parallelism) -> str | None:
