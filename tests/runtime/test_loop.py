@@ -9,11 +9,13 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from ahp.errors import BadInput
 from ahp.job import Job
@@ -184,13 +186,18 @@ def test_loss_that_is_no_number_stops_and_names_the_step(alone: Team, folder: Ru
     assert len(losses(folder)) == 5
 
 
-def no_space() -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_full_disk_keeps_the_checkpoint_before(alone: Team, folder: RunFolder) -> None:
+@pytest.mark.parametrize("error", [NO_SPACE, CheckpointException("save", {0: (NO_SPACE, StackSummary())})])
+def test_full_disk_keeps_the_checkpoint_before(alone: Team, folder: RunFolder, error: BaseException) -> None:
     weight = Weight()
-    weight.while_saving = lambda: no_space() if weight.steps == 8 else None
+
+    def fail_at_8() -> None:
+        if weight.steps == 8:
+            raise error
+
+    weight.while_saving = fail_at_8
     with pytest.raises(
         CannotWrite, match=r"checkpoint of step 8 .* the disk is full; the checkpoint of step 4 is kept"
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,8 +53,12 @@ def record(folder: RunFolder, rank: int, error: BaseException) -> None:
 
 
 def report(folder: RunFolder, cause: str, exit_code: int) -> None:
-    """Let status.json say that the run failed, after the last step that metrics.jsonl has."""
-    folder.write_status(Status("failed", last_step(folder), cause, exit_code))
+    """Let status.json say that the run failed, after the last step that metrics.jsonl has.
+
+    On a disk that takes nothing more it stays as it is: the user still reads the cause on stderr.
+    """
+    with suppress(OSError):
+        folder.write_status(Status("failed", last_step(folder), cause, exit_code))
 
 
 def last_step(folder: RunFolder) -> int:

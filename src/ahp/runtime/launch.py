@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from ahp.cluster.sense import physical_cores
+
 SECONDS_BETWEEN_POLLS = 0.1
 """The launcher's own default (torch.distributed.launcher.api.LaunchConfig.monitor_interval)."""
 SAME_MOMENT_S = 10
@@ -34,11 +36,6 @@ class WorkersEnded(Exception):
         """The signal that took each rank; SIGTERM is not looked at, it is how the launcher ends the others."""
         ours = -signal.SIGTERM
         return {rank: signal.Signals(-code) for rank, code in self.exit_codes.items() if code < 0 and code != ours}
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launch(module: str, arguments: Sequence[str], *, num_workers: int, log_folder: Path) -> int:
@@ -134,7 +131,7 @@ def _workers(module: str) -> list:
 @contextmanager
 def _environment(num_workers: int) -> Iterator[None]:
     """Variables that the workers inherit; what the user has set stays."""
-    ours = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_workers))}
+    ours = {"OMP_NUM_THREADS": str(max(1, physical_cores() // num_workers))}
     if Path("/sys/class/net/lo").exists():
         # All ranks are on this node: gloo need not look up the machine's name, which may not resolve.
         ours["GLOO_SOCKET_IFNAME"] = "lo"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -13,16 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan
-from ahp.runtime.run_folder import RunFolder, Status
+from ahp.runtime.run_folder import RunFolder, Status, is_full
 from ahp.runtime.stop import StopRequest
 from ahp.runtime.team import Team
-
-FULL_DISK_BYTES = 1 << 20
-"""[Empirical] With less than this free, a write that failed failed for want of space, whatever its message says
-(torch's archive writer reports a full disk as RuntimeError)."""
 
 
 class StepResult(Protocol):
@@ -39,7 +35,7 @@ class StepResult(Protocol):
 class Parallel(Protocol):
     """What ``ahp.parallelize`` returns, as far as the loop needs it."""
 
-    def shard(self, batch: dict[str, Tensor]) -> Any: ...
+    def shard(self, global_batch: dict[str, Tensor]) -> Any: ...
     def step(self, part: Any) -> StepResult: ...
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
@@ -152,7 +148,7 @@ class Loop:
             if self.team.leads:
                 self.folder.commit_checkpoint(step, self._meta(), self.settings.keep)
             self.team.barrier()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
             # The free space is looked at before the unfinished files give theirs back.
             message = self._cannot_write(f"checkpoint of step {step}", error, previous)
             if self.team.leads:
@@ -165,9 +161,9 @@ class Loop:
         kept = {key: plain[key] for key in ("model", "job", "parallelism", "versions")}
         return {**kept, "data_fingerprint": self.data_fingerprint}
 
-    def _cannot_write(self, what: str, error: Exception, previous: int | None) -> str:
+    def _cannot_write(self, what: str, error: BaseException, previous: int | None) -> str:
         reason = f"{type(error).__name__}: {error}"
-        if has_no_space(error) or shutil.disk_usage(self.folder.path).free < FULL_DISK_BYTES:
+        if has_no_space(error) or is_full(self.folder.path):
             reason = "the disk is full"
         kept = f"; the checkpoint of step {previous} is kept" if previous is not None else ""
         return f"run.folder = {str(self.folder.path)!r}: {what} cannot be written, {reason}{kept}"

@@ -177,6 +177,16 @@ class RunFolder:
             )
 
 
+FULL_DISK_BYTES = 1 << 20
+"""[Empirical] With less than this free, a write that failed failed for want of space, whatever its message says
+(torch's archive writer reports a full disk as RuntimeError)."""
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk behind a folder takes nothing more."""
+    return shutil.disk_usage(folder).free < FULL_DISK_BYTES
+
+
 def write_aside(path: Path, text: str) -> None:
     """Replace a file in one stroke: a reader, or a crash, sees the old text or the new one."""
     aside = path.with_name(path.name + ".tmp")

@@ -15,7 +15,7 @@ from ahp.runtime import failure, launch
 from ahp.runtime.data.corpus import Corpus, prepare
 from ahp.runtime.failure import TrainingFailed
 from ahp.runtime.progress import Display, following, say
-from ahp.runtime.run_folder import RunFolder, Status
+from ahp.runtime.run_folder import RunFolder, Status, is_full
 from ahp.runtime.stop import StopRequest
 from ahp.runtime.team import DeviceType, choose_device, is_joined, num_gpus, team
 from ahp.runtime.worker import Order, run_rank
@@ -147,10 +147,14 @@ class Trainer:
                     log_folder=self.folder.log_folder,
                 )
         except launch.WorkersEnded as ended:
-            raise self._why(ended) from None
+            why = self._why(ended)
+            self.folder.discard_unfinished()
+            raise why from None
 
     def _why(self, ended: launch.WorkersEnded) -> TrainingFailed:
         logs = f"the workers' output: {self.folder.log_folder}"
+        if failure.read(self.folder) is None and is_full(self.folder.path):
+            return TrainingFailed(f"run.folder = {str(self.folder.path)!r}: the disk is full; {logs}")
         if ended.killed:
             rank, number = next(iter(ended.killed.items()))
             step = failure.last_step(self.folder)
