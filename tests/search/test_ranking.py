@@ -11,7 +11,7 @@ import pytest
 import ahp
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
-from ahp.errors import BadInput, NothingFits
+from ahp.errors import BadInput, NotExpressible, NothingFits
 from ahp.forecast.rules import illegal
 from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
@@ -146,8 +146,6 @@ def test_with_devices_takes_whole_nodes_or_a_part_of_one() -> None:
         ("8xH100-SXM-80GB", {"tensor_parallel_degree": 8}, r"does not divide num_key_value_heads 4"),
         ("7xH100-SXM-80GB", {"pipeline_parallel_degree": 7}, r"7 devices.*6 layers"),
         ("7xH100-SXM-80GB", {"data_parallel_shard_degree": 7}, r"no legal layout of 7 devices: global_batch_size 16"),
-        ("8xH100-SXM-80GB", {"context_parallel_degree": 2}, r"context_parallel_degree = 2: the ahp engine cannot"),
-        ("8xH100-SXM-80GB", {"activation_checkpoint": "selective"}, r"activation_checkpoint = 'selective'"),
         ("8xH100-SXM-80GB", {"tensor_degree": 2}, r"tensor_degree: unknown key"),
         ("8xH100-SXM-80GB", {"micro_batch_size": 5}, r"global_batch_size 16 must divide by"),
     ],
@@ -163,9 +161,25 @@ def test_a_graph_of_another_job_is_refused() -> None:
         search(tiny(), "8xH100-SXM-80GB", Job(sequence_length=64))
 
 
-def test_an_engine_that_is_not_there_yet() -> None:
-    with pytest.raises((BadInput, ahp.errors.NotExpressible), match="torchtitan"):
-        search(tiny(), "8xH100-SXM-80GB", JOB, engine={"name": "torchtitan"})
+@pytest.mark.parametrize(
+    ("given", "engine", "told"),
+    [
+        ({"context_parallel_degree": 2}, {}, r"context_parallel_degree = 2"),
+        ({"activation_checkpoint": "selective"}, {}, r"activation_checkpoint = 'selective'"),
+        ({}, {"name": "torchtitan"}, "torchtitan"),
+        ({}, {"compile": True}, r"compile = True"),
+    ],
+    ids=str,
+)
+def test_what_the_engine_cannot_express(given: dict, engine: dict, told: str) -> None:
+    with pytest.raises(NotExpressible, match=told) as refused:
+        search(tiny(), "8xH100-SXM-80GB", JOB, constraints=given, engine=engine)
+    assert refused.value.exit_code == 5
+
+
+def test_a_precision_that_the_device_has_not() -> None:
+    with pytest.raises(BadInput, match=r"precision = 'bf16': V100"):
+        search(tiny(), "8xV100-SXM-32GB", JOB)
 
 
 def test_nothing_fits_names_the_nearest_miss_and_checked_remedies() -> None:

@@ -7,6 +7,7 @@ dp_replicate dp_shard zero tp sp pp schedule virtual layers cp ep mb recompute; 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -120,7 +121,7 @@ def why_not(subject: Problem, best: Forecast, words: str) -> Alternative | str:
 def parse_why_not(words: str) -> Constraints:
     """``tp=8 pp=1`` as constraints. Raises BadInput for what is not KEY=VALUE, or no key of a layout."""
     data: dict[str, Any] = {}
-    for word in words.replace(",", " ").split() if "[" not in words else words.split():
+    for word in re.split(r"[,\s]+(?![^\[]*\])", words.strip()):  # a comma within brackets belongs to the value
         key, equals, value = word.partition("=")
         name = SHORT_NAMES.get(key, key.replace("-", "_"))
         if not equals or name not in Constraints.model_fields:

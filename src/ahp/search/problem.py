@@ -9,7 +9,8 @@ from typing import Any
 
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
-from ahp.errors import BadInput, bad_input
+from ahp.engines.registry import get
+from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast.rules import illegal
 from ahp.forecast.step import forecast
 from ahp.graph.operators import ModelGraph
@@ -46,20 +47,21 @@ class Problem:
         alone = with_devices(self.cluster, degree)
         return illegal(self.graph, alone, self.job, Parallelism(tensor_parallel_degree=degree), self.engine)
 
-    def refusal(self) -> str | None:
-        """Why no layout at all can run: the engine, the precision, or a key that the user has fixed; None if one can."""
-        fixed = {
-            key: value
-            for key, value in self.constraints.given.items()
-            if key in ("enable_sequence_parallel", "activation_checkpoint", "pipeline_parallel_schedule")
-        }
-        degrees = {
-            key: value
-            for key, value in self.constraints.given.items()
-            if key in ("context_parallel_degree", "expert_parallel_degree")
-        }
-        layout = Parallelism(**fixed, **degrees)
-        return illegal(self.graph, with_devices(self.cluster, layout.world_size), self.job, layout, self.engine)
+    def check(self) -> None:
+        """Raise when no layout at all can run, whatever is searched.
+
+        NotExpressible: the engine, or what it cannot do of what the user has fixed. BadInput: the rest, such as a
+        precision that the device has not.
+        """
+        alone = ("enable_sequence_parallel", "activation_checkpoint", "pipeline_parallel_schedule")
+        degrees = ("context_parallel_degree", "expert_parallel_degree")
+        given = self.constraints.given
+        layout = Parallelism(**{key: given[key] for key in (*alone, *degrees) if key in given})
+        if reason := get(self.engine.name).refuses(self.job, layout, self.engine):
+            raise NotExpressible(reason)
+        cluster = with_devices(self.cluster, layout.world_size)
+        if reason := illegal(self.graph, cluster, self.job, layout, self.engine):
+            raise BadInput(reason)
 
     def on(self, cluster: Cluster) -> Problem:
         return replace(self, cluster=cluster)
@@ -72,7 +74,7 @@ def problem(
     constraints: Constraints | Parallelism | Mapping[str, Any] | None = None,
     engine: EngineChoice | Mapping[str, Any] | None = None,
 ) -> Problem:
-    """Check the arguments of a search; plain dicts become records. Raises BadInput."""
+    """Check the arguments of a search; plain dicts become records. Raises BadInput or NotExpressible."""
     where = (
         cluster
         if isinstance(cluster, Cluster)
@@ -96,8 +98,7 @@ def problem(
             f"the graph was traced for sequences of {graph.sequence_length}; analyze the model with this job",
         )
     found = Problem(graph, where, contract, fixed, choice)
-    if reason := found.refusal():
-        raise BadInput(reason)
+    found.check()
     return found
 
 

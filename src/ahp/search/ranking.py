@@ -113,6 +113,7 @@ def search(
 
     Raises:
         BadInput: arguments or constraints that contradict each other, the model or the cluster.
+        NotExpressible: the engine cannot run what is fixed, or is not there yet.
         NothingFits: legal layouts there are, but none fits; with the nearest miss and checked remedies.
     """
     start = perf_counter()

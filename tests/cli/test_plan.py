@@ -1,0 +1,148 @@
+"""``ahp plan`` and ``ahp explain`` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ahp.cli import explain
+from ahp.cli.main import main
+from ahp.errors import BadInput
+from ahp.plan import Plan
+
+SHORT = ["--job.sequence-length", "128", "--job.global-batch-size", "16"]
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "tiny", "1x4xH100-SXM-80GB", *SHORT, "--top", "4"]) == 0
+    return tmp_path / "plan.yaml"
+
+
+def test_plan_prints_a_table_and_writes_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--parallelism.tensor-parallel-degree=2", "-o", "out/p.yaml", "--top", "3"]
+    assert main(["plan", "tiny", "1x4xH100-SXM-80GB", *SHORT, *words]) == 0
+    out = capsys.readouterr().out
+    for told in (
+        "Model    tiny, 6.52 M parameters, 6 layers",
+        "1 x 4 H100-SXM-80GB, 79.6 GiB each, datasheet figures",
+        "16 sequences of 128 = 2.05 k tokens a step, bf16, adamw   (chosen, not given: precision)",
+        "break a rule",
+        "why not #1",
+        "chosen",
+        "Confidence: datasheet figures only",
+        "Wrote out/p.yaml",
+        "Next: ahp explain out/p.yaml",
+    ):
+        assert told in out
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[0] for row in rows if row and row[0] in {"1", "2", "3", "4"}] == ["1", "2", "3"]
+    plan = Plan.load("out/p.yaml")
+    assert plan.parallelism.tensor_parallel_degree == 2
+    assert plan.job.sequence_length == 128
+    assert plan.forecast is not None
+    assert plan.why[0].removeprefix("fastest of the layouts that fit: ").split(" a step")[0] in out
+
+
+def test_json_is_one_object_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "tiny", "1x2xH100-SXM-80GB", *SHORT, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["certificate"]["proven"] is True
+    assert told["plans"][0]["parallelism"] == Plan.load("plan.yaml").parallelism.model_dump(mode="json")
+    assert told["job"]["global_batch_size"] == 16
+    assert told["wrote"] == "plan.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--parallelism.tensor-parallel-degree", "3"], 2, "tensor_parallel_degree = 3"),
+        (["--parallelism.tensor_paralel_degree", "2"], 2, "unknown key"),
+        (["--jobs.steps", "2"], 2, "--jobs.steps"),
+        (["--engine.name", "megatron"], 5, "megatron"),
+        (["--job.global-batch-size", "0"], 2, "global_batch_size = 0"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_an_exit_code(
+    words: list[str],
+    code: int,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "tiny", "1x4xH100-SXM-80GB", *SHORT, *words]) == code
+    captured = capsys.readouterr()
+    assert told in captured.err.splitlines()[-1]
+    assert captured.out == ""
+    assert not Path("plan.yaml").exists()
+
+
+def test_explain_shows_bars_and_what_would_move_it(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["explain", str(plan_file), "--why-not", "tp=2 mb=1"]) == 0
+    out = capsys.readouterr().out
+    for told in (
+        "step ",
+        "backward",
+        "memory ",
+        "free",
+        "arithmetic twice as fast",
+        "network twice as fast",
+        "Next: ahp",
+    ):
+        assert told in out
+    assert "Why not dp" in out
+    assert "tp2 " in out.split("Why not dp")[1].splitlines()[0]
+    assert "difference" in out
+
+
+def test_explain_json(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["explain", str(plan_file), "--why-not", "tp=4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    step_s = told["forecast"]["step_time_s"]
+    assert len(told["what_would_move_it"]) == 3
+    assert all(change["step_time_s"] <= step_s * (1 + 1e-9) for change in told["what_would_move_it"])
+    assert told["why_not"]["parallelism"]["tensor_parallel_degree"] == 4
+    assert told["why_not"]["forecast"]["step_time_s"] >= step_s
+
+
+def test_an_impossible_alternative_is_told_not_an_error(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["explain", str(plan_file), "--why-not", "cp=2"]) == 0
+    assert "Why not: not possible: context_parallel_degree = 2" in capsys.readouterr().out
+
+
+def test_why_not_takes_short_and_full_names() -> None:
+    given = explain.parse_why_not("tp=8 pp=1, recompute=full layers_per_stage=[3,3]")
+    assert given.given == {
+        "tensor_parallel_degree": 8,
+        "pipeline_parallel_degree": 1,
+        "activation_checkpoint": "full",
+        "layers_per_stage": (3, 3),
+    }
+    with pytest.raises(BadInput, match="must be KEY=VALUE"):
+        explain.parse_why_not("tp8")
+    with pytest.raises(BadInput, match="must be KEY=VALUE"):
+        explain.parse_why_not("tensor=8")
+
+
+def test_explain_needs_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "no/such.yaml"]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_report_needs_a_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "no run's folder" in capsys.readouterr().err
