@@ -18,6 +18,8 @@ from torch.func import functional_call
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ahp.graph.fake_mode import as_on_data
+
 
 @dataclass(frozen=True)
 class TensorLike:
@@ -104,7 +106,7 @@ def capture(
         return flat
 
     # Without gradients: a capture may happen while a checkpointed block counts what its forward saves.
-    with mode, torch.no_grad():
+    with as_on_data(), mode, torch.no_grad():
         weights = [_fake(like) for like in wanted.values()]
         activations = [_fake(TensorLike.of(leaves[i])) for i in where]
         graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(weights, activations)

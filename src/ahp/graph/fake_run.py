@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ahp.graph.blocks import BlockList
+from ahp.graph.fake_mode import as_on_data
 from ahp.graph.operators import TensorSpec
 from ahp.graph.record import Recorded, Recorder, Where, spec
 
@@ -53,11 +53,10 @@ def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
     where = Where(EMBEDDING)
     run = FakeRun([])
     with ExitStack() as stack:
-        stack.enter_context(_quiet())
         stack.enter_context(_in_training(subject.module))
         stack.enter_context(_others_pass_on(subject))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_transformers_as_on_data())
+        stack.enter_context(as_on_data())
         parameters, buffers = _without_data(subject)
         input_ids, labels = (torch.empty(batch, sequence, dtype=torch.int64) for _ in range(2))
         named = "input_ids" in inspect.signature(subject.module.forward).parameters
@@ -153,18 +152,6 @@ def _others_pass_on(subject: Subject) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """The fake mode logs a traceback of every operator that fails; the error itself is enough."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
 def _in_training(module: nn.Module) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
     module.train()
@@ -173,31 +160,6 @@ def _in_training(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
-
-
-@contextmanager
-def _transformers_as_on_data() -> Iterator[None]:
-    """Two decisions that transformers takes by looking at data or at kernels, taken as in real training.
-
-    Whether a row packs several sequences it finds out from the positions; on tensors without data it cannot, and would
-    build a mask that training on plain batches does not have. And the shape rule of torch's grouped product knows
-    bf16 only, though the kernel takes fp32; transformers' own operator stands in for it (it saves the same tensors but
-    for the offsets of the groups, 4 bytes an expert).
-    """
-    from transformers import masking_utils
-    from transformers.integrations import moe
-
-    find_packed, can_use = masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm
-
-    def can_use_grouped_mm(values: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
-        return weight.dtype == torch.bfloat16 and can_use(values, weight, offs)
-
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    moe._can_use_grouped_mm = can_use_grouped_mm
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm = find_packed, can_use
 
 
 class _AttentionWithoutMask(TorchFunctionMode):

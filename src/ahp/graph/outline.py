@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ahp.errors import BadInput
 from ahp.graph.blocks import find_blocks
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
+from ahp.graph.fake_mode import as_on_data
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def outline(module: nn.Module, *, batch_size: int, sequence_length: int, dtype: 
         fake = fake_copy(module, dtype)
     found = find_blocks(fake)
     record = _Record(fake, found.path, found.kinds())
-    with mode, torch.enable_grad():
+    with as_on_data(), mode, torch.enable_grad():
         input_ids = torch.zeros((batch_size, sequence_length), dtype=torch.int64)
         try:
             logits = logits_of(call_model(fake, input_ids))

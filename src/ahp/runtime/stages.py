@@ -109,9 +109,9 @@ def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) ->
     receive = Receive(found.block_output) if not first else None
     for number in range(found.num_layers):
         if number < layers.start:
-            blocks._modules[str(number)] = receive if number == layers.start - 1 else Pass(found.block_output)
+            _stand_in(blocks, number, receive if receive and number == layers.start - 1 else Pass(found.block_output))
         elif number >= layers.stop:
-            blocks._modules[str(number)] = Stop()
+            _stand_in(blocks, number, Stop())
     if not first and not found.shares_inputs:
         for path in _separate(found.before, found.blocks_path):
             if (nothing := _nothing(model.get_submodule(path), dtype)) is not None:
@@ -120,6 +120,15 @@ def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) ->
         for path in _separate(found.after, found.blocks_path):
             _put(model, path, nn.Identity())
     return Stage(model, receive)
+
+
+def _stand_in(blocks: nn.Module, number: int, module: nn.Module) -> None:
+    """Put ``module`` in the place of a block, with the plain attributes that the model may ask a block for."""
+    name = str(number)
+    for key, value in vars(blocks.get_submodule(name)).items():
+        if isinstance(value, (str, int, float)) and not hasattr(module, key):
+            setattr(module, key, value)
+    blocks._modules[name] = module
 
 
 def _separate(paths: tuple[str, ...], blocks_path: str) -> list[str]:

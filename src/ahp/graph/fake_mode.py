@@ -1,0 +1,39 @@
+"""Makes models take the same decisions on tensors without data as they take in training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def as_on_data() -> Iterator[None]:
+    """Two decisions that transformers takes by looking at data or at kernels, taken as in real training; and no log of
+    every operator that fails on fake tensors, because the error itself is enough.
+
+    Whether a row packs several sequences it finds out from the positions; on tensors without data it cannot, and would
+    build a mask that training on plain batches does not have. And the shape rule of torch's grouped product knows
+    bf16 only, though the kernel takes fp32; transformers' own operator stands in for it (it saves the same tensors but
+    for the offsets of the groups, 4 bytes an expert).
+    """
+    from transformers import masking_utils
+    from transformers.integrations import moe
+
+    find_packed, can_use = masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm
+
+    def can_use_grouped_mm(values: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+        return weight.dtype == torch.bfloat16 and can_use(values, weight, offs)
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    moe._can_use_grouped_mm = can_use_grouped_mm
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm = find_packed, can_use
