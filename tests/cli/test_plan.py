@@ -9,8 +9,9 @@ import pytest
 
 from ahp.cli import explain
 from ahp.cli.main import main
+from ahp.cluster.model import CollectiveSample, MatmulSample, Measurements, MemorySample
 from ahp.errors import BadInput
-from ahp.plan import Plan
+from ahp.plan import Parallelism, Plan
 
 SHORT = ["--job.sequence-length", "128", "--job.global-batch-size", "16"]
 
@@ -70,6 +71,7 @@ def test_json_is_one_object_on_stdout(
         (["--jobs.steps", "2"], 2, "--jobs.steps"),
         (["--engine.name", "megatron"], 5, "megatron"),
         (["--job.global-batch-size", "0"], 2, "global_batch_size = 0"),
+        (["--top", "0"], 2, "--top = 0"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_an_exit_code(
@@ -105,6 +107,25 @@ def test_explain_shows_bars_and_what_would_move_it(plan_file: Path, capsys: pyte
     assert "Why not dp" in out
     assert "tp2 " in out.split("Why not dp")[1].splitlines()[0]
     assert "difference" in out
+
+
+def test_faster_hardware_is_faster_in_what_was_measured_too(plan_file: Path) -> None:
+    subject = explain._subject(Plan.load(plan_file))
+    group = subject.cluster.groups[0]
+    measured = Measurements(
+        matmul=(MatmulSample(m=128, n=704, k=256, dtype="bfloat16", workers=4, seconds=1e-5),),
+        memory=(MemorySample(workers=4, bytes_per_s=1e12),),
+        collectives=tuple(
+            CollectiveSample(kind=kind, workers=4, bytes=size, seconds=size * 1e-9)  # type: ignore[arg-type]
+            for kind in ("all_reduce", "all_gather", "reduce_scatter")
+            for size in (1000, 10_000_000)
+        ),
+    )
+    cluster = subject.cluster.model_copy(update={"groups": (group.model_copy(update={"measured": measured}),)})
+    layout = Parallelism(data_parallel_shard_degree=4)
+    before = subject.on(cluster).price(layout).step_time_s
+    moved = dict(explain.what_would_move(subject.on(cluster), layout))
+    assert all(step_s < before for step_s in moved.values()), moved
 
 
 def test_explain_json(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,3 +167,11 @@ def test_explain_needs_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_report_needs_a_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "no run's folder" in capsys.readouterr().err
+
+
+def test_report_writes_the_page_of_a_plan(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["report", str(plan_file), "--json"]) == 0
+    page = Path(json.loads(capsys.readouterr().out)["wrote"])
+    assert page.parent == plan_file.parent
+    assert Plan.load(plan_file).parallelism.short() in page.read_text()

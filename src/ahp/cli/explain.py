@@ -44,7 +44,7 @@ FASTER = 2.0
 
 @dataclass(frozen=True)
 class Arguments:
-    plan: tyro.conf.Positional[str]
+    plan: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAN")]
     """plan.yaml."""
     why_not: Annotated[str | None, tyro.conf.arg(metavar="KEYS")] = None
     """Another layout to price beside the plan's, such as "tp=8 pp=1"."""

@@ -18,6 +18,7 @@ from ahp.cli.overrides import split_overrides
 from ahp.cli.planning_job import given_job, with_batch, with_sequence
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints, set_dotted
+from ahp.errors import bad_input
 from ahp.job import Job
 from ahp.plan import EngineChoice, validated
 from ahp.words import count
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arguments:
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Catalogue name, folder or file of a Hugging Face config.json, or pkg.mod:factory."""
-    cluster: tyro.conf.Positional[str]
+    cluster: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CLUSTER")]
     """cluster.yaml, a short form such as 8x8xH100-SXM-80GB, local, slurm or kubernetes."""
     out: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "plan.yaml"
     """Where the best plan is written."""
@@ -57,6 +58,8 @@ def run(argv: list[str]) -> int:
     """``ahp plan MODEL CLUSTER``. Returns the exit code; raises AhpError."""
     overrides, rest = split_overrides(argv, ("job", "parallelism", "engine"))
     arguments = tyro.cli(Arguments, args=rest, prog="ahp plan", description=__doc__)
+    if arguments.top < 1:
+        raise bad_input("--top", arguments.top, "must be 1 or more")
     found = find(arguments.model, Cluster.resolve(arguments.cluster), overrides, arguments.top)
     best = found.ranking.best
     best.save(arguments.out)

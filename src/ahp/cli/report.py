@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -16,7 +17,7 @@ from ahp.errors import bad_input
 
 @dataclass(frozen=True)
 class Arguments:
-    run: tyro.conf.Positional[str] = "runs/demo"
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = "runs/demo"
     """A run's folder, or the plan.yaml in it."""
     json: bool = False
     """Print the path of the page as one JSON object."""

@@ -23,6 +23,9 @@ from ahp.search.rows import LegalRows, legal_rows
 from ahp.search.space import Mask, Rule
 from ahp.words import seconds
 
+NEAR = 2.0
+"""A layout that needs more than this many times the device's memory is not told of as a near miss."""
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -123,7 +126,8 @@ def search(
     bounds = Bounds(used)
     needs = bounds.memory_bytes(space, mask)
     roomy = mask & (needs <= bounds.most_that_fits_bytes())
-    times = bounds.time_s(space, mask)
+    near = mask & (needs <= NEAR * used.capacity_bytes)
+    times = bounds.time_s(space, roomy | near)
     rows = np.flatnonzero(roomy)
     found = best_first(times[rows], lambda i: used.price(space.row(int(rows[i]))), Limits(keep=keep))
     if not found.fitting:
@@ -132,7 +136,7 @@ def search(
     ranked = [(space.row(int(rows[i])), forecast) for i, forecast in found.fitting]
     best_row, best = int(rows[found.fitting[0][0]]), ranked[0][1]
     misfits = [(space.row(int(rows[i])), forecast) for i, forecast in found.misfits]
-    tight = telling.misfits_to_price(space, mask & ~roomy, times, needs, best_row, best.step_time_s)
+    tight = telling.misfits_to_price(space, near & ~roomy, times, needs, best_row, best.step_time_s)
     misfits += telling.priced(used, space, tight)
     large = telling.too_large(misfits, best, used.capacity_bytes)
     lost = tuple(telling.runner_up(pair, best) for pair in ranked[1:])
