@@ -83,3 +83,14 @@ def test_true_is_not_one() -> None:
     blocks = [Block(0), Block(1)]
     blocks[0].flag, blocks[1].flag = True, 1
     assert block_kinds(nn.ModuleList(blocks)) == (0, 1)
+
+
+def test_a_sequence_of_like_modules_is_a_stack_and_a_mixed_one_is_not() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(3)))
+
+    assert find_blocks(Model()).path == "layers"
+    with pytest.raises(NoBlocks):
+        find_blocks(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))

@@ -56,21 +56,19 @@ class Block(nn.Module):
 
 
 class Custom(nn.Module):
-    """Nobody prepared it for AHP: positions are a bare parameter of the model itself."""
+    """Nobody prepared it for AHP: positions are a bare parameter of the model itself, the blocks a sequence."""
 
     def __init__(self, width: int = 32, layers: int = 5) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Parameter(torch.randn(64, width) * 0.02)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(input_ids) + self.positions[: input_ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(x)))
 
 
 def custom() -> nn.Module:

@@ -21,12 +21,16 @@ class NoBlocks(BadInput):
     """The module holds no list of repeated blocks, so it cannot be cut into layers."""
 
 
+Stack = nn.ModuleList | nn.Sequential
+"""A sequence counts when all its children are alike: of mixed ones it may well be a whole model."""
+
+
 @dataclass(frozen=True)
 class BlockList:
     """The stack of blocks of a model: ``module.get_submodule(path) is blocks``."""
 
     path: str
-    blocks: nn.ModuleList
+    blocks: Stack
 
     def kinds(self) -> tuple[int, ...]:
         """The kind of each block; see ``block_kinds``."""
@@ -37,31 +41,33 @@ class BlockList:
 
 
 def find_blocks(module: nn.Module) -> BlockList:
-    """The ``nn.ModuleList`` with the most parameters whose children are of one or a few classes.
+    """The list or sequence of modules with the most parameters whose children are of one or a few classes.
 
     Of a list inside a list's child (experts inside a block) the outer wins, because it holds more. Raises NoBlocks.
     """
-    best: tuple[int, str, nn.ModuleList] | None = None
+    best: tuple[int, str, Stack] | None = None
     for path, candidate in module.named_modules():
-        if not isinstance(candidate, nn.ModuleList) or not _is_stack(candidate):
+        if not isinstance(candidate, Stack) or not _is_stack(candidate):
             continue
         size = sum(p.numel() for p in candidate.parameters())
         if size > 0 and (best is None or size > best[0]):
             best = (size, path, candidate)
     if best is None:
         raise NoBlocks(
-            f"model = {type(module).__name__}: no nn.ModuleList of repeated blocks with parameters was found; "
-            "keep the blocks in one nn.ModuleList"
+            f"model = {type(module).__name__}: no list of repeated blocks with parameters was found; "
+            "keep the blocks in one nn.ModuleList or nn.Sequential"
         )
     return BlockList(best[1], best[2])
 
 
-def _is_stack(candidate: nn.ModuleList) -> bool:
+def _is_stack(candidate: Stack) -> bool:
     classes = {type(child) for child in candidate}
+    if isinstance(candidate, nn.Sequential):
+        return len(classes) == 1
     return len(candidate) == 1 or (0 < len(classes) <= MAX_CLASSES and len(classes) < len(candidate))
 
 
-def block_kinds(blocks: nn.ModuleList) -> tuple[int, ...]:
+def block_kinds(blocks: Stack) -> tuple[int, ...]:
     """``kinds[i]`` is the kind of block ``i``; kinds are numbered from 0 in order of first appearance.
 
     Two blocks are of one kind when they have the same classes, the same shapes of parameters and buffers, and the same

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput, bad_input
-from ahp.graph.blocks import NoBlocks, find_blocks
+from ahp.graph.blocks import NoBlocks, Stack, find_blocks
 from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
 from ahp.graph.growth import grows_alike
 from ahp.graph.models import ATTENTION, build_model, describe, is_masked, plain
@@ -181,7 +181,7 @@ def _tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def _shared(blocks: nn.ModuleList) -> frozenset[int]:
+def _shared(blocks: Stack) -> frozenset[int]:
     """Identities of the parameters that several blocks hold: they are there once, so they are no block's own."""
     counts = Counter(id(p) for block in blocks for p in block.parameters())
     return frozenset(identity for identity, count in counts.items() if count > 1)
