@@ -23,10 +23,11 @@ from typing import Any
 
 import workers
 from machine import machine
-from page import table, write
+from page import require, table, write
 from task import MODELS, Task
 
 NUM_WORKERS = 2
+MARKER = "predicted"
 
 
 def layouts(task: Task, *, few: bool) -> list[dict[str, Any]]:
@@ -175,7 +176,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cluster", metavar="FILE", help="a cluster.yaml of this machine instead of a probe now")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--markdown", type=Path, metavar="PAGE", help="also write the tables between PAGE's markers")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.batch_size < 1 or arguments.batch_size % (4 * NUM_WORKERS):
+        parser.error(
+            f"--batch-size {arguments.batch_size}: must be a multiple of {4 * NUM_WORKERS}, 4 micro-batches each"
+        )
+    if arguments.rounds < 1 or arguments.steps < 1:
+        parser.error("--rounds and --steps: at least 1")
+    if arguments.markdown:
+        require(arguments.markdown, MARKER)
+    return arguments
 
 
 def main() -> int:
@@ -217,7 +227,7 @@ def main() -> int:
     else:
         print(text)
     if arguments.markdown:
-        write(arguments.markdown, "predicted", text)
+        write(arguments.markdown, MARKER, text)
     return 0
 
 

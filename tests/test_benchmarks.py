@@ -55,11 +55,11 @@ def test_unlike_things_are_refused() -> None:
     layout = side_by_side.layouts()[0]
     times = {"plain": [0.2, 0.2], "ahp": [0.1, 0.1]}
     same = {"step_s": times, "cpu_s": times, "given": {"plain": [(8.3, 1.0)], "ahp": [(8.3, 1.0)]}}
-    assert side_by_side.row(layout, same).ratio == pytest.approx(2.0)
+    assert side_by_side.row(layout, same, warmup=1).ratio == pytest.approx(2.0)
     for loss, norm in ((8.31, 1.0), (8.3, 1.01), (float("nan"), 1.0)):
         other = {**same, "given": {"plain": [(8.3, 1.0)], "ahp": [(loss, norm)]}}
         with pytest.raises(side_by_side.UnlikeThings, match="ddp: loss differs"):
-            side_by_side.row(layout, other)
+            side_by_side.row(layout, other, warmup=1)
 
 
 @pytest.mark.usefixtures("on_path")
