@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ahp.errors import BadInput
 from ahp.runtime.data import corpus as corpora
 from ahp.runtime.data import text
-from ahp.runtime.data.batches import NOT_SCORED, Batches
+from ahp.runtime.data.batches import NOT_SCORED, Batches, Masking
 from ahp.runtime.data.corpus import Corpus, prepare
-from ahp.runtime.data.tokenizer import END_OF_TEXT, save_for_transformers
+from ahp.runtime.data.tokenizer import END_OF_TEXT, MASK, mask, save_for_transformers
 
 VOCABULARY = 300
 
@@ -215,3 +215,34 @@ def test_order_depends_on_seed_and_step_alone() -> None:
 def test_less_text_than_one_batch_is_refused() -> None:
     with pytest.raises(BadInput, match=r"job\.data.*3 sequences.*fewer than one batch of job\.global_batch_size 4"):
         Batches(made_of([15]), sequence_length=4, global_batch_size=4, seed=0)
+
+
+def test_masked_model_sees_hidden_tokens_and_is_scored_on_them_alone() -> None:
+    corpus = made_of([40_000])
+    size = {"sequence_length": 100, "global_batch_size": 100, "seed": 3}
+    plain = Batches(corpus, **size)(5)["input_ids"]
+    batches = Batches(corpus, **size, masking=Masking(token=-7, vocab_size=50))
+    batch = batches(5)
+    ids, labels = batch["input_ids"], batch["labels"]
+    scored = labels != NOT_SCORED
+    assert (labels[scored] == plain[scored]).all()
+    assert (ids[~scored] == plain[~scored]).all()
+    hidden = (ids[scored] == -7).float().mean().item()
+    kept = (ids[scored] == plain[scored]).float().mean().item()
+    # Bands of about five standard deviations of shares of 10,000 tokens, of which 1,500 are scored.
+    assert scored.float().mean().item() == pytest.approx(0.15, abs=0.018)
+    assert hidden == pytest.approx(0.8, abs=0.05)
+    assert kept == pytest.approx(0.1, abs=0.04)
+    assert batches(5)["input_ids"].equal(ids)
+    assert not batches(6)["labels"].ne(NOT_SCORED).equal(scored)
+
+
+def test_tokenizer_of_a_masked_model_can_hide(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = prepare(str(folder), VOCABULARY, masked=True).tokenizer()
+    assert tokenizer.id_to_token(mask(tokenizer)) == MASK
+    save_for_transformers(tokenizer, tmp_path / "hf")
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").mask_token == MASK
+    with pytest.raises(BadInput, match="hidden word"):
+        mask(prepare(str(folder), VOCABULARY).tokenizer())

@@ -130,7 +130,7 @@ def report(outcome: Outcome, arguments: Arguments, command: str) -> int:
     if metrics:
         result |= {"first_loss": metrics[0]["loss"], "last_loss": metrics[-1]["loss"], "speed": _speed(metrics)}
     if outcome.status.state == "done":
-        result["sample"] = _sample(folder.path)
+        result |= _sample(folder.path)
         result["next"] = [f"ahp generate {folder.path}", f"ahp report {folder.path}", f"ahp explain {folder.plan_file}"]
     else:
         result["next"] = [command]
@@ -175,13 +175,18 @@ def _speed(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _sample(folder: Path) -> str:
+def _sample(folder: Path) -> dict[str, str]:
+    """Text from the trained model; nothing, and a line on stderr, from a model that does not continue text."""
     from ahp.runtime.generate import Sampling, generate
 
     data = Plan.load(folder / "plan.yaml").job.data
-    text = generate(folder, PROMPTS.get(data, ""), Sampling(max_new_tokens=SAMPLE_TOKENS))
+    try:
+        text = generate(folder, PROMPTS.get(data, ""), Sampling(max_new_tokens=SAMPLE_TOKENS))
+    except BadInput as error:
+        print(f"no sample: {error}", file=sys.stderr)
+        return {}
     (folder / "sample.txt").write_text(text + "\n")
-    return text
+    return {"sample": text}
 
 
 def _write_page(folder: Path) -> str | None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ahp.errors import bad_input
+from ahp.errors import BadInput, bad_input
+from ahp.graph.models import is_masked, load_config
 from ahp.plan import Plan
 from ahp.runtime import weights
 from ahp.runtime.data.tokenizer import end_of_text
@@ -43,6 +44,8 @@ def generate(folder: str | Path, prompt: str = "", sampling: Sampling | None = N
     run = RunFolder(folder)
     plan = Plan.load(run.plan_file)
     module, tokenizer = weights.load(weights.newest(run, plan), plan)
+    if is_masked(module):
+        raise BadInput(f"run = {str(run.path)!r}: a masked language model fills in words, it does not continue a text")
     return continue_text(module, tokenizer, prompt, sampling or Sampling(), longest_context(plan.model))
 
 
@@ -71,8 +74,6 @@ def continue_text(
 
 def longest_context(model: Any) -> int | None:
     """Tokens that a model can look back on, None when it does not say."""
-    from ahp.graph.models import load_config
-
     config = load_config(model)
     return getattr(config, "max_position_embeddings", None) if config is not None else None
 

@@ -171,8 +171,15 @@ class Trainer:
         )
 
     def _corpus(self) -> Corpus:
+        from ahp.graph.models import build_model, is_masked
+
+        module = build_model(self.plan.model, device="meta")
         return prepare(
-            self.plan.job.data, vocabulary_size(self.plan.model), tokenizer_file=tokenizer_of(self.plan.model), say=say
+            self.plan.job.data,
+            vocabulary_size(self.plan.model),
+            masked=is_masked(module),
+            tokenizer_file=tokenizer_of(self.plan.model),
+            say=say,
         )
 
     def _display(self) -> Display:

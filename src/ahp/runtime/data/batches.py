@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -14,6 +15,23 @@ NOT_SCORED = -100
 """The label that cross-entropy leaves out (torch's default ``ignore_index``)."""
 
 
+SCORED_SHARE, HIDDEN_SHARE, REPLACED_SHARE = 0.15, 0.8, 0.1
+"""Of the tokens, those that a masked model must tell; of these, those hidden and those replaced by any token, the rest
+stay as they are (BERT, arXiv 1810.04805, section 3.1)."""
+MASK_STREAM = 1 << 63
+"""Added to the step where it seeds the masks, so that no epoch's permutation shares a stream with them."""
+
+
+@dataclass(frozen=True)
+class Masking:
+    """How tokens are hidden from a masked language model."""
+
+    token: int
+    """Id of the token that hides another."""
+    vocab_size: int
+    """Tokens that may stand in for another."""
+
+
 class Batches:
     """The global batch of every step: ``batches(step)`` gives it for step 0, 1, 2, ...
 
@@ -21,8 +39,17 @@ class Batches:
     Every epoch is a permutation of all sequences, drawn from (seed, epoch). Nothing is remembered between steps.
     """
 
-    def __init__(self, corpus: Corpus, *, sequence_length: int, global_batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        sequence_length: int,
+        global_batch_size: int,
+        seed: int,
+        masking: Masking | None = None,
+    ) -> None:
         self.corpus = corpus
+        self.masking = masking
         self.sequence_length = sequence_length
         self.global_batch_size = global_batch_size
         self.seed = seed
@@ -41,12 +68,24 @@ class Batches:
         """``input_ids`` and ``labels``, int64 [global_batch_size, sequence_length].
 
         A label is the token at its own place (models shift them inside), and -100 at the first token of a document:
-        it cannot be foretold from the document before it.
+        it cannot be foretold from the document before it. For a masked model only hidden tokens have a label.
         """
         rows = [self._tokens(self.sequence(step, row)) for row in range(self.global_batch_size)]
         input_ids = torch.from_numpy(np.stack([ids for ids, _ in rows]))
         labels = torch.from_numpy(np.stack([labels for _, labels in rows]))
+        if self.masking is not None:
+            return self._masked(input_ids, step, self.masking)
         return {"input_ids": input_ids, "labels": labels}
+
+    def _masked(self, ids: torch.Tensor, step: int, masking: Masking) -> dict[str, torch.Tensor]:
+        stream = _stream(self.seed, MASK_STREAM + step)
+        scored = torch.from_numpy(stream.random(ids.shape) < SCORED_SHARE)
+        fate = torch.from_numpy(stream.random(ids.shape))
+        anything = torch.from_numpy(stream.integers(masking.vocab_size, size=ids.shape))
+        hidden = scored & (fate < HIDDEN_SHARE)
+        replaced = scored & (fate >= HIDDEN_SHARE) & (fate < HIDDEN_SHARE + REPLACED_SHARE)
+        input_ids = torch.where(hidden, masking.token, torch.where(replaced, anything, ids))
+        return {"input_ids": input_ids, "labels": torch.where(scored, ids, NOT_SCORED)}
 
     def sequence(self, step: int, row: int) -> int:
         """Which sequence of the corpus is row ``row`` of the batch of ``step``."""
@@ -54,7 +93,7 @@ class Batches:
         return int(self._permutation(epoch)[place])
 
     def _draw(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.num_sequences)
+        return _stream(self.seed, epoch).permutation(self.num_sequences)
 
     def _tokens(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
         first = sequence * self.sequence_length
@@ -64,3 +103,8 @@ class Batches:
         left, right = np.searchsorted(self.corpus.starts, [first, last])
         labels[self.corpus.starts[left:right] - first] = NOT_SCORED
         return input_ids, labels
+
+
+def _stream(seed: int, number: int) -> np.random.Generator:
+    """Random numbers that depend on the two alone; as uint64, because a list with large numbers becomes floats."""
+    return np.random.Generator(np.random.Philox(key=np.array([seed, number], dtype=np.uint64)))

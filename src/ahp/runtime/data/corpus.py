@@ -55,15 +55,23 @@ def cache_folder() -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "ahp"
 
 
-def prepare(data: str, vocab_size: int, *, tokenizer_file: Path | None = None, say: Say | None = None) -> Corpus:
+def prepare(
+    data: str,
+    vocab_size: int,
+    *,
+    masked: bool = False,
+    tokenizer_file: Path | None = None,
+    say: Say | None = None,
+) -> Corpus:
     """The corpus of ``data`` from the cache, made now when it is not there or is damaged.
 
-    ``tokenizer_file`` is a tokenizer.json to use; None trains one of at most ``vocab_size`` tokens on the data.
+    ``tokenizer_file`` is a tokenizer.json to use; None trains one of at most ``vocab_size`` tokens on the data, with
+    the token that hides others if ``masked``.
     It is written aside and renamed, so processes that do this at the same time end with one whole entry.
     """
     say = say or (lambda _: None)
     source = find(data)
-    entry = cache_folder() / "corpora" / _key(source, vocab_size, tokenizer_file)
+    entry = cache_folder() / "corpora" / _key(source, vocab_size, masked, tokenizer_file)
     corpus = _read(entry)
     if corpus is not None:
         return corpus
@@ -73,7 +81,7 @@ def prepare(data: str, vocab_size: int, *, tokenizer_file: Path | None = None, s
     except OSError as error:
         raise BadInput(f"AHP_CACHE = {str(cache_folder())!r}: cannot be written ({error.strerror})") from None
     try:
-        _write(aside, source, vocab_size, tokenizer_file, say)
+        _write(aside, source, vocab_size, masked, tokenizer_file, say)
         return _publish(aside, entry)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -87,20 +95,24 @@ def read(folder: Path) -> Corpus:
     return corpus
 
 
-def _key(source: TextSource, vocab_size: int, tokenizer_file: Path | None) -> str:
+def _key(source: TextSource, vocab_size: int, masked: bool, tokenizer_file: Path | None) -> str:
     parts = [str(FORMAT), source.fingerprint(), str(vocab_size)]
+    if masked and tokenizer_file is None:
+        parts.append("masked")
     if tokenizer_file is not None:
         parts.append(hashlib.blake2b(tokenizer_file.read_bytes(), digest_size=16).hexdigest())
     return hashlib.blake2b("/".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def _write(aside: Path, source: TextSource, vocab_size: int, tokenizer_file: Path | None, say: Say) -> None:
+def _write(
+    aside: Path, source: TextSource, vocab_size: int, masked: bool, tokenizer_file: Path | None, say: Say
+) -> None:
     size = f"{source.num_bytes / 1e6:.1f} MB of text ({len(source.files)} files)"
     if tokenizer_file is not None:
         tokenizer = tokenizers.load(tokenizer_file, vocab_size)
     else:
         say(f"training a tokenizer of {vocab_size} tokens on {size}, once")
-        tokenizer = tokenizers.train(source.documents(), vocab_size)
+        tokenizer = tokenizers.train(source.documents(), vocab_size, masked=masked)
     tokenizer.save(str(aside / "tokenizer.json"))
     say(f"tokenising {size}, once")
     end = tokenizers.end_of_text(tokenizer)

@@ -12,16 +12,22 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
+MASK = "<|mask|>"
 NUM_BYTES = 256
 SMALLEST_VOCABULARY = NUM_BYTES + 1
 """Every byte and the end of a document: with fewer tokens some text cannot be written."""
 
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "[SEP]", "<eos>", "<|im_end|>")
 """What published tokenizers call the end of a document (GPT-2, Llama 3, Llama 2, BERT, Gemma, Qwen chat)."""
+MASK_NAMES = (MASK, "[MASK]", "<mask>")
+"""What published tokenizers call the token that hides another (BERT, RoBERTa)."""
 
 
-def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE (as GPT-2's) of at most ``vocab_size`` tokens; the same texts give the same tokenizer."""
+def train(texts: Iterable[str], vocab_size: int, *, masked: bool = False) -> Tokenizer:
+    """Train byte-level BPE (as GPT-2's) of at most ``vocab_size`` tokens; the same texts give the same tokenizer.
+
+    ``masked`` adds the token that a masked language model needs.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < SMALLEST_VOCABULARY:
@@ -32,7 +38,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, MASK] if masked else [END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -61,16 +67,28 @@ def load(file: Path, vocab_size: int) -> Tokenizer:
 
 def end_of_text(tokenizer: Tokenizer) -> int:
     """Id of the token that ends a document."""
-    for name in END_NAMES:
+    return _first(tokenizer, END_NAMES, "the end of a document")
+
+
+def mask(tokenizer: Tokenizer) -> int:
+    """Id of the token that hides another one from a masked language model."""
+    return _first(tokenizer, MASK_NAMES, "a hidden word, which a masked language model needs")
+
+
+def _first(tokenizer: Tokenizer, names: tuple[str, ...], what: str) -> int:
+    for name in names:
         token = tokenizer.token_to_id(name)
         if token is not None:
             return token
-    raise bad_input("tokenizer", "tokenizer.json", "it has no token for the end of a document", END_NAMES)
+    raise bad_input("tokenizer", "tokenizer.json", f"it has no token for {what}", names)
 
 
 def save_for_transformers(tokenizer: Tokenizer, folder: Path) -> None:
     """Write what ``transformers.AutoTokenizer.from_pretrained(folder)`` reads."""
     from transformers import PreTrainedTokenizerFast
 
-    end = tokenizer.id_to_token(end_of_text(tokenizer))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
+    special = {"eos_token": tokenizer.id_to_token(end_of_text(tokenizer))}
+    hides = next((name for name in MASK_NAMES if tokenizer.token_to_id(name) is not None), None)
+    if hides is not None:
+        special["mask_token"] = hides
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
