@@ -131,7 +131,8 @@ def report(outcome: Outcome, arguments: Arguments, command: str) -> int:
         result |= {"first_loss": metrics[0]["loss"], "last_loss": metrics[-1]["loss"], "speed": _speed(metrics)}
     if outcome.status.state == "done":
         result |= _sample(folder.path)
-        result["next"] = [f"ahp generate {folder.path}", f"ahp report {folder.path}", f"ahp explain {folder.plan_file}"]
+        text = [f"ahp generate {folder.path}"] if "sample" in result else []
+        result["next"] = [*text, f"ahp report {folder.path}", f"ahp explain {folder.plan_file}"]
     else:
         result["next"] = [command]
     result["report"] = _write_page(folder.path)
