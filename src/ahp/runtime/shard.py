@@ -58,6 +58,7 @@ class Sharding:
         self.fsdp_mesh = mesh.whole["dp_replicate", "dp_shard"] if replicated and sharded else mesh.whole["dp_shard"]
         self.replica_sum = ReplicaSum(mesh.group("dp_replicate")) if replicated and not sharded else None
         self.roots: list[FSDPModule] = []
+        self._set_for_last: bool | None = None
 
     def apply(self, root: nn.Module, blocks: list[nn.Module]) -> None:
         """Shard each block as a unit, then what is left of ``root``. Parameters move to the mesh's device."""
@@ -72,6 +73,9 @@ class Sharding:
 
     def before_backward(self, *, last: bool) -> None:
         """Set what the backward of one micro-batch sends and frees."""
+        if last == self._set_for_last:  # each setter walks over every module
+            return
+        self._set_for_last = last
         for root in self.roots:
             root.set_is_last_backward(last)
             root.set_requires_gradient_sync(last or self.zero_stage >= 2)
