@@ -34,10 +34,10 @@ ALONE = {**ZERO, **TENSOR, **PIPELINE}
 
 
 def pairs() -> dict[str, dict[str, Any]]:
-    """Every pair of two different techniques."""
+    """Every pair of two different techniques, two sequences at a time; alone they take one."""
     families = [ZERO, TENSOR, PIPELINE]
     return {
-        f"{a}+{b}": {**families[i][a], **families[j][b]}
+        f"{a}+{b}": {**families[i][a], **families[j][b], "micro_batch_size": 2}
         for i in range(3)
         for j in range(i + 1, 3)
         for a in families[i]

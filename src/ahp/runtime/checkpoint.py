@@ -73,10 +73,9 @@ def _canonical(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Ten
 
 def whole(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """All of a parameter (or of its moment) on every rank that holds a part of it. Collective among those."""
-    assert isinstance(tensor, DTensor)
     mesh, split = parallel.mesh, parallel.splits.get(name)
     if split is None:
-        return tensor.full_tensor()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     # Axis by axis: what DTensor itself would do for rows that are split twice, without its warning about it.
     shape = list(parallel.names.shapes[name])
     shape[split.dim] //= mesh.size("tp")

@@ -24,13 +24,16 @@ class Mesh:
     whole: DeviceMesh
     data: DeviceMesh
     """The flattened ``dp_replicate x dp_shard``: ranks that see different sequences."""
+    sizes: dict[str, int]
+    ranks: dict[str, int]
+    """This rank's coordinate on each axis. Both kept here because DeviceMesh makes a new mesh at every question."""
 
     def size(self, axis: str) -> int:
-        return self.whole[axis].size()
+        return self.sizes[axis]
 
     def rank(self, axis: str) -> int:
         """This rank's coordinate on an axis."""
-        return self.whole.get_local_rank(axis)
+        return self.ranks[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.whole.get_group(axis)
@@ -62,4 +65,11 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
         parallelism.tensor_parallel_degree,
     )
     whole = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    return Mesh(device, whole, flatten_axes(whole, ("dp_replicate", "dp_shard"), "dp"))
+    ranks = {axis: whole.get_local_rank(axis) for axis in AXES}
+    return Mesh(
+        device,
+        whole,
+        flatten_axes(whole, ("dp_replicate", "dp_shard"), "dp"),
+        dict(zip(AXES, sizes, strict=True)),
+        ranks,
+    )

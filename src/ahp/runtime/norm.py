@@ -20,7 +20,8 @@ def weighted_square_sum(
         if gradient.numel() > 0:
             by_copies.setdefault(copies[name], []).append(gradient)
     for count, group in by_copies.items():
-        norms = torch.stack(torch._foreach_norm(group, 2.0, dtype=torch.float64))
+        # One tensor's norm in fp32 (as clip_grad_norm_ takes it; five times faster than in float64), their sum in float64.
+        norms = torch.stack(torch._foreach_norm(group, 2.0)).double()
         total += norms.square().sum() / count
     return total
 

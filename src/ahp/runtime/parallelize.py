@@ -129,7 +129,7 @@ class Parallel:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of which this rank holds a part, by the hub's names; each of them a DTensor."""
+        """The parameters of which this rank holds a part, by the hub's names; DTensors where they are split."""
         return self.held.parameters
 
     def _runner(self, found: Outline | None, vocabulary: bool) -> Accumulation | Pipeline:

@@ -1,46 +1,28 @@
 """Step 5: optimizer states, gradients and parameters at 1/n per rank, and the replicas' sums. One mechanism: FSDP2.
 
 ZeRO stage   parameters              gradients of the micro-batches       optimizer states
-0            whole                   whole, summed once per step           whole (shard group of one)
+0            whole                   whole, summed once per step           whole
 1            gathered once per step  whole, reduce-scattered once          sharded
 2            gathered once per step  reduce-scattered at each micro-batch  sharded
 3            gathered at each use    reduce-scattered at each micro-batch  sharded
+
+Where nothing is sharded and nothing is cast (fp32), FSDP2 would only copy: then the gradients of the replicas are summed
+by ``replicas`` alone.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ahp.job import Precision
 from ahp.runtime.mesh import Mesh
+from ahp.runtime.replicas import Replicas
 from ahp.runtime.torch_compat import sum_gradients
 
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Precisions that the runtime computes in; master weights, reduction and optimizer are always fp32."""
-
-
-class ReplicaSum:
-    """Adds reduced gradients up over the replicas: started bucket by bucket while backward runs, finished before use.
-
-    A bucket is what FSDP2 reduces at once: the gradients of one block.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.pending: list[dist.Work] = []
-
-    def start(self, bucket: torch.Tensor) -> None:
-        work = dist.all_reduce(bucket, group=self.group, async_op=True)
-        assert work is not None
-        self.pending.append(work)
-
-    def finish(self) -> None:
-        for work in self.pending:
-            work.wait()
-        self.pending.clear()
 
 
 class Sharding:
@@ -56,19 +38,24 @@ class Sharding:
         )
         replicated, sharded = mesh.size("dp_replicate") > 1, mesh.size("dp_shard") > 1
         self.fsdp_mesh = mesh.whole["dp_replicate", "dp_shard"] if replicated and sharded else mesh.whole["dp_shard"]
-        self.replica_sum = ReplicaSum(mesh.group("dp_replicate")) if replicated and not sharded else None
+        self.uses_fsdp = sharded or dtype is not torch.float32
+        self.replicas = Replicas(mesh.group("dp_replicate")) if replicated and not sharded else None
         self.roots: list[FSDPModule] = []
         self._set_for_last: bool | None = None
 
     def apply(self, root: nn.Module, blocks: list[nn.Module]) -> None:
-        """Shard each block as a unit, then what is left of ``root``. Parameters move to the mesh's device."""
+        """Shard each block as a unit, then what is left of ``root``, and sum over replicas in the same units."""
+        if not self.uses_fsdp:
+            if self.replicas is not None:
+                self.replicas.watch([*blocks, root])
+            return
         for module in [*blocks, root]:
             keep_whole = self.zero_stage < 3 or module is root
             fully_shard(module, mesh=self.fsdp_mesh, mp_policy=self.policy, reshard_after_forward=not keep_whole)
         assert isinstance(root, FSDPModule)
         for module in [*blocks, root]:
             assert isinstance(module, FSDPModule)
-            sum_gradients(module, self.replica_sum.start if self.replica_sum else None)
+            sum_gradients(module, self.replicas.start if self.replicas else None)
         self.roots.append(root)
 
     def before_backward(self, *, last: bool) -> None:
@@ -76,6 +63,8 @@ class Sharding:
         if last == self._set_for_last:  # each setter walks over every module
             return
         self._set_for_last = last
+        if self.replicas is not None:
+            self.replicas.armed = last
         for root in self.roots:
             root.set_is_last_backward(last)
             root.set_requires_gradient_sync(last or self.zero_stage >= 2)
@@ -84,5 +73,5 @@ class Sharding:
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over all replicas."""
-        if self.replica_sum is not None:
-            self.replica_sum.finish()
+        if self.replicas is not None:
+            self.replicas.finish()
