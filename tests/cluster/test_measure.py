@@ -35,7 +35,7 @@ def test_tasks(workers: int, quick: bool, on_cuda: bool) -> None:
     assert len(set(found)) == len(found)
     assert all(1 <= task.workers <= workers for task in found)
     kinds = {task.kind for task in found}
-    assert {"launch", "memory", "matmul"} <= kinds
+    assert {"launch", "memory", "matmul", "attention_forward", "attention_backward", "add", "silu"} <= kinds
     assert (set(COLLECTIVES) <= kinds) == (workers > 1)
     for task in found:
         if task.kind in COLLECTIVES:
@@ -43,7 +43,7 @@ def test_tasks(workers: int, quick: bool, on_cuda: bool) -> None:
             assert task.bytes % (4 * task.workers) == 0
             assert task.kind != "send_recv" or task.workers % 2 == 0
     for dtype in ("fp32", "bf16"):
-        work = [t.m * t.n * t.k for t in found if t.dtype == dtype and t.workers == workers]
+        work = [t.m * t.n * t.k for t in found if t.kind == "matmul" and t.dtype == dtype and t.workers == workers]
         assert work == sorted(work)
     assert (any(t.dtype == "fp16" for t in found)) == on_cuda
 
@@ -180,6 +180,12 @@ def test_real_quick_probe_of_two_workers(tmp_path: Any) -> None:
     assert {s.dtype for s in measured.matmul} == {"fp32", "bf16"}
     assert {s.workers for s in measured.matmul} == {1, 2}
     assert [s.workers for s in measured.memory] == [1, 2]
+    assert {(s.phase, s.dtype, s.workers) for s in measured.attention} == {
+        (phase, dtype, w) for phase in ("forward", "backward") for dtype in ("fp32", "bf16") for w in (1, 2)
+    }
+    assert {(s.kind, s.dtype, s.workers) for s in measured.element_wise} == {
+        (kind, dtype, w) for kind in ("add", "silu") for dtype in ("fp32", "bf16") for w in (1, 2)
+    }
     assert all(1e8 < s.bytes_per_s < 1e13 for s in measured.memory)
     assert all(1e8 < peak < 1e15 for peak in group.device.peak_flops_per_s.values())
     # Far apart in size, so that the order holds on a busy machine too.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ahp.cluster.model import MatmulSample, Measurements, MemorySample
+from ahp.cluster.model import AttentionSample, ElementWiseSample, MatmulSample, Measurements, MemorySample
 from ahp.forecast.compute import is_causal, operator_s, segment_times
 from ahp.forecast.efficiency import ATTENTION_BACKWARD, CPU_ATTENTION, HALF_DEPTH, Rates
 from ahp.forecast.split import split
@@ -77,10 +77,57 @@ def test_causal_attention_does_half(mlp_block):
 def test_attention_on_a_cpu_follows_its_own_products():
     cpu = make_cluster(name="cpu").groups[0].device
     measured, catalogue = Rates(cpu, SAMPLES, 1), Rates(cpu, None, 1)
-    assert measured.attention_s(1e9, "fp32", backward=False) == pytest.approx(1e9 / (CPU_ATTENTION["fp32"] * 8e9))
-    assert catalogue.attention_s(1e9, "fp32", backward=True) == pytest.approx(1e9 / (CPU_ATTENTION["fp32"] * 2e13))
+    assert measured.attention_s(1e9, 256, 64, "fp32", backward=False) == pytest.approx(
+        1e9 / (CPU_ATTENTION["fp32"] * 8e9)
+    )
+    assert catalogue.attention_s(1e9, 256, 64, "fp32", backward=True) == pytest.approx(
+        1e9 / (CPU_ATTENTION["fp32"] * 2e13)
+    )
     gpu = Rates(DEVICE, SAMPLES, 1)
-    assert gpu.attention_s(1e9, "fp32", backward=True) == pytest.approx(1e9 / (ATTENTION_BACKWARD * 2e13))
+    assert gpu.attention_s(1e9, 256, 64, "fp32", backward=True) == pytest.approx(1e9 / (ATTENTION_BACKWARD * 2e13))
+
+
+def test_measured_attention_comes_back_as_measured():
+    cpu = make_cluster(name="cpu").groups[0].device
+    samples = tuple(
+        AttentionSample(heads=8, sequence=s, head_dim=d, dtype="bf16", workers=1, phase=phase, seconds=seconds)
+        for s, d, phase, seconds in (
+            (256, 32, "forward", 1e-3), (1024, 64, "forward", 1e-2), (256, 32, "backward", 4e-3),
+        )
+    )  # fmt: skip
+    rates = Rates(cpu, Measurements(attention=samples), 1)
+    flops = 2 * 2 * 8 * 256**2 * 32 / 2
+    assert rates.attention_s(flops, 256, 32, "bf16", backward=False) == pytest.approx(1e-3, rel=1e-3)
+    assert rates.attention_s(2.5 * flops, 256, 32, "bf16", backward=True) == pytest.approx(4e-3, rel=1e-3)
+    between = rates.attention_s(flops, 512, 32, "bf16", backward=False)
+    larger = 2 * 2 * 8 * 1024**2 * 64 / 2
+    assert min(1e-3, 1e-2 * flops / larger) < between < max(1e-3, 1e-2 * flops / larger)
+    # Another precision was not measured: the share of its products.
+    assert rates.attention_s(1e9, 256, 32, "fp32", backward=False) == pytest.approx(
+        1e9 / (CPU_ATTENTION["fp32"] * 2e13)
+    )
+
+
+def test_element_wise_follows_size_dtype_and_exponentials():
+    cpu = make_cluster(name="cpu").groups[0].device
+    samples = tuple(
+        ElementWiseSample(kind=kind, elements=n, dtype="bf16", workers=w, seconds=w * n * each_s)
+        for w in (1, 2)
+        for kind, n, each_s in (
+            ("add", 1000, 1e-9),
+            ("add", 100_000, 4e-9),
+            ("silu", 1000, 2e-9),
+            ("silu", 100_000, 9e-9),
+        )
+    )
+    rates = Rates(cpu, Measurements(element_wise=samples), 1)
+    assert rates.element_wise_s(6 * 1000, 0, "bfloat16") == pytest.approx(1e-6)
+    assert rates.element_wise_s(6 * 100, 0, "bfloat16") == pytest.approx(1e-7)
+    assert rates.element_wise_s(6 * 10**7, 0, "bfloat16") == pytest.approx(4e-2)
+    assert 1e-6 < rates.element_wise_s(6 * 10_000, 0, "bfloat16") < 4e-4
+    assert rates.element_wise_s(4 * 1000, 1000, "bfloat16") == pytest.approx(2e-6)
+    assert Rates(cpu, Measurements(element_wise=samples), 2).element_wise_s(6000, 0, "bfloat16") == pytest.approx(2e-6)
+    assert rates.element_wise_s(4e9, 0, "float32") == pytest.approx(4e9 / rates.bytes_per_s)
 
 
 def test_tensor_parallelism_divides_products(tiny):

@@ -25,7 +25,7 @@ LAYOUTS = [
     {"tensor_parallel_degree": 4},
     {"pipeline_parallel_degree": 3},
     {"pipeline_parallel_degree": 3, "pipeline_parallel_schedule": "GPipe"},
-    {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 3, "data_parallel_shard_degree": 2},
+    {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2, "data_parallel_shard_degree": 2},
     {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2},
 ]
 

@@ -15,9 +15,11 @@ import psutil
 from ahp.cluster import catalogue, disk, local, managers, sense, team
 from ahp.cluster.gpus import Gpu, gpus, topology
 from ahp.cluster.model import (
+    AttentionSample,
     Cluster,
     CollectiveSample,
     Device,
+    ElementWiseSample,
     Host,
     Link,
     MatmulSample,
@@ -188,6 +190,30 @@ def _tables(plan: list[Task], values: list[float | None]) -> Measurements:
             if t.kind == "matmul"
         ),
         memory=tuple(MemorySample(workers=t.workers, bytes_per_s=value) for t, value in known if t.kind == "memory"),
+        attention=tuple(
+            AttentionSample(
+                heads=t.heads,
+                sequence=t.m,
+                head_dim=t.k,
+                dtype=t.dtype,
+                workers=t.workers,
+                phase="backward" if t.kind == "attention_backward" else "forward",
+                seconds=value,
+            )
+            for t, value in known
+            if t.heads
+        ),
+        element_wise=tuple(
+            ElementWiseSample(
+                kind="silu" if t.kind == "silu" else "add",
+                elements=t.elements,
+                dtype=t.dtype,
+                workers=t.workers,
+                seconds=value,
+            )
+            for t, value in known
+            if t.elements
+        ),
         collectives=tuple(
             CollectiveSample(kind=t.kind, workers=t.workers, bytes=t.bytes, seconds=value)  # pyright: ignore[reportArgumentType]
             for t, value in known

@@ -26,7 +26,8 @@ class Device(Record):
     rated_power_w: float | None = Field(default=None, gt=0)
     """What the part is built for; ``peak_flops_per_s`` and the bandwidth are those at this power."""
     kernel_launch_s: float = Field(default=5.0e-6, ge=0)
-    """Time that every kernel takes at least, launch included."""
+    """Time that every operator takes at least. On a GPU the launch of a kernel; on a CPU what Python, dispatch and
+    autograd take for one operator of a training step, which nothing hides there."""
     reserved_memory_bytes: int = 0
     """Held by the driver and the context before the first tensor."""
     source: str = ""
@@ -70,6 +71,31 @@ class CollectiveSample(Record):
     seconds: float = Field(gt=0)
 
 
+class AttentionSample(Record):
+    """Measured causal fused attention of one sequence over ``heads`` heads (torch's scaled_dot_product_attention)."""
+
+    heads: int
+    sequence: int
+    head_dim: int
+    dtype: str
+    workers: int
+    phase: Literal["forward", "backward"]
+    seconds: float = Field(gt=0)
+
+
+class ElementWiseSample(Record):
+    """A measured element-wise operator on ``elements`` elements.
+
+    ``add`` reads two tensors and writes one; ``silu`` stands for all that take an exponential of every element.
+    """
+
+    kind: Literal["add", "silu"]
+    elements: int
+    dtype: str
+    workers: int
+    seconds: float = Field(gt=0)
+
+
 class MemorySample(Record):
     """Measured streaming bandwidth of one worker while ``workers`` of them stream."""
 
@@ -82,6 +108,8 @@ class Measurements(Record):
 
     matmul: tuple[MatmulSample, ...] = ()
     memory: tuple[MemorySample, ...] = ()
+    attention: tuple[AttentionSample, ...] = ()
+    element_wise: tuple[ElementWiseSample, ...] = ()
     collectives: tuple[CollectiveSample, ...] = ()
 
 

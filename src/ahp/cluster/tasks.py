@@ -57,13 +57,23 @@ CUDA_WEIGHTS = (
 )
 CUDA_TOKENS = (1024, 2048, 4096, 8192, 16384)
 
+# (heads, sequence, head dimension): the work grows as sequence squared, so the rows end where a step would be long.
+CPU_QUICK_ATTENTION = ((8, 256, 32), (4, 256, 128), (4, 1024, 64))
+CPU_ATTENTION = ((8, 64, 32), (8, 256, 32), (8, 256, 64), (8, 256, 128), (8, 1024, 32), (8, 1024, 64), (8, 1024, 128))
+CUDA_QUICK_ATTENTION = ((32, 2048, 128), (32, 8192, 128))
+CUDA_ATTENTION = ((32, 1024, 64), (32, 4096, 64), (32, 1024, 128), (32, 4096, 128), (32, 16384, 128))
+
+# Elements of an element-wise operator: within the first caches, within the last, beyond them.
+QUICK_ELEMENTS = (2**16, 2**20, 2**23)
+FULL_ELEMENTS = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
+
 QUICK_SIZES_BYTES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 FULL_SIZES_BYTES = tuple(2**10 * 4**power for power in range(9))  # 1 KiB to 64 MiB
 
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement. ``kind`` is matmul, memory, launch, or a collective."""
+    """One measurement. ``kind`` is matmul, attention_forward, attention_backward, add, silu, memory, launch, or a collective."""
 
     kind: str
     workers: int
@@ -72,6 +82,9 @@ class Task:
     n: int = 0
     k: int = 0
     dtype: str = ""
+    heads: int = 0
+    """Of attention, beside its sequence ``m`` and head dimension ``k``."""
+    elements: int = 0
     bytes: int = 0
     """Of a collective: the whole tensor (the gathered one for all-gather)."""
 
@@ -84,6 +97,9 @@ class Task:
             return f"matmul {self.m}x{self.n}x{self.k} {self.dtype}, {self.workers} at once"
         if self.kind in COLLECTIVES:
             return f"{self.kind} {self.bytes / 2**10:g} KiB over {self.workers}"
+        if self.heads:
+            what = self.kind.replace("_", " ")
+            return f"{what} {self.heads}x{self.m}x{self.k} {self.dtype}, {self.workers} at once"
         return f"{self.kind}, {self.workers} at once"
 
 
@@ -96,12 +112,29 @@ def tasks(*, workers: int, on_cuda: bool, quick: bool) -> list[Task]:
     for count in counts:
         for dtype in dtypes:
             found += [Task("matmul", count, m, n, k, dtype) for m, n, k in shapes(on_cuda=on_cuda, quick=quick)]
+            found += _beside_products(dtype, count, on_cuda=on_cuda, quick=quick)
     sizes = QUICK_SIZES_BYTES if quick else FULL_SIZES_BYTES
     for count in counts:
         for kind in COLLECTIVES:
             if count > 1 and (kind != "send_recv" or count % 2 == 0):
                 found += [Task(kind, count, bytes=_divisible(size, count)) for size in sizes]
     return found
+
+
+def _beside_products(dtype: str, count: int, *, on_cuda: bool, quick: bool) -> list[Task]:
+    """Attention and element-wise operators: on a CPU much of the time of a small model is theirs."""
+    if on_cuda:
+        attention = CUDA_QUICK_ATTENTION if quick else CUDA_ATTENTION
+    else:
+        attention = CPU_QUICK_ATTENTION if quick else CPU_ATTENTION
+    found = [
+        Task(f"attention_{phase}", count, m=sequence, k=head_dim, dtype=dtype, heads=heads)
+        for heads, sequence, head_dim in attention
+        for phase in ("forward", "backward")
+        if not (on_cuda and dtype == "fp32")  # no fused kernel there
+    ]
+    elements = QUICK_ELEMENTS if quick else FULL_ELEMENTS
+    return found + [Task(kind, count, dtype=dtype, elements=n) for kind in ("add", "silu") for n in elements]
 
 
 def worker_counts(workers: int, *, quick: bool) -> list[int]:

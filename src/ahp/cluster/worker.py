@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from ahp.cluster.small import NUM_OPERATORS, ROWS, WIDTH, SmallStep
 from ahp.cluster.tasks import COLLECTIVES, Task
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +49,7 @@ class Worker:
         self.tasks = [Task(**task) for task in settings["tasks"]]
         self.too_slow: set[tuple[str, int]] = set()
         """(dtype, workers) of which a product took too long in this round; the larger ones are left out."""
+        self.clock = time.perf_counter
         if self.on_cuda:
             torch.cuda.set_device(self.device)
         store = dist.FileStore(settings["store"], self.world)
@@ -87,7 +89,12 @@ class Worker:
     def _together(self, task: Task, budget_s: float) -> float | None:
         """Measure with all who take part; the value of the team, on rank 0. The others wait for the next task."""
         if not self.on_cuda:
-            torch.set_num_threads(max(1, self.cores // task.workers))
+            threads = max(1, self.cores // task.workers)
+            torch.set_num_threads(threads)
+            # One thread that only computes: its own processor time, which other programs do not lengthen as they do
+            # the wall's. Several threads wait for each other, and collectives for the other side: the wall's.
+            alone = threads == 1 and task.kind not in COLLECTIVES
+            self.clock = time.thread_time if alone else time.perf_counter
         result = self.measure(task, budget_s) if self.rank < task.workers else None
         results: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(result, results)
@@ -108,8 +115,11 @@ class Worker:
             # Element-wise work is what is bound by memory in training: read once, write once.
             return 2 * 4 * elements / self._timed(lambda: torch.mul(source, 1.5, out=target), budget_s)
         if task.kind == "launch":
-            tiny = torch.ones(16, device=self.device)
-            return self._timed(lambda: tiny.add_(1.0), budget_s)
+            return self._launch(budget_s)
+        if task.heads:
+            return self._attention(task, budget_s)
+        if task.elements:
+            return self._element_wise(task, budget_s)
         return self._collective(task, budget_s)
 
     def _matmul(self, task: Task, budget_s: float) -> float | None:
@@ -122,6 +132,32 @@ class Worker:
             self.too_slow.add(key)
             return None
         return self._timed(lambda: functional.linear(x, weight), budget_s)
+
+    def _launch(self, budget_s: float) -> float:
+        """On a GPU the smallest kernel; on a CPU an operator of a training step with next to no work."""
+        if self.on_cuda:
+            tiny = torch.ones(16, device=self.device)
+            return self._timed(lambda: tiny.add_(1.0), budget_s)
+        step, x = SmallStep(), torch.randn(ROWS, WIDTH, requires_grad=True)
+        return self._timed(lambda: step.run(x), budget_s) / NUM_OPERATORS
+
+    def _attention(self, task: Task, budget_s: float) -> float:
+        """Forward as training runs it, saving for backward; or backward alone."""
+        shape = (1, task.heads, task.m, task.k)
+        q, k, v, gradient = (torch.randn(shape, device=self.device).to(DTYPES[task.dtype]) for _ in range(4))
+        for tensor in (q, k, v):
+            tensor.requires_grad_()
+        if task.kind == "attention_forward":
+            return self._timed(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True), budget_s)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self._timed(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), budget_s)
+
+    def _element_wise(self, task: Task, budget_s: float) -> float:
+        x = torch.randn(task.elements, device=self.device).to(DTYPES[task.dtype])
+        if task.kind == "silu":
+            return self._timed(lambda: functional.silu(x), budget_s)
+        y = torch.ones_like(x)
+        return self._timed(lambda: x + y, budget_s)
 
     def _collective(self, task: Task, budget_s: float) -> float:
         group, workers = self.groups[task.workers], task.workers
@@ -162,11 +198,12 @@ class Worker:
 
     def _batch(self, call: Callable[[], Any], calls: int) -> float:
         self._synchronize()
-        start = time.perf_counter()
+        start = self.clock()
         for _ in range(calls):
             call()
         self._synchronize()
-        return (time.perf_counter() - start) / calls
+        # Above 0 whatever the clock's resolution.
+        return max(self.clock() - start, 1.0e-9) / calls
 
     def _synchronize(self) -> None:
         if self.on_cuda:

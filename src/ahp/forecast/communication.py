@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from ahp.cluster.model import NodeGroup
+from ahp.forecast.tables import interpolate
 from ahp.plan import Parallelism
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
@@ -146,22 +146,6 @@ class Network:
             same_node = Group(workers, workers, 1)
             seconds *= self._model_s(kind, num_bytes, group) / self._model_s(kind, num_bytes, same_node)
         return seconds
-
-
-def interpolate(table: list[tuple[float, float]], num_bytes: float) -> float:
-    """Seconds at a size, from (bytes, seconds) in rising order.
-
-    Between two sizes straight in log-log; below the smallest its time (latency); above the largest in proportion.
-    """
-    first, last = table[0], table[-1]
-    if num_bytes <= first[0]:
-        return first[1]
-    if num_bytes >= last[0]:
-        return last[1] * num_bytes / last[0]
-    at = bisect_left(table, (num_bytes, 0.0))
-    (x0, y0), (x1, y1) = table[at - 1], table[at]
-    part = math.log(num_bytes / x0) / math.log(x1 / x0)
-    return math.exp((1 - part) * math.log(y0) + part * math.log(y1))
 
 
 def _tables(nodes: NodeGroup) -> dict[str, dict[int, list[tuple[float, float]]]]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ahp.forecast.efficiency import PRECISION_OF, Rates
+from ahp.forecast.efficiency import Rates
 from ahp.forecast.split import Split
+from ahp.forecast.tables import PRECISION_OF
 from ahp.graph.operators import DTYPE_BYTES, ModelGraph, Operator, Segment
+
+EXPONENTIAL = ("softmax", "silu", "gelu", "sigmoid", "tanh", "exp", "logsumexp", "erf")
+"""Element-wise operators that take an exponential (or as much arithmetic) of every element, by a part of their name."""
 
 BATCHED = ("aten.bmm", "aten.baddbmm")
 
@@ -54,17 +58,30 @@ def operator_s(
     share = split.share(op.index, degree)
     launch_s = rates.device.kernel_launch_s
     if op.flops == 0:
-        if skipped_bytes is None:
-            return moved * share / rates.bytes_per_s + launch_s
-        return (moved - skipped_bytes) * share / rates.bytes_per_s + (launch_s if skipped_bytes < moved else 0.0)
+        elements = max((spec.numel for spec in op.outputs), default=0)
+        exponentials = elements * share if _is_exponential(op) else 0.0
+        left = moved - (skipped_bytes or 0)
+        busy_s = rates.element_wise_s(left * share, exponentials, _dtype(op))
+        return busy_s + (launch_s if left > 0 else 0.0)
     precision = PRECISION_OF.get(op.inputs[0].dtype, "fp32")
     if "attention" in op.name:
         flops = op.flops * share * (0.5 if causal else 1.0)
-        busy_s = rates.attention_s(flops, precision, backward=op.phase == "backward")
+        sequence, head_dim = op.inputs[0].shape[-2:]
+        busy_s = rates.attention_s(flops, sequence, head_dim, precision, backward=op.phase == "backward")
         return max(busy_s, moved * share / rates.bytes_per_s) + launch_s
     batch, m, n, k = _local_shape(op, split, degree)
     moved = batch * (m * k + k * n + m * n) * DTYPE_BYTES[op.inputs[0].dtype] if share < 1 else moved
     return max(rates.matmul_s(batch, m, n, k, precision), moved / rates.bytes_per_s) + launch_s
+
+
+def _is_exponential(op: Operator) -> bool:
+    name = op.name.removeprefix("aten.")
+    return any(part in name for part in EXPONENTIAL) and "expand" not in name
+
+
+def _dtype(op: Operator) -> str:
+    """The dtype of its largest tensor: a cast or a sum works at the pace of what it reads."""
+    return max((*op.inputs, *op.outputs), key=lambda spec: spec.numel).dtype
 
 
 def _local_shape(op: Operator, split: Split, degree: int) -> tuple[float, float, float, float]:

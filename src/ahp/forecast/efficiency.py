@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from ahp.cluster.model import Device, Measurements
+from ahp.forecast.tables import PRECISION_OF, Attention, ElementWise, nearest_workers
 
 BEST_MATMUL: tuple[tuple[str, float], ...] = (
     ("A100-PCIe", 0.811), ("A100", 0.869), ("A800", 0.869), ("GH200", 0.838), ("H100", 0.803), ("H800", 0.803),
@@ -41,11 +42,6 @@ CPU_ATTENTION: dict[str, float] = {"fp32": 0.45, "bf16": 0.20}
 one thread of an AMD EPYC (Zen 4): 0.36-0.68 in fp32 and 0.10-0.36 in bf16 for sequences of 256-1024 and heads of
 32-128; the lower values belong to the small models that train on a CPU."""
 
-PRECISION_OF: dict[str, str] = {
-    "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
-    "float64": "fp32",
-}  # fmt: skip
-
 
 def is_cpu(device: Device) -> bool:
     """Whether a device is a worker process on processor cores: nothing overlaps there, all share the cores."""
@@ -57,10 +53,11 @@ class Rates:
 
     def __init__(self, device: Device, measured: Measurements | None, workers: int) -> None:
         self.device = device
-        self._samples = _nearest_workers(measured, workers)
+        self._samples = _products(measured, workers)
+        self._attention, self._element_wise = Attention(measured, workers), ElementWise(measured, workers)
         self.bytes_per_s = STREAMING * device.memory_bandwidth_bytes_per_s
         if measured and measured.memory:
-            self.bytes_per_s = min(measured.memory, key=lambda s: _distance(s.workers, workers)).bytes_per_s
+            self.bytes_per_s = nearest_workers(measured.memory, workers)[0].bytes_per_s
 
     def peak(self, precision: str) -> float:
         """Dense peak in FLOP/s; a precision the device has no units for computes at its fp32 peak."""
@@ -74,8 +71,23 @@ class Rates:
             return flops / _measured_rate(samples, batch * m, n, k)
         return flops / (self.peak(precision) * self._matmul_efficiency(batch, m, n, k))
 
-    def attention_s(self, flops: float, precision: str, *, backward: bool) -> float:
+    def element_wise_s(self, moved_bytes: float, exponentials: float, dtype: str) -> float:
+        """Seconds of an element-wise operator on tensors of ``dtype`` (torch's name), without the launch.
+
+        ``exponentials``: elements of which it takes an exponential. Tensors that fit in a cache move faster than memory
+        streams: as fast as ``add`` was measured at their size, where it was.
+        """
+        precision = PRECISION_OF.get(dtype, "fp32")
+        moved_s = self._element_wise.add_s(moved_bytes, precision)
+        if moved_s is None:
+            moved_s = moved_bytes / self.bytes_per_s
+        return max(moved_s, self._element_wise.silu_s(exponentials, precision) or 0.0)
+
+    def attention_s(self, flops: float, sequence: float, head_dim: float, precision: str, *, backward: bool) -> float:
         """Seconds of fused attention that really does ``flops``."""
+        rate = self._attention.rate(sequence, head_dim, precision, backward=backward)
+        if rate is not None:
+            return flops / rate
         if not is_cpu(self.device):
             return flops / (self.peak(precision) * (ATTENTION_BACKWARD if backward else ATTENTION_FORWARD))
         samples = self._samples.get(precision)
@@ -100,22 +112,15 @@ class Rates:
         )
 
 
-def _distance(a: int, b: int) -> float:
-    return abs(math.log(a / b))
-
-
-def _nearest_workers(measured: Measurements | None, workers: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _products(measured: Measurements | None, workers: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """By precision: log (m, n, k) of the products measured with the nearest number of workers, and their FLOP/s."""
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for sample in measured.matmul if measured else ():
-        precision = PRECISION_OF.get(sample.dtype, sample.dtype)
-        if precision in found:
-            continue
-        alike = [s for s in measured.matmul if s.dtype == sample.dtype] if measured else []
-        nearest = min((s.workers for s in alike), key=lambda w: (_distance(w, workers), -w))
-        alike = [s for s in alike if s.workers == nearest]
+    samples = measured.matmul if measured else ()
+    for dtype in {s.dtype for s in samples}:
+        alike = nearest_workers((s for s in samples if s.dtype == dtype), workers)
         shapes = np.log(np.array([(s.m, s.n, s.k) for s in alike], dtype=float))
-        found[precision] = shapes, np.array([2.0 * s.m * s.n * s.k / s.seconds for s in alike])
+        rates = np.array([2.0 * s.m * s.n * s.k / s.seconds for s in alike])
+        found[PRECISION_OF.get(dtype, dtype)] = shapes, rates
     return found
 
 
