@@ -17,7 +17,7 @@ from ahp.job import Job
 def test_the_table_names_every_part_and_the_next_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["tiny", "--sequence-length", "64"]) == 0
     out, err = capsys.readouterr()
-    for word in ("6,524,160", "embedding", "block", "head", "1 x 64 tokens", "6 N", "mlp.down_proj"):
+    for word in ("4,000,000", "embedding", "block", "head", "1 x 64 tokens", "6 N", "mlp.down_proj"):
         assert word in out
     assert out.rstrip().endswith("Next: ahp plan tiny CLUSTER")
     assert "traced in" in err
@@ -64,12 +64,12 @@ def test_the_heaviest_are_counted_over_all_layers() -> None:
     rows = heaviest(graph)
     assert [row[3] for row in rows] == sorted((row[3] for row in rows), reverse=True)
     up = next(row for row in rows if row[0].module == "mlp.up_proj" and row[0].phase == "forward")
-    assert up[2:4] == (6, 6 * 2 * 64 * 256 * 704)
+    assert up[2:4] == (4, 4 * 2 * 64 * 256 * 704)
 
 
 def test_six_n_leaves_out_the_table_that_is_only_looked_up() -> None:
     """Without attention, traced / 6 N = (N - embedding - norms) / N."""
     graph = analyze("tiny", Job(sequence_length=64))
-    looked_up = 4096 * 256 + 13 * 256
+    looked_up = 2048 * 256 + 9 * 256
     share = (graph.num_parameters - looked_up) / graph.num_parameters
     assert f"without attention {share:.3f}" in six_n(graph)[1]

@@ -31,7 +31,7 @@ def test_plan_prints_a_table_and_writes_a_plan(
     assert main(["plan", "tiny", "1x4xH100-SXM-80GB", *SHORT, *words]) == 0
     out = capsys.readouterr().out
     for told in (
-        "Model    tiny, 6.52 M parameters, 6 layers",
+        "Model    tiny, 4 M parameters, 4 layers",
         "1 x 4 H100-SXM-80GB, 79.6 GiB each, datasheet figures",
         "16 sequences of 128 = 2.05 k tokens a step, bf16, adamw   (chosen, not given: precision)",
         "break a rule",

@@ -11,6 +11,7 @@ import yaml
 
 from ahp.cli import generate as generate_command
 from ahp.cli import main, train_plan
+from ahp.cli import train as train_command
 from ahp.config import Config, Constraints
 from ahp.errors import BadInput
 from ahp.job import Job
@@ -192,3 +193,22 @@ def test_generate_prints_the_text_and_what_is_next(capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["text"] == "seed0():\n  pass"
     with pytest.raises(BadInput, match="seed"):
         generate_command.run(["runs/x", "--seed", "-1"])
+
+
+def test_demonstration_differs_in_four_keys_and_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[train_command.Request] = []
+
+    def no_training(request: train_command.Request, *_: Any, **__: Any) -> int:
+        seen.append(request)
+        return 0
+
+    monkeypatch.setattr(train_command, "train", no_training)
+    (tmp_path / "empty.yaml").write_text("")
+    assert train_command.run(["--job.steps", "5", "--run.folder", str(tmp_path)]) == 0
+    assert train_command.run(["--job.optimizer", "{learning_rate: 0.5}"]) == 0
+    assert train_command.run([str(tmp_path / "empty.yaml")]) == 0
+    demo, whole, plain = (request.config.job for request in seen if request.config is not None)
+    assert (demo.steps, demo.global_batch_size) == (5, train_command.DEMO["job.global_batch_size"])
+    assert (demo.optimizer.learning_rate, demo.optimizer.warmup_steps) == (3.0e-3, 30)
+    assert whole.optimizer.learning_rate == 0.5
+    assert plain == Job()

@@ -55,7 +55,7 @@ def test_run_page_has_every_part(run: Path) -> None:
     text = (run / "report.html").read_text()
     for words in (
         "failed, step 3 of 200", "disk &lt;full&gt;", "6.000", "from 8.000", "550 ms", "predicted 500 ms",
-        "nothing else &lt;is&gt; as fast", "all-reduce exposed", "&lt;script&gt;", "8 x H100", "ln(4096)", "0F0",
+        "nothing else &lt;is&gt; as fast", "all-reduce exposed", "&lt;script&gt;", "8 x H100", "ln(2048)", "0F0",
     ):  # fmt: skip
         assert words in text, words
     assert list(run.glob("*.tmp")) == []

@@ -98,8 +98,8 @@ def _with_type(model_type: str, config: dict[str, Any], **more: Any) -> dict[str
 
 CATALOGUE: dict[str, CatalogueModel] = {
     "tiny": CatalogueModel(
-        _llama(256, 704, 6, 8, 4, vocab_size=4096, max_position_embeddings=1024),
-        6_524_160,
+        _llama(256, 704, 4, 8, 4, vocab_size=2048, max_position_embeddings=1024),
+        4_000_000,
         "made for AHP: a LLaMA that two CPU cores train in minutes; counted, not published",
     ),
     "llama-7b": CatalogueModel(_llama1(4096, 11008, 32, 32), 6_738_415_616, LLAMA1),
