@@ -57,6 +57,40 @@ def test_links_resolve(path: Path) -> None:
     assert [target for target in relative if not (path.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("name", READMES)
+def test_every_page_is_reached_from_the_readme(name: str) -> None:
+    reached, waiting = set(), [ROOT / name]
+    while waiting:
+        page = waiting.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        targets = [target.split("#")[0] for target in LINK.findall(page.read_text(encoding="utf-8"))]
+        waiting += [
+            (page.parent / target).resolve() for target in targets if target.endswith(".md") and "://" not in target
+        ]
+    assert [str(page.relative_to(ROOT)) for page in documents() if page not in reached] == []
+
+
+def test_the_house_names_what_is_there() -> None:
+    package = ROOT / "src" / "ahp"
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py)`", text)
+    assert named
+    assert [name for name in named if not ((package / name).is_file() or (ROOT / name).is_file())] == []
+    top = {path.name for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    told = {*named, *re.findall(r"^\| \w+ \| `(\w+)` \|", text, re.MULTILINE)}
+    assert top - {"__init__.py", "__main__.py"} <= told
+
+    modules = {path.stem for path in package.rglob("*.py")} | {
+        path.name for path in package.rglob("*") if path.is_dir()
+    }
+    lists = re.findall(r">([a-z_]+(?: · [a-z_]+)+)<", (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8"))
+    drawn = {name for names in lists for name in names.split(" · ")} - {"metrics", "status", "checkpoints"}
+    assert drawn
+    assert drawn <= modules
+
+
 def test_both_readmes_say_the_same() -> None:
     english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in READMES)
 
