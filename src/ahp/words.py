@@ -10,6 +10,7 @@ PARTS: dict[str, str] = {
     "weight_gather": "exposed weight gathering",
     "gradient_reduce": "exposed gradient reduction",
     "casts": "casts and copies of weights and gradients",
+    "host": "the engine's own work at each block",
     "optimizer": "optimizer and clipping",
 }
 """Parts of ``Forecast.step`` and ``Forecast.memory`` whose key alone does not say it."""

@@ -64,6 +64,24 @@ def test_the_table_of_zero_stages(zero, pipeline, forward, backward, keeps_weigh
     assert traits.keeps_whole_gradients == whole_gradients
 
 
+@pytest.mark.parametrize(
+    ("precision", "degrees", "compute_bytes", "copies", "hooks"),
+    [
+        ("fp32", {}, 0, False, False),
+        ("fp32", {"data_parallel_replicate_degree": 2}, 0, True, False),
+        ("fp32", {"data_parallel_shard_degree": 2, "zero_stage": 2}, 4, True, True),
+        ("bf16", {}, 2, True, True),
+    ],
+)
+def test_weights_are_wrapped_where_they_are_sharded_or_cast(precision, degrees, compute_bytes, copies, hooks):
+    traits = AhpEngine().traits(Job(precision=precision), Parallelism(**degrees), EngineChoice())
+    assert (traits.compute_weight_bytes, traits.reduce_copies) == (compute_bytes, copies)
+    assert (traits.host_operators_per_unit > 0) == hooks
+    split = Parallelism(**degrees, tensor_parallel_degree=2)
+    more = AhpEngine().traits(Job(precision=precision), split, EngineChoice())
+    assert more.host_operators_per_unit > traits.host_operators_per_unit
+
+
 def test_engines_by_name():
     assert names() == ["ahp"]
     assert get("ahp").name == "ahp"

@@ -66,6 +66,13 @@ def test_fp32_alone_needs_no_second_copy():
     assert sum(state(0, "fp32").values()) - state(0, "fp32")["reduce_buffers"] == 16 * 1000
 
 
+def test_only_what_is_sent_or_cast_is_copied():
+    assert state(0, "fp32")["reduce_buffers"] == 0
+    assert state(0, "fp32", data_parallel_replicate_degree=2)["reduce_buffers"] == 4 * 200
+    assert state(0, "bf16")["reduce_buffers"] == (2 + 4) * 200
+    assert state(2, "fp32")["reduce_buffers"] == (4 + 4) * 200
+
+
 def test_one_micro_batch_never_waits_whole():
     assert state(1, micro_batches=1)["gradients"] == 1000
     assert state(3, micro_batches=8, pipeline_parallel_degree=2)["gradients"] == 4000

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ahp.engines.ahp import FSDP_OPERATORS
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.pricer import NORMAL_90, SIGMA_CATALOGUE
 from ahp.forecast.step import forecast, price, simulate
@@ -30,9 +31,9 @@ LAYOUTS = [
 ]
 
 
-def price_on_one_node(graph, layout, **cluster):
+def price_on_one_node(graph, layout, job=JOB, **cluster):
     parallelism = Parallelism(**layout)
-    return price(graph, make_cluster(per_node=parallelism.world_size, **cluster), JOB, parallelism)
+    return price(graph, make_cluster(per_node=parallelism.world_size, **cluster), job, parallelism)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: Parallelism(**layout).short())
@@ -109,6 +110,25 @@ def test_nothing_hides_on_a_cpu(tiny):
     gpu = price_on_one_node(tiny, layout).forecast
     cpu = price_on_one_node(tiny, layout, name="cpu").forecast
     assert cpu.step["gradient_reduce"] > gpu.step["gradient_reduce"]
+
+
+def test_what_the_engine_does_at_each_block_shows_on_a_cpu_alone(tiny):
+    layout = {"data_parallel_shard_degree": 4, "zero_stage": 2, "micro_batch_size": 8}
+    device = {"name": "cpu", "launch_s": 1e-5}
+    assert "host" not in price_on_one_node(tiny, layout, launch_s=1e-5).forecast.step
+    cpu = price_on_one_node(tiny, layout, **device)
+    units = tiny.num_layers + 1
+    assert cpu.forecast.step["host"] == pytest.approx(FSDP_OPERATORS * 1e-5 * units * cpu.schedule.num_micro_batches)
+
+
+def test_fp32_replicas_copy_nothing_but_what_they_send(tiny):
+    fp32 = JOB.model_copy(update={"precision": "fp32"})
+    alone = price_on_one_node(tiny, {"micro_batch_size": 32}, fp32).forecast
+    assert "casts" not in alone.step
+    replicas = {"data_parallel_replicate_degree": 4, "micro_batch_size": 8}
+    once = price_on_one_node(tiny, replicas, fp32).forecast
+    assert once.step["casts"] == pytest.approx(8 * tiny.num_parameters / 0.8e12)
+    assert once.memory["gathered_weights"] == 0
 
 
 def test_auto_is_the_lightest_that_fits(tiny):

@@ -10,12 +10,19 @@ from ahp.schedule.patterns import GENERATED
 PRECISIONS = ("fp32", "bf16")
 ACTIVATION_CHECKPOINTS = ("none", "full")
 
+FSDP_OPERATORS, SPLIT_OPERATORS, FSDP_OF_SPLIT_OPERATORS = 60, 100, 240
+"""Host time of FSDP2's hooks at a unit, of a block that tensor parallelism has rewritten, and of FSDP2 on split weights,
+in operators. [Empirical] torch 2.13 on an AMD EPYC (Zen 4), a LLaMA of hidden size 32 and 16 tokens, so that nothing else
+takes time: thread time of a micro-batch with 8 blocks less that with 2, over what one operator of the same run without
+takes (13 us). One run on a busy machine: good to a factor of 1.5."""
+
 
 class AhpEngine(Engine):
     """What AHP's own runtime can run, and how it behaves.
 
-    Every ZeRO stage is FSDP2 with one block as the unit of communication. Master weights, gradients and both
-    AdamW states are fp32; with bf16 the compute copy is apart. docs/forecast.md has the table.
+    Sharded or cast weights are FSDP2's, with one block as the unit of communication; in fp32 with nothing sharded the
+    weights are the module's own, and replicas sum their gradients in one bucket for each block. Master weights,
+    gradients and both AdamW states are fp32; with bf16 the compute copy is apart. docs/forecast.md has the table.
     """
 
     name = "ahp"
@@ -51,6 +58,12 @@ class AhpEngine(Engine):
         zero = parallelism.zero_stage
         pipelined = parallelism.pipeline_parallel_degree > 1
         every = zero >= 2 and not pipelined
+        sharded = parallelism.data_parallel_shard_degree > 1
+        wrapped = sharded or job.precision != "fp32"
+        if parallelism.tensor_parallel_degree > 1:
+            host_operators = FSDP_OF_SPLIT_OPERATORS + SPLIT_OPERATORS if wrapped else SPLIT_OPERATORS
+        else:
+            host_operators = FSDP_OPERATORS if wrapped else 0
         # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the weights
         # gathered after each backward (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync). A ZeRO-3 forward
         # then finds them gathered, and frees them, so that each backward gathers once.
@@ -59,11 +72,7 @@ class AhpEngine(Engine):
             reduce_bytes=4,
             master_weight_bytes=4,
             optimizer_state_bytes=8,
-            compute_weight_bytes=2
-            if job.precision == "bf16"
-            else 4
-            if parallelism.data_parallel_shard_degree > 1
-            else 0,
+            compute_weight_bytes=2 if job.precision == "bf16" else 4 if sharded else 0,
             fused_elementwise=False,
             gradient_overlap=0.0 if pipelined else 1.0,
             parameter_gather_overlap=1.0,
@@ -72,5 +81,7 @@ class AhpEngine(Engine):
             keeps_gathered_weights=zero < 3 or pipelined,
             reduces_every_micro_batch=every,
             keeps_whole_gradients=not every,
+            reduce_copies=wrapped or parallelism.data_parallel_replicate_degree > 1,
+            host_operators_per_unit=host_operators,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )

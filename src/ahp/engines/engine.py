@@ -44,6 +44,11 @@ class Traits:
     """Whether gradients are reduced after each micro-batch; else once per step, after the last."""
     keeps_whole_gradients: bool
     """Whether gradients wait for that whole, rather than as the shard of the rank."""
+    reduce_copies: bool
+    """Whether gradients are copied into a flat buffer to be sent."""
+    host_operators_per_unit: int
+    """What the engine does at each unit (a block) and micro-batch beside the model's own operators, forward and backward,
+    as a number of operators that take the host as long. It shows where the host is the device, on a CPU."""
     source: str
 
 

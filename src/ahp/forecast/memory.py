@@ -104,8 +104,8 @@ def state_bytes(weights: RankWeights, traits: Traits, *, shards: int, micro_batc
     waits_whole = traits.keeps_whole_gradients and micro_batches > 1
     gradients = total * traits.gradient_bytes
     unit = max(weights.largest_block, weights.outside_blocks)
-    # A unit's gradient in the compute copy's type, and the flat buffer it is reduced in.
-    buffers = unit * ((traits.compute_weight_bytes or traits.master_weight_bytes) + traits.reduce_bytes)
+    # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
+    buffers = unit * (traits.compute_weight_bytes + traits.reduce_bytes) if traits.reduce_copies else 0
     return {
         "parameters": math.ceil(total * traits.master_weight_bytes / shards),
         "optimizer_states": math.ceil(total * traits.optimizer_state_bytes / shards),

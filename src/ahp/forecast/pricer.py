@@ -106,6 +106,7 @@ class Pricer:
             traits=traits,
             micro_batches=parallelism.num_micro_batches(self.job),
             overlap=0.0 if is_cpu(self.nodes.device) else 1.0,
+            operator_s=self.nodes.device.kernel_launch_s if is_cpu(self.nodes.device) else 0.0,
         )
         ranges = layer_ranges(layers_of_stages(parallelism, self.graph.num_layers))
         made: dict[tuple[tuple[int, ...], bool, bool], StageCost] = {}

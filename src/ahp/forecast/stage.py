@@ -20,6 +20,8 @@ class DataParallel:
     micro_batches: int
     overlap: float
     """Share of a collective that can hide behind computation on this device: 0 on a CPU."""
+    operator_s: float = 0.0
+    """Host time of one operator where the host is the device (a CPU); 0 where it runs ahead."""
 
     @property
     def weight_bytes(self) -> int:
@@ -93,6 +95,9 @@ def stage_cost(
     sizes = [outside, *(u.parameters for u in blocks)]
     _add_gathers(forward, backward, first_forward, sizes, blocks, recompute, data, network, bytes_per_s)
     _add_reductions(backward, last_backward, sizes, blocks, recompute, data, network, bytes_per_s)
+    # What is in no block is a unit of its own.
+    host_s = (len(blocks) + 1) * data.traits.host_operators_per_unit * data.operator_s
+    forward["host"] = backward["host"] = host_s / 2
     kept, temporary = _activations(units, blocks, first=first, last=last, recompute=recompute)
     return StageCost(forward, backward, first_forward, last_backward, total, kept, temporary)
 
@@ -157,6 +162,8 @@ def _add_reductions(
         both = [a + b for a, b in zip(reduces, replicas, strict=True)]
         last_backward["gradient_reduce"] = exposed_behind_s(both, work, overlap)
     backward["casts"] = backward.get("casts", 0.0) + sum(sizes) * _gradient_copy_bytes(data) / bytes_per_s
+    if traits.compute_weight_bytes == 0 and traits.reduce_copies:
+        last_backward["casts"] = sum(sizes) * 2 * traits.reduce_bytes / bytes_per_s
 
 
 def _cast_bytes(data: DataParallel) -> float:
@@ -170,9 +177,12 @@ def _cast_bytes(data: DataParallel) -> float:
 def _gradient_copy_bytes(data: DataParallel) -> float:
     """Bytes moved per weight element and micro-batch: the gradient into the reduced type, added to the earlier ones."""
     traits = data.traits
+    if traits.compute_weight_bytes == 0:
+        # Autograd adds to what is there: two read, one written, but for the first micro-batch.
+        return 3 * traits.gradient_bytes * (1 - 1 / data.micro_batches)
     made = data.weight_bytes + traits.reduce_bytes
     if data.micro_batches == 1:
-        return made if data.shard.size > 1 or traits.compute_weight_bytes else 0
+        return made
     waiting = 1 if traits.keeps_whole_gradients else data.shard.size
     return made + 2 * traits.gradient_bytes / waiting
 
