@@ -187,7 +187,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML mapping from a file. Raises BadInput when it is missing, not YAML, or not a mapping."""
     path = Path(path)
     if not path.is_file():
-        raise BadInput(f"config = {str(path)!r}: no such file")
+        raise BadInput(f"config = {str(path)!r}: {'a folder, not a file' if path.is_dir() else 'no such file'}")
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -176,16 +176,23 @@ class Plan(Record):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
-        aside.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+        aside.write_text(
+            yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8"
+        )
         aside.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read plan.yaml. Raises BadInput when the file is missing or is not a plan."""
+        """Read plan.yaml, or the one in a run's folder. Raises BadInput when it is missing or is not a plan."""
         path = Path(path)
-        if not path.is_file():
-            raise BadInput(f"plan = {str(path)!r}: no such file; write one with: ahp plan MODEL CLUSTER")
-        data = yaml.safe_load(path.read_text())
+        file = path / "plan.yaml" if path.is_dir() else path
+        if not file.is_file():
+            what = "a folder without a plan.yaml" if path.is_dir() else "no such file"
+            raise BadInput(f"plan = {str(path)!r}: {what}; write one with: ahp plan MODEL CLUSTER")
+        try:
+            data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise BadInput(f"plan = {str(path)!r}: not YAML: {error}") from None
         if not isinstance(data, dict):
             raise BadInput(f"plan = {str(path)!r}: not a plan (a YAML mapping was expected)")
         version = data.get("schema_version", PLAN_SCHEMA_VERSION)

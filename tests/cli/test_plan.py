@@ -172,6 +172,14 @@ def test_report_needs_a_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_report_writes_the_page_of_a_plan(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["report", str(plan_file), "--json"]) == 0
-    page = Path(json.loads(capsys.readouterr().out)["wrote"])
-    assert page.parent == plan_file.parent
+    told = json.loads(capsys.readouterr().out)
+    page = Path(told["wrote"])
+    assert page == plan_file.with_suffix(".html")
+    assert told["next"] == [f"ahp train {plan_file}"]
     assert Plan.load(plan_file).parallelism.short() in page.read_text()
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["plan", "tiny", "1x2xH100-SXM-80GB", *SHORT, "-o", str(tmp_path / "file" / "plan.yaml")]) == 2
+    assert "cannot be written" in capsys.readouterr().err

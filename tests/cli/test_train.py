@@ -18,6 +18,7 @@ from ahp.job import Job
 from ahp.plan import Parallelism, Plan
 from ahp.runtime import generate as generation
 from ahp.runtime import trainer
+from ahp.runtime.generate import generate as from_checkpoint
 from ahp.runtime.run_folder import RunFolder, Status
 
 STEPS = 3
@@ -212,3 +213,20 @@ def test_demonstration_differs_in_four_keys_and_gives_way(tmp_path: Path, monkey
     assert (demo.optimizer.learning_rate, demo.optimizer.warmup_steps) == (3.0e-3, 30)
     assert whole.optimizer.learning_rate == 0.5
     assert plain == Job()
+
+
+@pytest.mark.parametrize("wrong", [["--job.data", "no.txt"], ["--model", "tini"]], ids=["data", "model"])
+def test_wrong_names_are_told_before_the_machine_is_measured(
+    wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_probe(*_: Any, **__: Any) -> None:
+        raise AssertionError("measured for nothing")
+
+    monkeypatch.setattr(train_plan, "_local", no_probe)
+    assert main.main(["train", *wrong, "--run.folder", str(tmp_path / "run")]) == 2
+    assert wrong[1] in capsys.readouterr().err
+
+
+def test_generate_of_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no run's folder"):
+        from_checkpoint(tmp_path)

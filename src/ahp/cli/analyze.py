@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -29,7 +29,7 @@ TOP = 8
 
 @dataclass(frozen=True)
 class Arguments:
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Catalogue name, folder or file of a Hugging Face config.json, or pkg.mod:factory."""
     sequence_length: int | None = None
     """Tokens of one sequence; not given: the model's context, at most 8192."""

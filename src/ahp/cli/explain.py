@@ -45,7 +45,7 @@ FASTER = 2.0
 @dataclass(frozen=True)
 class Arguments:
     plan: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAN")]
-    """plan.yaml."""
+    """plan.yaml, or a run's folder."""
     why_not: Annotated[str | None, tyro.conf.arg(metavar="KEYS")] = None
     """Another layout to price beside the plan's, such as "tp=8 pp=1"."""
     json: bool = False

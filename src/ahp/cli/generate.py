@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
 
@@ -12,7 +13,7 @@ from ahp.errors import bad_input
 
 @dataclass(frozen=True)
 class Arguments:
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """A run's folder, such as runs/demo."""
     prompt: str = ""
     """What the text begins with; empty = a new document."""

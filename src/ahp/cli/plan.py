@@ -62,7 +62,10 @@ def run(argv: list[str]) -> int:
         raise bad_input("--top", arguments.top, "must be 1 or more")
     found = find(arguments.model, Cluster.resolve(arguments.cluster), overrides, arguments.top)
     best = found.ranking.best
-    best.save(arguments.out)
+    try:
+        best.save(arguments.out)
+    except OSError as error:
+        raise bad_input("--out", arguments.out, f"cannot be written ({error.strerror})") from None
     if arguments.json:
         print(json.dumps(as_json(found, arguments.out)))
     else:
@@ -87,7 +90,7 @@ def find(model: str | dict[str, Any], cluster: Cluster, overrides: dict[str, Any
     print(f"analyzing {model} ...", file=sys.stderr)
     graph = analyze(model, job, attention=engine.attention)
     job = with_batch(job, given, model, graph.num_parameters, cluster.num_devices)
-    print(f"searching layouts of {cluster.num_devices} devices ...", file=sys.stderr)
+    print(f"searching layouts, world size {cluster.num_devices} ...", file=sys.stderr)
     ranking = search(graph, cluster, job, constraints=constraints, engine=engine, keep=top)
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
     return Found(graph, cluster, job, chosen, ranking)

@@ -1,6 +1,7 @@
-"""One HTML page about a run: loss, predicted against measured, the plan, memory, the timeline.
+"""One HTML page about a run, or about a plan alone.
 
-RUN is a run's folder (runs/demo); a plan.yaml in it is understood as its folder.
+Of a run's folder (runs/demo): loss, predicted against measured, the plan, memory, the timeline, in report.html there.
+Of a plan.yaml: the plan and its forecast, in plan.html beside it.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ from ahp.errors import bad_input
 
 @dataclass(frozen=True)
 class Arguments:
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = "runs/demo"
-    """A run's folder, or the plan.yaml in it."""
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|PLAN")] = "runs/demo"
+    """A run's folder, or a plan.yaml."""
     json: bool = False
     """Print the path of the page as one JSON object."""
 
 
 def run(argv: list[str]) -> int:
-    """``ahp report RUN``. Returns the exit code; raises AhpError."""
+    """``ahp report RUN|PLAN``. Returns the exit code; raises AhpError."""
     arguments = tyro.cli(Arguments, args=argv, prog="ahp report", description=__doc__)
-    folder = Path(arguments.run)
-    if folder.is_file():
-        folder = folder.parent
-    if not (folder / "plan.yaml").is_file():
+    source = Path(arguments.run)
+    if source.is_dir() and not (source / "plan.yaml").is_file():
         raise bad_input("run", arguments.run, "no run's folder: it holds no plan.yaml; start one with: ahp train")
+    if not source.exists():
+        raise bad_input("run", arguments.run, "neither a run's folder nor a plan; start a run with: ahp train")
     from ahp.report.page import write
 
-    page = write(folder)
+    page = write(source)
+    following = f"ahp generate {source}" if source.is_dir() else f"ahp train {source}"
     if arguments.json:
-        print(json.dumps({"wrote": str(page)}))
+        print(json.dumps({"wrote": str(page), "next": [following]}))
     else:
-        print(f"Wrote {page}\nNext: open it in a browser    ahp generate {folder}")
+        print(f"Wrote {page}\nNext: open it in a browser    {following}")
     return 0

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arguments:
-    plan: tyro.conf.Positional[str]
-    """plan.yaml."""
+    plan: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAN")]
+    """plan.yaml, or a run's folder."""
     trace: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the timeline to this file."""
     json: bool = False

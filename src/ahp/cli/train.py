@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 import yaml
@@ -45,7 +45,7 @@ parameters learns most in a few minutes on two cores (docs/LOG.md). What is give
 
 @dataclass(frozen=True)
 class Arguments:
-    config: tyro.conf.Positional[str | None] = None
+    config: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="CONFIG|PLAN")] = None
     """config.yaml or plan.yaml; without it the demo: every key has its default but job.steps 600, job.global_batch_size 8,
     job.optimizer.learning_rate 0.003 and job.optimizer.warmup_steps 30."""
     top: int = 5

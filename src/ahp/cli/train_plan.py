@@ -43,14 +43,17 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     from ahp.forecast.step import price
     from ahp.graph.trace import analyze
     from ahp.report import tables
+    from ahp.runtime.data import text
     from ahp.runtime.run_folder import write_aside
     from ahp.search.ranking import search as ranked
 
-    wanted = workers or num_workers(config.parallelism)
-    cluster = _local(folder, wanted) if config.cluster == "local" else Cluster.resolve(config.cluster)
+    # Text and model first: a wrong name is told before the machine is measured.
+    text.find(config.job.data)
     _say(f"analyzing {config.model if isinstance(config.model, str) else config.model.get('model_type', 'the model')}")
     graph = analyze(config.model, config.job)
-    _say(f"searching layouts of {cluster.num_devices} devices")
+    wanted = workers or num_workers(config.parallelism)
+    cluster = _local(folder, wanted) if config.cluster == "local" else Cluster.resolve(config.cluster)
+    _say(f"searching layouts, world size {cluster.num_devices}")
     ranking = ranked(graph, cluster, config.job, constraints=config.parallelism, keep=top)
     if not quiet:
         console = tables.console()

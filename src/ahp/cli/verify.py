@@ -25,7 +25,7 @@ class Arguments:
     """Run a plan's layout on workers of this machine, and the same job on one process in plain PyTorch; compare the
     loss and the gradient norm before clipping at every step. Exit code 1 when they differ."""
 
-    plan: tyro.conf.Positional[Path]
+    plan: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PLAN")]
     """A plan.yaml, or a run's folder."""
     steps: int = 10
     """Steps to compare."""

@@ -42,6 +42,8 @@ def generate(folder: str | Path, prompt: str = "", sampling: Sampling | None = N
     The same seed gives the same text. Raises BadInput when the folder holds no run, or a run without a checkpoint.
     """
     run = RunFolder(folder)
+    if not run.plan_file.is_file():
+        raise BadInput(f"run = {str(run.path)!r}: no run's folder: it holds no plan.yaml; start one with: ahp train")
     plan = Plan.load(run.plan_file)
     module, tokenizer = weights.load(weights.newest(run, plan), plan)
     if is_masked(module):
