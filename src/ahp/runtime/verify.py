@@ -89,9 +89,15 @@ def _run_workers(folder: Path, plan: Plan, steps: int) -> list[tuple[float, floa
         )
     except launch.WorkersEnded as ended:
         errors = sorted(folder.glob("error-*.txt"))
-        message = errors[0].read_text() if errors else f"workers ended with exit codes {ended.exit_codes}"
+        message = errors[0].read_text() if errors else f"workers ended with {ended.exit_codes}: {_last_words(folder)}"
         raise AhpError(message) from None
     return [(loss, norm) for loss, norm in json.loads((folder / "found.json").read_text())]
+
+
+def _last_words(folder: Path) -> str:
+    """The end of what the workers wrote to stderr; their folder is about to go."""
+    logs = sorted((folder / "log").rglob("stderr.log"))
+    return "\n".join(line for log in logs for line in log.read_text().splitlines()[-5:]) or "they left no message"
 
 
 def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:

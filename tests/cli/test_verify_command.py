@@ -1,0 +1,51 @@
+"""ahp verify: equal is said and exits with 0, a difference exits with 1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ahp.cli import verify as command
+from ahp.errors import HardwareMismatch
+from ahp.plan import Plan
+from ahp.runtime.verify import Comparison, verify
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def plan(**parallelism: int) -> Plan:
+    job = {"sequence_length": 8, "global_batch_size": 4, "precision": "fp32", "steps": 3}
+    return Plan.model_validate({"model": MODEL, "job": job, "parallelism": parallelism})
+
+
+@pytest.mark.slow
+def test_a_plan_is_equal_to_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(tensor_parallel_degree=2).save(tmp_path / "plan.yaml")
+    assert command.run([str(tmp_path), "--steps", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"]
+    assert [row["step"] for row in found["steps"]] == [1, 2, 3]
+    assert all(0 <= row["difference"] <= row["tolerance"] for row in found["steps"])
+
+
+def test_a_difference_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(tensor_parallel_degree=2).save(tmp_path / "plan.yaml")
+    rows = [Comparison(1, 4.0, 4.0, 1.0, 1.0, 1e-5), Comparison(2, 4.0, 4.0, 532.7, 2.087, 1e-4)]
+    monkeypatch.setattr("ahp.runtime.verify.verify", lambda *args, **kwargs: rows)
+    assert command.run([str(tmp_path / "plan.yaml")]) == 1
+    out = capsys.readouterr().out
+    assert "NOT EQUAL" in out
+    assert "differs" in out
+
+
+def test_refuses_what_this_machine_cannot_hold() -> None:
+    huge = Plan.model_validate({"model": "llama3-70b", "parallelism": {"data_parallel_shard_degree": 8}})
+    with pytest.raises(HardwareMismatch, match="GiB free"):
+        verify(huge)

@@ -1,0 +1,66 @@
+"""bf16 with fp32 master weights: every layout stays within bf16's own rounding of one process in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call
+
+from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, VOCABULARY, batch
+from tests.runtime.test_equality import LAYOUTS, train, world_size
+from tests.runtime.workers import Pool
+
+STEPS = 20
+MICRO = 2
+RATE = 3e-4
+"""Lower than in fp32: one flipped rounding is 4e-3 of a weight, and a high rate makes another curve of it."""
+FIRST, LAST = 2e-3, 1e-2
+"""Relative. Half a unit in the last place of bf16's 8 bits is 2e-3; layouts add up in another order, and 20 steps of
+AdamW carry the difference on."""
+
+
+def plain(name: str) -> Iterator[tuple[float, float]]:
+    """Weights are cast on their way into the forward, so that gradients arrive at fp32 masters, in the layouts' micro-batches."""
+    model = BUILDERS[name]()
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        parameters.values(),
+        lr=RATE,
+        betas=OPTIMIZER["betas"],
+        weight_decay=OPTIMIZER["weight_decay"],
+    )
+    for step in range(STEPS):
+        data = batch(step)
+        cast = {n: p.to(torch.bfloat16) for n, p in parameters.items()}
+        scored = (data["labels"][:, 1:] != -100).sum()
+        total = 0.0
+        for ids, labels in zip(data["input_ids"].split(MICRO), data["labels"].split(MICRO), strict=True):
+            output = functional_call(model, cast, (ids,))
+            logits = output if isinstance(output, torch.Tensor) else output.logits
+            scores = logits[:, :-1].reshape(-1, VOCABULARY).float()
+            loss = F.cross_entropy(scores, labels[:, 1:].reshape(-1), ignore_index=-100, reduction="sum") / scored
+            loss.backward(retain_graph=True)
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["grad_clip"])
+        optimizer.step()
+        optimizer.zero_grad()
+        yield total, norm.item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "gpt2", "custom"])
+def test_layouts_stay_within_rounding(pool: Pool, model: str) -> None:
+    expected = list(plain(model))
+    job: dict[str, Any] = {**JOB, "precision": "bf16", "optimizer": {**OPTIMIZER, "learning_rate": RATE}}
+    for layout in ("one", "zero0", "zero1", "zero2", "zero3", "tp", "1f1b", "interleaved", "zero3-x-tp-x-interleaved"):
+        parallelism = {**LAYOUTS[layout], "micro_batch_size": MICRO}
+        got = pool.run(train, world_size(parallelism), model, parallelism, STEPS, job)[0]
+        for step, (loss, norm) in enumerate(expected):
+            allowed = FIRST + (LAST - FIRST) * step / (STEPS - 1)
+            assert got["losses"][step] == pytest.approx(loss, rel=allowed), f"{layout}, loss of step {step}"
+
+            assert got["norms"][step] == pytest.approx(norm, rel=allowed), f"{layout}, norm of step {step}"
