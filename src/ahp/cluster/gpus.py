@@ -88,7 +88,7 @@ def topology(nvml: Any = None) -> list[Connection]:
 
 def _nvml() -> Any:
     try:
-        import pynvml
+        import pynvml  # pyright: ignore[reportMissingImports] - an extra
     except ImportError:
         return None
     return pynvml
