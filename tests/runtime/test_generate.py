@@ -73,7 +73,7 @@ def test_weights_of_another_model_are_refused(run: RunFolder) -> None:
 def test_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     run.create()
-    with pytest.raises(BadInput, match="no run.s folder"):
+    with pytest.raises(BadInput, match="no run's folder"):
         generate(run.path)
     Plan().save(run.plan_file)
     with pytest.raises(BadInput, match="no checkpoint yet"):
