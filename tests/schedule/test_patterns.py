@@ -6,10 +6,12 @@ import pytest
 
 from ahp.errors import BadInput
 from ahp.schedule.actions import Kind
-from ahp.schedule.patterns import illegal, make
+from ahp.schedule.patterns import SCHEDULES, V_SHAPED, illegal, illegal_in_torch, make, stage_ranks
 
 SINGLE = [(p, 1, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 5, 8, 13)]
 INTERLEAVED = [(p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in (1, 2, 3, 4, 6, 7, 8, 9, 10, 12)]
+
+V_LAYOUTS = [(p, 2, m) for p in (2, 3, 4, 5) for m in (1, 3, 4, 6, 7, 8, 9, 10, 12, 17)]
 
 
 def torch_single(name, p, m):
@@ -42,47 +44,98 @@ def torch_single(name, p, m):
 
 def torch_order(name, p, v, m):
     """Torch's compute order per rank as (letter, stage, micro-batch), or None where torch refuses it."""
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
     try:
-        if v == 1:
+        if name in ("GPipe", "1F1B"):
             return torch_single(name, p, m)
-        ranks = get_schedule_ops(name, p, m, num_stages_per_rank=v)
+        ranks = torch_multi(name, p, v, m)
     except ValueError:
         return None
     return [
         [
             (a.computation_type.value, a.stage_index, a.microbatch_index)
-            for a in rank
-            if a and a.computation_type.value in "FB"
+            for overlapped in rank
+            if overlapped
+            for a in (overlapped.sub_actions or (overlapped,))
         ]
         for rank in ranks
     ]
 
 
+def torch_multi(name, p, v, m):
+    """The order that torch's schedule of several stages per rank makes for every rank."""
+    from torch.distributed.pipelining.schedules import get_schedule_class
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    stage = mock.create_autospec(PipelineStage, instance=True)
+    stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, p, p * v, None
+    order = get_schedule_class(name)([stage] * v, m).pipeline_order
+    return [order[rank] for rank in range(p)]
+
+
 @pytest.mark.parametrize(
     ("name", "p", "v", "m"),
-    [("GPipe", *c) for c in SINGLE] + [("1F1B", *c) for c in SINGLE] + [("Interleaved1F1B", *c) for c in INTERLEAVED],
+    [(name, *c) for name in ("GPipe", "1F1B") for c in SINGLE]
+    + [(name, *c) for name in ("Interleaved1F1B", "InterleavedZeroBubble") for c in INTERLEAVED]
+    + [("InterleavedZeroBubble", *c) for c in SINGLE if c[0] > 1]
+    + [(name, *c) for name in V_SHAPED for c in V_LAYOUTS],
 )
 def test_order_is_torchs(name, p, v, m):
     expected = torch_order(name, p, v, m)
+    assert (illegal_in_torch(name, p, v, m) is None) == (expected is not None)
     if expected is None:
-        assert illegal(name, p, v, m) is not None
         return
-    assert illegal(name, p, v, m) is None
     schedule = make(name, p, v, m)
     assert [[(str(a.kind), a.stage, a.micro_batch) for a in rank] for rank in schedule.ranks] == expected
-    assert schedule.stage_rank == tuple(s % p for s in range(p * v))
+    assert all(schedule.stage_rank[a.stage] == r for r, rank in enumerate(schedule.ranks) for a in rank)
 
 
-@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("p", [2, 5])
+@pytest.mark.parametrize("name", V_SHAPED)
+def test_placement_of_the_v_is_torchs(name, p):
+    from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+    torchs = generate_stage_to_rank_mapping(p, 2 * p, style="v")
+    assert stage_ranks(name, p, 2) == tuple(torchs[s] for s in range(2 * p))
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 4), (4, 2, 8), (4, 3, 12), (8, 2, 32)])
+def test_interleaving_is_megatrons_where_rounds_are_whole(p, v, m):
+    # Megatron-LM core/pipeline_parallel/schedules.py, get_schedule_table and get_pp_rank_microbatches.
+    table = [(i, chunk) for low in range(0, m, p) for chunk in range(v) for i in range(low, low + p)]
+    for rank, actions in enumerate(make("Interleaved1F1B", p, v, m).ranks):
+        forward = [("F", chunk * p + rank, i) for i, chunk in table]
+        backward = [("B", (v - 1 - chunk) * p + rank, i) for i, chunk in table]
+        warmup = min((p - rank - 1) * 2 + (v - 1) * p, m * v)
+        steady = [a for pair in zip(forward[warmup:], backward, strict=False) for a in pair]
+        expected = forward[:warmup] + steady + backward[m * v - warmup :]
+        assert [(str(a.kind), a.stage, a.micro_batch) for a in actions] == expected
+
+
+@pytest.mark.parametrize("m", [1, 3, 5, 9])
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_zero_bubble_at_one_stage_per_rank_needs_no_rounds(p, m):
+    schedule = make("InterleavedZeroBubble", p, 1, m)
+    for rank, actions in enumerate(schedule.ranks):
+        # arXiv 2401.10241, section 3: p - rank forwards before the first input gradient, as in 1F1B; weight gradients
+        # begin so late that each rank holds as many micro-batches as the first.
+        letters = "".join(a.kind for a in actions)
+        assert letters.index("I") == min(p - rank, m)
+        assert letters[: letters.index("W")].count("I") == min(rank + 1, m)
+        assert letters.count("F") == letters.count("I") == letters.count("W") == m
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_action_once(name):
-    p, v, m = 4, 2 if name == "Interleaved1F1B" else 1, 8
+    p, v, m = 4, 2 if name.startswith("Interleaved") or name in V_SHAPED else 1, 8
     schedule = make(name, p, v, m)
     actions = [a for rank in schedule.ranks for a in rank]
-    assert len(actions) == len(set(actions)) == 2 * p * v * m
-    assert all(schedule.stage_rank[a.stage] == r for r, rank in enumerate(schedule.ranks) for a in rank)
-    assert {a.kind for a in actions} == {Kind.FORWARD, Kind.BACKWARD}
+    assert len(actions) == len(set(actions))
+    kinds = {kind: {(a.stage, a.micro_batch) for a in actions if a.kind is kind} for kind in Kind}
+    every = {(stage, i) for stage in range(p * v) for i in range(m)}
+    assert kinds[Kind.FORWARD] == every
+    assert kinds[Kind.BACKWARD] | kinds[Kind.INPUT_GRADIENT] == every
+    assert not kinds[Kind.BACKWARD] & kinds[Kind.INPUT_GRADIENT]
+    assert kinds[Kind.WEIGHT_GRADIENT] == kinds[Kind.INPUT_GRADIENT]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +146,18 @@ def test_every_action_once(name):
         ("Interleaved1F1B", 2, 1, 4, ["virtual_stages_per_rank = 1"]),
         ("Interleaved1F1B", 1, 2, 4, ["pipeline_parallel_degree"]),
         ("Interleaved1F1B", 2, 2, 7, ["7 micro-batches", "valid micro-batches: 4, 6, 8"]),
-        ("ZBVZeroBubble", 2, 2, 4, ["ZBVZeroBubble", "not generated", "Interleaved1F1B"]),
+        (
+            "InterleavedZeroBubble",
+            2,
+            2,
+            7,
+            ["InterleavedZeroBubble", "7 micro-batches", "valid micro-batches: 4, 6, 8"],
+        ),
+        ("InterleavedZeroBubble", 1, 2, 4, ["InterleavedZeroBubble", "pipeline_parallel_degree"]),
+        ("ZBVZeroBubble", 2, 3, 4, ["virtual_stages_per_rank = 3", "ZBVZeroBubble", "valid: 2"]),
+        ("ZBVZeroBubble", 1, 2, 4, ["ZBVZeroBubble", "pipeline_parallel_degree"]),
+        ("DualPipeV", 4, 2, 7, ["pipeline_parallel_degree = 4", "up to 3", "ZBVZeroBubble"]),
+        ("Chimera", 2, 1, 4, ["Chimera", "DualPipeV"]),
     ],
 )
 def test_refused_with_the_reason(name, p, v, m, words):
