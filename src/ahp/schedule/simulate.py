@@ -1,4 +1,7 @@
-"""When each action of a schedule starts and ends: an event simulation, and its lower bound in closed form."""
+"""When each action of a schedule starts and ends: an event simulation, and what is kept in flight.
+
+Where only the step's length is wanted ``ahp.schedule.makespan`` has it many times faster.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,20 @@ class StageTimes:
 
     forward_s: float
     backward_s: float
-    """The whole backward."""
+    """The whole backward; what an action B takes."""
     input_gradient_s: float = 0.0
+    """What an action I takes, in schedules that split the backward."""
     weight_gradient_s: float = 0.0
+    """What an action W takes."""
     send_forward_s: float = 0.0
     """From the end of its forward until the next stage can start; 0 where both are on one rank."""
     send_backward_s: float = 0.0
-    """From the end of its backward until the previous stage can start."""
+    """From the end of its backward, or of its input gradient, until the previous stage can start."""
     first_forward_extra_s: float = 0.0
     """Added to the forward of micro-batch 0, such as weights gathered once per step."""
     last_backward_extra_s: float = 0.0
-    """Keeps the rank busy after the backward of the last micro-batch, such as the reduction of gradients; what
-    the backward sends does not wait for it."""
+    """Keeps the rank busy after the stage's last backward or weight gradient, such as the reduction of gradients;
+    what the backward sends does not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,8 @@ class _Run:
 
     def __init__(self, schedule: Schedule, times: Sequence[StageTimes]) -> None:
         stages, m = schedule.num_stages, schedule.num_micro_batches
-        self.order, self.last_stage, self.last_micro_batch = schedule.plain, stages - 1, m - 1
+        self.order, self.last_stage = schedule.plain, stages - 1
+        self.gradients_left = [m] * stages
         self.times = times
         self.seconds: dict[str, list[float]] = {
             Kind.FORWARD: [t.forward_s for t in times],
@@ -121,8 +127,10 @@ class _Run:
             else:
                 if letter != "W":
                     self.gradient_end[stage][micro_batch] = now
-                if micro_batch == self.last_micro_batch and letter != "I":
-                    now += self.times[stage].last_backward_extra_s
+                if letter != "I":
+                    self.gradients_left[stage] -= 1
+                    if not self.gradients_left[stage]:
+                        now += self.times[stage].last_backward_extra_s
             starts.append(start)
             ends.append(now)
         return len(ends) - before
@@ -144,37 +152,19 @@ class _Run:
         return end if end > own else own
 
 
-def lower_bound_s(schedule: Schedule, times: Sequence[StageTimes]) -> float:
-    """A makespan that no order of the same actions on the same ranks can beat.
+def peak_in_flight(
+    schedule: Schedule, weights: Sequence[float], freed_after_input_gradient: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Per rank, the largest sum over its stages of what its micro-batches keep.
 
-    The largest over ranks of (what must come before its first action + its work + what must follow its last),
-    and of the way of a single micro-batch through all stages and back.
+    Args:
+        schedule: the order of each rank.
+        weights: what one micro-batch of each stage keeps from its forward to its backward, or to its weight gradient
+            (bytes); weights of 1 count micro-batches.
+        freed_after_input_gradient: the part of it that only the input gradient needs and that goes with it, where the
+            backward is split; none if not given.
     """
-    m = schedule.num_micro_batches
-    split = any(action.kind is Kind.INPUT_GRADIENT for order in schedule.ranks for action in order)
-
-    def backward(t: StageTimes) -> float:
-        return t.input_gradient_s if split else t.backward_s
-
-    bound = sum(t.forward_s + t.first_forward_extra_s + backward(t) for t in times)
-    bound += sum(t.send_forward_s for t in times[:-1]) + sum(t.send_backward_s for t in times[1:])
-    for rank in range(len(schedule.ranks)):
-        own = [stage for stage, holder in enumerate(schedule.stage_rank) if holder == rank]
-        work = sum(m * (times[s].forward_s + backward(times[s])) + times[s].first_forward_extra_s for s in own)
-        work += m * sum(times[s].weight_gradient_s for s in own) if split else 0.0
-        above = times[: own[0]]
-        fill = sum(t.forward_s + t.first_forward_extra_s + t.send_forward_s for t in above)
-        # With a split backward the last action may be a weight gradient that nobody waits for.
-        drain = 0.0 if split else sum(times[s + 1].send_backward_s + times[s].backward_s for s in range(own[0]))
-        bound = max(bound, fill + work + max(drain, sum(times[s].last_backward_extra_s for s in own)))
-    return bound
-
-
-def peak_in_flight(schedule: Schedule, weights: Sequence[float]) -> tuple[float, ...]:
-    """Per rank, the largest sum over its stages of weight x micro-batches between forward and backward.
-
-    ``weights[s]`` is what one micro-batch of stage ``s`` keeps (bytes); weights of 1 count micro-batches.
-    """
+    freed = freed_after_input_gradient or [0.0] * len(weights)
     peaks = []
     for order in schedule.plain:
         held = peak = 0.0
@@ -183,7 +173,11 @@ def peak_in_flight(schedule: Schedule, weights: Sequence[float]) -> tuple[float,
                 held += weights[stage]
                 if held > peak:
                     peak = held
-            elif letter != "I":
+            elif letter == "B":
                 held -= weights[stage]
+            elif letter == "I":
+                held -= freed[stage]
+            else:
+                held -= weights[stage] - freed[stage]
         peaks.append(peak)
     return tuple(peaks)

@@ -1,0 +1,73 @@
+"""No bound is above the simulation, and where a schedule has a closed form the bound is it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ahp.schedule.actions import Kind
+from ahp.schedule.bounds import _Paths, gpipe_ends_s, lower_bound_s
+from ahp.schedule.patterns import SCHEDULES, SPLIT_BACKWARD, illegal, make
+from ahp.schedule.simulate import StageTimes, simulate
+
+layouts = st.tuples(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 3), st.integers(1, 18)).filter(
+    lambda c: illegal(*c) is None
+)
+# Short and equal times make ties and empty stages; long ones make a single rank or send decide.
+seconds = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
+
+
+@settings(max_examples=300, deadline=None)
+@given(layouts, st.data())
+def test_no_bound_is_above_the_simulation(layout, data):
+    name, p, v, m = layout
+    times = [StageTimes(*(data.draw(seconds) for _ in range(8))) for _ in range(p * v)]
+    makespan_s = simulate(make(name, p, v, m), times).makespan_s
+    bound_s = lower_bound_s(name, p, v, m, times)
+    assert bound_s <= makespan_s * (1 + 1e-12)
+    if name == "GPipe":
+        assert bound_s == pytest.approx(makespan_s)
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.data())
+def test_gpipe_ends_exactly(p, m, data):
+    times = [StageTimes(*(data.draw(seconds) for _ in range(8))) for _ in range(p)]
+    timeline = simulate(make("GPipe", p, 1, m), times)
+    assert gpipe_ends_s(m, times) == pytest.approx([timeline.end_s(rank) for rank in range(p)])
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "v", "m"),
+    [("GPipe", p, 1, m) for p, m in ((1, 1), (1, 4), (4, 2), (4, 9))]
+    + [("1F1B", p, 1, m) for p, m in ((1, 1), (1, 4), (2, 2), (4, 9), (8, 8))]
+    + [("Interleaved1F1B", p, v, m) for p, v, m in ((2, 2, 2), (2, 2, 4), (4, 2, 8), (4, 3, 12), (8, 4, 16))],
+)
+@pytest.mark.parametrize("backward_s", [0.5, 1.0, 2.0])
+def test_the_bound_is_exact_for_equal_stages(name, p, v, m, backward_s):
+    times = [StageTimes(1.0, backward_s)] * (p * v)
+    assert lower_bound_s(name, p, v, m, times) == pytest.approx(simulate(make(name, p, v, m), times).makespan_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "v"), [("InterleavedZeroBubble", 1), ("InterleavedZeroBubble", 2), ("ZBVZeroBubble", 2)]
+)
+@pytest.mark.parametrize("p", [2, 4])
+def test_the_bound_is_exact_for_equal_parts_of_a_split_backward(name, v, p):
+    times = [StageTimes(1.0, 9.0, 1.0, 1.0)] * (p * v)
+    assert lower_bound_s(name, p, v, 3 * p, times) == pytest.approx(simulate(make(name, p, v, 3 * p), times).makespan_s)
+
+
+@pytest.mark.parametrize("m", [4, 7, 16])
+def test_round_trips_bind_where_sends_are_long(m):
+    times = [StageTimes(1.0, 2.0, send_forward_s=5.0, send_backward_s=5.0)] * 4
+    bound_s = lower_bound_s("1F1B", 4, 1, m, times)
+    assert 3.0 * (m + 3) < 0.8 * bound_s
+    assert bound_s == pytest.approx(simulate(make("1F1B", 4, 1, m), times).makespan_s, rel=0.12)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("name", SPLIT_BACKWARD)
+def test_split_backwards_are_counted_as_they_are_ordered(name, p):
+    v, m = (1 if name.startswith("Interleaved") else 2), 2 * p
+    paths = _Paths(name, p, v, m, [StageTimes(1.0, 1.0, 1.0, 1.0)] * (p * v))
+    ordered = [a for rank in make(name, p, v, m).ranks for a in rank if a.kind is Kind.INPUT_GRADIENT]
+    assert paths.split == [sum(a.stage == stage for a in ordered) for stage in range(p * v)]
