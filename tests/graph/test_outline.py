@@ -8,8 +8,9 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.graph.blocks import NoBlocks
+from ahp.graph.call import logits_of
 from ahp.graph.capture import Capture
-from ahp.graph.outline import logits_of, outline
+from ahp.graph.outline import outline
 from tests.runtime.models import custom, gpt2, llama
 
 

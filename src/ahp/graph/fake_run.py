@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ahp.graph.blocks import BlockList
+from ahp.graph.call import logits_of, model_arguments
 from ahp.graph.fake_mode import as_on_data
 from ahp.graph.operators import TensorSpec
 from ahp.graph.record import Recorded, Recorder, Where, spec
@@ -59,14 +59,13 @@ def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
         stack.enter_context(as_on_data())
         parameters, buffers = _without_data(subject)
         input_ids, labels = (torch.empty(batch, sequence, dtype=torch.int64) for _ in range(2))
-        named = "input_ids" in inspect.signature(subject.module.forward).parameters
-        args, kwargs = ((), {"input_ids": input_ids}) if named else ((input_ids,), {})
+        args, kwargs = model_arguments(subject.module, input_ids)
         stack.enter_context(_follow(subject, where, run))
         recorder = stack.enter_context(Recorder(where, parameters, buffers))
         stack.enter_context(_AttentionWithoutMask(subject.fused_attention))
         with recorder.saving():
             output = torch.func.functional_call(subject.module, (parameters, buffers), args, kwargs)
-            logits = _logits(output)
+            logits = logits_of(output)
             run.outputs.setdefault(EMBEDDING, spec(logits))
             where.place, where.modules = HEAD, ["loss"]
             loss = next_token_loss(logits, labels, shift=not subject.masked)
@@ -86,16 +85,6 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool) 
     if shift:
         labels = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].contiguous()
     return nn.functional.cross_entropy(scores.view(-1, scores.shape[-1]), labels.view(-1), ignore_index=IGNORED_LABEL)
-
-
-def _logits(output: Any) -> torch.Tensor:
-    logits = getattr(output, "logits", None)
-    if logits is None:
-        logits = next((t for t in tree_leaves(output) if isinstance(t, torch.Tensor)), None)
-    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
-        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__
-        raise ValueError(f"forward(input_ids) must give logits [batch, sequence, vocabulary], it gave {shape}")
-    return logits
 
 
 class _Passing(nn.Module):

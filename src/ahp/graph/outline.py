@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ahp.errors import BadInput
 from ahp.graph.blocks import find_blocks
+from ahp.graph.call import call_model, logits_of
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
 from ahp.graph.fake_mode import as_on_data
 
@@ -75,29 +76,6 @@ def outline(module: nn.Module, *, batch_size: int, sequence_length: int, dtype: 
                 f"model = {type(module).__name__}: its forward(input_ids) fails on fake tensors: {error}"
             ) from error
     return record.outline(logits, mode)
-
-
-def call_model(module: nn.Module, input_ids: torch.Tensor) -> Any:
-    """The one way in which AHP calls a model: token ids, no cache, no labels."""
-    config = getattr(module, "config", None)
-    if hasattr(config, "use_cache") and hasattr(module, "prepare_inputs_for_generation"):
-        return module(input_ids=input_ids, use_cache=False)
-    return module(input_ids)
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    """The logits in what a model returns: the tensor itself, ``.logits``, ``["logits"]``, or the first of a tuple."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, dict) and "logits" in output:
-        return output["logits"]
-    if isinstance(getattr(output, "logits", None), torch.Tensor):
-        return getattr(output, "logits")  # noqa: B009 - any object may carry it
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
-        return output[0]
-    raise BadInput(
-        f"model: its forward returned {type(output).__name__}; logits [batch, sequence, vocabulary] were expected"
-    )
 
 
 def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

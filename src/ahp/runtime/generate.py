@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ahp.errors import BadInput, bad_input
+from ahp.graph.call import call_model, logits_of
 from ahp.graph.models import is_masked, load_config
 from ahp.plan import Plan
 from ahp.runtime import weights
@@ -67,7 +68,9 @@ def continue_text(
     with torch.inference_mode():
         for _ in range(sampling.max_new_tokens):
             context = torch.tensor([ids[-longest:] if longest else ids], device=device)
-            token = _choose(_logits(module(context))[0, -1].float().cpu(), sampling.temperature, generator)
+            token = _choose(
+                logits_of(call_model(module, context))[0, -1].float().cpu(), sampling.temperature, generator
+            )
             if token == end:
                 break
             ids.append(token)
@@ -78,12 +81,6 @@ def longest_context(model: Any) -> int | None:
     """Tokens that a model can look back on, None when it does not say."""
     config = load_config(model)
     return getattr(config, "max_position_embeddings", None) if config is not None else None
-
-
-def _logits(output: Any) -> Tensor:
-    if isinstance(output, torch.Tensor):
-        return output
-    return output.logits if hasattr(output, "logits") else output[0]
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from ahp.engines import registry
 from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.graph.blocks import NoBlocks, find_blocks
+from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
 from ahp.plan import Plan, validated
 from ahp.runtime.loss import Loss, PendingCount, count_scored
@@ -123,7 +124,7 @@ class Parallel:
         self.held = Held([stage.model for stage in self.stages.values()], self.names)
         self.optimizer = ShardedAdamW(self.parameters, plan.job.optimizer)
         vocabulary = bool(sliced and sliced.vocabulary)
-        self.loss = Loss(causal=_is_causal(module), vocabulary_group=mesh.group("tp") if vocabulary else None)
+        self.loss = Loss(causal=not is_masked(module), vocabulary_group=mesh.group("tp") if vocabulary else None)
         self.runner = self._runner(found, vocabulary)
         self.copies = {name: self._num_copies(name) for name in self.parameters}
 
@@ -259,8 +260,3 @@ def _layers(model: nn.Module, found: Outline | None, layers: range) -> dict[int,
         return {}
     blocks = model.get_submodule(found.blocks_path)
     return {number: blocks.get_submodule(str(number)) for number in layers}
-
-
-def _is_causal(module: nn.Module) -> bool:
-    """Masked language models score each position against its own label, all others against the next one."""
-    return "MaskedLM" not in type(module).__name__

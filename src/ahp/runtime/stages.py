@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput
-from ahp.graph.outline import Outline, block_input, call_model, logits_of
+from ahp.graph.call import call_model, logits_of
+from ahp.graph.outline import Outline, block_input
 
 
 class Stage(nn.Module):

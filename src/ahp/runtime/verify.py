@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ahp.errors import AhpError, HardwareMismatch, bad_input
-from ahp.graph.models import build_model
-from ahp.graph.outline import call_model, logits_of
+from ahp.graph.call import call_model, logits_of
+from ahp.graph.models import build_model, is_masked
 from ahp.plan import Plan
 from ahp.runtime import launch
 from ahp.runtime.materialize import materialize
@@ -114,7 +114,7 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
         eps=settings.eps,
         weight_decay=settings.weight_decay,
     )
-    causal = "MaskedLM" not in type(model).__name__
+    causal = not is_masked(model)
     for step in range(steps):
         data = batch(plan, step, _vocabulary(model))
         targets = F.pad(data["labels"][:, 1:], (0, 1), value=-100) if causal else data["labels"]

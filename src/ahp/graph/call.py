@@ -1,0 +1,39 @@
+"""How AHP calls a model, and where the logits are in what it returns: one way for the graph and for the runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ahp.errors import BadInput
+
+
+def model_arguments(module: nn.Module, input_ids: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of ``module`` for token ids [B, S]: nothing else, and no cache of keys."""
+    if hasattr(getattr(module, "config", None), "use_cache") and hasattr(module, "prepare_inputs_for_generation"):
+        return (), {"input_ids": input_ids, "use_cache": False}
+    return (input_ids,), {}
+
+
+def call_model(module: nn.Module, input_ids: torch.Tensor) -> Any:
+    """What ``module`` returns for token ids [B, S]."""
+    args, kwargs = model_arguments(module, input_ids)
+    return module(*args, **kwargs)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits [B, S, V] in a model's output: the tensor itself, ``.logits``, ``["logits"]`` or a tuple's first.
+
+    Raises BadInput when there are none, or when they are of another shape.
+    """
+    if isinstance(output, dict) and "logits" in output:
+        output = output["logits"]
+    output = getattr(output, "logits", output)
+    if isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    if isinstance(output, torch.Tensor) and output.dim() == 3:
+        return output
+    what = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+    raise BadInput(f"model: its forward returned {what}; logits [batch, sequence, vocabulary] were expected")
