@@ -69,7 +69,7 @@ def test_json_is_one_object_on_stdout(
         (["--parallelism.tensor-parallel-degree", "3"], 2, "tensor_parallel_degree = 3"),
         (["--parallelism.tensor_paralel_degree", "2"], 2, "unknown key"),
         (["--jobs.steps", "2"], 2, "--jobs.steps"),
-        (["--engine.name", "megatron"], 5, "megatron"),
+        (["--engine.name", "megatron", "--engine.compile", "true"], 5, "megatron"),
         (["--job.global-batch-size", "0"], 2, "global_batch_size = 0"),
         (["--top", "0"], 2, "--top = 0"),
     ],

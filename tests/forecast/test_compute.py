@@ -6,12 +6,15 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import AttentionSample, ElementWiseSample, MatmulSample, Measurements, MemorySample
 from ahp.forecast.compute import is_causal, operator_s, segment_times
+from ahp.forecast.division import Division
 from ahp.forecast.efficiency import ATTENTION_BACKWARD, CPU_ATTENTION, HALF_DEPTH, Rates
-from ahp.forecast.split import split
+from ahp.forecast.kernels import Kernels, kernels
+from ahp.forecast.split import Split, split
 
 from .conftest import make_cluster, op, spec
 
 DEVICE = make_cluster().groups[0].device
+NOTHING_SPLIT = Split(*(frozenset(),) * 5, (), ())
 SAMPLES = Measurements(
     matmul=tuple(
         MatmulSample(m=m, n=n, k=k, dtype="float32", workers=w, seconds=2 * m * n * k / (rate / w))
@@ -55,22 +58,40 @@ def test_measured_products_come_back_as_measured():
     assert 2 * 200**3 / 8e9 < between < 2 * 200**3 / 1e9
 
 
-def test_operators_take_the_longer_of_both_and_the_launch(mlp_block):
-    launching = make_cluster(launch_s=1e-3).groups[0].device
-    rates, parts = Rates(launching, None, 8), split(mlp_block, "block")
-    relu, norm = mlp_block.operators[2], mlp_block.operators[0]
-    assert operator_s(relu, parts, rates) == pytest.approx(relu.bytes_read * 2 / (0.8e12) + 1e-3)
-    assert operator_s(relu, parts, rates, degree=4) == pytest.approx(relu.bytes_read * 2 / 4 / 0.8e12 + 1e-3)
-    assert operator_s(norm, parts, rates, degree=4) == operator_s(norm, parts, rates)
-    view = op(0, "aten.view", [spec(4, 4)], [spec(16)])
-    assert operator_s(view, parts, rates) == 0.0
+def whole(segment, degree=1):
+    """What ``operator_s`` needs beside the operator: the kernels as traced, and the division of one rank."""
+    return kernels(segment, "traced"), Division(split(segment, "block"), degree)
 
 
-def test_causal_attention_does_half(mlp_block):
-    rates, parts = Rates(DEVICE, None, 8), split(mlp_block, "block")
-    attention = op(99, "aten._flash_attention_forward", [spec(1, 8, 512, 64)] * 3, [spec(1, 8, 512, 64)], flops=10**12)
-    assert operator_s(attention, parts, rates, causal=True) == pytest.approx(
-        operator_s(attention, parts, rates, causal=False) / 2
+def test_operators_take_the_longer_of_both(mlp_block):
+    rates = Rates(DEVICE, None, 8)
+    relu, norm, up = mlp_block.operators[2], mlp_block.operators[0], mlp_block.operators[1]
+    assert operator_s(relu, *whole(mlp_block), rates) == pytest.approx(rates.element_wise_s(relu.bytes_read * 2, 0, ""))
+    assert operator_s(relu, *whole(mlp_block, 4), rates) == pytest.approx(
+        rates.element_wise_s(relu.bytes_read * 2 / 4, 0, "")
+    )
+    assert operator_s(norm, *whole(mlp_block, 4), rates) == operator_s(norm, *whole(mlp_block), rates)
+    assert operator_s(up, *whole(mlp_block), rates) >= (up.bytes_read + up.bytes_written) / rates.bytes_per_s
+    view = op(11, "aten.view", [spec(4, 4)], [spec(16)])
+    assert operator_s(view, *whole(mlp_block), rates) == 0.0
+
+
+def test_a_cpu_waits_for_the_launch_of_each_operator_a_gpu_does_not(mlp_block):
+    run, division = whole(mlp_block)
+    relu = mlp_block.operators[2]
+    for name, more_s in (("toy", 0.0), ("cpu", 1e-3)):
+        slow, fast = (Rates(make_cluster(name=name, launch_s=s).groups[0].device, None, 8) for s in (1e-3, 0.0))
+        found = operator_s(relu, run, division, slow) - operator_s(relu, run, division, fast)
+        assert found == pytest.approx(more_s)
+
+
+def test_causal_attention_does_half():
+    rates = Rates(DEVICE, None, 8)
+    attention = op(0, "aten._flash_attention_forward", [spec(1, 8, 512, 64)] * 3, [spec(1, 8, 512, 64)], flops=10**12)
+    run = Kernels({0: 1.0}, frozenset({0}), {}, 0.0)
+    division = Division(NOTHING_SPLIT)
+    assert operator_s(attention, run, division, rates, causal=True) == pytest.approx(
+        operator_s(attention, run, division, rates, causal=False) / 2
     )
 
 
@@ -130,23 +151,41 @@ def test_element_wise_follows_size_dtype_and_exponentials():
     assert rates.element_wise_s(4e9, 0, "float32") == pytest.approx(4e9 / rates.bytes_per_s)
 
 
+def times(segment, fusion="eager", rates=None, **axes):
+    division = Division(split(segment, "block"), **axes)
+    return segment_times(segment, kernels(segment, fusion), division, rates or Rates(DEVICE, None, 8), causal=True)
+
+
 def test_tensor_parallelism_divides_products(tiny):
-    # Without launches, and with operators large enough, what is inside a block takes a half on two ranks.
-    rates = Rates(DEVICE, None, 8)
+    # With operators large enough, what is inside a block takes a half on two ranks, and the rest as long as before.
     block = tiny.at(64).blocks[0]
-    parts = split(block, "block")
-    one, two = (segment_times(block, parts, rates, degree=d, causal=True, fused=False) for d in (1, 2))
-    assert one.forward_s > two.forward_s > one.forward_s / 2
-    assert one.backward_s > two.backward_s > one.backward_s / 2
+    one, two, with_sequence = times(block), times(block, tensor=2), times(block, tensor=2, sequence_parallel=True)
+    assert one.forward_s > two.forward_s > with_sequence.forward_s > one.forward_s / 2.05
+    assert one.backward_s > two.backward_s > with_sequence.backward_s > one.backward_s / 2.05
+
+
+def test_context_parallelism_divides_everything(tiny):
+    block = tiny.at(64).blocks[0]
+    one, two = times(block), times(block, context=2)
+    assert two.forward_s == pytest.approx(one.forward_s / 2, rel=0.1)
+    assert two.backward_s == pytest.approx(one.backward_s / 2, rel=0.1)
 
 
 def test_fusion_saves_traffic_but_no_arithmetic(tiny):
-    rates = Rates(DEVICE, None, 8)
-    parts = split(tiny.blocks[0], "block")
-    eager, fused = (segment_times(tiny.blocks[0], parts, rates, degree=1, causal=True, fused=f) for f in (False, True))
-    products_only = sum(operator_s(o, parts, rates, causal=True) for o in tiny.blocks[0].phase("forward") if o.flops)
+    block = tiny.at(64).blocks[0]
+    eager, fused = times(block), times(block, "fused")
+    products_only = eager.forward_s - eager.element_wise.device_s
     assert products_only < fused.forward_s < eager.forward_s
+    assert fused.forward_s - fused.element_wise.device_s == pytest.approx(products_only)
     assert fused.backward_s < eager.backward_s
+    assert fused.forward.launches < eager.forward.launches
+
+
+def test_the_parts_of_the_backward_pass_are_the_whole(tiny):
+    found = times(tiny.at(64).blocks[0])
+    assert found.weight_gradient.device_s > 0
+    assert found.backward_s == pytest.approx(found.input_gradient.device_s + found.weight_gradient.device_s)
+    assert found.core_attention.device_s == 0  # fused attention is one operator
 
 
 def test_a_shifted_loss_means_causal(tiny, hand_graph):

@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ahp.engines.ahp import AhpEngine
+from ahp.forecast.division import Division
+from ahp.forecast.kernels import kernels
 from ahp.forecast.memory import RankWeights, fit_probability, rank_memory, segment_memory, state_bytes
 from ahp.forecast.split import split
 from ahp.job import Job
@@ -13,22 +15,29 @@ from ahp.plan import EngineChoice, Parallelism
 from .conftest import make_cluster
 
 
+def of_rank(segment, **axes):
+    return segment_memory(segment, kernels(segment, "traced"), Division(split(segment, "block"), **axes))
+
+
 def test_a_block_by_hand(mlp_block):
-    memory = segment_memory(mlp_block, split(mlp_block, "block"), 1)
+    memory = of_rank(mlp_block)
     x, wide = 64 * 32 * 2, 64 * 128 * 2
     assert memory.saved == x + 2 * wide  # norm's output, up's and relu's
+    assert memory.saved_in_chains == x + wide
     # Forward: down's output and the sum stand beside them.
     assert memory.forward_extra == 2 * x
     # Backward peak: gradient of the output and of both sides of relu, before anything saved is freed.
     assert memory.backward_extra == x + 2 * wide
-    halved = segment_memory(mlp_block, split(mlp_block, "block"), 2)
+    halved = of_rank(mlp_block, tensor=2)
     assert halved.saved == x + wide
     assert halved.backward_extra == x + wide
+    assert of_rank(mlp_block, tensor=2, sequence_parallel=True).saved == x / 2 + wide
+    assert of_rank(mlp_block, context=4).saved == memory.saved / 4
 
 
 def test_what_is_kept_is_what_autograd_saves(tiny):
     for segment in tiny.segments():
-        assert segment_memory(segment, split(segment, "block"), 1).saved == segment.saved_bytes
+        assert of_rank(segment).saved == segment.saved_bytes
 
 
 def traits(zero, precision="bf16", **kwargs):

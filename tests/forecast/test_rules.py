@@ -80,5 +80,8 @@ def test_the_clusters_rules(hand_graph):
     assert "valid: fp32" in text
 
 
-def test_engines_that_come_later(hand_graph):
-    assert "engine.name = 'megatron'" in str(reason(hand_graph, {}, engine=EngineChoice(name="megatron")))
+def test_each_engine_has_its_own_rules(hand_graph):
+    split = {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}
+    cluster = make_cluster(per_node=2)
+    assert reason(hand_graph, split, cluster=cluster, engine=EngineChoice(name="megatron")) is None
+    assert "enable_sequence_parallel" in str(reason(hand_graph, split, cluster=cluster))

@@ -166,7 +166,7 @@ def test_a_graph_of_another_job_is_refused() -> None:
     [
         ({"context_parallel_degree": 2}, {}, r"context_parallel_degree = 2"),
         ({"activation_checkpoint": "selective"}, {}, r"activation_checkpoint = 'selective'"),
-        ({}, {"name": "torchtitan"}, "torchtitan"),
+        ({"expert_parallel_degree": 2}, {"name": "accelerate"}, "accelerate"),
         ({}, {"compile": True}, r"compile = True"),
     ],
     ids=str,

@@ -48,8 +48,24 @@ class Traits:
     """Whether gradients are copied into a flat buffer to be sent."""
     host_operators_per_unit: int
     """What the engine does at each unit (a block) and micro-batch beside the model's own operators, forward and backward,
-    as a number of operators that take the host as long. It shows where the host is the device, on a CPU."""
+    as a number of operators that take the host as long. On a CPU it adds to the computation; on a GPU it shows where
+    kernels are so short that the host cannot keep ahead."""
     source: str
+    host_launches_per_operator: float = 1.0
+    """Host time of one operator of the traced graph, over the device's ``kernel_launch_s``: autograd, Python and dispatch."""
+    tensor_overlap_forward: float = 0.0
+    """Share of the tensor-parallel collectives of a forward pass that hides behind the products they belong to."""
+    tensor_overlap_backward: float = 0.0
+    """The same for a backward pass, where a product for the weight gradient can run beside the collective."""
+    sends_split_by_tensor: bool = False
+    """Whether a pipeline message is cut over the tensor-parallel ranks, sent in parts and gathered (Megatron's scatter-gather)."""
+    selective_keeps_products: bool = False
+    """What ``selective`` recomputes: everything but weight products and fused attention; False = the attention core
+    (scores, softmax, dropout, their product with the values) alone."""
+    spare_weight_gradient: bool = False
+    """Whether one block's weight gradients lie in memory a second time in the compute type while they are added up."""
+    step_operators: int = 0
+    """Host work once per step (data, scaler, logging, zeroing), in operators."""
 
 
 class Engine(ABC):

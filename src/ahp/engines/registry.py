@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from ahp.engines.accelerate import AccelerateEngine
 from ahp.engines.ahp import AhpEngine
+from ahp.engines.deepspeed import DeepSpeedEngine
 from ahp.engines.engine import Engine
-from ahp.errors import NotExpressible, bad_input
+from ahp.engines.megatron import MegatronEngine
+from ahp.engines.torchtitan import TorchtitanEngine
+from ahp.errors import bad_input
 
-ENGINES: tuple[Engine, ...] = (AhpEngine(),)
-LATER: tuple[str, ...] = ("torchtitan", "megatron", "deepspeed", "accelerate")
-"""Engines with a name in a plan that cannot be priced yet."""
+ENGINES: tuple[Engine, ...] = (
+    AhpEngine(),
+    TorchtitanEngine(),
+    MegatronEngine(),
+    DeepSpeedEngine(),
+    AccelerateEngine(),
+)
 
 
 def names() -> list[str]:
@@ -17,12 +25,8 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Engine:
-    """The engine of that name. Raises NotExpressible for one that is not written yet, BadInput for an unknown one."""
+    """The engine of that name. Raises BadInput for an unknown one."""
     for engine in ENGINES:
         if engine.name == name:
             return engine
-    if name in LATER:
-        raise NotExpressible(
-            f"engine.name = {name!r}: AHP cannot price or export to this engine yet (valid: {', '.join(names())})"
-        )
     raise bad_input("engine.name", name, "no such engine", names())

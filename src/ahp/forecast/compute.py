@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
-from ahp.forecast.efficiency import Rates
-from ahp.forecast.split import Split
+from ahp.forecast.division import BATCHED, Division, is_weight_gradient, product_bytes
+from ahp.forecast.efficiency import Rates, is_cpu
+from ahp.forecast.kernels import Kernels
 from ahp.forecast.tables import PRECISION_OF
 from ahp.graph.operators import DTYPE_BYTES, ModelGraph, Operator, Segment
 
 EXPONENTIAL = ("softmax", "silu", "gelu", "sigmoid", "tanh", "exp", "logsumexp", "erf")
 """Element-wise operators that take an exponential (or as much arithmetic) of every element, by a part of their name."""
 
-BATCHED = ("aten.bmm", "aten.baddbmm")
+FP8_BYTES = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a pass over a segment asks of the device, and of the host that launches it."""
+
+    device_s: float = 0.0
+    launches: float = 0.0
+    """Operators that the host launches. Where the host is the device (a CPU) they are in ``device_s``."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.device_s + other.device_s, self.launches + other.launches)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentTimes:
-    """Seconds of computation of one segment on one micro-batch."""
+    """Work of one segment on one micro-batch."""
 
-    forward_s: float
-    backward_s: float
+    forward: Work
+    input_gradient: Work
+    """The backward pass without the products that make weight gradients."""
+    weight_gradient: Work
+    core_attention: Work
+    """Of the forward pass: scores, softmax, dropout and their product with the values, where attention is not fused."""
+    element_wise: Work
+    """Of the forward pass: everything but weight products and attention."""
+    attention_s: float
+    """Device time of attention in the forward pass."""
+
+    @property
+    def forward_s(self) -> float:
+        return self.forward.device_s
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_gradient.device_s + self.weight_gradient.device_s
 
 
 def is_causal(graph: ModelGraph) -> bool:
@@ -32,46 +62,86 @@ def is_causal(graph: ModelGraph) -> bool:
 
 
 def segment_times(
-    segment: Segment, split: Split, rates: Rates, *, degree: int, causal: bool, fused: bool
+    segment: Segment, kernels: Kernels, division: Division, rates: Rates, *, causal: bool, precision: str | None = None
 ) -> SegmentTimes:
-    """Forward and backward time of a segment on one rank of a tensor-parallel group of ``degree``.
+    """Work of one rank of the groups that ``division`` describes.
 
-    Every operator takes max(FLOPs / reached FLOP/s, bytes / reached bytes/s) and its launch. ``fused``: chains of
-    element-wise operators run as one kernel, what passes between them stays in registers.
+    Every operator takes max(FLOPs / reached FLOP/s, bytes / reached bytes/s). ``precision``: that of the weight
+    products where it is not the dtype of their inputs (fp8).
     """
-    skipped = _inner_bytes(segment) if fused else {}
-    times = {"forward": 0.0, "backward": 0.0}
+    core = core_attention(segment)
+    total: dict[str, Work] = defaultdict(Work)
+    attention_s = 0.0
     for op in segment.operators:
-        times[op.phase] += operator_s(
-            op, split, rates, degree=degree, causal=causal, skipped_bytes=skipped.get(op.index)
-        )
-    return SegmentTimes(times["forward"], times["backward"])
+        seconds = operator_s(op, kernels, division, rates, causal=causal, precision=precision)
+        if not seconds and op.index not in kernels.launched:
+            continue
+        work = Work(seconds, float(op.index in kernels.launched))
+        if op.phase == "backward":
+            total["weight" if is_weight_gradient(op) else "input"] += work
+            continue
+        total["forward"] += work
+        if op.index in core:
+            total["core"] += work
+        if op.index in core or "attention" in op.name:
+            attention_s += seconds
+        elif op.flops == 0:
+            total["element_wise"] += work
+    return SegmentTimes(
+        total["forward"], total["input"], total["weight"], total["core"], total["element_wise"], attention_s
+    )
 
 
 def operator_s(
-    op: Operator, split: Split, rates: Rates, *, degree: int = 1, causal: bool = False, skipped_bytes: int | None = None
+    op: Operator,
+    kernels: Kernels,
+    division: Division,
+    rates: Rates,
+    *,
+    causal: bool = False,
+    precision: str | None = None,
 ) -> float:
-    """Seconds of one operator. ``skipped_bytes``: bytes that a fused kernel does not move; None = it is not fused."""
-    moved = op.bytes_read + op.bytes_written
+    """Device seconds of one operator; on a CPU with what its launch takes, which nothing hides there."""
+    moved = kernels.moved_bytes.get(op.index, 0.0)
     if moved == 0 and op.flops == 0:
-        return 0.0  # a view, or memory reserved: nothing runs on the device
-    share = split.share(op.index, degree)
-    launch_s = rates.device.kernel_launch_s
+        return 0.0  # a view, memory reserved, or a part of another kernel
+    share = division.share(op)
+    host_s = rates.device.kernel_launch_s if is_cpu(rates.device) else 0.0
     if op.flops == 0:
-        elements = max((spec.numel for spec in op.outputs), default=0)
-        exponentials = elements * share if _is_exponential(op) else 0.0
-        left = moved - (skipped_bytes or 0)
-        busy_s = rates.element_wise_s(left * share, exponentials, _dtype(op))
-        return busy_s + (launch_s if left > 0 else 0.0)
-    precision = PRECISION_OF.get(op.inputs[0].dtype, "fp32")
+        exponentials = max((spec.numel for spec in op.outputs), default=0) * share if _is_exponential(op) else 0.0
+        busy_s = rates.element_wise_s(moved * share, exponentials, _dtype(op))
+        return busy_s + (host_s if op.index in kernels.launched else 0.0)
+    dtype = op.inputs[0].dtype
+    named = PRECISION_OF.get(dtype, "fp32")
     if "attention" in op.name:
         flops = op.flops * share * (0.5 if causal else 1.0)
         sequence, head_dim = op.inputs[0].shape[-2:]
-        busy_s = rates.attention_s(flops, sequence, head_dim, precision, backward=op.phase == "backward")
-        return max(busy_s, moved * share / rates.bytes_per_s) + launch_s
-    batch, m, n, k = _local_shape(op, split, degree)
-    moved = batch * (m * k + k * n + m * n) * DTYPE_BYTES[op.inputs[0].dtype] if share < 1 else moved
-    return max(rates.matmul_s(batch, m, n, k, precision), moved / rates.bytes_per_s) + launch_s
+        busy_s = rates.attention_s(flops, sequence, head_dim, named, backward=op.phase == "backward")
+        return max(busy_s, moved * share / rates.bytes_per_s) + host_s
+    shape = division.product(op)
+    if share < 1:
+        moved = product_bytes(shape, dtype)
+    if precision is None or op.name in BATCHED:
+        return max(rates.matmul_s(*shape, named), moved / rates.bytes_per_s) + host_s
+    # The operand that is an activation or its gradient is cast once, with its transpose for the weight gradient.
+    cast = 0.0 if is_weight_gradient(op) else shape[1] * shape[3] * (DTYPE_BYTES[dtype] + 2 * FP8_BYTES)
+    return max(rates.matmul_s(*shape, precision), moved / 2 / rates.bytes_per_s) + cast / rates.bytes_per_s + host_s
+
+
+def core_attention(segment: Segment) -> frozenset[int]:
+    """Forward operators of unfused attention: the two batched products, and all that lies between them."""
+    forward = list(segment.phase("forward"))
+    batched = {op.index for op in forward if op.name in BATCHED}
+    after: set[int] = set()
+    for op in forward:
+        if op.index in batched or any(i in after for i in op.depends_on):
+            after.add(op.index)
+    before: set[int] = set()
+    for op in reversed(forward):
+        if op.index in batched or op.index in before:
+            before.add(op.index)
+            before.update(op.depends_on)
+    return frozenset(after & before)
 
 
 def _is_exponential(op: Operator) -> bool:
@@ -82,41 +152,3 @@ def _is_exponential(op: Operator) -> bool:
 def _dtype(op: Operator) -> str:
     """The dtype of its largest tensor: a cast or a sum works at the pace of what it reads."""
     return max((*op.inputs, *op.outputs), key=lambda spec: spec.numel).dtype
-
-
-def _local_shape(op: Operator, split: Split, degree: int) -> tuple[float, float, float, float]:
-    """(batch, m, n, k) of the products one rank computes; from the output's shape and the FLOPs."""
-    out = op.outputs[0]
-    n = out.shape[-1] if out.shape else 1
-    batch = 1
-    if op.name in BATCHED:
-        batch = out.shape[0]
-    m = out.numel / (batch * n)
-    k = op.flops / (2.0 * out.numel)
-    if degree == 1 or op.index not in split.divided:
-        return batch, m, n, k
-    if op.index in split.contracted:
-        return batch, m, n, k / degree
-    if op.parameters:
-        return batch, m, n / degree, k
-    if batch % degree == 0 and batch > 1:
-        return batch / degree, m, n, k
-    # A weight gradient: its larger side is the one that is split, as far as the time is concerned.
-    return (batch, m / degree, n, k) if m > n else (batch, m, n / degree, k)
-
-
-def _inner_bytes(segment: Segment) -> dict[int, int]:
-    """By element-wise operator: bytes that it shares only with other element-wise operators of its phase."""
-    element_wise = {op.index: op for op in segment.operators if op.flops == 0 and op.bytes_written > 0}
-    readers: dict[int, list[int]] = {op.index: [] for op in segment.operators}
-    for op in segment.operators:
-        for i in op.depends_on:
-            readers[i].append(op.index)
-    skipped: dict[int, int] = dict.fromkeys(element_wise, 0)
-    for index, op in element_wise.items():
-        inner = [r for r in readers[index] if r in element_wise and element_wise[r].phase == op.phase]
-        if op.saved_bytes == 0 and inner and len(inner) == len(readers[index]):
-            skipped[index] += op.bytes_written
-        for reader in inner:
-            skipped[reader] += min(op.bytes_written, element_wise[reader].bytes_read)
-    return {i: min(count, element_wise[i].bytes_read + element_wise[i].bytes_written) for i, count in skipped.items()}

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from ahp.cluster.model import Device
 from ahp.engines.engine import Traits
+from ahp.forecast.compute import core_attention
+from ahp.forecast.division import Division
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.split import Split
-from ahp.graph.operators import Operator, Segment
+from ahp.forecast.kernels import Kernels, owners
+from ahp.graph.operators import Segment
 
 RESERVED_OVER_ALLOCATED = 1.038
 """The caching allocator's reserved over allocated bytes at the peak: median of 344 ranks (SimuMax B200, cost model
@@ -32,20 +34,28 @@ class SegmentMemory:
 
     saved: int
     """Kept from forward to backward."""
+    saved_in_core: int
+    """Of it, what unfused attention keeps between its two products."""
+    saved_in_chains: int
+    """Of it, what element-wise operators keep."""
     forward_extra: int
     """At the peak of its forward pass, beyond what it keeps."""
     backward_extra: int
     """At the peak of its backward pass, beyond what it kept."""
 
 
-def segment_memory(segment: Segment, split: Split, degree: int) -> SegmentMemory:
+def segment_memory(segment: Segment, kernels: Kernels, division: Division) -> SegmentMemory:
     """Run through the segment's operators, tensor by tensor: made when its operator runs, freed after its last use.
 
     Gradients of parameters are left out (they are counted with the parameters), gradients of what enters are in.
     """
-    owner = _owners(segment)
-    shares = {op.index: _output_share(op, split, degree) for op in segment.operators}
-    saved = {op.index: op.saved_bytes * shares[op.index] for op in segment.phase("forward") if op.saved_bytes}
+    owner = owners(segment)
+    shares = {op.index: division.output_share(op) for op in segment.operators}
+    saved = {i: count * shares[i] for i, count in kernels.saved_bytes.items()}
+    core = core_attention(segment)
+    in_core = sum(count for i, count in saved.items() if i in core)
+    in_chains = sum(count for i, count in saved.items() if segment.operators[i].flops == 0)
+    input_bytes = kernels.saved_input_bytes * division.hidden_share
     last_use = {(owner[i], op.phase): op.index for op in segment.operators for i in (*op.depends_on, op.index)}
     frees: dict[int, list[int]] = {}
     for (made_by, phase), at in last_use.items():
@@ -57,30 +67,22 @@ def segment_memory(segment: Segment, split: Split, degree: int) -> SegmentMemory
     for op in segment.operators:
         if op.phase != phase:
             phase, held = op.phase, dict(saved)
-            live = kept + (segment.output.bytes if segment.output else 0)
+            live = kept + (segment.output.bytes * division.hidden_share if segment.output else 0)
         # A backward output that nothing reads is the gradient of a parameter.
         if owner[op.index] == op.index and (phase == "forward" or last_use[op.index, phase] != op.index):
-            out_bytes = sum(spec.bytes for spec in op.outputs) * shares[op.index] if op.bytes_written else 0.0
+            made = kernels.moved_bytes.get(op.index) and (op.flops > 0 or op.index in kernels.launched)
+            out_bytes = sum(spec.bytes for spec in op.outputs) * shares[op.index] if made else 0.0
             held[op.index] = max(out_bytes, saved.get(op.index, 0.0))
             live += held[op.index]
         peak[phase] = max(peak[phase], live)
         live -= sum(held.pop(made_by, 0.0) for made_by in frees.get(op.index, ()))
-    return SegmentMemory(round(kept), round(max(0.0, peak["forward"] - kept)), round(max(0.0, peak["backward"] - kept)))
-
-
-def _owners(segment: Segment) -> dict[int, int]:
-    """By operator: the one that made the memory its output lies in; itself, unless it is a view."""
-    owner: dict[int, int] = {}
-    for op in segment.operators:
-        sources = [i for i in op.depends_on if i in owner]
-        is_view = op.bytes_written == 0 and op.flops == 0
-        owner[op.index] = owner[sources[0]] if is_view and sources else op.index
-    return owner
-
-
-def _output_share(op: Operator, split: Split, degree: int) -> float:
-    """The part of an operator's output that one rank holds: the sums of contracted products are whole."""
-    return 1.0 / degree if op.index in split.divided and op.index not in split.contracted else 1.0
+    return SegmentMemory(
+        saved=round(kept + input_bytes),
+        saved_in_core=round(in_core),
+        saved_in_chains=round(in_chains),
+        forward_extra=round(max(0.0, peak["forward"] - kept)),
+        backward_extra=round(max(0.0, peak["backward"] - kept)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ def state_bytes(weights: RankWeights, traits: Traits, *, shards: int, micro_batc
     unit = max(weights.largest_block, weights.outside_blocks)
     # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
     buffers = unit * (traits.compute_weight_bytes + traits.reduce_bytes) if traits.reduce_copies else 0
+    if traits.spare_weight_gradient:
+        buffers += weights.largest_block * traits.compute_weight_bytes
     return {
         "parameters": math.ceil(total * traits.master_weight_bytes / shards),
         "optimizer_states": math.ceil(total * traits.optimizer_state_bytes / shards),

@@ -13,8 +13,8 @@ from ahp.forecast import memory
 from ahp.forecast.communication import Network, axis_group, pair_group, strided_group
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.rules import illegal
-from ahp.forecast.stage import DataParallel, StageCost, stage_cost
-from ahp.forecast.units import UnitPricer, Units
+from ahp.forecast.stage import DataParallel, Recompute, StageCost, stage_cost
+from ahp.forecast.units import Axes, UnitPricer, Units
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
@@ -58,7 +58,7 @@ class Pricer:
         self.graph, self.cluster, self.job, self.choice = graph, cluster, job, choice
         self.nodes = cluster.groups[0]
         self.network = Network(self.nodes)
-        self._units = UnitPricer(graph, self.nodes, self.network)
+        self._units = UnitPricer(graph, self.nodes, self.network, job.precision)
 
     def price(self, parallelism: Parallelism) -> Priced:
         """Price one layout. ``activation_checkpoint`` auto is the lightest that fits.
@@ -67,10 +67,15 @@ class Pricer:
         """
         if parallelism.activation_checkpoint != "auto":
             return self._price(parallelism)
-        for lightest_first in ("none", "full"):
-            priced = self._price(parallelism.model_copy(update={"activation_checkpoint": lightest_first}))
+        priced = None
+        for lightest_first in ("none", "selective", "full"):
+            layout = parallelism.model_copy(update={"activation_checkpoint": lightest_first})
+            if priced is not None and get(self.choice.name).refuses(self.job, layout, self.choice):
+                continue
+            priced = self._price(layout)
             if priced.forecast.fits:
                 break
+        assert priced is not None
         return priced
 
     def _price(self, parallelism: Parallelism) -> Priced:
@@ -84,7 +89,7 @@ class Pricer:
         p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
         name = parallelism.pipeline_parallel_schedule if p > 1 else "1F1B"
         schedule = make(name, p, v, parallelism.num_micro_batches(self.job))
-        timeline = simulate(schedule, self._stage_times(parallelism, stages, units))
+        timeline = simulate(schedule, self._stage_times(parallelism, traits, stages, units))
         optimizer_s = self._optimizer_s(parallelism, traits, schedule, stages)
         tied_s = self._tied_s(parallelism, units)
         step_s = timeline.makespan_s + tied_s + optimizer_s
@@ -98,15 +103,21 @@ class Pricer:
 
     def _stages(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], Units]:
         per_node = self.nodes.devices_per_node
-        tensor = axis_group(parallelism, "tp", per_node)
-        units = self._units.units(parallelism.micro_batch_size, tensor, traits)
+        axes = Axes(
+            tensor=axis_group(parallelism, "tp", per_node),
+            sequence_parallel=parallelism.enable_sequence_parallel and parallelism.tensor_parallel_degree > 1,
+            context=axis_group(parallelism, "cp", per_node),
+        )
+        units = self._units.units(parallelism.micro_batch_size, axes, traits)
+        on_cpu = is_cpu(self.nodes.device)
         data = DataParallel(
             shard=axis_group(parallelism, "dp_shard", per_node),
             replicate=axis_group(parallelism, "dp_replicate", per_node),
             traits=traits,
             micro_batches=parallelism.num_micro_batches(self.job),
-            overlap=0.0 if is_cpu(self.nodes.device) else 1.0,
-            operator_s=self.nodes.device.kernel_launch_s if is_cpu(self.nodes.device) else 0.0,
+            overlap=0.0 if on_cpu else 1.0,
+            operator_s=self.nodes.device.kernel_launch_s,
+            host_is_device=on_cpu,
         )
         ranges = layer_ranges(layers_of_stages(parallelism, self.graph.num_layers))
         made: dict[tuple[tuple[int, ...], bool, bool], StageCost] = {}
@@ -116,19 +127,23 @@ class Pricer:
             kinds = tuple(self.graph.layers[i] for i in layers), first, last
             if kinds not in made:
                 made[kinds] = stage_cost(
-                    units, layers, first=first, last=last, recompute=parallelism.activation_checkpoint == "full",
+                    units, layers, first=first, last=last, recompute=recompute_of(parallelism, traits),
                     data=data, network=self.network, bytes_per_s=self._units.rates.bytes_per_s,
                 )  # fmt: skip
             stages.append(made[kinds])
         return tuple(stages), units
 
-    def _stage_times(self, parallelism: Parallelism, stages: tuple[StageCost, ...], units: Units) -> list[StageTimes]:
+    def _stage_times(
+        self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...], units: Units
+    ) -> list[StageTimes]:
         p, count = parallelism.pipeline_parallel_degree, len(stages)
-        send = [self._send_s(parallelism, stage % p, (stage + 1) % p, units) for stage in range(count)]
+        send = [self._send_s(parallelism, traits, stage % p, (stage + 1) % p, units) for stage in range(count)]
         return [
             StageTimes(
                 forward_s=sum(cost.forward.values()),
                 backward_s=sum(cost.backward.values()),
+                input_gradient_s=sum(cost.backward.values()) - cost.weight_gradient_s,
+                weight_gradient_s=cost.weight_gradient_s,
                 send_forward_s=send[stage] if stage < count - 1 else 0.0,
                 send_backward_s=send[stage - 1] if stage > 0 else 0.0,
                 first_forward_extra_s=sum(cost.first_forward.values()),
@@ -137,13 +152,15 @@ class Pricer:
             for stage, cost in enumerate(stages)
         ]
 
-    def _send_s(self, parallelism: Parallelism, source: int, target: int, units: Units) -> float:
+    def _send_s(self, parallelism: Parallelism, traits: Traits, source: int, target: int, units: Units) -> float:
         """Seconds to hand one micro-batch's hidden states from one pipeline rank to another."""
         if source == target:
             return 0.0
         width = parallelism.world_size // parallelism.pipeline_parallel_degree
         group = pair_group(source, target, width, self.nodes.devices_per_node)
-        return self.network.time_s("send_recv", units.hidden_bytes, group)
+        whole = not parallelism.enable_sequence_parallel and traits.sends_split_by_tensor
+        parts = parallelism.tensor_parallel_degree if whole else 1
+        return self.network.time_s("send_recv", units.hidden_bytes / parts, group)
 
     def _optimizer_s(
         self, parallelism: Parallelism, traits: Traits, schedule: Schedule, stages: tuple[StageCost, ...]
@@ -153,6 +170,9 @@ class Pricer:
         shard = total / parallelism.data_parallel_shard_degree
         # AdamW reads weight, gradient and states, and writes weight and states, in one kernel (fused=True).
         moved = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
+        # The copy that computes is made again, where no gather makes it.
+        if traits.compute_weight_bytes and traits.forward_gathers == "never":
+            moved += traits.master_weight_bytes + traits.compute_weight_bytes
         moved += CLIP_BYTES if self.job.optimizer.grad_clip is not None else CLIP_BYTES // 3
         world = strided_group(parallelism.world_size, 1, self.nodes.devices_per_node)
         return shard * moved / self._units.rates.bytes_per_s + self.network.time_s("all_reduce", 16, world)
@@ -236,6 +256,13 @@ class Pricer:
             memory=used.parts,
             fullest_rank=rank * (world // parallelism.pipeline_parallel_degree),
         )
+
+
+def recompute_of(parallelism: Parallelism, traits: Traits) -> Recompute:
+    """What ``activation_checkpoint`` means on an engine."""
+    if parallelism.activation_checkpoint != "selective":
+        return "full" if parallelism.activation_checkpoint == "full" else "none"
+    return "chains" if traits.selective_keeps_products else "core"
 
 
 def _held(schedule: Schedule, stages: tuple[StageCost, ...], rank: int) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from ahp.engines.engine import Traits
 from ahp.forecast.communication import Group, Network
-from ahp.forecast.overlap import exposed_ahead_s, exposed_behind_s
+from ahp.forecast.compute import Work
+from ahp.forecast.overlap import CONTENTION, exposed_ahead_s, exposed_behind_s
 from ahp.forecast.units import Unit, Units
 
 
@@ -21,7 +24,9 @@ class DataParallel:
     overlap: float
     """Share of a collective that can hide behind computation on this device: 0 on a CPU."""
     operator_s: float = 0.0
-    """Host time of one operator where the host is the device (a CPU); 0 where it runs ahead."""
+    """Host time of one operator."""
+    host_is_device: bool = False
+    """Whether operators wait for the host one by one (a CPU), instead of running behind it."""
 
     @property
     def weight_bytes(self) -> int:
@@ -52,6 +57,9 @@ class StageCost:
 
     forward: dict[str, float]
     backward: dict[str, float]
+    """The whole backward."""
+    weight_gradient_s: float
+    """Of the backward, what makes weight gradients: it can wait where a schedule splits the backward."""
     first_forward: dict[str, float]
     last_backward: dict[str, float]
     parameters: int
@@ -61,13 +69,17 @@ class StageCost:
     """At the peak of one backward pass, beyond those."""
 
 
+Recompute = Literal["none", "core", "chains", "full"]
+"""What of a block is computed again in the backward pass: nothing, the core of unfused attention, element-wise chains, all."""
+
+
 def stage_cost(
     units: Units,
     layers: range,
     *,
     first: bool,
     last: bool,
-    recompute: bool,
+    recompute: Recompute,
     data: DataParallel,
     network: Network,
     bytes_per_s: float,
@@ -75,38 +87,98 @@ def stage_cost(
     """Price the stage that holds ``layers``, the embedding if ``first``, the head if ``last``."""
     blocks = [units.blocks[units.layers[i]] for i in layers]
     ends = ([units.embedding] if first else []) + ([units.head] if last else [])
-    everything = [*blocks, *ends]
     outside = sum(u.parameters for u in ends) + (units.tied_parameters if last and not first else 0)
     total = outside + sum(u.parameters for u in blocks)
-    forward = {
-        "forward": sum(u.times.forward_s for u in everything),
-        "tensor_parallel": sum(u.tensor_forward_s for u in everything),
-    }
-    backward = {
-        "backward": sum(u.times.backward_s for u in everything),
-        "tensor_parallel": sum(u.tensor_backward_s for u in everything),
-    }
-    if recompute:
-        backward["recompute"] = sum(u.times.forward_s for u in blocks)
-        backward["tensor_parallel"] += sum(u.tensor_forward_s for u in blocks)
+    forward = _forward([*blocks, *ends], data)
+    backward = _backward(blocks, ends, recompute, data)
     first_forward: dict[str, float] = {}
     last_backward: dict[str, float] = {}
     # FSDP2's units in the order of the forward pass: what is in no block is one unit, and it comes first.
     sizes = [outside, *(u.parameters for u in blocks)]
     _add_gathers(forward, backward, first_forward, sizes, blocks, recompute, data, network, bytes_per_s)
     _add_reductions(backward, last_backward, sizes, blocks, recompute, data, network, bytes_per_s)
-    # What is in no block is a unit of its own.
-    host_s = (len(blocks) + 1) * data.traits.host_operators_per_unit * data.operator_s
-    forward["host"] = backward["host"] = host_s / 2
+    launches = (len(blocks) + 1) * data.traits.host_operators_per_unit / 2
+    again = _sum(_again(u, recompute) for u in blocks)
+    passes = (
+        (forward, _sum(u.times.forward for u in (*blocks, *ends)), sum(u.tensor_launches for u in (*blocks, *ends))),
+        (
+            backward,
+            _sum(u.times.input_gradient + u.times.weight_gradient for u in (*blocks, *ends)) + again,
+            sum(u.tensor_launches for u in (*blocks, *ends)),
+        ),
+    )
+    for parts, work, collectives in passes:
+        _add_host(parts, work.launches + collectives, launches, data)
     kept, temporary = _activations(units, blocks, first=first, last=last, recompute=recompute)
-    return StageCost(forward, backward, first_forward, last_backward, total, kept, temporary)
+    weight_s = sum(u.times.weight_gradient.device_s for u in (*blocks, *ends))
+    return StageCost(forward, backward, weight_s, first_forward, last_backward, total, kept, temporary)
 
 
-def _work(blocks: list[Unit], *, backward: bool, recompute: bool) -> list[float]:
+def _sum(works: Iterable[Work]) -> Work:
+    return sum(works, Work())
+
+
+def _again(unit: Unit, recompute: Recompute) -> Work:
+    """What of a block's forward pass runs a second time."""
+    times = unit.times
+    return {"none": Work(), "core": times.core_attention, "chains": times.element_wise, "full": times.forward}[
+        recompute
+    ]
+
+
+def _forward(everything: list[Unit], data: DataParallel) -> dict[str, float]:
+    return {
+        "forward": sum(u.times.forward_s for u in everything),
+        "tensor_parallel": sum(_tensor_forward_s(u, data) for u in everything),
+        "context_parallel": sum(u.context_forward_s for u in everything),
+    }
+
+
+def _backward(blocks: list[Unit], ends: list[Unit], recompute: Recompute, data: DataParallel) -> dict[str, float]:
+    everything = [*blocks, *ends]
+    parts = {
+        "backward": sum(u.times.backward_s for u in everything),
+        "tensor_parallel": sum(_tensor_backward_s(u, data) for u in everything),
+        "context_parallel": sum(u.context_backward_s for u in everything),
+    }
+    if recompute != "none":
+        parts["recompute"] = sum(_again(u, recompute).device_s for u in blocks)
+    if recompute == "full":
+        parts["tensor_parallel"] += sum(_tensor_forward_s(u, data) for u in blocks)
+        parts["context_parallel"] += sum(u.context_forward_s for u in blocks)
+    return parts
+
+
+def _tensor_forward_s(unit: Unit, data: DataParallel) -> float:
+    return _shown_s(unit.tensor_forward_s, unit.times.forward_s, data.overlap * data.traits.tensor_overlap_forward)
+
+
+def _tensor_backward_s(unit: Unit, data: DataParallel) -> float:
+    """What the products for the weight gradients do not hide."""
+    beside = unit.times.weight_gradient.device_s
+    return _shown_s(unit.tensor_backward_s, beside, data.overlap * data.traits.tensor_overlap_backward)
+
+
+def _shown_s(collective_s: float, beside_s: float, overlap: float) -> float:
+    hidden = min(overlap * collective_s, beside_s)
+    return collective_s - hidden + CONTENTION * hidden
+
+
+def _add_host(parts: dict[str, float], launches: float, own_launches: float, data: DataParallel) -> None:
+    """Time that the device waits for the host. On a CPU the operators hold their own launch, the engine's is added;
+    a GPU waits where all launches of a pass take longer than what they launch."""
+    if data.host_is_device:
+        parts["host"] = own_launches * data.operator_s
+        return
+    host_s = (launches * data.traits.host_launches_per_operator + own_launches) * data.operator_s
+    parts["host"] = max(0.0, host_s - sum(parts.values()))
+
+
+def _work(blocks: list[Unit], *, backward: bool, recompute: Recompute) -> list[float]:
     """Seconds between the arrival of one unit's weights and the next's."""
     if not backward:
         return [u.times.forward_s + u.tensor_forward_s for u in blocks]
-    again = [u.times.forward_s + u.tensor_forward_s if recompute else 0.0 for u in blocks]
+    again = [_again(u, recompute).device_s + (u.tensor_forward_s if recompute == "full" else 0.0) for u in blocks]
     return [u.times.backward_s + u.tensor_backward_s + a for u, a in zip(blocks, again, strict=True)]
 
 
@@ -116,7 +188,7 @@ def _add_gathers(
     first_forward: dict[str, float],
     sizes: list[int],
     blocks: list[Unit],
-    recompute: bool,
+    recompute: Recompute,
     data: DataParallel,
     network: Network,
     bytes_per_s: float,
@@ -144,7 +216,7 @@ def _add_reductions(
     last_backward: dict[str, float],
     sizes: list[int],
     blocks: list[Unit],
-    recompute: bool,
+    recompute: Recompute,
     data: DataParallel,
     network: Network,
     bytes_per_s: float,
@@ -187,15 +259,25 @@ def _gradient_copy_bytes(data: DataParallel) -> float:
     return made + 2 * traits.gradient_bytes / waiting
 
 
-def _activations(units: Units, blocks: list[Unit], *, first: bool, last: bool, recompute: bool) -> tuple[int, int]:
+def _activations(units: Units, blocks: list[Unit], *, first: bool, last: bool, recompute: Recompute) -> tuple[int, int]:
     """Bytes kept per micro-batch, and the largest further need of one backward pass."""
+
+    def dropped(unit: Unit) -> int:
+        saved = {"none": 0, "core": unit.memory.saved_in_core, "chains": unit.memory.saved_in_chains}
+        return max(0, unit.memory.saved - units.hidden_bytes) if recompute == "full" else saved[recompute]
+
     kept = units.embedding.memory.saved if first else 0
     kept += units.head.memory.saved if last else 0
-    kept += sum(units.hidden_bytes if recompute else u.memory.saved for u in blocks)
+    kept += sum(u.memory.saved - dropped(u) for u in blocks)
     kept += 0 if last else units.hidden_bytes
     freed = units.head.memory.saved if last else 0
-    in_block = [
-        u.memory.backward_extra + (max(u.memory.saved, u.memory.forward_extra) if recompute else 0) for u in blocks
-    ]
+    in_block = [u.memory.backward_extra + _made_again(u, recompute, dropped(u)) for u in blocks]
     at_head = max(units.head.memory.forward_extra, units.head.memory.backward_extra) if last else 0
     return kept, max([0, at_head, *(need - freed for need in in_block)])
+
+
+def _made_again(unit: Unit, recompute: Recompute, dropped: int) -> int:
+    """Bytes of what one block makes again before its backward pass."""
+    if recompute == "none":
+        return 0
+    return max(unit.memory.saved, unit.memory.forward_extra) if recompute == "full" else dropped

@@ -8,10 +8,23 @@ from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import Traits
 from ahp.forecast.communication import Group, Network
 from ahp.forecast.compute import SegmentTimes, is_causal, segment_times
-from ahp.forecast.efficiency import Rates
+from ahp.forecast.division import Division
+from ahp.forecast.efficiency import Rates, is_cpu
+from ahp.forecast.kernels import Fusion, Kernels, kernels
 from ahp.forecast.memory import SegmentMemory, segment_memory
-from ahp.forecast.split import Role, split
+from ahp.forecast.split import Role, Split, split
 from ahp.graph.operators import ModelGraph, Segment, TensorSpec
+
+ALONE = Group(1, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The groups that divide a micro-batch within one stage."""
+
+    tensor: Group = ALONE
+    sequence_parallel: bool = False
+    context: Group = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +34,13 @@ class Unit:
     times: SegmentTimes
     memory: SegmentMemory
     tensor_forward_s: float
-    """Tensor-parallel collectives of the forward pass; nothing hides them."""
+    """Tensor-parallel collectives of the forward pass."""
     tensor_backward_s: float
+    tensor_launches: int
+    """Tensor-parallel collectives of one pass."""
+    context_forward_s: float
+    """Keys and values gathered over the context-parallel ranks."""
+    context_backward_s: float
     parameters: int
     """Elements of its weights that the rank holds, before sharding over data ranks."""
     output_bytes: int
@@ -30,7 +48,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """Every kind of segment of a model, for one micro-batch size and one tensor-parallel group."""
+    """Every kind of segment of a model, for one micro-batch size and one set of axes."""
 
     embedding: Unit
     blocks: tuple[Unit, ...]
@@ -39,7 +57,7 @@ class Units:
     tied_parameters: int
     """Elements the rank holds of weights that the embedding and the head share."""
     hidden_bytes: int
-    """What one stage sends to the next."""
+    """What a rank holds of the hidden states between two blocks, and sends to the next stage."""
     forward_flops: int
     """Of the whole model and one micro-batch."""
 
@@ -47,18 +65,22 @@ class Units:
 class UnitPricer:
     """Prices the segments of one model on one kind of node; keeps what it has priced."""
 
-    def __init__(self, graph: ModelGraph, nodes: NodeGroup, network: Network) -> None:
+    def __init__(self, graph: ModelGraph, nodes: NodeGroup, network: Network, precision: str) -> None:
         self._graph, self._network = graph, network
         self.rates = Rates(nodes.device, nodes.measured, nodes.devices_per_node)
+        self._on_cpu = is_cpu(nodes.device)
+        self._precision = "fp8" if precision == "fp8" else None
         self._causal = is_causal(graph)
         self._graphs = {graph.micro_batch_size: graph}
-        self._units: dict[tuple[int, Group, bool], Units] = {}
+        self._units: dict[tuple[int, Axes, bool], Units] = {}
+        self._kernels: dict[tuple[int, Role, int, Fusion], tuple[Split, Kernels]] = {}
 
-    def units(self, micro_batch_size: int, group: Group, traits: Traits) -> Units:
-        """The units for a micro-batch size and a tensor-parallel group."""
-        key = micro_batch_size, group, traits.fused_elementwise
+    def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
+        """The units for a micro-batch size and the groups that divide it."""
+        key = micro_batch_size, axes, traits.fused_elementwise
         if key not in self._units:
-            self._units[key] = self._price(self._at(micro_batch_size), group, traits.fused_elementwise)
+            fusion: Fusion = "traced" if self._on_cpu else "fused" if traits.fused_elementwise else "eager"
+            self._units[key] = self._price(self._at(micro_batch_size), axes, fusion)
         return self._units[key]
 
     def _at(self, micro_batch_size: int) -> ModelGraph:
@@ -66,36 +88,79 @@ class UnitPricer:
             self._graphs[micro_batch_size] = self._graph.at(micro_batch_size)
         return self._graphs[micro_batch_size]
 
-    def _price(self, graph: ModelGraph, group: Group, fused: bool) -> Units:
-        embedding = self._unit(graph.embedding, "embedding", group, fused)
+    def _price(self, graph: ModelGraph, axes: Axes, fusion: Fusion) -> Units:
+        embedding = self._unit(graph, graph.embedding, "embedding", 0, axes, fusion)
         hidden = graph.blocks[0].output if graph.blocks else graph.embedding.output
+        hidden_bytes = hidden.bytes if hidden else 0
+        cut = axes.context.size * (axes.tensor.size if axes.sequence_parallel else 1)
         return Units(
             embedding=embedding,
-            blocks=tuple(self._unit(block, "block", group, fused) for block in graph.blocks),
+            blocks=tuple(self._unit(graph, block, "block", i, axes, fusion) for i, block in enumerate(graph.blocks)),
             layers=graph.layers,
-            head=self._unit(graph.head, "head", group, fused),
-            tied_parameters=_tied_parameters(graph) // group.size,
-            hidden_bytes=hidden.bytes if hidden else 0,
+            head=self._unit(graph, graph.head, "head", 0, axes, fusion),
+            tied_parameters=_tied_parameters(graph) // axes.tensor.size,
+            hidden_bytes=hidden_bytes // cut,
             forward_flops=graph.flops("forward"),
         )
 
-    def _unit(self, segment: Segment, role: Role, group: Group, fused: bool) -> Unit:
-        degree = group.size
-        parts = split(segment, role)
-
-        def reduce_s(tensors: tuple[TensorSpec, ...]) -> float:
-            return sum(self._network.time_s("all_reduce", spec.bytes, group) for spec in tensors)
-
+    def _unit(self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, fusion: Fusion) -> Unit:
+        key = graph.micro_batch_size, role, number, fusion
+        if key not in self._kernels:
+            self._kernels[key] = split(segment, role), kernels(segment, fusion)
+        parts, run = self._kernels[key]
+        degree = axes.tensor.size
+        division = Division(parts, degree, axes.sequence_parallel and degree > 1, axes.context.size)
+        precision = self._precision if role == "block" else None  # engines leave the head in the compute type
+        forward_s, backward_s, launches = self._tensor(parts, axes)
+        keys_s = self._context_s(segment, division, axes)
         return Unit(
-            times=segment_times(segment, parts, self.rates, degree=degree, causal=self._causal, fused=fused),
-            memory=segment_memory(segment, parts, degree),
-            tensor_forward_s=reduce_s(parts.forward_reduce),
-            tensor_backward_s=reduce_s(parts.backward_reduce),
+            times=segment_times(segment, run, division, self.rates, causal=self._causal, precision=precision),
+            memory=segment_memory(segment, run, division),
+            tensor_forward_s=forward_s,
+            tensor_backward_s=backward_s,
+            tensor_launches=launches,
+            context_forward_s=keys_s,
+            context_backward_s=2 * keys_s,
             parameters=sum(
                 -(-p.numel // degree) if p.name in parts.parameters else p.numel for p in segment.parameters
             ),
             output_bytes=segment.output.bytes if segment.output else 0,
         )
+
+    def _tensor(self, parts: Split, axes: Axes) -> tuple[float, float, int]:
+        """Seconds of a segment's tensor-parallel collectives, forward and backward, and how many a pass has.
+
+        Without sequence parallelism partial sums are all-reduced. With it they are reduce-scattered along the sequence and
+        gathered again before the next column product; the backward pass gathers the inputs once more for the weight
+        gradients (arXiv 2205.05198, section 4.2.2).
+        """
+        group, context = axes.tensor, axes.context.size
+
+        def total(kind, tensors: tuple[TensorSpec, ...]) -> float:
+            return sum(self._network.time_s(kind, spec.bytes / context, group) for spec in tensors)
+
+        count = len(parts.forward_reduce)
+        if not axes.sequence_parallel:
+            return total("all_reduce", parts.forward_reduce), total("all_reduce", parts.backward_reduce), count
+        hidden = tuple(spec for spec in parts.forward_reduce if len(spec.shape) > 1)
+        rows = tuple(spec for spec in parts.forward_reduce if len(spec.shape) == 1)
+        forward = total("reduce_scatter", hidden) + total("all_gather", parts.backward_reduce)
+        forward += total("all_reduce", rows)
+        backward = total("all_gather", hidden) + total("reduce_scatter", parts.backward_reduce)
+        return forward, backward + total("all_gather", parts.backward_reduce), 2 * count
+
+    def _context_s(self, segment: Segment, division: Division, axes: Axes) -> float:
+        """Seconds to bring every rank the keys and values of all; the gradients of both take as long again each."""
+        if axes.context.size == 1:
+            return 0.0
+        seconds = 0.0
+        for op in segment.phase("forward"):
+            if "attention" in op.name:
+                share = 1.0 / division.tensor if op.index in division.split.divided else 1.0
+                seconds += self._network.time_s(
+                    "all_gather", sum(spec.bytes for spec in op.inputs[1:3]) * share, axes.context
+                )
+        return seconds
 
 
 def _tied_parameters(graph: ModelGraph) -> int:

@@ -20,10 +20,11 @@ from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.forecast import memory
 from ahp.forecast.communication import Network, strided_group
+from ahp.forecast.compute import Work
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.stage import DataParallel
-from ahp.forecast.units import Unit, UnitPricer, Units
+from ahp.forecast.units import Axes, Unit, UnitPricer, Units
 from ahp.plan import Parallelism
 from ahp.schedule.patterns import GENERATED
 from ahp.schedule.stages import layers_of_stages
@@ -60,7 +61,7 @@ class Bounds:
         self._problem = problem
         self._nodes = problem.cluster.groups[0]
         self._network = Network(self._nodes)
-        self._pricer = UnitPricer(problem.graph, self._nodes, self._network)
+        self._pricer = UnitPricer(problem.graph, self._nodes, self._network, problem.job.precision)
         self._bytes_per_s = self._pricer.rates.bytes_per_s
         self._overlap = 0.0 if is_cpu(self._nodes.device) else 1.0
         self._layers_per_stage = problem.constraints.layers_per_stage
@@ -163,14 +164,15 @@ class Bounds:
 
     def _units_of(self, micro_batch: int, tensor: int) -> Units:
         group = strided_group(tensor, 1, self._nodes.devices_per_node)
-        return self._pricer.units(micro_batch, group, self._traits(0, False, False))
+        return self._pricer.units(micro_batch, Axes(tensor=group), self._traits(0, False, False))
 
-    def _traits_of(self, zero: int, sharded: bool, pipelined: bool) -> Traits:
+    def _traits_of(self, zero: int, sharded: bool, pipelined: bool, split: bool = False) -> Traits:
         """Of any layout that is alike in what an engine's traits look at."""
         layout = Parallelism(
             zero_stage=zero,
             data_parallel_shard_degree=2 if sharded else 1,
             pipeline_parallel_degree=2 if pipelined else 1,
+            tensor_parallel_degree=2 if split else 1,
         )
         choice = self._problem.engine
         return get(choice.name).traits(self._problem.job, layout, choice)
@@ -178,14 +180,11 @@ class Bounds:
     def _per_rank(self, tensor: int, pipeline: int, virtual: int, micro_batch: int, recompute: bool) -> PerRank:
         units = self._units(micro_batch, tensor)
         blocks = [units.blocks[kind] for kind in units.layers]
-        forward = [unit.times.forward_s + unit.tensor_forward_s for unit in blocks]
-        backward = [unit.times.backward_s + unit.tensor_backward_s for unit in blocks]
-        if recompute:
-            backward = [b + f for b, f in zip(backward, forward, strict=True)]
-        kept = [units.hidden_bytes if recompute else unit.memory.saved for unit in blocks]
+        kept = [min(units.hidden_bytes, unit.memory.saved) if recompute else unit.memory.saved for unit in blocks]
         ends = units.embedding, units.head
-        stage_forward = self._by_stage(forward, [_forward_s(unit) for unit in ends], pipeline, virtual)
-        stage_backward = self._by_stage(backward, [_backward_s(unit) for unit in ends], pipeline, virtual)
+        stage_forward = self._pass_s(_forward, lambda _: Work(), blocks, ends, tensor, pipeline, virtual)
+        again = _forward if recompute else (lambda _: Work())
+        stage_backward = self._pass_s(_backward, again, blocks, ends, tensor, pipeline, virtual)
         stage_kept = self._by_stage(kept, [unit.memory.saved for unit in ends], pipeline, virtual)
         stage_parameters = self._by_stage(
             [u.parameters for u in blocks], [u.parameters for u in ends], pipeline, virtual
@@ -200,6 +199,28 @@ class Bounds:
             kept_bytes=stage_kept.reshape(virtual, pipeline).sum(0),
             least_kept_bytes=stage_kept.reshape(virtual, pipeline).min(0),
         )
+
+    def _pass_s(
+        self,
+        work: Callable[[Unit], Work],
+        again: Callable[[Unit], Work],
+        blocks: list[Unit],
+        ends: tuple[Unit, Unit],
+        tensor: int,
+        pipeline: int,
+        virtual: int,
+    ) -> Floats:
+        """Seconds of one pass over each stage: of the device with its collectives, or of the host where that is slower."""
+        layers = [work(unit) + again(unit) for unit in blocks]
+        outer = [work(unit) for unit in ends]
+        device_s = self._by_stage([w.device_s for w in layers], [w.device_s for w in outer], pipeline, virtual)
+        launches = self._by_stage([w.launches for w in layers], [w.launches for w in outer], pipeline, virtual)
+        if self._overlap == 0.0:
+            return device_s
+        traits = self._traits(0, False, False, tensor > 1)
+        own = self._by_stage([traits.host_operators_per_unit / 2] * len(layers), [0, 0], pipeline, virtual)
+        host = launches * traits.host_launches_per_operator + own
+        return np.maximum(device_s, host * self._nodes.device.kernel_launch_s)
 
     def _by_stage(
         self, layers: list[float] | list[int], ends: list[float] | list[int], pipeline: int, virtual: int
@@ -259,12 +280,14 @@ class Bounds:
         return each_s, once_s
 
 
-def _forward_s(unit: Unit) -> float:
-    return unit.times.forward_s + unit.tensor_forward_s
+def _forward(unit: Unit) -> Work:
+    return unit.times.forward + Work(unit.tensor_forward_s, 0.0)
 
 
-def _backward_s(unit: Unit) -> float:
-    return unit.times.backward_s + unit.tensor_backward_s
+def _backward(unit: Unit) -> Work:
+    """Collectives of the backward pass may hide behind the weight gradients: what they slow down remains."""
+    shown_s = max(CONTENTION * unit.tensor_backward_s, unit.tensor_backward_s - unit.times.weight_gradient.device_s)
+    return unit.times.input_gradient + unit.times.weight_gradient + Work(shown_s, 0.0)
 
 
 def _held_bytes(ranks: PerRank, rank: int, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> float:

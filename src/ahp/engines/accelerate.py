@@ -1,0 +1,57 @@
+"""accelerate (and Composer, which drives FSDP in the same way): FSDP on the model's own modules."""
+
+from __future__ import annotations
+
+from ahp.engines.engine import Engine, Traits
+from ahp.engines.support import Support
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+SUPPORT = Support(
+    precisions=("fp32", "bf16", "fp16", "fp8"),
+    schedules=(),
+    activation_checkpoints=("none", "full"),
+    zero_stages=(2, 3),
+    sequence=False,
+    expert=False,
+)
+"""accelerate 16cb6eb: FULL_SHARD is stage 3, SHARD_GRAD_OP stage 2, HYBRID_SHARD a replicate and a shard degree; fp8 through
+Transformer Engine or torchao; ``ParallelismConfig`` adds tensor and context degrees; no pipeline for training."""
+
+
+class AccelerateEngine(Engine):
+    """What accelerate can run, and how it behaves.
+
+    The mixed precision of its FSDP plugin sends gradients in the compute type and keeps fp32 shards of weights, gradients
+    and states.
+    """
+
+    name = "accelerate"
+
+    def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """The reason why it cannot run the layout (key, value, rule), or None."""
+        return SUPPORT.refuses(self.name, job, parallelism, choice)
+
+    def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
+        """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
+        sharded = parallelism.data_parallel_shard_degree > 1
+        zero = parallelism.zero_stage if sharded else 0
+        half = job.precision != "fp32"
+        return Traits(
+            gradient_bytes=4,
+            reduce_bytes=2 if half and sharded else 4,
+            master_weight_bytes=4,
+            optimizer_state_bytes=8,
+            compute_weight_bytes=2 if half else 4 if sharded else 0,
+            fused_elementwise=choice.compile,
+            gradient_overlap=1.0,
+            parameter_gather_overlap=1.0,
+            forward_gathers="never" if zero == 0 else "per_micro_batch",
+            backward_gathers="per_micro_batch" if zero == 3 else "never",
+            keeps_gathered_weights=zero < 3,
+            reduces_every_micro_batch=zero >= 2,
+            keeps_whole_gradients=zero < 2,
+            reduce_copies=True,
+            host_operators_per_unit=0,
+            source="accelerate 16cb6eb: utils/dataclasses.py FullyShardedDataParallelPlugin; FSDP of torch",
+        )

@@ -1,0 +1,62 @@
+"""Megatron-LM (Megatron-Core): fused kernels, its own tensor parallelism and pipeline, a distributed optimizer."""
+
+from __future__ import annotations
+
+from ahp.engines.engine import Engine, Traits
+from ahp.engines.support import Support
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+SUPPORT = Support(
+    precisions=("fp32", "bf16", "fp16", "fp8"),
+    schedules=("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
+    zero_stages_in_pipeline=(1,),
+    compile=False,
+)
+"""Megatron-Core d98e8a6: 1F1B and interleaved in core/pipeline_parallel/schedules.py, zero-bubble in its published fork
+(sail-sg/zero-bubble-pipeline-parallelism). Stage 1 is the distributed optimizer, 2 and 3 are Megatron-FSDP
+(optim_grads, optim_grads_params), which has no pipeline."""
+
+
+class MegatronEngine(Engine):
+    """What Megatron-LM can run, and how it behaves.
+
+    Gradients are kept in fp32 beside bf16 weights (``--accumulate-allreduce-grads-in-fp32``, the default in bf16) and in
+    fp16 beside fp16 weights; the fp32 master weights belong to the optimizer.
+    """
+
+    name = "megatron"
+
+    def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """The reason why it cannot run the layout (key, value, rule), or None."""
+        p = parallelism
+        if reason := SUPPORT.refuses(self.name, job, p, choice):
+            return reason
+        return None
+
+    def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
+        """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
+        zero = parallelism.zero_stage if parallelism.data_parallel_shard_degree > 1 else 0
+        half = job.precision != "fp32"
+        gradient = 2 if job.precision == "fp16" else 4
+        return Traits(
+            gradient_bytes=gradient,
+            reduce_bytes=gradient,
+            master_weight_bytes=4,
+            optimizer_state_bytes=8,
+            compute_weight_bytes=2 if half else 0,
+            fused_elementwise=True,
+            gradient_overlap=1.0 if parallelism.pipeline_parallel_degree == 1 else 0.0,
+            parameter_gather_overlap=1.0,
+            forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
+            backward_gathers="per_micro_batch" if zero == 3 else "never",
+            keeps_gathered_weights=zero < 3,
+            reduces_every_micro_batch=zero >= 2,
+            keeps_whole_gradients=zero < 2,
+            reduce_copies=False,
+            host_operators_per_unit=0,
+            tensor_overlap_backward=1.0,
+            sends_split_by_tensor=True,
+            spare_weight_gradient=job.precision in ("bf16", "fp8"),
+            source="Megatron-LM d98e8a6: core/distributed, core/tensor_parallel/layers.py, core/optimizer",
+        )

@@ -1,0 +1,66 @@
+"""What engines check alike before they accept a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ahp.errors import nearest
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+
+@dataclass(frozen=True)
+class Support:
+    """What an engine can express, as sets of valid values."""
+
+    precisions: tuple[str, ...]
+    schedules: tuple[str, ...]
+    """Pipeline schedules; empty = the engine has no pipeline."""
+    activation_checkpoints: tuple[str, ...] = ("none", "selective", "full")
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    zero_stages_in_pipeline: tuple[int, ...] | None = None
+    """None = the same as without a pipeline."""
+    hybrid: bool = True
+    """Whether a replicate and a shard degree above 1 go together."""
+    tensor: bool = True
+    sequence: bool = True
+    context: bool = True
+    expert: bool = True
+    compile: bool = True
+
+    def refuses(self, engine: str, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """The first thing that the engine cannot express, as ``key = value: rule (valid: ...)``."""
+        p = parallelism
+        degrees = (
+            ("tensor_parallel_degree", p.tensor_parallel_degree, self.tensor),
+            ("context_parallel_degree", p.context_parallel_degree, self.context),
+            ("expert_parallel_degree", p.expert_parallel_degree, self.expert),
+            ("pipeline_parallel_degree", p.pipeline_parallel_degree, bool(self.schedules)),
+        )
+        for key, degree, has in degrees:
+            if degree > 1 and not has:
+                return _cannot(engine, key, degree, [1])
+        if p.enable_sequence_parallel and not self.sequence:
+            return _cannot(engine, "enable_sequence_parallel", True, [False])
+        if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule not in self.schedules:
+            return _cannot(engine, "pipeline_parallel_schedule", p.pipeline_parallel_schedule, self.schedules)
+        stages = self.zero_stages
+        if p.pipeline_parallel_degree > 1 and self.zero_stages_in_pipeline is not None:
+            stages = self.zero_stages_in_pipeline
+        if p.data_parallel_shard_degree > 1 and p.zero_stage not in stages:
+            return _cannot(engine, "zero_stage", p.zero_stage, stages)
+        if not self.hybrid and p.data_parallel_replicate_degree > 1 and p.data_parallel_shard_degree > 1:
+            return _cannot(engine, "data_parallel_replicate_degree", p.data_parallel_replicate_degree, [1])
+        if p.activation_checkpoint not in (*self.activation_checkpoints, "auto"):
+            return _cannot(engine, "activation_checkpoint", p.activation_checkpoint, self.activation_checkpoints)
+        if job.precision not in self.precisions:
+            return _cannot(engine, "precision", job.precision, self.precisions)
+        if choice.compile and not self.compile:
+            return _cannot(engine, "engine.compile", True, [False])
+        return None
+
+
+def _cannot(engine: str, key: str, value: object, valid: Sequence[object]) -> str:
+    near = nearest(value, list(valid)) or valid
+    return f"{key} = {value!r}: {engine} cannot run this (valid: {', '.join(map(str, near))})"

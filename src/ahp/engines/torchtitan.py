@@ -1,0 +1,54 @@
+"""torchtitan: FSDP2, DTensor and torch's pipeline on its own model code."""
+
+from __future__ import annotations
+
+from ahp.engines.engine import Engine, Traits
+from ahp.engines.support import Support
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+SUPPORT = Support(
+    precisions=("fp32", "bf16", "fp8"),
+    schedules=("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
+)
+"""torchtitan b5bcd76: all of torch's schedules; ``TrainingConfig.dtype`` is bfloat16 or float32, fp16 was closed (#2363).
+Stages 1 and 2 are FSDP2 with ``reshard_after_forward`` never, without and with a reduction for every micro-batch."""
+
+
+class TorchtitanEngine(Engine):
+    """What torchtitan can run, and how it behaves: FSDP2 with bf16 gathers and fp32 reductions."""
+
+    name = "torchtitan"
+
+    def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """The reason why it cannot run the layout (key, value, rule), or None."""
+        return SUPPORT.refuses(self.name, job, parallelism, choice)
+
+    def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
+        """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
+        sharded = parallelism.data_parallel_shard_degree > 1
+        zero = parallelism.zero_stage if sharded else 0
+        half = job.precision != "fp32"
+        pipelined = parallelism.pipeline_parallel_degree > 1
+        every = zero >= 2 and not pipelined
+        return Traits(
+            gradient_bytes=4,
+            reduce_bytes=4,
+            master_weight_bytes=4,
+            optimizer_state_bytes=8,
+            compute_weight_bytes=2 if half else 4 if sharded else 0,
+            fused_elementwise=True,
+            gradient_overlap=0.0 if pipelined else 1.0,
+            parameter_gather_overlap=1.0,
+            forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
+            backward_gathers="per_micro_batch" if zero == 3 else "never",
+            keeps_gathered_weights=zero < 3 or pipelined,
+            reduces_every_micro_batch=every,
+            keeps_whole_gradients=not every,
+            reduce_copies=True,
+            host_operators_per_unit=0,
+            tensor_overlap_forward=0.0,
+            tensor_overlap_backward=0.0,
+            selective_keeps_products=True,
+            source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",
+        )

@@ -1,0 +1,86 @@
+"""Which part of a traced segment one rank computes and keeps: the tensor, sequence and context axes together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ahp.forecast.split import Split
+from ahp.graph.operators import DTYPE_BYTES, Operator
+
+BATCHED = ("aten.bmm", "aten.baddbmm")
+"""Products of activations with activations: the scores of unfused attention, and what follows from them."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """A split over ``tensor`` ranks, with or without sequence parallelism, and sequences cut over ``context`` ranks."""
+
+    split: Split
+    tensor: int = 1
+    sequence_parallel: bool = False
+    """What tensor parallelism leaves whole (norms, residual sums) is cut along the sequence over the same ranks."""
+    context: int = 1
+
+    @property
+    def hidden_share(self) -> float:
+        """The part of the hidden states that the rank holds between blocks."""
+        return (1.0 / self.tensor if self.sequence_parallel else 1.0) / self.context
+
+    def share(self, op: Operator) -> float:
+        """The part of an operator's work that the rank does."""
+        divided = op.index in self.split.divided or (self.sequence_parallel and op.flops == 0)
+        return (1.0 / self.tensor if divided else 1.0) / self.context
+
+    def output_share(self, op: Operator) -> float:
+        """The part of an operator's output that the rank holds."""
+        if op.index in self.split.contracted and not self.sequence_parallel:
+            return 1.0 / self.context  # the sum of contracted products is whole
+        if is_weight_gradient(op):
+            return 1.0 / self.tensor if op.index in self.split.divided else 1.0
+        if op.index in self.split.contracted:
+            return 1.0 / self.tensor / self.context
+        return self.share(op)
+
+    def product(self, op: Operator) -> tuple[float, float, float, float]:
+        """(batch, m, n, k) of the products one rank computes; from the output's shape and the FLOPs."""
+        batch, m, n, k = product_shape(op)
+        if is_weight_gradient(op):
+            k /= self.context
+        else:
+            m /= self.context
+        degree = self.tensor
+        if degree == 1 or op.index not in self.split.divided:
+            return batch, m, n, k
+        if op.index in self.split.contracted:
+            return batch, m, n, k / degree
+        if op.parameters:
+            return batch, m, n / degree, k
+        if batch % degree == 0 and batch > 1:
+            return batch / degree, m, n, k
+        # A weight gradient: its larger side is the one that is split, as far as the time is concerned.
+        return (batch, m / degree, n, k) if m > n else (batch, m, n / degree, k)
+
+
+def product_shape(op: Operator) -> tuple[float, float, float, float]:
+    """(batch, m, n, k) of a matrix product as traced: ``batch`` products of [m, k] with [k, n]."""
+    out = op.outputs[0]
+    n = out.shape[-1] if out.shape else 1
+    batch = out.shape[0] if op.name in BATCHED else 1
+    return batch, out.numel / (batch * n), n, op.flops / (2.0 * out.numel)
+
+
+def product_bytes(shape: tuple[float, float, float, float], dtype: str) -> float:
+    """Bytes that products of (batch, m, n, k) read and write once."""
+    batch, m, n, k = shape
+    return batch * (m * k + k * n + m * n) * DTYPE_BYTES[dtype]
+
+
+def is_weight_gradient(op: Operator) -> bool:
+    """A product of the backward pass that makes the gradient of a weight: it reads none, and is no attention."""
+    return (
+        op.phase == "backward"
+        and op.flops > 0
+        and not op.parameters
+        and op.name not in BATCHED
+        and "attention" not in op.name
+    )

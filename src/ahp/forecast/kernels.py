@@ -1,0 +1,237 @@
+"""What a device really runs for a traced segment: which operators become a kernel, what it moves, what is kept.
+
+The graph is traced as eager PyTorch runs on a CPU. On a GPU dropout is one kernel with a mask of one byte an element. An
+engine with fused kernels runs a chain of element-wise operators between two products as one kernel: what passes
+between them stays in registers, and what autograd would keep of them is made again from what enters the chain.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+from ahp.graph.operators import Operator, Segment
+
+Fusion = Literal["traced", "eager", "fused"]
+
+MASKS = ("bernoulli", "dropout")
+"""Operators that make random masks, by a part of their name: these cannot be made again."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """By operator, after fusion."""
+
+    moved_bytes: dict[int, float]
+    """Bytes read and written; operators that are no kernel of their own are absent."""
+    launched: frozenset[int]
+    """Operators that the host launches a kernel for."""
+    saved_bytes: dict[int, float]
+    """Kept from forward to backward of a forward operator's output; zeros are left out."""
+    saved_input_bytes: float
+    """The segment's own input, kept where a chain that starts with it is made again and nothing else keeps it."""
+
+
+def kernels(segment: Segment, fusion: Fusion) -> Kernels:
+    """The kernels of one segment: as traced (a CPU), as eager PyTorch on a GPU, or with element-wise chains fused."""
+    saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
+    if fusion == "traced":
+        moved = {op.index: float(op.bytes_read + op.bytes_written) for op in segment.operators if _runs(op)}
+        return Kernels(moved, frozenset(moved), saved, 0.0)
+    masks = _masks(segment)
+    for index in masks.values():
+        saved[index] = saved.get(index, 0.0) / _element_bytes(segment.operators[index])
+    if fusion == "eager":
+        moved = _eager_bytes(segment, masks)
+        return Kernels(moved, frozenset(moved), saved, 0.0)
+    chains = _Chains(segment, masks)
+    kept, input_bytes = chains.kept(saved)
+    return Kernels(chains.moved_bytes(kept), chains.launched(kept), kept, input_bytes)
+
+
+def owners(segment: Segment) -> dict[int, int]:
+    """By operator: the one that made the memory its output lies in; itself, unless it is a view."""
+    owner: dict[int, int] = {}
+    for op in segment.operators:
+        sources = [i for i in op.depends_on if i in owner]
+        is_view = op.bytes_written == 0 and op.flops == 0
+        owner[op.index] = owner[sources[0]] if is_view and sources else op.index
+    return owner
+
+
+def _runs(op: Operator) -> bool:
+    return op.flops > 0 or op.bytes_read + op.bytes_written > 0
+
+
+def _is_chain(op: Operator) -> bool:
+    """An element-wise operator (norms, softmax and sums count as one)."""
+    return op.flops == 0 and op.bytes_written > 0
+
+
+def _element_bytes(op: Operator) -> int:
+    return max(1, op.outputs[0].bytes // max(1, op.outputs[0].numel))
+
+
+def _masks(segment: Segment) -> dict[int, int]:
+    """Random draws, by index -> the operator whose output is kept as the mask (itself, or the scaling after it)."""
+    found: dict[int, int] = {}
+    for op in segment.operators:
+        if op.phase != "forward" or "bernoulli" not in op.name:
+            continue
+        after = [o for o in segment.operators[op.index + 1 :] if op.index in o.depends_on and o.name == "aten.div_"]
+        found[op.index] = after[0].index if after else op.index
+    return found
+
+
+def _eager_bytes(segment: Segment, masks: dict[int, int]) -> dict[int, float]:
+    """As traced, but a dropout is one kernel: it reads its input, writes its output and a mask of bytes."""
+    made, scaled = set(masks), set(masks.values())
+    moved: dict[int, float] = {}
+    for op in segment.operators:
+        if not _runs(op) or op.index in made or op.index in scaled:
+            continue
+        moved[op.index] = float(op.bytes_read + op.bytes_written)
+        if scaled & set(op.depends_on):  # the product of mask and input, forward or backward
+            moved[op.index] -= op.outputs[0].bytes - op.outputs[0].numel
+    return moved
+
+
+class _Chains:
+    """Element-wise operators that run together: between the same products, in the same phase."""
+
+    def __init__(self, segment: Segment, masks: dict[int, int]) -> None:
+        self.segment, self.ops = segment, segment.operators
+        self.owner = owners(segment)
+        self.masks = set(masks.values())
+        self.draws = set(masks)
+        self.level = self._levels()
+        self.readers: dict[int, list[int]] = defaultdict(list)
+        for op in self.ops:
+            if not (op.bytes_written == 0 and op.flops == 0):
+                for source in self._sources(op):
+                    self.readers[source].append(op.index)
+        self.output = self._output()
+
+    def _sources(self, op: Operator) -> list[int]:
+        return list(dict.fromkeys(self.owner[i] for i in op.depends_on))
+
+    def _levels(self) -> dict[int, int]:
+        """Products on the longest way to each operator: a chain does not reach over one that depends on it."""
+        level: dict[int, int] = {}
+        for op in self.ops:
+            level[op.index] = max((level[i] + (self.ops[i].flops > 0) for i in op.depends_on), default=0)
+        return level
+
+    def _output(self) -> int | None:
+        """The operator that makes what the segment hands on."""
+        forward = [op.index for op in self.ops if op.phase == "forward" and _runs(op)]
+        return self.owner[forward[-1]] if forward else None
+
+    def _materialised(self, op: Operator) -> bool:
+        """Whether an element-wise output must be in memory for what runs after it in its phase."""
+        readers = [r for r in self.readers[op.index] if self.ops[r].phase == op.phase]
+        if op.index == self.output or (op.phase == "backward" and not readers):
+            return True
+        return any(not _is_chain(self.ops[r]) or self.level[r] != self.level[op.index] for r in readers)
+
+    def _roots(self, index: int) -> tuple[set[int], bool]:
+        """What the chain that makes a forward output starts from: operators in memory, and whether the segment's input."""
+        found: set[int] = set()
+        takes_input = False
+        waiting, seen = [index], set()
+        while waiting:
+            op = self.ops[waiting.pop()]
+            if op.index in seen:
+                continue
+            seen.add(op.index)
+            sources = self._sources(op)
+            takes_input |= not sources or self._reads_input(op)
+            for source in sources:
+                inner = _is_chain(self.ops[source]) and not self._materialised(self.ops[source])
+                if inner and source not in self.masks:
+                    waiting.append(source)
+                elif self.ops[source].bytes_written > 0:
+                    found.add(source)
+        return found, takes_input
+
+    def _reads_input(self, op: Operator) -> bool:
+        made = sum(self.ops[s].bytes_written > 0 for s in self._sources(op))
+        return len(op.inputs) - len(op.parameters) > max(made, len(op.depends_on))
+
+    def kept(self, saved: dict[int, float]) -> tuple[dict[int, float], float]:
+        """What is kept when chains are made again in the backward pass, and the bytes of the segment's input kept for it."""
+        kept = {i: b for i, b in saved.items() if i in self.masks or not self._again(self.ops[i])}
+        input_bytes = 0.0
+        for index in sorted(set(saved) - set(kept)):
+            roots, takes_input = self._roots(index)
+            missing = {r: float(self.ops[r].bytes_written) for r in roots if r not in kept}
+            needs = sum(missing.values())
+            if takes_input and not input_bytes and self.segment.output is not None:
+                needs += self.segment.output.bytes
+            if needs > saved[index] or (missing and needs == saved[index]):
+                kept[index] = saved[index]
+                continue
+            kept.update(missing)
+            if takes_input and self.segment.output is not None:
+                input_bytes = float(self.segment.output.bytes)
+        return kept, input_bytes
+
+    def _again(self, op: Operator) -> bool:
+        """Whether a kept output could be made again: an element-wise one that only element-wise operators read backward."""
+        backward = [self.ops[r] for r in self.readers[op.index] if self.ops[r].phase == "backward"]
+        return _is_chain(op) and not any(name in op.name for name in MASKS) and all(map(_is_chain, backward))
+
+    def moved_bytes(self, kept: dict[int, float]) -> dict[int, float]:
+        """Bytes of each kernel: what must be in memory is written once, and read once by each chain that needs it."""
+        moved: dict[int, float] = {}
+        read: set[tuple[str, str, int, int]] = set()
+        for op in self.ops:
+            if op.flops > 0:
+                moved[op.index] = float(op.bytes_read + op.bytes_written)
+                continue
+            if not _runs(op) or op.index in self.draws - self.masks:
+                continue
+            written = self._written(op, kept)
+            total = self._read(op, kept, read) + written
+            if total > 0:
+                moved[op.index] = total
+        return moved
+
+    def launched(self, kept: dict[int, float]) -> frozenset[int]:
+        """Products, and one kernel for each output that a chain writes; masks come out of the kernel that uses them."""
+        masks = self.masks | self.draws
+        return frozenset(
+            op.index
+            for op in self.ops
+            if op.flops > 0 or (_runs(op) and op.index not in masks and self._written(op, kept) > 0)
+        )
+
+    def _written(self, op: Operator, kept: dict[int, float]) -> float:
+        if op.index in self.masks:
+            return kept.get(op.index, 0.0)
+        return float(op.bytes_written) if op.index in kept or self._materialised(op) else 0.0
+
+    def _read(self, op: Operator, kept: dict[int, float], done: set[tuple[str, str, int, int]]) -> float:
+        """Bytes from memory: each source once for the chain (module, phase and level) that reads it."""
+        total, known = 0.0, 0.0
+        for source in self._sources(op):
+            made = self.ops[source]
+            known += made.bytes_written
+            if made.bytes_written == 0:
+                continue
+            for root in self._read_from(made, op, kept):
+                key = (op.module, op.phase, self.level[op.index], root)
+                if key not in done:
+                    done.add(key)
+                    total += kept.get(root, 0.0) if root in self.masks else self.ops[root].bytes_written
+        if op.index in self.draws or op.index in self.masks:
+            return total
+        return total + max(0.0, op.bytes_read - known)
+
+    def _read_from(self, made: Operator, op: Operator, kept: dict[int, float]) -> list[int]:
+        if not _is_chain(made) or made.index in kept:
+            return [made.index]
+        if made.phase == op.phase:
+            return [made.index] if self._materialised(made) else []
+        return sorted(self._roots(made.index)[0])

@@ -1,0 +1,51 @@
+"""What each engine refuses, by the user's own key, and what its traits say of precision and sharding."""
+
+import pytest
+
+from ahp.engines.registry import ENGINES, get
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "job", "choice", "key"),
+    [
+        ("megatron", {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"}, {}, {}, "pipeline_parallel_schedule = 'GPipe'"),
+        ("megatron", {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 3}, {}, {}, "zero_stage = 3"),
+        ("megatron", {}, {}, {"compile": True}, "engine.compile = True"),
+        ("torchtitan", {}, {"precision": "fp16"}, {}, "precision = 'fp16'"),
+        ("deepspeed", {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}, {}, {}, "data_parallel_replicate_degree = 2"),
+        ("deepspeed", {"activation_checkpoint": "selective"}, {}, {}, "activation_checkpoint = 'selective'"),
+        ("deepspeed", {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
+        ("accelerate", {"pipeline_parallel_degree": 2}, {}, {}, "pipeline_parallel_degree = 2"),
+        ("accelerate", {"data_parallel_shard_degree": 2, "zero_stage": 1}, {}, {}, "zero_stage = 1"),
+        ("accelerate", {"expert_parallel_degree": 2}, {}, {}, "expert_parallel_degree = 2"),
+    ],
+)  # fmt: skip
+def test_refused_by_the_users_own_key(name, layout, job, choice, key):
+    reason = get(name).refuses(Job(**job), Parallelism(**layout), EngineChoice(name=name, **choice))
+    assert reason is not None
+    assert reason.startswith(f"{key}: {name} cannot run this (valid: ")
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_every_engine_runs_sharded_data_parallelism(engine, precision, zero):
+    layout = Parallelism(data_parallel_shard_degree=4, zero_stage=zero)
+    job, choice = Job(precision=precision), EngineChoice(name=engine.name)
+    assert engine.refuses(job, layout, choice) is None
+    traits = engine.traits(job, layout, choice)
+    assert traits.source
+    assert traits.optimizer_state_bytes == 8
+    assert traits.reduces_every_micro_batch
+    assert traits.keeps_gathered_weights == (zero == 2)
+    if precision == "bf16":
+        assert traits.compute_weight_bytes == 2
+
+
+def test_megatron_keeps_fp32_gradients_beside_bf16_weights_alone():
+    def gradient_bytes(precision):
+        return get("megatron").traits(Job(precision=precision), Parallelism(), EngineChoice()).gradient_bytes
+
+    assert (gradient_bytes("fp16"), gradient_bytes("bf16"), gradient_bytes("fp32")) == (2, 4, 4)

@@ -1,0 +1,88 @@
+"""Fused kernels keep and move what published formulas say; eager ones on a GPU what PyTorch's own kernels do."""
+
+import pytest
+
+from ahp.forecast.division import Division, is_weight_gradient
+from ahp.forecast.kernels import kernels
+from ahp.forecast.split import split
+from ahp.graph.trace import analyze
+from ahp.job import Job
+
+SEQUENCE, HIDDEN, HEADS, KV_HEADS, FFN = 512, 256, 8, 2, 704
+
+
+def block(family, attention):
+    gpt2 = {"n_embd": HIDDEN, "n_inner": 4 * HIDDEN, "n_layer": 2, "n_head": HEADS, "n_positions": SEQUENCE}
+    llama = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+    }
+    keys = {"gpt2": gpt2, "llama": llama}[family]
+    job = Job(sequence_length=SEQUENCE, precision="bf16")
+    return analyze({"model_type": family, "vocab_size": 1024, **keys}, job, attention=attention).blocks[0]
+
+
+def kept(segment, **axes):
+    run, division = kernels(segment, "fused"), Division(split(segment, "block"), **axes)
+    ops = segment.operators
+    saved = sum(count * division.output_share(ops[i]) for i, count in run.saved_bytes.items())
+    return saved + run.saved_input_bytes * division.hidden_share
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_gpt_block_keeps_korthikantis_bytes(tensor, sequence_parallel):
+    # arXiv 2205.05198, equations 1 and 2: sbh (34 + 5 a s / h), of which 10 are whole without sequence parallelism.
+    sbh = SEQUENCE * HIDDEN
+    scores = 5 * HEADS * SEQUENCE / HIDDEN
+    whole = sbh * (34 + scores) / tensor if sequence_parallel else sbh * (10 + 24 / tensor + scores / tensor)
+    found = kept(block("gpt2", "math"), tensor=tensor, sequence_parallel=sequence_parallel)
+    assert found == pytest.approx(whole, rel=0.005)
+
+
+def test_fused_attention_keeps_no_scores():
+    assert kept(block("gpt2", "flash")) == pytest.approx(34 * SEQUENCE * HIDDEN, rel=0.01)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_llama_block_keeps_the_published_bytes(tensor):
+    # s b (12 h + 4 h k / a + 4 a + 6 f) / t with sequence parallelism (cost model of the reference, section 3.2).
+    formula = SEQUENCE * (12 * HIDDEN + 4 * HIDDEN * KV_HEADS / HEADS + 4 * HEADS + 6 * FFN) / tensor
+    assert kept(block("llama", "flash"), tensor=tensor, sequence_parallel=True) == pytest.approx(formula, rel=0.01)
+
+
+def test_context_parallelism_divides_what_is_kept():
+    segment = block("llama", "flash")
+    assert kept(segment, context=4) == pytest.approx(kept(segment) / 4)
+
+
+def test_a_mask_on_a_gpu_is_of_bytes():
+    segment = block("gpt2", "flash")
+    traced, eager = kernels(segment, "traced"), kernels(segment, "eager")
+    masks = [op for op in segment.operators if op.name == "aten.div_" and op.phase == "forward"]
+    assert len(masks) == 2
+    for mask in masks:
+        assert traced.saved_bytes[mask.index] == 2 * SEQUENCE * HIDDEN
+        assert eager.saved_bytes[mask.index] == SEQUENCE * HIDDEN
+        assert mask.index not in eager.launched  # one kernel with the product of mask and input
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_fusion_moves_and_launches_less_and_touches_no_product(family):
+    segment = block(family, "flash")
+    eager, fused = kernels(segment, "eager"), kernels(segment, "fused")
+    assert len(fused.launched) < 0.75 * len(eager.launched)
+    assert sum(fused.moved_bytes.values()) < sum(eager.moved_bytes.values())
+    for op in segment.operators:
+        if op.flops:
+            assert fused.moved_bytes[op.index] == eager.moved_bytes[op.index]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_every_weight_has_one_gradient_product(family):
+    segment = block(family, "flash")
+    matrices = [p for p in segment.parameters if len(p.shape) == 2]
+    assert sum(map(is_weight_gradient, segment.operators)) == len(matrices)
