@@ -1,4 +1,8 @@
-"""What a collective costs: where its ranks lie, and how long it takes over the links between them."""
+"""What a collective costs: where its ranks lie, and how long it takes over the links between them.
+
+GPUs communicate by NCCL, whose tuner is in nccl.py. CPU workers communicate by gloo: measured tables where ``ahp probe``
+wrote some, and latency and bandwidth of a ring or a tree for what it did not measure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from ahp.cluster.model import NodeGroup
+from ahp.cluster.model import Link, NodeGroup
+from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.nccl import Nccl
 from ahp.forecast.tables import interpolate
 from ahp.plan import Parallelism
 
@@ -19,18 +25,17 @@ MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, slowest first: neighbouring ranks differ in ``tp``."""
 
 INTRA_NODE_EFFICIENCY = 0.78
-"""Bus bandwidth of a ring over a link's nominal bandwidth: A100 235 of 300, H200 366 of 450, B200 682 of 900 GB/s
-(nccl-tests, stas00/ml-engineering network/README.md 29c6b708; awsome-distributed-training for B200)."""
+"""Of a CPU worker's link: bus bandwidth of a ring over what the link carries. [Empirical] only what the measured tables
+of gloo lack is priced with it, mostly as a ratio of two such prices."""
 
 INTER_NODE_EFFICIENCY = 0.93
-"""The same over the network cards of a node: 8 x 400 Gb/s 370-380 of 400 GB/s, 2 x 200 Gb/s 48 of 50 GB/s (NCCL's
-published bus bandwidths, DGX H100 and RDMA rows)."""
+"""The same over the network cards of a node. [Empirical] as above; no row over a network was measured with gloo."""
 
 BASE_S = 14.0e-6
-"""Start of any collective: NCCL src/graph/tuning.cc 5067397c, ring and tree with protocol LL128."""
+"""Start of any collective between CPU workers. [Empirical] as above."""
 
 TREE_BANDWIDTH = 0.5 * 0.92
-"""A tree's algorithm bandwidth over the ring's bus bandwidth: tuning.cc 5067397c."""
+"""A tree's algorithm bandwidth over the ring's bus bandwidth: NCCL tuning.cc 5067397c; both ways along a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +82,40 @@ class Network:
     """Times of collectives on one group of nodes: from its measured tables where there are some, else a model."""
 
     def __init__(self, nodes: NodeGroup) -> None:
-        self.nodes = nodes
         self._tables = _tables(nodes)
+        self._model_s = (Gloo if is_cpu(nodes.device) else Nccl)(nodes).time_s
         self.time_s = lru_cache(maxsize=None)(self._time_s)
 
     def _time_s(self, kind: Kind, num_bytes: float, group: Group) -> float:
-        """Seconds of one collective. ``num_bytes`` is the whole tensor (the gathered one, for an all-gather; the
-        message, for a send); all groups of the same mesh axis run theirs at once."""
+        """Seconds of one collective. ``num_bytes`` is the whole tensor (the gathered one, for an all-gather; what one
+        rank holds, for an all-to-all; the message, for a send); all groups of the same mesh axis run theirs at once."""
         if group.size < 2 or num_bytes <= 0:
             return 0.0
         if group.nodes == 1 and (measured := self._measured_s(kind, num_bytes, group)) is not None:
             return measured
         return self._model_s(kind, num_bytes, group)
 
-    def _model_s(self, kind: Kind, num_bytes: float, group: Group) -> float:
+    def _measured_s(self, kind: Kind, num_bytes: float, group: Group) -> float | None:
+        """From the table of the nearest measured number of ranks, scaled to this one by the model's ratio."""
+        tables = self._tables.get(kind)
+        if not tables:
+            return None
+        workers = min(tables, key=lambda w: (abs(math.log(w / group.size)), w))
+        seconds = interpolate(tables[workers], num_bytes)
+        if workers != group.size and kind != "send_recv":
+            same_node = Group(workers, workers, 1)
+            seconds *= self._model_s(kind, num_bytes, group) / self._model_s(kind, num_bytes, same_node)
+        return seconds
+
+
+class Gloo:
+    """Latency and bandwidth of a ring or a tree between CPU workers."""
+
+    def __init__(self, nodes: NodeGroup) -> None:
+        self.nodes = nodes
+
+    def time_s(self, kind: Kind, num_bytes: float, group: Group) -> float:
+        """Seconds of one collective, as ``Network.time_s``."""
         n, bandwidth = group.size, self._bus_bandwidth(group)
         ring = (n - 1) / n * num_bytes / bandwidth
         hop_s = self._hops_s(group)
@@ -131,21 +156,9 @@ class Network:
         return min(within, between) if group.local > 1 else between
 
     @property
-    def _inter(self):
+    def _inter(self) -> Link:
         assert self.nodes.inter_node is not None, "rules.illegal refuses several nodes without a network"
         return self.nodes.inter_node
-
-    def _measured_s(self, kind: Kind, num_bytes: float, group: Group) -> float | None:
-        """From the table of the nearest measured number of ranks, scaled to this one by the model's ratio."""
-        tables = self._tables.get(kind)
-        if not tables:
-            return None
-        workers = min(tables, key=lambda w: (abs(math.log(w / group.size)), w))
-        seconds = interpolate(tables[workers], num_bytes)
-        if workers != group.size and kind != "send_recv":
-            same_node = Group(workers, workers, 1)
-            seconds *= self._model_s(kind, num_bytes, group) / self._model_s(kind, num_bytes, same_node)
-        return seconds
 
 
 def _tables(nodes: NodeGroup) -> dict[str, dict[int, list[tuple[float, float]]]]:

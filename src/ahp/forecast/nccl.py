@@ -1,0 +1,258 @@
+"""What a collective takes on GPUs: NCCL's own tuner, on the links that the group has.
+
+NCCL reckons a time for every algorithm and protocol as latency + bytes / bandwidth and takes the least
+(src/graph/tuning.cc). The same is done here, with four additions that measured rows ask for: what the links really
+carry, the start of a kernel, the time in which a pipeline fills, and the links of nodes without a switch. Constants and
+sources: nccl.yaml. All times are microseconds inside of this file, all rates bytes per microsecond.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from ahp.cluster.model import NodeGroup
+
+if TYPE_CHECKING:
+    from ahp.forecast.communication import Group, Kind
+
+Algorithm = Literal["ring", "tree", "pat", "nvls", "nvls_tree", "peers"]
+Protocol = Literal["LL", "LL128", "Simple"]
+
+PROTOCOLS: tuple[Protocol, ...] = ("LL", "LL128", "Simple")
+LL, LL128, SIMPLE = range(3)
+
+BYTES_PER_US_PER_GB = 1.0e3
+"""GB/s (10^9 bytes/s) as bytes per microsecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run a collective."""
+
+    algorithm: Algorithm
+    protocol: Protocol
+    seconds: float
+
+
+@cache
+def constants() -> Mapping[str, Any]:
+    """nccl.yaml, read once."""
+    return yaml.safe_load(resources.files("ahp.forecast").joinpath("nccl.yaml").read_text(encoding="utf-8"))
+
+
+class Nccl:
+    """Times of collectives on one group of nodes; ``data`` replaces nccl.yaml."""
+
+    def __init__(self, nodes: NodeGroup, data: Mapping[str, Any] | None = None) -> None:
+        data = data or constants()
+        self._tuner, self._all_to_all, derived = data["tuner"], data["all_to_all"], data["derived"]
+        self._network = data["network"]
+        self._devices_per_node = nodes.devices_per_node
+        name = nodes.device.name
+        self.generation: str = next(
+            row["generation"] for row in data["devices"] if any(name.startswith(start) for start in row["starts"])
+        )
+        self._of = data["generations"][self.generation]
+        self._start_us = derived["start_us"][self.generation]
+        self._fill_share, self._fill_us = derived["fill_share"], derived["fill_us"]
+        self._peer_share = derived["peer_share"]
+        self._link = nodes.intra_node.bandwidth_bytes_per_s / 1e6
+        self._on_pcie = self._link < data["pcie"]["below_gb_per_s"] * BYTES_PER_US_PER_GB
+        self._ring_share = data["pcie"]["ring_share"] if self._on_pcie else derived["ring_share"][self.generation]
+        self._mesh = _mesh(data["meshes"], name, nodes.devices_per_node)
+        self._within = self._tuner["hop_us"]["pcie" if self._on_pcie else "nvlink"]
+        self._between = self._tuner["hop_us"]["network"]
+        self._read_network(nodes)
+
+    def _read_network(self, nodes: NodeGroup) -> None:
+        """The node's cards: bytes/us that they carry, and what a hop takes beyond the tuner's constants."""
+        given, link = self._network, nodes.inter_node
+        self._cards, self._hop_extra_us, self._on_tcp = 0.0, 0.0, False
+        if link is None:
+            return
+        nominal = link.bandwidth_bytes_per_s / 1e6
+        self._on_tcp = nominal < given["tcp_below_gb_per_s"] * BYTES_PER_US_PER_GB
+        self._cards = nominal * given["tcp_share" if self._on_tcp else "rdma_share"]
+        self._hop_extra_us = max(0.0, link.latency_s * 1e6 - given["usual_hop_us"])
+        if self._on_tcp:
+            self._hop_extra_us = max(self._hop_extra_us, given["tcp_hop_us"])
+
+    def time_s(self, kind: Kind, num_bytes: float, group: Group) -> float:
+        """Seconds of the fastest way; ``num_bytes`` as in ``Network.time_s``."""
+        return min(choice.seconds for choice in self.choices(kind, num_bytes, group))
+
+    def choices(self, kind: Kind, num_bytes: float, group: Group) -> Iterator[Choice]:
+        """Every way that NCCL has for this collective on this group."""
+        if kind in ("all_to_all", "send_recv"):
+            yield self._peers(kind, num_bytes, group)
+            return
+        yield from self._rings(kind, num_bytes, group)
+        if kind == "all_reduce":
+            yield from self._trees(num_bytes, group)
+            yield from self._in_switch(num_bytes, group)
+        elif group.nodes == group.size:
+            yield self._pat(num_bytes, group)
+
+    def _choice(self, algorithm: Algorithm, protocol: int, latency_us: float, wire_us: float) -> Choice:
+        """``wire_us`` is what the bytes take at full speed.
+
+        A pipeline of chunks must fill and drain: a share of the wire time while a message is short, at most
+        ``fill_share * fill_us`` for a long one.
+        """
+        fill_us = 0.0
+        if self._mesh is None:  # direct links were measured to have none
+            fill_us = self._fill_share * wire_us / (1.0 + wire_us / self._fill_us)
+        return Choice(algorithm, PROTOCOLS[protocol], 1e-6 * (self._start_us + latency_us + wire_us + fill_us))
+
+    def _rings(self, kind: Kind, num_bytes: float, group: Group) -> Iterator[Choice]:
+        laps = 2 if kind == "all_reduce" else 1
+        steps, between = laps * (group.size - 1), laps * (group.nodes - 1)
+        bus = self._bus(group)
+        tuner, several = self._tuner, group.nodes > 1
+        for protocol in self._protocols(group):
+            hop_us = self._within["ring"][protocol]
+            rate = bus
+            if protocol == LL:
+                rate = min(self._most_ll(group), tuner["ll_share_ring"] * bus)
+            elif protocol == LL128:
+                rate = min(tuner["ll128_share_ring"] * bus, self._per_channel("ring_ll128", group))
+            if several:
+                post_us = tuner["network_post_us"] * (tuner["network_post_simple"] if protocol == SIMPLE else 1.0)
+                hop_us = max(hop_us, post_us)
+            latency_us = tuner["base_us"]["ring"][protocol] + (steps - between) * hop_us
+            latency_us += between * self._network_hop_us("ring", protocol, group)
+            if several and protocol == SIMPLE and laps == 2:
+                latency_us *= tuner["plateau"][self.generation != "volta"]
+            wire_us = steps * num_bytes / group.size / rate
+            yield self._choice("ring", protocol, latency_us, wire_us)
+
+    def _trees(self, num_bytes: float, group: Group) -> Iterator[Choice]:
+        """Up and down a tree: a chain within each node, a binary tree over the nodes."""
+        tuner, several = self._tuner, group.nodes > 1
+        bus = min(tuner["tree_share"] * self._bus(group), self._per_channel("tree", group))
+        for protocol in self._protocols(group):
+            rate = bus
+            if protocol == LL:
+                rate = min(tuner["ll_share_tree"] * bus, self._most_ll(group))
+            elif protocol == LL128:
+                rate = min(tuner["ll128_share_tree"][several] * bus, self._per_channel("tree_ll128", group))
+            hops_us = (group.size // group.nodes - 1) * self._within["tree"][protocol]
+            hops_us += _log2(group.nodes) * self._network_hop_us("tree", protocol, group)
+            rate *= 0.5 * self._correction(protocol, num_bytes)
+            yield self._choice("tree", protocol, tuner["base_us"]["tree"][protocol] + 2 * hops_us, num_bytes / rate)
+
+    def _in_switch(self, num_bytes: float, group: Group) -> Iterator[Choice]:
+        """NVLS: the switch adds up what it reads from all devices of a node, and hands the sum to all of them.
+
+        Each device sends its whole buffer once, and its part of the sum: 1 + 1/n of the bytes on its link.
+        """
+        of = self._of
+        if of["nvls_share"] is None or self._on_pcie or group.local < 2:
+            return
+        rate = of["nvls_share"] * of["link_share"] * self._link
+        wire_us = num_bytes * (1.0 + 1.0 / group.local) / rate
+        latency_us = self._within["nvls"]
+        if group.nodes == 1:
+            yield self._choice("nvls", SIMPLE, latency_us, wire_us)
+            return
+        # Over the nodes a tree of the nodes' sums: every card sends its part up and down, with two nodes across.
+        cards = (1 if group.nodes == 2 else 2) * num_bytes / self._share(group)
+        most = of["nvls_tree"][min(group.nodes, 3) - 1] * group.local * BYTES_PER_US_PER_GB
+        wire_us = max(wire_us, cards, 2.0 * (group.size - 1) / group.size * num_bytes / most)
+        if self.generation == "blackwell":
+            wire_us /= self._correction(SIMPLE, num_bytes)
+        hop_us = self._between["nvls_tree"] + 2 * self._hop_extra_us
+        yield self._choice("nvls_tree", SIMPLE, latency_us + 2 * _log2(group.nodes) * hop_us, wire_us)
+
+    def _pat(self, num_bytes: float, group: Group) -> Choice:
+        """All-gather or reduce-scatter along parallel trees; NCCL has it for one rank on each node."""
+        tuner = self._tuner
+        hop_us = self._network_hop_us("tree", SIMPLE, group)
+        latency_us = tuner["base_us"]["pat"][SIMPLE] + group.size * tuner["pat_rank_us"]
+        latency_us += _log2(group.nodes) * hop_us * tuner["pat_hop_share"]
+        return self._choice("pat", SIMPLE, latency_us, num_bytes / (tuner["pat_share"] * self._bus(group)))
+
+    def _peers(self, kind: Kind, num_bytes: float, group: Group) -> Choice:
+        """Sends and receives between pairs, all at once: within the node and over the cards at the same time."""
+        given, n = self._all_to_all, group.size
+        latency_us = self._tuner["base_us"]["ring"][SIMPLE] + (n - 1) * given["peer_us"]
+        if group.nodes == 1:
+            latency_us += self._within["ring"][SIMPLE]
+            moved = num_bytes if kind == "send_recv" else num_bytes * (n - 1) / n
+            return self._choice("peers", SIMPLE, latency_us, moved / self._between_peers(group))
+        latency_us += self._network_hop_us("ring", SIMPLE, group)
+        per_rank = self._share(group) / group.local
+        if kind == "send_recv":
+            return self._choice("peers", SIMPLE, latency_us, num_bytes / per_rank)
+        out_us = num_bytes * (n - group.local) / n / (given["network_share"] / self._network["rdma_share"] * per_rank)
+        in_us = num_bytes * (group.local - 1) / n / self._between_peers(group) if group.local > 1 else 0.0
+        return self._choice("peers", SIMPLE, latency_us, max(in_us, out_us))
+
+    def _bus(self, group: Group) -> float:
+        """Bytes/us of the slowest link of the group's rings."""
+        within = self._ring_share * self._links(group.local) if group.local > 1 else math.inf
+        return min(within, self._share(group)) if group.nodes > 1 else within
+
+    def _between_peers(self, group: Group) -> float:
+        share = self._ring_share if self._on_pcie else self._peer_share
+        return share * self._links(group.local)
+
+    def _links(self, num_devices: int) -> float:
+        """Nominal bytes/us of one device to the others of a group on its node."""
+        if self._mesh is None:
+            return self._link
+        return self._link * self._mesh["rings"][num_devices] / self._mesh["links"]
+
+    def _share(self, group: Group) -> float:
+        """Bytes/us over the cards that the group's ranks of a node reach; the node's other groups have the others."""
+        return self._cards * group.local / self._devices_per_node
+
+    def _protocols(self, group: Group) -> tuple[int, ...]:
+        """LL128 needs stores of 128 bytes that arrive whole: NVLink within the node, RDMA between nodes."""
+        if (self._on_pcie and group.local > 1) or (self._on_tcp and group.nodes > 1):
+            return LL, SIMPLE
+        return LL, LL128, SIMPLE
+
+    def _network_hop_us(self, algorithm: str, protocol: int, group: Group) -> float:
+        if group.nodes == 1:
+            return 0.0
+        alone = group.nodes == group.size  # with one rank on a node nothing hides the network: the tree's figure
+        hop_us = self._between["tree" if alone else algorithm][protocol]
+        return hop_us + (2 if protocol == SIMPLE else 1) * self._hop_extra_us  # Simple also flushes
+
+    def _most_ll(self, group: Group) -> float:
+        if group.nodes == 1:
+            return self._of["ll_gb_per_s"] * BYTES_PER_US_PER_GB
+        return self._tuner["ll_network_gb_per_s"][group.nodes > 2] * BYTES_PER_US_PER_GB
+
+    def _per_channel(self, cap: str, group: Group) -> float:
+        return self._of["channels"] * self._of[cap][min(group.nodes, 3) - 1] * BYTES_PER_US_PER_GB
+
+    def _correction(self, protocol: int, num_bytes: float) -> float:
+        """NCCL's factor for trees of middle sizes. It has steps; straight between them, so that more bytes take longer."""
+        table = self._tuner["tree_correction"][protocol]
+        at = math.log2(max(num_bytes, 64.0) / 64.0)
+        low = int(at)
+        if low >= len(table) - 1:
+            return table[-1]
+        return table[low] + (at - low) * (table[low + 1] - table[low])
+
+
+def _mesh(meshes: list[dict[str, Any]], name: str, devices_per_node: int) -> dict[str, Any] | None:
+    """The links of a node without a switch; None where every device reaches every other with all of its links."""
+    for mesh in meshes:
+        if name.startswith(mesh["starts"]) and devices_per_node == mesh["devices_per_node"]:
+            return mesh
+    return None
+
+
+def _log2(count: int) -> int:
+    """Whole part, as NCCL takes it."""
+    return count.bit_length() - 1
