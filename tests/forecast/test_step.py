@@ -6,6 +6,7 @@ import pytest
 
 from ahp.engines.ahp import FSDP_OPERATORS
 from ahp.errors import BadInput, NotExpressible
+from ahp.forecast.efficiency import Rates
 from ahp.forecast.pricer import NORMAL_90, SIGMA_CATALOGUE
 from ahp.forecast.step import forecast, price, simulate
 from ahp.job import Job
@@ -136,7 +137,9 @@ def test_fp32_replicas_copy_nothing_but_what_they_send(tiny):
     assert "casts" not in alone.step
     replicas = {"data_parallel_replicate_degree": 4, "micro_batch_size": 8}
     once = price_on_one_node(tiny, replicas, fp32).forecast
-    assert once.step["casts"] == pytest.approx(8 * tiny.num_parameters / 0.8e12)
+    assert once.step["casts"] == pytest.approx(
+        8 * tiny.num_parameters / Rates(make_cluster().groups[0].device, None, 4).bytes_per_s
+    )
     assert once.memory["gathered_weights"] == 0
 
 

@@ -1,41 +1,26 @@
-"""How much of a device's peak an operator reaches: from measured tables, else from a curve for its kind of device."""
+"""How long an operator takes on a worker: from measured tables, else from what is known of its kind of device.
+
+Measured: what probe wrote (tables.py). Not measured: on a GPU gpu.py, on processor cores the shares below.
+"""
 
 from __future__ import annotations
 
-import math
+from functools import lru_cache
 
 import numpy as np
 
 from ahp.cluster.model import Device, Measurements
+from ahp.forecast.gpu import AttentionKernel, ElementWiseKind, Gpu
 from ahp.forecast.tables import PRECISION_OF, Attention, ElementWise, nearest_workers
 
-BEST_MATMUL: tuple[tuple[str, float], ...] = (
-    ("A100-PCIe", 0.811), ("A100", 0.869), ("A800", 0.869), ("GH200", 0.838), ("H100", 0.803), ("H800", 0.803),
-    ("H200", 0.803), ("GB200", 0.55), ("GB300", 0.55), ("B200", 0.55), ("B300", 0.55), ("MI300X", 0.514),
-)  # fmt: skip
-"""Share of the dense bf16 peak that a large product reaches, by the start of the device's name. Maximum achievable
-matrix product, stas00/ml-engineering compute/accelerator/README.md 7bc7c305; Blackwell instead from the 514 products
-that SimuMax v1.2 measured on B200 under power limits (best 0.655, and 0.55 best fits all of them)."""
-
-BEST_MATMUL_ELSE = 0.80
-"""[Empirical] the median of the table's GPUs, for a device that is not in it."""
+CPU_PRODUCT = 0.80
+"""[Empirical] Share of its peak that a large product reaches on a worker that nobody measured: that of the GPUs."""
 
 HALF_DEPTH = 256
-"""Depth K at which a product spends half its time filling and draining the pipeline: eff ~ K / (K + 256). Fitted to
-183 products SimuMax measured on A100 (spread of the rest 6.9 %), and confirmed on its 514 on B200."""
-
-TILES: tuple[tuple[int, int], ...] = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Output tiles that the vendor's library chooses from."""
-
-TILE_EXPONENT = 0.15
-"""[Empirical] a smaller tile reads more per FLOP: efficiency ~ (tile area / 256 x 128) ** 0.15, same fit."""
-
-ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.50, 0.40
-"""Share of the peak that fused attention reaches on the FLOPs it really does: half of the medians 1.00 and 0.80 that
-SimuMax measured on A100 counting the whole square of a causal mask."""
+"""[Empirical] Depth K at which such a product reaches half of that, as on the GPUs measured first."""
 
 STREAMING = 0.80
-"""Share of the memory bandwidth that a streaming kernel reaches: 0.66-0.90 (cost model, section 3.6)."""
+"""Share of the memory bandwidth that a streaming kernel reaches on such a worker: 0.66-0.90 (cost model, section 3.6)."""
 
 CPU_ATTENTION: dict[str, float] = {"fp32": 0.45, "bf16": 0.20}
 """Causal fused attention on a CPU over the rate of a large matrix product in the same precision. [Empirical] torch 2.13,
@@ -48,68 +33,133 @@ def is_cpu(device: Device) -> bool:
     return device.name.lower().startswith("cpu")
 
 
+GATHERS = ("embedding", "index_select", "gather", "scatter", "index_put")
+"""Operators that read or write rows out of order, by a part of their name."""
+
+NORMS = ("norm", "softmax", "dropout", "bernoulli", "logsumexp", "aten.mean", "aten.sum", "aten.var", "nll_loss")
+"""Operators that reduce or draw random numbers between reading and writing, by a part of their name."""
+
+
+def kind_of(name: str) -> ElementWiseKind:
+    """How a traced element-wise operator (aten's name) uses the memory of a GPU."""
+    if any(part in name for part in GATHERS):
+        return "gather"
+    return "norm" if any(part in name for part in NORMS) else "stream"
+
+
 class Rates:
-    """FLOP/s and bytes/s of one worker while ``workers`` of them compute on its node."""
+    """Seconds of operators on one worker while ``workers`` of them compute on its node, without their launch."""
 
     def __init__(self, device: Device, measured: Measurements | None, workers: int) -> None:
         self.device = device
+        self.gpu = None if is_cpu(device) else Gpu(device)
         self._samples = _products(measured, workers)
         self._attention, self._element_wise = Attention(measured, workers), ElementWise(measured, workers)
-        self.bytes_per_s = STREAMING * device.memory_bandwidth_bytes_per_s
+        self.bytes_per_s = STREAMING * device.memory_bandwidth_bytes_per_s if self.gpu is None else self.gpu.bytes_per_s
+        self._memory_measured = bool(measured and measured.memory)
         if measured and measured.memory:
             self.bytes_per_s = nearest_workers(measured.memory, workers)[0].bytes_per_s
+        # The same shapes come up for every micro-batch and degree that a search tries.
+        self._gpu_product_s = lru_cache(maxsize=1 << 14)(self.gpu.product_s) if self.gpu else None
 
     def peak(self, precision: str) -> float:
         """Dense peak in FLOP/s; a precision the device has no units for computes at its fp32 peak."""
         peaks = self.device.peak_flops_per_s
         return peaks.get(precision) or peaks.get("fp32") or max(peaks.values())
 
-    def matmul_s(self, batch: float, m: float, n: float, k: float, precision: str) -> float:
-        """Seconds of ``batch`` products (m, k) x (k, n), without the launch."""
+    def matmul_s(
+        self,
+        batch: float,
+        m: float,
+        n: float,
+        k: float,
+        precision: str,
+        *,
+        output_bytes: float | None = None,
+        accumulate: bool = False,
+    ) -> float:
+        """Seconds of ``batch`` products (m, k) x (k, n).
+
+        ``output_bytes``: of one output element, None = as the operands; ``accumulate``: it is read and added to. Both
+        count where the product was not measured.
+        """
         flops = 2.0 * batch * m * n * k
         if (samples := self._samples.get(precision)) is not None:
             return flops / _measured_rate(samples, batch * m, n, k)
-        return flops / (self.peak(precision) * self._matmul_efficiency(batch, m, n, k))
+        if self._gpu_product_s is not None:
+            return self._gpu_product_s(batch, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate)
+        return flops / (self.peak(precision) * CPU_PRODUCT * k / (k + HALF_DEPTH))
 
-    def element_wise_s(self, moved_bytes: float, exponentials: float, dtype: str) -> float:
-        """Seconds of an element-wise operator on tensors of ``dtype`` (torch's name), without the launch.
+    def grouped_s(
+        self,
+        groups: float,
+        m: float,
+        n: float,
+        k: float,
+        precision: str,
+        *,
+        output_bytes: float | None = None,
+        accumulate: bool = False,
+        one_kernel: bool = False,
+    ) -> float:
+        """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts, in ``one_kernel`` or one after another."""
+        if self.gpu is None or precision in self._samples:
+            return self.matmul_s(groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate)
+        return self.gpu.grouped_s(
+            groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate, one_kernel=one_kernel
+        )
 
-        ``exponentials``: elements of which it takes an exponential. Tensors that fit in a cache move faster than memory
-        streams: as fast as ``add`` was measured at their size, where it was.
+    def element_wise_s(
+        self, moved_bytes: float, exponentials: float, dtype: str, *, kind: ElementWiseKind = "stream"
+    ) -> float:
+        """Seconds of an element-wise operator on tensors of ``dtype`` (torch's name).
+
+        ``exponentials``: elements of which it takes an exponential; on a GPU these hide behind memory. Tensors that fit in
+        a cache move faster than memory streams: as fast as ``add`` was measured at their size, where it was. ``kind``: how
+        a GPU that was not measured moves them (``kind_of``).
         """
         precision = PRECISION_OF.get(dtype, "fp32")
         moved_s = self._element_wise.add_s(moved_bytes, precision)
         if moved_s is None:
+            if self.gpu is not None and not self._memory_measured:
+                return self.gpu.element_wise_s(moved_bytes, kind=kind)
             moved_s = moved_bytes / self.bytes_per_s
         return max(moved_s, self._element_wise.silu_s(exponentials, precision) or 0.0)
 
-    def attention_s(self, flops: float, sequence: float, head_dim: float, precision: str, *, backward: bool) -> float:
-        """Seconds of fused attention that really does ``flops``."""
+    def attention_s(
+        self,
+        flops: float,
+        sequence: float,
+        head_dim: float,
+        precision: str,
+        *,
+        backward: bool,
+        kernel: AttentionKernel | None = None,
+        causal: bool = True,
+        value_dim: float | None = None,
+    ) -> float:
+        """Seconds of fused attention that really does ``flops`` over all its heads.
+
+        ``kernel``: None = what torch takes on the device; ``value_dim``: None = ``head_dim``. These and ``causal`` count
+        on a GPU where attention was not measured.
+        """
         rate = self._attention.rate(sequence, head_dim, precision, backward=backward)
         if rate is not None:
             return flops / rate
-        if not is_cpu(self.device):
-            return flops / (self.peak(precision) * (ATTENTION_BACKWARD if backward else ATTENTION_FORWARD))
+        if self.gpu is not None:
+            return self.gpu.attention_s(
+                flops,
+                sequence,
+                head_dim,
+                precision,
+                backward=backward,
+                kernel=kernel,
+                causal=causal,
+                value_dim=value_dim,
+            )
         samples = self._samples.get(precision)
         best = self.peak(precision) if samples is None else float(samples[1].max())
         return flops / (best * CPU_ATTENTION.get(precision, min(CPU_ATTENTION.values())))
-
-    def _matmul_efficiency(self, batch: float, m: float, n: float, k: float) -> float:
-        best = next((e for name, e in BEST_MATMUL if self.device.name.startswith(name)), BEST_MATMUL_ELSE)
-        best *= k / (k + HALF_DEPTH)
-        if self.device.num_sms is None:
-            return best
-        return best * max(
-            (batch * m * n)
-            / (
-                math.ceil(batch * math.ceil(m / a) * math.ceil(n / b) / self.device.num_sms)
-                * self.device.num_sms
-                * a
-                * b
-            )
-            * (a * b / (256 * 128)) ** TILE_EXPONENT
-            for a, b in TILES
-        )
 
 
 def _products(measured: Measurements | None, workers: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -1,0 +1,364 @@
+"""Predicted against measured kernel times on GPUs, and where the forecast's kernel constants come from.
+
+    python benchmarks/kernels.py FILE                   # FILE: a JSON list of measured kernels (mamf.json)
+    python benchmarks/kernels.py FILE --worst 10        # and the kernels that are furthest off
+    python benchmarks/kernels.py FILE --derive          # the constants of kernels.yaml, computed again
+    python benchmarks/kernels.py FILE --leave-one-out   # each device judged by constants derived without it
+
+Rows whose ``kind`` starts with ``per_shape_`` are one kernel each with its shape; ``max_achievable_matmul`` is the best
+product of a device, compared with the burst rate. The bars of attention_h100.yaml are added. An error is predicted time /
+measured time - 1. A product that takes over a millisecond has the power controller's answer in it, a shorter one has not;
+a training step has, and so has the forecast, so that the short ones of B200 come out slower than measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from ahp.cluster.catalogue import find
+from ahp.forecast.gpu import Gpu, constants
+
+CATALOGUE = {
+    "A100-PCIe": "A100-PCIe-80GB", "B200-SXM": "B200-SXM", "NVIDIA A100 SXM": "A100-SXM-80GB",
+    "NVIDIA A100 PCIe": "A100-PCIe-80GB", "NVIDIA H100 SXM": "H100-SXM-80GB", "NVIDIA H200 SXM": "H200-SXM-141GB",
+    "NVIDIA GH200 SXM": "GH200-96GB", "NVIDIA B200 SXM": "B200-SXM", "NVIDIA B300 SXM": "B300-SXM",
+    "NVIDIA GB200 SXM": "GB200-NVL72", "AMD MI300X": "MI300X",
+}  # fmt: skip
+"""The catalogue's name of a row's accelerator."""
+
+LONG_S = 1.0e-3
+"""From here on a product is long: the power controller has answered."""
+
+LARGEST = "largest product"
+"""A kind of row: the best of a device, measured for a moment, so compared without the sustained clock."""
+
+HOST_BOUND_S = 130.0e-6
+"""Attention on B200 that is shorter took as long as the host needed to launch it: left out of the derivation."""
+
+LIMITS = {"softmax_channels": 150.0, "prologue_keys": 600.0, "diagonal_keys": 200.0, "tail": 2.0}
+"""How far the derivation of attention's constants may go."""
+
+Constants = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured kernel."""
+
+    id: str
+    device: str
+    kind: str
+    detail: str
+    seconds: float
+    predict: Callable[[Gpu], float]
+    share: tuple[str, str, int] | None = None
+    """Attention: (kernel, generation, 0 forward or 1 backward)."""
+
+
+def rows_of(path: Path) -> tuple[list[Row], int]:
+    """The rows that the catalogue has a device for, and the number of those that it has not."""
+    found: list[Row] = []
+    skipped = 0
+    for raw in json.loads(path.read_text(encoding="utf-8")):
+        device = CATALOGUE.get(raw["accelerator"])
+        row = None
+        if device and raw["kind"].startswith("per_shape_"):
+            row = _shaped(raw, device)
+        elif device and raw["kind"] == "max_achievable_matmul" and raw.get("shape_MxNxK"):
+            row = _largest(raw, device)
+        if row is None:
+            skipped += 1
+        else:
+            found.append(row)
+    return found + h100_attention(), skipped
+
+
+def _shaped(raw: dict[str, Any], device: str) -> Row:
+    shape = dict(part.strip().split("=") for part in raw["shape"].split(","))
+    kind = raw["kind"].removeprefix("per_shape_")
+    rate = raw["efficiency"] * raw["theory_tflops"] * 1e12
+    if kind == "matmul":
+        return _product(raw["id"], device, shape, rate)
+    return _group(raw["id"], device, shape, rate) if kind == "group_matmul" else _attention(raw, device, shape, rate)
+
+
+def _product(name: str, device: str, shape: dict[str, str], rate: float) -> Row:
+    b, m, n, k = (int(shape[key]) for key in "bmnk")
+    seconds = 2.0 * b * m * n * k / rate
+    out, accumulate = _bytes(shape["out_dtype"]), shape["accumulate"] == "True"
+    detail = f"{shape['layout']} {shape['out_dtype']}, {'long' if seconds > LONG_S else 'short'}"
+    predict = lambda gpu: gpu.product_s(b, m, n, k, "bf16", output_bytes=out, accumulate=accumulate)  # noqa: E731
+    return Row(name, device, "product", detail, seconds, predict)
+
+
+def _group(name: str, device: str, shape: dict[str, str], rate: float) -> Row:
+    groups, m, n, k = (int(shape[key]) for key in ("ng", "M", "N", "K"))
+    stage, accumulate = shape["stage"], shape["accumulate"] == "True"
+    sides = {"fwd": (m, n, k), "bwd_grad_act": (m, k, n), "bwd_grad_w": (n, k, m)}[stage]
+    out = _bytes(shape["main_grad_dtype"] if stage == "bwd_grad_w" else shape["out_dtype"])
+    predict = lambda gpu: gpu.grouped_s(groups, *sides, "bf16", output_bytes=out, accumulate=accumulate)  # noqa: E731
+    return Row(name, device, "grouped product", stage, 2.0 * groups * m * n * k / rate, predict)
+
+
+def _attention(raw: dict[str, Any], device: str, shape: dict[str, str], rate: float) -> Row:
+    s, heads, d, v = (int(shape[key]) for key in ("seq_len", "head_num", "qk_head_dim", "v_head_dim"))
+    backward = "bwd" in raw["kind"]
+    whole = (2.5 if backward else 1.0) * 2.0 * int(shape["batch"]) * heads * s * s * (d + v)  # causal mask not counted
+    return _attention_row(raw["id"], device, whole / 2, whole / rate, s, d, v, backward, True, None)
+
+
+def _attention_row(
+    name: str,
+    device: str,
+    flops: float,
+    seconds: float,
+    s: int,
+    d: int,
+    v: int,
+    backward: bool,
+    causal: bool,
+    kernel: Any,
+) -> Row:
+    gpu = Gpu(find(device).device)
+    predict = lambda g: g.attention_s(  # noqa: E731
+        flops, s, d, "bf16", backward=backward, kernel=kernel, causal=causal, value_dim=v
+    )
+    detail = f"{kernel or gpu.attention_kernel} {'backward' if backward else 'forward'}"
+    share = (kernel or gpu.attention_kernel, gpu.generation, int(backward))
+    return Row(name, device, "attention", detail, seconds, predict, share)
+
+
+def h100_attention() -> list[Row]:
+    """The published bars on H100."""
+    data = yaml.safe_load((Path(__file__).parent / "attention_h100.yaml").read_text(encoding="utf-8"))
+    found = []
+    for line in data["series"]:
+        d, causal, backward = line["head_dim"], line["causal"], line["phase"] == "backward"
+        for s, tflops in zip(data["sequences"], line["tflops"], strict=True):
+            flops = (2.5 if backward else 1.0) * 4.0 * data["tokens"] * s * data["width"] * (0.5 if causal else 1.0)
+            name = f"h100-{line['kernel']}-{line['phase']}-d{d}-{'causal-' if causal else ''}s{s}"
+            args = flops, flops / (tflops * 1e12), s, d, d, backward, causal, line["kernel"]
+            found.append(_attention_row(name, "H100-SXM-80GB", *args))
+    return found
+
+
+def _largest(raw: dict[str, Any], device: str) -> Row:
+    m, n, k = (int(side) for side in raw["shape_MxNxK"].split("x"))
+    precision = "fp8" if raw["dtype"].startswith("fp8") else raw["dtype"]
+    flops = 2.0 * m * n * k
+    predict = lambda gpu: gpu.product_s(1, m, n, k, precision)  # noqa: E731
+    return Row(raw["id"], device, LARGEST, precision, flops / (raw["mean_tflops"] * 1e12), predict)
+
+
+def _bytes(dtype: str) -> int:
+    return 4 if dtype in ("fp32", "float32") else 2
+
+
+def errors(rows: Iterable[Row], data: Constants) -> list[tuple[Row, float]]:
+    """Each row and its error."""
+    momentary = {**data, "devices": [{**e, "half": e["half"][:1]} for e in data["devices"]]}
+    gpus: dict[tuple[str, bool], Gpu] = {}
+    found = []
+    for row in rows:
+        key = row.device, row.kind == LARGEST
+        if key not in gpus:
+            gpus[key] = Gpu(find(row.device).device, momentary if key[1] else data)
+        found.append((row, row.predict(gpus[key]) / row.seconds - 1))
+    return found
+
+
+def table(judged: list[tuple[Row, float]]) -> str:
+    """Mean, median, worst and bias by device, kind and detail."""
+    groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for row, error in judged:
+        groups[row.device, row.kind, "all"].append(error)
+        groups[row.device, row.kind, row.detail].append(error)
+    lines = [
+        f"{'device':16s} {'kernel':16s} {'':26s} {'rows':>4s} {'mean':>6s} {'median':>6s} {'worst':>6s} {'bias':>6s}"
+    ]
+    for (device, kind, detail), values in sorted(groups.items()):
+        e = np.array(values)
+        worst = e[np.argmax(abs(e))]
+        lines.append(
+            f"{device:16s} {kind:16s} {detail:26s} {len(e):4d} {abs(e).mean():6.1%} {np.median(abs(e)):6.1%} "
+            f"{worst:+6.0%} {e.mean():+6.1%}"
+        )
+    return "\n".join(lines)
+
+
+def derive(rows: Sequence[Row], base: Constants, *, without: str | None = None) -> Constants:
+    """The derived constants from the rows of every device but ``without``, which keeps what other sources say of it."""
+    data = copy.deepcopy(base)
+    used = [row for row in rows if row.device != without]
+    _derive_products(used, data, without)
+    _derive_attention(rows, data, without)
+    # The least per expert is a launch only where the experts' products are short, on B200.
+    launches = [r.seconds / _groups_of(r) for r in used if r.kind == "grouped product" and r.device.startswith("B200")]
+    data["groups"]["launch_s"] = min(launches, default=find("B200-SXM").device.kernel_launch_s)
+    return data
+
+
+def _derive_products(rows: Sequence[Row], data: Constants, without: str | None) -> None:
+    """Three constants of shape, and the sustained rate of each device, from the long products (all of A100-PCIe's).
+
+    The shape shows where power does not hide it, on A100-PCIe; without it the start of a tile and the operands' share come
+    from B200, and nothing says what of the output is hidden: nothing.
+    """
+    names = ("tile_start_s", "operand_share", "output_share")
+    products = [r for r in rows if r.kind == "product" and ("long" in r.detail or r.device.startswith("A100"))]
+    shaping = [r for r in products if r.device.startswith("A100")]
+    free = 3 if shaping else 2
+    shaping = shaping or [r for r in rows if r.kind == "product"]
+    device = shaping[0].device
+
+    def put(values: Sequence[float]) -> None:
+        found = (values[0] * 1e-6, *values[1:free], *(() if free == 3 else (1.0,)))
+        data["products"].update(zip(names, found, strict=True))
+        _put_share(data, device, values[-1])
+
+    start = [data["products"][names[0]] * 1e6, *(data["products"][name] for name in names[1:free])]
+    limits = [0.0] * free, [5.0, 0.9, 1.0][:free]
+    _least_squares(shaping, data, [*start, _entry(data, device)["half"][1]], put, limits)
+    for other in {r.device for r in products} - {device}:
+        own = [r for r in products if r.device == other]
+        _least_squares(
+            own, data, [_entry(data, other)["half"][1]], lambda v, d=other: _put_share(data, d, v[0]), ([], [])
+        )
+    if without is not None and len(_entry(data, without)["half"]) > 1:
+        _put_share(data, without, _from_relative(data, without))
+
+
+def _from_relative(data: Constants, device: str) -> float:
+    """The sustained share that the power law gives a device from the nearest of its generation with one of its own."""
+    relative = {"A100-PCIe-80GB": "A100-SXM-80GB", "B200-SXM": "GB200-NVL72"}.get(device)
+    if relative is None:
+        return _entry(data, device)["half"][1]
+    own, other = find(device).device, find(relative).device
+    law = ((own.rated_power_w or 0.0) / (other.rated_power_w or 1.0)) ** data["power"]["exponent"]
+    peaks = other.peak_flops_per_s["bf16"] / own.peak_flops_per_s["bf16"]
+    return min(_entry(data, device)["half"][0], _entry(data, relative)["half"][1] * law * peaks)
+
+
+def _derive_attention(rows: Sequence[Row], data: Constants, without: str | None) -> None:
+    """Per phase: four constants that all devices share, and one share for each kernel and generation.
+
+    A device left out has no part in the shared ones, and keeps its own share, fitted last with the rest held.
+    """
+    for backward, phase in enumerate(("forward", "backward")):
+        constants_of = data["attention"][phase]
+        names = [
+            n for n in ("softmax_channels", "prologue_keys", "diagonal_keys", "tail") if not (backward and n[0] == "d")
+        ]
+        attention = [r for r in rows if r.share and r.share[2] == backward]
+        usable = [r for r in attention if not r.device.startswith("B200") or r.seconds > HOST_BOUND_S]
+        seen = [r for r in usable if r.device != without]
+        shares = sorted({r.share[:2] for r in seen if r.share})
+
+        def put(values: Sequence[float], target=constants_of, keys=names, kernels=shares, phase_index=backward) -> None:
+            target.update(zip(keys, values[: len(keys)], strict=True))
+            for (kernel, generation), value in zip(kernels, values[len(keys) :], strict=True):
+                data["attention"]["product_share"][kernel][generation][phase_index] = value
+
+        product_share = data["attention"]["product_share"]
+        start = [constants_of[n] for n in names] + [product_share[k][g][backward] for k, g in shares]
+        _least_squares(seen, data, start, put, ([0.0] * len(start), [LIMITS[name] for name in names]))
+        left = [r for r in usable if r.device == without and r.share]
+        for kernel, generation in {r.share[:2] for r in left if r.share}:
+            own = [r for r in left if r.share and r.share[:2] == (kernel, generation)]
+            target = product_share[kernel][generation]
+            _least_squares(
+                own, data, [target[backward]], lambda v, t=target, b=backward: t.__setitem__(b, v[0]), ([], [])
+            )
+
+
+def _least_squares(
+    rows: Sequence[Row],
+    data: Constants,
+    start: Sequence[float],
+    put: Callable[[Sequence[float]], None],
+    bounds: tuple[list[float], list[float]],
+) -> None:
+    """Set the constants to where log(predicted / measured) is least; each group of rows (device, detail) has one vote."""
+    from scipy.optimize import least_squares
+
+    sizes: dict[tuple[str, str], int] = defaultdict(int)
+    for row in rows:
+        sizes[row.device, row.kind] += 1
+    weight = np.array([1 / math.sqrt(sizes[row.device, row.kind]) for row in rows])
+
+    def residuals(values: Sequence[float]) -> np.ndarray:
+        put(list(values))
+        return weight * np.log([1 + error for _, error in errors(rows, data)])
+
+    low = bounds[0] + [0.05] * (len(start) - len(bounds[0]))
+    high = bounds[1] + [1.5] * (len(start) - len(bounds[1]))
+    inside = np.clip(start, np.array(low) + 1e-6, np.array(high) - 1e-6)
+    found = least_squares(residuals, inside, loss="soft_l1", f_scale=0.05, diff_step=0.02, bounds=(low, high))
+    put(list(found.x))
+
+
+def _entry(data: Constants, device: str) -> dict[str, Any]:
+    return next(e for e in data["devices"] if device.startswith(e["name"]))
+
+
+def _put_share(data: Constants, device: str, share: float) -> None:
+    _entry(data, device)["half"][1] = share
+
+
+def _groups_of(row: Row) -> int:
+    return int(row.id.split("ng=")[1].split("_")[0])
+
+
+def derived_lines(data: Constants) -> str:
+    """What was derived, as it stands in kernels.yaml."""
+    picked = {
+        "products": {n: data["products"][n] for n in ("tile_start_s", "operand_share", "output_share")},
+        "groups": {"launch_s": data["groups"]["launch_s"]},
+        "attention": {n: data["attention"][n] for n in ("forward", "backward", "product_share")},
+        "devices": {d: _entry(data, d)["half"] for d in ("A100-PCIe-80GB", "B200-SXM")},
+    }
+    rounded = json.loads(json.dumps(picked), parse_float=lambda text: float(f"{float(text):.3g}"))
+    return yaml.safe_dump(rounded, sort_keys=False, default_flow_style=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("file", type=Path, help="JSON list of measured kernels")
+    parser.add_argument("--worst", type=int, default=0, help="print so many kernels that are furthest off")
+    parser.add_argument("--derive", action="store_true", help="compute the constants again and judge them")
+    parser.add_argument(
+        "--leave-one-out", action="store_true", help="judge each device by constants derived without it"
+    )
+    args = parser.parse_args()
+    rows, skipped = rows_of(args.file)
+    print(f"{len(rows)} kernels, {skipped} rows of other kinds or devices that the catalogue does not have")
+    data = constants()
+    if args.derive:
+        data = derive(rows, data)
+        print(derived_lines(data))
+    if args.leave_one_out:
+        judged = []
+        for device in sorted({r.device for r in rows if r.kind != LARGEST}):
+            own = [r for r in rows if r.device == device and r.kind != LARGEST]
+            judged += errors(own, derive(rows, data, without=device))
+        print("each device by constants derived from the others")
+    else:
+        judged = errors(rows, data)
+    print(table(judged))
+    for row, error in sorted(judged, key=lambda pair: -abs(pair[1]))[: args.worst]:
+        print(f"{error:+5.0%} {row.device:16s} {1e6 * row.seconds:9.0f} us  {row.id}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""How long one kernel takes on a GPU that nobody measured, from the catalogue's figures alone.
+
+A product is tiles of its output, spread in waves over the SMs; each tile also pays for loading its operands and for its
+first and last steps, and a small output is split along K. Above stand three roofs: the tensor units at the clock that
+the device holds (its burst clock for a moment, its sustained one for minutes, by the power it may draw), and memory.
+Fused attention and element-wise kernels follow the same pattern with their own constants. kernels.yaml holds every
+constant with its source; benchmarks/kernels.py compares them with measured rows and derives them again.
+
+All times are seconds on the device; what the host takes to launch a kernel is counted elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import yaml
+
+from ahp.cluster.model import Device
+
+AttentionKernel = Literal["flash2", "cudnn"]
+"""FlashAttention-2 (torch's flash backend), or the vendor's own (cuDNN; FlashAttention-3 on Hopper is 4-17 % faster)."""
+
+ElementWiseKind = Literal["stream", "norm", "gather", "cross_entropy", "optimizer"]
+"""stream: add, copy, cast; norm: norms, softmax, dropout; gather: embedding, permutation; the fused loss; AdamW."""
+
+MIB_BYTES = 2**20
+
+ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+WIDEST_TILE = (256, 128)
+"""The tile that reaches the burst rate; smaller ones load more operands per FLOP."""
+
+
+@cache
+def constants() -> dict[str, Any]:
+    """kernels.yaml, read once."""
+    text = resources.files("ahp.forecast").joinpath("kernels.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """FLOP/s of products: for a moment, and for minutes."""
+
+    burst: float
+    sustained: float
+
+
+class Gpu:
+    """Kernel times of one device.
+
+    ``data``: the constants, for judging others than those of kernels.yaml.
+    """
+
+    def __init__(self, device: Device, data: Mapping[str, Any] | None = None) -> None:
+        self.device = device
+        self._data = constants() if data is None else data
+        self._entry = next(e for e in self._data["devices"] if device.name.startswith(e["name"]))
+        self.generation: str = self._entry["generation"]
+        self._sms = device.num_sms or 1
+        self._cache_bytes = self._entry.get("cache_mib", 0) * MIB_BYTES
+        self._reach = {p: self._reached(p) for p in device.peak_flops_per_s}
+        self._tiles = self._tile_costs()
+        kind: ElementWiseKind = "stream"
+        self.bytes_per_s = self._data["element_wise"]["share"][kind] * device.memory_bandwidth_bytes_per_s
+
+    @property
+    def attention_kernel(self) -> AttentionKernel:
+        """What torch's scaled_dot_product_attention takes on this device."""
+        return self._data["attention"]["default"].get(self.generation, "flash2")
+
+    def reach(self, precision: str) -> Reach:
+        """FLOP/s of large products; a precision the device has no units for computes as fp32."""
+        return self._reach.get(precision) or self._reach.get("fp32") or next(iter(self._reach.values()))
+
+    def product_s(
+        self,
+        batch: float,
+        m: float,
+        n: float,
+        k: float,
+        precision: str,
+        *,
+        output_bytes: float | None = None,
+        accumulate: bool = False,
+    ) -> float:
+        """``batch`` products (m, k) x (k, n). Operands count once: a wave of tiles shares them through the cache.
+
+        ``output_bytes``: of one output element; None = as torch, that of the operands (16 bits for fp8).
+        ``accumulate``: the output is read and added to, as Megatron's fused weight gradient does.
+        """
+        persistent = self.generation in self._data["products"]["persistent"]
+        return self._product_s(batch, m, n, k, precision, output_bytes, accumulate, persistent)
+
+    def grouped_s(
+        self,
+        groups: float,
+        m: float,
+        n: float,
+        k: float,
+        precision: str,
+        *,
+        output_bytes: float | None = None,
+        accumulate: bool = False,
+        one_kernel: bool = False,
+    ) -> float:
+        """A product (m, k) x (k, n) for each of ``groups`` experts.
+
+        ``one_kernel``: all in one (torch._grouped_mm, CUTLASS); else launched one by one, several at once.
+        """
+        if one_kernel:
+            return self.product_s(groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate)
+        seconds = self._product_s(groups, m, n, k, precision, output_bytes, accumulate, False)
+        return max(seconds, groups * self._data["groups"]["launch_s"])
+
+    def attention_s(
+        self,
+        flops: float,
+        sequence: float,
+        head_dim: float,
+        precision: str,
+        *,
+        backward: bool,
+        kernel: AttentionKernel | None = None,
+        causal: bool = True,
+        value_dim: float | None = None,
+    ) -> float:
+        """Fused attention that really does ``flops`` (a causal mask leaves half), over all heads and sequences at once.
+
+        A head whose values are narrower than its queries is computed as wide as the queries.
+        """
+        data = self._data["attention"]
+        phase = data["backward" if backward else "forward"]
+        name = kernel or self.attention_kernel
+        generation = self.generation
+        like = data["like"][name].get(generation, generation)
+        share = 1.0 / (1.0 / data["product_share"][name][like][backward] + phase["softmax_channels"] / head_dim)
+        peak = self._peak(precision)
+        if like != generation:  # a kernel for an older generation makes no more of a newer SM than of its own
+            peak = min(peak, data["flops_per_sm"][like] * self._sms)
+        width = head_dim + (value_dim or head_dim)
+        keys = sequence / 2 if causal else sequence
+        extra = phase["prologue_keys"] + (phase["diagonal_keys"] if causal else 0)
+        work_s = flops * (2 * head_dim / width) * (keys + extra) / keys / (peak * share * self._power())
+        heads = flops / ((5 if backward else 2) * sequence * keys * width)
+        rows = data["block_queries"].get(generation, data["block_queries"][name])
+        block_s = work_s * self._sms / max(1.0, heads * math.ceil(sequence / rows))
+        longest_s = (2 if causal else 1) * block_s
+        return max(work_s + phase["tail"] * longest_s, block_s, flops / self.reach(precision).sustained)
+
+    def element_wise_s(self, moved_bytes: float, *, kind: ElementWiseKind = "stream") -> float:
+        """A kernel bound by memory; what fits in the level-2 cache moves faster."""
+        if moved_bytes <= 0:
+            return 0.0
+        data = self._data["element_wise"]
+        held = min(1.0, max(0.0, 2.0 - 2.0 * moved_bytes / self._cache_bytes)) if self._cache_bytes else 0.0
+        slowness = 1.0 - held * (1.0 - 1.0 / data["cache_speedup"])
+        rate = data["share"][kind] * self.device.memory_bandwidth_bytes_per_s
+        return data["start_s"] + moved_bytes * slowness / rate
+
+    def _product_s(
+        self,
+        batch: float,
+        m: float,
+        n: float,
+        k: float,
+        precision: str,
+        output_bytes: float | None,
+        accumulate: bool,
+        persistent: bool,
+    ) -> float:
+        reach = self.reach(precision)
+        element = ELEMENT_BYTES.get(precision, 4)
+        written = batch * m * n * (output_bytes or max(2, element)) * (2 if accumulate else 1)
+        moved = batch * (m * k + k * n) * element + written
+        memory_s = moved / (self._data["products"]["memory_share"] * self.device.memory_bandwidth_bytes_per_s)
+        tiles_s = self._tiles_s(batch, m, n, k, reach.burst / self._sms, written, persistent)
+        return max(tiles_s, memory_s, 2.0 * batch * m * n * k / reach.sustained)
+
+    def _tiles_s(
+        self, batch: float, m: float, n: float, k: float, sm_flops_per_s: float, written: float, persistent: bool
+    ) -> float:
+        """The fastest tile and split of K, each whole waves over the SMs, and the output that nothing hides.
+
+        Persistent kernels begin a tile while the one before is written out: they start once, and hide their output.
+        """
+        products, sms = self._data["products"], self._sms
+        start_s, share = products["tile_start_s"], 0.0 if persistent else products["output_share"]
+        bandwidth = self.device.memory_bandwidth_bytes_per_s
+        partial_s = products["output_share"] * 8.0 * batch * m * n / bandwidth  # each split writes and reads fp32
+        best = math.inf
+        for rows, columns, flops_per_depth in self._tiles:
+            tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+            for split in products["splits"]:
+                if split > 1 and tiles * (split - 1) > 2 * sms:
+                    break  # several full waves already: a further split only adds traffic
+                waves = math.ceil(tiles * split / sms)
+                seconds = waves * flops_per_depth * k / split / sm_flops_per_s
+                seconds += start_s if persistent else waves * start_s
+                best = min(best, seconds + (split * partial_s if split > 1 else 0.0))
+        return best + share * written / bandwidth
+
+    def _tile_costs(self) -> tuple[tuple[int, int, float], ...]:
+        """(rows, columns, FLOPs for each step of K, as many as the time for operands is worth)."""
+        products = self._data["products"]
+        share, tiles = products["operand_share"], products["tiles"]
+        if self.generation in products["persistent"]:
+            tiles = tiles + products["persistent_tiles"]
+        widest = sum(WIDEST_TILE) / math.prod(WIDEST_TILE)
+        return tuple((a, b, 2.0 * a * b * (1 - share + share * (a + b) / (a * b) / widest)) for a, b in tiles)
+
+    def _reached(self, precision: str) -> Reach:
+        key = "half" if precision in ("bf16", "fp16") else precision
+        shares = self._entry.get(key) or self._entry["half"]
+        rate = self._peak(precision) * self._power()
+        return Reach(rate * shares[0], rate * shares[-1])
+
+    def _peak(self, precision: str) -> float:
+        peaks = self.device.peak_flops_per_s
+        return peaks.get(precision) or peaks.get("fp32") or max(peaks.values())
+
+    def _power(self) -> float:
+        """What a limit below the part's rated power leaves of its clock."""
+        limit, rated = self.device.power_limit_w, self.device.rated_power_w
+        if limit is None or rated is None or limit >= rated:
+            return 1.0
+        return (limit / rated) ** self._data["power"]["exponent"]

@@ -1,0 +1,179 @@
+"""Kernel times on GPUs that nobody measured: the shape of a product, its roofs, attention and element-wise kernels."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ahp.cluster.catalogue import find, names
+from ahp.cluster.model import ElementWiseSample, Measurements, MemorySample
+from ahp.forecast.efficiency import Rates, kind_of
+from ahp.forecast.gpu import Gpu, constants
+
+from .conftest import make_cluster
+
+GPUS = [name for name in names() if find(name).device.num_sms]
+A100, H100, B200 = (Gpu(find(name).device) for name in ("A100-SXM-80GB", "H100-SXM-80GB", "B200-SXM"))
+HALF = {name: "bf16" if "bf16" in find(name).device.peak_flops_per_s else "fp16" for name in GPUS}
+
+
+def tflops(gpu, m, n, k, precision="bf16", batch=1, **kwargs):
+    return 2e-12 * batch * m * n * k / gpu.product_s(batch, m, n, k, precision, **kwargs)
+
+
+def test_every_device_of_the_catalogue_has_its_own_constants_with_sources():
+    for name in GPUS:
+        entry = next(e for e in constants()["devices"] if name.startswith(e["name"]))
+        assert entry["name"], f"{name} is priced as an unknown device"
+        sourced = {key.strip() for keys in entry["sources"] for key in keys.split(",")}
+        assert {"half", "fp32", "fp8", "cache_mib"} & set(entry) <= sourced
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_large_product_reaches_the_sustained_rate(name):
+    gpu, half = Gpu(find(name).device), HALF[name]
+    reached = 2 * 16384**3 / gpu.product_s(1, 16384, 16384, 16384, half)
+    reach = gpu.reach(half)
+    assert reach.sustained <= reach.burst <= find(name).device.peak_flops_per_s[half]
+    assert 0.94 * reach.sustained < reached < 1.000001 * reach.sustained
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(GPUS), st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 40))
+def test_no_product_beats_a_roof(name, m, n, k, batch):
+    device, half = find(name).device, HALF[name]
+    seconds = Gpu(device).product_s(batch, m, n, k, half)
+    assert seconds >= 2 * batch * m * n * k / device.peak_flops_per_s[half]
+    assert seconds >= 2 * batch * (m * k + k * n + m * n) / device.memory_bandwidth_bytes_per_s
+
+
+def test_a_last_wave_of_one_tile_costs_a_wave():
+    # 108 SMs: 6 x 18 tiles of 256 x 128 are one wave, one row more begins another, with smaller tiles at best.
+    assert A100.product_s(1, 1537, 2304, 8192, "bf16") > 1.1 * A100.product_s(1, 1536, 2304, 8192, "bf16")
+
+
+def test_a_small_output_is_split_along_k():
+    # One tile for each of 4 SMs would leave 104 idle.
+    assert tflops(A100, 256, 256, 16384) > 3 * 4 / 108 * A100.reach("bf16").burst / 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "measured_tflops"),
+    [
+        ("V100-SXM-32GB", 1024, 57.3), ("V100-SXM-32GB", 2048, 78.2), ("V100-SXM-32GB", 4096, 95.7),
+        ("A100-PCIe-80GB", 4096, 234.1), ("RTX-4090-24GB", 2040, 155.9),
+    ],
+)  # fmt: skip
+def test_square_products_that_took_no_part_in_the_derivation(name, side, measured_tflops):
+    # torch-performance-test-data issues 140 and 108, and pytorch issue 181718; none of their sizes is a constant here.
+    assert tflops(Gpu(find(name).device), side, side, side, HALF[name]) == pytest.approx(measured_tflops, rel=0.12)
+
+
+def test_accumulating_in_fp32_costs_memory_that_nothing_hides():
+    plain = A100.product_s(1, 4096, 4096, 4096, "bf16")
+    added = A100.product_s(1, 4096, 4096, 4096, "bf16", output_bytes=4, accumulate=True)
+    more_bytes = 4096**2 * (8 - 2)
+    share = constants()["products"]["output_share"]
+    assert added - plain == pytest.approx(share * more_bytes / 2.039e12, rel=0.3)
+    assert H100.product_s(1, 4096, 4096, 4096, "bf16", output_bytes=4, accumulate=True) == pytest.approx(
+        H100.product_s(1, 4096, 4096, 4096, "bf16")
+    )
+
+
+def test_a_power_limit_slows_products_but_not_memory():
+    device = find("H100-SXM-80GB").device
+    limited = Gpu(device.model_copy(update={"power_limit_w": 500.0}))
+    ratio = H100.product_s(1, 8192, 8192, 8192, "bf16") / limited.product_s(1, 8192, 8192, 8192, "bf16")
+    assert ratio == pytest.approx((500 / 700) ** constants()["power"]["exponent"])
+    assert limited.element_wise_s(1e9) == H100.element_wise_s(1e9)
+    assert Gpu(device.model_copy(update={"power_limit_w": 900.0})).product_s(1, 512, 512, 512, "bf16") == (
+        H100.product_s(1, 512, 512, 512, "bf16")
+    )
+
+
+def test_precisions_have_their_own_rates():
+    assert tflops(H100, 8192, 8192, 8192, "fp8") > 1.7 * tflops(H100, 8192, 8192, 8192, "bf16")
+    assert tflops(A100, 8192, 8192, 8192, "fp32") == pytest.approx(19.1, rel=0.05)
+    # No units for it: as fp32, not as half.
+    assert A100.reach("fp8") == A100.reach("fp32")
+
+
+def test_experts_in_one_kernel_are_not_launched_one_by_one():
+    shape = (160, 32, 512, 512, "bf16")
+    launched, at_once = B200.grouped_s(*shape), B200.grouped_s(*shape, one_kernel=True)
+    assert launched == pytest.approx(160 * constants()["groups"]["launch_s"])
+    assert at_once < launched / 10
+
+
+def attention(gpu, sequence, head_dim=128, *, heads=64.0, backward=False, causal=True, **kwargs):
+    """TFLOP/s on the FLOPs done."""
+    flops = (5 if backward else 2) * 2.0 * heads * sequence**2 * head_dim * (0.5 if causal else 1.0)
+    seconds = gpu.attention_s(flops, sequence, head_dim, "bf16", backward=backward, causal=causal, **kwargs)
+    return flops / seconds / 1e12
+
+
+def test_attention_rises_with_sequence_and_head_width():
+    for backward in (False, True):
+        assert attention(H100, 512, backward=backward) < attention(H100, 4096, backward=backward)
+        assert attention(H100, 4096, 64, backward=backward) < attention(H100, 4096, 128, backward=backward)
+    assert attention(H100, 2048, causal=True) < attention(H100, 2048, causal=False)
+
+
+def test_attention_of_few_heads_waits_for_its_last_block():
+    assert attention(A100, 4096, heads=4) < 0.5 * attention(A100, 4096, heads=64)
+
+
+def test_attention_takes_the_kernel_that_torch_takes():
+    assert (A100.attention_kernel, H100.attention_kernel, B200.attention_kernel) == ("flash2", "cudnn", "cudnn")
+    assert attention(H100, 8192) == attention(H100, 8192, kernel="cudnn") > 1.4 * attention(H100, 8192, kernel="flash2")
+    # A kernel for Hopper makes no more of Blackwell's SMs than of its own.
+    assert attention(B200, 8192, kernel="flash2") < 1.25 * attention(H100, 8192, kernel="flash2")
+
+
+def test_values_narrower_than_queries_save_nothing():
+    narrow, padded = (
+        A100.attention_s(flops, 4096, 192, "bf16", backward=False, value_dim=v)
+        for flops, v in ((1e12 * 320 / 384, 128), (1e12, 192))
+    )
+    assert narrow == pytest.approx(padded)
+
+
+def test_element_wise_kernels_start_stream_and_fit_in_the_cache():
+    shares, start_s = constants()["element_wise"]["share"], constants()["element_wise"]["start_s"]
+    assert A100.element_wise_s(2.039e9) == pytest.approx(start_s + 1e-3 / shares["stream"])
+    assert A100.element_wise_s(1) == pytest.approx(start_s, rel=1e-3)
+    assert A100.element_wise_s(0) == 0.0
+    # 40 MiB of cache: half of it holds what a kernel reads and writes.
+    small, large = ((A100.element_wise_s(n) - start_s) / n for n in (10 * 2**20, 80 * 2**20))
+    assert large / small == pytest.approx(constants()["element_wise"]["cache_speedup"])
+    times = [A100.element_wise_s(n * 2**20) for n in range(5, 60)]
+    assert times == sorted(times)
+    assert A100.element_wise_s(1e9) < A100.element_wise_s(1e9, kind="norm") < A100.element_wise_s(1e9, kind="gather")
+
+
+def test_kinds_of_traced_operators():
+    assert kind_of("aten._softmax_backward_data") == kind_of("aten.native_layer_norm") == "norm"
+    assert kind_of("aten.embedding_dense_backward") == "gather"
+    assert kind_of("aten.add") == kind_of("aten._to_copy") == kind_of("aten.silu") == "stream"
+
+
+def test_rates_use_the_catalogue_until_something_was_measured():
+    device = make_cluster().groups[0].device
+    catalogue, gpu = Rates(device, None, 8), Gpu(device)
+    assert catalogue.matmul_s(1, 512, 512, 512, "bf16") == gpu.product_s(1, 512, 512, 512, "bf16")
+    assert catalogue.element_wise_s(1e8, 0, "bfloat16", kind="norm") == gpu.element_wise_s(1e8, kind="norm")
+    assert catalogue.grouped_s(4, 64, 64, 64, "bf16") == gpu.grouped_s(4, 64, 64, 64, "bf16")
+    assert catalogue.attention_s(1e12, 2048, 64, "bf16", backward=True) == gpu.attention_s(
+        1e12, 2048, 64, "bf16", backward=True
+    )
+    streamed = Rates(device, Measurements(memory=(MemorySample(workers=8, bytes_per_s=5e11),)), 8)
+    assert streamed.element_wise_s(1e8, 0, "bfloat16") == pytest.approx(1e8 / 5e11)
+    added = ElementWiseSample(kind="add", elements=10**6, dtype="bf16", workers=8, seconds=1e-4)
+    assert Rates(device, Measurements(element_wise=(added,)), 8).element_wise_s(6e6, 0, "bfloat16") == pytest.approx(
+        1e-4
+    )
+
+
+def test_a_processor_that_nobody_measured_is_priced_by_shares():
+    cpu = make_cluster(name="cpu").groups[0].device
+    assert Rates(cpu, None, 8).matmul_s(1, 64, 64, 256, "fp32") == pytest.approx(2 * 64 * 64 * 256 / (2e13 * 0.8 / 2))
+    assert Rates(cpu, None, 8).element_wise_s(1e8, 0, "float32") == pytest.approx(1e8 / (0.8 * 1e12))
