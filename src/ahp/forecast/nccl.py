@@ -61,8 +61,7 @@ class Nccl:
         )
         self._of = data["generations"][self.generation]
         self._start_us = derived["start_us"][self.generation]
-        self._fill_share, self._fill_us = derived["fill_share"], derived["fill_us"]
-        self._peer_share = derived["peer_share"]
+        self._fill, self._peer_share = derived, derived["peer_share"]
         self._link = nodes.intra_node.bandwidth_bytes_per_s / 1e6
         self._on_pcie = self._link < data["pcie"]["below_gb_per_s"] * BYTES_PER_US_PER_GB
         self._ring_share = data["pcie"]["ring_share"] if self._on_pcie else derived["ring_share"][self.generation]
@@ -100,16 +99,22 @@ class Nccl:
         elif group.nodes == group.size:
             yield self._pat(num_bytes, group)
 
-    def _choice(self, algorithm: Algorithm, protocol: int, latency_us: float, wire_us: float) -> Choice:
-        """``wire_us`` is what the bytes take at full speed.
+    def _choice(self, algorithm: Algorithm, protocol: int, latency_us: float, wire_us: float, group: Group) -> Choice:
+        """``wire_us`` is what the bytes take once a pipeline of chunks is full."""
+        seconds = 1e-6 * (self._start_us + latency_us + wire_us + self._filling_us(algorithm, wire_us, group))
+        return Choice(algorithm, PROTOCOLS[protocol], seconds)
 
-        A pipeline of chunks must fill and drain: a share of the wire time while a message is short, at most
-        ``fill_share * fill_us`` for a long one.
+    def _filling_us(self, algorithm: Algorithm, wire_us: float, group: Group) -> float:
+        """A share of the wire time while a message is short, at most ``fill_share * fill_us`` for a long one.
+
+        Links without a switch were measured to need none, and NCCL's factor for trees holds it already.
         """
-        fill_us = 0.0
-        if self._mesh is None:  # direct links were measured to have none
-            fill_us = self._fill_share * wire_us / (1.0 + wire_us / self._fill_us)
-        return Choice(algorithm, PROTOCOLS[protocol], 1e-6 * (self._start_us + latency_us + wire_us + fill_us))
+        if algorithm == "tree" or (algorithm == "nvls_tree" and self.generation == "blackwell"):
+            return 0.0
+        if group.nodes == 1 and self._mesh is not None:
+            return 0.0
+        fill = self._network if group.nodes > 1 else self._fill
+        return fill["fill_share"] * wire_us / (1.0 + wire_us / fill["fill_us"])
 
     def _rings(self, kind: Kind, num_bytes: float, group: Group) -> Iterator[Choice]:
         laps = 2 if kind == "all_reduce" else 1
@@ -131,7 +136,7 @@ class Nccl:
             if several and protocol == SIMPLE and laps == 2:
                 latency_us *= tuner["plateau"][self.generation != "volta"]
             wire_us = steps * num_bytes / group.size / rate
-            yield self._choice("ring", protocol, latency_us, wire_us)
+            yield self._choice("ring", protocol, latency_us, wire_us, group)
 
     def _trees(self, num_bytes: float, group: Group) -> Iterator[Choice]:
         """Up and down a tree: a chain within each node, a binary tree over the nodes."""
@@ -146,7 +151,8 @@ class Nccl:
             hops_us = (group.size // group.nodes - 1) * self._within["tree"][protocol]
             hops_us += _log2(group.nodes) * self._network_hop_us("tree", protocol, group)
             rate *= 0.5 * self._correction(protocol, num_bytes)
-            yield self._choice("tree", protocol, tuner["base_us"]["tree"][protocol] + 2 * hops_us, num_bytes / rate)
+            latency_us = tuner["base_us"]["tree"][protocol] + 2 * hops_us
+            yield self._choice("tree", protocol, latency_us, num_bytes / rate, group)
 
     def _in_switch(self, num_bytes: float, group: Group) -> Iterator[Choice]:
         """NVLS: the switch adds up what it reads from all devices of a node, and hands the sum to all of them.
@@ -160,7 +166,7 @@ class Nccl:
         wire_us = num_bytes * (1.0 + 1.0 / group.local) / rate
         latency_us = self._within["nvls"]
         if group.nodes == 1:
-            yield self._choice("nvls", SIMPLE, latency_us, wire_us)
+            yield self._choice("nvls", SIMPLE, latency_us, wire_us, group)
             return
         # Over the nodes a tree of the nodes' sums: every card sends its part up and down, with two nodes across.
         cards = (1 if group.nodes == 2 else 2) * num_bytes / self._share(group)
@@ -169,7 +175,7 @@ class Nccl:
         if self.generation == "blackwell":
             wire_us /= self._correction(SIMPLE, num_bytes)
         hop_us = self._between["nvls_tree"] + 2 * self._hop_extra_us
-        yield self._choice("nvls_tree", SIMPLE, latency_us + 2 * _log2(group.nodes) * hop_us, wire_us)
+        yield self._choice("nvls_tree", SIMPLE, latency_us + 2 * _log2(group.nodes) * hop_us, wire_us, group)
 
     def _pat(self, num_bytes: float, group: Group) -> Choice:
         """All-gather or reduce-scatter along parallel trees; NCCL has it for one rank on each node."""
@@ -177,7 +183,7 @@ class Nccl:
         hop_us = self._network_hop_us("tree", SIMPLE, group)
         latency_us = tuner["base_us"]["pat"][SIMPLE] + group.size * tuner["pat_rank_us"]
         latency_us += _log2(group.nodes) * hop_us * tuner["pat_hop_share"]
-        return self._choice("pat", SIMPLE, latency_us, num_bytes / (tuner["pat_share"] * self._bus(group)))
+        return self._choice("pat", SIMPLE, latency_us, num_bytes / (tuner["pat_share"] * self._bus(group)), group)
 
     def _peers(self, kind: Kind, num_bytes: float, group: Group) -> Choice:
         """Sends and receives between pairs, all at once: within the node and over the cards at the same time."""
@@ -186,14 +192,14 @@ class Nccl:
         if group.nodes == 1:
             latency_us += self._within["ring"][SIMPLE]
             moved = num_bytes if kind == "send_recv" else num_bytes * (n - 1) / n
-            return self._choice("peers", SIMPLE, latency_us, moved / self._between_peers(group))
+            return self._choice("peers", SIMPLE, latency_us, moved / self._between_peers(group), group)
         latency_us += self._network_hop_us("ring", SIMPLE, group)
         per_rank = self._share(group) / group.local
         if kind == "send_recv":
-            return self._choice("peers", SIMPLE, latency_us, num_bytes / per_rank)
+            return self._choice("peers", SIMPLE, latency_us, num_bytes / per_rank, group)
         out_us = num_bytes * (n - group.local) / n / (given["network_share"] / self._network["rdma_share"] * per_rank)
         in_us = num_bytes * (group.local - 1) / n / self._between_peers(group) if group.local > 1 else 0.0
-        return self._choice("peers", SIMPLE, latency_us, max(in_us, out_us))
+        return self._choice("peers", SIMPLE, latency_us, max(in_us, out_us), group)
 
     def _bus(self, group: Group) -> float:
         """Bytes/us of the slowest link of the group's rings."""
