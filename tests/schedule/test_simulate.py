@@ -35,7 +35,7 @@ layouts = st.tuples(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1
 seconds = st.floats(0.0, 10.0, allow_nan=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(layouts, st.data())
 def test_every_wait_is_kept(layout, data):
     schedule = make(*layout)

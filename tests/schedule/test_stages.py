@@ -7,11 +7,25 @@ from ahp.schedule.stages import layer_ranges, layers_of_stages
 
 @pytest.mark.parametrize(
     ("p", "v", "layers", "expected"),
-    [(1, 1, 7, (7,)), (2, 1, 7, (4, 3)), (4, 1, 6, (2, 2, 1, 1)), (2, 2, 6, (2, 2, 1, 1)), (4, 1, 4, (1, 1, 1, 1))],
+    [
+        (1, 1, 7, (7,)),
+        (2, 1, 7, (4, 3)),
+        (4, 1, 6, (1, 2, 2, 1)),
+        (2, 2, 6, (1, 2, 2, 1)),
+        (4, 1, 7, (2, 2, 2, 1)),
+        (4, 1, 4, (1, 1, 1, 1)),
+    ],
 )
 def test_as_even_as_can_be(p, v, layers, expected):
     parallelism = Parallelism(pipeline_parallel_degree=p, virtual_stages_per_rank=v)
     assert layers_of_stages(parallelism, layers) == expected
+
+
+def test_the_ends_may_hold_no_layer_where_the_engine_says_so():
+    parallelism = Parallelism(pipeline_parallel_degree=4, virtual_stages_per_rank=2)
+    assert layers_of_stages(parallelism, 6, empty_ends=True) == (0, 1, 1, 1, 1, 1, 1, 0)
+    assert layers_of_stages(parallelism, 7, empty_ends=True) == (0, 1, 1, 1, 1, 1, 1, 1)
+    assert layers_of_stages(parallelism, 9, empty_ends=True) == layers_of_stages(parallelism, 9)
 
 
 def test_given_layers_are_kept():

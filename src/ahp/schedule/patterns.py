@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ahp.errors import bad_input
+from ahp.errors import BadInput, bad_input
 from ahp.schedule.actions import Action, Kind, Schedule
 from ahp.schedule.v_shape import dual_pipe_v, zbv
 
@@ -40,7 +40,7 @@ def illegal(name: str, p: int, v: int, m: int) -> str | None:
     ``illegal_in_torch`` says what torch asks there.
     """
     if name not in SCHEDULES:
-        return f"pipeline_parallel_schedule = {name!r}: is not known (valid: {', '.join(SCHEDULES)})"
+        return str(bad_input("pipeline_parallel_schedule", name, "there is no such schedule", SCHEDULES))
     if name in V_SHAPED:
         return _illegal_v_shaped(name, p, v, m)
     if name == "Interleaved1F1B" or (name == "InterleavedZeroBubble" and v > 1):
@@ -106,11 +106,16 @@ def stage_ranks(name: str, p: int, v: int) -> tuple[int, ...]:
     return tuple(stage % p for stage in range(p * v))
 
 
+def refuse_illegal(name: str, p: int, v: int, m: int) -> None:
+    """Raise BadInput with the reason where ``illegal`` gives one."""
+    if reason := illegal(name, p, v, m):
+        raise BadInput(reason)
+
+
 @lru_cache(maxsize=256)
 def make(name: str, p: int, v: int, m: int) -> Schedule:
     """The schedule; raises BadInput with the reason where ``illegal`` gives one."""
-    if reason := illegal(name, p, v, m):
-        raise bad_input("pipeline_parallel_schedule", name, reason, SCHEDULES if name not in SCHEDULES else None)
+    refuse_illegal(name, p, v, m)
     return Schedule(
         name=name,
         num_stages=p * v,

@@ -6,12 +6,13 @@ from ahp.errors import bad_input
 from ahp.plan import Parallelism
 
 
-def layers_of_stages(parallelism: Parallelism, num_layers: int) -> tuple[int, ...]:
+def layers_of_stages(parallelism: Parallelism, num_layers: int, *, empty_ends: bool = False) -> tuple[int, ...]:
     """Blocks of each stage in pipeline order; they add up to ``num_layers``.
 
-    ``layers_per_stage`` where it is given; else as even as can be, the first stages taking one layer more.
-    The embedding always belongs to the first stage and the head with the loss to the last. Raises BadInput
-    when the layers do not go round.
+    ``layers_per_stage`` where it is given; else as even as can be. The embedding always belongs to the first stage and the
+    head with the loss to the last, so the last stage is the last to take one layer more, and the first the last but one;
+    of the others the later ones take it first, because fewer micro-batches wait there. ``empty_ends``: the first and
+    the last stage may hold nothing but the embedding and the head. Raises BadInput when the layers do not go round.
     """
     stages = parallelism.num_stages
     if parallelism.layers_per_stage is not None:
@@ -21,6 +22,8 @@ def layers_of_stages(parallelism: Parallelism, num_layers: int) -> tuple[int, ..
         return given
     if stages == 1:
         return (num_layers,)
+    if empty_ends and num_layers < stages <= num_layers + 2:
+        return (0, *(1,) * (stages - 2), num_layers - stages + 2)
     if stages > num_layers:
         raise bad_input(
             "pipeline_parallel_degree",
@@ -29,7 +32,9 @@ def layers_of_stages(parallelism: Parallelism, num_layers: int) -> tuple[int, ..
             f"but the model has {num_layers} layers and every stage needs one",
             [d for d in range(1, num_layers + 1) if d * parallelism.virtual_stages_per_rank <= num_layers],
         )
-    return tuple(num_layers // stages + (1 if stage < num_layers % stages else 0) for stage in range(stages))
+    order = [*range(stages - 2, 0, -1), 0, stages - 1]
+    more = set(order[: num_layers % stages])
+    return tuple(num_layers // stages + (stage in more) for stage in range(stages))
 
 
 def layer_ranges(layers: tuple[int, ...]) -> tuple[range, ...]:

@@ -1,0 +1,223 @@
+"""How long a schedule takes, without building its actions one by one: exact, in a few milliseconds at any size.
+
+The same recurrence as ``simulate``, over the rows of a ``Table`` with all ranks at once. Where there are many
+micro-batches the rows settle into a rhythm: once the state of all ranks is an earlier one plus a constant, it stays
+so until the first stage runs out of micro-batches, and the periods between are added instead of run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.schedule.bounds import gpipe_ends_s
+from ahp.schedule.patterns import V_SHAPED, make, refuse_illegal
+from ahp.schedule.simulate import StageTimes, Timeline, simulate
+from ahp.schedule.table import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Table, table
+
+Floats = NDArray[np.float64]
+
+SECONDS = ("forward_s", "backward_s", "input_gradient_s", "weight_gradient_s")
+"""What ``StageTimes`` calls the seconds of each kind of action, in the order of a table's kinds."""
+
+SAME_RHYTHM = 1e-13
+"""Largest difference between two states that count as one, relative to the time passed: a few hundred times the
+rounding of doubles. Added periods are then wrong by at most this times the micro-batches that were run, at most 16 for
+each rank: for a thousand ranks still 2e-9 of what is added, in practice 1e-12."""
+
+SETTLED_ROUNDS = (4, 8, 16)
+"""Micro-batches per rank of the tables in which a rhythm is looked for, before all are run. [Empirical] 1,500 layouts of
+2 to 8 ranks: 65 % of those with equal stages but the ends settle within 4 and 97 % within 16, of random ones 89 and 98 %."""
+
+
+@dataclass(frozen=True)
+class Makespan:
+    """When each rank of a schedule is done, and the whole timeline on demand."""
+
+    name: str
+    p: int
+    v: int
+    m: int
+    times: tuple[StageTimes, ...]
+    makespan_s: float
+    busy_s: tuple[float, ...]
+    """Seconds each rank computes."""
+    ends_s: tuple[float, ...]
+    """When each rank has done its last action."""
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """Seconds each rank waits, before its first and after its last action included."""
+        return tuple(self.makespan_s - busy for busy in self.busy_s)
+
+    def end_s(self, rank: int) -> float:
+        """When the rank has done its last action."""
+        return self.ends_s[rank]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Every action with its start and end; O(p v m), tens of milliseconds for tens of thousands of actions."""
+        return simulate(make(self.name, self.p, self.v, self.m), self.times)
+
+
+def makespan(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> Makespan:
+    """What ``simulate(make(name, p, v, m), times)`` says of the whole step, to rounding.
+
+    Args:
+        name: a schedule of ``ahp.schedule.patterns.SCHEDULES``.
+        p: pipeline ranks.
+        v: stages per rank.
+        m: micro-batches.
+        times: seconds of each stage, in pipeline order.
+
+    Raises:
+        BadInput: there is no such schedule (``patterns.illegal``).
+    """
+    refuse_illegal(name, p, v, m)
+    busy, ends = _gpipe(m, times) if name == "GPipe" else _run(name, p, v, m, times)
+    return Makespan(name, p, v, m, tuple(times), max(ends), tuple(busy), tuple(ends))
+
+
+def peak_kept(
+    name: str,
+    p: int,
+    v: int,
+    m: int,
+    weights: Sequence[float],
+    freed_after_input_gradient: Sequence[float] | None = None,
+) -> tuple[float, ...]:
+    """What ``peak_in_flight(make(name, p, v, m), ...)`` says, without the schedule: per rank, the most that is kept."""
+    refuse_illegal(name, p, v, m)
+    if name == "GPipe":
+        return tuple(m * weight for weight in weights)
+    rows = table(name, p, v, _fewer(name, p, v, m, SETTLED_ROUNDS[0]))
+    kept, stages = np.array(weights, dtype=float), p * v
+    freed = (
+        np.zeros(stages) if freed_after_input_gradient is None else np.array(freed_after_input_gradient, dtype=float)
+    )
+    change = np.zeros(1 + 4 * stages)
+    for kind, of_stage in (
+        (FORWARD, kept),
+        (BACKWARD, -kept),
+        (INPUT_GRADIENT, -freed),
+        (WEIGHT_GRADIENT, freed - kept),
+    ):
+        change[1 + kind * stages : 1 + (kind + 1) * stages] = of_stage
+    return tuple(np.cumsum(change[rows.code], axis=0).max(axis=0).tolist())
+
+
+def _gpipe(m: int, times: Sequence[StageTimes]) -> tuple[list[float], list[float]]:
+    busy = [m * (t.forward_s + t.backward_s) + t.first_forward_extra_s + t.last_backward_extra_s for t in times]
+    return busy, gpipe_ends_s(m, times)
+
+
+def _fewer(name: str, p: int, v: int, m: int, rounds: int) -> int:
+    """At most m micro-batches, ``rounds`` for each rank, such that the table of m is theirs and whole periods."""
+    uneven = v > 1 and name not in V_SHAPED and m % p
+    return m if uneven else min(m, rounds * p)
+
+
+def _run(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> tuple[list[float], list[float]]:
+    """Seconds each rank computes, and when it ends."""
+    shorter = None
+    for rounds in SETTLED_ROUNDS:
+        fewer = _fewer(name, p, v, m, rounds)
+        if fewer * 3 < m * 2:
+            run = _Run(table(name, p, v, fewer), times, shorter)
+            if run.settles((m - fewer) // run.table.micro_batches_per_period):
+                return run.result()
+            shorter = run
+    run = _Run(table(name, p, v, m), times, shorter)
+    run.advance(len(run.table.code))
+    return run.result()
+
+
+class _Run:
+    """One pass over a table. What is computed is the idle time of each rank before each row: a row's end is that plus
+    the work of the rank until then, so that a row costs a gather, an addition and a maximum."""
+
+    def __init__(self, rows: Table, times: Sequence[StageTimes], shorter: _Run | None) -> None:
+        """``shorter`` has run the table of fewer micro-batches until its first stage ran out: the same rows."""
+        self.table = rows
+        seconds = np.array([0.0, *(getattr(t, kind) for kind in SECONDS for t in times)])
+        sends = np.array([0.0, *(t.send_forward_s for t in times), *(t.send_backward_s for t in times)])
+        last = np.array([t.last_backward_extra_s for t in times])
+        work = seconds[rows.code]
+        work.reshape(-1)[rows.first] += [t.first_forward_extra_s for t in times]
+        work.reshape(-1)[rows.last] += last
+        self.work_s = np.zeros((len(work) + 1, work.shape[1]))
+        """[R + 1, p] What each rank has computed before each row."""
+        np.cumsum(work, axis=0, out=self.work_s[1:])
+        whole, reading = rows.reads_last
+        lag = sends[rows.send]
+        lag.reshape(-1)[reading] -= last[whole]
+        lag += self.work_s.reshape(-1)[rows.source]
+        lag -= self.work_s[:-1]
+        self.lag_s = lag
+        self.idle_s = np.zeros_like(self.work_s)
+        """[R + 1, p] What each rank has waited before the end of each row."""
+        self.added_s = np.zeros(work.shape[1])
+        """What each rank computes in added periods."""
+        self.done = 0
+        """Rows that have been run."""
+        if shorter is not None:
+            self.done = shorter.done
+            self.idle_s[: self.done + 1] = shorter.idle_s[: self.done + 1]
+
+    def advance(self, stop: int) -> None:
+        """Run the rows until ``stop`` (not included)."""
+        start, self.done = self.done, stop
+        flat, buffer = self.idle_s.reshape(-1), np.empty(self.idle_s.shape[1])
+        take, add, maximum = flat.take, np.add, np.maximum
+        rows = zip(
+            self.table.source[start:stop], self.lag_s[start:stop], self.idle_s[start:stop],
+            self.idle_s[start + 1 : stop + 1], strict=True,
+        )  # fmt: skip
+        for source, lag, before, after in rows:
+            take(source, out=buffer, mode="clip")
+            add(buffer, lag, out=buffer)
+            maximum(buffer, before, out=after)
+
+    def settles(self, periods: int) -> bool:
+        """Run all rows with ``periods`` more periods between, if the steady rows settle into a rhythm."""
+        start, stop = self.table.steady
+        length, reach = self.table.rows_per_period, self.table.reach
+        self.advance(stop)
+        found = self._rhythm(start, stop)
+        if found is None:
+            return False
+        cycle, cycle_s = found
+        more, rest = divmod(periods, cycle)
+        # Whole cycles are added. Where the rest is not whole, one more is, and the drain leaves the earlier rows.
+        back = (cycle - rest) * length if rest else 0
+        window = np.arange(stop + 1 - reach, stop + 1)
+        ends_s = self.idle_s[window - back] + self.work_s[window - back] + (more + (rest > 0)) * cycle_s
+        self.idle_s[window] = ends_s - self.work_s[window]
+        self.added_s = periods * (self.work_s[stop] - self.work_s[stop - length])
+        self.advance(len(self.table.code))
+        return True
+
+    def _rhythm(self, start: int, stop: int) -> tuple[int, float] | None:
+        """Periods and seconds after which the state of all ranks before row ``stop`` comes again, if it does."""
+        length, reach = self.table.rows_per_period, self.table.reach
+        earliest = max(start, reach - 1)
+        earlier = np.arange(stop - length, earliest - 1, -length)
+        if len(earlier) == 0:
+            return None
+        ends_s = self.idle_s[: stop + 1] + self.work_s[: stop + 1]
+        tolerance_s = SAME_RHYTHM * float(ends_s[stop].max())
+        passed = ends_s[stop] - ends_s[earlier]
+        for cycle in np.flatnonzero(np.ptp(passed, axis=1) <= tolerance_s) + 1:
+            window = np.arange(stop + 1 - reach, stop + 1)
+            moved = ends_s[window] - ends_s[window - cycle * length]
+            if np.ptp(moved) <= tolerance_s:
+                return int(cycle), float(moved[-1].max())
+        return None
+
+    def result(self) -> tuple[list[float], list[float]]:
+        """Seconds each rank computes, and when it ends."""
+        return (self.work_s[-1] + self.added_s).tolist(), (self.idle_s[-1] + self.work_s[-1]).tolist()

@@ -1,0 +1,206 @@
+"""A schedule as a table of slots, one row after another and one column per rank: what a fast simulation runs over.
+
+Every rank does at most one action in a row, and whatever an action waits for stands in an earlier row, so that a
+row is one vector operation. In the middle of the table rows repeat: the table of more micro-batches is the same with
+more of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.schedule.patterns import V_SHAPED, make
+from ahp.schedule.simulate import StageTimes, simulate
+
+Ints = NDArray[np.int64]
+
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
+KINDS = "FBIW"
+"""The letters of actions at their numbers above."""
+
+
+V_STEADY = 4
+"""Micro-batches beyond 2 p with which the V schedules have more than one steady period (the tests compare whole tables)."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Actions and where they stand, one entry each: row, rank, kind (above), stage, micro-batch."""
+
+    row: Ints
+    rank: Ints
+    kind: Ints
+    stage: Ints
+    micro_batch: Ints
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one schedule; S stages, R rows, p ranks.
+
+    Flat places count rows of p, and row 0 is the state before the first row of ``code``.
+    """
+
+    code: Ints
+    """[R, p] 0 = nothing, else 1 + kind x S + stage."""
+    source: Ints
+    """[R, p] Flat place of what the action waits for on another stage; of the rank's own last row where it does not."""
+    send: Ints
+    """[R, p] 0 = nothing is sent, 1 + stage: its output, 1 + S + stage: its gradient."""
+    first: Ints
+    """[S] Flat place of each stage's first forward, less one row: an index into ``code``."""
+    last: Ints
+    """[S] The same of its last backward or weight gradient."""
+    reads_last: Ints
+    """[2, n] Stages whose last backward is whole and is waited for, and the index into ``code`` of what waits."""
+    micro_batches_per_period: int
+    rows_per_period: int
+    steady: tuple[int, int]
+    """Rows ``steady[0] .. steady[1]`` (not included) repeat every period with later micro-batches, none of them the
+    first forward or the last backward of a stage; more micro-batches are more of these rows."""
+    reach: int
+    """How many rows back they look at most."""
+
+
+@lru_cache(maxsize=64)
+def table(name: str, p: int, v: int, m: int) -> Table:
+    """The table of a legal schedule. Not GPipe's, whose rows do not repeat and whose times have a closed form."""
+    per_round = m // max(1, m // p)
+    in_rounds = v > 1 and name in ("Interleaved1F1B", "InterleavedZeroBubble")
+    regular = name in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble") and (v == 1 or m >= p)
+    split = name == "InterleavedZeroBubble"
+    period = per_round if in_rounds else 1
+    actions = {"DualPipeV": 4, "ZBVZeroBubble": 6}.get(name, (3 if split else 2) * v)
+    few = 2 * p + V_STEADY if name in V_SHAPED else m
+    slots = _regular(p, v, m, split=split) if regular else _as_simulated(name, p, v, min(m, few))
+    made = _table(slots, p, p * v, min(m, few), period, period * actions)
+    return made if m <= few else _table(_more(slots, made, m - few), p, p * v, m, period, period * actions)
+
+
+def _regular(p: int, v: int, m: int, *, split: bool) -> Slots:
+    """1F1B and the interleaved schedules, m >= p where v > 1: each rank repeats forward, backward (, weight gradient).
+
+    The n-th backward of a rank follows its forward n + warm-up. A forward stands one row (1F1B, zero bubble) or two
+    after that of the rank before; so do backwards the other way, because the warm-up of neighbours differs by one or
+    two cycles.
+    """
+    total, cycle = m * v, 3 if split else 2
+    per_round = m // max(1, m // p) if v > 1 else 1
+    behind = 1 if split or v == 1 else 2
+    rank, n = (axis.ravel() for axis in np.meshgrid(np.arange(p), np.arange(total), indexing="ij"))
+    warm = (v - 1) * per_round + behind * (p - 1 - rank)
+    chunk, within = np.divmod(n, per_round)
+    round_index, local = np.divmod(chunk, v)
+    micro_batch = round_index * per_round + within
+    down, up = local * p + rank, (v - 1 - local) * p + rank
+    start = behind * rank
+    columns = [(cycle * n + start, FORWARD, down)]
+    columns.append((cycle * (n + warm) + start + 1, INPUT_GRADIENT if split else BACKWARD, up))
+    if split:
+        columns.append((cycle * (n + rank + warm) + start + 2, WEIGHT_GRADIENT, up))
+    row = np.concatenate([rows for rows, _, _ in columns])
+    # Rows in which no rank does anything, as in the warm-up, are taken out.
+    used = np.zeros(row.max() + 1, dtype=np.int64)
+    used[row] = 1
+    return Slots(
+        row=(np.cumsum(used) - 1)[row],
+        rank=np.tile(rank, len(columns)),
+        kind=np.repeat([kind for _, kind, _ in columns], len(n)),
+        stage=np.concatenate([stage for _, _, stage in columns]),
+        micro_batch=np.tile(micro_batch, len(columns)),
+    )
+
+
+def _as_simulated(name: str, p: int, v: int, m: int) -> Slots:
+    """Any schedule: the row of an action is when it starts if each takes one second."""
+    timeline = simulate(make(name, p, v, m), [StageTimes(1.0, 1.0, 1.0, 1.0)] * (p * v))
+    actions = [
+        (int(start_s), rank, KINDS.index(letter), stage, micro_batch)
+        for rank, (starts_s, order) in enumerate(zip(timeline.starts_s, timeline.schedule.plain, strict=True))
+        for start_s, (letter, stage, micro_batch) in zip(starts_s, order, strict=True)
+    ]
+    return Slots(*np.array(actions, dtype=np.int64).T)
+
+
+def _more(slots: Slots, made: Table, more: int) -> Slots:
+    """The slots of a table with ``more`` further micro-batches, one in each period: its last steady rows again."""
+    stop, length = made.steady[1], made.rows_per_period
+    late = slots.row >= stop
+    again = ~late & (slots.row >= stop - length)
+    times = np.repeat(np.arange(1, more + 1), again.sum())
+
+    def column(values: Ints, step: int) -> Ints:
+        return np.concatenate([values[~late], np.tile(values[again], more) + step * times, values[late] + step * more])
+
+    return Slots(
+        row=column(slots.row, length),
+        rank=column(slots.rank, 0),
+        kind=column(slots.kind, 0),
+        stage=column(slots.stage, 0),
+        micro_batch=column(slots.micro_batch, 1),
+    )
+
+
+def _table(slots: Slots, p: int, stages: int, m: int, micro_batches_per_period: int, rows_per_period: int) -> Table:
+    kind, stage, micro_batch = slots.kind, slots.stage, slots.micro_batch
+    rows = int(slots.row.max()) + 1
+    place = slots.row * p + slots.rank
+    code = np.zeros(rows * p, dtype=np.int64)
+    code[place] = 1 + kind * stages + stage
+    counted = np.full(rows * p, -1)
+    counted[place] = micro_batch
+    # Where each stage's output and gradient of each micro-batch come from; flat, with the row before the first.
+    output, gradient = np.zeros((2, stages, m), dtype=np.int64)
+    forward, weight = kind == FORWARD, kind == WEIGHT_GRADIENT
+    back = ~(forward | weight)
+    output[stage[forward], micro_batch[forward]] = place[forward] + p
+    gradient[stage[back], micro_batch[back]] = place[back] + p
+    source, send = np.arange(rows * p), np.zeros(rows * p, dtype=np.int64)
+    waits = forward & (stage > 0)
+    source[place[waits]] = output[stage[waits] - 1, micro_batch[waits]]
+    send[place[waits]] = stage[waits]
+    waits = back & (stage < stages - 1)
+    source[place[waits]] = gradient[stage[waits] + 1, micro_batch[waits]]
+    send[place[waits]] = 2 + stages + stage[waits]
+    last = np.zeros(stages, dtype=np.int64)
+    ends = (kind == BACKWARD) | weight
+    np.maximum.at(last, stage[ends], place[ends])
+    whole = np.flatnonzero((code[last] <= (BACKWARD + 1) * stages) & (np.arange(stages) > 0))
+    read = gradient[whole - 1, counted[last[whole]]] - p
+    code, counted, source = code.reshape(rows, p), counted.reshape(rows, p), source.reshape(rows, p)
+    start, stop = _repeats(code, counted, source, micro_batches_per_period, rows_per_period)
+    reach = 0
+    if stop > start:
+        reach = int((np.arange(start, stop)[:, None] + 1 - source[start:stop] // p).max())
+    first = output[:, 0] - p
+    start, stop = max(start - rows_per_period, int(first.max()) // p + 1), min(stop, int(last.min()) // p)
+    return Table(
+        code=code,
+        source=source,
+        send=send.reshape(rows, p),
+        first=first,
+        last=last,
+        reads_last=np.stack([whole, read]),
+        micro_batches_per_period=micro_batches_per_period,
+        rows_per_period=rows_per_period,
+        steady=(start, stop),
+        reach=reach,
+    )
+
+
+def _repeats(code: Ints, micro_batch: Ints, source: Ints, period: int, rows: int) -> tuple[int, int]:
+    """The longest run of rows that are those ``rows`` before with micro-batches ``period`` later."""
+    if len(code) <= rows:
+        return 0, 0
+    same = (code[rows:] == code[:-rows]) & (source[rows:] - source[:-rows] == rows * code.shape[1])
+    same &= (micro_batch[rows:] - micro_batch[:-rows] == period) | (code[rows:] == 0)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], same.all(axis=1), [0]]).astype(np.int8)))
+    if len(edges) == 0:
+        return 0, 0
+    starts, stops = edges[::2], edges[1::2]
+    longest = int(np.argmax(stops - starts))
+    return int(starts[longest]) + rows, int(stops[longest]) + rows
