@@ -4,6 +4,7 @@
     python benchmarks/kernels.py FILE --worst 10        # and the kernels that are furthest off
     python benchmarks/kernels.py FILE --derive          # the constants of kernels.yaml, computed again
     python benchmarks/kernels.py FILE --leave-one-out   # each device judged by constants derived without it
+    python benchmarks/kernels.py FILE --markdown docs/forecast.md   # both errors into that page
 
 Rows whose ``kind`` starts with ``per_shape_`` are one kernel each with its shape; ``max_achievable_matmul`` is the best
 product of a device, compared with the burst rate. The bars of attention_h100.yaml are added. An error is predicted time /
@@ -19,29 +20,19 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import page
 import yaml
+from kernel_rows import LARGEST, Row, rows_of
 
 from ahp.cluster.catalogue import find
 from ahp.forecast.gpu import Gpu, constants
 
-CATALOGUE = {
-    "A100-PCIe": "A100-PCIe-80GB", "B200-SXM": "B200-SXM", "NVIDIA A100 SXM": "A100-SXM-80GB",
-    "NVIDIA A100 PCIe": "A100-PCIe-80GB", "NVIDIA H100 SXM": "H100-SXM-80GB", "NVIDIA H200 SXM": "H200-SXM-141GB",
-    "NVIDIA GH200 SXM": "GH200-96GB", "NVIDIA B200 SXM": "B200-SXM", "NVIDIA B300 SXM": "B300-SXM",
-    "NVIDIA GB200 SXM": "GB200-NVL72", "AMD MI300X": "MI300X",
-}  # fmt: skip
-"""The catalogue's name of a row's accelerator."""
-
-LONG_S = 1.0e-3
-"""From here on a product is long: the power controller has answered."""
-
-LARGEST = "largest product"
-"""A kind of row: the best of a device, measured for a moment, so compared without the sustained clock."""
+MARKER = "kernels"
+"""Of the table in a page."""
 
 HOST_BOUND_S = 130.0e-6
 """Attention on B200 that is shorter took as long as the host needed to launch it: left out of the derivation."""
@@ -50,119 +41,6 @@ LIMITS = {"softmax_channels": 150.0, "prologue_keys": 600.0, "diagonal_keys": 20
 """How far the derivation of attention's constants may go."""
 
 Constants = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured kernel."""
-
-    id: str
-    device: str
-    kind: str
-    detail: str
-    seconds: float
-    predict: Callable[[Gpu], float]
-    share: tuple[str, str, int] | None = None
-    """Attention: (kernel, generation, 0 forward or 1 backward)."""
-
-
-def rows_of(path: Path) -> tuple[list[Row], int]:
-    """The rows that the catalogue has a device for, and the number of those that it has not."""
-    found: list[Row] = []
-    skipped = 0
-    for raw in json.loads(path.read_text(encoding="utf-8")):
-        device = CATALOGUE.get(raw["accelerator"])
-        row = None
-        if device and raw["kind"].startswith("per_shape_"):
-            row = _shaped(raw, device)
-        elif device and raw["kind"] == "max_achievable_matmul" and raw.get("shape_MxNxK"):
-            row = _largest(raw, device)
-        if row is None:
-            skipped += 1
-        else:
-            found.append(row)
-    return found + h100_attention(), skipped
-
-
-def _shaped(raw: dict[str, Any], device: str) -> Row:
-    shape = dict(part.strip().split("=") for part in raw["shape"].split(","))
-    kind = raw["kind"].removeprefix("per_shape_")
-    rate = raw["efficiency"] * raw["theory_tflops"] * 1e12
-    if kind == "matmul":
-        return _product(raw["id"], device, shape, rate)
-    return _group(raw["id"], device, shape, rate) if kind == "group_matmul" else _attention(raw, device, shape, rate)
-
-
-def _product(name: str, device: str, shape: dict[str, str], rate: float) -> Row:
-    b, m, n, k = (int(shape[key]) for key in "bmnk")
-    seconds = 2.0 * b * m * n * k / rate
-    out, accumulate = _bytes(shape["out_dtype"]), shape["accumulate"] == "True"
-    detail = f"{shape['layout']} {shape['out_dtype']}, {'long' if seconds > LONG_S else 'short'}"
-    predict = lambda gpu: gpu.product_s(b, m, n, k, "bf16", output_bytes=out, accumulate=accumulate)  # noqa: E731
-    return Row(name, device, "product", detail, seconds, predict)
-
-
-def _group(name: str, device: str, shape: dict[str, str], rate: float) -> Row:
-    groups, m, n, k = (int(shape[key]) for key in ("ng", "M", "N", "K"))
-    stage, accumulate = shape["stage"], shape["accumulate"] == "True"
-    sides = {"fwd": (m, n, k), "bwd_grad_act": (m, k, n), "bwd_grad_w": (n, k, m)}[stage]
-    out = _bytes(shape["main_grad_dtype"] if stage == "bwd_grad_w" else shape["out_dtype"])
-    predict = lambda gpu: gpu.grouped_s(groups, *sides, "bf16", output_bytes=out, accumulate=accumulate)  # noqa: E731
-    return Row(name, device, "grouped product", stage, 2.0 * groups * m * n * k / rate, predict)
-
-
-def _attention(raw: dict[str, Any], device: str, shape: dict[str, str], rate: float) -> Row:
-    s, heads, d, v = (int(shape[key]) for key in ("seq_len", "head_num", "qk_head_dim", "v_head_dim"))
-    backward = "bwd" in raw["kind"]
-    whole = (2.5 if backward else 1.0) * 2.0 * int(shape["batch"]) * heads * s * s * (d + v)  # causal mask not counted
-    return _attention_row(raw["id"], device, whole / 2, whole / rate, s, d, v, backward, True, None)
-
-
-def _attention_row(
-    name: str,
-    device: str,
-    flops: float,
-    seconds: float,
-    s: int,
-    d: int,
-    v: int,
-    backward: bool,
-    causal: bool,
-    kernel: Any,
-) -> Row:
-    gpu = Gpu(find(device).device)
-    predict = lambda g: g.attention_s(  # noqa: E731
-        flops, s, d, "bf16", backward=backward, kernel=kernel, causal=causal, value_dim=v
-    )
-    detail = f"{kernel or gpu.attention_kernel} {'backward' if backward else 'forward'}"
-    share = (kernel or gpu.attention_kernel, gpu.generation, int(backward))
-    return Row(name, device, "attention", detail, seconds, predict, share)
-
-
-def h100_attention() -> list[Row]:
-    """The published bars on H100."""
-    data = yaml.safe_load((Path(__file__).parent / "attention_h100.yaml").read_text(encoding="utf-8"))
-    found = []
-    for line in data["series"]:
-        d, causal, backward = line["head_dim"], line["causal"], line["phase"] == "backward"
-        for s, tflops in zip(data["sequences"], line["tflops"], strict=True):
-            flops = (2.5 if backward else 1.0) * 4.0 * data["tokens"] * s * data["width"] * (0.5 if causal else 1.0)
-            name = f"h100-{line['kernel']}-{line['phase']}-d{d}-{'causal-' if causal else ''}s{s}"
-            args = flops, flops / (tflops * 1e12), s, d, d, backward, causal, line["kernel"]
-            found.append(_attention_row(name, "H100-SXM-80GB", *args))
-    return found
-
-
-def _largest(raw: dict[str, Any], device: str) -> Row:
-    m, n, k = (int(side) for side in raw["shape_MxNxK"].split("x"))
-    precision = "fp8" if raw["dtype"].startswith("fp8") else raw["dtype"]
-    flops = 2.0 * m * n * k
-    predict = lambda gpu: gpu.product_s(1, m, n, k, precision)  # noqa: E731
-    return Row(raw["id"], device, LARGEST, precision, flops / (raw["mean_tflops"] * 1e12), predict)
-
-
-def _bytes(dtype: str) -> int:
-    return 4 if dtype in ("fp32", "float32") else 2
 
 
 def errors(rows: Iterable[Row], data: Constants) -> list[tuple[Row, float]]:
@@ -332,29 +210,56 @@ def derived_lines(data: Constants) -> str:
     return yaml.safe_dump(rounded, sort_keys=False, default_flow_style=None)
 
 
+def leave_one_out(rows: Sequence[Row], data: Constants) -> list[tuple[Row, float]]:
+    """Each device's rows judged by constants derived without it; those of one device alone derive nothing."""
+    deriving = [r for r in rows if r.kind != LARGEST]
+    judged = []
+    for device in sorted({r.device for r in deriving}):
+        judged += errors([r for r in deriving if r.device == device], derive(rows, data, without=device))
+    return judged
+
+
+def side_by_side(judged: list[tuple[Row, float]], left_out: list[tuple[Row, float]]) -> str:
+    """Both errors by device, kind and detail, as Markdown."""
+    without = {row.id: error for row, error in left_out}
+    groups: dict[tuple[str, str], list[tuple[float, float | None]]] = defaultdict(list)
+    for row, error in judged:
+        groups[row.device, f"{row.kind}, {row.detail}"].append((error, without.get(row.id)))
+    lines = []
+    for (device, kernel), found in sorted(groups.items()):
+        own = np.array([error for error, _ in found])
+        left = [abs(error) for _, error in found if error is not None]
+        lines.append([
+            f"{device}: {kernel}", str(len(own)), f"{100 * abs(own).mean():.1f}", f"{100 * np.median(abs(own)):.1f}",
+            f"{100 * own[np.argmax(abs(own))]:+.0f}", f"{100 * own.mean():+.1f}", f"{100 * np.mean(left):.1f}" if left else "",
+        ])  # fmt: skip
+    return page.table(["device: kernel", "rows", "mean", "median", "worst", "bias", "left out"], lines)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="JSON list of measured kernels")
     parser.add_argument("--worst", type=int, default=0, help="print so many kernels that are furthest off")
     parser.add_argument("--derive", action="store_true", help="compute the constants again and judge them")
     parser.add_argument(
         "--leave-one-out", action="store_true", help="judge each device by constants derived without it"
     )
+    parser.add_argument("--markdown", type=Path, help="write both errors into this page, between its markers")
     args = parser.parse_args()
+    if args.markdown:
+        page.require(args.markdown, MARKER)
     rows, skipped = rows_of(args.file)
     print(f"{len(rows)} kernels, {skipped} rows of other kinds or devices that the catalogue does not have")
     data = constants()
     if args.derive:
         data = derive(rows, data)
         print(derived_lines(data))
+    judged = errors(rows, data)
+    if args.markdown:
+        page.write(args.markdown, MARKER, side_by_side(judged, leave_one_out(rows, data)))
     if args.leave_one_out:
-        judged = []
-        for device in sorted({r.device for r in rows if r.kind != LARGEST}):
-            own = [r for r in rows if r.device == device and r.kind != LARGEST]
-            judged += errors(own, derive(rows, data, without=device))
         print("each device by constants derived from the others")
-    else:
-        judged = errors(rows, data)
+        judged = leave_one_out(rows, data)
     print(table(judged))
     for row, error in sorted(judged, key=lambda pair: -abs(pair[1]))[: args.worst]:
         print(f"{error:+5.0%} {row.device:16s} {1e6 * row.seconds:9.0f} us  {row.id}")

@@ -1,5 +1,10 @@
 """Kernel times on GPUs that nobody measured: the shape of a product, its roofs, attention and element-wise kernels."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -177,3 +182,41 @@ def test_a_processor_that_nobody_measured_is_priced_by_shares():
     cpu = make_cluster(name="cpu").groups[0].device
     assert Rates(cpu, None, 8).matmul_s(1, 64, 64, 256, "fp32") == pytest.approx(2 * 64 * 64 * 256 / (2e13 * 0.8 / 2))
     assert Rates(cpu, None, 8).element_wise_s(1e8, 0, "float32") == pytest.approx(1e8 / (0.8 * 1e12))
+
+
+def test_the_benchmark_prices_every_kind_of_row(tmp_path):
+    """Rows that are the forecast itself have no error; one of a device that nobody knows is counted apart."""
+    gpu = Gpu(find("A100-PCIe-80GB").device)
+    product_s = gpu.product_s(1, 4096, 1024, 8192, "bf16", output_bytes=4, accumulate=True)
+    group_s = gpu.grouped_s(8, 512, 3072, 1024, "bf16")
+    attention_s = gpu.attention_s(2.0 * 4096**2 * 16 * 128, 4096, 128, "bf16", backward=False)
+    shapes = {
+        ("matmul", "b=1, m=4096, k=8192, n=1024, layout=NT, accumulate=True, out_dtype=fp32"): (
+            2 * 4096 * 8192 * 1024 / product_s
+        ),
+        ("group_matmul", "ng=8, M=512, N=3072, K=1024, out_dtype=bf16, stage=fwd, accumulate=False"): (
+            2 * 8 * 512 * 3072 * 1024 / group_s
+        ),
+        ("sdp_fwd", "batch=1, seq_len=4096, head_num=16, kv_head_num=16, qk_head_dim=128, v_head_dim=128"): (
+            4 * 4096**2 * 16 * 128 / attention_s
+        ),
+    }
+    rows = [
+        {"id": f"own-{kind}", "accelerator": "A100-PCIe", "kind": f"per_shape_{kind}", "shape": shape}
+        | {"efficiency": rate / 312e12, "theory_tflops": 312}
+        for (kind, shape), rate in shapes.items()
+    ]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([*rows, {**rows[0], "id": "other", "accelerator": "Abacus"}]))
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels.py"
+    command = [sys.executable, str(script), str(file), "--worst", "999"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "1 rows of other kinds or devices" in result.stdout
+    own = [line for line in result.stdout.splitlines() if "own-" in line]
+    assert len(own) == 3
+    assert all(line.strip().startswith(("+0%", "-0%")) for line in own)
+    # The published bars on H100, which come with the script.
+    (published,) = [line for line in result.stdout.splitlines() if line.startswith("H100") and " all " in line]
+    assert "96" in published.split()
+    assert float(published.split()[-4].rstrip("%")) < 7

@@ -1,0 +1,141 @@
+"""Measured kernels on GPUs as rows that can be priced: from a JSON list, and the bars of attention_h100.yaml."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ahp.cluster.catalogue import find
+from ahp.forecast.gpu import Gpu
+
+CATALOGUE = {
+    "A100-PCIe": "A100-PCIe-80GB", "B200-SXM": "B200-SXM", "NVIDIA A100 SXM": "A100-SXM-80GB",
+    "NVIDIA A100 PCIe": "A100-PCIe-80GB", "NVIDIA H100 SXM": "H100-SXM-80GB", "NVIDIA H200 SXM": "H200-SXM-141GB",
+    "NVIDIA GH200 SXM": "GH200-96GB", "NVIDIA B200 SXM": "B200-SXM", "NVIDIA B300 SXM": "B300-SXM",
+    "NVIDIA GB200 SXM": "GB200-NVL72", "AMD MI300X": "MI300X",
+}  # fmt: skip
+"""The catalogue's name of a row's accelerator."""
+
+LONG_S = 1.0e-3
+"""From here on a product is long: the power controller has answered."""
+
+LARGEST = "largest product"
+"""A kind of row: the best of a device, measured for a moment, so compared without the sustained clock."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured kernel."""
+
+    id: str
+    device: str
+    kind: str
+    detail: str
+    seconds: float
+    predict: Callable[[Gpu], float]
+    share: tuple[str, str, int] | None = None
+    """Attention: (kernel, generation, 0 forward or 1 backward)."""
+
+
+def rows_of(path: Path) -> tuple[list[Row], int]:
+    """The rows that the catalogue has a device for, and the number of those that it has not."""
+    found: list[Row] = []
+    skipped = 0
+    for raw in json.loads(path.read_text(encoding="utf-8")):
+        device = CATALOGUE.get(raw["accelerator"])
+        row = None
+        if device and raw["kind"].startswith("per_shape_"):
+            row = _shaped(raw, device)
+        elif device and raw["kind"] == "max_achievable_matmul" and raw.get("shape_MxNxK"):
+            row = _largest(raw, device)
+        if row is None:
+            skipped += 1
+        else:
+            found.append(row)
+    return found + h100_attention(), skipped
+
+
+def _shaped(raw: dict[str, Any], device: str) -> Row:
+    shape = dict(part.strip().split("=") for part in raw["shape"].split(","))
+    kind = raw["kind"].removeprefix("per_shape_")
+    rate = raw["efficiency"] * raw["theory_tflops"] * 1e12
+    if kind == "matmul":
+        return _product(raw["id"], device, shape, rate)
+    return _group(raw["id"], device, shape, rate) if kind == "group_matmul" else _attention(raw, device, shape, rate)
+
+
+def _product(name: str, device: str, shape: dict[str, str], rate: float) -> Row:
+    b, m, n, k = (int(shape[key]) for key in "bmnk")
+    seconds = 2.0 * b * m * n * k / rate
+    out, accumulate = _bytes(shape["out_dtype"]), shape["accumulate"] == "True"
+    detail = f"{shape['layout']} {shape['out_dtype']}, {'long' if seconds > LONG_S else 'short'}"
+    predict = lambda gpu: gpu.product_s(b, m, n, k, "bf16", output_bytes=out, accumulate=accumulate)  # noqa: E731
+    return Row(name, device, "product", detail, seconds, predict)
+
+
+def _group(name: str, device: str, shape: dict[str, str], rate: float) -> Row:
+    groups, m, n, k = (int(shape[key]) for key in ("ng", "M", "N", "K"))
+    stage, accumulate = shape["stage"], shape["accumulate"] == "True"
+    sides = {"fwd": (m, n, k), "bwd_grad_act": (m, k, n), "bwd_grad_w": (n, k, m)}[stage]
+    out = _bytes(shape["main_grad_dtype"] if stage == "bwd_grad_w" else shape["out_dtype"])
+    predict = lambda gpu: gpu.grouped_s(groups, *sides, "bf16", output_bytes=out, accumulate=accumulate)  # noqa: E731
+    return Row(name, device, "grouped product", stage, 2.0 * groups * m * n * k / rate, predict)
+
+
+def _attention(raw: dict[str, Any], device: str, shape: dict[str, str], rate: float) -> Row:
+    s, heads, d, v = (int(shape[key]) for key in ("seq_len", "head_num", "qk_head_dim", "v_head_dim"))
+    backward = "bwd" in raw["kind"]
+    whole = (2.5 if backward else 1.0) * 2.0 * int(shape["batch"]) * heads * s * s * (d + v)  # causal mask not counted
+    return _attention_row(raw["id"], device, whole / 2, whole / rate, s, d, v, backward, True, None)
+
+
+def _attention_row(
+    name: str,
+    device: str,
+    flops: float,
+    seconds: float,
+    s: int,
+    d: int,
+    v: int,
+    backward: bool,
+    causal: bool,
+    kernel: Any,
+) -> Row:
+    gpu = Gpu(find(device).device)
+    predict = lambda g: g.attention_s(  # noqa: E731
+        flops, s, d, "bf16", backward=backward, kernel=kernel, causal=causal, value_dim=v
+    )
+    detail = f"{kernel or gpu.attention_kernel} {'backward' if backward else 'forward'}"
+    share = (kernel or gpu.attention_kernel, gpu.generation, int(backward))
+    return Row(name, device, "attention", detail, seconds, predict, share)
+
+
+def h100_attention() -> list[Row]:
+    """The published bars on H100."""
+    data = yaml.safe_load((Path(__file__).parent / "attention_h100.yaml").read_text(encoding="utf-8"))
+    found = []
+    for line in data["series"]:
+        d, causal, backward = line["head_dim"], line["causal"], line["phase"] == "backward"
+        for s, tflops in zip(data["sequences"], line["tflops"], strict=True):
+            flops = (2.5 if backward else 1.0) * 4.0 * data["tokens"] * s * data["width"] * (0.5 if causal else 1.0)
+            name = f"h100-{line['kernel']}-{line['phase']}-d{d}-{'causal-' if causal else ''}s{s}"
+            args = flops, flops / (tflops * 1e12), s, d, d, backward, causal, line["kernel"]
+            found.append(_attention_row(name, "H100-SXM-80GB", *args))
+    return found
+
+
+def _largest(raw: dict[str, Any], device: str) -> Row:
+    m, n, k = (int(side) for side in raw["shape_MxNxK"].split("x"))
+    precision = "fp8" if raw["dtype"].startswith("fp8") else raw["dtype"]
+    flops = 2.0 * m * n * k
+    predict = lambda gpu: gpu.product_s(1, m, n, k, precision)  # noqa: E731
+    return Row(raw["id"], device, LARGEST, precision, flops / (raw["mean_tflops"] * 1e12), predict)
+
+
+def _bytes(dtype: str) -> int:
+    return 4 if dtype in ("fp32", "float32") else 2
