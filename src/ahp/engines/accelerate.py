@@ -43,7 +43,7 @@ class AccelerateEngine(Engine):
             master_weight_bytes=4,
             optimizer_state_bytes=8,
             compute_weight_bytes=2 if half else 4 if sharded else 0,
-            fused_elementwise=choice.compile,
+            fusion="fused" if choice.compile else "modules",
             gradient_overlap=1.0,
             parameter_gather_overlap=1.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch",
@@ -53,5 +53,6 @@ class AccelerateEngine(Engine):
             keeps_whole_gradients=zero < 2,
             reduce_copies=True,
             host_operators_per_unit=0,
+            attention_kernel="flash2",
             source="accelerate 16cb6eb: utils/dataclasses.py FullyShardedDataParallelPlugin; FSDP of torch",
         )

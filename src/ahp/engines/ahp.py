@@ -73,7 +73,7 @@ class AhpEngine(Engine):
             master_weight_bytes=4,
             optimizer_state_bytes=8,
             compute_weight_bytes=2 if job.precision == "bf16" else 4 if sharded else 0,
-            fused_elementwise=False,
+            fusion="eager",
             gradient_overlap=0.0 if pipelined else 1.0,
             parameter_gather_overlap=1.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
@@ -82,6 +82,7 @@ class AhpEngine(Engine):
             reduces_every_micro_batch=every,
             keeps_whole_gradients=not every,
             reduce_copies=wrapped or parallelism.data_parallel_replicate_degree > 1,
+            torch_pipeline=True,
             host_operators_per_unit=host_operators,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )

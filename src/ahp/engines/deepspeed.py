@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ahp.engines.engine import Engine, Traits
+from ahp.engines.megatron import HOST_LAUNCHES
 from ahp.engines.support import Support
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -41,7 +42,7 @@ class DeepSpeedEngine(Engine):
             master_weight_bytes=4,
             optimizer_state_bytes=8,
             compute_weight_bytes=2 if half else 0,
-            fused_elementwise=True,
+            fusion="fused",
             gradient_overlap=0.0 if zero < 2 or parallelism.pipeline_parallel_degree > 1 else 1.0,
             parameter_gather_overlap=1.0 if zero == 3 else 0.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
@@ -51,5 +52,6 @@ class DeepSpeedEngine(Engine):
             keeps_whole_gradients=zero < 2,
             reduce_copies=True,
             host_operators_per_unit=0,
+            host_launches_per_operator=HOST_LAUNCHES,
             source="DeepSpeed edaa722: runtime/engine.py, runtime/zero, runtime/pipe",
         )

@@ -9,6 +9,7 @@ from typing import Literal
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
+Fusion = Literal["eager", "modules", "fused"]
 Gathers = Literal["never", "per_step", "per_micro_batch"]
 
 
@@ -28,8 +29,8 @@ class Traits:
     """Bytes of one weight element as the optimizer holds it."""
     optimizer_state_bytes: int
     """Bytes of all optimizer states of one parameter (AdamW: two of fp32)."""
-    fused_elementwise: bool
-    """Whether chains of element-wise operators run as one kernel."""
+    fusion: Fusion
+    """Which element-wise operators run as one kernel: none, those of one module (a norm, an activation), whole chains."""
     compute_weight_bytes: int
     """Bytes of one weight element in the copy that computes, where that copy is apart from the master; 0 = it is not."""
     gradient_overlap: float
@@ -62,6 +63,12 @@ class Traits:
     selective_keeps_products: bool = False
     """What ``selective`` recomputes: everything but weight products and fused attention; False = the attention core
     (scores, softmax, dropout, their product with the values) alone."""
+    attention_kernel: Literal["flash2", "cudnn"] | None = None
+    """Fused attention on a GPU: FlashAttention-2, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
+    torch_pipeline: bool = False
+    """Whether torch's pipeline runtime runs the stages: it allocates what a stage receives for every micro-batch."""
+    empty_end_stages: bool = False
+    """Whether the first and the last stage may hold the embedding and the head alone."""
     spare_weight_gradient: bool = False
     """Whether one block's weight gradients lie in memory a second time in the compute type while they are added up."""
     step_operators: int = 0

@@ -37,7 +37,7 @@ class TorchtitanEngine(Engine):
             master_weight_bytes=4,
             optimizer_state_bytes=8,
             compute_weight_bytes=2 if half else 4 if sharded else 0,
-            fused_elementwise=True,
+            fusion="fused" if choice.compile else "modules",
             gradient_overlap=0.0 if pipelined else 1.0,
             parameter_gather_overlap=1.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
@@ -49,6 +49,7 @@ class TorchtitanEngine(Engine):
             host_operators_per_unit=0,
             tensor_overlap_forward=0.0,
             tensor_overlap_backward=0.0,
+            torch_pipeline=True,
             selective_keeps_products=True,
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",
         )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ahp.forecast.split import Split
-from ahp.graph.operators import DTYPE_BYTES, Operator
+from ahp.graph.operators import DTYPE_BYTES, Operator, Segment
+
+GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback_backward")
+"""Products of each expert's tokens with its own weights."""
 
 BATCHED = ("aten.bmm", "aten.baddbmm")
 """Products of activations with activations: the scores of unfused attention, and what follows from them."""
@@ -20,6 +23,8 @@ class Division:
     sequence_parallel: bool = False
     """What tensor parallelism leaves whole (norms, residual sums) is cut along the sequence over the same ranks."""
     context: int = 1
+    expert: int = 1
+    """Ranks that share the experts of a mixture; each computes as many tokens as before, on fewer experts."""
 
     @property
     def hidden_share(self) -> float:
@@ -48,6 +53,9 @@ class Division:
             k /= self.context
         else:
             m /= self.context
+        if op.name in GROUPED:
+            batch /= self.expert
+            m, k = (m, k * self.expert) if is_weight_gradient(op) else (m * self.expert, k)
         degree = self.tensor
         if degree == 1 or op.index not in self.split.divided:
             return batch, m, n, k
@@ -66,7 +74,21 @@ def product_shape(op: Operator) -> tuple[float, float, float, float]:
     out = op.outputs[0]
     n = out.shape[-1] if out.shape else 1
     batch = out.shape[0] if op.name in BATCHED else 1
+    if op.name in GROUPED:
+        batch = num_experts(op)
+        if is_weight_gradient(op):
+            return batch, out.shape[-2], n, op.flops / (2.0 * out.numel)
     return batch, out.numel / (batch * n), n, op.flops / (2.0 * out.numel)
+
+
+def num_experts(op: Operator) -> int:
+    """Of a grouped product: the first dim of its stacked weights, or of their gradient."""
+    return next(s.shape[0] for s in (*op.outputs, *op.inputs) if len(s.shape) == 3)
+
+
+def expert_parameters(segment: Segment) -> frozenset[str]:
+    """Stacked weights [experts, ...] that grouped products read."""
+    return frozenset(name for op in segment.operators if op.name in GROUPED for name in op.parameters)
 
 
 def product_bytes(shape: tuple[float, float, float, float], dtype: str) -> float:

@@ -13,10 +13,13 @@ from typing import Literal
 
 from ahp.graph.operators import Operator, Segment
 
-Fusion = Literal["traced", "eager", "fused"]
+Fusion = Literal["traced", "eager", "modules", "fused"]
 
 MASKS = ("bernoulli", "dropout")
 """Operators that make random masks, by a part of their name: these cannot be made again."""
+
+LOSS = "loss"
+"""Cross-entropy is no module with a kernel of its own: without fusion across modules it runs as torch's operators."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,11 @@ class Kernels:
 
 
 def kernels(segment: Segment, fusion: Fusion) -> Kernels:
-    """The kernels of one segment: as traced (a CPU), as eager PyTorch on a GPU, or with element-wise chains fused."""
+    """The kernels of one segment.
+
+    ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
+    one module are one kernel (norms, activation functions). ``fused``: those of a chain, whatever their modules.
+    """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
     if fusion == "traced":
         moved = {op.index: float(op.bytes_read + op.bytes_written) for op in segment.operators if _runs(op)}
@@ -45,7 +52,7 @@ def kernels(segment: Segment, fusion: Fusion) -> Kernels:
     if fusion == "eager":
         moved = _eager_bytes(segment, masks)
         return Kernels(moved, frozenset(moved), saved, 0.0)
-    chains = _Chains(segment, masks)
+    chains = _Chains(segment, masks, across_modules=fusion == "fused")
     kept, input_bytes = chains.kept(saved)
     return Kernels(chains.moved_bytes(kept), chains.launched(kept), kept, input_bytes)
 
@@ -100,9 +107,10 @@ def _eager_bytes(segment: Segment, masks: dict[int, int]) -> dict[int, float]:
 class _Chains:
     """Element-wise operators that run together: between the same products, in the same phase."""
 
-    def __init__(self, segment: Segment, masks: dict[int, int]) -> None:
+    def __init__(self, segment: Segment, masks: dict[int, int], *, across_modules: bool) -> None:
         self.segment, self.ops = segment, segment.operators
         self.owner = owners(segment)
+        self.across_modules = across_modules
         self.masks = set(masks.values())
         self.draws = set(masks)
         self.level = self._levels()
@@ -133,7 +141,13 @@ class _Chains:
         readers = [r for r in self.readers[op.index] if self.ops[r].phase == op.phase]
         if op.index == self.output or (op.phase == "backward" and not readers):
             return True
-        return any(not _is_chain(self.ops[r]) or self.level[r] != self.level[op.index] for r in readers)
+        return not all(self._together(op, self.ops[r]) for r in readers)
+
+    def _together(self, op: Operator, reader: Operator) -> bool:
+        """Whether one kernel can hold both."""
+        if not _is_chain(reader) or self.level[reader.index] != self.level[op.index]:
+            return False
+        return self.across_modules or (reader.module == op.module and op.module != LOSS)
 
     def _roots(self, index: int) -> tuple[set[int], bool]:
         """What the chain that makes a forward output starts from: operators in memory, and whether the segment's input."""
@@ -180,7 +194,9 @@ class _Chains:
     def _again(self, op: Operator) -> bool:
         """Whether a kept output could be made again: an element-wise one that only element-wise operators read backward."""
         backward = [self.ops[r] for r in self.readers[op.index] if self.ops[r].phase == "backward"]
-        return _is_chain(op) and not any(name in op.name for name in MASKS) and all(map(_is_chain, backward))
+        if not _is_chain(op) or any(name in op.name for name in MASKS) or not all(map(_is_chain, backward)):
+            return False
+        return self.across_modules or (op.module != LOSS and all(reader.module == op.module for reader in backward))
 
     def moved_bytes(self, kept: dict[int, float]) -> dict[int, float]:
         """Bytes of each kernel: what must be in memory is written once, and read once by each chain that needs it."""

@@ -93,10 +93,17 @@ class RankWeights:
     largest_block: int
     outside_blocks: int
     """In the one unit that holds what is not in a block: embedding, head, final norm."""
+    experts: int = 0
+    """Of the total, weights of experts: an expert-parallel group holds them once, so that fewer ranks divide their states."""
 
 
-def state_bytes(weights: RankWeights, traits: Traits, *, shards: int, micro_batches: int) -> dict[str, int]:
-    """Bytes of parameters, optimizer states, gathered weights, gradients and buffers of communication of a rank."""
+def state_bytes(
+    weights: RankWeights, traits: Traits, *, shards: int, micro_batches: int, expert_ranks: int = 1
+) -> dict[str, int]:
+    """Bytes of parameters, optimizer states, gathered weights, gradients and buffers of communication of a rank.
+
+    ``shards``: ranks that divide the states (ZeRO); ``expert_ranks``: of an expert-parallel group.
+    """
     total = weights.total
     gathered = 0
     if shards > 1 or traits.compute_weight_bytes != traits.master_weight_bytes:
@@ -104,17 +111,17 @@ def state_bytes(weights: RankWeights, traits: Traits, *, shards: int, micro_batc
         gathered = total if traits.keeps_gathered_weights else weights.outside_blocks + 2 * weights.largest_block
         gathered = min(gathered, total) * traits.compute_weight_bytes
     waits_whole = traits.keeps_whole_gradients and micro_batches > 1
-    gradients = total * traits.gradient_bytes
+    part = (total - weights.experts) / shards + weights.experts / max(1.0, shards / expert_ranks)
     unit = max(weights.largest_block, weights.outside_blocks)
     # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
     buffers = unit * (traits.compute_weight_bytes + traits.reduce_bytes) if traits.reduce_copies else 0
     if traits.spare_weight_gradient:
         buffers += weights.largest_block * traits.compute_weight_bytes
     return {
-        "parameters": math.ceil(total * traits.master_weight_bytes / shards),
-        "optimizer_states": math.ceil(total * traits.optimizer_state_bytes / shards),
+        "parameters": math.ceil(part * traits.master_weight_bytes),
+        "optimizer_states": math.ceil(part * traits.optimizer_state_bytes),
         "gathered_weights": gathered,
-        "gradients": gradients if waits_whole else math.ceil(gradients / shards),
+        "gradients": math.ceil((total if waits_whole else part) * traits.gradient_bytes),
         "reduce_buffers": buffers,
     }
 

@@ -10,11 +10,11 @@ from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import memory
-from ahp.forecast.communication import Network, axis_group, pair_group, strided_group
+from ahp.forecast.communication import Group, Network, pair_group, strided_group
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.rules import illegal
 from ahp.forecast.stage import DataParallel, Recompute, StageCost, stage_cost
-from ahp.forecast.units import Axes, UnitPricer, Units
+from ahp.forecast.units import UnitPricer, Units, axes_of
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
@@ -103,23 +103,20 @@ class Pricer:
 
     def _stages(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], Units]:
         per_node = self.nodes.devices_per_node
-        axes = Axes(
-            tensor=axis_group(parallelism, "tp", per_node),
-            sequence_parallel=parallelism.enable_sequence_parallel and parallelism.tensor_parallel_degree > 1,
-            context=axis_group(parallelism, "cp", per_node),
-        )
-        units = self._units.units(parallelism.micro_batch_size, axes, traits)
+        units = self._units.units(parallelism.micro_batch_size, axes_of(parallelism, per_node), traits)
         on_cpu = is_cpu(self.nodes.device)
+        shard, replicate = data_groups(parallelism, per_node)
         data = DataParallel(
-            shard=axis_group(parallelism, "dp_shard", per_node),
-            replicate=axis_group(parallelism, "dp_replicate", per_node),
+            shard=shard,
+            replicate=replicate,
+            experts=expert_groups(parallelism, per_node),
             traits=traits,
             micro_batches=parallelism.num_micro_batches(self.job),
             overlap=0.0 if on_cpu else 1.0,
             operator_s=self.nodes.device.kernel_launch_s,
             host_is_device=on_cpu,
         )
-        ranges = layer_ranges(layers_of_stages(parallelism, self.graph.num_layers))
+        ranges = self._ranges(parallelism)
         made: dict[tuple[tuple[int, ...], bool, bool], StageCost] = {}
         stages = []
         for index, layers in enumerate(ranges):
@@ -132,6 +129,10 @@ class Pricer:
                 )  # fmt: skip
             stages.append(made[kinds])
         return tuple(stages), units
+
+    def _ranges(self, parallelism: Parallelism) -> tuple[range, ...]:
+        empty_ends = get(self.choice.name).traits(self.job, parallelism, self.choice).empty_end_stages
+        return layer_ranges(layers_of_stages(parallelism, self.graph.num_layers, empty_ends=empty_ends))
 
     def _stage_times(
         self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...], units: Units
@@ -166,8 +167,7 @@ class Pricer:
         self, parallelism: Parallelism, traits: Traits, schedule: Schedule, stages: tuple[StageCost, ...]
     ) -> float:
         """Norm, clipping and AdamW on the shard of the fullest rank, and the one collective of loss and norm."""
-        total = max(_held(schedule, stages, rank) for rank in range(len(schedule.ranks)))
-        shard = total / parallelism.data_parallel_shard_degree
+        shard = max(_optimized(schedule, stages, rank, parallelism) for rank in range(len(schedule.ranks)))
         # AdamW reads weight, gradient and states, and writes weight and states, in one kernel (fused=True).
         moved = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
         # The copy that computes is made again, where no gather makes it.
@@ -207,11 +207,12 @@ class Pricer:
             weights = self._rank_weights(parallelism, units, own, _held(schedule, stages, rank))
             parts = memory.state_bytes(
                 weights, traits,
-                shards=parallelism.data_parallel_shard_degree, micro_batches=schedule.num_micro_batches,
+                shards=shard_ranks(parallelism), micro_batches=schedule.num_micro_batches,
+                expert_ranks=parallelism.expert_parallel_degree,
             )  # fmt: skip
             parts["activations"] = round(in_flight[rank])
             parts["temporaries"] = max(stages[s].temporary_bytes for s in own)
-            parts["pipeline_buffers"] = _pipeline_buffers(schedule, own, units.hidden_bytes)
+            parts["pipeline_buffers"] = _pipeline_buffers(schedule, own, units.hidden_bytes, traits)
             if schedule.num_micro_batches == 1:
                 parts = _one_backward(parts)
             ranks.append(memory.rank_memory(parts, self.nodes.device, num_groups))
@@ -219,9 +220,10 @@ class Pricer:
         return fullest, ranks[fullest]
 
     def _rank_weights(self, parallelism: Parallelism, units: Units, own: list[int], total: int) -> memory.RankWeights:
-        ranges = layer_ranges(layers_of_stages(parallelism, self.graph.num_layers))
+        ranges = self._ranges(parallelism)
         sizes = [units.blocks[units.layers[i]].parameters for stage in own for i in ranges[stage]]
-        return memory.RankWeights(total, max(sizes, default=0), total - sum(sizes))
+        experts = sum(units.blocks[units.layers[i]].experts for stage in own for i in ranges[stage])
+        return memory.RankWeights(total, max(sizes, default=0), total - sum(sizes), experts)
 
     def _forecast(
         self,
@@ -258,6 +260,33 @@ class Pricer:
         )
 
 
+def shard_ranks(parallelism: Parallelism) -> int:
+    """Ranks over which ZeRO divides: those of the context axis hold the same weights and count as well."""
+    if parallelism.zero_stage == 0:
+        return 1
+    return parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+
+
+def data_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group, Group]:
+    """The ranks over which weights are sharded, and those that replicate them; context ranks belong to either."""
+    tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    inner = shard_ranks(parallelism)
+    replicas = parallelism.data_parallel_degree * context // inner
+    return strided_group(inner, tensor, devices_per_node), strided_group(replicas, tensor * inner, devices_per_node)
+
+
+def expert_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group, Group]:
+    """``data_groups`` of the weights of experts: the ranks of an expert-parallel group hold different ones."""
+    tensor, expert = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    ranks = parallelism.data_parallel_degree * parallelism.context_parallel_degree
+    inner = max(1, shard_ranks(parallelism) // expert)
+    replicas = max(1, ranks // (inner * expert))
+    return (
+        strided_group(inner, tensor * expert, devices_per_node),
+        strided_group(replicas, tensor * expert * inner, devices_per_node),
+    )
+
+
 def recompute_of(parallelism: Parallelism, traits: Traits) -> Recompute:
     """What ``activation_checkpoint`` means on an engine."""
     if parallelism.activation_checkpoint != "selective":
@@ -270,12 +299,21 @@ def _held(schedule: Schedule, stages: tuple[StageCost, ...], rank: int) -> int:
     return sum(cost.parameters for cost, holder in zip(stages, schedule.stage_rank, strict=True) if holder == rank)
 
 
-def _pipeline_buffers(schedule: Schedule, own: list[int], hidden_bytes: int) -> int:
-    """torch 2.13 allocates what a stage receives once for every micro-batch (pipelining/stage.py, recv infos)."""
+def _optimized(schedule: Schedule, stages: tuple[StageCost, ...], rank: int, parallelism: Parallelism) -> float:
+    """Parameters that a rank updates: its shard of the dense ones, and of the experts that it holds."""
+    shards = shard_ranks(parallelism)
+    own = [cost for cost, holder in zip(stages, schedule.stage_rank, strict=True) if holder == rank]
+    dense = sum(cost.parameters - cost.experts for cost in own)
+    return dense / shards + sum(cost.experts for cost in own) / max(1.0, shards / parallelism.expert_parallel_degree)
+
+
+def _pipeline_buffers(schedule: Schedule, own: list[int], hidden_bytes: int, traits: Traits) -> int:
+    """What is received from other stages: one tensor of each, or with torch 2.13 one for every micro-batch
+    (pipelining/stage.py, recv infos)."""
     if len(schedule.ranks) == 1:
         return 0
     received = sum((stage > 0) + (stage < schedule.num_stages - 1) for stage in own)
-    return received * schedule.num_micro_batches * hidden_bytes
+    return received * (schedule.num_micro_batches if traits.torch_pipeline else 1) * hidden_bytes
 
 
 def _one_backward(parts: dict[str, int]) -> dict[str, int]:
@@ -300,4 +338,5 @@ def _step_parts(
                 parts[part] = parts.get(part, 0.0) + count * seconds
     parts["gradient_reduce"] = parts.get("gradient_reduce", 0.0) + tied_s
     parts["bubble"] = timeline.idle_s[rank]
-    return {part: seconds for part, seconds in parts.items() if seconds > 0}
+    # What is left of sums that cancel is rounding, not time.
+    return {part: seconds for part, seconds in parts.items() if seconds > 1e-12 * timeline.makespan_s}

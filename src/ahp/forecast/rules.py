@@ -34,7 +34,9 @@ def illegal(
         or _cluster(cluster, job, parallelism)
         or _batch(job, parallelism)
         or _tensor(graph, parallelism)
-        or _stages(graph, parallelism)
+        or _sequence(graph, parallelism)
+        or _experts(graph, parallelism)
+        or _stages(graph, job, parallelism, engine)
         or _schedule(job, parallelism)
     )
 
@@ -94,10 +96,45 @@ def _tensor(graph: ModelGraph, parallelism: Parallelism) -> str | None:
     return None
 
 
-def _stages(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+def _sequence(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+    """What cuts a sequence must divide it: tensor ranks with sequence parallelism, and two parts for each context rank."""
+    length, tensor, context = (
+        graph.sequence_length,
+        parallelism.tensor_parallel_degree,
+        parallelism.context_parallel_degree,
+    )
+    if parallelism.enable_sequence_parallel and length % tensor:
+        rule = f"does not divide sequence_length {length}, which enable_sequence_parallel cuts"
+        return _broken("tensor_parallel_degree", tensor, rule, _divisors(length))
+    if context > 1 and length % (2 * context):
+        # A causal mask leaves the first part little to do and the last much: each rank takes one from either end.
+        rule = f"sequence_length {length} must divide into two parts for each rank"
+        return _broken(
+            "context_parallel_degree", context, rule, [d for d in _divisors(length) if length % (2 * d) == 0]
+        )
+    return None
+
+
+def _experts(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+    degree, experts = parallelism.expert_parallel_degree, graph.config.get("num_experts")
+    if degree == 1:
+        return None
+    if not isinstance(experts, int):
+        return _broken("expert_parallel_degree", degree, "the model has no experts", [1])
+    if experts % degree:
+        return _broken("expert_parallel_degree", degree, f"does not divide num_experts {experts}", _divisors(experts))
+    ranks = parallelism.data_parallel_degree * parallelism.context_parallel_degree
+    if ranks % degree:
+        rule = f"does not divide the {ranks} ranks of the data and context axes, which share the experts"
+        return _broken("expert_parallel_degree", degree, rule, [d for d in _divisors(ranks) if experts % d == 0])
+    return None
+
+
+def _stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     layers, p, v = graph.num_layers, parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     given = parallelism.layers_per_stage
-    if p * v > 1 and p * v > layers:
+    most = layers + 2 * get(engine.name).traits(job, parallelism, engine).empty_end_stages
+    if p * v > 1 and p * v > most:
         rule = f"x virtual_stages_per_rank {v} = {p * v} stages, but the model has {layers} layers and each stage needs one"
         return _broken("pipeline_parallel_degree", p, rule, [d for d in range(1, layers + 1) if d * v <= layers])
     if given is not None and sum(given) != layers:

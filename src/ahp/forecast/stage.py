@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ahp.engines.engine import Traits
 from ahp.forecast.communication import Group, Network
 from ahp.forecast.compute import Work
 from ahp.forecast.overlap import CONTENTION, exposed_ahead_s, exposed_behind_s
-from ahp.forecast.units import Unit, Units
+from ahp.forecast.units import ALONE, Unit, Units
+
+
+class Weights(NamedTuple):
+    """Elements of one unit of communication on one rank."""
+
+    dense: int
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+    @classmethod
+    def of(cls, unit: Unit) -> Weights:
+        return cls(unit.parameters - unit.experts, unit.experts)
 
 
 @dataclass(frozen=True)
@@ -23,6 +38,8 @@ class DataParallel:
     micro_batches: int
     overlap: float
     """Share of a collective that can hide behind computation on this device: 0 on a CPU."""
+    experts: tuple[Group, Group] = (ALONE, ALONE)
+    """The same two groups for the weights of experts, which an expert-parallel group has once."""
     operator_s: float = 0.0
     """Host time of one operator."""
     host_is_device: bool = False
@@ -33,22 +50,30 @@ class DataParallel:
         """Bytes of one weight element as it is gathered."""
         return self.traits.compute_weight_bytes or self.traits.master_weight_bytes
 
-    def gather_s(self, parameters: int, network: Network) -> float:
-        return network.time_s("all_gather", parameters * self.weight_bytes, self.shard)
+    def gather_s(self, weights: Weights, network: Network) -> float:
+        return sum(network.time_s("all_gather", n * self.weight_bytes, shard) for n, shard, _ in self._parts(weights))
 
-    def reduce_s(self, parameters: int, network: Network) -> float:
+    def reduce_s(self, weights: Weights, network: Network) -> float:
         """Over the shard group; where nothing is sharded, over the replicas."""
-        count = parameters * self.traits.reduce_bytes
-        if self.shard.size > 1:
-            return network.time_s("reduce_scatter", count, self.shard)
-        return network.time_s("all_reduce", count, self.replicate)
+        seconds = 0.0
+        for count, shard, replicate in self._parts(weights):
+            kind, group = ("reduce_scatter", shard) if self.shard.size > 1 else ("all_reduce", replicate)
+            seconds += network.time_s(kind, count * self.traits.reduce_bytes, group)
+        return seconds
 
-    def replicas_s(self, parameters: int, network: Network) -> float:
+    def replicas_s(self, weights: Weights, network: Network) -> float:
         """The second step of a hybrid: the shard is summed over the replicas, once per step."""
         if self.shard.size == 1:
             return 0.0
-        count = parameters * self.traits.reduce_bytes / self.shard.size
-        return network.time_s("all_reduce", count, self.replicate)
+        return sum(
+            network.time_s("all_reduce", count * self.traits.reduce_bytes / shard.size, replicate)
+            for count, shard, replicate in self._parts(weights)
+        )
+
+    def _parts(self, weights: Weights) -> list[tuple[int, Group, Group]]:
+        """What is held by how many ranks alike: (elements, shard group, replicas)."""
+        parts = [(weights.dense, self.shard, self.replicate)]
+        return [*parts, (weights.experts, *self.experts)] if weights.experts else parts
 
 
 @dataclass(frozen=True)
@@ -63,6 +88,8 @@ class StageCost:
     first_forward: dict[str, float]
     last_backward: dict[str, float]
     parameters: int
+    experts: int
+    """Of the parameters, those of experts."""
     kept_bytes: int
     """Activations of one micro-batch between its forward and its backward."""
     temporary_bytes: int
@@ -89,12 +116,13 @@ def stage_cost(
     ends = ([units.embedding] if first else []) + ([units.head] if last else [])
     outside = sum(u.parameters for u in ends) + (units.tied_parameters if last and not first else 0)
     total = outside + sum(u.parameters for u in blocks)
+    experts = sum(u.experts for u in blocks)
     forward = _forward([*blocks, *ends], data)
     backward = _backward(blocks, ends, recompute, data)
     first_forward: dict[str, float] = {}
     last_backward: dict[str, float] = {}
     # FSDP2's units in the order of the forward pass: what is in no block is one unit, and it comes first.
-    sizes = [outside, *(u.parameters for u in blocks)]
+    sizes = [Weights(outside), *(Weights.of(u) for u in blocks)]
     _add_gathers(forward, backward, first_forward, sizes, blocks, recompute, data, network, bytes_per_s)
     _add_reductions(backward, last_backward, sizes, blocks, recompute, data, network, bytes_per_s)
     launches = (len(blocks) + 1) * data.traits.host_operators_per_unit / 2
@@ -111,7 +139,7 @@ def stage_cost(
         _add_host(parts, work.launches + collectives, launches, data)
     kept, temporary = _activations(units, blocks, first=first, last=last, recompute=recompute)
     weight_s = sum(u.times.weight_gradient.device_s for u in (*blocks, *ends))
-    return StageCost(forward, backward, weight_s, first_forward, last_backward, total, kept, temporary)
+    return StageCost(forward, backward, weight_s, first_forward, last_backward, total, experts, kept, temporary)
 
 
 def _sum(works: Iterable[Work]) -> Work:
@@ -131,6 +159,7 @@ def _forward(everything: list[Unit], data: DataParallel) -> dict[str, float]:
         "forward": sum(u.times.forward_s for u in everything),
         "tensor_parallel": sum(_tensor_forward_s(u, data) for u in everything),
         "context_parallel": sum(u.context_forward_s for u in everything),
+        "expert_parallel": sum(u.expert_s for u in everything),
     }
 
 
@@ -140,12 +169,14 @@ def _backward(blocks: list[Unit], ends: list[Unit], recompute: Recompute, data: 
         "backward": sum(u.times.backward_s for u in everything),
         "tensor_parallel": sum(_tensor_backward_s(u, data) for u in everything),
         "context_parallel": sum(u.context_backward_s for u in everything),
+        "expert_parallel": sum(u.expert_s for u in everything),
     }
     if recompute != "none":
         parts["recompute"] = sum(_again(u, recompute).device_s for u in blocks)
     if recompute == "full":
         parts["tensor_parallel"] += sum(_tensor_forward_s(u, data) for u in blocks)
         parts["context_parallel"] += sum(u.context_forward_s for u in blocks)
+        parts["expert_parallel"] += sum(u.expert_s for u in blocks)
     return parts
 
 
@@ -186,7 +217,7 @@ def _add_gathers(
     forward: dict[str, float],
     backward: dict[str, float],
     first_forward: dict[str, float],
-    sizes: list[int],
+    sizes: list[Weights],
     blocks: list[Unit],
     recompute: Recompute,
     data: DataParallel,
@@ -196,7 +227,7 @@ def _add_gathers(
     traits = data.traits
     overlap = data.overlap * traits.parameter_gather_overlap
     gathers = [data.gather_s(size, network) for size in sizes]
-    cast_s = sum(sizes) * _cast_bytes(data) / bytes_per_s
+    cast_s = sum(w.total for w in sizes) * _cast_bytes(data) / bytes_per_s
     each = traits.forward_gathers == "per_micro_batch"
     target = forward if each else first_forward
     # The unit outside the blocks and the first block have nothing before them to hide behind.
@@ -208,13 +239,13 @@ def _add_gathers(
         order = gathers[:0:-1]
         work = _work(blocks, backward=True, recompute=recompute)[::-1]
         backward["weight_gather"] = exposed_ahead_s(order, work, overlap)
-        backward["casts"] = sum(sizes[1:]) * _cast_bytes(data) / bytes_per_s
+        backward["casts"] = sum(w.total for w in sizes[1:]) * _cast_bytes(data) / bytes_per_s
 
 
 def _add_reductions(
     backward: dict[str, float],
     last_backward: dict[str, float],
-    sizes: list[int],
+    sizes: list[Weights],
     blocks: list[Unit],
     recompute: Recompute,
     data: DataParallel,
@@ -233,9 +264,11 @@ def _add_reductions(
     else:
         both = [a + b for a, b in zip(reduces, replicas, strict=True)]
         last_backward["gradient_reduce"] = exposed_behind_s(both, work, overlap)
-    backward["casts"] = backward.get("casts", 0.0) + sum(sizes) * _gradient_copy_bytes(data) / bytes_per_s
+    backward["casts"] = (
+        backward.get("casts", 0.0) + sum(w.total for w in sizes) * _gradient_copy_bytes(data) / bytes_per_s
+    )
     if traits.compute_weight_bytes == 0 and traits.reduce_copies:
-        last_backward["casts"] = sum(sizes) * 2 * traits.reduce_bytes / bytes_per_s
+        last_backward["casts"] = sum(w.total for w in sizes) * 2 * traits.reduce_bytes / bytes_per_s
 
 
 def _cast_bytes(data: DataParallel) -> float:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import Traits
-from ahp.forecast.communication import Group, Network
+from ahp.forecast.communication import Group, Network, axis_group, strided_group
 from ahp.forecast.compute import SegmentTimes, is_causal, segment_times
-from ahp.forecast.division import Division
+from ahp.forecast.division import GROUPED, Division, expert_parameters
 from ahp.forecast.efficiency import Rates, is_cpu
+from ahp.forecast.gpu import AttentionKernel
 from ahp.forecast.kernels import Fusion, Kernels, kernels
 from ahp.forecast.memory import SegmentMemory, segment_memory
 from ahp.forecast.split import Role, Split, split
 from ahp.graph.operators import ModelGraph, Segment, TensorSpec
+from ahp.plan import Parallelism
 
 ALONE = Group(1, 1, 1)
 
@@ -25,6 +27,18 @@ class Axes:
     tensor: Group = ALONE
     sequence_parallel: bool = False
     context: Group = ALONE
+    expert: Group = ALONE
+
+
+def axes_of(parallelism: Parallelism, devices_per_node: int) -> Axes:
+    """The groups of a layout; experts are shared by neighbouring ranks of the data and context axes."""
+    tensor = parallelism.tensor_parallel_degree
+    return Axes(
+        tensor=axis_group(parallelism, "tp", devices_per_node),
+        sequence_parallel=parallelism.enable_sequence_parallel and tensor > 1,
+        context=axis_group(parallelism, "cp", devices_per_node),
+        expert=strided_group(parallelism.expert_parallel_degree, tensor, devices_per_node),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +55,12 @@ class Unit:
     context_forward_s: float
     """Keys and values gathered over the context-parallel ranks."""
     context_backward_s: float
+    expert_s: float
+    """Tokens sent to their experts and back, in one pass."""
     parameters: int
     """Elements of its weights that the rank holds, before sharding over data ranks."""
+    experts: int
+    """Of them, those of experts, which fewer data ranks hold alike."""
     output_bytes: int
 
 
@@ -72,15 +90,15 @@ class UnitPricer:
         self._precision = "fp8" if precision == "fp8" else None
         self._causal = is_causal(graph)
         self._graphs = {graph.micro_batch_size: graph}
-        self._units: dict[tuple[int, Axes, bool], Units] = {}
+        self._units: dict[tuple[int, Axes, str, str | None], Units] = {}
         self._kernels: dict[tuple[int, Role, int, Fusion], tuple[Split, Kernels]] = {}
 
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it."""
-        key = micro_batch_size, axes, traits.fused_elementwise
+        key = micro_batch_size, axes, traits.fusion, traits.attention_kernel
         if key not in self._units:
-            fusion: Fusion = "traced" if self._on_cpu else "fused" if traits.fused_elementwise else "eager"
-            self._units[key] = self._price(self._at(micro_batch_size), axes, fusion)
+            fusion: Fusion = "traced" if self._on_cpu else traits.fusion
+            self._units[key] = self._price(self._at(micro_batch_size), axes, fusion, traits.attention_kernel)
         return self._units[key]
 
     def _at(self, micro_batch_size: int) -> ModelGraph:
@@ -88,42 +106,52 @@ class UnitPricer:
             self._graphs[micro_batch_size] = self._graph.at(micro_batch_size)
         return self._graphs[micro_batch_size]
 
-    def _price(self, graph: ModelGraph, axes: Axes, fusion: Fusion) -> Units:
-        embedding = self._unit(graph, graph.embedding, "embedding", 0, axes, fusion)
+    def _price(self, graph: ModelGraph, axes: Axes, fusion: Fusion, kernel: AttentionKernel | None) -> Units:
+        embedding = self._unit(graph, graph.embedding, "embedding", 0, axes, fusion, kernel)
         hidden = graph.blocks[0].output if graph.blocks else graph.embedding.output
         hidden_bytes = hidden.bytes if hidden else 0
         cut = axes.context.size * (axes.tensor.size if axes.sequence_parallel else 1)
         return Units(
             embedding=embedding,
-            blocks=tuple(self._unit(graph, block, "block", i, axes, fusion) for i, block in enumerate(graph.blocks)),
+            blocks=tuple(
+                self._unit(graph, block, "block", i, axes, fusion, kernel) for i, block in enumerate(graph.blocks)
+            ),
             layers=graph.layers,
-            head=self._unit(graph, graph.head, "head", 0, axes, fusion),
+            head=self._unit(graph, graph.head, "head", 0, axes, fusion, kernel),
             tied_parameters=_tied_parameters(graph) // axes.tensor.size,
             hidden_bytes=hidden_bytes // cut,
             forward_flops=graph.flops("forward"),
         )
 
-    def _unit(self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, fusion: Fusion) -> Unit:
+    def _unit(
+        self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, fusion: Fusion,
+        kernel: AttentionKernel | None,
+    ) -> Unit:  # fmt: skip
         key = graph.micro_batch_size, role, number, fusion
         if key not in self._kernels:
             self._kernels[key] = split(segment, role), kernels(segment, fusion)
         parts, run = self._kernels[key]
         degree = axes.tensor.size
-        division = Division(parts, degree, axes.sequence_parallel and degree > 1, axes.context.size)
+        division = Division(parts, degree, axes.sequence_parallel and degree > 1, axes.context.size, axes.expert.size)
         precision = self._precision if role == "block" else None  # engines leave the head in the compute type
         forward_s, backward_s, launches = self._tensor(parts, axes)
         keys_s = self._context_s(segment, division, axes)
+        stacked = expert_parameters(segment)
+        held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}
+        held = {name: -(-count // axes.expert.size) if name in stacked else count for name, count in held.items()}
         return Unit(
-            times=segment_times(segment, run, division, self.rates, causal=self._causal, precision=precision),
+            times=segment_times(
+                segment, run, division, self.rates, causal=self._causal, precision=precision, kernel=kernel
+            ),
             memory=segment_memory(segment, run, division),
             tensor_forward_s=forward_s,
             tensor_backward_s=backward_s,
             tensor_launches=launches,
             context_forward_s=keys_s,
             context_backward_s=2 * keys_s,
-            parameters=sum(
-                -(-p.numel // degree) if p.name in parts.parameters else p.numel for p in segment.parameters
-            ),
+            expert_s=self._expert_s(segment, division, axes),
+            parameters=sum(held.values()),
+            experts=sum(count for name, count in held.items() if name in stacked),
             output_bytes=segment.output.bytes if segment.output else 0,
         )
 
@@ -149,6 +177,16 @@ class UnitPricer:
         backward = total("all_gather", hidden) + total("reduce_scatter", parts.backward_reduce)
         return forward, backward + total("all_gather", parts.backward_reduce), 2 * count
 
+    def _expert_s(self, segment: Segment, division: Division, axes: Axes) -> float:
+        """Seconds to send every token to the ranks of its experts, and the answers back."""
+        if axes.expert.size == 1:
+            return 0.0
+        first = next((op for op in segment.phase("forward") if op.name in GROUPED), None)
+        if first is None:
+            return 0.0
+        sent = first.inputs[0].bytes / division.context * (1 / division.tensor if division.sequence_parallel else 1)
+        return 2 * self._network.time_s("all_to_all", sent, axes.expert)
+
     def _context_s(self, segment: Segment, division: Division, axes: Axes) -> float:
         """Seconds to bring every rank the keys and values of all; the gradients of both take as long again each."""
         if axes.context.size == 1:
@@ -161,6 +199,10 @@ class UnitPricer:
                     "all_gather", sum(spec.bytes for spec in op.inputs[1:3]) * share, axes.context
                 )
         return seconds
+
+
+def _held(numel: int, parts: Split, name: str, degree: int) -> int:
+    return -(-numel // degree) if name in parts.parameters else numel
 
 
 def _tied_parameters(graph: ModelGraph) -> int:

@@ -165,7 +165,18 @@ class _AttentionWithoutMask(TorchFunctionMode):
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
                 kwargs.pop("dropout_p")
+            if len(args) >= 3 and args[2].shape[-1] < args[0].shape[-1]:
+                return _with_wide_values(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _with_wide_values(attention: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Heads whose values are narrower than their queries (multi-head latent attention): kernels for GPUs take them or
+    pad them, the CPU's would fall back to the plain one."""
+    query, value = args[0], args[2]
+    width = value.shape[-1]
+    value = nn.functional.pad(value, (0, query.shape[-1] - width))
+    return attention(*args[:2], value, *args[3:], **kwargs)[..., :width]
 
 
 def _without_data(subject: Subject) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

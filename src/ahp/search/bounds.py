@@ -23,8 +23,8 @@ from ahp.forecast.communication import Network, strided_group
 from ahp.forecast.compute import Work
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.overlap import CONTENTION
-from ahp.forecast.stage import DataParallel
-from ahp.forecast.units import Axes, Unit, UnitPricer, Units
+from ahp.forecast.stage import DataParallel, Weights
+from ahp.forecast.units import Unit, UnitPricer, Units, axes_of
 from ahp.plan import Parallelism
 from ahp.schedule.patterns import GENERATED
 from ahp.schedule.stages import layers_of_stages
@@ -163,8 +163,12 @@ class Bounds:
         return min((unit.parameters for unit in self._units(micro_batch, tensor).blocks), default=0)
 
     def _units_of(self, micro_batch: int, tensor: int) -> Units:
-        group = strided_group(tensor, 1, self._nodes.devices_per_node)
-        return self._pricer.units(micro_batch, Axes(tensor=group), self._traits(0, False, False))
+        # Axes that are not searched are the user's own, the same in every row.
+        given = self._problem.constraints.given
+        keys = ("enable_sequence_parallel", "context_parallel_degree", "expert_parallel_degree")
+        layout = Parallelism(tensor_parallel_degree=tensor, **{key: given[key] for key in keys if key in given})
+        axes = axes_of(layout, self._nodes.devices_per_node)
+        return self._pricer.units(micro_batch, axes, self._traits(0, False, False))
 
     def _traits_of(self, zero: int, sharded: bool, pipelined: bool, split: bool = False) -> Traits:
         """Of any layout that is alike in what an engine's traits look at."""
@@ -259,14 +263,14 @@ class Bounds:
         reduce = 1.0 - self._overlap * traits.gradient_overlap * (1.0 - CONTENTION)
 
         def each(unit: Unit) -> float:
-            count = unit.parameters
+            count = Weights.of(unit)
             found = (gather * data.gather_s(count, self._network)) * (
                 (traits.forward_gathers == "per_micro_batch") + (traits.backward_gathers == "per_micro_batch")
             )
             return found + reduce * data.reduce_s(count, self._network) * traits.reduces_every_micro_batch
 
         def once(unit: Unit) -> float:
-            count = unit.parameters
+            count = Weights.of(unit)
             found = gather * data.gather_s(count, self._network) * (traits.forward_gathers == "per_step")
             found += reduce * data.replicas_s(count, self._network)
             return found + reduce * data.reduce_s(count, self._network) * (not traits.reduces_every_micro_batch)

@@ -1,0 +1,117 @@
+"""Mixtures of experts: who holds which weights, what is computed and sent, and the rules for the degree."""
+
+import pytest
+
+from ahp.errors import BadInput
+from ahp.forecast.division import GROUPED, Division, expert_parameters, is_weight_gradient
+from ahp.forecast.rules import illegal
+from ahp.forecast.split import split
+from ahp.forecast.step import price
+from ahp.graph.trace import analyze
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+from .conftest import make_cluster
+
+JOB = Job(sequence_length=128, global_batch_size=16, precision="bf16")
+MEGATRON = EngineChoice(name="megatron")
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    keys = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    keys |= {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512}
+    return analyze({"model_type": "mixtral", **keys}, JOB)
+
+
+@pytest.fixture(scope="module")
+def latent():
+    """Multi-head latent attention: queries and keys of 96 + 32, values of 64."""
+    keys = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    keys |= {"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    keys |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 64}
+    keys |= {"qk_nope_head_dim": 96, "qk_rope_head_dim": 32, "v_head_dim": 64, "vocab_size": 512, "n_group": 1}
+    return analyze({"model_type": "deepseek_v3", "topk_group": 1, **keys}, JOB)
+
+
+def priced(graph, **layout):
+    parallelism = Parallelism(**layout)
+    return price(graph, make_cluster(per_node=parallelism.world_size), JOB, parallelism, MEGATRON)
+
+
+def test_the_work_is_the_same_on_fewer_experts_with_more_tokens(mixture):
+    block = mixture.blocks[0]
+    one, four = (Division(split(block, "block"), expert=ranks) for ranks in (1, 4))
+    grouped = [op for op in block.operators if op.name in GROUPED]
+    assert len(grouped) == 6  # gate with up, and down: forward and both gradients
+    for op in grouped:
+        (b1, m1, n1, k1), (b4, m4, n4, k4) = one.product(op), four.product(op)
+        assert b1 == 4 * b4 == 8
+        assert 2 * b1 * m1 * n1 * k1 == pytest.approx(op.flops)
+        assert b4 * m4 * n4 * k4 == pytest.approx(b1 * m1 * n1 * k1)
+        assert (k4 == 4 * k1) if is_weight_gradient(op) else (m4 == 4 * m1)
+
+
+def test_each_rank_holds_its_experts_alone(mixture):
+    stacked = expert_parameters(mixture.blocks[0])
+    experts = 2 * sum(p.numel for p in mixture.blocks[0].parameters if p.name in stacked)
+    dense = mixture.num_parameters - experts
+    whole, shared = (
+        priced(mixture, data_parallel_replicate_degree=4),
+        priced(mixture, data_parallel_replicate_degree=4, expert_parallel_degree=4),
+    )
+    assert sum(s.parameters for s in whole.stages) == mixture.num_parameters
+    assert sum(s.parameters for s in shared.stages) == dense + experts // 4
+    assert whole.forecast.memory["optimizer_states"] == 8 * mixture.num_parameters
+    assert shared.forecast.memory["optimizer_states"] == 8 * (dense + experts // 4)
+
+
+@pytest.mark.parametrize("expert", [1, 2, 4])
+def test_sharded_states_do_not_depend_on_who_holds_the_experts(mixture, expert):
+    # Four ranks divide every state, whether they hold all experts or one expert-parallel group holds them once.
+    found = priced(mixture, data_parallel_shard_degree=4, zero_stage=1, expert_parallel_degree=expert)
+    assert found.forecast.memory["optimizer_states"] == pytest.approx(8 * mixture.num_parameters / 4, abs=8)
+
+
+def test_tokens_travel_to_their_experts_and_back(mixture):
+    still = priced(mixture, data_parallel_replicate_degree=4).forecast.step
+    sent = priced(mixture, data_parallel_replicate_degree=4, expert_parallel_degree=4).forecast.step
+    assert "expert_parallel" not in still
+    assert sent["expert_parallel"] > 0
+    assert sent["gradient_reduce"] < still["gradient_reduce"]
+
+
+def test_fused_attention_takes_values_narrower_than_queries(latent):
+    names = [op.name for op in latent.blocks[-1].operators if op.flops]
+    assert any("scaled_dot_product" in name for name in names)
+    assert "aten.bmm" not in names
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"expert_parallel_degree": 3, "data_parallel_replicate_degree": 3}, "does not divide num_experts 8"),
+        (
+            {"expert_parallel_degree": 4, "data_parallel_replicate_degree": 2},
+            "the 2 ranks of the data and context axes",
+        ),
+        ({"context_parallel_degree": 3}, "two parts for each rank"),
+        ({"tensor_parallel_degree": 2, "enable_sequence_parallel": True, "context_parallel_degree": 2}, None),
+    ],
+)
+def test_rules(mixture, layout, words):
+    parallelism = Parallelism(**layout)
+    batch = JOB.model_copy(update={"global_batch_size": 48})
+    reason = illegal(mixture, make_cluster(per_node=parallelism.world_size), batch, parallelism, MEGATRON)
+    assert (reason is None) if words is None else (words in str(reason) and "valid: " in str(reason))
+
+
+def test_a_dense_model_has_no_experts_to_share(hand_graph):
+    with pytest.raises(BadInput, match="expert_parallel_degree = 2: the model has no experts"):
+        price(
+            hand_graph,
+            make_cluster(per_node=2),
+            Job(sequence_length=64, precision="bf16"),
+            Parallelism(data_parallel_replicate_degree=2, expert_parallel_degree=2),
+            MEGATRON,
+        )
