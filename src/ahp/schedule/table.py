@@ -17,6 +17,7 @@ from ahp.schedule.patterns import V_SHAPED, make
 from ahp.schedule.simulate import StageTimes, simulate
 
 Ints = NDArray[np.int64]
+Codes = NDArray[np.int32]
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
 KINDS = "FBIW"
@@ -45,11 +46,11 @@ class Table:
     Flat places count rows of p, and row 0 is the state before the first row of ``code``.
     """
 
-    code: Ints
+    code: Codes
     """[R, p] 0 = nothing, else 1 + kind x S + stage."""
     source: Ints
     """[R, p] Flat place of what the action waits for on another stage; of the rank's own last row where it does not."""
-    send: Ints
+    send: Codes
     """[R, p] 0 = nothing is sent, 1 + stage: its output, 1 + S + stage: its gradient."""
     first: Ints
     """[S] Flat place of each stage's first forward, less one row: an index into ``code``."""
@@ -149,7 +150,7 @@ def _table(slots: Slots, p: int, stages: int, m: int, micro_batches_per_period: 
     kind, stage, micro_batch = slots.kind, slots.stage, slots.micro_batch
     rows = int(slots.row.max()) + 1
     place = slots.row * p + slots.rank
-    code = np.zeros(rows * p, dtype=np.int64)
+    code = np.zeros(rows * p, dtype=np.int32)
     code[place] = 1 + kind * stages + stage
     counted = np.full(rows * p, -1)
     counted[place] = micro_batch
@@ -159,7 +160,7 @@ def _table(slots: Slots, p: int, stages: int, m: int, micro_batches_per_period: 
     back = ~(forward | weight)
     output[stage[forward], micro_batch[forward]] = place[forward] + p
     gradient[stage[back], micro_batch[back]] = place[back] + p
-    source, send = np.arange(rows * p), np.zeros(rows * p, dtype=np.int64)
+    source, send = np.arange(rows * p), np.zeros(rows * p, dtype=np.int32)
     waits = forward & (stage > 0)
     source[place[waits]] = output[stage[waits] - 1, micro_batch[waits]]
     send[place[waits]] = stage[waits]
@@ -192,7 +193,7 @@ def _table(slots: Slots, p: int, stages: int, m: int, micro_batches_per_period: 
     )
 
 
-def _repeats(code: Ints, micro_batch: Ints, source: Ints, period: int, rows: int) -> tuple[int, int]:
+def _repeats(code: Codes, micro_batch: Ints, source: Ints, period: int, rows: int) -> tuple[int, int]:
     """The longest run of rows that are those ``rows`` before with micro-batches ``period`` later."""
     if len(code) <= rows:
         return 0, 0
