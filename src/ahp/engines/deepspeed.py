@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ahp.engines import steps
 from ahp.engines.engine import Engine, Traits
-from ahp.engines.megatron import HOST_LAUNCHES
 from ahp.engines.support import Support
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -52,6 +52,6 @@ class DeepSpeedEngine(Engine):
             keeps_whole_gradients=zero < 2,
             reduce_copies=True,
             host_operators_per_unit=0,
-            host_launches_per_operator=HOST_LAUNCHES,
+            host_launches_per_operator=steps.value("host_launches"),
             source="DeepSpeed edaa722: runtime/engine.py, runtime/zero, runtime/pipe",
         )

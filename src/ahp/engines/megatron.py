@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ahp.engines import steps
 from ahp.engines.engine import Engine, Traits
 from ahp.engines.support import Support
 from ahp.job import Job
@@ -16,11 +17,6 @@ SUPPORT = Support(
 """Megatron-Core d98e8a6: 1F1B and interleaved in core/pipeline_parallel/schedules.py, zero-bubble in its published fork
 (sail-sg/zero-bubble-pipeline-parallelism). Stage 1 is the distributed optimizer, 2 and 3 are Megatron-FSDP
 (optim_grads, optim_grads_params), which has no pipeline."""
-
-HOST_LAUNCHES = 5.6
-"""Host time of one operator over a bare launch: Python modules, autograd, random-state tracking. [Empirical] 28 us: 240
-layouts of vTrain's single-node set with one sequence a micro-batch take 3.5 ms a layer, whatever the degrees, for 124
-operators (forward, again, backward); A100 hosts of 2022."""
 
 
 class MegatronEngine(Engine):
@@ -61,7 +57,7 @@ class MegatronEngine(Engine):
             keeps_whole_gradients=zero < 2,
             reduce_copies=False,
             host_operators_per_unit=0,
-            host_launches_per_operator=HOST_LAUNCHES,
+            host_launches_per_operator=steps.value("host_launches"),
             tensor_overlap_backward=1.0,
             sends_split_by_tensor=True,
             spare_weight_gradient=job.precision in ("bf16", "fp8"),

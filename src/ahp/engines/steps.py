@@ -1,0 +1,44 @@
+"""Constants that were derived from measured steps of whole training runs; they lie in steps.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConstant:
+    """One constant with its provenance; the keys are explained at the top of steps.yaml."""
+
+    value: float
+    unit: str
+    meaning: str
+    engines: tuple[str, ...]
+    derived_from: tuple[str, ...]
+    low: float
+    high: float
+    unknown: float
+
+    def __post_init__(self) -> None:
+        assert 0 < self.low <= min(self.value, self.unknown), self
+        assert max(self.value, self.unknown) <= self.high, self
+
+
+@cache
+def constants() -> Mapping[str, StepConstant]:
+    """All of steps.yaml by name, read once."""
+    text = resources.files("ahp.engines").joinpath("steps.yaml").read_text(encoding="utf-8")
+    found = {}
+    for name, entry in yaml.safe_load(text).items():
+        engines, derived_from = tuple(entry.pop("engines")), tuple(entry.pop("derived_from"))
+        found[name] = StepConstant(engines=engines, derived_from=derived_from, **entry)
+    return found
+
+
+def value(name: str) -> float:
+    """What ships for one constant, in the unit that steps.yaml gives. An unknown name is a programmer's error."""
+    return constants()[name].value
