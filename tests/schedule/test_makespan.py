@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.errors import BadInput
+from ahp.schedule.bounds import lower_bound_s
 from ahp.schedule.makespan import _Run, makespan, peak_kept
 from ahp.schedule.patterns import SCHEDULES, V_SHAPED, illegal, make
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
@@ -91,6 +92,15 @@ def test_what_is_kept_is_what_the_order_keeps(layout, data):
     assert peak_kept(*layout, weights, freed) == pytest.approx(peak_in_flight(make(*layout), weights, freed))
 
 
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_fewer_micro_batches_than_ranks_are_a_schedule_too(m):
+    times = [StageTimes(1.0 + s, 2.0, send_forward_s=0.1, send_backward_s=0.2) for s in range(4)]
+    slow = simulate(make("1F1B", 4, 1, m), times)
+    assert makespan("1F1B", 4, 1, m, times).makespan_s == pytest.approx(slow.makespan_s, rel=1e-12)
+    assert lower_bound_s("1F1B", 4, 1, m, times) <= slow.makespan_s * (1 + 1e-12)
+    assert peak_kept("1F1B", 4, 1, m, [1, 1, 1, 1]) == peak_in_flight(make("1F1B", 4, 1, m), [1, 1, 1, 1])
+
+
 def test_the_whole_timeline_is_there_on_demand():
     times = [StageTimes(1.0, 2.0)] * 4
     fast = makespan("1F1B", 4, 1, 8, times)
@@ -100,8 +110,8 @@ def test_the_whole_timeline_is_there_on_demand():
 
 
 @pytest.mark.parametrize(
-    "call", [lambda: makespan("1F1B", 4, 1, 2, [StageTimes(1, 2)] * 4), lambda: peak_kept("1F1B", 4, 1, 2, [1] * 4)]
+    "call", [lambda: makespan("1F1B", 4, 2, 8, [StageTimes(1, 2)] * 8), lambda: peak_kept("1F1B", 4, 2, 8, [1] * 8)]
 )
 def test_a_layout_that_is_none_is_refused(call):
-    with pytest.raises(BadInput, match="pipeline_parallel_degree = 4"):
+    with pytest.raises(BadInput, match="virtual_stages_per_rank = 2"):
         call()

@@ -141,7 +141,6 @@ def test_every_action_once(name):
 @pytest.mark.parametrize(
     ("name", "p", "v", "m", "words"),
     [
-        ("1F1B", 4, 1, 3, ["pipeline_parallel_degree = 4", "up to 3", "GPipe"]),
         ("1F1B", 2, 2, 4, ["virtual_stages_per_rank = 2", "Interleaved1F1B"]),
         ("Interleaved1F1B", 2, 1, 4, ["virtual_stages_per_rank = 1"]),
         ("Interleaved1F1B", 1, 2, 4, ["pipeline_parallel_degree"]),
@@ -166,3 +165,10 @@ def test_refused_with_the_reason(name, p, v, m, words):
     assert all(word in reason for word in words), reason
     with pytest.raises(BadInput):
         make(name, p, v, m)
+
+
+def test_torch_asks_1f1b_for_a_micro_batch_of_each_rank():
+    reason = illegal_in_torch("1F1B", 4, 1, 3)
+    assert all(word in str(reason) for word in ("pipeline_parallel_degree = 4", "up to 3", "GPipe"))
+    assert illegal("1F1B", 4, 1, 3) is None
+    assert illegal_in_torch("1F1B", 4, 1, 4) is None

@@ -38,7 +38,7 @@ def by_hand(shape: Shape, num_heads: int) -> set[Parallelism]:
             for name, v in product(patterns.GENERATED, range(1, DEEPEST_UNEVEN_VIRTUAL + 1)):
                 if p == 1 and (name, v) != ("1F1B", 1):
                     continue
-                if p > 1 and (p * v > shape.num_layers or patterns.illegal(name, p, v, m)):
+                if p > 1 and (p * v > shape.num_layers or patterns.illegal_in_torch(name, p, v, m)):
                     continue
                 for zero, recompute in product([0] if s == 1 else [1, 2, 3], ["none", "full"]):
                     found.add(

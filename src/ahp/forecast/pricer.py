@@ -19,8 +19,9 @@ from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
 from ahp.schedule.actions import Schedule
-from ahp.schedule.patterns import make
-from ahp.schedule.simulate import StageTimes, Timeline, peak_in_flight, simulate
+from ahp.schedule.makespan import Makespan, makespan, peak_kept
+from ahp.schedule.patterns import stage_ranks
+from ahp.schedule.simulate import StageTimes, Timeline
 from ahp.schedule.stages import layer_ranges, layers_of_stages
 
 SIGMA_CATALOGUE = 0.25
@@ -45,10 +46,19 @@ class Priced:
     forecast: Forecast
     parallelism: Parallelism
     """As given, with activation_checkpoint ``auto`` decided."""
-    schedule: Schedule
-    timeline: Timeline
+    span: Makespan
+    """How long the schedule takes, rank by rank."""
     stages: tuple[StageCost, ...]
     optimizer_s: float
+
+    @property
+    def timeline(self) -> Timeline:
+        """Every action with its start and end; made when it is asked for."""
+        return self.span.timeline
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
 
 
 class Pricer:
@@ -88,17 +98,17 @@ class Pricer:
         stages, units = self._stages(parallelism, traits)
         p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
         name = parallelism.pipeline_parallel_schedule if p > 1 else "1F1B"
-        schedule = make(name, p, v, parallelism.num_micro_batches(self.job))
-        timeline = simulate(schedule, self._stage_times(parallelism, traits, stages, units))
-        optimizer_s = self._optimizer_s(parallelism, traits, schedule, stages)
+        times = self._stage_times(parallelism, traits, stages, units)
+        span = makespan(name, p, v, parallelism.num_micro_batches(self.job), times)
+        optimizer_s = self._optimizer_s(parallelism, traits, span, stages)
         tied_s = self._tied_s(parallelism, units)
-        step_s = timeline.makespan_s + tied_s + optimizer_s
-        step = _step_parts(schedule, timeline, stages, tied_s)
+        step_s = span.makespan_s + tied_s + optimizer_s
+        step = _step_parts(span, stages, tied_s)
         step["optimizer"] = optimizer_s
-        rank, used = self._fullest(parallelism, traits, schedule, stages, units)
+        rank, used = self._fullest(parallelism, traits, span, stages, units)
         return Priced(
             self._forecast(parallelism, step_s, step, rank, used, units),
-            parallelism, schedule, timeline, stages, optimizer_s,
+            parallelism, span, stages, optimizer_s,
         )  # fmt: skip
 
     def _stages(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], Units]:
@@ -164,10 +174,10 @@ class Pricer:
         return self.network.time_s("send_recv", units.hidden_bytes / parts, group)
 
     def _optimizer_s(
-        self, parallelism: Parallelism, traits: Traits, schedule: Schedule, stages: tuple[StageCost, ...]
+        self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: tuple[StageCost, ...]
     ) -> float:
         """Norm, clipping and AdamW on the shard of the fullest rank, and the one collective of loss and norm."""
-        shard = max(_optimized(schedule, stages, rank, parallelism) for rank in range(len(schedule.ranks)))
+        shard = max(_optimized(span, stages, rank, parallelism) for rank in range(span.p))
         # AdamW reads weight, gradient and states, and writes weight and states, in one kernel (fused=True).
         moved = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
         # The copy that computes is made again, where no gather makes it.
@@ -190,30 +200,30 @@ class Pricer:
         self,
         parallelism: Parallelism,
         traits: Traits,
-        schedule: Schedule,
+        span: Makespan,
         stages: tuple[StageCost, ...],
         units: Units,
     ) -> tuple[int, memory.RankMemory]:
         """The pipeline rank that needs the most memory, and what it needs."""
-        in_flight = peak_in_flight(schedule, [cost.kept_bytes for cost in stages])
+        in_flight = peak_kept(span.name, span.p, span.v, span.m, [cost.kept_bytes for cost in stages])
         degrees = (
             parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree,
             parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree, parallelism.world_size,
         )  # fmt: skip
         num_groups = sum(degree > 1 for degree in degrees)
         ranks = []
-        for rank in range(len(schedule.ranks)):
-            own = [s for s, holder in enumerate(schedule.stage_rank) if holder == rank]
-            weights = self._rank_weights(parallelism, units, own, _held(schedule, stages, rank))
+        for rank in range(span.p):
+            own = _own(span, rank)
+            weights = self._rank_weights(parallelism, units, own, sum(stages[s].parameters for s in own))
             parts = memory.state_bytes(
                 weights, traits,
-                shards=shard_ranks(parallelism), micro_batches=schedule.num_micro_batches,
+                shards=shard_ranks(parallelism), micro_batches=span.m,
                 expert_ranks=parallelism.expert_parallel_degree,
             )  # fmt: skip
             parts["activations"] = round(in_flight[rank])
             parts["temporaries"] = max(stages[s].temporary_bytes for s in own)
-            parts["pipeline_buffers"] = _pipeline_buffers(schedule, own, units.hidden_bytes, traits)
-            if schedule.num_micro_batches == 1:
+            parts["pipeline_buffers"] = _pipeline_buffers(span, own, units.hidden_bytes, traits)
+            if span.m == 1:
                 parts = _one_backward(parts)
             ranks.append(memory.rank_memory(parts, self.nodes.device, num_groups))
         fullest = max(range(len(ranks)), key=lambda r: ranks[r].total)
@@ -294,26 +304,26 @@ def recompute_of(parallelism: Parallelism, traits: Traits) -> Recompute:
     return "chains" if traits.selective_keeps_products else "core"
 
 
-def _held(schedule: Schedule, stages: tuple[StageCost, ...], rank: int) -> int:
-    """Parameters of all stages of a pipeline rank."""
-    return sum(cost.parameters for cost, holder in zip(stages, schedule.stage_rank, strict=True) if holder == rank)
+def _own(span: Makespan, rank: int) -> list[int]:
+    """The stages of a pipeline rank."""
+    return [s for s, holder in enumerate(stage_ranks(span.name, span.p, span.v)) if holder == rank]
 
 
-def _optimized(schedule: Schedule, stages: tuple[StageCost, ...], rank: int, parallelism: Parallelism) -> float:
+def _optimized(span: Makespan, stages: tuple[StageCost, ...], rank: int, parallelism: Parallelism) -> float:
     """Parameters that a rank updates: its shard of the dense ones, and of the experts that it holds."""
     shards = shard_ranks(parallelism)
-    own = [cost for cost, holder in zip(stages, schedule.stage_rank, strict=True) if holder == rank]
+    own = [stages[s] for s in _own(span, rank)]
     dense = sum(cost.parameters - cost.experts for cost in own)
     return dense / shards + sum(cost.experts for cost in own) / max(1.0, shards / parallelism.expert_parallel_degree)
 
 
-def _pipeline_buffers(schedule: Schedule, own: list[int], hidden_bytes: int, traits: Traits) -> int:
+def _pipeline_buffers(span: Makespan, own: list[int], hidden_bytes: int, traits: Traits) -> int:
     """What is received from other stages: one tensor of each, or with torch 2.13 one for every micro-batch
     (pipelining/stage.py, recv infos)."""
-    if len(schedule.ranks) == 1:
+    if span.p == 1:
         return 0
-    received = sum((stage > 0) + (stage < schedule.num_stages - 1) for stage in own)
-    return received * (schedule.num_micro_batches if traits.torch_pipeline else 1) * hidden_bytes
+    received = sum((stage > 0) + (stage < span.p * span.v - 1) for stage in own)
+    return received * (span.m if traits.torch_pipeline else 1) * hidden_bytes
 
 
 def _one_backward(parts: dict[str, int]) -> dict[str, int]:
@@ -323,20 +333,16 @@ def _one_backward(parts: dict[str, int]) -> dict[str, int]:
     return {**parts, "activations": 0}
 
 
-def _step_parts(
-    schedule: Schedule, timeline: Timeline, stages: tuple[StageCost, ...], tied_s: float
-) -> dict[str, float]:
+def _step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> dict[str, float]:
     """Where the time of the rank that ends last goes, in seconds; without the optimizer. Parts of 0 are left out."""
-    rank = max(range(len(schedule.ranks)), key=lambda r: (timeline.end_s(r), timeline.busy_s[r]))
-    m = schedule.num_micro_batches
+    rank = max(range(span.p), key=lambda r: (span.end_s(r), span.busy_s[r]))
     parts: dict[str, float] = {}
-    for cost, holder in zip(stages, schedule.stage_rank, strict=True):
-        if holder != rank:
-            continue
-        for times, count in ((cost.forward, m), (cost.backward, m), (cost.first_forward, 1), (cost.last_backward, 1)):
+    for cost in (stages[s] for s in _own(span, rank)):
+        counted = (cost.forward, span.m), (cost.backward, span.m), (cost.first_forward, 1), (cost.last_backward, 1)
+        for times, count in counted:
             for part, seconds in times.items():
                 parts[part] = parts.get(part, 0.0) + count * seconds
     parts["gradient_reduce"] = parts.get("gradient_reduce", 0.0) + tied_s
-    parts["bubble"] = timeline.idle_s[rank]
+    parts["bubble"] = span.idle_s[rank]
     # What is left of sums that cancel is rounding, not time.
-    return {part: seconds for part, seconds in parts.items() if seconds > 1e-12 * timeline.makespan_s}
+    return {part: seconds for part, seconds in parts.items() if seconds > 1e-12 * span.makespan_s}

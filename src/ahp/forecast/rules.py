@@ -10,7 +10,8 @@ from ahp.errors import AhpError, nearest
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
-from ahp.schedule.patterns import illegal as illegal_schedule
+from ahp.schedule.patterns import illegal as illegal_pattern
+from ahp.schedule.patterns import illegal_in_torch
 
 TENSOR_PARALLEL_FACTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """What of the model tensor_parallel_degree must divide, where the graph knows it."""
@@ -37,7 +38,7 @@ def illegal(
         or _sequence(graph, parallelism)
         or _experts(graph, parallelism)
         or _stages(graph, job, parallelism, engine)
-        or _schedule(job, parallelism)
+        or _schedule(job, parallelism, engine)
     )
 
 
@@ -142,12 +143,14 @@ def _stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engin
     return None
 
 
-def _schedule(job: Job, parallelism: Parallelism) -> str | None:
+def _schedule(job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     if p == 1:
         if v > 1:
             return _broken("virtual_stages_per_rank", v, "needs a pipeline_parallel_degree above 1", [1])
         return None
+    in_torch = get(engine.name).traits(job, parallelism, engine).torch_pipeline
+    illegal_schedule = illegal_in_torch if in_torch else illegal_pattern
     return illegal_schedule(parallelism.pipeline_parallel_schedule, p, v, parallelism.num_micro_batches(job))
 
 

@@ -35,8 +35,8 @@ GENERATED = WHOLE_BACKWARD
 def illegal(name: str, p: int, v: int, m: int) -> str | None:
     """Why there is no such schedule with p ranks, v stages per rank, m micro-batches; None if there is.
 
-    The rules are torch's, with two exceptions. Several stages on a single rank are no pipeline and refused.
-    InterleavedZeroBubble with v = 1, the published ZB-H1 (arXiv 2401.10241, section 3), is ordered for any m:
+    The rules are torch's, with three exceptions. Several stages on a single rank are no pipeline and refused. 1F1B, and
+    InterleavedZeroBubble with v = 1, the published ZB-H1 (arXiv 2401.10241, section 3), are ordered for any m:
     ``illegal_in_torch`` says what torch asks there.
     """
     if name not in SCHEDULES:
@@ -50,16 +50,19 @@ def illegal(name: str, p: int, v: int, m: int) -> str | None:
             f"virtual_stages_per_rank = {v}: {name} runs one stage per rank "
             "(valid: 1, or pipeline_parallel_schedule Interleaved1F1B)"
         )
-    if name == "1F1B" and m < p:
-        return (
-            f"pipeline_parallel_degree = {p}: 1F1B needs at least as many micro-batches, there are {m} "
-            f"(valid: up to {m}, or pipeline_parallel_schedule GPipe)"
-        )
     return None
 
 
 def illegal_in_torch(name: str, p: int, v: int, m: int) -> str | None:
-    """Why torch 2.13 cannot run this schedule, or None: ``illegal``, and whole rounds of InterleavedZeroBubble at v = 1."""
+    """Why torch 2.13 cannot run this schedule, or None.
+
+    Beyond ``illegal`` it asks 1F1B for a micro-batch of each rank, and InterleavedZeroBubble at v = 1 for whole rounds.
+    """
+    if name == "1F1B" and v == 1 and m < p:
+        return (
+            f"pipeline_parallel_degree = {p}: torch's 1F1B needs at least as many micro-batches, there are {m} "
+            f"(valid: up to {m}, or pipeline_parallel_schedule GPipe)"
+        )
     if name == "InterleavedZeroBubble" and v == 1:
         return _uneven_rounds(name, p, m)
     return illegal(name, p, v, m)

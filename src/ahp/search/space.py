@@ -236,7 +236,7 @@ def _schedule_rule(space: Space) -> tuple[str, Mask]:
     def reason(schedule: int, p: int, v: int, m: int) -> str | None:
         if m == 0 or (p == 1 and v == 1):
             return None
-        return patterns.illegal(patterns.GENERATED[schedule], p, v, m)
+        return patterns.illegal_in_torch(patterns.GENERATED[schedule], p, v, m)
 
     reasons = [reason(*map(int, key)) for key in unique]
     mask = np.array([text is not None for text in reasons], dtype=bool)[where.reshape(-1)]
