@@ -7,10 +7,12 @@ GIB = 2**30
 PARTS: dict[str, str] = {
     "bubble": "pipeline bubble",
     "tensor_parallel": "tensor-parallel collectives",
+    "context_parallel": "context-parallel collectives",
+    "expert_parallel": "expert-parallel collectives",
     "weight_gather": "exposed weight gathering",
     "gradient_reduce": "exposed gradient reduction",
-    "casts": "casts and copies of weights and gradients",
-    "host": "the engine's own work at each block",
+    "casts": "casts and copies",
+    "host": "waiting for the host",
     "optimizer": "optimizer and clipping",
 }
 """Parts of ``Forecast.step`` and ``Forecast.memory`` whose key alone does not say it."""

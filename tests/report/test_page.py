@@ -134,3 +134,15 @@ def test_timeline_is_one_row_a_rank_and_nested_events_are_thinner() -> None:
     assert colours["0F0"] == figures.ACTIONS["F"]
     assert colours["0B0"] == figures.ACTIONS["B"]
     assert colours["all-reduce"] == figures.OTHER_ACTION
+
+
+def test_threads_of_a_rank_share_its_row() -> None:
+    events = [event("0F0", 0, 0, 100), event("gather", 1, 10, 20), event("0F0 to rank 4", 4, 100, 30)]
+    events += [{**event("1F0", 0, 130, 40), "pid": 4}]
+    for rank in (0, 4):
+        name = {"name": f"rank {rank} (pipeline place 1 of 2)"}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
+    events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": 4, "args": {"name": "pipeline sends (2)"}})
+    bars = figures.timeline(events).data[0]
+    assert list(zip(bars.text, bars.y, strict=True)) == [("0F0", "rank 0"), ("gather", "rank 0"), ("1F0", "rank 4")]
+    assert bars.width[1] < bars.width[0] == bars.width[2]

@@ -1,74 +1,328 @@
-"""The timeline of a priced layout as a Chrome trace: one track per pipeline rank, parts inside their action."""
+"""The timeline of a priced layout in Chrome's trace event format, which Perfetto and chrome://tracing open.
+
+A process for each rank that is drawn, a thread for each of its streams. Ranks at one place of the pipeline do the same
+at the same time, so that one of them stands for all. docs/forecast.md (Timeline) says how to read it.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ahp.errors import bad_input
 from ahp.forecast.pricer import Priced
 from ahp.forecast.stage import StageCost
 from ahp.schedule.actions import Action, Kind
-from ahp.schedule.simulate import Span
+from ahp.schedule.simulate import Timeline
+from ahp.words import part_words
 
 US_PER_S = 1.0e6
 """The trace format counts in microseconds."""
 
+NS_DIGITS = 3
+"""Decimals of a time: Perfetto keeps whole nanoseconds."""
 
-def chrome_trace(priced: Priced) -> dict[str, Any]:
-    """The trace as data for ``chrome://tracing`` or Perfetto; also what ``ahp report`` draws.
+STREAMS = ("compute", "tensor, context and expert collectives", "data-parallel collectives", "host", "pipeline sends")
+"""Threads of a rank, in the order in which they are shown. Sends that overlap take further threads of the last name."""
 
-    A track stands for all ranks at one place of the pipeline: data and tensor ranks do the same at the same time.
-    Actions carry torch's names (``2F0``: stage 2, forward, micro-batch 0); the parts of an action lie inside it,
-    one after another.
+SENDS = STREAMS.index("pipeline sends")
+
+STREAM_OF = {
+    "tensor_parallel": 1,
+    "context_parallel": 1,
+    "expert_parallel": 1,
+    "weight_gather": 2,
+    "gradient_reduce": 2,
+    "host": 3,
+}
+"""The thread of a part of an action; any other part is computation."""
+
+MOST_PLACES = 64
+"""Places of the pipeline that are drawn, half of them from either end: more tracks than that nobody reads."""
+
+MOST_EVENTS = 150_000
+"""What 20 MB hold: an event takes 60 to 130 bytes."""
+
+LEAST_ACTIONS = 8
+"""With fewer actions for each rank a timeline shows nothing."""
+
+INSIDE = 1e-3
+"""Arrows leave and arrive this share of an action away from its edge, because at the edge itself they belong to no
+action."""
+
+Event = dict[str, Any]
+
+
+def chrome_trace(priced: Priced, *, all_ranks: bool = False) -> dict[str, Any]:
+    """The trace as data; also what ``ahp report`` draws.
+
+    Actions carry torch's names (``2F0``: stage 2, forward, micro-batch 0). Inside an action lie its parts, one after
+    another: computation on the compute thread, what collectives and the host make the device wait on theirs. Arrows go
+    from what a rank sends to the action that needs it.
+
+    ``all_ranks`` draws every rank, not one for each place of the pipeline. A trace of more than ``MOST_EVENTS`` keeps
+    the first and the last actions of each rank; a span marks the gap and ``otherData`` says so. Raises BadInput when
+    there are too many ranks even for that.
     """
-    events: list[dict[str, Any]] = []
-    for rank, spans in enumerate(priced.timeline.ranks):
-        stages = [s for s, holder in enumerate(priced.schedule.stage_rank) if holder == rank]
-        name = f"pipeline rank {rank} (stage {', '.join(map(str, stages))})"
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": name}})
-        for span in spans:
-            events.extend(_action(span, rank, priced))
-        after_s = priced.forecast.step_time_s - priced.optimizer_s
-        events.append(_event("optimizer", rank, after_s, priced.forecast.step_time_s, {}))
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"layout": priced.parallelism.short()}}
+    drawing = _Drawing(priced, all_ranks)
+    events = [event for rank, place in drawing.ranks for event in drawing.rank(rank, place)]
+    events += drawing.sends()
+    streams = {(event["pid"], event["tid"]) for event in events}
+    events = [*drawing.names(), *_stream_names(streams), *events]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": drawing.about()}
 
 
-def write(priced: Priced, path: str | Path) -> None:
-    """Write the trace: aside first, then renamed, so that a reader never sees half of it."""
+def write(priced: Priced, path: str | Path, *, all_ranks: bool = False) -> None:
+    """Write ``chrome_trace``: aside first, then renamed, so that a reader never sees half of it."""
     path = Path(path)
+    trace = chrome_trace(priced, all_ranks=all_ranks)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(chrome_trace(priced)))
+    aside.write_text(json.dumps(trace, separators=(",", ":")))
     aside.replace(path)
 
 
-def _action(span: Span, rank: int, priced: Priced) -> Iterator[dict[str, Any]]:
-    action = span.action
-    args = {"stage": action.stage, "micro_batch": action.micro_batch}
-    yield _event(str(action), rank, span.start_s, span.end_s, args)
-    start_s = span.start_s
-    for part, seconds in _parts(priced.stages[action.stage], action, priced.schedule.num_micro_batches):
-        # Rounding must not let the last part end after its action.
-        end_s = min(start_s + seconds, span.end_s)
-        if end_s > start_s:
-            yield _event(part.replace("_", " "), rank, start_s, end_s, {})
-        start_s = end_s
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """An action whose result another action needs, and when that result leaves: a reduction of gradients comes after."""
+
+    place: int
+    action: Action
+    start_s: float
+    leaves_s: float
+
+    @property
+    def forward(self) -> bool:
+        return self.action.kind is Kind.FORWARD
 
 
-def _parts(cost: StageCost, action: Action, micro_batches: int) -> Iterator[tuple[str, float]]:
-    """The parts of an action in the order in which they are drawn."""
-    if action.kind is Kind.FORWARD:
-        if action.micro_batch == 0:
-            yield from cost.first_forward.items()
-        yield from cost.forward.items()
-    else:
-        yield from cost.backward.items()
-        if action.micro_batch == micro_batches - 1:
-            yield from cost.last_backward.items()
+@dataclass(frozen=True)
+class _Drawing:
+    """One trace: which ranks and actions it shows, and their events."""
+
+    priced: Priced
+    all_ranks: bool
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return self.priced.timeline
+
+    @property
+    def width(self) -> int:
+        """Ranks at one place of the pipeline; they follow each other."""
+        return self.priced.parallelism.world_size // len(self.timeline.starts_s)
+
+    @cached_property
+    def ranks(self) -> list[tuple[int, int]]:
+        """(rank, its place in the pipeline) of what is drawn."""
+        places = range(len(self.timeline.starts_s))
+        if self.all_ranks:
+            return [(rank, rank // self.width) for rank in range(self.priced.parallelism.world_size)]
+        if len(places) > MOST_PLACES:
+            places = [*places[: MOST_PLACES // 2], *places[-MOST_PLACES // 2 :]]
+        return [(place * self.width, place) for place in places]
+
+    @cached_property
+    def most_actions(self) -> int:
+        """Actions of one rank that fit: each has itself, its parts, what it sends and an arrow's two ends."""
+        parts = max(len(_shown(c.forward) | _shown(c.backward)) for c in self.priced.stages)
+        fitting = MOST_EVENTS // (len(self.ranks) * (parts + 4))
+        if fitting < LEAST_ACTIONS:
+            most = MOST_EVENTS // (LEAST_ACTIONS * (parts + 4))
+            rule = (
+                f"a timeline of {len(self.ranks)} ranks is too large, {most} fit; without it one stands for all alike"
+            )
+            raise bad_input("--all-ranks", True, rule, [False])
+        return fitting
+
+    def drawn(self, place: int) -> list[int]:
+        """Positions of the actions that are drawn, in the order of the rank."""
+        count = len(self.timeline.starts_s[place])
+        if count <= self.most_actions:
+            return list(range(count))
+        half = self.most_actions // 2
+        return [*range(half), *range(count - half, count)]
+
+    @cached_property
+    def last_of_stage(self) -> set[tuple[Kind, int, int]]:
+        """For each stage, the action after which its gradients are complete."""
+        last: dict[int, Action] = {}
+        for order in self.timeline.schedule.ranks:
+            last |= {a.stage: a for a in order if a.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)}
+        return {(a.kind, a.stage, a.micro_batch) for a in last.values()}
+
+    def names(self) -> Iterator[Event]:
+        """What the ranks are called, and in which order they are shown."""
+        places, width = len(self.timeline.starts_s), self.width
+        for rank, place in self.ranks:
+            stages = [s for s, holder in enumerate(self.timeline.schedule.stage_rank) if holder == place]
+            held = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+            where = f" (pipeline place {place + 1} of {places}, {held})" if places > 1 else ""
+            others = width > 1 and not self.all_ranks
+            for_whom = f", stands for ranks {rank} to {rank + width - 1} ({width})" if others else ""
+            yield _named("process_name", rank, None, name=f"rank {rank}{where}{for_whom}")
+            yield _named("process_sort_index", rank, None, sort_index=rank)
+
+    def rank(self, rank: int, place: int) -> Iterator[Event]:
+        """The spans of one rank."""
+        starts, ends = self.timeline.starts_s[place], self.timeline.ends_s[place]
+        before = -1
+        for at in self.drawn(place):
+            if at != before + 1:
+                yield self._gap(rank, place, before + 1, at)
+            yield from self._action(rank, self.timeline.schedule.ranks[place][at], starts[at], ends[at])
+            before = at
+        makespan_s, step_s = self.timeline.makespan_s, self.priced.forecast.step_time_s
+        after_s = step_s - self.priced.optimizer_s
+        holders = self.timeline.schedule.stage_rank
+        # What the ends of the pipeline share (tied embeddings) is summed before the optimizer.
+        if place in (holders[0], holders[-1]) and after_s - makespan_s > 1e-12 * step_s:
+            yield _span("gradient of shared weights", rank, STREAM_OF["gradient_reduce"], makespan_s, after_s)
+        yield _span(part_words("optimizer"), rank, 0, after_s, step_s)
+
+    def _gap(self, rank: int, place: int, first: int, end: int) -> Event:
+        """A span that says what is not drawn."""
+        order = self.timeline.schedule.ranks[place]
+        start_s, end_s = self.timeline.starts_s[place][first], self.timeline.ends_s[place][end - 1]
+        args = {"first": str(order[first]), "last": str(order[end - 1])}
+        return _span(f"{end - first} actions not drawn", rank, 0, start_s, end_s, args)
+
+    def _action(self, rank: int, action: Action, start_s: float, end_s: float) -> Iterator[Event]:
+        yield _span(str(action), rank, 0, start_s, end_s, {"stage": action.stage, "micro_batch": action.micro_batch})
+        at_s = start_s
+        for part, seconds in self._parts(action):
+            # Rounding must not let the last part end after its action.
+            until_s = min(at_s + seconds, end_s)
+            if until_s > at_s:
+                yield _span(part_words(part), rank, STREAM_OF.get(part, 0), at_s, until_s)
+            at_s = until_s
+
+    def _parts(self, action: Action) -> Iterator[tuple[str, float]]:
+        """The parts of an action in the order in which they are drawn."""
+        cost = self.priced.stages[action.stage]
+        if action.kind is Kind.FORWARD:
+            if action.micro_batch == 0:
+                yield from _in_order(cost.first_forward)
+            yield from _in_order(cost.forward)
+            return
+        yield from _in_order(_backward(cost, action.kind))
+        if (action.kind, action.stage, action.micro_batch) in self.last_of_stage:
+            yield from _in_order(cost.last_backward)
+
+    def sends(self) -> Iterator[Event]:
+        """What goes from rank to rank, as spans of the sender, and an arrow from each action to the one that needs it."""
+        found: dict[tuple[bool, int, int], _Done] = {}
+        for place in dict.fromkeys(place for _, place in self.ranks):
+            found |= {(done.forward, done.action.stage, done.action.micro_batch): done for done in self._done(place)}
+        lanes: dict[int, list[float]] = {}
+        arrows = 0
+        for done in sorted(found.values(), key=lambda done: done.leaves_s):
+            stage = done.action.stage + (1 if done.forward else -1)
+            if not 0 <= stage < self.timeline.schedule.num_stages:
+                continue
+            target = self.timeline.schedule.stage_rank[stage]
+            if target == done.place:
+                continue
+            times = self.priced.span.times[done.action.stage]
+            arrives_s = done.leaves_s + (times.send_forward_s if done.forward else times.send_backward_s)
+            lane = _free_lane(lanes.setdefault(done.place, []), done.leaves_s, arrives_s)
+            needs = found.get((done.forward, stage, done.action.micro_batch))
+            for offset in range(self.width if self.all_ranks else 1):
+                sender, receiver = done.place * self.width + offset, target * self.width + offset
+                if arrives_s > done.leaves_s:
+                    name = f"{done.action} to rank {receiver}"
+                    yield _span(name, sender, SENDS + lane, done.leaves_s, arrives_s)
+                if needs is not None:
+                    yield from _arrow(arrows, sender, receiver, done, needs)
+                    arrows += 1
+
+    def _done(self, place: int) -> Iterator[_Done]:
+        """The drawn actions of a place of the pipeline whose results another action needs."""
+        starts, ends = self.timeline.starts_s[place], self.timeline.ends_s[place]
+        for at in self.drawn(place):
+            action = self.timeline.schedule.ranks[place][at]
+            if action.kind is Kind.WEIGHT_GRADIENT:
+                continue
+            last = (action.kind, action.stage, action.micro_batch) in self.last_of_stage
+            late_s = sum(self.priced.stages[action.stage].last_backward.values()) if last else 0.0
+            yield _Done(place, action, starts[at], ends[at] - late_s)
+
+    def about(self) -> dict[str, str]:
+        """What a reader must know, as Perfetto shows it under the trace's information."""
+        world, places = self.priced.parallelism.world_size, len(self.timeline.starts_s)
+        shown = f"{len(self.ranks)} of {world}"
+        if len(self.ranks) < places:
+            shown += f": {MOST_PLACES // 2} places from either end of {places}"
+        cut = any(len(starts) > self.most_actions for starts in self.timeline.starts_s)
+        return {
+            "layout": self.priced.parallelism.short(),
+            "step_time_s": f"{self.priced.forecast.step_time_s:.6g}",
+            "ranks drawn": shown,
+            "actions drawn": f"the first and the last {self.most_actions // 2} of each rank" if cut else "all",
+            "parts": "sums over an action, one after another; of collectives only what nothing hides",
+        }
 
 
-def _event(name: str, rank: int, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
-    start_us, end_us = start_s * US_PER_S, end_s * US_PER_S
-    return {"ph": "X", "name": name, "pid": 0, "tid": rank, "ts": start_us, "dur": end_us - start_us, "args": args}
+def _shown(parts: dict[str, float]) -> set[str]:
+    return {part for part, seconds in parts.items() if seconds > 0}
+
+
+def _backward(cost: StageCost, kind: Kind) -> dict[str, float]:
+    """Parts of a backward action: of the whole, or of one of its halves."""
+    if kind is Kind.BACKWARD:
+        return cost.backward
+    if kind is Kind.WEIGHT_GRADIENT:
+        return {"weight_gradient": cost.weight_gradient_s}
+    rest = {part: seconds for part, seconds in cost.backward.items() if part != "backward"}
+    return {"input_gradient": cost.backward["backward"] - cost.weight_gradient_s, **rest}
+
+
+def _in_order(parts: dict[str, float]) -> list[tuple[str, float]]:
+    """Weights come before what needs them, gradients are reduced after what makes them."""
+    place = {"weight_gather": 0, "recompute": 1, "gradient_reduce": 3}
+    return sorted(parts.items(), key=lambda item: place.get(item[0], 2))
+
+
+def _named(what: str, rank: int, stream: int | None, **args: str | int) -> Event:
+    thread = {} if stream is None else {"tid": stream}
+    return {"ph": "M", "name": what, "pid": rank, **thread, "args": args}
+
+
+def _span(name: str, rank: int, stream: int, start_s: float, end_s: float, args: dict[str, Any] | None = None) -> Event:
+    start_us, end_us = round(start_s * US_PER_S, NS_DIGITS), round(end_s * US_PER_S, NS_DIGITS)
+    event = {"ph": "X", "name": name, "pid": rank, "tid": stream, "ts": start_us}
+    event["dur"] = round(end_us - start_us, NS_DIGITS)
+    return event if args is None else {**event, "args": args}
+
+
+def _arrow(number: int, sender: int, receiver: int, done: _Done, needs: _Done) -> tuple[Event, Event]:
+    leaves_s = done.leaves_s - INSIDE * (done.leaves_s - done.start_s)
+    arrives_s = needs.start_s + INSIDE * (needs.leaves_s - needs.start_s)
+    either = {"cat": "send", "name": "send", "id": number, "tid": 0}
+    return (
+        {"ph": "s", **either, "pid": sender, "ts": round(leaves_s * US_PER_S, NS_DIGITS)},
+        {"ph": "f", "bp": "e", **either, "pid": receiver, "ts": round(arrives_s * US_PER_S, NS_DIGITS)},
+    )
+
+
+def _free_lane(busy_until_s: list[float], start_s: float, end_s: float) -> int:
+    """The first thread that is free from ``start_s`` on, taken until ``end_s``; spans of one thread must not overlap."""
+    for lane, until_s in enumerate(busy_until_s):
+        if until_s <= start_s:
+            busy_until_s[lane] = end_s
+            return lane
+    busy_until_s.append(end_s)
+    return len(busy_until_s) - 1
+
+
+def _stream_names(streams: set[tuple[int, int]]) -> Iterator[Event]:
+    for rank, stream in sorted(streams):
+        words = (
+            STREAMS[stream] if stream < SENDS else f"{STREAMS[SENDS]}{f' ({stream - SENDS + 1})' * (stream > SENDS)}"
+        )
+        yield _named("thread_name", rank, stream, name=words)
+        yield _named("thread_sort_index", rank, stream, sort_index=stream)

@@ -18,8 +18,10 @@ PARTS = ("#2457c5", "#0e8a7d", "#c2570c", "#7a4fc4", "#5a6b7f", "#b0831b", "#b03
 ACTIONS = {"F": "#2457c5", "B": "#0e8a7d", "I": "#0e8a7d", "W": "#7fc4bb"}
 """Forward, backward, input gradient, weight gradient; anything else is communication or the optimizer."""
 OTHER_ACTION = "#c2570c"
-INSIDE_ITS_ACTION = ("forward", "backward")
+INSIDE_ITS_ACTION = ("forward", "backward", "input gradient", "weight gradient")
 """Parts of an action that its own bar shows already: what is drawn inside it is what keeps it from computing."""
+ON_THE_WAY = "pipeline sends"
+"""Thread of what a rank does not wait for: it would lie across the bars of the actions."""
 SMOOTHING_SHARE = 1 / 50
 """[Empirical] Half life of the smoothed loss, of the steps there are: hides what differs between batches, keeps the
 trend."""
@@ -135,21 +137,31 @@ def step_parts(forecast: Forecast) -> Figure:
 def timeline(events: Sequence[Mapping[str, Any]]) -> Figure:
     """A Chrome trace's complete events, one row per rank; what lies inside another event is drawn thinner.
 
-    ``ts`` and ``dur`` are microseconds, as the format has it.
+    A row is a process that the trace names, with all its threads, else a thread. ``ts`` and ``dur`` are microseconds, as
+    the format has it.
     """
     import plotly.graph_objects as go
 
-    drawn = (e for e in events if e.get("ph") == "X" and e["dur"] > 0 and e["name"] not in INSIDE_ITS_ACTION)
+    processes, threads = _names(events, "process_name"), _names(events, "thread_name")
+    drawn = (
+        e
+        for e in events
+        if e.get("ph") == "X"
+        and e["dur"] > 0
+        and e["name"] not in INSIDE_ITS_ACTION
+        and threads.get((e["pid"], e["tid"])) != ON_THE_WAY
+    )
     bars = sorted(drawn, key=lambda e: (e["ts"], -e["dur"]))[:MOST_EVENTS]
-    rows = list(dict.fromkeys(sorted((str(e["pid"]), str(e["tid"])) for e in bars)))
-    names = _row_names(events, rows)
+    places = [(e["pid"],) if (e["pid"],) in processes else (e["pid"], e["tid"]) for e in bars]
+    rows, told = sorted(set(places)), processes | threads
+    names = {row: told.get(row, f"rank {row[0]}" if row[-1] == row[0] else "/".join(map(str, row))) for row in rows}
     figure = go.Figure(layout=_layout("time in the step (ms)", "", height=120 + 46 * len(rows)))
     figure.add_bar(
         base=[e["ts"] / 1e3 for e in bars],
         x=[e["dur"] / 1e3 for e in bars],
-        y=[names[str(e["pid"]), str(e["tid"])] for e in bars],
+        y=[names[place] for place in places],
         orientation="h",
-        width=[0.8 / (1 + 0.6 * depth) for depth in _depths(bars)],
+        width=[0.8 / (1 + 0.6 * depth) for depth in _depths(bars, places)],
         marker={"color": [_action_color(str(e["name"])) for e in bars], "line": {"color": "white", "width": 0.6}},
         text=[str(e["name"]) for e in bars],
         textposition="inside",
@@ -199,22 +211,21 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return smoothed
 
 
-def _row_names(events: Sequence[Mapping[str, Any]], rows: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """What the trace calls its rows, else the rank."""
-    told = {
-        (str(e["pid"]), str(e.get("tid", ""))): str(e["args"]["name"])
-        for e in events
-        if e.get("ph") == "M" and e.get("name") == "thread_name"
+def _names(events: Sequence[Mapping[str, Any]], what: str) -> dict[tuple[int, ...], str]:
+    """What the trace calls its processes, by (pid,), or its threads, by (pid, tid); without what stands in brackets."""
+    told = (e for e in events if e.get("ph") == "M" and e.get("name") == what)
+    return {
+        (e["pid"],) if what == "process_name" else (e["pid"], e["tid"]): str(e["args"]["name"]).partition(" (")[0]
+        for e in told
     }
-    return {row: told.get(row, f"rank {row[0]}" if row[1] == row[0] else f"{row[0]}/{row[1]}") for row in rows}
 
 
-def _depths(bars: Sequence[Mapping[str, Any]]) -> list[int]:
+def _depths(bars: Sequence[Mapping[str, Any]], rows: Sequence[tuple[int, ...]]) -> list[int]:
     """How many events of its own row each event lies in; ``bars`` are in order of time, the longer first."""
-    open_until: dict[tuple[Any, Any], list[float]] = {}
+    open_until: dict[tuple[int, ...], list[float]] = {}
     depths = []
-    for bar in bars:
-        ends = open_until.setdefault((bar["pid"], bar["tid"]), [])
+    for bar, row in zip(bars, rows, strict=True):
+        ends = open_until.setdefault(row, [])
         while ends and ends[-1] <= bar["ts"]:
             ends.pop()
         depths.append(len(ends))
