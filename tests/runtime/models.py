@@ -117,7 +117,7 @@ MODELS = {"llama": llama, "gpt2": gpt2, "custom": custom}
 BUILDERS = {**MODELS, "biased": biased}
 
 OPTIMIZER: dict[str, Any] = {
-    "learning_rate": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "warmup_steps": 0,
+    "learning_rate": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "warmup_steps": 0,
     "schedule": "constant", "grad_clip": 0.5,
 }  # fmt: skip
 JOB: dict[str, Any] = {

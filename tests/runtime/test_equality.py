@@ -24,17 +24,18 @@ ZERO = {
     "zero2": {"data_parallel_shard_degree": 2, "zero_stage": 2},
     "zero3": {"data_parallel_shard_degree": 2, "zero_stage": 3},
 }
-TENSOR = {"tp": {"tensor_parallel_degree": 2}}
+TENSOR = {"tp": {"tensor_parallel_degree": 2, "micro_batch_size": 4}}
 PIPELINE = {
     "gpipe": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"},
     "1f1b": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
     "interleaved": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B", "virtual_stages_per_rank": 2},
 }  # fmt: skip
 ALONE = {**ZERO, **TENSOR, **PIPELINE}
+"""Split weights take longest on a CPU: they go through the batch in two micro-batches, the others in four or eight."""
 
 
 def pairs() -> dict[str, dict[str, Any]]:
-    """Every pair of two different techniques, two sequences at a time; alone they take one."""
+    """Every pair of two different techniques, two sequences at a time."""
     families = [ZERO, TENSOR, PIPELINE]
     return {
         f"{a}+{b}": {**families[i][a], **families[j][b], "micro_batch_size": 2}
@@ -48,23 +49,26 @@ def pairs() -> dict[str, dict[str, Any]]:
 MORE: dict[str, dict[str, Any]] = {
     "one": {},
     "one-mb4": {"micro_batch_size": 4},
+    "tp-mb1": {"tensor_parallel_degree": 2, "micro_batch_size": 1},
     "replicate-x-zero1": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 1},
     "replicate-x-zero2": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 2},
     "replicate-x-zero3": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 3},
     "zero3-mb2": {"data_parallel_shard_degree": 2, "micro_batch_size": 2},
     "zero0-mb4": {"data_parallel_replicate_degree": 2, "micro_batch_size": 4},
-    "zero3-recompute": {"data_parallel_shard_degree": 2, "activation_checkpoint": "full"},
+    "zero3-recompute": {"data_parallel_shard_degree": 2, "activation_checkpoint": "full", "micro_batch_size": 2},
     "tp+1f1b-recompute": {**TENSOR["tp"], **PIPELINE["1f1b"], "activation_checkpoint": "full"},
     "1f1b-uneven": {**PIPELINE["1f1b"], "layers_per_stage": (1, 4)},
     "interleaved-uneven": {**PIPELINE["interleaved"], "layers_per_stage": (2, 1, 1, 1), "micro_batch_size": 2},
     "1f1b-4-stages": {"pipeline_parallel_degree": 4},
     "zero3-4-ways": {"data_parallel_shard_degree": 4},
-    "dp-x-tp-x-pp": {"data_parallel_replicate_degree": 2, **TENSOR["tp"], **PIPELINE["1f1b"]},
-    "zero3-x-tp-x-interleaved": {"data_parallel_shard_degree": 2, **TENSOR["tp"], **PIPELINE["interleaved"]},
-    "replicate-x-zero3-x-tp": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, **TENSOR["tp"]},
+    "dp-x-tp-x-pp": {"data_parallel_replicate_degree": 2, **TENSOR["tp"], **PIPELINE["1f1b"], "micro_batch_size": 2},
+    "zero3-x-tp-x-interleaved": {"data_parallel_shard_degree": 2, **TENSOR["tp"], **PIPELINE["interleaved"], "micro_batch_size": 2},
+    "replicate-x-zero3-x-tp": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
     "replicate-x-zero2-x-gpipe": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 2, **PIPELINE["gpipe"]},
     "zero3-8-ways": {"data_parallel_shard_degree": 8},
 }  # fmt: skip
+MB1_MODEL = "gpt2"
+"""The model that goes through split weights one sequence at a time."""
 LAYOUTS = {**ALONE, **pairs(), **MORE}
 FAST = {
     "zero0": ("llama", "gpt2", "custom"),
@@ -73,7 +77,7 @@ FAST = {
     "tp": ("llama",),
 }
 """Layouts and models that are compared in the fast part: each technique alone, and where weights are tied or unnamed."""
-CASES = [(layout, model) for layout in LAYOUTS for model in MODELS]
+CASES = [(layout, model) for layout in LAYOUTS for model in MODELS if layout != "tp-mb1" or model == MB1_MODEL]
 
 
 def world_size(layout: dict[str, Any]) -> int:
@@ -121,7 +125,7 @@ def assert_same_weights(results: list[dict[str, Any]], expected: dict[str, Any])
             )
 
 
-ATOL = 1e-4
+ATOL = 3e-5
 """A thirtieth of one step of AdamW at this learning rate: where a gradient is all but zero, Adam makes a step of full size
 out of its rounding."""
 
