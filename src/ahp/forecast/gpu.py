@@ -22,7 +22,7 @@ import yaml
 
 from ahp.cluster.model import Device
 
-AttentionKernel = Literal["flash2", "cudnn"]
+AttentionKernel = Literal["flash1", "flash2", "cudnn"]
 """FlashAttention-2 (torch's flash backend), or the vendor's own (cuDNN; FlashAttention-3 on Hopper is 4-17 % faster)."""
 
 ElementWiseKind = Literal["stream", "norm", "gather", "cross_entropy", "optimizer"]

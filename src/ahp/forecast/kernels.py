@@ -36,11 +36,12 @@ class Kernels:
     """The segment's own input, kept where a chain that starts with it is made again and nothing else keeps it."""
 
 
-def kernels(segment: Segment, fusion: Fusion) -> Kernels:
+def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False) -> Kernels:
     """The kernels of one segment.
 
     ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
     one module are one kernel (norms, activation functions). ``fused``: those of a chain, whatever their modules.
+    ``fused_loss``: cross-entropy is one kernel under ``modules`` too.
     """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
     if fusion == "traced":
@@ -52,7 +53,7 @@ def kernels(segment: Segment, fusion: Fusion) -> Kernels:
     if fusion == "eager":
         moved = _eager_bytes(segment, masks)
         return Kernels(moved, frozenset(moved), saved, 0.0)
-    chains = _Chains(segment, masks, across_modules=fusion == "fused")
+    chains = _Chains(segment, masks, across_modules=fusion == "fused", fused_loss=fused_loss)
     kept, input_bytes = chains.kept(saved)
     return Kernels(chains.moved_bytes(kept), chains.launched(kept), kept, input_bytes)
 
@@ -107,10 +108,10 @@ def _eager_bytes(segment: Segment, masks: dict[int, int]) -> dict[int, float]:
 class _Chains:
     """Element-wise operators that run together: between the same products, in the same phase."""
 
-    def __init__(self, segment: Segment, masks: dict[int, int], *, across_modules: bool) -> None:
+    def __init__(self, segment: Segment, masks: dict[int, int], *, across_modules: bool, fused_loss: bool) -> None:
         self.segment, self.ops = segment, segment.operators
         self.owner = owners(segment)
-        self.across_modules = across_modules
+        self.across_modules, self.fused_loss = across_modules, fused_loss
         self.masks = set(masks.values())
         self.draws = set(masks)
         self.level = self._levels()
@@ -147,7 +148,12 @@ class _Chains:
         """Whether one kernel can hold both."""
         if not _is_chain(reader) or self.level[reader.index] != self.level[op.index]:
             return False
-        return self.across_modules or (reader.module == op.module and op.module != LOSS)
+        return self._fusible(op, reader)
+
+    def _fusible(self, op: Operator, other: Operator) -> bool:
+        if LOSS in (op.module, other.module):
+            return op.module == other.module and (self.fused_loss or self.across_modules)
+        return self.across_modules or other.module == op.module
 
     def _roots(self, index: int) -> tuple[set[int], bool]:
         """What the chain that makes a forward output starts from: operators in memory, and whether the segment's input."""
@@ -196,7 +202,7 @@ class _Chains:
         backward = [self.ops[r] for r in self.readers[op.index] if self.ops[r].phase == "backward"]
         if not _is_chain(op) or any(name in op.name for name in MASKS) or not all(map(_is_chain, backward)):
             return False
-        return self.across_modules or (op.module != LOSS and all(reader.module == op.module for reader in backward))
+        return all(self._fusible(op, reader) for reader in backward)
 
     def moved_bytes(self, kept: dict[int, float]) -> dict[int, float]:
         """Bytes of each kernel: what must be in memory is written once, and read once by each chain that needs it."""

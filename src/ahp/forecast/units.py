@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import Traits
@@ -80,6 +81,14 @@ class Units:
     """Of the whole model and one micro-batch."""
 
 
+class How(NamedTuple):
+    """The kernels of an engine."""
+
+    fusion: Fusion
+    fused_loss: bool
+    attention: AttentionKernel | None
+
+
 class UnitPricer:
     """Prices the segments of one model on one kind of node; keeps what it has priced."""
 
@@ -90,15 +99,16 @@ class UnitPricer:
         self._precision = "fp8" if precision == "fp8" else None
         self._causal = is_causal(graph)
         self._graphs = {graph.micro_batch_size: graph}
-        self._units: dict[tuple[int, Axes, str, str | None], Units] = {}
-        self._kernels: dict[tuple[int, Role, int, Fusion], tuple[Split, Kernels]] = {}
+        self._units: dict[tuple[int, Axes, str, bool, str | None], Units] = {}
+        self._kernels: dict[tuple[int, Role, int, How], tuple[Split, Kernels]] = {}
 
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it."""
-        key = micro_batch_size, axes, traits.fusion, traits.attention_kernel
+        key = micro_batch_size, axes, traits.fusion, traits.fused_loss, traits.attention_kernel
         if key not in self._units:
             fusion: Fusion = "traced" if self._on_cpu else traits.fusion
-            self._units[key] = self._price(self._at(micro_batch_size), axes, fusion, traits.attention_kernel)
+            how = How(fusion, traits.fused_loss, traits.attention_kernel)
+            self._units[key] = self._price(self._at(micro_batch_size), axes, how)
         return self._units[key]
 
     def _at(self, micro_batch_size: int) -> ModelGraph:
@@ -106,30 +116,27 @@ class UnitPricer:
             self._graphs[micro_batch_size] = self._graph.at(micro_batch_size)
         return self._graphs[micro_batch_size]
 
-    def _price(self, graph: ModelGraph, axes: Axes, fusion: Fusion, kernel: AttentionKernel | None) -> Units:
-        embedding = self._unit(graph, graph.embedding, "embedding", 0, axes, fusion, kernel)
+    def _price(self, graph: ModelGraph, axes: Axes, how: How) -> Units:
+        embedding = self._unit(graph, graph.embedding, "embedding", 0, axes, how)
         hidden = graph.blocks[0].output if graph.blocks else graph.embedding.output
         hidden_bytes = hidden.bytes if hidden else 0
         cut = axes.context.size * (axes.tensor.size if axes.sequence_parallel else 1)
         return Units(
             embedding=embedding,
-            blocks=tuple(
-                self._unit(graph, block, "block", i, axes, fusion, kernel) for i, block in enumerate(graph.blocks)
-            ),
+            blocks=tuple(self._unit(graph, block, "block", i, axes, how) for i, block in enumerate(graph.blocks)),
             layers=graph.layers,
-            head=self._unit(graph, graph.head, "head", 0, axes, fusion, kernel),
+            head=self._unit(graph, graph.head, "head", 0, axes, how),
             tied_parameters=_tied_parameters(graph) // axes.tensor.size,
             hidden_bytes=hidden_bytes // cut,
             forward_flops=graph.flops("forward"),
         )
 
     def _unit(
-        self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, fusion: Fusion,
-        kernel: AttentionKernel | None,
+        self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: How,
     ) -> Unit:  # fmt: skip
-        key = graph.micro_batch_size, role, number, fusion
+        key = graph.micro_batch_size, role, number, how
         if key not in self._kernels:
-            self._kernels[key] = split(segment, role), kernels(segment, fusion)
+            self._kernels[key] = split(segment, role), kernels(segment, how.fusion, fused_loss=how.fused_loss)
         parts, run = self._kernels[key]
         degree = axes.tensor.size
         division = Division(parts, degree, axes.sequence_parallel and degree > 1, axes.context.size, axes.expert.size)
@@ -141,7 +148,7 @@ class UnitPricer:
         held = {name: -(-count // axes.expert.size) if name in stacked else count for name, count in held.items()}
         return Unit(
             times=segment_times(
-                segment, run, division, self.rates, causal=self._causal, precision=precision, kernel=kernel
+                segment, run, division, self.rates, causal=self._causal, precision=precision, kernel=how.attention
             ),
             memory=segment_memory(segment, run, division),
             tensor_forward_s=forward_s,
