@@ -22,7 +22,9 @@ Transformer Engine or torchao; ``ParallelismConfig`` adds tensor and context deg
 class AccelerateEngine(Engine):
     """What accelerate can run, and how it behaves.
 
-    The mixed precision of its FSDP plugin sends gradients in the compute type and keeps fp32 shards of weights, gradients
+    Priced as the one published set of runs of this kind, Composer's llm-foundry: norms, activations and the loss are single
+    kernels, attention is Triton's FlashAttention of the first generation. With ``compile`` whole chains are fused and attention
+    is torch's own. The mixed precision of its FSDP plugin sends gradients in the compute type and keeps fp32 shards of weights, gradients
     and states.
     """
 
@@ -53,6 +55,7 @@ class AccelerateEngine(Engine):
             keeps_whole_gradients=zero < 2,
             reduce_copies=True,
             host_operators_per_unit=0,
-            attention_kernel="flash2",
+            attention_kernel=None if choice.compile else "flash1",
+            fused_loss=True,
             source="accelerate 16cb6eb: utils/dataclasses.py FullyShardedDataParallelPlugin; FSDP of torch",
         )

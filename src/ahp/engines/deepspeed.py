@@ -43,6 +43,7 @@ class DeepSpeedEngine(Engine):
             optimizer_state_bytes=8,
             compute_weight_bytes=2 if half else 0,
             fusion="fused",
+            fused_loss=True,
             gradient_overlap=0.0 if zero < 2 or parallelism.pipeline_parallel_degree > 1 else 1.0,
             parameter_gather_overlap=1.0 if zero == 3 else 0.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",

@@ -63,8 +63,10 @@ class Traits:
     selective_keeps_products: bool = False
     """What ``selective`` recomputes: everything but weight products and fused attention; False = the attention core
     (scores, softmax, dropout, their product with the values) alone."""
-    attention_kernel: Literal["flash2", "cudnn"] | None = None
-    """Fused attention on a GPU: FlashAttention-2, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
+    attention_kernel: Literal["flash1", "flash2", "cudnn"] | None = None
+    """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
+    fused_loss: bool = False
+    """Whether cross-entropy is one kernel that keeps nothing beside the logits."""
     torch_pipeline: bool = False
     """Whether torch's pipeline runtime runs the stages: it allocates what a stage receives for every micro-batch."""
     empty_end_stages: bool = False

@@ -47,6 +47,7 @@ class MegatronEngine(Engine):
             optimizer_state_bytes=8,
             compute_weight_bytes=2 if half else 0,
             fusion="fused",
+            fused_loss=True,
             empty_end_stages=True,
             gradient_overlap=1.0 if parallelism.pipeline_parallel_degree == 1 else 0.0,
             parameter_gather_overlap=1.0,
