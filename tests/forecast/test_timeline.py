@@ -14,6 +14,7 @@ from ahp.errors import BadInput
 from ahp.forecast import timeline
 from ahp.forecast.pricer import Priced
 from ahp.forecast.step import price
+from ahp.forecast.trace_events import free_lane
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -237,6 +238,12 @@ def test_of_a_long_pipeline_both_ends_are_drawn(hand_graph: ModelGraph, monkeypa
     assert {e["pid"] for e in spans(trace)} == {0, 3}
     assert list(violations(trace)) == []
     assert trace["otherData"]["ranks drawn"] == "2 of 4: 1 places from either end of 4"
+
+
+def test_sends_that_overlap_take_threads_of_their_own() -> None:
+    busy: list[float] = []
+    taken = [free_lane(busy, start, start + 2.5) for start in (0.0, 1.0, 2.0, 2.5, 3.5, 9.0)]
+    assert taken == [0, 1, 2, 0, 1, 0]
 
 
 def test_the_file_is_whole(priced: Priced, tmp_path: Path) -> None:

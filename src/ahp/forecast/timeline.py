@@ -16,15 +16,10 @@ from typing import Any
 from ahp.errors import bad_input
 from ahp.forecast.pricer import Priced
 from ahp.forecast.stage import StageCost
+from ahp.forecast.trace_events import Event, arrow, free_lane, named, span
 from ahp.schedule.actions import Action, Kind
 from ahp.schedule.simulate import Timeline
 from ahp.words import part_words
-
-US_PER_S = 1.0e6
-"""The trace format counts in microseconds."""
-
-NS_DIGITS = 3
-"""Decimals of a time: Perfetto keeps whole nanoseconds."""
 
 STREAMS = ("compute", "tensor, context and expert collectives", "data-parallel collectives", "host", "pipeline sends")
 """Threads of a rank, in the order in which they are shown. Sends that overlap take further threads of the last name."""
@@ -53,8 +48,6 @@ LEAST_ACTIONS = 8
 INSIDE = 1e-3
 """Arrows leave and arrive this share of an action away from its edge, because at the edge itself they belong to no
 action."""
-
-Event = dict[str, Any]
 
 
 def chrome_trace(priced: Priced, *, all_ranks: bool = False) -> dict[str, Any]:
@@ -98,6 +91,14 @@ class _Done:
     @property
     def forward(self) -> bool:
         return self.action.kind is Kind.FORWARD
+
+    @property
+    def near_start_s(self) -> float:
+        return self.start_s + INSIDE * (self.leaves_s - self.start_s)
+
+    @property
+    def near_end_s(self) -> float:
+        return self.leaves_s - INSIDE * (self.leaves_s - self.start_s)
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,8 @@ class _Drawing:
             where = f" (pipeline place {place + 1} of {places}, {held})" if places > 1 else ""
             others = width > 1 and not self.all_ranks
             for_whom = f", stands for ranks {rank} to {rank + width - 1} ({width})" if others else ""
-            yield _named("process_name", rank, None, name=f"rank {rank}{where}{for_whom}")
-            yield _named("process_sort_index", rank, None, sort_index=rank)
+            yield named("process_name", rank, None, name=f"rank {rank}{where}{for_whom}")
+            yield named("process_sort_index", rank, None, sort_index=rank)
 
     def rank(self, rank: int, place: int) -> Iterator[Event]:
         """The spans of one rank."""
@@ -176,29 +177,55 @@ class _Drawing:
                 yield self._gap(rank, place, before + 1, at)
             yield from self._action(rank, self.timeline.schedule.ranks[place][at], starts[at], ends[at])
             before = at
-        makespan_s, step_s = self.timeline.makespan_s, self.priced.forecast.step_time_s
-        after_s = step_s - self.priced.optimizer_s
-        holders = self.timeline.schedule.stage_rank
-        # What the ends of the pipeline share (tied embeddings) is summed before the optimizer.
-        if place in (holders[0], holders[-1]) and after_s - makespan_s > 1e-12 * step_s:
-            yield _span("gradient of shared weights", rank, STREAM_OF["gradient_reduce"], makespan_s, after_s)
-        yield _span(part_words("optimizer"), rank, 0, after_s, step_s)
+        at_s = self.timeline.makespan_s
+        for part, seconds in self.after:
+            # The one reduction there is what the ends of the pipeline share (tied embeddings).
+            if part != "gradient_reduce" or place in self.ends:
+                yield span(part_words(part), rank, STREAM_OF.get(part, 0), at_s, at_s + seconds)
+            at_s += seconds
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Places of the first and the last stage."""
+        return self.timeline.schedule.stage_rank[0], self.timeline.schedule.stage_rank[-1]
+
+    @cached_property
+    def after(self) -> list[tuple[str, float]]:
+        """What comes after all actions: of each part of the step, what the actions of the rank that ends last have not."""
+        timeline, stages, m = self.timeline, self.priced.stages, self.timeline.schedule.num_micro_batches
+        slowest = max(range(len(timeline.ends_s)), key=lambda place: (timeline.end_s(place), timeline.busy_s[place]))
+        left = {part: seconds for part, seconds in self.priced.forecast.step.items() if part != "bubble"}
+        for cost in (
+            cost for cost, place in zip(stages, timeline.schedule.stage_rank, strict=True) if place == slowest
+        ):
+            for parts, times in (
+                (cost.forward, m),
+                (cost.backward, m),
+                (cost.first_forward, 1),
+                (cost.last_backward, 1),
+            ):
+                for part, seconds in parts.items():
+                    left[part] = left.get(part, 0.0) - times * seconds
+        rounding_s = 1e-9 * self.priced.forecast.step_time_s
+        order = {"gradient_reduce": 0, "optimizer": 1}
+        found = [(part, seconds) for part, seconds in left.items() if seconds > rounding_s]
+        return sorted(found, key=lambda item: order.get(item[0], 2))
 
     def _gap(self, rank: int, place: int, first: int, end: int) -> Event:
         """A span that says what is not drawn."""
         order = self.timeline.schedule.ranks[place]
         start_s, end_s = self.timeline.starts_s[place][first], self.timeline.ends_s[place][end - 1]
         args = {"first": str(order[first]), "last": str(order[end - 1])}
-        return _span(f"{end - first} actions not drawn", rank, 0, start_s, end_s, args)
+        return span(f"{end - first} actions not drawn", rank, 0, start_s, end_s, args)
 
     def _action(self, rank: int, action: Action, start_s: float, end_s: float) -> Iterator[Event]:
-        yield _span(str(action), rank, 0, start_s, end_s, {"stage": action.stage, "micro_batch": action.micro_batch})
+        yield span(str(action), rank, 0, start_s, end_s, {"stage": action.stage, "micro_batch": action.micro_batch})
         at_s = start_s
         for part, seconds in self._parts(action):
             # Rounding must not let the last part end after its action.
             until_s = min(at_s + seconds, end_s)
             if until_s > at_s:
-                yield _span(part_words(part), rank, STREAM_OF.get(part, 0), at_s, until_s)
+                yield span(part_words(part), rank, STREAM_OF.get(part, 0), at_s, until_s)
             at_s = until_s
 
     def _parts(self, action: Action) -> Iterator[tuple[str, float]]:
@@ -229,15 +256,15 @@ class _Drawing:
                 continue
             times = self.priced.span.times[done.action.stage]
             arrives_s = done.leaves_s + (times.send_forward_s if done.forward else times.send_backward_s)
-            lane = _free_lane(lanes.setdefault(done.place, []), done.leaves_s, arrives_s)
+            lane = free_lane(lanes.setdefault(done.place, []), done.leaves_s, arrives_s)
             needs = found.get((done.forward, stage, done.action.micro_batch))
             for offset in range(self.width if self.all_ranks else 1):
                 sender, receiver = done.place * self.width + offset, target * self.width + offset
                 if arrives_s > done.leaves_s:
                     name = f"{done.action} to rank {receiver}"
-                    yield _span(name, sender, SENDS + lane, done.leaves_s, arrives_s)
+                    yield span(name, sender, SENDS + lane, done.leaves_s, arrives_s)
                 if needs is not None:
-                    yield from _arrow(arrows, sender, receiver, done, needs)
+                    yield from arrow(arrows, (sender, done.near_end_s), (receiver, needs.near_start_s))
                     arrows += 1
 
     def _done(self, place: int) -> Iterator[_Done]:
@@ -287,42 +314,10 @@ def _in_order(parts: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(parts.items(), key=lambda item: place.get(item[0], 2))
 
 
-def _named(what: str, rank: int, stream: int | None, **args: str | int) -> Event:
-    thread = {} if stream is None else {"tid": stream}
-    return {"ph": "M", "name": what, "pid": rank, **thread, "args": args}
-
-
-def _span(name: str, rank: int, stream: int, start_s: float, end_s: float, args: dict[str, Any] | None = None) -> Event:
-    start_us, end_us = round(start_s * US_PER_S, NS_DIGITS), round(end_s * US_PER_S, NS_DIGITS)
-    event = {"ph": "X", "name": name, "pid": rank, "tid": stream, "ts": start_us}
-    event["dur"] = round(end_us - start_us, NS_DIGITS)
-    return event if args is None else {**event, "args": args}
-
-
-def _arrow(number: int, sender: int, receiver: int, done: _Done, needs: _Done) -> tuple[Event, Event]:
-    leaves_s = done.leaves_s - INSIDE * (done.leaves_s - done.start_s)
-    arrives_s = needs.start_s + INSIDE * (needs.leaves_s - needs.start_s)
-    either = {"cat": "send", "name": "send", "id": number, "tid": 0}
-    return (
-        {"ph": "s", **either, "pid": sender, "ts": round(leaves_s * US_PER_S, NS_DIGITS)},
-        {"ph": "f", "bp": "e", **either, "pid": receiver, "ts": round(arrives_s * US_PER_S, NS_DIGITS)},
-    )
-
-
-def _free_lane(busy_until_s: list[float], start_s: float, end_s: float) -> int:
-    """The first thread that is free from ``start_s`` on, taken until ``end_s``; spans of one thread must not overlap."""
-    for lane, until_s in enumerate(busy_until_s):
-        if until_s <= start_s:
-            busy_until_s[lane] = end_s
-            return lane
-    busy_until_s.append(end_s)
-    return len(busy_until_s) - 1
-
-
 def _stream_names(streams: set[tuple[int, int]]) -> Iterator[Event]:
     for rank, stream in sorted(streams):
         words = (
             STREAMS[stream] if stream < SENDS else f"{STREAMS[SENDS]}{f' ({stream - SENDS + 1})' * (stream > SENDS)}"
         )
-        yield _named("thread_name", rank, stream, name=words)
-        yield _named("thread_sort_index", rank, stream, sort_index=stream)
+        yield named("thread_name", rank, stream, name=words)
+        yield named("thread_sort_index", rank, stream, sort_index=stream)
