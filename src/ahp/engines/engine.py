@@ -62,7 +62,7 @@ class Traits:
     """Whether a pipeline message is cut over the tensor-parallel ranks, sent in parts and gathered (Megatron's scatter-gather)."""
     selective_keeps_products: bool = False
     """What ``selective`` recomputes: everything but weight products and fused attention; False = the attention core
-    (scores, softmax, dropout, their product with the values) alone."""
+    (scores, softmax, dropout, their product with the values) alone where it is not fused, else norms and activations."""
     attention_kernel: Literal["flash1", "flash2", "cudnn"] | None = None
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
     fused_loss: bool = False
@@ -71,8 +71,9 @@ class Traits:
     """Whether torch's pipeline runtime runs the stages: it allocates what a stage receives for every micro-batch."""
     empty_end_stages: bool = False
     """Whether the first and the last stage may hold the embedding and the head alone."""
-    spare_weight_gradient: bool = False
-    """Whether one block's weight gradients lie in memory a second time in the compute type while they are added up."""
+    fused_gradient_accumulation: bool = False
+    """Whether the products that make weight gradients add them to the fp32 ones directly. The gradients that autograd asks
+    for lie in memory beside them, of one block and in the compute type, with nothing in them."""
     step_operators: int = 0
     """Host work once per step (data, scaler, logging, zeroing), in operators."""
 

@@ -59,8 +59,9 @@ class MegatronEngine(Engine):
             reduce_copies=False,
             host_operators_per_unit=0,
             host_launches_per_operator=steps.value("host_launches"),
-            tensor_overlap_backward=1.0,
+            # With sequence parallelism a third, the gathering of the output's gradient, has no product to run beside.
+            tensor_overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,
             sends_split_by_tensor=True,
-            spare_weight_gradient=job.precision in ("bf16", "fp8"),
+            fused_gradient_accumulation=job.precision in ("bf16", "fp8"),
             source="Megatron-LM d98e8a6: core/distributed, core/tensor_parallel/layers.py, core/optimizer",
         )

@@ -75,17 +75,20 @@ def segment_times(
     causal: bool,
     precision: str | None = None,
     kernel: AttentionKernel | None = None,
+    accumulates: bool = False,
 ) -> SegmentTimes:
     """Work of one rank of the groups that ``division`` describes.
 
     Every operator takes max(FLOPs / reached FLOP/s, bytes / reached bytes/s). ``precision``: that of the weight
-    products where it is not the dtype of their inputs (fp8).
+    products where it is not the dtype of their inputs (fp8). ``accumulates``: products for weight gradients add to fp32.
     """
     core = core_attention(segment)
     total: dict[str, Work] = defaultdict(Work)
     attention_s = 0.0
     for op in segment.operators:
-        seconds = operator_s(op, kernels, division, rates, causal=causal, precision=precision, kernel=kernel)
+        seconds = operator_s(
+            op, kernels, division, rates, causal=causal, precision=precision, kernel=kernel, accumulates=accumulates
+        )
         launches = 1.0 if op.index in kernels.launched else VIEW_LAUNCHES if is_view(op) else 0.0
         work = Work(seconds, launches)
         if op.phase == "backward":
@@ -112,6 +115,7 @@ def operator_s(
     causal: bool = False,
     precision: str | None = None,
     kernel: AttentionKernel | None = None,
+    accumulates: bool = False,
 ) -> float:
     """Device seconds of one operator; on a CPU with what its launch takes, which nothing hides there."""
     moved = kernels.moved_bytes.get(op.index, 0.0)
@@ -135,13 +139,15 @@ def operator_s(
     shape = division.product(op)
     if share < 1 or division.expert > 1:
         moved = product_bytes(shape, dtype)
+    added = {"output_bytes": 4.0, "accumulate": True} if accumulates and is_weight_gradient(op) else {}
     if op.name in GROUPED:
-        return max(rates.grouped_s(*shape, precision or named), moved / rates.bytes_per_s) + host_s
+        return max(rates.grouped_s(*shape, precision or named, **added), moved / rates.bytes_per_s) + host_s
     if precision is None or op.name in BATCHED:
-        return max(rates.matmul_s(*shape, named), moved / rates.bytes_per_s) + host_s
+        return max(rates.matmul_s(*shape, named, **added), moved / rates.bytes_per_s) + host_s
     # The operand that is an activation or its gradient is cast once, with its transpose for the weight gradient.
     cast = 0.0 if is_weight_gradient(op) else shape[1] * shape[3] * (DTYPE_BYTES[dtype] + 2 * FP8_BYTES)
-    return max(rates.matmul_s(*shape, precision), moved / 2 / rates.bytes_per_s) + cast / rates.bytes_per_s + host_s
+    busy_s = max(rates.matmul_s(*shape, precision, **added), moved / 2 / rates.bytes_per_s)
+    return busy_s + cast / rates.bytes_per_s + host_s
 
 
 def core_attention(segment: Segment) -> frozenset[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ahp.cluster.model import Device
 from ahp.engines.engine import Traits
 from ahp.forecast.compute import core_attention
-from ahp.forecast.division import Division
+from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.kernels import Kernels, owners
 from ahp.graph.operators import Segment
@@ -44,14 +44,17 @@ class SegmentMemory:
     """At the peak of its backward pass, beyond what it kept."""
 
 
-def segment_memory(segment: Segment, kernels: Kernels, division: Division) -> SegmentMemory:
+def segment_memory(segment: Segment, kernels: Kernels, division: Division, *, fp8: bool = False) -> SegmentMemory:
     """Run through the segment's operators, tensor by tensor: made when its operator runs, freed after its last use.
 
-    Gradients of parameters are left out (they are counted with the parameters), gradients of what enters are in.
+    Gradients of parameters are left out (they are counted with the parameters), gradients of what enters are in. ``fp8``:
+    what weight products read is kept for their weight gradients in 8 bits.
     """
     owner = owners(segment)
     shares = {op.index: division.output_share(op) for op in segment.operators}
     saved = {i: count * shares[i] for i, count in kernels.saved_bytes.items()}
+    if fp8:
+        saved = {i: count * _in_8_bits(segment, owner, i) for i, count in saved.items()}
     core = core_attention(segment)
     in_core = sum(count for i, count in saved.items() if i in core)
     in_chains = sum(count for i, count in saved.items() if segment.operators[i].flops == 0)
@@ -85,6 +88,17 @@ def segment_memory(segment: Segment, kernels: Kernels, division: Division) -> Se
     )
 
 
+def _in_8_bits(segment: Segment, owner: dict[int, int], index: int) -> float:
+    """What is left of a kept 16-bit tensor when weight gradients read it in 8 bits: half, or half more for other readers."""
+    readers = [
+        op for op in segment.phase("backward") if any(owner[i] == index for i in op.depends_on) and op.bytes_written
+    ]
+    by_weights = [is_weight_gradient(op) for op in readers]
+    if not any(by_weights):
+        return 1.0
+    return 0.5 if all(by_weights) else 1.5
+
+
 @dataclass(frozen=True, slots=True)
 class RankWeights:
     """Parameters (elements) that one pipeline rank holds after tensor parallelism, before sharding over data ranks."""
@@ -115,7 +129,7 @@ def state_bytes(
     unit = max(weights.largest_block, weights.outside_blocks)
     # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
     buffers = unit * (traits.compute_weight_bytes + traits.reduce_bytes) if traits.reduce_copies else 0
-    if traits.spare_weight_gradient:
+    if traits.fused_gradient_accumulation:
         buffers += weights.largest_block * traits.compute_weight_bytes
     return {
         "parameters": math.ceil(part * traits.master_weight_bytes),

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ahp.cluster.model import Cluster
+from ahp.engines import steps
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.errors import BadInput, NotExpressible
@@ -68,6 +69,7 @@ class Pricer:
         self.graph, self.cluster, self.job, self.choice = graph, cluster, job, choice
         self.nodes = cluster.groups[0]
         self.network = Network(self.nodes)
+        self.slowest_share = 0.0 if is_cpu(self.nodes.device) else slowest_share(cluster.num_devices)
         self._units = UnitPricer(graph, self.nodes, self.network, job.precision)
 
     def price(self, parallelism: Parallelism) -> Priced:
@@ -102,9 +104,12 @@ class Pricer:
         span = makespan(name, p, v, parallelism.num_micro_batches(self.job), times)
         optimizer_s = self._optimizer_s(parallelism, traits, span, stages)
         tied_s = self._tied_s(parallelism, units)
-        step_s = span.makespan_s + tied_s + optimizer_s
+        slowest_s = (span.makespan_s + tied_s + optimizer_s) * self.slowest_share
+        step_s = span.makespan_s + tied_s + optimizer_s + slowest_s
         step = _step_parts(span, stages, tied_s)
         step["optimizer"] = optimizer_s
+        if slowest_s:
+            step["slowest_rank"] = slowest_s
         rank, used = self._fullest(parallelism, traits, span, stages, units)
         return Priced(
             self._forecast(parallelism, step_s, step, rank, used, units),
@@ -134,7 +139,7 @@ class Pricer:
             kinds = tuple(self.graph.layers[i] for i in layers), first, last
             if kinds not in made:
                 made[kinds] = stage_cost(
-                    units, layers, first=first, last=last, recompute=recompute_of(parallelism, traits),
+                    units, layers, first=first, last=last, recompute=recompute_of(parallelism, traits, units),
                     data=data, network=self.network, bytes_per_s=self._units.rates.bytes_per_s,
                 )  # fmt: skip
             stages.append(made[kinds])
@@ -270,6 +275,12 @@ class Pricer:
         )
 
 
+def slowest_share(num_ranks: int) -> float:
+    """By how much of the mean step the slowest of ``num_ranks`` is behind: the expected maximum of so many normal draws,
+    to its leading term (cost model, section 3.9)."""
+    return steps.value("rank_spread") * math.sqrt(2.0 * math.log(num_ranks))
+
+
 def shard_ranks(parallelism: Parallelism) -> int:
     """Ranks over which ZeRO divides: those of the context axis hold the same weights and count as well."""
     if parallelism.zero_stage == 0:
@@ -297,11 +308,16 @@ def expert_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Grou
     )
 
 
-def recompute_of(parallelism: Parallelism, traits: Traits) -> Recompute:
-    """What ``activation_checkpoint`` means on an engine."""
+def recompute_of(parallelism: Parallelism, traits: Traits, units: Units) -> Recompute:
+    """What ``activation_checkpoint`` means on an engine, for a model with these blocks.
+
+    Where attention is fused it has no core to recompute: norms and activation functions are next (Megatron's
+    ``--recompute-modules``).
+    """
     if parallelism.activation_checkpoint != "selective":
         return "full" if parallelism.activation_checkpoint == "full" else "none"
-    return "chains" if traits.selective_keeps_products else "core"
+    has_core = any(unit.memory.saved_in_core for unit in units.blocks)
+    return "core" if has_core and not traits.selective_keeps_products else "chains"
 
 
 def _own(span: Makespan, rank: int) -> list[int]:

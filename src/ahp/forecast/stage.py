@@ -282,6 +282,8 @@ def _cast_bytes(data: DataParallel) -> float:
 def _gradient_copy_bytes(data: DataParallel) -> float:
     """Bytes moved per weight element and micro-batch: the gradient into the reduced type, added to the earlier ones."""
     traits = data.traits
+    if traits.fused_gradient_accumulation:
+        return 0.0
     if traits.compute_weight_bytes == 0:
         # Autograd adds to what is there: two read, one written, but for the first micro-batch.
         return 3 * traits.gradient_bytes * (1 - 1 / data.micro_batches)

@@ -87,6 +87,8 @@ class How(NamedTuple):
     fusion: Fusion
     fused_loss: bool
     attention: AttentionKernel | None
+    accumulates: bool
+    """Products for weight gradients add to the fp32 gradients."""
 
 
 class UnitPricer:
@@ -99,15 +101,15 @@ class UnitPricer:
         self._precision = "fp8" if precision == "fp8" else None
         self._causal = is_causal(graph)
         self._graphs = {graph.micro_batch_size: graph}
-        self._units: dict[tuple[int, Axes, str, bool, str | None], Units] = {}
+        self._units: dict[tuple[int, Axes, How], Units] = {}
         self._kernels: dict[tuple[int, Role, int, How], tuple[Split, Kernels]] = {}
 
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it."""
-        key = micro_batch_size, axes, traits.fusion, traits.fused_loss, traits.attention_kernel
+        fusion: Fusion = "traced" if self._on_cpu else traits.fusion
+        how = How(fusion, traits.fused_loss, traits.attention_kernel, traits.fused_gradient_accumulation)
+        key = micro_batch_size, axes, how
         if key not in self._units:
-            fusion: Fusion = "traced" if self._on_cpu else traits.fusion
-            how = How(fusion, traits.fused_loss, traits.attention_kernel)
             self._units[key] = self._price(self._at(micro_batch_size), axes, how)
         return self._units[key]
 
@@ -148,9 +150,16 @@ class UnitPricer:
         held = {name: -(-count // axes.expert.size) if name in stacked else count for name, count in held.items()}
         return Unit(
             times=segment_times(
-                segment, run, division, self.rates, causal=self._causal, precision=precision, kernel=how.attention
+                segment,
+                run,
+                division,
+                self.rates,
+                causal=self._causal,
+                precision=precision,
+                kernel=how.attention,
+                accumulates=how.accumulates,
             ),
-            memory=segment_memory(segment, run, division),
+            memory=segment_memory(segment, run, division, fp8=precision is not None),
             tensor_forward_s=forward_s,
             tensor_backward_s=backward_s,
             tensor_launches=launches,

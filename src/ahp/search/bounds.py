@@ -23,6 +23,7 @@ from ahp.forecast.communication import Network, strided_group
 from ahp.forecast.compute import Work
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.overlap import CONTENTION
+from ahp.forecast.pricer import slowest_share
 from ahp.forecast.stage import DataParallel, Weights
 from ahp.forecast.units import Unit, UnitPricer, Units, axes_of
 from ahp.plan import Parallelism
@@ -63,6 +64,8 @@ class Bounds:
         self._network = Network(self._nodes)
         self._pricer = UnitPricer(problem.graph, self._nodes, self._network, problem.job.precision)
         self._bytes_per_s = self._pricer.rates.bytes_per_s
+        on_cpu = is_cpu(self._nodes.device)
+        self._slowest = 1.0 if on_cpu else 1.0 + slowest_share(problem.cluster.num_devices)
         self._overlap = 0.0 if is_cpu(self._nodes.device) else 1.0
         self._layers_per_stage = problem.constraints.layers_per_stage
         self._units = cache(self._units_of)
@@ -133,7 +136,7 @@ class Bounds:
         work_s = micro_batches * (ranks.forward_s + ranks.backward_s + each_s) + once_s
         moved = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
         optimizer_s = float(ranks.parameters.max()) / shard * moved / self._bytes_per_s
-        return float((ranks.fill_s + work_s + ranks.drain_s).max()) + optimizer_s
+        return (float((ranks.fill_s + work_s + ranks.drain_s).max()) + optimizer_s) * self._slowest
 
     def _row_memory_bytes(
         self, replicate: int, shard: int, zero: int, tensor: int, pipeline: int, virtual: int, micro_batch: int,
