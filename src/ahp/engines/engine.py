@@ -73,7 +73,7 @@ class Traits:
     """Whether the first and the last stage may hold the embedding and the head alone."""
     fused_gradient_accumulation: bool = False
     """Whether the products that make weight gradients add them to the fp32 ones directly. The gradients that autograd asks
-    for lie in memory beside them, of one block and in the compute type, with nothing in them."""
+    for lie in memory beside them, of one block and the head, in the compute type, with nothing in them."""
     step_operators: int = 0
     """Host work once per step (data, scaler, logging, zeroing), in operators."""
 

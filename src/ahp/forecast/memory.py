@@ -11,7 +11,7 @@ from ahp.forecast.compute import core_attention
 from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.kernels import Kernels, owners
-from ahp.graph.operators import Segment
+from ahp.graph.operators import Operator, Segment
 
 RESERVED_OVER_ALLOCATED = 1.038
 """The caching allocator's reserved over allocated bytes at the peak: median of 344 ranks (SimuMax B200, cost model
@@ -71,8 +71,7 @@ def segment_memory(segment: Segment, kernels: Kernels, division: Division, *, fp
         if op.phase != phase:
             phase, held = op.phase, dict(saved)
             live = kept + (segment.output.bytes * division.hidden_share if segment.output else 0)
-        # A backward output that nothing reads is the gradient of a parameter.
-        if owner[op.index] == op.index and (phase == "forward" or last_use[op.index, phase] != op.index):
+        if owner[op.index] == op.index and (phase == "forward" or not _is_gradient(op, last_use)):
             made = kernels.moved_bytes.get(op.index) and (op.flops > 0 or op.index in kernels.launched)
             out_bytes = sum(spec.bytes for spec in op.outputs) * shares[op.index] if made else 0.0
             held[op.index] = max(out_bytes, saved.get(op.index, 0.0))
@@ -86,6 +85,11 @@ def segment_memory(segment: Segment, kernels: Kernels, division: Division, *, fp
         forward_extra=round(max(0.0, peak["forward"] - kept)),
         backward_extra=round(max(0.0, peak["backward"] - kept)),
     )
+
+
+def _is_gradient(op: Operator, last_use: dict[tuple[int, str], int]) -> bool:
+    """Whether a backward operator makes the gradient of a parameter: nothing, or nothing but a view, reads it."""
+    return is_weight_gradient(op) or last_use[op.index, "backward"] == op.index
 
 
 def _in_8_bits(segment: Segment, owner: dict[int, int], index: int) -> float:
@@ -107,6 +111,8 @@ class RankWeights:
     largest_block: int
     outside_blocks: int
     """In the one unit that holds what is not in a block: embedding, head, final norm."""
+    head: int = 0
+    """Of them, those of the head."""
     experts: int = 0
     """Of the total, weights of experts: an expert-parallel group holds them once, so that fewer ranks divide their states."""
 
@@ -130,7 +136,8 @@ def state_bytes(
     # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
     buffers = unit * (traits.compute_weight_bytes + traits.reduce_bytes) if traits.reduce_copies else 0
     if traits.fused_gradient_accumulation:
-        buffers += weights.largest_block * traits.compute_weight_bytes
+        # One for each shape of weight, kept from layer to layer (Transformer Engine, get_dummy_wgrad).
+        buffers += (weights.largest_block + weights.head) * traits.compute_weight_bytes
     return {
         "parameters": math.ceil(part * traits.master_weight_bytes),
         "optimizer_states": math.ceil(part * traits.optimizer_state_bytes),

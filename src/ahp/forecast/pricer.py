@@ -238,7 +238,9 @@ class Pricer:
         ranges = self._ranges(parallelism)
         sizes = [units.blocks[units.layers[i]].parameters for stage in own for i in ranges[stage]]
         experts = sum(units.blocks[units.layers[i]].experts for stage in own for i in ranges[stage])
-        return memory.RankWeights(total, max(sizes, default=0), total - sum(sizes), experts)
+        is_last = parallelism.num_stages - 1 in own
+        head = units.head.parameters + units.tied_parameters if is_last else 0
+        return memory.RankWeights(total, max(sizes, default=0), total - sum(sizes), head, experts)
 
     def _forecast(
         self,
