@@ -1,55 +1,122 @@
 """``ahp simulate``: bars for people, one object for programs, a trace on request."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
 
 import pytest
 
+from ahp.cli.main import COMMANDS
 from ahp.cli.simulate import run
-from ahp.errors import BadInput
+from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Plan
+from ahp.report import glossary
 
 
 @pytest.fixture
-def plan_file(tmp_path):
+def plan_file(tmp_path: Path) -> Path:
     plan = {
         "model": "tiny",
         "job": {"sequence_length": 64, "global_batch_size": 8},
-        "cluster": {"nodes": 1, "devices_per_node": 2, "device": "A100-SXM-80GB"},
-        "parallelism": {"pipeline_parallel_degree": 2},
+        "cluster": {"nodes": 1, "devices_per_node": 4, "device": "A100-SXM-80GB"},
+        "parallelism": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
     }
     path = tmp_path / "plan.yaml"
     Plan.model_validate(plan).save(path)
     return path
 
 
-def test_bars_and_a_trace(plan_file, tmp_path, capsys):
+def next_commands(out: str) -> list[str]:
+    last = out.rstrip().splitlines()[-1]
+    assert last.startswith("Next: ")
+    return last.removeprefix("Next: ").split("    ")
+
+
+def test_bars_what_binds_and_a_trace(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.json"
     assert run([str(plan_file), "--trace", str(trace)]) == 0
     out = capsys.readouterr().out
     for words in (
+        "Model    tiny, 8 sequences of 64, bf16",
+        "Cluster  4 x A100-SXM-80GB",
+        "Engine   ahp, flash attention",
         "pp2(1F1B)",
-        "2 x A100-SXM-80GB",
         "pipeline bubble",
         "optimizer",
         "memory",
+        "What binds",
+        "What the parts are",
+        glossary.STEP["bubble"],
         f"Wrote {trace}",
-        "Next: ahp explain",
     ):
         assert words in out
-    tracks = {e["tid"] for e in json.loads(trace.read_text())["traceEvents"]}
-    assert tracks == {0, 1}
+    assert next_commands(out) == [f"ahp explain {plan_file}", f"ahp train {plan_file}"]
+    assert {e["pid"] for e in json.loads(trace.read_text())["traceEvents"]} == {0, 2}
+    assert run([str(plan_file), "--trace", str(trace), "--all-ranks"]) == 0
+    assert {e["pid"] for e in json.loads(trace.read_text())["traceEvents"]} == {0, 1, 2, 3}
 
 
-def test_one_json_object(plan_file, capsys):
+def test_one_json_object(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([str(plan_file), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["forecast"]["step_time_s"] == pytest.approx(sum(result["forecast"]["step"].values()))
+    step = result["forecast"]["step"]
+    assert result["forecast"]["step_time_s"] == pytest.approx(sum(step.values()))
     assert result["parallelism"]["pipeline_parallel_degree"] == 2
+    assert result["engine"]["name"] == "ahp"
     assert result["wrote"] is None
+    shares = {part: seconds / result["forecast"]["step_time_s"] for part, seconds in step.items()}
+    assert result["binds"]["share"] in (
+        pytest.approx(max(shares.values())), pytest.approx(shares["forward"] + shares["backward"]),
+    )  # fmt: skip
+    assert all({"change", "verdict", "step_time_s", "helps"} == set(one) for one in result["binds"]["neighbours"])
 
 
-def test_a_plan_without_a_cluster_is_refused(tmp_path):
-    path = tmp_path / "plan.yaml"
-    Plan().save(path)
+@pytest.mark.parametrize("engine", ["torchtitan", "megatron", "deepspeed"])
+def test_a_plan_on_another_engine(plan_file: Path, engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--engine.name", engine, "--parallelism.zero_stage", "1"]
+    assert run([str(plan_file), *words]) == 0
+    out = capsys.readouterr().out
+    assert f"Engine   {engine}, flash attention" in out
+    assert " zero1 " in out
+    assert next_commands(out) == [
+        f"ahp simulate {plan_file} --engine.name {engine} --parallelism.zero-stage 1 --trace trace.json"
+    ]
+
+
+def test_next_runs_only_what_ahp_runs(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan.load(plan_file)
+    Plan.model_validate({**plan.model_dump(), "engine": {"name": "torchtitan"}}).save(plan_file)
+    assert run([str(plan_file)]) == 0
+    commands = next_commands(capsys.readouterr().out)
+    assert commands == [f"ahp explain {plan_file}", f"ahp report {plan_file}"]
+    assert all(command.split()[1] in COMMANDS for command in commands)
+
+
+def test_every_part_of_a_forecast_has_a_meaning(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        [],
+        ["--parallelism.activation-checkpoint", "full", "--parallelism.data_parallel_shard_degree", "1",
+         "--parallelism.tensor-parallel-degree", "2"],
+        ["--engine.name", "torchtitan", "--parallelism.pipeline-parallel-degree", "1",
+         "--parallelism.context-parallel-degree", "2"],
+    ):  # fmt: skip
+        assert run([str(plan_file), *words, "--json"]) == 0
+        forecast = json.loads(capsys.readouterr().out)["forecast"]
+        assert set(forecast["step"]) <= set(glossary.STEP)
+        assert set(forecast["memory"]) <= set(glossary.MEMORY)
+
+
+def test_what_cannot_be_is_refused(plan_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotExpressible, match="accelerate"):
+        run([str(plan_file), "--engine.name", "accelerate"])
+    with pytest.raises(BadInput, match=r"engine.nam: unknown key \(did you mean: name"):
+        run([str(plan_file), "--engine.nam", "ahp"])
+    with pytest.raises(BadInput, match="--all-ranks = True"):
+        run([str(plan_file), "--all-ranks"])
+    with pytest.raises(BadInput, match="degrees multiply to 3"):
+        run([str(plan_file), "--parallelism.tensor_parallel_degree", "3", "--parallelism.data_parallel_shard_degree", "1",
+             "--parallelism.pipeline_parallel_degree", "1"])  # fmt: skip
+    Plan().save(tmp_path / "bare.yaml")
     with pytest.raises(BadInput, match="cluster = None"):
-        run([str(path)])
+        run([str(tmp_path / "bare.yaml")])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console, RenderableType
 
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
-from ahp.report import tables
+from ahp.report import glossary, tables
 
 GIB = 2**30
 
@@ -69,7 +70,7 @@ def test_bars_are_sorted_shares_of_the_whole() -> None:
     rows = tables.bars({"a": 1.0, "bubble": 3.0, "none": 0.0}, 4.0)
     assert rows == [("pipeline bubble", 3.0, 0.75), ("a", 1.0, 0.25)]
     lines = drawn(tables.time_bar(forecast())).splitlines()
-    assert lines[0].startswith("step 6.57 s (5.91 .. 7.36 s)")
+    assert lines[0].startswith("step 6.57 s (90 % band 5.91 .. 7.36 s)")
     assert [line.split("  ")[0].strip() for line in lines[1:]] == [
         "compute",
         "pipeline bubble",
@@ -88,6 +89,7 @@ def test_memory_bar_names_what_is_free() -> None:
     over = drawn(tables.memory_bar(forecast(memory={"activations": 90 * GIB}), 80 * GIB))
     assert "free" not in over
     assert "112 %" in over
+    assert over.splitlines()[-1].split() == ["too", "much", "10.0", "GiB", "12", "%", "\u2501" * 3 + "\u2578"]
 
 
 def test_rejected_layouts() -> None:
@@ -113,3 +115,52 @@ def test_the_fullest_rank_decides_the_capacity() -> None:
     for rank, expected in ((0, 80), (7, 80), (8, 24), (15, 24)):
         mixed = FLAT.model_copy(update={"cluster": {"groups": groups}, "forecast": forecast(fullest_rank=rank)})
         assert tables.capacity_bytes(mixed) == expected * GIB
+
+
+LONGEST = forecast(
+    step=dict.fromkeys(glossary.STEP, 1.0),
+    memory=dict.fromkeys(glossary.MEMORY, 4 * GIB),
+    mfu_peak="H100-SXM-80GB, dense bf16 peak 989.4 TFLOP/s; 3 x the traced forward FLOPs, recompute not counted",
+)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_bars_and_their_meanings_fit_the_terminal(width: int) -> None:
+    for what in (tables.time_bar(LONGEST), tables.memory_bar(LONGEST, 80 * GIB), tables.meanings(LONGEST)):
+        lines = drawn(what, width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert lines == [line.rstrip() for line in lines]
+    assert len(drawn(tables.time_bar(LONGEST), width).splitlines()) == 1 + len(glossary.STEP)
+    assert len(drawn(tables.memory_bar(LONGEST, 80 * GIB), width).splitlines()) == 2 + len(glossary.MEMORY)
+
+
+def test_every_part_shown_is_explained() -> None:
+    text = drawn(tables.meanings(forecast(step={"bubble": 2.0, "casts": 3.0, "host": 0.0})))
+    assert [line[:16].strip() for line in text.splitlines()] == [
+        "casts and copies", "pipeline bubble", "activations", "parameters", "MFU",
+    ]  # fmt: skip
+    assert "waits for other ranks" in text
+
+
+def test_a_small_share_is_not_called_nothing() -> None:
+    line = drawn(tables.time_bar(forecast(step={"optimizer": 0.001}))).splitlines()[1]
+    assert line == "optimizer and clipping   1.00 ms < 0.1 %"
+
+
+def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def coloured() -> bool:
+        page = io.StringIO()
+        Console(file=page, width=80, force_terminal=True, color_system="standard").print(tables.time_bar(LONGEST))
+        return re.search(r"\x1b\[[\d;]*3[0-7]m", page.getvalue()) is not None
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert coloured()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not coloured()
+
+
+def test_a_terminal_without_unicode_has_bars_too() -> None:
+    page = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Console(file=page, width=80).print(tables.time_bar(forecast()))
+    page.seek(0)
+    assert page.read().splitlines()[1].endswith("  " + "-" * 22)

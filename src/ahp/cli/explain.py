@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from ahp.cli.following import after
 from ahp.cluster.model import Cluster, Measurements, NodeGroup
 from ahp.config import Constraints, parse_yaml
 from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
@@ -210,7 +212,8 @@ def _show(plan: Plan, path: str, moves: list[tuple[str, float]], other: Alternat
     if other is not None:
         console.print()
         _show_alternative(other, plan)
-    console.print(f"\nNext: ahp simulate {path} --trace trace.json    ahp train {path}", markup=False)
+    following = [f"ahp simulate {shlex.quote(path)} --trace trace.json", *after(path, plan.engine.name)]
+    console.print(f"\nNext: {'    '.join(following)}", markup=False)
 
 
 def _show_alternative(other: Alternative | str, plan: Plan) -> None:

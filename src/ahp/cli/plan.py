@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from ahp.cli.following import after
 from ahp.cli.overrides import split_overrides
 from ahp.cli.planning_job import given_job, with_batch, with_sequence
 from ahp.cluster.model import Cluster
@@ -116,7 +117,7 @@ def show(found: Found, out: str) -> None:
             console.print(f"  - {loser.parallelism.short()}: {loser.reason}", markup=False)
     console.print(f"\n{confidence(found.cluster)}", markup=False)
     console.print(f"\nWrote {out}", markup=False)
-    console.print(f"Next: ahp explain {out}    ahp simulate {out}    ahp train {out}", markup=False)
+    console.print(f"Next: {'    '.join(after(out, best.engine.name, 'explain', 'simulate'))}", markup=False)
 
 
 def heading(found: Found) -> list[str]:
@@ -171,5 +172,5 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
         ],
         "rejected": [loser.model_dump(mode="json") for loser in found.ranking.best.rejected],
         "wrote": out,
-        "next": [f"ahp explain {out}", f"ahp simulate {out}", f"ahp train {out}"],
+        "next": after(out, found.ranking.best.engine.name, "explain", "simulate"),
     }

@@ -13,7 +13,9 @@ from typing import Annotated
 
 import tyro
 
+from ahp.cli.following import RUNS, after
 from ahp.errors import bad_input
+from ahp.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,15 @@ def run(argv: list[str]) -> int:
     from ahp.report.page import write
 
     page = write(source)
-    following = f"ahp generate {source}" if source.is_dir() else f"ahp train {source}"
+    following = f"ahp generate {source}" if source.is_dir() else _next(source)
     if arguments.json:
         print(json.dumps({"wrote": str(page), "next": [following]}))
     else:
         print(f"Wrote {page}\nNext: open it in a browser    {following}")
     return 0
+
+
+def _next(plan: Path) -> str:
+    """What runs a plan, or tells more of it where its engine is another one."""
+    engine = Plan.load(plan).engine.name
+    return after(str(plan), engine)[0] if engine == RUNS else f"ahp simulate {plan} --trace trace.json"

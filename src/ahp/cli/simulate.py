@@ -1,22 +1,37 @@
-"""What a plan's step costs: where the time and the memory go, and its timeline.
+"""What a plan's step costs: where the time and the memory go, what binds, and its timeline.
 
---trace writes the timeline for chrome://tracing or Perfetto, one track per pipeline rank.
+--engine.KEY VALUE, --job.KEY VALUE and --parallelism.KEY VALUE price the plan with that changed; the file stays as it is.
+--trace writes the timeline for Perfetto (ui.perfetto.dev) or chrome://tracing, one track for each rank and stream.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import shlex
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ahp.errors import BadInput
-from ahp.plan import Plan
+from ahp.cli.following import after
+from ahp.cli.overrides import split_overrides
+from ahp.config import set_dotted
+from ahp.errors import BadInput, NotExpressible, bad_input
+from ahp.plan import Forecast, Parallelism, Plan, validated
+from ahp.words import part_words
 
 if TYPE_CHECKING:
+    from ahp.cluster.model import Cluster
     from ahp.forecast.pricer import Priced
+    from ahp.graph.operators import ModelGraph
+    from ahp.report.binding import Binding
+
+ROOTS = ("job", "parallelism", "engine")
+"""What of a plan can be changed on the command line."""
+
+NARROWEST = 80
+"""Columns that the output needs; a narrower terminal wraps the lines itself."""
 
 
 @dataclass(frozen=True)
@@ -25,72 +40,188 @@ class Arguments:
     """plan.yaml, or a run's folder."""
     trace: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the timeline to this file."""
+    all_ranks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Draw every rank in the timeline, not one of those that do the same."""
     json: bool = False
     """Print one JSON object."""
 
 
 def run(argv: list[str]) -> int:
     """``ahp simulate PLAN``. Returns the exit code; raises AhpError."""
-    arguments = tyro.cli(Arguments, args=argv, prog="ahp simulate", description=__doc__)
-    plan = Plan.load(arguments.plan)
-    priced = price(plan)
+    overrides, rest = split_overrides(argv, ROOTS)
+    arguments = tyro.cli(Arguments, args=rest, prog="ahp simulate", description=__doc__)
+    if arguments.all_ranks and arguments.trace is None:
+        raise bad_input("--all-ranks", True, "is about the timeline; say where it goes: --trace FILE", [False])
+    plan = changed(Plan.load(arguments.plan), overrides)
+    graph, cluster = _subject(plan)
+    priced = _price(graph, cluster, plan)
+    plan = plan.model_copy(
+        update={"forecast": priced.forecast, "parallelism": priced.parallelism, "cluster": cluster.plain()}
+    )
     if arguments.trace is not None:
-        _write_trace(priced, arguments.trace)
-    following = [f"ahp explain {arguments.plan}", f"ahp train {arguments.plan}"]
+        _write_trace(priced, arguments.trace, all_ranks=arguments.all_ranks)
+    found, following = _binding(graph, cluster, plan), _following(plan, arguments, overrides)
     if arguments.json:
         result = {
             "parallelism": priced.parallelism.model_dump(mode="json"),
+            "engine": plan.engine.model_dump(mode="json"),
             "forecast": priced.forecast.model_dump(mode="json"),
+            "binds": _plain(found),
             "wrote": arguments.trace,
             "next": following,
         }
         print(json.dumps(result))
     else:
-        _show(plan, priced, arguments.trace, following)
+        _show(plan, found, arguments.trace, following)
     return 0
+
+
+def changed(plan: Plan, overrides: dict[str, Any]) -> Plan:
+    """The plan with dotted keys set. Raises BadInput for a key or a value that is none."""
+    if not overrides:
+        return plan
+    data = plan.model_dump(mode="json")
+    for key, value in overrides.items():
+        set_dotted(data, key, value)
+    return validated(Plan, data, "plan")
 
 
 def price(plan: Plan) -> Priced:
     """Analyse the plan's model and price its layout on its cluster. Raises BadInput without a cluster."""
-    from ahp.cluster.model import Cluster
+    return _price(*_subject(plan), plan)
+
+
+def _price(graph: ModelGraph, cluster: Cluster, plan: Plan) -> Priced:
     from ahp.forecast.step import price as price_layout
+
+    return price_layout(graph, cluster, plan.job, plan.parallelism, plan.engine)
+
+
+def _subject(plan: Plan) -> tuple[ModelGraph, Cluster]:
+    """What the plan computes, and on what."""
+    from ahp.cluster.model import Cluster
+    from ahp.engines.registry import get
     from ahp.graph.trace import analyze
 
     if plan.cluster is None:
         raise BadInput("cluster = None: the plan names no cluster to simulate it on; write it with: ahp plan")
-    graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
-    return price_layout(graph, Cluster.resolve(plan.cluster), plan.job, plan.parallelism, plan.engine)
+    cluster = Cluster.resolve(plan.cluster)
+    # What the engine cannot express is told before the model is traced.
+    lightest = {"activation_checkpoint": "none"} if plan.parallelism.activation_checkpoint == "auto" else {}
+    layout = plan.parallelism.model_copy(update=lightest)
+    if reason := get(plan.engine.name).refuses(plan.job, layout, plan.engine):
+        raise NotExpressible(reason)
+    return analyze(plan.model, plan.job, attention=plan.engine.attention), cluster
 
 
-def _write_trace(priced: Priced, path: str) -> None:
+def _binding(graph: ModelGraph, cluster: Cluster, plan: Plan) -> Binding:
+    from ahp.forecast.step import forecast
+    from ahp.report.binding import binding
+    from ahp.report.tables import capacity_bytes, forecast_of
+
+    def price_other(layout: Parallelism) -> Forecast:
+        return forecast(graph, cluster, plan.job, layout, plan.engine)
+
+    return binding(plan.parallelism, forecast_of(plan), capacity_bytes(plan), price_other)
+
+
+def _write_trace(priced: Priced, path: str, *, all_ranks: bool) -> None:
     from ahp.forecast import timeline
 
     try:
-        timeline.write(priced, path)
+        timeline.write(priced, path, all_ranks=all_ranks)
     except OSError as error:
         raise BadInput(f"trace = {path!r}: cannot be written: {error.strerror}") from error
 
 
-def _show(plan: Plan, priced: Priced, trace: str | None, following: list[str]) -> None:
+def _following(plan: Plan, arguments: Arguments, overrides: dict[str, Any]) -> list[str]:
+    """What to do next. What was changed here stands in no file, so that no other command knows of it."""
+    path = arguments.plan
+    if not overrides:
+        return after(path, plan.engine.name, "explain")
+    if arguments.trace is None:
+        words = [
+            f"--{key.replace('_', '-')} {shlex.quote(json.dumps(value) if not isinstance(value, str) else value)}"
+            for key, value in overrides.items()
+        ]
+        return [f"ahp simulate {shlex.quote(path)} {' '.join(words)} --trace trace.json"]
+    return [f"ahp simulate {shlex.quote(path)}", f"ahp explain {shlex.quote(path)}"]
+
+
+def _plain(found: Binding) -> dict[str, Any]:
+    """What binds, as plain data."""
+    tried = [
+        {
+            "change": neighbour.change,
+            "verdict": neighbour.verdict,
+            "step_time_s": neighbour.forecast.step_time_s if neighbour.forecast is not None else None,
+            "helps": neighbour.helps,
+        }
+        for neighbour in found.neighbours
+    ]
+    return {**asdict(found), "neighbours": tried}
+
+
+def _show(plan: Plan, found: Binding, trace: str | None, following: list[str]) -> None:
     """Bars for people, on stdout."""
-    from ahp.cluster.model import Cluster
     from ahp.report import tables
+
+    console, forecast = tables.console(least_width=NARROWEST), tables.forecast_of(plan)
+
+    def tell(*lines: str) -> None:
+        for line in lines:
+            console.print(line, markup=False)
+
+    tell(*_heading(plan), "")
+    console.print(tables.time_bar(forecast))
+    tell("")
+    console.print(tables.memory_bar(forecast, tables.capacity_bytes(plan)))
+    tell("", "What binds")
+    console.print(tables.Hanging([("  -", line) for line in _told(found)]))
+    console.print(tables.Hanging([("      *", line) for line in _in_vain(found)]))
+    tell("", "What the parts are")
+    console.print(tables.meanings(forecast))
+    if trace is not None:
+        tell("", f"Wrote {Path(trace)}   open it at https://ui.perfetto.dev")
+    tell("", f"Next: {'    '.join(following)}")
+
+
+def _heading(plan: Plan) -> list[str]:
+    """What was priced, and how fast it is."""
+    from ahp.report.tables import forecast_of
     from ahp.words import percent
 
-    assert plan.cluster is not None
-    console, forecast = tables.console(), priced.forecast
-    cluster = Cluster.resolve(plan.cluster)
-    console.print(
-        f"{priced.parallelism.short()} on {cluster.num_devices} x {cluster.groups[0].device.name}", markup=False
-    )
-    console.print(
-        f"{forecast.tokens_per_s_per_device:,.0f} tokens/s/device, MFU {percent(forecast.mfu)} of {forecast.mfu_peak}",
-        markup=False,
-    )
-    console.print()
-    console.print(tables.time_bar(forecast))
-    console.print()
-    console.print(tables.memory_bar(forecast, cluster.groups[0].device.memory_bytes))
-    if trace is not None:
-        console.print(f"\nWrote {Path(trace)}", markup=False)
-    console.print(f"\nNext: {'    '.join(following)}", markup=False)
+    assert plan.cluster is not None, "_subject refuses a plan without one"
+    groups, forecast, job, engine = plan.cluster["groups"], forecast_of(plan), plan.job, plan.engine
+    model = plan.model if isinstance(plan.model, str) else plan.model.get("model_type", "given config")
+    devices = " + ".join(f"{g['nodes'] * g['devices_per_node']} x {g['device']['name']}" for g in groups)
+    compiled = ", compiled" if engine.compile else ""
+    return [
+        f"Model    {model}, {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}",
+        f"Cluster  {devices}",
+        f"Engine   {engine.name}, {engine.attention} attention{compiled}",
+        f"Layout   {plan.parallelism.short()}",
+        f"Speed    {forecast.tokens_per_s_per_device:,.0f} tokens/s/device, MFU {percent(forecast.mfu)}",
+    ]
+
+
+def _told(found: Binding) -> list[str]:
+    """What binds, line by line: first the sentence, then memory, then the neighbours that were priced."""
+    lines = [found.sentence]
+    if found.part != "memory":
+        lines.append(f"Memory: {found.memory}.")
+    helping = [neighbour for neighbour in found.neighbours if neighbour.helps]
+    if helping:
+        best = min(helping, key=lambda n: n.forecast.step_time_s if n.forecast else 0.0)
+        lines.append(f"Most relief of the neighbouring layouts: {best.change}: {best.verdict}.")
+    elif found.neighbours:
+        about = "" if found.relieves == "compute" else f" against {part_words(found.relieves)}"
+        lines.append(f"No neighbouring layout helps{about}:")
+    return lines
+
+
+def _in_vain(found: Binding) -> list[str]:
+    """The neighbours, where none of them helps."""
+    if any(neighbour.helps for neighbour in found.neighbours):
+        return []
+    return [f"{neighbour.change}: {neighbour.verdict}" for neighbour in found.neighbours]

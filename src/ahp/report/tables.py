@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from textwrap import wrap
 from typing import IO
 
-from rich.console import Console, Group, RenderableType
-from rich.progress_bar import ProgressBar
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ahp.plan import Forecast, Parallelism, Plan
-from ahp.words import of_gib, part_words, percent, seconds
+from ahp.report import glossary
+from ahp.words import gib, of_gib, part_words, percent, seconds
 
-BAR_CHARS = 40
+BAR_CHARS = 28
+"""A line with its name, amount and share then fits into 80 columns."""
+LEAST_SHARE = 0.0005
+"""A smaller share would read as 0.0 %."""
 ROUNDING = 1e-9
 """Share of the whole below which a part is nothing but rounding."""
 PLAIN_WIDTH = 240
 """Columns where the output is no terminal: a file or a pipe has no edge to wrap at."""
+LEAST_WORDS = 20
+"""Columns of a line that hangs, however narrow the terminal."""
 LEAST_WIDTH = 120
 """A narrower terminal wraps the lines itself, rather than have figures cut off."""
 
 
-def console(file: IO[str] | None = None) -> Console:
+def console(file: IO[str] | None = None, *, least_width: int = LEAST_WIDTH) -> Console:
     """A console on stdout (or ``file``) that does not wrap what goes into a file or a pipe."""
     found = Console(file=file, highlight=False)
-    width = max(found.width, LEAST_WIDTH) if found.is_terminal else PLAIN_WIDTH
+    width = max(found.width, least_width) if found.is_terminal else PLAIN_WIDTH
     return Console(file=file, highlight=False, width=width)
 
 
@@ -87,19 +94,43 @@ def rejected(plan: Plan) -> Table:
 def time_bar(forecast: Forecast) -> RenderableType:
     """Where the time of a step goes: one bar for each part of the slowest rank, with seconds and share."""
     rows = bars(forecast.step, forecast.step_time_s)
-    title = Text(f"step {seconds(forecast.step_time_s)} ({band(forecast)})", style="bold")
-    return Group(title, _bar_table(rows, seconds))
+    title = Text(f"step {seconds(forecast.step_time_s)} (90 % band {band(forecast)})", style="bold")
+    return Group(title, _Bars(rows, seconds))
 
 
 def memory_bar(forecast: Forecast, capacity: int) -> RenderableType:
     """Where the bytes of the fullest rank go: one bar for each part against ``capacity`` bytes."""
     rows = bars(forecast.memory, capacity)
     free = capacity - sum(forecast.memory.values())
-    if free > 0:
-        rows.append(("free", free, free / capacity))
+    if free != 0:
+        rows.append(("free" if free > 0 else "too much", abs(free), abs(free) / capacity))
     fits = f"fits with probability {forecast.fit_probability:.2f}"
     title = Text(f"memory {of_gib(sum(forecast.memory.values()), capacity)}, {fits}", style="bold")
-    return Group(title, _bar_table(rows, lambda amount: of_gib(amount, capacity).split(" of ")[0] + " GiB"))
+    return Group(title, _Bars(rows, gib))
+
+
+def meanings(forecast: Forecast) -> RenderableType:
+    """What each part that the bars show means, in their order."""
+    shown = _largest_first(forecast.step, forecast.step_time_s) + _largest_first(forecast.memory, 1.0)
+    rows = [(part_words(part), words) for part, words in glossary.lines(shown)]
+    return Hanging([*rows, ("MFU", f"share of {forecast.mfu_peak}")])
+
+
+@dataclass(frozen=True)
+class Hanging:
+    """Lines with something before them, under which they do not wrap."""
+
+    rows: Sequence[tuple[str, str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        longest = max((len(lead) for lead, _ in self.rows), default=0)
+        for lead, words in self.rows:
+            margin = max(options.max_width - longest - 2, LEAST_WORDS)
+            wrapped = wrap(words, margin, break_long_words=False, break_on_hyphens=False)
+            for number, line in enumerate(wrapped or [""]):
+                yield Text(
+                    f"{lead if number == 0 else '':<{longest}}  {line}".rstrip(), no_wrap=True, overflow="ignore"
+                )
 
 
 def part_by_part(other: Forecast, forecast: Forecast) -> Table:
@@ -124,21 +155,30 @@ def _signed(value_s: float) -> str:
 
 def bars(parts: Mapping[str, float], whole: float) -> list[tuple[str, float, float]]:
     """(words, amount, share of the whole) of each part above rounding, the largest first."""
-    shown = [(part_words(part), amount, amount / whole) for part, amount in parts.items() if amount > ROUNDING * whole]
-    return sorted(shown, key=lambda row: -row[1])
+    return [(part_words(part), parts[part], parts[part] / whole) for part in _largest_first(parts, whole)]
 
 
-def _bar_table(rows: Sequence[tuple[str, float, float]], words: Callable[[float], str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
-    table.add_column("part", no_wrap=True)
-    table.add_column("amount", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("bar", no_wrap=True)
-    for name, amount, share in rows:
-        style = "dim" if name == "free" else "cyan"
-        bar = ProgressBar(total=1.0, completed=share, width=BAR_CHARS, complete_style=style, finished_style=style)
-        table.add_row(name, words(amount), percent(share), bar)
-    return table
+def _largest_first(parts: Mapping[str, float], whole: float) -> list[str]:
+    return sorted((part for part in parts if parts[part] > ROUNDING * whole), key=lambda part: -parts[part])
+
+
+@dataclass(frozen=True)
+class _Bars:
+    """One line for each part: name, amount, share, and a bar as long as the share."""
+
+    rows: Sequence[tuple[str, float, float]]
+    words: Callable[[float], str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        full, half = ("-", "") if options.ascii_only else ("\u2501", "\u2578")
+        longest = max((len(name) for name, _, _ in self.rows), default=0)
+        for name, amount, share in self.rows:
+            halves = round(2 * BAR_CHARS * min(share, 1.0))
+            bar = full * (halves // 2) + half * (halves % 2)
+            told = percent(share) if share >= LEAST_SHARE else "< 0.1 %"
+            figures = f"{name:<{longest}} {self.words(amount):>9} {told:>7}"
+            style = {"free": "dim", "too much": "red"}.get(name, "cyan")
+            yield Text.assemble(figures, (f"  {bar}" if bar else "", style), no_wrap=True, overflow="ignore")
 
 
 def band(forecast: Forecast) -> str:

@@ -1,0 +1,243 @@
+"""What keeps a layout from being faster, or from fitting, and which of its neighbours would change that.
+
+The neighbours are few and follow from the part that binds; they are priced, not searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ahp.errors import BadInput, NotExpressible
+from ahp.plan import Forecast, Parallelism, validated
+from ahp.report.tables import ROUNDING
+from ahp.words import gib, of_gib, part_words, percent, seconds
+
+COMPUTATION = ("forward", "backward")
+NEGLIGIBLE = 0.01
+"""A part below this share is not worth a change: no forecast tells layouts apart by so little."""
+LIGHTER = {"full": ("selective", "none"), "selective": ("none",)}
+"""Recomputing less, the nearest first."""
+NOT_OURS = ("allocator_slack", "communicators", "context")
+"""Memory that follows from the rest, or that no layout changes."""
+NO_LAYOUT_CHANGES = ("slowest_rank",)
+"""Time that follows from the devices."""
+CUT = ("pipeline_parallel_degree", "virtual_stages_per_rank")
+"""Keys that decide how many stages layers_per_stage must name."""
+
+Price = Callable[[Parallelism], Forecast]
+Change = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A layout that differs in what binds, and what became of it."""
+
+    change: str
+    verdict: str
+    forecast: Forecast | None
+    """None where the layout is refused."""
+    helps: bool
+    """Whether it fits and is faster; where the layout itself does not fit, whether it fits."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What binds a layout."""
+
+    part: str
+    """``memory``, ``compute``, or a part of ``Forecast.step``."""
+    share: float
+    """Of the step; of the device's memory where that binds."""
+    relieves: str
+    """The part that the neighbours are about: the one that binds, or beside computation the largest other."""
+    sentence: str
+    memory: str
+    neighbours: tuple[Neighbour, ...]
+
+
+def binding(layout: Parallelism, forecast: Forecast, capacity_bytes: int, price: Price) -> Binding:
+    """What binds ``layout``, and its neighbours. ``price`` raises BadInput or NotExpressible for what cannot run."""
+    used = sum(forecast.memory.values())
+    if not forecast.fits:
+        part = max((p for p in forecast.memory if p not in NOT_OURS), key=forecast.memory.__getitem__)
+        share, sentence = used / capacity_bytes, _too_much(forecast, part, capacity_bytes)
+        told, changes = "memory", _smaller(layout, part)
+    else:
+        told, share, part, sentence = _slowest(forecast)
+        changes = _faster(layout, part)
+    tried = tuple(_tried(layout, forecast, change, capacity_bytes, price) for change in changes)
+    return Binding(told, share, part, sentence, _headroom(forecast, capacity_bytes), tried)
+
+
+def _slowest(forecast: Forecast) -> tuple[str, float, str, str]:
+    """(what binds, its share, the part to relieve, in words)."""
+    step_s = forecast.step_time_s
+    compute_s = sum(forecast.step.get(part, 0.0) for part in COMPUTATION)
+    fixed = (*COMPUTATION, *NO_LAYOUT_CHANGES)
+    others = {part: s for part, s in forecast.step.items() if part not in fixed and s > ROUNDING * step_s}
+    beside = max(others, key=others.__getitem__, default=None)
+    if beside is not None and others[beside] > compute_s:
+        share = others[beside] / step_s
+        words = f"{_first_upper(part_words(beside))}: {percent(share)} of the step ({seconds(others[beside])})"
+        return beside, share, beside, f"{words}; computation is {percent(compute_s / step_s)}."
+    words = f"Computation: forward and backward are {percent(compute_s / step_s)} of the step"
+    if beside is None or others[beside] < NEGLIGIBLE * step_s:
+        return (
+            "compute",
+            compute_s / step_s,
+            "compute",
+            f"{words}, nothing else that a layout decides reaches {percent(NEGLIGIBLE)}.",
+        )
+    lost = f"{part_words(beside)}, {percent(others[beside] / step_s)} ({seconds(others[beside])})"
+    return "compute", compute_s / step_s, beside, f"{words}. Of what else a layout decides, most is {lost}."
+
+
+def _too_much(forecast: Forecast, part: str, capacity_bytes: int) -> str:
+    used = sum(forecast.memory.values())
+    holds = f"{part_words(part)} ({gib(forecast.memory[part])})"
+    if used > capacity_bytes:
+        return f"Memory: {of_gib(used, capacity_bytes)}; {holds} would have to shrink by {gib(used - capacity_bytes)}."
+    return (
+        f"Memory: {of_gib(used, capacity_bytes)} leaves a probability of {forecast.fit_probability:.2f} to fit, 0.95 is "
+        f"asked for; {holds} would have to shrink."
+    )
+
+
+def _headroom(forecast: Forecast, capacity_bytes: int) -> str:
+    """What is free, and what would have to shrink for more."""
+    used = sum(forecast.memory.values())
+    part = max((p for p in forecast.memory if p not in NOT_OURS), key=forecast.memory.__getitem__)
+    largest = f"most is {part_words(part)}, {gib(forecast.memory[part])}"
+    if used > capacity_bytes:
+        return f"{of_gib(used, capacity_bytes)}, {gib(used - capacity_bytes)} too much; {largest}"
+    return f"{of_gib(used, capacity_bytes)}, {gib(capacity_bytes - used)} free; {largest}"
+
+
+def _tried(layout: Parallelism, forecast: Forecast, change: Change, capacity_bytes: int, price: Price) -> Neighbour:
+    words = ", ".join(f"{key} {value}" for key, value in change.items())
+    given = layout.model_dump() | ({"layers_per_stage": None} if set(CUT) & set(change) else {})
+    try:
+        other = price(validated(Parallelism, given | change, "parallelism"))
+    except (BadInput, NotExpressible) as refusal:
+        return Neighbour(words, f"not possible: {_without_key(str(refusal), change)}", None, False)
+    used = of_gib(sum(other.memory.values()), capacity_bytes)
+    if not other.fits:
+        return Neighbour(words, f"does not fit: {used}, probability {other.fit_probability:.2f}", other, False)
+    less = 1 - other.step_time_s / forecast.step_time_s
+    compared = f"{percent(abs(less))} {'less' if less > 0 else 'more'}"
+    helps = less > 0 or not forecast.fits
+    return Neighbour(words, f"{seconds(other.step_time_s)} a step, {compared}; {used}", other, helps)
+
+
+def _without_key(refusal: str, change: Change) -> str:
+    """A refusal without the key and the value that stand beside it already."""
+    for key, value in change.items():
+        refusal = refusal.removeprefix("parallelism: ").removeprefix(f"{key} = {value!r}: ")
+    return refusal
+
+
+def _faster(layout: Parallelism, part: str) -> list[Change]:
+    """Changes that take time off a part of the step, the nearest first."""
+    changes = {
+        "compute": _more_at_once,
+        "tensor_parallel": _less_tensor,
+        "context_parallel": lambda one: _fewer(one, "context_parallel_degree"),
+        "expert_parallel": _fewer_expert_ranks,
+        "bubble": _less_bubble,
+        "recompute": lambda one: ({"activation_checkpoint": how} for how in LIGHTER.get(one.activation_checkpoint, ())),
+        "weight_gather": _shard_less,
+        "gradient_reduce": _shard_less,
+        "optimizer": _shard_more,
+    }
+    return list(changes.get(part, _more_at_once)(layout))
+
+
+def _smaller(layout: Parallelism, part: str) -> list[Change]:
+    """Changes that take bytes off a part of the memory, the nearest first."""
+    if part in ("activations", "temporaries", "pipeline_buffers"):
+        heavier = {"none": ("selective", "full"), "selective": ("full",)}
+        found: list[Change] = [{"activation_checkpoint": how} for how in heavier.get(layout.activation_checkpoint, ())]
+        if layout.tensor_parallel_degree > 1 and not layout.enable_sequence_parallel:
+            found.append({"enable_sequence_parallel": True})
+        return [*found, *_fewer(layout, "micro_batch_size"), *_more_tensor(layout)]
+    return [*_shard_more(layout), *_more_tensor(layout)]
+
+
+def _more_at_once(layout: Parallelism) -> Iterator[Change]:
+    """Larger operators, and fewer times what happens for each micro-batch."""
+    yield {"micro_batch_size": 2 * layout.micro_batch_size}
+    for how in LIGHTER.get(layout.activation_checkpoint, ()):
+        yield {"activation_checkpoint": how}
+
+
+def _less_tensor(layout: Parallelism) -> Iterator[Change]:
+    if not layout.enable_sequence_parallel:
+        yield {"enable_sequence_parallel": True}
+    yield from _fewer(layout, "tensor_parallel_degree")
+
+
+def _more_tensor(layout: Parallelism) -> Iterator[Change]:
+    key = _data_key(layout)
+    if getattr(layout, key) % 2 == 0:
+        yield {"tensor_parallel_degree": 2 * layout.tensor_parallel_degree, key: getattr(layout, key) // 2}
+
+
+def _fewer_expert_ranks(layout: Parallelism) -> Iterator[Change]:
+    yield {"expert_parallel_degree": layout.expert_parallel_degree // _factor(layout.expert_parallel_degree)}
+
+
+def _less_bubble(layout: Parallelism) -> Iterator[Change]:
+    yield from _fewer(layout, "micro_batch_size")
+    if layout.pipeline_parallel_schedule != "ZBVZeroBubble":
+        more = 2 * layout.virtual_stages_per_rank
+        yield {"pipeline_parallel_schedule": "Interleaved1F1B", "virtual_stages_per_rank": more}
+        yield {"pipeline_parallel_schedule": "ZBVZeroBubble", "virtual_stages_per_rank": 2}
+    yield from _fewer(layout, "pipeline_parallel_degree")
+
+
+def _shard_less(layout: Parallelism) -> Iterator[Change]:
+    """Gather and reduce less often."""
+    if layout.zero_stage > 1:
+        yield {"zero_stage": layout.zero_stage - 1}
+    yield {"micro_batch_size": 2 * layout.micro_batch_size}
+
+
+def _shard_more(layout: Parallelism) -> Iterator[Change]:
+    """Divide states over more ranks, and more of them."""
+    replicas, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
+    if replicas > 1:
+        whole = {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": replicas * shards}
+        yield {**whole, "zero_stage": max(1, layout.zero_stage)}
+    elif shards > 1 and layout.zero_stage < 3:
+        yield {"zero_stage": layout.zero_stage + 1}
+
+
+def _fewer(layout: Parallelism, key: str) -> Iterator[Change]:
+    """A degree, or the micro-batch, divided by its smallest factor; the devices go to data parallelism."""
+    degree = getattr(layout, key)
+    if degree == 1:
+        return
+    factor = _factor(degree)
+    change: Change = {key: degree // factor}
+    if key != "micro_batch_size":
+        data = _data_key(layout)
+        change[data] = getattr(layout, data) * factor
+    if key == "pipeline_parallel_degree" and degree == factor:  # no pipeline is left
+        change |= {"pipeline_parallel_schedule": "1F1B", "virtual_stages_per_rank": 1}
+    yield change
+
+
+def _data_key(layout: Parallelism) -> str:
+    """The data axis that grows or shrinks with the others."""
+    sharded = layout.zero_stage > 0
+    return "data_parallel_shard_degree" if sharded else "data_parallel_replicate_degree"
+
+
+def _factor(number: int) -> int:
+    return next(k for k in range(2, number + 1) if number % k == 0)
+
+
+def _first_upper(words: str) -> str:
+    return words[:1].upper() + words[1:]

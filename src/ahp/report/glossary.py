@@ -1,0 +1,43 @@
+"""The parts of a forecast in plain words, for whoever reads its bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+STEP: dict[str, str] = {
+    "forward": "the model computes the loss of its tokens",
+    "backward": "gradients of the loss, by activations and by weights",
+    "recompute": "forward work done again in backward, to keep fewer activations",
+    "tensor_parallel": "devices that share a matrix product exchange its pieces",
+    "context_parallel": "devices that share a sequence exchange keys and values",
+    "expert_parallel": "tokens travel to the devices of their experts and back",
+    "weight_gather": "sharded weights are brought together: what computing does not hide",
+    "gradient_reduce": "gradients are summed over replicas: what computing does not hide",
+    "casts": "weights into the type that computes, gradients into theirs, added up",
+    "host": "the device waits for Python to launch its kernels; on a CPU, for the engine's own work",
+    "bubble": "the rank waits for other ranks of the pipeline",
+    "slowest_rank": "equal devices are not equally fast, and all wait for the last",
+    "optimizer": "norm and clipping of the gradients, update of the weights",
+}
+"""Parts of ``Forecast.step``."""
+
+MEMORY: dict[str, str] = {
+    "parameters": "weights, as the optimizer holds them",
+    "optimizer_states": "running means of the gradients and of their squares",
+    "gathered_weights": "copies of the weights to compute with: cast, or brought together",
+    "gradients": "kept until the optimizer has used them",
+    "reduce_buffers": "gradients on their way to other ranks",
+    "activations": "kept from forward to backward, for each micro-batch in flight",
+    "temporaries": "at the peak of one backward pass; often the logits",
+    "pipeline_buffers": "what other stages send and receive",
+    "allocator_slack": "held by torch's allocator, not in use",
+    "communicators": "buffers of the communication library",
+    "context": "what the driver takes before anything runs",
+}
+"""Parts of ``Forecast.memory``."""
+
+
+def lines(parts: Iterable[str]) -> list[tuple[str, str]]:
+    """(part, its meaning) of those that have one, in the order given."""
+    words = STEP | MEMORY
+    return [(part, words[part]) for part in parts if part in words]
