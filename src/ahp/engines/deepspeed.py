@@ -44,8 +44,9 @@ class DeepSpeedEngine(Engine):
             compute_weight_bytes=2 if half else 0,
             fusion="fused",
             fused_loss=True,
-            gradient_overlap=0.0 if zero < 2 or parallelism.pipeline_parallel_degree > 1 else 1.0,
-            parameter_gather_overlap=1.0 if zero == 3 else 0.0,
+            gradient_overlap=0.0,  # overlap_comm is off by default
+            gathers_each_weight=zero == 3,
+            parameter_gather_overlap=0.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
             backward_gathers="per_micro_batch" if zero == 3 else "never",
             keeps_gathered_weights=zero < 3,

@@ -71,6 +71,8 @@ class Traits:
     """Whether torch's pipeline runtime runs the stages: it allocates what a stage receives for every micro-batch."""
     empty_end_stages: bool = False
     """Whether the first and the last stage may hold the embedding and the head alone."""
+    gathers_each_weight: bool = False
+    """Whether sharded weights are gathered and their gradients reduced one tensor at a time, not a unit at once."""
     fused_gradient_accumulation: bool = False
     """Whether the products that make weight gradients add them to the fp32 ones directly. The gradients that autograd asks
     for lie in memory beside them, of one block and the head, in the compute type, with nothing in them."""

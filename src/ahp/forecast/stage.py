@@ -18,6 +18,8 @@ class Weights(NamedTuple):
 
     dense: int
     experts: int = 0
+    tensors: int = 1
+    """Weights that it consists of."""
 
     @property
     def total(self) -> int:
@@ -25,7 +27,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, unit: Unit) -> Weights:
-        return cls(unit.parameters - unit.experts, unit.experts)
+        return cls(unit.parameters - unit.experts, unit.experts, unit.tensors)
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,19 @@ class DataParallel:
         return self.traits.compute_weight_bytes or self.traits.master_weight_bytes
 
     def gather_s(self, weights: Weights, network: Network) -> float:
-        return sum(network.time_s("all_gather", n * self.weight_bytes, shard) for n, shard, _ in self._parts(weights))
+        pieces = weights.tensors if self.traits.gathers_each_weight else 1
+        return sum(
+            pieces * network.time_s("all_gather", count * self.weight_bytes / pieces, shard)
+            for count, shard, _ in self._parts(weights)
+        )
 
     def reduce_s(self, weights: Weights, network: Network) -> float:
         """Over the shard group; where nothing is sharded, over the replicas."""
         seconds = 0.0
+        pieces = weights.tensors if self.traits.gathers_each_weight else 1
         for count, shard, replicate in self._parts(weights):
             kind, group = ("reduce_scatter", shard) if self.shard.size > 1 else ("all_reduce", replicate)
-            seconds += network.time_s(kind, count * self.traits.reduce_bytes, group)
+            seconds += pieces * network.time_s(kind, count * self.traits.reduce_bytes / pieces, group)
         return seconds
 
     def replicas_s(self, weights: Weights, network: Network) -> float:

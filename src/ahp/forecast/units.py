@@ -58,6 +58,8 @@ class Unit:
     context_backward_s: float
     expert_s: float
     """Tokens sent to their experts and back, in one pass."""
+    tensors: int
+    """Weights that it has."""
     parameters: int
     """Elements of its weights that the rank holds, before sharding over data ranks."""
     experts: int
@@ -166,6 +168,7 @@ class UnitPricer:
             context_forward_s=keys_s,
             context_backward_s=2 * keys_s,
             expert_s=self._expert_s(segment, division, axes),
+            tensors=max(1, len(held)),
             parameters=sum(held.values()),
             experts=sum(count for name, count in held.items() if name in stacked),
             output_bytes=segment.output.bytes if segment.output else 0,
