@@ -33,19 +33,35 @@ def test_computation_binds_and_the_largest_loss_is_named() -> None:
     layout = Parallelism(tensor_parallel_degree=4, data_parallel_shard_degree=2)
     step = COMPUTE | {"tensor_parallel": 1.0, "casts": 0.5, "slowest_rank": 2.5}
     told, asked = found(layout, forecast(10.0, step=step))
-    assert (told.part, told.share, told.relieves) == ("compute", pytest.approx(0.6), "tensor_parallel")
+    assert (told.part, told.share) == ("compute", pytest.approx(0.6))
+    assert {neighbour.part for neighbour in told.neighbours} == {"tensor_parallel"}
     assert "60 % of the step" in told.sentence
     assert "tensor-parallel collectives, 10 % (1.00 s)" in told.sentence
     assert [(one.tensor_parallel_degree, one.data_parallel_shard_degree) for one in asked] == [(4, 2), (2, 4)]
     refused, faster = told.neighbours
     assert (refused.verdict, refused.helps) == ("not possible: the engine cannot (valid: False)", False)
     assert (faster.verdict, faster.helps) == ("5.00 s a step, 50 % less; 60.0 of 80.0 GiB", True)
+    assert told.relief is faster
+
+
+def test_where_the_largest_part_stays_the_next_is_tried() -> None:
+    layout = Parallelism(tensor_parallel_degree=4, data_parallel_shard_degree=2)
+    step = COMPUTE | {"tensor_parallel": 1.0, "weight_gather": 0.8, "gradient_reduce": 0.7, "casts": 0.01}
+    told, _ = found(layout, forecast(5.0, step=step), others=forecast(6.0))
+    assert told.relief is None
+    assert [(neighbour.part, neighbour.change) for neighbour in told.neighbours] == [
+        ("tensor_parallel", "enable_sequence_parallel True"),
+        ("tensor_parallel", "tensor_parallel_degree 2, data_parallel_shard_degree 4"),
+        ("weight_gather", "zero_stage 2"),
+        ("weight_gather", "micro_batch_size 2"),
+    ]
+    assert told.neighbours[-1].verdict == "6.00 s a step, 20 % more; 60.0 of 80.0 GiB"
 
 
 def test_what_is_larger_than_computation_binds() -> None:
     layout = Parallelism(pipeline_parallel_degree=4, micro_batch_size=2, layers_per_stage=(1, 1, 2, 4))
     told, asked = found(layout, forecast(16.0, step=COMPUTE | {"bubble": 9.0, "host": 1.0}))
-    assert (told.part, told.relieves) == ("bubble", "bubble")
+    assert told.part == "bubble"
     assert told.sentence == "Pipeline bubble: 56 % of the step (9.00 s); computation is 38 %."
     assert [one.micro_batch_size for one in asked] == [1, 2, 2, 2]
     assert [one.pipeline_parallel_schedule for one in asked] == ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "1F1B"]
@@ -55,7 +71,7 @@ def test_what_is_larger_than_computation_binds() -> None:
 
 def test_nothing_but_computation() -> None:
     told, asked = found(Parallelism(), forecast(6.0, step=COMPUTE | {"optimizer": 0.01}))
-    assert told.relieves == "compute"
+    assert [neighbour.part for neighbour in told.neighbours] == ["compute"]
     assert "nothing else that a layout decides reaches 1.0 %" in told.sentence
     assert [one.micro_batch_size for one in asked] == [2]
 
@@ -72,7 +88,8 @@ def test_nothing_but_computation() -> None:
 def test_memory_binds_where_a_layout_does_not_fit(part: str, layout: Parallelism, changed: list[object]) -> None:
     used = {part: 90 * GIB, "context": GIB}
     told, asked = found(layout, forecast(memory=used, fits=False, fit_probability=0.01))
-    assert (told.part, told.relieves) == ("memory", part)
+    assert told.part == "memory"
+    assert {neighbour.part for neighbour in told.neighbours} == {part}
     assert told.share == pytest.approx(91 / 80)
     assert "91.0 of 80.0 GiB" in told.sentence
     assert "(90.0 GiB) would have to shrink by 11.0 GiB" in told.sentence
@@ -90,6 +107,7 @@ def test_a_neighbour_that_does_not_fit_is_no_help() -> None:
     assert [neighbour.change for neighbour in told.neighbours] == [
         "activation_checkpoint selective",
         "activation_checkpoint none",
+        "micro_batch_size 2",
     ]
     assert not any(neighbour.helps for neighbour in told.neighbours)
     assert told.neighbours[0].verdict == "does not fit: 100.0 of 80.0 GiB, probability 0.00"

@@ -34,6 +34,10 @@ NARROWEST = 80
 """Columns that the output needs; a narrower terminal wraps the lines itself."""
 
 
+MOST_IN_VAIN = 5
+"""Neighbouring layouts that are shown where none of them helps."""
+
+
 @dataclass(frozen=True)
 class Arguments:
     plan: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAN")]
@@ -153,6 +157,7 @@ def _plain(found: Binding) -> dict[str, Any]:
     tried = [
         {
             "change": neighbour.change,
+            "relieves": neighbour.part,
             "verdict": neighbour.verdict,
             "step_time_s": neighbour.forecast.step_time_s if neighbour.forecast is not None else None,
             "helps": neighbour.helps,
@@ -206,22 +211,23 @@ def _heading(plan: Plan) -> list[str]:
 
 
 def _told(found: Binding) -> list[str]:
-    """What binds, line by line: first the sentence, then memory, then the neighbours that were priced."""
+    """What binds, line by line: first the sentence, then memory, then what would relieve it."""
     lines = [found.sentence]
     if found.part != "memory":
         lines.append(f"Memory: {found.memory}.")
-    helping = [neighbour for neighbour in found.neighbours if neighbour.helps]
-    if helping:
-        best = min(helping, key=lambda n: n.forecast.step_time_s if n.forecast else 0.0)
-        lines.append(f"Most relief of the neighbouring layouts: {best.change}: {best.verdict}.")
+    if found.relief is not None:
+        first = found.neighbours[0].part
+        about = f", against {part_words(found.relief.part)}" if found.relief.part not in (first, "compute") else ""
+        lines.append(f"Most relief of the neighbouring layouts{about}: {found.relief.change}: {found.relief.verdict}.")
     elif found.neighbours:
-        about = "" if found.relieves == "compute" else f" against {part_words(found.relieves)}"
-        lines.append(f"No neighbouring layout helps{about}:")
+        lines.append("No neighbouring layout helps:")
     return lines
 
 
 def _in_vain(found: Binding) -> list[str]:
     """The neighbours, where none of them helps."""
-    if any(neighbour.helps for neighbour in found.neighbours):
+    if found.relief is not None:
         return []
-    return [f"{neighbour.change}: {neighbour.verdict}" for neighbour in found.neighbours]
+    shown = [f"{neighbour.change}: {neighbour.verdict}" for neighbour in found.neighbours[:MOST_IN_VAIN]]
+    more = len(found.neighbours) - len(shown)
+    return [*shown, f"and {more} more (--json has them)"] if more else shown

@@ -11,7 +11,6 @@ from typing import Any
 
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, validated
-from ahp.report.tables import ROUNDING
 from ahp.words import gib, of_gib, part_words, percent, seconds
 
 COMPUTATION = ("forward", "backward")
@@ -35,6 +34,8 @@ class Neighbour:
     """A layout that differs in what binds, and what became of it."""
 
     change: str
+    part: str
+    """What it would relieve."""
     verdict: str
     forecast: Forecast | None
     """None where the layout is refused."""
@@ -50,48 +51,56 @@ class Binding:
     """``memory``, ``compute``, or a part of ``Forecast.step``."""
     share: float
     """Of the step; of the device's memory where that binds."""
-    relieves: str
-    """The part that the neighbours are about: the one that binds, or beside computation the largest other."""
     sentence: str
     memory: str
     neighbours: tuple[Neighbour, ...]
+    """Those of the part that binds; where none of them helps those of the next largest part too, and so on."""
+
+    @property
+    def relief(self) -> Neighbour | None:
+        """The fastest neighbour that helps."""
+        helping = [(n.forecast.step_time_s, n) for n in self.neighbours if n.helps and n.forecast is not None]
+        return min(helping, key=lambda pair: pair[0])[1] if helping else None
 
 
 def binding(layout: Parallelism, forecast: Forecast, capacity_bytes: int, price: Price) -> Binding:
     """What binds ``layout``, and its neighbours. ``price`` raises BadInput or NotExpressible for what cannot run."""
     used = sum(forecast.memory.values())
-    if not forecast.fits:
-        part = max((p for p in forecast.memory if p not in NOT_OURS), key=forecast.memory.__getitem__)
-        share, sentence = used / capacity_bytes, _too_much(forecast, part, capacity_bytes)
-        told, changes = "memory", _smaller(layout, part)
+    if forecast.fits:
+        told, share, sentence, parts = _slowest(forecast)
+        changes = [(part, change) for part in parts for change in _faster(layout, part)]
     else:
-        told, share, part, sentence = _slowest(forecast)
-        changes = _faster(layout, part)
-    tried = tuple(_tried(layout, forecast, change, capacity_bytes, price) for change in changes)
-    return Binding(told, share, part, sentence, _headroom(forecast, capacity_bytes), tried)
+        part = max((p for p in forecast.memory if p not in NOT_OURS), key=forecast.memory.__getitem__)
+        told, share, sentence = "memory", used / capacity_bytes, _too_much(forecast, part, capacity_bytes)
+        changes = [(part, change) for change in _smaller(layout, part)]
+    tried: list[Neighbour] = []
+    for part, change in changes:
+        if any(one.helps and one.part != part for one in tried):
+            break
+        if all(one.change != _words(change) for one in tried):
+            tried.append(_tried(layout, forecast, part, change, capacity_bytes, price))
+    return Binding(told, share, sentence, _headroom(forecast, capacity_bytes), tuple(tried))
 
 
-def _slowest(forecast: Forecast) -> tuple[str, float, str, str]:
-    """(what binds, its share, the part to relieve, in words)."""
+def _slowest(forecast: Forecast) -> tuple[str, float, str, list[str]]:
+    """(what binds, its share, in words, the parts that a layout may relieve, the largest first)."""
     step_s = forecast.step_time_s
     compute_s = sum(forecast.step.get(part, 0.0) for part in COMPUTATION)
     fixed = (*COMPUTATION, *NO_LAYOUT_CHANGES)
-    others = {part: s for part, s in forecast.step.items() if part not in fixed and s > ROUNDING * step_s}
-    beside = max(others, key=others.__getitem__, default=None)
-    if beside is not None and others[beside] > compute_s:
-        share = others[beside] / step_s
-        words = f"{_first_upper(part_words(beside))}: {percent(share)} of the step ({seconds(others[beside])})"
-        return beside, share, beside, f"{words}; computation is {percent(compute_s / step_s)}."
+    others = {part: s for part, s in forecast.step.items() if part not in fixed and s >= NEGLIGIBLE * step_s}
+    parts = [*sorted(others, key=lambda part: -others[part]), "compute"]
+    largest = parts[0]
+    if others.get(largest, 0.0) > compute_s:
+        share = others[largest] / step_s
+        words = f"{_first_upper(part_words(largest))}: {percent(share)} of the step ({seconds(others[largest])})"
+        return largest, share, f"{words}; computation is {percent(compute_s / step_s)}.", parts
     words = f"Computation: forward and backward are {percent(compute_s / step_s)} of the step"
-    if beside is None or others[beside] < NEGLIGIBLE * step_s:
-        return (
-            "compute",
-            compute_s / step_s,
-            "compute",
-            f"{words}, nothing else that a layout decides reaches {percent(NEGLIGIBLE)}.",
-        )
-    lost = f"{part_words(beside)}, {percent(others[beside] / step_s)} ({seconds(others[beside])})"
-    return "compute", compute_s / step_s, beside, f"{words}. Of what else a layout decides, most is {lost}."
+    if largest == "compute":
+        words += f", nothing else that a layout decides reaches {percent(NEGLIGIBLE)}."
+    else:
+        lost = f"{part_words(largest)}, {percent(others[largest] / step_s)} ({seconds(others[largest])})"
+        words += f". Of what else a layout decides, most is {lost}."
+    return "compute", compute_s / step_s, words, parts
 
 
 def _too_much(forecast: Forecast, part: str, capacity_bytes: int) -> str:
@@ -115,20 +124,27 @@ def _headroom(forecast: Forecast, capacity_bytes: int) -> str:
     return f"{of_gib(used, capacity_bytes)}, {gib(capacity_bytes - used)} free; {largest}"
 
 
-def _tried(layout: Parallelism, forecast: Forecast, change: Change, capacity_bytes: int, price: Price) -> Neighbour:
-    words = ", ".join(f"{key} {value}" for key, value in change.items())
+def _tried(
+    layout: Parallelism, forecast: Forecast, part: str, change: Change, capacity_bytes: int, price: Price
+) -> Neighbour:
+    words = _words(change)
     given = layout.model_dump() | ({"layers_per_stage": None} if set(CUT) & set(change) else {})
     try:
         other = price(validated(Parallelism, given | change, "parallelism"))
     except (BadInput, NotExpressible) as refusal:
-        return Neighbour(words, f"not possible: {_without_key(str(refusal), change)}", None, False)
+        return Neighbour(words, part, f"not possible: {_without_key(str(refusal), change)}", None, False)
     used = of_gib(sum(other.memory.values()), capacity_bytes)
     if not other.fits:
-        return Neighbour(words, f"does not fit: {used}, probability {other.fit_probability:.2f}", other, False)
+        verdict = f"does not fit: {used}, probability {other.fit_probability:.2f}"
+        return Neighbour(words, part, verdict, other, False)
     less = 1 - other.step_time_s / forecast.step_time_s
     compared = f"{percent(abs(less))} {'less' if less > 0 else 'more'}"
     helps = less > 0 or not forecast.fits
-    return Neighbour(words, f"{seconds(other.step_time_s)} a step, {compared}; {used}", other, helps)
+    return Neighbour(words, part, f"{seconds(other.step_time_s)} a step, {compared}; {used}", other, helps)
+
+
+def _words(change: Change) -> str:
+    return ", ".join(f"{key} {value}" for key, value in change.items())
 
 
 def _without_key(refusal: str, change: Change) -> str:
