@@ -55,6 +55,28 @@ class PerRank:
     """Of the stage of the rank that keeps the least."""
 
 
+@dataclass(frozen=True)
+class RunningSum:
+    """A figure of every layer, summed from the first on, so that the sum over a stage is one difference."""
+
+    whole: Floats
+    first: float
+    """Of the embedding, which the first stage has besides."""
+    last: float
+    """Of the head."""
+
+    @classmethod
+    def of(cls, layers: Floats, first: float, last: float) -> RunningSum:
+        return cls(np.concatenate([[0.0], np.cumsum(layers)]), first, last)
+
+    def over(self, edges: NDArray[np.int64]) -> Floats:
+        """The sum over each stage; ``edges``: the first layer of every stage, and the number of layers after the last."""
+        sums = np.diff(self.whole[edges])
+        sums[0] += self.first
+        sums[-1] += self.last
+        return sums
+
+
 class Bounds:
     """Lower bounds for one problem; unit costs are priced once for each micro-batch and tensor degree."""
 
@@ -70,9 +92,11 @@ class Bounds:
         self._layers_per_stage = problem.constraints.layers_per_stage
         self._units = cache(self._units_of)
         self._edges = cache(self._edges_of)
+        self._sums = cache(self._sums_of)
         self._ranks = cache(self._per_rank)
         self._traits = cache(self._traits_of)
         self._data_s = cache(self._data_parallel_s)
+        self._launches_per_operator = self._traits(0, False, False).host_launches_per_operator
 
     def time_s(self, space: Space, mask: Mask) -> Floats:
         """Seconds that each row of ``mask`` takes at least; infinite elsewhere."""
@@ -185,17 +209,11 @@ class Bounds:
         return get(choice.name).traits(self._problem.job, layout, choice)
 
     def _per_rank(self, tensor: int, pipeline: int, virtual: int, micro_batch: int, recompute: bool) -> PerRank:
-        units = self._units(micro_batch, tensor)
-        blocks = [units.blocks[kind] for kind in units.layers]
-        kept = [min(units.hidden_bytes, unit.memory.saved) if recompute else unit.memory.saved for unit in blocks]
-        ends = units.embedding, units.head
-        stage_forward = self._pass_s(_forward, lambda _: Work(), blocks, ends, tensor, pipeline, virtual)
-        again = _forward if recompute else (lambda _: Work())
-        stage_backward = self._pass_s(_backward, again, blocks, ends, tensor, pipeline, virtual)
-        stage_kept = self._by_stage(kept, [unit.memory.saved for unit in ends], pipeline, virtual)
-        stage_parameters = self._by_stage(
-            [u.parameters for u in blocks], [u.parameters for u in ends], pipeline, virtual
-        )
+        sums = self._sums(micro_batch, tensor, recompute)
+        edges = self._edges(pipeline, virtual)
+        stage_forward = self._pass_s(sums["forward_s"], sums["forward_launches"], sums["own_launches"], edges)
+        stage_backward = self._pass_s(sums["backward_s"], sums["backward_launches"], sums["own_launches"], edges)
+        stage_kept, stage_parameters = sums["kept"].over(edges), sums["parameters"].over(edges)
         before = np.arange(pipeline)  # the first stage of rank r is stage r
         return PerRank(
             forward_s=stage_forward.reshape(virtual, pipeline).sum(0),
@@ -207,39 +225,36 @@ class Bounds:
             least_kept_bytes=stage_kept.reshape(virtual, pipeline).min(0),
         )
 
-    def _pass_s(
-        self,
-        work: Callable[[Unit], Work],
-        again: Callable[[Unit], Work],
-        blocks: list[Unit],
-        ends: tuple[Unit, Unit],
-        tensor: int,
-        pipeline: int,
-        virtual: int,
-    ) -> Floats:
-        """Seconds of one pass over each stage: of the device with its collectives, or of the host where that is slower."""
-        layers = [work(unit) + again(unit) for unit in blocks]
-        outer = [work(unit) for unit in ends]
-        device_s = self._by_stage([w.device_s for w in layers], [w.device_s for w in outer], pipeline, virtual)
-        launches = self._by_stage([w.launches for w in layers], [w.launches for w in outer], pipeline, virtual)
-        if self._overlap == 0.0:
-            return device_s
-        traits = self._traits(0, False, False, tensor > 1)
-        own = self._by_stage([traits.host_operators_per_unit / 2] * len(layers), [0, 0], pipeline, virtual)
-        host = launches * traits.host_launches_per_operator + own
-        return np.maximum(device_s, host * self._nodes.device.kernel_launch_s)
+    def _sums_of(self, micro_batch: int, tensor: int, recompute: bool) -> dict[str, RunningSum]:
+        """Running sums over the layers of everything that is asked of stages."""
+        units = self._units(micro_batch, tensor)
+        again = _forward if recompute else (lambda _: Work())
+        own = self._traits(0, False, False, tensor > 1).host_operators_per_unit / 2
 
-    def _by_stage(
-        self, layers: list[float] | list[int], ends: list[float] | list[int], pipeline: int, virtual: int
-    ) -> Floats:
-        """Sums of a figure of every layer over each stage, with that of the embedding and the head."""
-        edges = self._edges(pipeline, virtual)
-        whole = np.zeros(len(layers) + 1)
-        np.cumsum(layers, out=whole[1:])
-        sums = np.diff(whole[edges])
-        sums[0] += ends[0]
-        sums[-1] += ends[1]
-        return sums
+        def kept(unit: Unit) -> float:
+            return min(units.hidden_bytes, unit.memory.saved) if recompute else unit.memory.saved
+
+        def running(of_block: Callable[[Unit], float], of_end: Callable[[Unit], float]) -> RunningSum:
+            kinds = np.array([of_block(unit) for unit in units.blocks], dtype=float)
+            layers = kinds[np.array(units.layers, dtype=np.int64)] if len(kinds) else np.zeros(0)
+            return RunningSum.of(layers, of_end(units.embedding), of_end(units.head))
+
+        return {
+            "forward_s": running(lambda u: _forward(u).device_s, lambda u: _forward(u).device_s),
+            "forward_launches": running(lambda u: _forward(u).launches, lambda u: _forward(u).launches),
+            "backward_s": running(lambda u: (_backward(u) + again(u)).device_s, lambda u: _backward(u).device_s),
+            "backward_launches": running(lambda u: (_backward(u) + again(u)).launches, lambda u: _backward(u).launches),
+            "own_launches": running(lambda _: own, lambda _: 0.0),
+            "kept": running(kept, lambda u: u.memory.saved),
+            "parameters": running(lambda u: u.parameters, lambda u: u.parameters),
+        }
+
+    def _pass_s(self, device_s: RunningSum, launches: RunningSum, own: RunningSum, edges: NDArray[np.int64]) -> Floats:
+        """Seconds of one pass over each stage: of the device with its collectives, or of the host where that is slower."""
+        if self._overlap == 0.0:
+            return device_s.over(edges)
+        host = launches.over(edges) * self._launches_per_operator + own.over(edges)
+        return np.maximum(device_s.over(edges), host * self._nodes.device.kernel_launch_s)
 
     def _edges_of(self, pipeline: int, virtual: int) -> NDArray[np.int64]:
         """The first layer of every stage, and the number of layers after the last."""
@@ -279,10 +294,9 @@ class Bounds:
             return found + reduce * data.reduce_s(count, self._network) * (not traits.reduces_every_micro_batch)
 
         # Embedding and head may be one unit of communication with others: only blocks are counted.
-        kinds = [(each(unit), once(unit)) for unit in units.blocks]
-        rows = [
-            self._by_stage([kinds[kind][i] for kind in units.layers], [0.0, 0.0], pipeline, virtual) for i in (0, 1)
-        ]
+        kinds = np.array([(each(unit), once(unit)) for unit in units.blocks]).reshape(-1, 2)
+        edges, layers = self._edges(pipeline, virtual), np.array(units.layers, dtype=np.int64)
+        rows = [RunningSum.of(kinds[layers, i], 0.0, 0.0).over(edges) for i in (0, 1)]
         each_s, once_s = (row.reshape(virtual, pipeline).sum(0) for row in rows)
         return each_s, once_s
 
