@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ahp.cli import probe as command
+from ahp.cli.main import main
 from ahp.cluster import measure
 from ahp.cluster.model import Cluster, CollectiveSample, Host, MatmulSample, Measurements, MemorySample
 
@@ -64,3 +65,33 @@ def test_bad_arguments_end_with_usage(asked: dict[str, Any], capsys: Any) -> Non
         command.run(["--worker", "two"])
     assert stopped.value.code == 2
     assert not asked
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(
+    asked: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    file = tmp_path / "a_file"
+    file.write_text("")
+    for path, why in (
+        (file / "c.yaml", "Not a directory"),
+        (tmp_path, "is a folder"),
+        (Path("/proc/c.yaml"), "/proc: "),
+    ):
+        assert main(["probe", "-o", str(path)]) == 2
+        told = capsys.readouterr().err
+        assert f"-o = '{path}': " in told
+        assert why in told
+    assert not asked
+
+
+def test_folder_of_the_output_is_made(asked: dict[str, Any], tmp_path: Path) -> None:
+    assert main(["probe", "-o", str(tmp_path / "new" / "c.yaml")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_launch_is_told_as_what_it_is_on_each_device() -> None:
+    gpu = Cluster.parse("2xA100-SXM-80GB")
+    cpu = gpu.groups[0].model_copy(update={"device": gpu.groups[0].device.model_copy(update={"name": "cpu"})})
+    assert any("us, the smallest kernel" in line for line in command.lines(gpu))
+    told = command.lines(gpu.model_copy(update={"groups": (cpu,)}))
+    assert any("an operator of a training step with next to no work" in line for line in told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ahp.cluster.model import Cluster, Measurements, NodeGroup
+from ahp.cluster.catalogue import CPU
+from ahp.cluster.model import Cluster, Device, Measurements, NodeGroup
+from ahp.errors import bad_input
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -37,6 +40,7 @@ class Arguments:
 def run(argv: list[str]) -> int:
     """Parse, probe, write, print. Returns the exit code."""
     arguments = tyro.cli(Arguments, prog="ahp probe", args=argv)
+    require_writable(arguments.output)
     from ahp.cluster.measure import probe
 
     folder = arguments.output.parent
@@ -56,6 +60,21 @@ def run(argv: list[str]) -> int:
     print(f"\nwrote {arguments.output}")
     print(f"Next: ahp plan tiny {arguments.output}")
     return 0
+
+
+def require_writable(path: Path) -> None:
+    """Asked before a minute is spent on what goes there: a file without a name is made where it would lie.
+
+    Raises BadInput when the path is a folder, or that cannot be done.
+    """
+    if path.is_dir():
+        raise bad_input("-o", str(path), "is a folder; give a file in it, such as " + str(path / "cluster.yaml"))
+    folder = next(parent for parent in path.absolute().parents if parent.exists())  # "/" is always there
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=".ahp-probe-"):
+            pass
+    except OSError as error:
+        raise bad_input("-o", str(path), f"cannot be written: {folder}: {error.strerror}") from error
 
 
 def lines(cluster: Cluster) -> list[str]:
@@ -89,9 +108,16 @@ def _machine(group: NodeGroup) -> list[str]:
         f"processor  {host.cpu}, {host.cores} physical cores{memory}",
         f"devices    {group.devices_per_node} x {device.name}, {device.memory_bytes / 2**30:.1f} GiB each; {peaks}",
         f"link       {group.intra_node.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {group.intra_node.latency_s * 1e6:.0f} us",
-        f"launch     {device.kernel_launch_s * 1e6:.1f} us for the smallest operator",
+        f"launch     {device.kernel_launch_s * 1e6:.1f} us, {_smallest(device)}",
         f"storage    {', '.join(disk)}",
     ]
+
+
+def _smallest(device: Device) -> str:
+    """What the time of a launch is the time of: see Device.kernel_launch_s."""
+    if device.name == CPU:
+        return "an operator of a training step with next to no work: Python, dispatch, autograd"
+    return "the smallest kernel"
 
 
 def _products(measured: Measurements) -> list[str]:
