@@ -9,7 +9,15 @@ import pytest
 
 from ahp.cli import explain
 from ahp.cli.main import main
-from ahp.cluster.model import CollectiveSample, MatmulSample, Measurements, MemorySample
+from ahp.cluster.model import (
+    AttentionSample,
+    Cluster,
+    CollectiveSample,
+    ElementWiseSample,
+    MatmulSample,
+    Measurements,
+    MemorySample,
+)
 from ahp.errors import BadInput
 from ahp.plan import Parallelism, Plan
 
@@ -126,6 +134,38 @@ def test_faster_hardware_is_faster_in_what_was_measured_too(plan_file: Path) -> 
     before = subject.on(cluster).price(layout).step_time_s
     moved = dict(explain.what_would_move(subject.on(cluster), layout))
     assert all(step_s < before for step_s in moved.values()), moved
+
+
+def test_every_measured_table_belongs_to_one_piece_of_hardware() -> None:
+    attention = AttentionSample(
+        heads=4, sequence=64, head_dim=32, dtype="fp32", workers=1, phase="forward", seconds=8e-5
+    )
+    measured = Measurements(
+        matmul=(MatmulSample(m=8, n=8, k=8, dtype="fp32", workers=1, seconds=1e-5),),
+        memory=(MemorySample(workers=1, bytes_per_s=1e9),),
+        attention=(attention, attention.model_copy(update={"phase": "backward"})),
+        element_wise=tuple(
+            ElementWiseSample(kind=kind, elements=64, dtype="fp32", workers=1, seconds=1e-5)  # type: ignore[arg-type]
+            for kind in ("add", "silu")
+        ),
+        collectives=(CollectiveSample(kind="all_reduce", workers=2, bytes=64, seconds=1e-5),),
+    )
+    group = Cluster.parse("2xA100-SXM-80GB").groups[0].model_copy(update={"measured": measured})
+    changed: dict[str, set[str]] = {}
+    for words, (faster,) in explain._faster((group,)):
+        assert faster.measured is not None
+        for table in Measurements.model_fields:
+            for old, new in zip(getattr(measured, table), getattr(faster.measured, table), strict=True):
+                if new == old:
+                    continue
+                speed = new.bytes_per_s / old.bytes_per_s if table == "memory" else old.seconds / new.seconds
+                assert speed == pytest.approx(explain.FASTER)
+                changed.setdefault(words.removesuffix(" twice as fast"), set()).add(getattr(old, "kind", table))
+    assert changed == {
+        "arithmetic": {"matmul", "attention", "silu"},
+        "memory bandwidth": {"memory", "add"},
+        "network": {"all_reduce"},
+    }
 
 
 def test_explain_json(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,15 +9,26 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from ahp.cli.following import after
-from ahp.cluster.model import Cluster, Measurements, NodeGroup
+from ahp.cluster.model import (
+    AttentionSample,
+    Cluster,
+    CollectiveSample,
+    ElementWiseSample,
+    MatmulSample,
+    Measurements,
+    MemorySample,
+    NodeGroup,
+)
 from ahp.config import Constraints, parse_yaml
 from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
+from ahp.job import Record
 from ahp.plan import Forecast, Parallelism, Plan, validated
 from ahp.words import of_gib, part_words, percent, seconds
 
@@ -149,11 +160,11 @@ def _faster(groups: tuple[NodeGroup, ...]) -> list[tuple[str, tuple[NodeGroup, .
 
     def arithmetic(group: NodeGroup) -> NodeGroup:
         peaks = {precision: FASTER * peak for precision, peak in group.device.peak_flops_per_s.items()}
-        return _remeasured(device(group, peak_flops_per_s=peaks), "matmul")
+        return _remeasured(device(group, peak_flops_per_s=peaks), _is_arithmetic)
 
     def memory(group: NodeGroup) -> NodeGroup:
         bandwidth = FASTER * group.device.memory_bandwidth_bytes_per_s
-        return _remeasured(device(group, memory_bandwidth_bytes_per_s=bandwidth), "memory")
+        return _remeasured(device(group, memory_bandwidth_bytes_per_s=bandwidth), _is_streaming)
 
     def network(group: NodeGroup) -> NodeGroup:
         def link(old: Any) -> Any:
@@ -169,25 +180,38 @@ def _faster(groups: tuple[NodeGroup, ...]) -> list[tuple[str, tuple[NodeGroup, .
             )
 
         links = {"intra_node": link(group.intra_node), "inter_node": link(group.inter_node)}
-        return _remeasured(group.model_copy(update=links), "collectives")
+        return _remeasured(group.model_copy(update=links), lambda sample: isinstance(sample, CollectiveSample))
 
     pieces = (("arithmetic", arithmetic), ("memory bandwidth", memory), ("network", network))
     return [(f"{words} twice as fast", tuple(map(change, groups))) for words, change in pieces]
 
 
-def _remeasured(group: NodeGroup, table: str) -> NodeGroup:
+def _is_arithmetic(sample: Record) -> bool:
+    """Products, fused attention, and operators that take an exponential of every element."""
+    silu = isinstance(sample, ElementWiseSample) and sample.kind == "silu"
+    return silu or isinstance(sample, (MatmulSample, AttentionSample))
+
+
+def _is_streaming(sample: Record) -> bool:
+    """Streams, and operators that do next to nothing with what they read."""
+    add = isinstance(sample, ElementWiseSample) and sample.kind == "add"
+    return add or isinstance(sample, MemorySample)
+
+
+def _remeasured(group: NodeGroup, improves: Callable[[Record], bool]) -> NodeGroup:
+    """The group with those of its samples ``FASTER`` times as fast which the piece of hardware improves."""
     if group.measured is None:
         return group
-    samples = tuple(
-        sample.model_copy(
-            update={"bytes_per_s": FASTER * sample.bytes_per_s}
-            if table == "memory"
-            else {"seconds": sample.seconds / FASTER}
-        )
-        for sample in getattr(group.measured, table)
-    )
-    measured: Measurements = group.measured.model_copy(update={table: samples})
-    return group.model_copy(update={"measured": measured})
+
+    def again(sample: Any) -> Any:
+        if not improves(sample):
+            return sample
+        if isinstance(sample, MemorySample):
+            return sample.model_copy(update={"bytes_per_s": FASTER * sample.bytes_per_s})
+        return sample.model_copy(update={"seconds": sample.seconds / FASTER})
+
+    tables = {name: tuple(map(again, getattr(group.measured, name))) for name in Measurements.model_fields}
+    return group.model_copy(update={"measured": group.measured.model_copy(update=tables)})
 
 
 def _show(plan: Plan, path: str, moves: list[tuple[str, float]], other: Alternative | str | None) -> None:
