@@ -1,0 +1,269 @@
+"""Measured training runs from JSON files, each as one call of ``ahp.simulate``: what accuracy.py judges the forecast by.
+
+A file is one source: a list of objects, one for each run. Anyone can write more. Keys (``null`` = not said):
+
+id                     a name, unique in the file
+source                 where the figures stand: paper and table, or repository, file and commit
+verified               true: somebody has held the row against its source
+gpu                    a device of the catalogue (or words that hold its name, or a mapping {base: ..., power_limit_w: ...})
+gpus, gpus_per_node    how many
+interconnect           words; "8x200Gb/s", "1600 Gb/s" or "400 Gb/s per GPU" in them is the network of a node
+model                  layers, hidden, heads, vocab, seq; optional kv_heads, ffn, gated_mlp, tied_embeddings, and for
+                       mixtures experts, topk, moe_ffn, shared_ffn, dense_layers, attention ("MLA q_lora=1536 kv_lora=512")
+precision              fp32, bf16, fp16 or fp8, with whatever words
+framework              words; absent = Megatron-LM
+tp, pp, cp, ep         degrees; data ranks are what is left of gpus
+vpp                    virtual stages of a pipeline rank, or "max" (one layer each)
+schedule               1f1b, gpipe or zb-1p; absent = by vpp
+zero_stage, zero_group, sequence_parallel, micro_batch (sequences), global_batch (sequences)
+recompute              none, selective or full; absent = the lightest that fits
+flash_attention, torch_compile    whether they were used
+measured               step_time_s, or tokens_per_s_per_gpu (``derived`` may hold a step time reckoned from FLOP/s);
+                       memory_gib (allocated, 2**30), memory_reserved_gib, memory_gb_reported (10**9 bytes, what the
+                       source's tool showed: reserved); oom or failed_or_oom: true where it ran out of memory
+kind, quality          rows with any kind (a layer's time, memory by formula) and those of low quality are left out
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ahp.cluster import catalogue
+
+GIB_BYTES, GB_BYTES = 2**30, 10**9
+
+ENGINES = (
+    ("megatron", "megatron"), ("torchtitan", "torchtitan"), ("kempner", "torchtitan"), ("nanotron", "torchtitan"),
+    ("composer", "accelerate"), ("pytorch fsdp", "accelerate"), ("accelerate", "accelerate"),
+    ("internevo", "deepspeed"), ("deepspeed", "deepspeed"),
+)  # fmt: skip
+"""Engine by a word of a row's framework, first match. One that AHP does not know is priced as the nearest it does:
+nanotron as torchtitan, Composer (FSDP1) as accelerate, InternEvo (ZeRO) as DeepSpeed."""
+
+OTHER_NAMES = {"V100-SXM3-32GB": "V100-SXM-32GB"}
+"""Parts that the catalogue has under another form factor."""
+
+SCHEDULES = {"zb-1p": "InterleavedZeroBubble", "gpipe": "GPipe"}
+NOT_PRICED_SCHEDULES = ("zb-2p",)
+NEEDED = ("gpus", "gpus_per_node", "tp", "pp", "micro_batch", "global_batch")
+NEEDED_OF_MODEL = ("layers", "hidden", "heads", "vocab", "seq")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run."""
+
+    id: str
+    source: str
+    """The stem of its file; mixtures of experts are a source of their own."""
+    group: str
+    """The same for runs that differ in their layout alone."""
+    arguments: Mapping[str, Any]
+    """Of ``ahp.simulate``."""
+    measured_s: float | None
+    allocated_bytes: float | None
+    reserved_bytes: float | None
+    ran: bool
+    """False: it ran out of memory, or failed."""
+
+    @property
+    def engine(self) -> str:
+        return self.arguments["engine"]["name"]
+
+
+def read(paths: Iterable[Path]) -> tuple[list[Run], dict[str, str]]:
+    """The runs of all files, and by id the reason why each of the other rows is not one."""
+    runs, left_out = [], {}
+    for path in paths:
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            if reason := _unusable(row):
+                left_out[row["id"]] = reason
+            else:
+                runs.append(_run(path.stem, row))
+    return runs, left_out
+
+
+def _unusable(row: Mapping[str, Any]) -> str | None:
+    if "model" not in row:
+        return "a kernel or a collective, not a training run (docs/forecast.md judges those)"
+    missing = [key for key in NEEDED if not row.get(key)]
+    missing += [f"model.{key}" for key in NEEDED_OF_MODEL if not row["model"].get(key)]
+    rules = (
+        (not row.get("verified"), "not verified"),
+        (row.get("quality") == "low", "low quality by its own note"),
+        (row.get("kind"), f"not a step of a run: {row.get('kind')}"),
+        (missing, f"its source does not say: {', '.join(missing)}"),
+        (_words(row, "schedule") in NOT_PRICED_SCHEDULES, f"schedule {row.get('schedule')}: no engine runs it"),
+        ("fp4" in _words(row, "precision"), "fp4: no engine runs it"),
+    )
+    return next((reason for applies, reason in rules if applies), None)
+
+
+def _run(source: str, row: Mapping[str, Any]) -> Run:
+    measured = {**(row.get("derived") or {}), **(row.get("measured") or {})}
+    seconds, rate = measured.get("step_time_s"), measured.get("tokens_per_s_per_gpu")
+    if not seconds and rate:
+        seconds = row["global_batch"] * row["model"]["seq"] / (rate * row["gpus"])
+    reserved = _scaled(measured, "memory_gb_reported", GB_BYTES) or _scaled(measured, "memory_reserved_gib", GIB_BYTES)
+    model = row["model"]
+    alike = (
+        model.get("name"),
+        model["seq"],
+        row["gpu"],
+        row["gpus"],
+        row["global_batch"],
+        _precision(row),
+        row.get("date"),
+    )
+    source += " (experts)" if model.get("experts") else ""
+    return Run(
+        id=row["id"],
+        source=source,
+        group="|".join(map(str, (source, *alike))),
+        arguments=arguments(row),
+        measured_s=seconds or None,
+        allocated_bytes=_scaled(measured, "memory_gib", GIB_BYTES),
+        reserved_bytes=reserved,
+        ran=not (measured.get("oom") or measured.get("failed_or_oom")),
+    )
+
+
+def _scaled(measured: Mapping[str, Any], key: str, unit: int) -> float | None:
+    return measured[key] * unit if measured.get(key) else None
+
+
+def _words(row: Mapping[str, Any], key: str) -> str:
+    return (row.get(key) or "").lower()
+
+
+def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``ahp.simulate`` is called with for one row."""
+    gpus, per_node = row["gpus"], row["gpus_per_node"]
+    flash, compiled = bool(row.get("flash_attention")), bool(row.get("torch_compile"))
+    return {
+        "model": model_config(row["model"]),
+        "cluster": {
+            "nodes": max(1, gpus // per_node),
+            "devices_per_node": min(gpus, per_node),
+            "device": _device(row["gpu"]),
+            "inter_node_gbps": _node_gbps(row),
+        },
+        "job": {
+            "sequence_length": row["model"]["seq"],
+            "global_batch_size": row["global_batch"],
+            "precision": _precision(row),
+            "optimizer": "adamw",
+        },
+        "parallelism": _parallelism(row),
+        "engine": {"name": _engine(row), "attention": "flash" if flash else "math", "compile": compiled},
+    }
+
+
+def _parallelism(row: Mapping[str, Any]) -> dict[str, Any]:
+    tensor, stages, context, expert = (row.get(key) or 1 for key in ("tp", "pp", "cp", "ep"))
+    data = row["gpus"] // (tensor * stages * context)
+    zero = row.get("zero_stage") or 0
+    shard = (row.get("zero_group") or data) if zero else 1
+    virtual = row.get("vpp") or 1
+    if not isinstance(virtual, int):
+        virtual = -(-row["model"]["layers"] // stages)
+    usual = "Interleaved1F1B" if virtual > 1 else "1F1B"
+    recompute = ((_words(row, "recompute")) or "auto").split()[0]
+    return {
+        "data_parallel_replicate_degree": data // shard,
+        "data_parallel_shard_degree": shard,
+        "zero_stage": zero,
+        "tensor_parallel_degree": tensor,
+        "enable_sequence_parallel": bool(row.get("sequence_parallel")),
+        "pipeline_parallel_degree": stages,
+        "pipeline_parallel_schedule": SCHEDULES.get(_words(row, "schedule"), usual),
+        "virtual_stages_per_rank": virtual,
+        "context_parallel_degree": context,
+        "expert_parallel_degree": expert,
+        "micro_batch_size": row["micro_batch"],
+        "activation_checkpoint": recompute if recompute in ("none", "selective", "full") else "auto",
+    }
+
+
+def model_config(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A Hugging Face configuration of the family that the sizes belong to."""
+    hidden, heads = model["hidden"], model["heads"]
+    ffn, key_heads = model.get("ffn") or 4 * hidden, model.get("kv_heads") or heads
+    shared = {"vocab_size": model["vocab"], "tie_word_embeddings": bool(model.get("tied_embeddings"))}
+    usual = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": model["layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "max_position_embeddings": model["seq"],
+    }
+    if model.get("experts"):
+        latent = "MLA" in str(model.get("attention"))
+        return shared | usual | (_latent_experts(model) if latent else _experts(model))
+    if model.get("gated_mlp"):
+        return {"model_type": "llama"} | shared | usual
+    if key_heads != heads:  # plain MLP, grouped queries
+        return {"model_type": "nemotron"} | shared | usual
+    sizes = {"n_embd": hidden, "n_inner": ffn, "n_layer": model["layers"], "n_head": heads, "n_positions": model["seq"]}
+    return {"model_type": "gpt2"} | shared | sizes
+
+
+def _experts(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "model_type": "mixtral",
+        "num_local_experts": model["experts"],
+        "num_experts_per_tok": model.get("topk") or 2,
+    }
+
+
+def _latent_experts(model: Mapping[str, Any]) -> dict[str, Any]:
+    ranks = dict(re.findall(r"(q_lora|kv_lora)\D*(\d+)", model["attention"]))
+    return {
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": model["moe_ffn"],
+        "n_routed_experts": model["experts"],
+        "num_experts_per_tok": model["topk"],
+        "n_shared_experts": (model.get("shared_ffn") or 0) // model["moe_ffn"],
+        "first_k_dense_replace": model.get("dense_layers") or 0,
+        "q_lora_rank": int(ranks["q_lora"]) if "q_lora" in ranks else None,
+        "kv_lora_rank": int(ranks.get("kv_lora", 512)),  # 512: DeepSeek-V2 and -V3
+    }
+
+
+def _device(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
+    """A name of the catalogue; words without one are passed on, and refused by name when they are priced."""
+    if not isinstance(given, str):
+        return dict(given)
+    words = next((to for name, to in OTHER_NAMES.items() if name in given), given)
+    return max((name for name in catalogue.names() if name in words), key=len, default=words)
+
+
+def _node_gbps(row: Mapping[str, Any]) -> int | None:
+    """What one node sends to the others, Gb/s in one direction; None = what is usual for the device."""
+    words = row.get("interconnect") or ""
+    if found := re.search(r"(\d+)\s*x\s*(\d+)\s*Gb/s", words):
+        return int(found[1]) * int(found[2])
+    if found := re.search(r"(\d+)\s*Gb/s (?:RDMA )?per GPU", words):
+        return int(found[1]) * row["gpus_per_node"]
+    found = re.search(r"(\d+)\s*Gb/s", words)
+    return int(found[1]) if found else None
+
+
+def _engine(row: Mapping[str, Any]) -> str:
+    words = _words(row, "framework") or _words(row, "source")
+    return next((engine for word, engine in ENGINES if word in words), "megatron")
+
+
+def _precision(row: Mapping[str, Any]) -> str:
+    words = _words(row, "precision")
+    if "fp8" in words or "float8" in words:
+        return "fp8"
+    if words.startswith("fp16") and "bf16" not in words:
+        return "fp16"
+    return "fp32" if words.startswith("fp32") else "bf16"

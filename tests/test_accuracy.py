@@ -1,0 +1,152 @@
+"""benchmarks/accuracy.py on a few made-up rows: what it shows, what it writes, what it leaves out. Pricing is stubbed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from ahp.engines import steps
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+CONSTANT = "host_launches"
+SCRIPTS = ("accuracy", "accuracy_judge", "accuracy_rows", "accuracy_tables", "page")
+
+
+@pytest.fixture
+def accuracy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The script, from its own folder as python starts it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import accuracy
+
+    yield accuracy
+    for name in SCRIPTS:
+        sys.modules.pop(name, None)
+
+
+def row(number: int, seconds: float | None, **changes: Any) -> dict[str, Any]:
+    model = {"name": "m", "layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 64}
+    return {
+        "id": f"run-{number}", "source": "here", "verified": True, "gpu": "A100-SXM-80GB", "gpus": 2, "gpus_per_node": 2,
+        "model": model, "precision": "fp16", "tp": 1, "pp": 1, "micro_batch": number, "global_batch": 24,
+        "measured": {"step_time_s": seconds}, **changes,
+    }  # fmt: skip
+
+
+def fake_simulate(**arguments: Any) -> Any:
+    """A step as long as the host takes, a tenth of a second for each launch; micro-batches of 13 are refused."""
+    micro_batch = arguments["parallelism"]["micro_batch_size"]
+    if micro_batch == 13:
+        raise ValueError("micro_batch_size = 13: does not divide 24")
+    step_s = 0.1 * steps.value(CONSTANT) * micro_batch
+    return SimpleNamespace(
+        step_time_s=step_s, step_time_low_s=step_s / 1.5, step_time_high_s=1.5 * step_s,
+        memory_allocated_bytes=10 * 2**30, memory_reserved_bytes=11 * 2**30, fit_probability=0.99,
+    )  # fmt: skip
+
+
+def files(folder: Path, **sources: list[dict[str, Any]]) -> list[str]:
+    for name, rows in sources.items():
+        (folder / f"{name}.json").write_text(json.dumps(rows))
+    return [str(folder / f"{name}.json") for name in sources]
+
+
+def line(text: str, start: str) -> list[str]:
+    """The cells of the first table row that starts so."""
+    found = next(one for one in text.splitlines() if one.startswith(f"| {start}"))
+    return [cell.strip() for cell in found.strip("|").split("|")]
+
+
+def test_tables_count_what_could_not_be_priced(accuracy: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    launch_s = 0.1 * steps.constants()[CONSTANT].value
+    rows = [
+        row(1, launch_s / 1.1), row(2, 2 * launch_s / 0.8), row(4, 4 * launch_s / 2.0), row(13, 1.0),
+        row(8, None, measured={"memory_gib": 8.0, "memory_reserved_gib": 10.0, "oom": True}), row(3, 1.0, verified=False),
+    ]  # fmt: skip
+    assert accuracy.main(files(tmp_path, mine=rows), fake_simulate) == 0
+    printed = capsys.readouterr().out
+    source, count, failed, mean, median, _, worst, bias, inside, left_out = line(printed, "mine |")
+    assert (source, count, failed) == ("mine", "5", "1")
+    assert [float(mean), float(median), float(worst), float(bias)] == pytest.approx([130 / 3, 20, 100, 30], abs=0.1)
+    assert float(inside) == 67
+    assert left_out == ""
+    assert line(printed, "ValueError: micro_batch_size = 13")[1:] == ["1", "`run-13`"]
+    assert line(printed, "not verified")[1:] == ["1", "`run-3`"]
+    assert "1 of 3 rows are off by more than 30 %" in printed
+    assert "**Not explained yet.** (1): `run-4` +100" in printed
+    memory = line(printed.split("## Memory")[1], "mine |")
+    assert memory == ["mine", "1", "25.0", "+25.0", "+25", "1", "10.0", "+10.0", "+10", "0 of 3", "1 of 1"]
+    assert line(printed.split("## Ranking")[1], "mine |")[1] == "1"
+
+
+def test_leaving_a_source_out_fits_without_it(accuracy: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    constant = steps.constants()[CONSTANT]
+    named = constant.derived_from[0]
+    truth = 2.0
+    rows = [row(number, 0.1 * truth * number) for number in (1, 2, 4)]
+    paths = files(tmp_path, **{named: rows, "other": [row(1, 0.1 * constant.value)]})
+    assert accuracy.main([*paths, "--derive"], fake_simulate) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)[CONSTANT] == {"ships": constant.value, "derived": truth, "from": [named]}
+
+    assert accuracy.main([*paths, "--leave-one-out"], fake_simulate) == 0
+    printed = capsys.readouterr().out
+    own, left_out = (float(line(printed, f"{named} |")[i]) for i in (3, 9))
+    assert own == pytest.approx(100 * (constant.value / truth - 1), abs=0.1)
+    # Without its rows nothing says how long a launch takes: the value where nothing is known.
+    assert left_out == pytest.approx(100 * abs(constant.unknown / truth - 1), abs=0.1)
+    assert float(line(printed, "other |")[9]) == 0.0
+    assert line(printed.split("## Constants")[1], f"`{CONSTANT}`")[-2:] == [
+        f"{truth:g}",
+        f"{named}: {constant.unknown:g}",
+    ]
+    assert steps.value(CONSTANT) == constant.value
+
+
+def test_every_section_of_the_page_is_written(accuracy: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- {name} -->\nstale {name}\n<!-- end of {name} -->\n" for name in accuracy.TITLES))
+    paths = files(tmp_path, mine=[row(1, 0.5), row(13, 1.0)])
+    assert accuracy.main([*paths, "--markdown", str(page)], fake_simulate) == 0
+    text = page.read_text()
+    assert "stale " not in text
+    assert line(text, "mine |")[:3] == ["mine", "2", "1"]
+    with pytest.raises(SystemExit, match="needs the lines"):
+        accuracy.main([*paths, "--markdown", str(tmp_path / "mine.json")], fake_simulate)
+
+
+def test_a_pattern_explains_rows_and_the_rest_stay_open(accuracy: Any) -> None:
+    import accuracy_judge
+    import accuracy_rows
+    import accuracy_tables
+
+    def far(name: str) -> Any:
+        run = accuracy_rows.Run(name, "s", "g", {}, 1.0, None, None, True)
+        return accuracy_judge.Judged(run, error=-0.5, sigma=0.1, predicted_s=0.5)
+
+    notes = {"far_off": [{"rows": ["a-*"], "why": "slow network"}]}
+    told = accuracy_tables.far_off([far("a-1"), far("b-1"), far("a-2")], notes)
+    assert "**slow network** (2): `a-1` -50, `a-2` -50" in told
+    assert "**Not explained yet.** (1): `b-1` -50" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(steps.constants()))
+def test_a_constant_of_whole_steps_moves_a_real_forecast(accuracy: Any, name: str) -> None:
+    import ahp
+
+    judge = sys.modules["accuracy_judge"]
+    arguments = sys.modules["accuracy_rows"].arguments(row(1, 1.0))
+    constant = steps.constants()[name]
+    taken = []
+    for value in (constant.low, constant.high):
+        with judge.using({name: value}):
+            taken.append(ahp.simulate(**arguments).step_time_s)
+    assert taken[1] > 1.02 * taken[0]
+    assert taken[0] <= ahp.simulate(**arguments).step_time_s <= taken[1]
