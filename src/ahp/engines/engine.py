@@ -12,6 +12,10 @@ from ahp.plan import EngineChoice, Parallelism
 Fusion = Literal["eager", "modules", "fused"]
 Gathers = Literal["never", "per_step", "per_micro_batch"]
 
+EAGER_LAUNCHES = 2.9
+"""Host time of one operator of eager PyTorch over a bare launch: 9 to 12 us in a module with autograd, of which 1.1 us its own
+work on a CPU (torch 2.13, AMD EPYC; docs/forecast.md), with the 5 us launch of a GPU in its place: (10.5 - 1.1 + 5) / 5."""
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -52,7 +56,7 @@ class Traits:
     as a number of operators that take the host as long. On a CPU it adds to the computation; on a GPU it shows where
     kernels are so short that the host cannot keep ahead."""
     source: str
-    host_launches_per_operator: float = 1.0
+    host_launches_per_operator: float = EAGER_LAUNCHES
     """Host time of one operator of the traced graph, over the device's ``kernel_launch_s``: autograd, Python and dispatch."""
     tensor_overlap_forward: float = 0.0
     """Share of the tensor-parallel collectives of a forward pass that hides behind the products they belong to."""
