@@ -1,5 +1,6 @@
 """Whole forecasts: parts add up, closed forms hold, and the plain interface refuses what it should."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from ahp.engines.ahp import FSDP_OPERATORS
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.efficiency import Rates
-from ahp.forecast.pricer import NORMAL_90, SIGMA_CATALOGUE, slowest_share
+from ahp.forecast.pricer import NORMAL_90, SIGMA_CATALOGUE, SIGMA_CPU, slowest_share
 from ahp.forecast.step import forecast, price, simulate
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -197,3 +198,13 @@ def test_simulate_refuses_what_the_engine_cannot_run(tiny):
 def test_forecast_of_an_illegal_layout_says_why(tiny):
     with pytest.raises(BadInput, match="tensor_parallel_degree = 3"):
         forecast(tiny, make_cluster(per_node=3), JOB, Parallelism(tensor_parallel_degree=3), EngineChoice())
+
+
+def test_the_band_is_as_wide_as_the_errors_that_were_measured(tiny):
+    def half_width(**device):
+        found = price_on_one_node(tiny, {"micro_batch_size": 32}, **device).forecast
+        assert found.step_time_low_s * found.step_time_high_s == pytest.approx(found.step_time_s**2)
+        return math.log(found.step_time_high_s / found.step_time_s) / NORMAL_90
+
+    assert half_width() == pytest.approx(SIGMA_CATALOGUE)
+    assert half_width(name="cpu") == pytest.approx(SIGMA_CPU)

@@ -25,13 +25,16 @@ from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.simulate import StageTimes, Timeline
 from ahp.schedule.stages import layer_ranges, layers_of_stages
 
-SIGMA_CATALOGUE = 0.25
-"""Relative standard error of the step time on a cluster nobody measured: mean errors of published models that were
-not measured on their cluster are 14-21 % (cost model, section 0.4); 20 % mean is 25 % standard error."""
+SIGMA_CATALOGUE = 0.16
+"""Relative standard error of the step time on GPUs that nobody measured: the least whose 90 % band holds nine of ten
+published runs, each source one vote (docs/accuracy.md, which has what it holds source by source)."""
 
 SIGMA_MEASURED = 0.15
-"""The same after a probe: published models fed with measured operators reach 5.6-14.7 % mean error (section 0.1,
-vTrain); 12 % mean is 15 % standard error. [Empirical] until our own runs are many."""
+"""The same on GPUs after a probe: published models fed with measured operators reach 5.6-14.7 % mean error (cost model,
+section 0.1, vTrain); 12 % mean is 15 % standard error. [Empirical] until a probe of GPUs has been held against steps."""
+
+SIGMA_CPU = 0.33
+"""The same on CPU workers, probed or not: the root mean square of 48 layouts on two workers (docs/benchmarks.md)."""
 
 NORMAL_90 = 1.645
 """Half width of the central 90 % of a normal distribution, in standard errors."""
@@ -253,6 +256,7 @@ class Pricer:
     ) -> Forecast:
         device, world = self.nodes.device, parallelism.world_size
         sigma = SIGMA_MEASURED if self.nodes.measured is not None else SIGMA_CATALOGUE
+        sigma = SIGMA_CPU if is_cpu(device) else sigma
         band = math.exp(NORMAL_90 * sigma)
         peak = self._units.rates.peak(self.job.precision)
         model_flops = 3 * units.forward_flops * (self.job.global_batch_size / parallelism.micro_batch_size)
