@@ -64,15 +64,16 @@ def sections(
     judged: Sequence[Judged], left_out: Mapping[str, str], notes: Mapping[str, Any], fit: Fit | None, simulate: Simulate
 ) -> dict[str, str]:
     """The text of every section; without a fit, the columns and the section of fitted constants are not there."""
-    apart, fitted = list(judged), ""
+    apart: list[Judged] = []
+    fitted = ""
     if fit is not None:
         apart, without = leave_one_out(judged, fit, simulate)
         fitted = tables.constants(fit.values(), without)
     return {
-        "sources": tables.sources(judged, apart if fit is not None else [], notes),
+        "sources": tables.sources(judged, apart, notes),
         "ranking": tables.ranking(judged),
         "memory": tables.memory(judged),
-        "bands": tables.bands(judged, notes),
+        "bands": tables.bands(judged, apart, notes),
         **({"constants": fitted} if fit is not None else {}),
         "far_off": tables.far_off(judged, notes),
         "not_priced": tables.not_priced(judged, left_out),

@@ -142,33 +142,36 @@ def _reaching(coverage: Callable[[float], float], share: float) -> float:
     return next((float(sigma) for sigma in SIGMAS if coverage(float(sigma)) >= share), float("nan"))
 
 
-def bands(judged: Sequence[Judged], notes: Mapping[str, Any]) -> str:
+def bands(judged: Sequence[Judged], left_out: Sequence[Judged], notes: Mapping[str, Any]) -> str:
     """The standard error that would make the band hold 85, 90 and 97 %, by source and over them."""
-    groups = by_source(judged)
-    timed = {name: own for name in voting(groups, notes) if len(errors(own := groups[name]))}
-    if not timed:
-        return "No measured step times."
-    rows = [one for own in timed.values() for one in own]
-    views: dict[str, Callable[[float], float]] = {
-        **{name: lambda sigma, own=own: _covered(own, sigma) for name, own in timed.items()},
-        "**each source one vote**": lambda sigma: float(np.mean([_covered(own, sigma) for own in timed.values()])),
-        "**each row one vote**": lambda sigma: _covered(rows, sigma),
-    }
-    held = {name: errors(own, "inside").mean() for name, own in timed.items()}
-    held["**each source one vote**"] = np.mean(list(held.values()))
-    held["**each row one vote**"] = errors(rows, "inside").mean()
-    lines = [
-        [name, percent(held[name], ".0f"), *(percent(_reaching(view, share), ".0f") for share in COVERAGE)]
-        for name, view in views.items()
-    ]
-    low, _, high = COVERAGE
-    so = [
-        f"{name.strip('*')}, a sigma from {percent(_reaching(view, low), '.0f')} to {percent(_reaching(view, high), '.0f')} %"
-        for name, view in list(views.items())[-2:]
-    ]
+    lines = [_band(name, [own]) for name, own in _timed(judged, notes).items()]
+    spans = []
+    for found, words in ((judged, ""), (left_out, ", left out")):
+        groups = list(_timed(found, notes).values())
+        if not groups:
+            continue
+        rows = [one for own in groups for one in own]
+        for view, own in ((f"each source one vote{words}", groups), (f"each row one vote{words}", [rows])):
+            lines.append(_band(f"**{view}**", own))
+            spans.append(f"{view}, {lines[-1][2]} to {lines[-1][4]} %")
     head = ["source", "in band now", *(f"sigma for {percent(share, '.0f')}" for share in COVERAGE)]
-    words = f"The band would hold {percent(low, '.0f')} to {percent(high, '.0f')} % with: {'; '.join(so)}."
-    return f"{table(head, lines)}\n\n{words}"
+    low, high = percent(COVERAGE[0], ".0f"), percent(COVERAGE[-1], ".0f")
+    return f"{table(head, lines)}\n\nThe band holds {low} to {high} % with a sigma of: {'; '.join(spans)}."
+
+
+def _timed(judged: Sequence[Judged], notes: Mapping[str, Any]) -> dict[str, list[Judged]]:
+    """The sources that vote, of rows with an error."""
+    groups = by_source([one for one in judged if one.error is not None])
+    return {name: groups[name] for name in voting(groups, notes)}
+
+
+def _band(name: str, groups: Sequence[Sequence[Judged]]) -> list[str]:
+    """One line: every group one vote."""
+    held = np.mean([errors(own, "inside").mean() for own in groups])
+    sigmas = (
+        _reaching(lambda sigma: float(np.mean([_covered(own, sigma) for own in groups])), share) for share in COVERAGE
+    )
+    return [name, percent(held, ".0f"), *(percent(sigma, ".0f") for sigma in sigmas)]
 
 
 def constants(fitted: Mapping[str, float], without: Mapping[str, Mapping[str, float]]) -> str:
