@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from ahp.engines.registry import get, names
 from ahp.forecast.pricer import Pricer
 from ahp.graph.trace import analyze
 from ahp.job import Job
@@ -25,15 +26,17 @@ CASES = {
 
 
 @cache
-def subject(name: str) -> Problem:
+def subject(name: str, engine: str = "ahp") -> Problem:
     model, cluster, precision = CASES[name]
     job = Job(sequence_length=128, global_batch_size=48, precision=precision)  # type: ignore[arg-type]
-    return problem(analyze(model, job), cluster, job)
+    return problem(analyze(model, job), cluster, job, engine={"name": engine})
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bounds_are_under_the_forecast(name: str) -> None:
-    asked = subject(name)
+@pytest.mark.parametrize(
+    ("name", "engine"), [*((name, "ahp") for name in CASES), *(("llama on nodes", e) for e in names() if e != "ahp")]
+)
+def test_bounds_are_under_the_forecast(name: str, engine: str) -> None:
+    asked = subject(name, engine)
     space = build(asked.shape)
     mask, _ = legal(space, asked.tensor_reason)
     bounds = Bounds(asked)
@@ -42,6 +45,8 @@ def test_bounds_are_under_the_forecast(name: str) -> None:
     rows = random.Random(0).sample(list(np.flatnonzero(mask)), 150)
     for row in rows:
         layout = space.row(int(row))
+        if get(engine).refuses(asked.job, layout, asked.engine):
+            continue
         forecast = pricer.price(layout).forecast
         assert times[row] <= forecast.step_time_s * (1 + 1e-9), layout.short()
         assert needs[row] <= sum(forecast.memory.values()) + 1, layout.short()

@@ -42,8 +42,10 @@ FIT_PROBABILITY = 0.95
 class PerRank:
     """Sums over the layers of each pipeline rank, the embedding with the first and the head with the last."""
 
-    forward_s: Floats
-    backward_s: Floats
+    device_s: Floats
+    """Forward and backward of one micro-batch, with collectives."""
+    host_s: Floats
+    """The same of the host that launches it; 0 on a CPU, where operators hold it."""
     fill_s: Floats
     """Forward of the stages before the rank's first: nothing can start earlier."""
     drain_s: Floats
@@ -157,7 +159,7 @@ class Bounds:
         ranks = self._ranks(tensor, pipeline, virtual, micro_batch, recompute)
         traits = self._traits(zero, shard > 1, pipeline > 1)
         each_s, once_s = self._data_s(replicate, shard, zero, tensor, pipeline, virtual, micro_batch, micro_batches > 1)
-        work_s = micro_batches * (ranks.forward_s + ranks.backward_s + each_s) + once_s
+        work_s = micro_batches * np.maximum(ranks.device_s + each_s, ranks.host_s) + once_s
         moved = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
         optimizer_s = float(ranks.parameters.max()) / shard * moved / self._bytes_per_s
         return (float((ranks.fill_s + work_s + ranks.drain_s).max()) + optimizer_s) * self._slowest
@@ -180,7 +182,7 @@ class Bounds:
             if micro_batches == 1:  # gradients grow as activations go
                 held = max(held - parts["gradients"], 0.0)
             if pipeline > 1:  # a buffer for everything that a rank receives; its ends receive on one side
-                held += (2 * virtual - 1) * micro_batches * units.hidden_bytes
+                held += (2 * virtual - 1) * (micro_batches if traits.torch_pipeline else 1) * units.hidden_bytes
             states = sum(parts.values()) + held + _temporary_bytes(units, last and virtual == 1, recompute)
             needed = memory.rank_memory({"all": int(states)}, self._nodes.device, sum(d > 1 for d in degrees))
             most = max(most, needed.total)
@@ -211,13 +213,14 @@ class Bounds:
     def _per_rank(self, tensor: int, pipeline: int, virtual: int, micro_batch: int, recompute: bool) -> PerRank:
         sums = self._sums(micro_batch, tensor, recompute)
         edges = self._edges(pipeline, virtual)
-        stage_forward = self._pass_s(sums["forward_s"], sums["forward_launches"], sums["own_launches"], edges)
-        stage_backward = self._pass_s(sums["backward_s"], sums["backward_launches"], sums["own_launches"], edges)
+        forward_s, forward_host_s = self._pass_s(sums, "forward", edges)
+        backward_s, backward_host_s = self._pass_s(sums, "backward", edges)
+        stage_forward, stage_backward = np.maximum(forward_s, forward_host_s), np.maximum(backward_s, backward_host_s)
         stage_kept, stage_parameters = sums["kept"].over(edges), sums["parameters"].over(edges)
         before = np.arange(pipeline)  # the first stage of rank r is stage r
         return PerRank(
-            forward_s=stage_forward.reshape(virtual, pipeline).sum(0),
-            backward_s=stage_backward.reshape(virtual, pipeline).sum(0),
+            device_s=(forward_s + backward_s).reshape(virtual, pipeline).sum(0),
+            host_s=(forward_host_s + backward_host_s).reshape(virtual, pipeline).sum(0),
             fill_s=np.concatenate([[0.0], np.cumsum(stage_forward)])[before],
             drain_s=np.concatenate([[0.0], np.cumsum(stage_backward)])[before],
             parameters=stage_parameters.reshape(virtual, pipeline).sum(0),
@@ -249,12 +252,13 @@ class Bounds:
             "parameters": running(lambda u: u.parameters, lambda u: u.parameters),
         }
 
-    def _pass_s(self, device_s: RunningSum, launches: RunningSum, own: RunningSum, edges: NDArray[np.int64]) -> Floats:
-        """Seconds of one pass over each stage: of the device with its collectives, or of the host where that is slower."""
+    def _pass_s(self, sums: dict[str, RunningSum], name: str, edges: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Seconds of one pass over each stage: of the device with its collectives, and of the host that launches it."""
+        device_s = sums[f"{name}_s"].over(edges)
         if self._overlap == 0.0:
-            return device_s.over(edges)
-        host = launches.over(edges) * self._launches_per_operator + own.over(edges)
-        return np.maximum(device_s.over(edges), host * self._nodes.device.kernel_launch_s)
+            return device_s, np.zeros_like(device_s)
+        host = sums[f"{name}_launches"].over(edges) * self._launches_per_operator + sums["own_launches"].over(edges)
+        return device_s, host * self._nodes.device.kernel_launch_s
 
     def _edges_of(self, pipeline: int, virtual: int) -> NDArray[np.int64]:
         """The first layer of every stage, and the number of layers after the last."""
