@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -85,6 +87,17 @@ def test_wish_to_stop_reaches_every_worker(module: str, tmp_path: Path, number: 
     assert start(module, tmp_path, "wait") == number
     assert (tmp_path / "stopped-0").read_text() == (tmp_path / "stopped-1").read_text() == str(int(signal.SIGTERM))
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize(("work", "code", "told"), [("0", 0, ""), ("1 // 0", 1, "ZeroDivisionError")])
+def test_what_happens_while_the_interpreter_ends_changes_no_exit_code(work: str, code: int, told: str) -> None:
+    script = (
+        "import atexit, os; from ahp.runtime import worker; atexit.register(os.abort); print('said'); "
+        f"worker.end_process(lambda: {work})"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (code, "said\n")
+    assert told in ended.stderr
 
 
 @pytest.fixture
