@@ -1,18 +1,17 @@
-"""Runs a function on a few processes of this machine that are joined by gloo.
+"""Processes of this machine that are joined by gloo, for measurements here and for the tests of the runtime.
 
-The processes are forked from a server that has imported torch and transformers already: each measurement gets fresh
-ones without paying for the import again.
+They are forked from a server that has imported torch and transformers already, so that none pays for the import again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,16 +19,20 @@ from typing import Any
 
 PRELOAD = [
     "torch",
+    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
+    "transformers.models.gpt2",
     "transformers.models.llama",
     "ahp.runtime.parallelize",
 ]
-JOIN_TIMEOUT_S = 300
+JOIN_TIMEOUT_S = 120
+"""[Empirical] Of a single collective. A rank waits for another's first step, which takes seconds, not minutes; what hangs
+is to be told before whoever waits for the whole gives up."""
 
 
-class WorkerFailed(RuntimeError):
+class WorkerFailed(AssertionError):
     """A worker ended without a result; the message holds its traceback."""
 
 
@@ -44,81 +47,121 @@ def threads_each(num_workers: int) -> int:
 
 
 def run(function: Callable[..., Any], *args: Any, num_workers: int = 2, timeout_s: float = 1800.0) -> Any:
-    """``function(*args)`` on ``num_workers`` ranks of a gloo group; what rank 0 returned.
+    """``function(*args)`` on so many fresh workers, which share the cores; what rank 0 returned.
 
-    ``function`` is a module's own, so that the processes can find it. Raises WorkerFailed when a worker fails or takes
-    longer than ``timeout_s``; no process is left then.
+    Raises WorkerFailed when a worker fails or takes longer than ``timeout_s``; no process is left then.
     """
-    threads = threads_each(num_workers)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory(prefix="ahp-benchmark-") as folder:
-        started = []
-        for rank in range(num_workers):
-            ours, theirs = context.Pipe()
-            job = (theirs, function, args, rank, num_workers, threads, f"{folder}/store")
-            process = context.Process(target=_serve, args=job, daemon=True)
-            process.start()
-            theirs.close()
-            started.append((process, ours))
-        try:
-            return _collect([pipe for _, pipe in started], timeout_s)
-        finally:
-            for process, pipe in started:
-                pipe.close()
-                process.join(5.0)
-                process.kill()
-                process.join()
+    pool = Pool(threads=threads_each(num_workers), timeout_s=timeout_s)
+    try:
+        return pool.run(_without_place, num_workers, function, args)[0]
+    finally:
+        pool.close()
 
 
-def _collect(pipes: list[Connection], timeout_s: float) -> Any:
-    results: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout_s
-    while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise WorkerFailed(f"the workers did not finish within {timeout_s:.0f} s")
-        for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+def _without_place(rank: int, num_workers: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
+
+
+class Pool:
+    """Workers that are started when first needed and kept until ``close``; a new gloo group for each ``run``."""
+
+    def __init__(self, *, threads: int = 1, timeout_s: float = 300.0) -> None:
+        self.threads, self.timeout_s = threads, timeout_s
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
+        self.workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:
+        """``function(rank, num_workers, *args)`` on each of so many workers; their results by rank.
+
+        ``function`` is a module's own, so that the processes can find it. Raises WorkerFailed with the traceback of the
+        first worker that fails, or when they take longer than ``timeout_s``; all workers are ended then.
+        """
+        while len(self.workers) < num_workers:
+            self.workers.append(self._start())
+        with tempfile.TemporaryDirectory(prefix="ahp-workers-") as folder:
+            used = self.workers[:num_workers]
+            for rank, (_, pipe) in enumerate(used):
+                pipe.send((function, rank, num_workers, f"{folder}/store", args))
             try:
-                ok, value = pipe.recv()  # type: ignore[union-attr]
-            except EOFError:
-                ok, value = False, "the process ended (killed?)"
-            if not ok:
-                raise WorkerFailed(f"rank {rank}:\n{value}")
-            results[rank] = value
-    return results[0]
+                return self._collect([pipe for _, pipe in used])
+            except WorkerFailed:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End every worker, whatever it does."""
+        for process, pipe in self.workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self.workers.clear()
+
+    def _start(self) -> tuple[Any, Connection]:
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=_serve, args=(theirs, self.threads), daemon=True)
+        variables = {"OMP_NUM_THREADS": str(self.threads)}
+        if Path("/sys/class/net/lo").exists() and "GLOO_SOCKET_IFNAME" not in os.environ:
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
+        with _environment(variables):
+            process.start()
+        theirs.close()
+        return process, ours
+
+    def _collect(self, pipes: list[Connection]) -> list[Any]:
+        results: list[Any] = [None] * len(pipes)
+        pending = {pipe: rank for rank, pipe in enumerate(pipes)}
+        deadline = time.monotonic() + self.timeout_s
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise WorkerFailed(f"workers {sorted(pending.values())} did not finish within {self.timeout_s:.0f} s")
+            for pipe in ready:
+                rank = pending.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, "the process ended (killed?)"
+                if not ok:
+                    raise WorkerFailed(f"rank {rank}:\n{value}")
+                results[rank] = value
+        return results
 
 
-def _serve(
-    pipe: Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    rank: int,
-    num_workers: int,
-    threads: int,
-    store: str,
-) -> None:
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Variables for a process that is started meanwhile; the server of forks hands over those of its own start."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.__setitem__(key, value)
+
+
+def _serve(pipe: Connection, threads: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(threads)
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=num_workers,
-            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
-        )
-        value = function(*args)
-        dist.barrier()
-        dist.destroy_process_group()
-        pipe.send((True, value))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-        sys.stderr.flush()
+    while True:
+        try:
+            function, rank, num_workers, store, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=num_workers,
+                timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+            )
+            value = function(rank, num_workers, *args)
+            dist.barrier()
+            dist.destroy_process_group()
+            pipe.send((True, value))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+            return

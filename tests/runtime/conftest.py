@@ -14,7 +14,7 @@ from tests.runtime.workers import Pool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    workers = Pool(8)
+    workers = Pool()
     yield workers
     workers.close()
 

@@ -51,12 +51,18 @@ def plain(name: str) -> Iterator[tuple[float, float]]:
         yield total, norm.item()
 
 
+EVERY = ("one", "zero0", "zero1", "zero2", "zero3", "tp", "1f1b", "interleaved", "zero3-x-tp-x-interleaved")
+TYPICAL = ("zero3", "tp", "1f1b")
+"""What casts differently: gathered weights, split weights, weights of a stage. That the other layouts cast as these
+do is seen on one model."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "gpt2", "custom"])
 def test_layouts_stay_within_rounding(pool: Pool, model: str) -> None:
     expected = list(plain(model))
     job: dict[str, Any] = {**JOB, "precision": "bf16", "optimizer": {**OPTIMIZER, "learning_rate": RATE}}
-    for layout in ("one", "zero0", "zero1", "zero2", "zero3", "tp", "1f1b", "interleaved", "zero3-x-tp-x-interleaved"):
+    for layout in EVERY if model == "llama" else TYPICAL:
         parallelism = {**LAYOUTS[layout], "micro_batch_size": MICRO}
         got = pool.run(train, world_size(parallelism), model, parallelism, STEPS, job)[0]
         for step, (loss, norm) in enumerate(expected):

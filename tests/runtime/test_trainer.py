@@ -1,9 +1,11 @@
-"""Whole runs in real processes: stopped, killed, moved to another layout, and still the same curve."""
+"""Whole runs in real processes, launched, joined and under torchrun: stopped, killed, moved to another layout, and still
+the same curve."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,17 +15,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 import yaml
 
+from ahp.errors import AhpError
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
 from ahp.runtime.failure import TrainingFailed
 from ahp.runtime.generate import Sampling, generate
 from ahp.runtime.run_folder import RunFolder
 from ahp.runtime.trainer import Outcome, Trainer
+from tests.runtime.workers import Pool
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +63,25 @@ def train(plan: Plan, folder: Path, checkpoint_every: int = HALF) -> Outcome:
     return Trainer(plan, folder=folder, checkpoint_every=checkpoint_every).run()
 
 
+def join(pool: Pool, plan: Plan, folder: Path, checkpoint_every: int = HALF) -> tuple[str, int, str]:
+    """``train`` on workers that have found each other already, as under torchrun. All must end alike."""
+    world_size = plan.parallelism.world_size
+    ends = pool.run(joined, world_size, plan, folder, checkpoint_every, os.environ["AHP_CACHE"])
+    assert ends == [ends[0]] * world_size
+    return ends[0]
+
+
+def joined(rank: int, world_size: int, plan: Plan, folder: Path, every: int, cache: str) -> tuple[str, int, str]:
+    """Runs in each worker. State, exit code, and what was raised."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "unused", "MASTER_PORT": 0}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}, AHP_CACHE=cache):
+        try:
+            outcome = train(plan, folder, every)
+        except AhpError as error:
+            return "failed", error.exit_code, str(error)
+    return outcome.status.state, outcome.exit_code, ""
+
+
 def curve(folder: Path) -> list[tuple[int, float, float]]:
     return [(m["step"], m["loss"], m["grad_norm"]) for m in RunFolder(folder).metrics()]
 
@@ -87,10 +111,10 @@ def test_resumed_run_is_the_same_to_the_last_digit(text: Path, whole: Path, tmp_
 
 @pytest.mark.parametrize("parallelism", [SHARDED, SLICED, PIPED], ids=lambda p: p.short())
 def test_resumed_under_another_layout_the_curve_goes_on(
-    text: Path, whole: Path, tmp_path: Path, parallelism: Parallelism
+    pool: Pool, text: Path, whole: Path, tmp_path: Path, parallelism: Parallelism
 ) -> None:
     folder = stopped_half_way(whole, tmp_path / "run")
-    train(plan(text, parallelism), folder)
+    assert join(pool, plan(text, parallelism), folder) == ("done", 0, "")
     assert [step for step, _, _ in curve(folder)] == list(range(1, STEPS + 1))
     assert curve(folder)[:HALF] == curve(whole)[:HALF]
     for ours, theirs in zip(curve(folder), curve(whole), strict=True):
@@ -163,11 +187,16 @@ def test_fault_in_a_worker_has_its_cause_and_exit_code(text: Path, tmp_path: Pat
     assert (status.state, status.step, status.exit_code) == ("failed", 0, 2)
 
 
-def test_loss_that_is_no_number_stops_the_run(text: Path, tmp_path: Path) -> None:
+def test_loss_that_is_no_number_stops_the_run(pool: Pool, text: Path, tmp_path: Path) -> None:
     wild = {"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": None}
-    with pytest.raises(TrainingFailed, match=r"step \d+: loss = .*learning_rate"):
-        train(plan(text, optimizer=wild), tmp_path / "run", checkpoint_every=1)
-    assert RunFolder(tmp_path / "run").checkpoints()
+    state, exit_code, cause = join(pool, plan(text, optimizer=wild), tmp_path / "run", checkpoint_every=1)
+    assert (state, exit_code) == ("failed", 1)
+    assert re.search(r"step \d+: loss = .*learning_rate", cause)
+    folder = RunFolder(tmp_path / "run")
+    status = folder.status()
+    assert status is not None
+    assert (status.state, status.exit_code, status.cause) == ("failed", 1, cause)
+    assert folder.checkpoints()
 
 
 def test_torchrun_joins_and_gives_the_same_curve(text: Path, whole: Path, tmp_path: Path) -> None:
