@@ -67,8 +67,11 @@ MORE: dict[str, dict[str, Any]] = {
     "replicate-x-zero2-x-gpipe": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 2, **PIPELINE["gpipe"]},
     "zero3-8-ways": {"data_parallel_shard_degree": 8},
 }  # fmt: skip
-MB1_MODEL = "gpt2"
-"""The model that goes through split weights one sequence at a time."""
+ON_ONE_MODEL = (
+    "one-mb4", "tp-mb1", "zero3-mb2", "zero0-mb4", "zero3-recompute", "tp+1f1b-recompute", "1f1b-4-stages", "zero3-4-ways",
+    "zero3-x-tp-x-interleaved", "replicate-x-zero3-x-tp", "replicate-x-zero2-x-gpipe", "zero3-8-ways",
+)  # fmt: skip
+"""Layouts whose techniques all models have gone through already, in other degrees: the models take turns."""
 LAYOUTS = {**ALONE, **pairs(), **MORE}
 FAST = {
     "zero0": ("llama", "gpt2", "custom"),
@@ -77,7 +80,12 @@ FAST = {
     "tp": ("llama",),
 }
 """Layouts and models that are compared in the fast part: each technique alone, and where weights are tied or unnamed."""
-CASES = [(layout, model) for layout in LAYOUTS for model in MODELS if layout != "tp-mb1" or model == MB1_MODEL]
+CASES = [
+    (layout, model)
+    for layout in LAYOUTS
+    for number, model in enumerate(MODELS)
+    if layout not in ON_ONE_MODEL or ON_ONE_MODEL.index(layout) % len(MODELS) == number
+]
 
 
 def world_size(layout: dict[str, Any]) -> int:

@@ -22,6 +22,7 @@ from ahp.runtime.materialize import materialize
 from ahp.runtime.optimizer import learning_rate
 from ahp.runtime.shard import COMPUTE_DTYPE
 from ahp.runtime.torch_compat import with_weights
+from ahp.runtime.worker import end_process
 
 TOLERANCES: dict[str, tuple[float, float]] = {"fp32": (1e-5, 1e-4), "bf16": (2e-3, 1e-2)}
 """Largest relative difference at the first and at the last step. bf16 has 8 significant bits: half a unit in the last
@@ -203,4 +204,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(lambda: main(sys.argv[1:]))
