@@ -58,10 +58,8 @@ class Traits:
     source: str
     host_launches_per_operator: float = EAGER_LAUNCHES
     """Host time of one operator of the traced graph, over the device's ``kernel_launch_s``: autograd, Python and dispatch."""
-    tensor_overlap_forward: float = 0.0
-    """Share of the tensor-parallel collectives of a forward pass that hides behind the products they belong to."""
     tensor_overlap_backward: float = 0.0
-    """The same for a backward pass, where a product for the weight gradient can run beside the collective."""
+    """Share of the tensor-parallel collectives of a backward pass that hides behind products for weight gradients."""
     sends_split_by_tensor: bool = False
     """Whether a pipeline message is cut over the tensor-parallel ranks, sent in parts and gathered (Megatron's scatter-gather)."""
     selective_keeps_products: bool = False
@@ -80,8 +78,6 @@ class Traits:
     fused_gradient_accumulation: bool = False
     """Whether the products that make weight gradients add them to the fp32 ones directly. The gradients that autograd asks
     for lie in memory beside them, of one block and the head, in the compute type, with nothing in them."""
-    step_operators: int = 0
-    """Host work once per step (data, scaler, logging, zeroing), in operators."""
 
 
 class Engine(ABC):

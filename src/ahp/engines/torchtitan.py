@@ -47,8 +47,6 @@ class TorchtitanEngine(Engine):
             keeps_whole_gradients=not every,
             reduce_copies=True,
             host_operators_per_unit=0,
-            tensor_overlap_forward=0.0,
-            tensor_overlap_backward=0.0,
             torch_pipeline=True,
             selective_keeps_products=True,
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",

@@ -46,8 +46,6 @@ class SegmentTimes:
     """Of the forward pass: scores, softmax, dropout and their product with the values, where attention is not fused."""
     element_wise: Work
     """Of the forward pass: everything but weight products and attention."""
-    attention_s: float
-    """Device time of attention in the forward pass."""
 
     @property
     def forward_s(self) -> float:
@@ -84,7 +82,6 @@ def segment_times(
     """
     core = core_attention(segment)
     total: dict[str, Work] = defaultdict(Work)
-    attention_s = 0.0
     for op in segment.operators:
         seconds = operator_s(
             op, kernels, division, rates, causal=causal, precision=precision, kernel=kernel, accumulates=accumulates
@@ -97,13 +94,9 @@ def segment_times(
         total["forward"] += work
         if op.index in core:
             total["core"] += work
-        if op.index in core or "attention" in op.name:
-            attention_s += seconds
-        elif op.flops == 0:
+        if op.flops == 0 and op.index not in core:
             total["element_wise"] += work
-    return SegmentTimes(
-        total["forward"], total["input"], total["weight"], total["core"], total["element_wise"], attention_s
-    )
+    return SegmentTimes(total["forward"], total["input"], total["weight"], total["core"], total["element_wise"])
 
 
 def operator_s(

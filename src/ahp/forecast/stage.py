@@ -124,7 +124,7 @@ def stage_cost(
     outside = sum(u.parameters for u in ends) + (units.tied_parameters if last and not first else 0)
     total = outside + sum(u.parameters for u in blocks)
     experts = sum(u.experts for u in blocks)
-    forward = _forward([*blocks, *ends], data)
+    forward = _forward([*blocks, *ends])
     backward = _backward(blocks, ends, recompute, data)
     first_forward: dict[str, float] = {}
     last_backward: dict[str, float] = {}
@@ -161,10 +161,10 @@ def _again(unit: Unit, recompute: Recompute) -> Work:
     ]
 
 
-def _forward(everything: list[Unit], data: DataParallel) -> dict[str, float]:
+def _forward(everything: list[Unit]) -> dict[str, float]:
     return {
         "forward": sum(u.times.forward_s for u in everything),
-        "tensor_parallel": sum(_tensor_forward_s(u, data) for u in everything),
+        "tensor_parallel": sum(u.tensor_forward_s for u in everything),
         "context_parallel": sum(u.context_forward_s for u in everything),
         "expert_parallel": sum(u.expert_s for u in everything),
     }
@@ -181,14 +181,10 @@ def _backward(blocks: list[Unit], ends: list[Unit], recompute: Recompute, data: 
     if recompute != "none":
         parts["recompute"] = sum(_again(u, recompute).device_s for u in blocks)
     if recompute == "full":
-        parts["tensor_parallel"] += sum(_tensor_forward_s(u, data) for u in blocks)
+        parts["tensor_parallel"] += sum(u.tensor_forward_s for u in blocks)
         parts["context_parallel"] += sum(u.context_forward_s for u in blocks)
         parts["expert_parallel"] += sum(u.expert_s for u in blocks)
     return parts
-
-
-def _tensor_forward_s(unit: Unit, data: DataParallel) -> float:
-    return _shown_s(unit.tensor_forward_s, unit.times.forward_s, data.overlap * data.traits.tensor_overlap_forward)
 
 
 def _tensor_backward_s(unit: Unit, data: DataParallel) -> float:

@@ -64,7 +64,6 @@ class Unit:
     """Elements of its weights that the rank holds, before sharding over data ranks."""
     experts: int
     """Of them, those of experts, which fewer data ranks hold alike."""
-    output_bytes: int
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,6 @@ class UnitPricer:
             tensors=max(1, len(held)),
             parameters=sum(held.values()),
             experts=sum(count for name, count in held.items() if name in stacked),
-            output_bytes=segment.output.bytes if segment.output else 0,
         )
 
     def _tensor(self, parts: Split, axes: Axes) -> tuple[float, float, int]:
