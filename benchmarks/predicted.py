@@ -1,12 +1,12 @@
-"""Predicted against measured: the step time of every layout that runs on two workers, for three sizes of a LLaMA.
+"""Predicted against measured: the step time of every layout that runs on one, two and four workers, for sizes of a LLaMA.
 
-    python benchmarks/predicted.py                     probe, predict and measure everything, some ten minutes
-    python benchmarks/predicted.py --quick             a smoke run: the smallest model, a few layouts
-    python benchmarks/predicted.py --models tiny       one size
+    python benchmarks/predicted.py                     probe, predict and measure everything, some twenty minutes
+    python benchmarks/predicted.py --quick             a smoke run: the smallest model, two workers, a few layouts
+    python benchmarks/predicted.py --models tiny --workers 2
 
-The machine is probed (``ahp probe --quick``) and every layout forecast before anything is trained. Then each layout
-runs its steps through ``ahp.parallelize`` on two fresh workers, and all of them again in another round, so that what
-disturbs the machine for a while does not fall on one layout. Regret: how much slower than the best measured layout
+The machine is probed with as many workers (``ahp probe --quick --workers N``) and every layout forecast before anything
+is trained. Then each layout runs its steps through ``ahp.parallelize`` on fresh workers, and all of them again in another
+round, so that what disturbs the machine for a while does not fall on one layout. Regret: how much slower than the best measured layout
 the one is that ``ahp.search`` picks. stdout: the tables; stderr: progress.
 """
 
@@ -26,26 +26,44 @@ from machine import machine
 from page import require, table, write
 from task import MODELS, Task
 
-NUM_WORKERS = 2
 MARKER = "predicted"
 
 
-def layouts(task: Task, *, few: bool) -> list[dict[str, Any]]:
-    """Degrees of every technique on two workers, with the smallest and the largest micro-batch that it can take."""
-    batch = task.global_batch_size
-    data = [{"data_parallel_replicate_degree": 2, "zero_stage": 0}]
-    data += [{"data_parallel_shard_degree": 2, "zero_stage": stage} for stage in (1, 2, 3)]
-    tensor = {"tensor_parallel_degree": 2}
-    stages = [
-        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"},
-        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
-        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B", "virtual_stages_per_rank": 2},
-    ]
+def layouts(task: Task, num_workers: int, *, few: bool) -> list[dict[str, Any]]:
+    """Degrees of every technique on so many workers, with the smallest and the largest micro-batch that it can take."""
+    batch, n = task.global_batch_size, num_workers
+    if n == 1:
+        return [{"micro_batch_size": size} for size in (1, batch)]
+    data = [{"data_parallel_replicate_degree": n, "zero_stage": 0}]
+    data += [{"data_parallel_shard_degree": n, "zero_stage": stage} for stage in (1, 2, 3)]
+    splits = [{"tensor_parallel_degree": n}] if MODELS[task.model]["kv_heads"] % n == 0 else []
+    stages = [{"pipeline_parallel_degree": n, "pipeline_parallel_schedule": name} for name in ("GPipe", "1F1B")]
+    if MODELS[task.model]["layers"] >= 2 * n:
+        stages.append({**stages[0], "pipeline_parallel_schedule": "Interleaved1F1B", "virtual_stages_per_rank": 2})
     if few:
-        return [{**degrees, "micro_batch_size": batch // 4} for degrees in (data[0], tensor, stages[1])]
-    found = [{**degrees, "micro_batch_size": size} for degrees in data for size in (1, batch // 2)]
-    found += [{**tensor, "micro_batch_size": size} for size in (1, batch)]
-    return found + [{**degrees, "micro_batch_size": size} for degrees in stages for size in (1, batch // 4)]
+        return [{**degrees, "micro_batch_size": batch // 4} for degrees in (data[0], *splits, stages[1])]
+    found = [{**degrees, "micro_batch_size": size} for degrees in data for size in (1, batch // n)]
+    found += [{**degrees, "micro_batch_size": size} for degrees in splits for size in (1, batch)]
+    found += [{**degrees, "micro_batch_size": size} for degrees in stages for size in (1, batch // 4)]
+    return _distinct(found + (_products(batch) if n == 4 else []))
+
+
+def _products(batch: int) -> list[dict[str, Any]]:
+    """Two techniques at once, each over two of four workers."""
+    tensor, pipeline = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+    replicas, shards = {"data_parallel_replicate_degree": 2}, {"data_parallel_shard_degree": 2, "zero_stage": 3}
+    pairs = [
+        {**replicas, **shards},
+        {**replicas, **tensor},
+        {**shards, **tensor},
+        {**replicas, **pipeline},
+        {**tensor, **pipeline},
+    ]
+    return [{**pair, "micro_batch_size": batch // 8 or 1} for pair in pairs]
+
+
+def _distinct(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [layout for number, layout in enumerate(found) if layout not in found[:number]]
 
 
 def step_times_s(task: Task, parallelism: dict[str, Any], warmup: int, steps: int) -> list[float]:
@@ -71,6 +89,7 @@ class Row:
     """One layout of one model; times in seconds."""
 
     model: str
+    num_workers: int
     layout: str
     predicted_s: float
     low_s: float
@@ -97,14 +116,14 @@ class Pace:
     rounds: int
 
 
-def one_model(task: Task, cluster: Any, pace: Pace, *, few: bool) -> list[Row]:
+def one_model(task: Task, cluster: Any, num_workers: int, pace: Pace, *, few: bool) -> list[Row]:
     """Forecast, search, then measure, for one size of model."""
     import ahp
 
     job = ahp.Job.model_validate(task.job(pace.warmup + pace.steps))
     graph = ahp.analyze({"model_type": "llama", **task.model_keys()}, job)
     picked = ahp.search(graph, cluster, job).best.parallelism
-    wanted = [ahp.Parallelism.model_validate(degrees) for degrees in layouts(task, few=few)]
+    wanted = [ahp.Parallelism.model_validate(degrees) for degrees in layouts(task, num_workers, few=few)]
     if picked not in wanted:
         wanted.append(picked)
     forecasts = [ahp.simulate(model=graph, cluster=cluster, job=job, parallelism=p) for p in wanted]
@@ -112,11 +131,11 @@ def one_model(task: Task, cluster: Any, pace: Pace, *, few: bool) -> list[Row]:
     for turn in range(pace.rounds):
         for number, parallelism in enumerate(wanted):
             plain = parallelism.model_dump(mode="json")
-            times_s[number] += workers.run(step_times_s, task, plain, pace.warmup, pace.steps, num_workers=NUM_WORKERS)
-            seen = f"{task.model} round {turn + 1}/{pace.rounds}: {parallelism.short()}"
+            times_s[number] += workers.run(step_times_s, task, plain, pace.warmup, pace.steps, num_workers=num_workers)
+            seen = f"{task.model} on {num_workers}, round {turn + 1}/{pace.rounds}: {parallelism.short()}"
             print(f"{seen:<60} {1e3 * statistics.median(times_s[number]):8.1f} ms", file=sys.stderr, flush=True)
     return [
-        Row(task.model, p.short(), f.step_time_s, f.step_time_low_s, f.step_time_high_s, statistics.median(t), p == picked)
+        Row(task.model, num_workers, p.short(), f.step_time_s, f.step_time_low_s, f.step_time_high_s, statistics.median(t), p == picked)
         for p, f, t in zip(wanted, forecasts, times_s, strict=True)
     ]  # fmt: skip
 
@@ -135,28 +154,54 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def markdown(found: dict[str, list[Row]], task: Task, pace: Pace, where: str, command: str) -> str:
-    """A table for each model, and what follows from it."""
+def markdown(found: list[list[Row]], task: Task, pace: Pace, where: list[str], command: str) -> str:
+    """A table for each model and number of workers, and what follows from it."""
     how = (
         f"{task.precision}; {task.global_batch_size} sequences of {task.sequence_length} tokens; medians of "
         f"{pace.rounds} rounds of {pace.steps} steps after {pace.warmup} to warm up. Error: predicted / measured - 1."
     )
-    parts = [f"`{command}`", how, where]
-    for name, rows in found.items():
+    parts = [
+        f"`{command}`",
+        how,
+        "\n".join(f"- {line}" for line in where),
+        table(SUMMARY, [_cells(rows) for rows in found]),
+    ]
+    for rows in found:
         cells = [
             [f"{r.layout}{' (picked)' if r.picked else ''}", f"{1e3 * r.predicted_s:.0f}",
              f"{1e3 * r.low_s:.0f} to {1e3 * r.high_s:.0f}", f"{1e3 * r.measured_s:.0f}", f"{100 * r.error:+.1f} %"]
             for r in rows
         ]  # fmt: skip
-        about = summary(rows)
         head = ["layout", "predicted, ms", "90 % band, ms", "measured, ms", "error"]
-        so = (
-            f"Mean error {100 * about['mean_error']:+.1f} %, mean absolute error {100 * about['mean_absolute_error']:.1f} %, "
-            f"{100 * about['inside_band']:.0f} % inside the band. Picked: {about['picked']}; best measured: {about['best']}; "
-            f"the pick is {100 * about['regret']:.1f} % slower than the best."
-        )
-        parts += [f"**{name}**: {_size(name)}", table(head, cells), so]
+        parts += [f"**{rows[0].model}, {_workers(rows)}**: {_size(rows[0].model)}", table(head, cells)]
     return "\n\n".join(parts) + "\n"
+
+
+SUMMARY = [
+    "model",
+    "workers",
+    "layouts",
+    "mean error",
+    "mean size of it",
+    "in the band",
+    "picked",
+    "best measured",
+    "pick slower by",
+]
+
+
+def _cells(rows: list[Row]) -> list[str]:
+    about = summary(rows)
+    return [
+        rows[0].model, str(rows[0].num_workers), str(len(rows)), f"{100 * about['mean_error']:+.1f} %",
+        f"{100 * about['mean_absolute_error']:.1f} %", f"{100 * about['inside_band']:.0f} %",
+        about["picked"], about["best"], f"{100 * about['regret']:.1f} %",
+    ]  # fmt: skip
+
+
+def _workers(rows: list[Row]) -> str:
+    count = rows[0].num_workers
+    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def _size(name: str) -> str:
@@ -167,20 +212,30 @@ def _size(name: str) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="sizes (default: all)")
+    parser.add_argument(
+        "--workers",
+        nargs="+",
+        type=int,
+        choices=[1, 2, 4],
+        default=[1, 2, 4],
+        help="numbers of workers (default: 1 2 4)",
+    )
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16", help="default: bf16, as ahp train")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens (default: 256)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of the global batch (default: 8)")
     parser.add_argument("--steps", type=int, default=6, help="steps of each layout in a round (default: 6)")
     parser.add_argument("--rounds", type=int, default=2, help="rounds over all layouts (default: 2)")
     parser.add_argument("--quick", action="store_true", help="smallest model, three layouts, few steps")
-    parser.add_argument("--cluster", metavar="FILE", help="a cluster.yaml of this machine instead of a probe now")
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="a cluster.yaml of this machine instead of a probe, for one --workers"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--markdown", type=Path, metavar="PAGE", help="also write the tables between PAGE's markers")
     arguments = parser.parse_args()
-    if arguments.batch_size < 1 or arguments.batch_size % (4 * NUM_WORKERS):
-        parser.error(
-            f"--batch-size {arguments.batch_size}: must be a multiple of {4 * NUM_WORKERS}, 4 micro-batches each"
-        )
+    if arguments.batch_size < 1 or arguments.batch_size % 8:
+        parser.error(f"--batch-size {arguments.batch_size}: must be a multiple of 8, for 4 micro-batches of 2 replicas")
+    if arguments.cluster and not arguments.quick and len(arguments.workers) > 1:
+        parser.error("--cluster: a probe holds for one number of workers; give --workers N too")
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps: at least 1")
     if arguments.markdown:
@@ -193,37 +248,27 @@ def main() -> int:
 
     arguments = parse()
     pace = Pace(warmup=3, steps=arguments.steps, rounds=arguments.rounds)
-    names, length = arguments.models, arguments.sequence_length
+    names, counts, length = arguments.models, arguments.workers, arguments.sequence_length
     if arguments.quick:
-        pace, names, length = Pace(warmup=1, steps=2, rounds=1), ["small"], 64
-    described = machine(NUM_WORKERS)
-    print(described.words(), file=sys.stderr)
-    if arguments.cluster:
-        cluster = ahp.Cluster.load(arguments.cluster)
-    else:
-        print("probing this machine", file=sys.stderr)
-        cluster = ahp.probe(quick=True, workers=NUM_WORKERS)
-    tasks = {
-        name: Task(
-            model=name,
-            sequence_length=length,
-            global_batch_size=arguments.batch_size,
-            precision=arguments.precision,
-        )
+        pace, names, counts, length = Pace(warmup=1, steps=2, rounds=1), ["small"], [2], 64
+    tasks = [
+        Task(model=name, sequence_length=length, global_batch_size=arguments.batch_size, precision=arguments.precision)
         for name in names
-    }
-    found = {name: one_model(task, cluster, pace, few=arguments.quick) for name, task in tasks.items()}
-    any_task = next(iter(tasks.values()))
-    text = markdown(found, any_task, pace, described.words(), " ".join(["python", *sys.argv]))
+    ]
+    found: list[list[Row]] = []
+    where = []
+    for count in counts:
+        where.append(machine(count).words())
+        print(where[-1], file=sys.stderr, flush=True)
+        cluster = ahp.Cluster.load(arguments.cluster) if arguments.cluster else ahp.probe(quick=True, workers=count)
+        found += [one_model(task, cluster, count, pace, few=arguments.quick) for task in tasks]
+    text = markdown(found, tasks[0], pace, where, " ".join(["python", *sys.argv]))
     if arguments.json:
-        models = {
-            name: {
-                "summary": summary(rows),
-                "rows": [{**asdict(r), "error": r.error, "inside": r.inside} for r in rows],
-            }
-            for name, rows in found.items()
-        }
-        print(json.dumps({"machine": described.plain(), "pace": asdict(pace), "models": models}, indent=1))
+        plain = [
+            {"summary": summary(rows), "rows": [{**asdict(r), "error": r.error, "inside": r.inside} for r in rows]}
+            for rows in found
+        ]
+        print(json.dumps({"machines": where, "pace": asdict(pace), "models": plain}, indent=1))
     else:
         print(text)
     if arguments.markdown:

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from ahp.cluster.environment import COMPUTE
+
 PRELOAD = [
     "torch",
     "torch.distributed.checkpoint",
@@ -100,7 +102,7 @@ class Pool:
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self.context.Pipe()
         process = self.context.Process(target=_serve, args=(theirs, self.threads), daemon=True)
-        variables = {"OMP_NUM_THREADS": str(self.threads)}
+        variables = {"OMP_NUM_THREADS": str(self.threads), **COMPUTE}
         if Path("/sys/class/net/lo").exists() and "GLOO_SOCKET_IFNAME" not in os.environ:
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         with _environment(variables):

@@ -45,7 +45,7 @@ def test_side_by_side_compares_like_with_like() -> None:
 @pytest.mark.slow
 def test_predicted_measures_every_layout_and_the_pick(tmp_path: Path) -> None:
     Cluster.parse("1x2xcpu").save(tmp_path / "cluster.yaml")  # measuring the machine is a test of its own
-    found = run("predicted.py", "--cluster", str(tmp_path / "cluster.yaml"))["models"]["small"]
+    found = run("predicted.py", "--cluster", str(tmp_path / "cluster.yaml"))["models"][0]
     assert sum(row["picked"] for row in found["rows"]) == 1
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in found["rows"])
     assert found["summary"]["regret"] >= 0
@@ -70,8 +70,8 @@ def test_regret_is_against_the_best_measured() -> None:
     import predicted
 
     rows = [
-        predicted.Row("m", "a", predicted_s=1.1, low_s=0.9, high_s=1.3, measured_s=1.0, picked=False),
-        predicted.Row("m", "b", predicted_s=0.9, low_s=0.8, high_s=1.0, measured_s=1.2, picked=True),
+        predicted.Row("m", 2, "a", predicted_s=1.1, low_s=0.9, high_s=1.3, measured_s=1.0, picked=False),
+        predicted.Row("m", 2, "b", predicted_s=0.9, low_s=0.8, high_s=1.0, measured_s=1.2, picked=True),
     ]
     about = predicted.summary(rows)
     assert about["picked"] == "b"

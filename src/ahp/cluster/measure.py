@@ -58,6 +58,10 @@ STREAM_CACHES = 4
 """A streamed tensor is so many times the last-level cache, so that the cache cannot hold it."""
 STREAM_CPU_BYTES = 128 * 2**20
 """Size of a streamed tensor where the cache size is unknown."""
+COLD_CACHES = 2
+"""Operands of successive calls are spread over so many times the last-level cache, so that each call finds its own
+outside of it, as an operator does in a training step. On a GPU they lie where the call before left them: its tables
+begin at sizes near its caches'."""
 STREAM_CUDA_BYTES = 2**30
 """Far above the largest on-chip cache there is (B200: 126 MiB)."""
 
@@ -146,6 +150,7 @@ def _measure(
     """What rank 0 says of itself, and the value of every task (None = left out because it is too slow)."""
     cache = sense.last_level_cache_bytes()
     stream = STREAM_CUDA_BYTES if on_cuda else STREAM_CACHES * cache if cache else STREAM_CPU_BYTES
+    cold = 0 if on_cuda else COLD_CACHES * (cache or STREAM_CPU_BYTES // STREAM_CACHES)
     settings = {
         "workers": count,
         "cores": cores,
@@ -155,6 +160,8 @@ def _measure(
         "slowest_s": pace.slowest_s,
         # Two tensors for each worker must fit beside everything else.
         "stream_bytes": stream if on_cuda else min(stream, available // (8 * count)),
+        # Numbers of each dtype for each worker.
+        "cold_bytes": min(cold, available // (8 * count)),
         "tasks": [task.plain() for task in plan],
     }
     say("starting workers", 0.0)

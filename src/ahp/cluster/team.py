@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from ahp.cluster.environment import with_ours
 from ahp.errors import AhpError
 
 POLL_S = 0.5
@@ -42,7 +43,7 @@ def results(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _start(rank: int, settings: Path, log: Path) -> subprocess.Popen[str]:
-    environment = dict(os.environ)
+    environment = with_ours(dict(os.environ))
     # A worker finds this very package, also when it runs from a source tree that is on nobody's path.
     package_parent = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from ahp.cluster.operands import Operands
 from ahp.cluster.small import NUM_OPERATORS, ROWS, WIDTH, SmallStep
 from ahp.cluster.tasks import COLLECTIVES, Task
 
@@ -47,6 +48,7 @@ class Worker:
         self.on_cuda: bool = settings["device"] == "cuda"
         self.device = torch.device("cuda", rank) if self.on_cuda else torch.device("cpu")
         self.tasks = [Task(**task) for task in settings["tasks"]]
+        self.operands = Operands(settings["cold_bytes"], self.device)
         self.too_slow: set[tuple[str, int]] = set()
         """(dtype, workers) of which a product took too long in this round; the larger ones are left out."""
         self.clock = time.perf_counter
@@ -92,8 +94,9 @@ class Worker:
             threads = max(1, self.cores // task.workers)
             torch.set_num_threads(threads)
             # One thread that only computes: its own processor time, which other programs do not lengthen as they do
-            # the wall's. Several threads wait for each other, and collectives for the other side: the wall's.
-            alone = threads == 1 and task.kind not in COLLECTIVES
+            # the wall's. Several threads wait for each other, workers that share a core for their turn, and collectives
+            # for the other side: the wall's.
+            alone = threads == 1 and task.workers <= self.cores and task.kind not in COLLECTIVES
             self.clock = time.thread_time if alone else time.perf_counter
         result = self.measure(task, budget_s) if self.rank < task.workers else None
         results: list[Any] | None = [None] * self.world if self.rank == 0 else None
@@ -126,12 +129,11 @@ class Worker:
         key = (task.dtype, task.workers)
         if key in self.too_slow:
             return None
-        x = torch.randn(task.m, task.k, device=self.device).to(DTYPES[task.dtype])
-        weight = torch.randn(task.n, task.k, device=self.device).to(DTYPES[task.dtype])
-        if (MIN_BATCHES + 1) * self._batch(lambda: functional.linear(x, weight), 1) > self.slowest_s:
+        operands = self.operands.of(DTYPES[task.dtype], (task.m, task.k), (task.n, task.k))
+        if (MIN_BATCHES + 1) * self._batch(lambda: functional.linear(*next(operands)), 1) > self.slowest_s:
             self.too_slow.add(key)
             return None
-        return self._timed(lambda: functional.linear(x, weight), budget_s)
+        return self._timed(lambda: functional.linear(*next(operands)), budget_s)
 
     def _launch(self, budget_s: float) -> float:
         """On a GPU the smallest kernel; on a CPU an operator of a training step with next to no work."""
@@ -153,11 +155,12 @@ class Worker:
         return self._timed(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), budget_s)
 
     def _element_wise(self, task: Task, budget_s: float) -> float:
-        x = torch.randn(task.elements, device=self.device).to(DTYPES[task.dtype])
+        dtype = DTYPES[task.dtype]
         if task.kind == "silu":
-            return self._timed(lambda: functional.silu(x), budget_s)
-        y = torch.ones_like(x)
-        return self._timed(lambda: x + y, budget_s)
+            inputs = self.operands.of(dtype, (task.elements,))
+            return self._timed(lambda: functional.silu(next(inputs)[0]), budget_s)
+        pairs = self.operands.of(dtype, (task.elements,), (task.elements,))
+        return self._timed(lambda: torch.add(*next(pairs)), budget_s)
 
     def _collective(self, task: Task, budget_s: float) -> float:
         group, workers = self.groups[task.workers], task.workers

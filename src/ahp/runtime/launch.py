@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from ahp.cluster.environment import COMPUTE
 from ahp.cluster.sense import physical_cores
 
 SECONDS_BETWEEN_POLLS = 0.1
@@ -131,7 +132,7 @@ def _workers(module: str) -> list:
 @contextmanager
 def _environment(num_workers: int) -> Iterator[None]:
     """Variables that the workers inherit; what the user has set stays."""
-    ours = {"OMP_NUM_THREADS": str(max(1, physical_cores() // num_workers))}
+    ours = {"OMP_NUM_THREADS": str(max(1, physical_cores() // num_workers)), **COMPUTE}
     if Path("/sys/class/net/lo").exists():
         # All ranks are on this node: gloo need not look up the machine's name, which may not resolve.
         ours["GLOO_SOCKET_IFNAME"] = "lo"

@@ -1,0 +1,44 @@
+"""Tensors for calls that are timed again and again, in another place of memory each time.
+
+A loop over the same operands finds them in the first cache. A training step does not: between two uses of a weight lie
+the other layers. On one AMD EPYC core products of a small model are 10 to 20 % slower then (docs/forecast.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+ALIGN = 64
+"""Elements between the starts of tensors are a multiple of this, as torch's own allocations are aligned."""
+
+
+class Operands:
+    """Random numbers of each dtype, ``num_bytes`` of them, from which operands are cut one after the other."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes, self.device = num_bytes, device
+        self._pools: dict[torch.dtype, Tensor] = {}
+
+    def of(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
+        """Tensors of these shapes, without end; after ``num_bytes`` the first come again, at once where one set is more."""
+        sizes = [-(-math.prod(shape) // ALIGN) * ALIGN for shape in shapes]
+        pool = self._pool(dtype, sum(sizes))
+        sets = [
+            tuple(
+                pool[start : start + math.prod(shape)].view(shape)
+                for start, shape in zip(itertools.accumulate([first, *sizes]), shapes, strict=False)
+            )
+            for first in range(0, len(pool) - sum(sizes) + 1, sum(sizes))
+        ]
+        return itertools.cycle(sets)
+
+    def _pool(self, dtype: torch.dtype, at_least: int) -> Tensor:
+        if dtype not in self._pools:
+            self._pools[dtype] = torch.randn(self.num_bytes // dtype.itemsize, device=self.device).to(dtype)
+        pool = self._pools[dtype]
+        return pool if len(pool) >= at_least else torch.randn(at_least, device=self.device).to(dtype)

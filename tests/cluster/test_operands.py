@@ -1,0 +1,36 @@
+"""Operands of successive calls lie in different places, and none of them in a cache."""
+
+import itertools
+
+import torch
+
+from ahp.cluster.environment import COMPUTE, with_ours
+from ahp.cluster.operands import ALIGN, Operands
+
+CPU = torch.device("cpu")
+
+
+def test_every_call_has_its_own_place_until_all_memory_was_used() -> None:
+    operands = Operands(2**16, CPU).of(torch.float32, (8, 16), (4, 16))
+    sets = list(itertools.islice(operands, 200))
+    places = [(x.data_ptr(), w.data_ptr()) for x, w in sets]
+    count = 2**16 // 4 // (8 * 16 + 4 * 16)
+    assert len(set(places)) == count
+    assert places[0] == places[count]
+    assert all(x.shape == (8, 16) and w.shape == (4, 16) for x, w in sets)
+    starts = sorted({place for pair in places for place in pair})
+    assert all(later - earlier >= 4 * 4 * 16 for earlier, later in itertools.pairwise(starts))
+    assert all((start - starts[0]) % (4 * ALIGN) == 0 for start in starts)
+
+
+def test_tensors_larger_than_the_memory_are_made_alone() -> None:
+    operands = Operands(1024, CPU).of(torch.bfloat16, (64, 64), (64, 64))
+    first, second = next(operands), next(operands)
+    assert first[0].data_ptr() == second[0].data_ptr() != first[1].data_ptr()
+    assert first[0].dtype == torch.bfloat16
+
+
+def test_what_the_user_has_set_for_the_workers_stays() -> None:
+    assert with_ours({}) == COMPUTE
+    (name,) = COMPUTE
+    assert with_ours({name: "0", "other": "1"}) == {name: "0", "other": "1"}
