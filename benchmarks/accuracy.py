@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import accuracy_choice
 import accuracy_tables as tables
 import page
 import yaml
@@ -34,6 +35,7 @@ NOTES = Path(__file__).parent / "accuracy_notes.yaml"
 TITLES = {
     "sources": "Step time",
     "ranking": "Ranking",
+    "choice": "Choosing",
     "memory": "Memory",
     "bands": "Bands",
     "constants": "Constants from whole steps",
@@ -72,6 +74,7 @@ def sections(
     return {
         "sources": tables.sources(judged, apart, notes),
         "ranking": tables.ranking(judged),
+        "choice": accuracy_choice.section(judged, notes, simulate),
         "memory": tables.memory(judged),
         "bands": tables.bands(judged, apart, notes),
         **({"constants": fitted} if fit is not None else {}),

@@ -13,10 +13,11 @@ import pytest
 import yaml
 
 from ahp.engines import steps
+from ahp.errors import BadInput
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 CONSTANT = "host_launches"
-SCRIPTS = ("accuracy", "accuracy_judge", "accuracy_rows", "accuracy_tables", "page")
+SCRIPTS = ("accuracy", "accuracy_choice", "accuracy_judge", "accuracy_rows", "accuracy_tables", "page")
 
 
 @pytest.fixture
@@ -150,3 +151,39 @@ def test_a_constant_of_whole_steps_moves_a_real_forecast(accuracy: Any, name: st
             taken.append(ahp.simulate(**arguments).step_time_s)
     assert taken[1] > 1.02 * taken[0]
     assert taken[0] <= ahp.simulate(**arguments).step_time_s <= taken[1]
+
+
+def test_choosing_holds_the_first_of_the_forecast_against_the_best_of_a_sweep(accuracy: Any, tmp_path: Path) -> None:
+    import accuracy_choice
+
+    paths = files(tmp_path, swept=[row(2, 0.7, gpus=4, gpus_per_node=4, tp=2, zero_stage=0)])
+    runs, _ = sys.modules["accuracy_rows"].read([Path(paths[0])])
+
+    def simulate(**arguments: Any) -> Any:
+        layout = arguments["parallelism"]
+        if not isinstance(layout, dict):
+            layout = layout.model_dump()
+        if layout["pipeline_parallel_degree"] == 4:
+            raise BadInput("pipeline_parallel_degree = 4: there are 2 layers")
+        slower = 3.0 - 1.0 * (layout["tensor_parallel_degree"] == 2) - 0.1 * (layout["micro_batch_size"] == 4)
+        return SimpleNamespace(step_time_s=slower, fits=layout["zero_stage"] == 0 or layout["micro_batch_size"] > 1)
+
+    made = accuracy_choice.choice(runs[0], {"tensor": 4, "zero_stages": [0, 1]}, simulate)
+    assert made.best.tensor_parallel_degree == made.first.tensor_parallel_degree == 2
+    assert (made.best.micro_batch_size, made.first.micro_batch_size) == (2, 4)
+    assert made.behind == pytest.approx(2.0 / 1.9 - 1)
+    # As fast or faster with other degrees: micro-batch 4 with ZeRO 0 and 1, without a pipeline and with one.
+    assert made.rank == 1 + sum(
+        layout.tensor_parallel_degree == 2 and layout.micro_batch_size == 4
+        for layout in accuracy_choice.layouts(runs[0], {"tensor": 4, "zero_stages": [0, 1]})
+        if layout.pipeline_parallel_degree < 4
+    )
+    assert not made.same
+    judged = sys.modules["accuracy_judge"].judge_all(runs, fake_simulate)
+    notes = {
+        "best_of_sweep": {"swept": {"tensor": 4, "zero_stages": [0]}},
+        "choices": [{"rows": ["run-*"], "why": "odd"}],
+    }
+    told = accuracy_choice.section(judged, notes, simulate)
+    assert "is forecast fastest in 0, and within 2 % of the fastest in 0" in told
+    assert "**odd** (1): `run-2`" in told
