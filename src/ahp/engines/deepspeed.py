@@ -43,7 +43,7 @@ class DeepSpeedEngine(Engine):
             optimizer_state_bytes=8,
             compute_weight_bytes=2 if half else 0,
             fusion="fused",
-            fused_loss=True,
+            fused_loss=False,  # Megatron's, whose logits are copied to fp32 first
             gradient_overlap=0.0,  # overlap_comm is off by default
             gathers_each_weight=zero == 3,
             parameter_gather_overlap=0.0,

@@ -60,6 +60,17 @@ class Traits:
     """Host time of one operator of the traced graph, over the device's ``kernel_launch_s``: autograd, Python and dispatch."""
     tensor_overlap_backward: float = 0.0
     """Share of the tensor-parallel collectives of a backward pass that hides behind products for weight gradients."""
+    tensor_in_pieces: bool = False
+    """Whether the collectives of sequence parallelism travel in as many pieces as there are ranks, beside the products that
+    read or make them, instead of before and after."""
+    gathers_inputs_again: bool = True
+    """Whether sequence parallelism gathers what column products read a second time, for their weight gradients; else the
+    gathered tensor is kept."""
+    tensor_copies: bool = False
+    """Whether the collectives of sequence parallelism copy what they gather or scatter, because sequences are its second dim."""
+    context_ring: bool = False
+    """Whether keys and values go round the context ranks while attention computes on those that are there; else all are
+    gathered first."""
     sends_split_by_tensor: bool = False
     """Whether a pipeline message is cut over the tensor-parallel ranks, sent in parts and gathered (Megatron's scatter-gather)."""
     selective_keeps_products: bool = False

@@ -25,6 +25,11 @@ class MegatronEngine(Engine):
 
     Gradients are kept in fp32 beside bf16 weights (``--accumulate-allreduce-grads-in-fp32``, the default in bf16) and in
     fp16 beside fp16 weights; the fp32 master weights belong to the optimizer.
+
+    fp8 is priced as NVIDIA's recipes for it set their flags (examples/llama/train_llama3_8b_h100_fp8.sh, NeMo's performance
+    scripts): gradients kept and reduced in bf16, reduced and weights gathered beside the computation in a pipeline too, and
+    tensor-parallel collectives in pieces beside the products (``--tp-comm-overlap``, which asks for sequence parallelism and Transformer
+    Engine). In other precisions these flags are off, as by default.
     """
 
     name = "megatron"
@@ -40,7 +45,8 @@ class MegatronEngine(Engine):
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
         zero = parallelism.zero_stage if parallelism.data_parallel_shard_degree > 1 else 0
         half = job.precision != "fp32"
-        gradient = 2 if job.precision == "fp16" else 4
+        fp8 = job.precision == "fp8"
+        gradient = 2 if fp8 or job.precision == "fp16" else 4
         return Traits(
             gradient_bytes=gradient,
             reduce_bytes=gradient,
@@ -50,7 +56,7 @@ class MegatronEngine(Engine):
             fusion="fused",
             fused_loss=True,
             empty_end_stages=True,
-            gradient_overlap=1.0 if zero < 3 and parallelism.pipeline_parallel_degree == 1 else 0.0,
+            gradient_overlap=1.0 if zero < 3 and (fp8 or parallelism.pipeline_parallel_degree == 1) else 0.0,
             gathers_each_weight=zero == 3,
             parameter_gather_overlap=0.0 if zero == 3 else 1.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
@@ -61,9 +67,14 @@ class MegatronEngine(Engine):
             reduce_copies=False,
             host_operators_per_unit=0,
             host_launches_per_operator=steps.value("host_launches"),
+            tensor_in_pieces=fp8,
+            context_ring=True,  # cp_comm_type p2p, the default
             # With sequence parallelism a third, the gathering of the output's gradient, has no product to run beside.
             tensor_overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,
             sends_split_by_tensor=True,
-            fused_gradient_accumulation=job.precision in ("bf16", "fp8"),
-            source="Megatron-LM d98e8a6: core/distributed, core/tensor_parallel/layers.py, core/optimizer",
+            fused_gradient_accumulation=fp8 or job.precision == "bf16",
+            source=(
+                "Megatron-LM d98e8a6: core/distributed, core/tensor_parallel/layers.py, core/optimizer; Transformer Engine: "
+                "pytorch/module/base.py initialize_ub, pytorch/attention (AttnFuncWithCPAndKVP2P)"
+            ),
         )

@@ -47,7 +47,13 @@ class TorchtitanEngine(Engine):
             keeps_whole_gradients=not every,
             reduce_copies=True,
             host_operators_per_unit=0,
+            # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
+            gathers_inputs_again=False,
+            tensor_copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
             torch_pipeline=True,
             selective_keeps_products=True,
+            fused_loss=choice.compile,
+            # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
+            gathers_inputs_again=False,
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",
         )

@@ -46,6 +46,11 @@ class SegmentTimes:
     """Of the forward pass: scores, softmax, dropout and their product with the values, where attention is not fused."""
     element_wise: Work
     """Of the forward pass: everything but weight products and attention."""
+    products: Work
+    """Of the forward pass: weight products. Those of the backward pass that make the gradients of inputs take as long."""
+    attention: Work
+    """Of the forward pass: fused attention."""
+    attention_backward: Work
 
     @property
     def forward_s(self) -> float:
@@ -88,15 +93,29 @@ def segment_times(
         )
         launches = 1.0 if op.index in kernels.launched else VIEW_LAUNCHES if is_view(op) else 0.0
         work = Work(seconds, launches)
+        fused = "attention" in op.name
         if op.phase == "backward":
             total["weight" if is_weight_gradient(op) else "input"] += work
+            if fused:
+                total["attention_backward"] += work
             continue
         total["forward"] += work
         if op.index in core:
             total["core"] += work
         if op.flops == 0 and op.index not in core:
             total["element_wise"] += work
-    return SegmentTimes(total["forward"], total["input"], total["weight"], total["core"], total["element_wise"])
+        if op.flops > 0 and op.index not in core:
+            total["attention" if fused else "products"] += work
+    return SegmentTimes(
+        forward=total["forward"],
+        input_gradient=total["input"],
+        weight_gradient=total["weight"],
+        core_attention=total["core"],
+        element_wise=total["element_wise"],
+        products=total["products"],
+        attention=total["attention"],
+        attention_backward=total["attention_backward"],
+    )
 
 
 def operator_s(

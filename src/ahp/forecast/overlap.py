@@ -9,6 +9,13 @@ CONTENTION = 0.189
 (arXiv 2507.03114)."""
 
 
+def shown_s(collective_s: float, beside_s: float, overlap: float) -> float:
+    """What shows of collectives of which the share ``overlap`` may hide behind ``beside_s`` seconds of computation, with
+    what they slow that down."""
+    hidden = min(overlap * collective_s, beside_s)
+    return collective_s - hidden + CONTENTION * hidden
+
+
 def exposed_ahead_s(collectives: Sequence[float], work: Sequence[float], overlap: float) -> float:
     """Weights gathered one unit ahead: unit ``i + 1`` is on its way while unit ``i`` computes.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
-from ahp.cluster.model import Cluster
+from ahp.cluster.model import Cluster, NodeGroup
 from ahp.engines import steps
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.errors import BadInput, NotExpressible
-from ahp.forecast import memory
+from ahp.forecast import margins, memory
 from ahp.forecast.communication import Network, pair_group, strided_group
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
@@ -25,18 +26,6 @@ from ahp.schedule.makespan import Makespan, makespan, peak_kept
 from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.simulate import StageTimes, Timeline
 from ahp.schedule.stages import layer_ranges, layers_of_stages
-
-SIGMA_CATALOGUE = 0.20
-"""Relative standard error of the step time on GPUs that nobody measured. The 90 % band holds nine of ten published runs with
-0.13, each source one vote, and with 0.24 where each source is judged by constants fitted without it (docs/accuracy.md):
-a user's cluster is seldom one of the sources, and seldom as odd as the oddest."""
-
-SIGMA_MEASURED = 0.15
-"""The same on GPUs after a probe: published models fed with measured operators reach 5.6-14.7 % mean error (cost model,
-section 0.1, vTrain); 12 % mean is 15 % standard error. [Empirical] until a probe of GPUs has been held against steps."""
-
-SIGMA_CPU = 0.33
-"""The same on CPU workers, probed or not: the root mean square of 48 layouts on two workers (docs/benchmarks.md)."""
 
 NORMAL_90 = 1.645
 """Half width of the central 90 % of a normal distribution, in standard errors."""
@@ -75,7 +64,7 @@ class Pricer:
         self.nodes = cluster.groups[0]
         self.network = Network(self.nodes)
         self.slowest_share = 0.0 if is_cpu(self.nodes.device) else slowest_share(cluster.num_devices)
-        self._units = UnitPricer(graph, self.nodes, self.network, job.precision)
+        self.unit_pricer = UnitPricer(graph, self.nodes, self.network, job.precision)
 
     def price(self, parallelism: Parallelism) -> Priced:
         """Price one layout. ``activation_checkpoint`` auto is the lightest that fits.
@@ -108,7 +97,7 @@ class Pricer:
         times = self._stage_times(parallelism, traits, stages, units)
         span = makespan(name, p, v, parallelism.num_micro_batches(self.job), times)
         optimizer_s = self._optimizer_s(parallelism, traits, span, stages)
-        tied_s = self._tied_s(parallelism, units)
+        tied_s = self.tied_s(parallelism, units)
         slowest_s = (span.makespan_s + tied_s + optimizer_s) * self.slowest_share
         step_s = span.makespan_s + tied_s + optimizer_s + slowest_s
         step = _step_parts(span, stages, tied_s)
@@ -123,7 +112,7 @@ class Pricer:
 
     def _stages(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], Units]:
         per_node = self.nodes.devices_per_node
-        units = self._units.units(parallelism.micro_batch_size, axes_of(parallelism, per_node), traits)
+        units = self.unit_pricer.units(parallelism.micro_batch_size, axes_of(parallelism, per_node), traits)
         on_cpu = is_cpu(self.nodes.device)
         shard, replicate = data_groups(parallelism, per_node)
         data = DataParallel(
@@ -145,7 +134,7 @@ class Pricer:
             if kinds not in made:
                 made[kinds] = stage_cost(
                     units, layers, first=first, last=last, recompute=recompute_of(parallelism, traits, units),
-                    data=data, network=self.network, bytes_per_s=self._units.rates.bytes_per_s,
+                    data=data, network=self.network, bytes_per_s=self.unit_pricer.rates.bytes_per_s,
                 )  # fmt: skip
             stages.append(made[kinds])
         return tuple(stages), units
@@ -157,8 +146,12 @@ class Pricer:
     def _stage_times(
         self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...], units: Units
     ) -> list[StageTimes]:
-        p, count = parallelism.pipeline_parallel_degree, len(stages)
-        send = [self._send_s(parallelism, traits, stage % p, (stage + 1) % p, units) for stage in range(count)]
+        p, v, count = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank, len(stages)
+        rank = stage_ranks(parallelism.pipeline_parallel_schedule, p, v) if p > 1 else (0,)
+        send = [
+            self.send_s(parallelism, traits, source, target, units)
+            for source, target in zip(rank, (*rank[1:], rank[0]), strict=True)
+        ]
         return [
             StageTimes(
                 forward_s=sum(cost.forward.values()),
@@ -173,7 +166,7 @@ class Pricer:
             for stage, cost in enumerate(stages)
         ]
 
-    def _send_s(self, parallelism: Parallelism, traits: Traits, source: int, target: int, units: Units) -> float:
+    def send_s(self, parallelism: Parallelism, traits: Traits, source: int, target: int, units: Units) -> float:
         """Seconds to hand one micro-batch's hidden states from one pipeline rank to another."""
         if source == target:
             return 0.0
@@ -188,16 +181,20 @@ class Pricer:
     ) -> float:
         """Norm, clipping and AdamW on the shard of the fullest rank, and the one collective of loss and norm."""
         shard = max(_optimized(span, stages, rank, parallelism) for rank in range(span.p))
+        world = strided_group(parallelism.world_size, 1, self.nodes.devices_per_node)
+        moved_s = shard * self.optimizer_bytes(traits) / self.unit_pricer.rates.bytes_per_s
+        return moved_s + self.network.time_s("all_reduce", 16, world)
+
+    def optimizer_bytes(self, traits: Traits) -> int:
+        """Bytes moved for each parameter by norm, clipping and AdamW."""
         # AdamW reads weight, gradient and states, and writes weight and states, in one kernel (fused=True).
         moved = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
         # The copy that computes is made again, where no gather makes it.
         if traits.compute_weight_bytes and traits.forward_gathers == "never":
             moved += traits.master_weight_bytes + traits.compute_weight_bytes
-        moved += CLIP_BYTES if self.job.optimizer.grad_clip is not None else CLIP_BYTES // 3
-        world = strided_group(parallelism.world_size, 1, self.nodes.devices_per_node)
-        return shard * moved / self._units.rates.bytes_per_s + self.network.time_s("all_reduce", 16, world)
+        return moved + (CLIP_BYTES if self.job.optimizer.grad_clip is not None else CLIP_BYTES // 3)
 
-    def _tied_s(self, parallelism: Parallelism, units: Units) -> float:
+    def tied_s(self, parallelism: Parallelism, units: Units) -> float:
         """The gradient of weights that the first and the last stage share, summed over both."""
         p = parallelism.pipeline_parallel_degree
         if p == 1 or units.tied_parameters == 0:
@@ -216,11 +213,6 @@ class Pricer:
     ) -> tuple[int, memory.RankMemory]:
         """The pipeline rank that needs the most memory, and what it needs."""
         in_flight = peak_kept(span.name, span.p, span.v, span.m, [cost.kept_bytes for cost in stages])
-        degrees = (
-            parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree,
-            parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree, parallelism.world_size,
-        )  # fmt: skip
-        num_groups = sum(degree > 1 for degree in degrees)
         ranks = []
         for rank in range(span.p):
             own = _own(span, rank)
@@ -235,17 +227,24 @@ class Pricer:
             parts["pipeline_buffers"] = _pipeline_buffers(span, own, units.hidden_bytes, traits)
             if span.m == 1:
                 parts = _one_backward(parts)
-            ranks.append(memory.rank_memory(parts, self.nodes.device, num_groups))
+            ranks.append(memory.rank_memory(parts, self.nodes.device, num_groups(parallelism)))
         fullest = max(range(len(ranks)), key=lambda r: ranks[r].total)
         return fullest, ranks[fullest]
 
     def _rank_weights(self, parallelism: Parallelism, units: Units, own: list[int], total: int) -> memory.RankWeights:
         ranges = self._ranges(parallelism)
-        sizes = [units.blocks[units.layers[i]].parameters for stage in own for i in ranges[stage]]
-        experts = sum(units.blocks[units.layers[i]].experts for stage in own for i in ranges[stage])
+        blocks = [units.blocks[units.layers[i]] for stage in own for i in ranges[stage]]
+        sizes = [unit.parameters for unit in blocks]
         is_last = parallelism.num_stages - 1 in own
         head = units.head.parameters + units.tied_parameters if is_last else 0
-        return memory.RankWeights(total, max(sizes, default=0), total - sum(sizes), head, experts)
+        return memory.RankWeights(
+            total=total,
+            largest_block=max(sizes, default=0),
+            outside_blocks=total - sum(sizes),
+            head=head,
+            experts=sum(unit.experts for unit in blocks),
+            shapes=max((unit.shapes for unit in blocks), default=0),
+        )
 
     def _forecast(
         self,
@@ -260,7 +259,7 @@ class Pricer:
         sigma = SIGMA_MEASURED if self.nodes.measured is not None else SIGMA_CATALOGUE
         sigma = SIGMA_CPU if is_cpu(device) else sigma
         band = math.exp(NORMAL_90 * sigma)
-        peak = self._units.rates.peak(self.job.precision)
+        peak = self.unit_pricer.rates.peak(self.job.precision)
         model_flops = 3 * units.forward_flops * (self.job.global_batch_size / parallelism.micro_batch_size)
         probability = memory.fit_probability(used.total, device.memory_bytes)
         return Forecast(
@@ -283,10 +282,26 @@ class Pricer:
         )
 
 
+def step_error(nodes: NodeGroup) -> float:
+    """Standard error of the log of the step time on such nodes."""
+    if is_cpu(nodes.device):
+        return margins.value("step_error_cpu")
+    return margins.value("step_error_catalogue" if nodes.measured is None else "step_error_measured")
+
+
 def slowest_share(num_ranks: int) -> float:
-    """By how much of the mean step the slowest of ``num_ranks`` is behind: the expected maximum of so many normal draws,
-    to its leading term (cost model, section 3.9)."""
-    return steps.value("rank_spread") * math.sqrt(2.0 * math.log(num_ranks))
+    """By how much of the mean step the slowest of ``num_ranks`` is behind: the expected maximum of so many normal draws
+    (Blom's approximation, within 1 %: Statistical estimates and transformed beta-variables, 1958)."""
+    return steps.value("rank_spread") * NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
+
+
+def num_groups(parallelism: Parallelism) -> int:
+    """Process groups whose communicators a rank holds."""
+    degrees = (
+        parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree,
+        parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree, parallelism.world_size,
+    )  # fmt: skip
+    return sum(degree > 1 for degree in degrees)
 
 
 def recompute_of(parallelism: Parallelism, traits: Traits, units: Units) -> Recompute:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from ahp.engines.engine import Traits
 from ahp.forecast.communication import Group, Network
 from ahp.forecast.compute import Work
-from ahp.forecast.overlap import CONTENTION, exposed_ahead_s, exposed_behind_s
+from ahp.forecast.overlap import exposed_ahead_s, exposed_behind_s, shown_s
 from ahp.forecast.units import ALONE, Unit, Units
 
 
@@ -133,7 +133,7 @@ def stage_cost(
     _add_gathers(forward, backward, first_forward, sizes, blocks, recompute, data, network, bytes_per_s)
     _add_reductions(backward, last_backward, sizes, blocks, recompute, data, network, bytes_per_s)
     launches = (len(blocks) + 1) * data.traits.host_operators_per_unit / 2
-    again = _sum(_again(u, recompute) for u in blocks)
+    again = _sum(recomputed(u, recompute) for u in blocks)
     passes = (
         (forward, _sum(u.times.forward for u in (*blocks, *ends)), sum(u.tensor_launches for u in (*blocks, *ends))),
         (
@@ -153,7 +153,7 @@ def _sum(works: Iterable[Work]) -> Work:
     return sum(works, Work())
 
 
-def _again(unit: Unit, recompute: Recompute) -> Work:
+def recomputed(unit: Unit, recompute: Recompute) -> Work:
     """What of a block's forward pass runs a second time."""
     times = unit.times
     return {"none": Work(), "core": times.core_attention, "chains": times.element_wise, "full": times.forward}[
@@ -174,12 +174,12 @@ def _backward(blocks: list[Unit], ends: list[Unit], recompute: Recompute, data: 
     everything = [*blocks, *ends]
     parts = {
         "backward": sum(u.times.backward_s for u in everything),
-        "tensor_parallel": sum(_tensor_backward_s(u, data) for u in everything),
+        "tensor_parallel": sum(tensor_backward_s(u, data) for u in everything),
         "context_parallel": sum(u.context_backward_s for u in everything),
         "expert_parallel": sum(u.expert_s for u in everything),
     }
     if recompute != "none":
-        parts["recompute"] = sum(_again(u, recompute).device_s for u in blocks)
+        parts["recompute"] = sum(recomputed(u, recompute).device_s for u in blocks)
     if recompute == "full":
         parts["tensor_parallel"] += sum(u.tensor_forward_s for u in blocks)
         parts["context_parallel"] += sum(u.context_forward_s for u in blocks)
@@ -187,15 +187,10 @@ def _backward(blocks: list[Unit], ends: list[Unit], recompute: Recompute, data: 
     return parts
 
 
-def _tensor_backward_s(unit: Unit, data: DataParallel) -> float:
+def tensor_backward_s(unit: Unit, data: DataParallel) -> float:
     """What the products for the weight gradients do not hide."""
     beside = unit.times.weight_gradient.device_s
-    return _shown_s(unit.tensor_backward_s, beside, data.overlap * data.traits.tensor_overlap_backward)
-
-
-def _shown_s(collective_s: float, beside_s: float, overlap: float) -> float:
-    hidden = min(overlap * collective_s, beside_s)
-    return collective_s - hidden + CONTENTION * hidden
+    return shown_s(unit.tensor_backward_s, beside, data.overlap * data.traits.tensor_overlap_backward)
 
 
 def _add_host(parts: dict[str, float], launches: float, own_launches: float, data: DataParallel) -> None:
@@ -212,7 +207,7 @@ def _work(blocks: list[Unit], *, backward: bool, recompute: Recompute) -> list[f
     """Seconds between the arrival of one unit's weights and the next's."""
     if not backward:
         return [u.times.forward_s + u.tensor_forward_s for u in blocks]
-    again = [_again(u, recompute).device_s + (u.tensor_forward_s if recompute == "full" else 0.0) for u in blocks]
+    again = [recomputed(u, recompute).device_s + (u.tensor_forward_s if recompute == "full" else 0.0) for u in blocks]
     return [u.times.backward_s + u.tensor_backward_s + a for u, a in zip(blocks, again, strict=True)]
 
 
@@ -230,7 +225,7 @@ def _add_gathers(
     traits = data.traits
     overlap = data.overlap * traits.parameter_gather_overlap
     gathers = [data.gather_s(size, network) for size in sizes]
-    cast_s = sum(w.total for w in sizes) * _cast_bytes(data) / bytes_per_s
+    cast_s = sum(w.total for w in sizes) * cast_bytes(data) / bytes_per_s
     each = traits.forward_gathers == "per_micro_batch"
     target = forward if each else first_forward
     # The unit outside the blocks and the first block have nothing before them to hide behind.
@@ -242,7 +237,7 @@ def _add_gathers(
         order = gathers[:0:-1]
         work = _work(blocks, backward=True, recompute=recompute)[::-1]
         backward["weight_gather"] = exposed_ahead_s(order, work, overlap)
-        backward["casts"] = sum(w.total for w in sizes[1:]) * _cast_bytes(data) / bytes_per_s
+        backward["casts"] = sum(w.total for w in sizes[1:]) * cast_bytes(data) / bytes_per_s
 
 
 def _add_reductions(
@@ -268,13 +263,13 @@ def _add_reductions(
         both = [a + b for a, b in zip(reduces, replicas, strict=True)]
         last_backward["gradient_reduce"] = exposed_behind_s(both, work, overlap)
     backward["casts"] = (
-        backward.get("casts", 0.0) + sum(w.total for w in sizes) * _gradient_copy_bytes(data) / bytes_per_s
+        backward.get("casts", 0.0) + sum(w.total for w in sizes) * gradient_copy_bytes(data) / bytes_per_s
     )
     if traits.compute_weight_bytes == 0 and traits.reduce_copies:
         last_backward["casts"] = sum(w.total for w in sizes) * 2 * traits.reduce_bytes / bytes_per_s
 
 
-def _cast_bytes(data: DataParallel) -> float:
+def cast_bytes(data: DataParallel) -> float:
     """Bytes moved per weight element to make the compute copy: the shard cast, and the gathered buffer copied out."""
     traits, shards = data.traits, data.shard.size
     cast = (traits.master_weight_bytes + traits.compute_weight_bytes) / shards
@@ -282,39 +277,44 @@ def _cast_bytes(data: DataParallel) -> float:
     return (cast if traits.compute_weight_bytes not in (0, traits.master_weight_bytes) else 0.0) + copied
 
 
-def _gradient_copy_bytes(data: DataParallel) -> float:
-    """Bytes moved per weight element and micro-batch: the gradient into the reduced type, added to the earlier ones."""
-    traits = data.traits
+def gradient_copy_bytes(data: DataParallel) -> float:
+    """Bytes moved per weight element and micro-batch: the gradient into the type and buffer it waits in, or is sent from."""
+    traits, made = data.traits, data.weight_bytes
     if traits.fused_gradient_accumulation:
         return 0.0
-    if traits.compute_weight_bytes == 0:
-        # Autograd adds to what is there: two read, one written, but for the first micro-batch.
-        return 3 * traits.gradient_bytes * (1 - 1 / data.micro_batches)
-    made = data.weight_bytes + traits.reduce_bytes
-    if data.micro_batches == 1:
-        return made
-    waiting = 1 if traits.keeps_whole_gradients else data.shard.size
-    return made + 2 * traits.gradient_bytes / waiting
+    if traits.reduces_every_micro_batch:
+        # Into the flat buffer; then the shard is added to the earlier ones.
+        added = 0.0 if data.micro_batches == 1 else 2 * traits.gradient_bytes / data.shard.size
+        return made + traits.reduce_bytes + added
+    # The first is kept as it is, or cast; each later one is read, and added in one kernel to the sum, which is read and written.
+    first = made + traits.gradient_bytes if made != traits.gradient_bytes else 0.0
+    later = made + 2 * traits.gradient_bytes
+    return (first + (data.micro_batches - 1) * later) / data.micro_batches
 
 
 def _activations(units: Units, blocks: list[Unit], *, first: bool, last: bool, recompute: Recompute) -> tuple[int, int]:
     """Bytes kept per micro-batch, and the largest further need of one backward pass."""
 
-    def dropped(unit: Unit) -> int:
-        saved = {"none": 0, "core": unit.memory.saved_in_core, "chains": unit.memory.saved_in_chains}
-        return max(0, unit.memory.saved - units.hidden_bytes) if recompute == "full" else saved[recompute]
-
     kept = units.embedding.memory.saved if first else 0
     kept += units.head.memory.saved if last else 0
-    kept += sum(u.memory.saved - dropped(u) for u in blocks)
+    kept += sum(u.memory.saved - dropped_bytes(u, units, recompute) for u in blocks)
     kept += 0 if last else units.hidden_bytes
     freed = units.head.memory.saved if last else 0
-    in_block = [u.memory.backward_extra + _made_again(u, recompute, dropped(u)) for u in blocks]
+    in_block = [
+        u.memory.backward_extra + made_again(u, recompute, dropped_bytes(u, units, recompute)) for u in blocks
+    ]
     at_head = max(units.head.memory.forward_extra, units.head.memory.backward_extra) if last else 0
     return kept, max([0, at_head, *(need - freed for need in in_block)])
 
 
-def _made_again(unit: Unit, recompute: Recompute, dropped: int) -> int:
+def dropped_bytes(unit: Unit, units: Units, recompute: Recompute) -> int:
+    """What a block keeps less for being recomputed."""
+    if recompute == "full":
+        return max(0, unit.memory.saved - units.hidden_bytes)
+    return {"none": 0, "core": unit.memory.saved_in_core, "chains": unit.memory.saved_in_chains}[recompute]
+
+
+def made_again(unit: Unit, recompute: Recompute, dropped: int) -> int:
     """Bytes of what one block makes again before its backward pass."""
     if recompute == "none":
         return 0

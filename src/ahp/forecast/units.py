@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import Traits
-from ahp.forecast.communication import Group, Network, axis_group, strided_group
+from ahp.forecast.communication import Group, Kind, Network, axis_group, strided_group
 from ahp.forecast.compute import SegmentTimes, is_causal, segment_times
 from ahp.forecast.division import GROUPED, Division, expert_parameters
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
 from ahp.forecast.kernels import Fusion, Kernels, kernels
 from ahp.forecast.memory import SegmentMemory, segment_memory
+from ahp.forecast.overlap import shown_s
 from ahp.forecast.split import Role, Split, split
 from ahp.graph.operators import ModelGraph, Segment, TensorSpec
 from ahp.plan import Parallelism
@@ -49,12 +50,13 @@ class Unit:
     times: SegmentTimes
     memory: SegmentMemory
     tensor_forward_s: float
-    """Tensor-parallel collectives of the forward pass."""
+    """Tensor-parallel collectives of the forward pass, as far as they show."""
     tensor_backward_s: float
+    """The same of the backward pass, before products for weight gradients hide any."""
     tensor_launches: int
     """Tensor-parallel collectives of one pass."""
     context_forward_s: float
-    """Keys and values gathered over the context-parallel ranks."""
+    """Keys and values of the other context-parallel ranks, as far as the wait for them shows."""
     context_backward_s: float
     expert_s: float
     """Tokens sent to their experts and back, in one pass."""
@@ -64,6 +66,8 @@ class Unit:
     """Elements of its weights that the rank holds, before sharding over data ranks."""
     experts: int
     """Of them, those of experts, which fewer data ranks hold alike."""
+    shapes: int
+    """Of them, one of each shape: all but those of every expert but one."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,18 @@ class How(NamedTuple):
     attention: AttentionKernel | None
     accumulates: bool
     """Products for weight gradients add to the fp32 gradients."""
+    tensor_in_pieces: bool
+    gathers_again: bool
+    tensor_copies: bool
+    context_ring: bool
+
+
+class TensorCost(NamedTuple):
+    """Seconds of a segment's tensor-parallel collectives for one micro-batch, and how many one pass has."""
+
+    forward_s: float
+    backward_s: float
+    launches: int
 
 
 class UnitPricer:
@@ -108,7 +124,16 @@ class UnitPricer:
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it."""
         fusion: Fusion = "traced" if self._on_cpu else traits.fusion
-        how = How(fusion, traits.fused_loss, traits.attention_kernel, traits.fused_gradient_accumulation)
+        how = How(
+            fusion=fusion,
+            fused_loss=traits.fused_loss,
+            attention=traits.attention_kernel,
+            accumulates=traits.fused_gradient_accumulation,
+            tensor_in_pieces=traits.tensor_in_pieces and not self._on_cpu,
+            gathers_again=traits.gathers_inputs_again,
+            tensor_copies=traits.tensor_copies,
+            context_ring=traits.context_ring and not self._on_cpu,
+        )
         key = micro_batch_size, axes, how
         if key not in self._units:
             self._units[key] = self._price(self._at(micro_batch_size), axes, how)
@@ -144,55 +169,74 @@ class UnitPricer:
         degree = axes.tensor.size
         division = Division(parts, degree, axes.sequence_parallel and degree > 1, axes.context.size, axes.expert.size)
         precision = self._precision if role == "block" else None  # engines leave the head in the compute type
-        forward_s, backward_s, launches = self._tensor(parts, axes)
-        keys_s = self._context_s(segment, division, axes)
         stacked = expert_parameters(segment)
         held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}
         held = {name: -(-count // axes.expert.size) if name in stacked else count for name, count in held.items()}
+        times = segment_times(
+            segment,
+            run,
+            division,
+            self.rates,
+            causal=self._causal,
+            precision=precision,
+            kernel=how.attention,
+            accumulates=how.accumulates,
+        )
+        tensor = self._tensor(parts, axes, times, how, fp8=precision is not None, sequences=graph.micro_batch_size)
+        context_s = self._context_s(segment, division, axes, times, ring=how.context_ring)
         return Unit(
-            times=segment_times(
-                segment,
-                run,
-                division,
-                self.rates,
-                causal=self._causal,
-                precision=precision,
-                kernel=how.attention,
-                accumulates=how.accumulates,
-            ),
+            times=times,
             memory=segment_memory(segment, run, division, fp8=precision is not None),
-            tensor_forward_s=forward_s,
-            tensor_backward_s=backward_s,
-            tensor_launches=launches,
-            context_forward_s=keys_s,
-            context_backward_s=2 * keys_s,
+            tensor_forward_s=tensor.forward_s,
+            tensor_backward_s=tensor.backward_s,
+            tensor_launches=tensor.launches,
+            context_forward_s=context_s[0],
+            context_backward_s=context_s[1],
             expert_s=self._expert_s(segment, division, axes),
             tensors=max(1, len(held)),
             parameters=sum(held.values()),
             experts=sum(count for name, count in held.items() if name in stacked),
+            shapes=sum((held | alone).values()),
         )
 
-    def _tensor(self, parts: Split, axes: Axes) -> tuple[float, float, int]:
-        """Seconds of a segment's tensor-parallel collectives, forward and backward, and how many a pass has.
+    def _tensor(
+        self, parts: Split, axes: Axes, times: SegmentTimes, how: How, *, fp8: bool, sequences: int
+    ) -> TensorCost:
+        """What a segment's tensor-parallel collectives take.
 
         Without sequence parallelism partial sums are all-reduced. With it they are reduce-scattered along the sequence and
-        gathered again before the next column product; the backward pass gathers the inputs once more for the weight
-        gradients (arXiv 2205.05198, section 4.2.2).
+        gathered again before the next column product; the backward pass may gather the inputs once more for the weight
+        gradients (arXiv 2205.05198, section 4.2.2). ``fp8``: what products read is gathered in 8 bits, sums stay in 16.
         """
         group, context = axes.tensor, axes.context.size
 
-        def total(kind, tensors: tuple[TensorSpec, ...]) -> float:
-            return sum(self._network.time_s(kind, spec.bytes / context, group) for spec in tensors)
+        def total(kind: Kind, tensors: tuple[TensorSpec, ...]) -> float:
+            part = 0.5 if fp8 and kind == "all_gather" else 1.0
+            # One sequence gathered along its length lies in memory as it arrives.
+            copied = how.tensor_copies and (kind == "reduce_scatter" or (kind == "all_gather" and sequences > 1))
+            seconds = 0.0
+            for spec in tensors:
+                sent = part * spec.bytes / context
+                seconds += self._network.time_s(kind, sent, group)
+                seconds += self.rates.element_wise_s(2 * sent, 0.0, spec.dtype) if copied else 0.0
+            return seconds
 
         count = len(parts.forward_reduce)
         if not axes.sequence_parallel:
-            return total("all_reduce", parts.forward_reduce), total("all_reduce", parts.backward_reduce), count
+            return TensorCost(
+                total("all_reduce", parts.forward_reduce), total("all_reduce", parts.backward_reduce), count
+            )
         hidden = tuple(spec for spec in parts.forward_reduce if len(spec.shape) > 1)
         rows = tuple(spec for spec in parts.forward_reduce if len(spec.shape) == 1)
         forward = total("reduce_scatter", hidden) + total("all_gather", parts.backward_reduce)
+        gathers = total("all_gather", hidden)
+        gathers += total("all_gather", parts.backward_reduce) if how.gathers_again else 0.0
+        if how.tensor_in_pieces:
+            # A rank begins with its own piece and ends with it: one piece of each collective has nothing to run beside.
+            overlap, beside_s = 1.0 - 1.0 / group.size, times.products.device_s
+            forward, gathers = shown_s(forward, beside_s, overlap), shown_s(gathers, beside_s, overlap)
         forward += total("all_reduce", rows)
-        backward = total("all_gather", hidden) + total("reduce_scatter", parts.backward_reduce)
-        return forward, backward + total("all_gather", parts.backward_reduce), 2 * count
+        return TensorCost(forward, gathers + total("reduce_scatter", parts.backward_reduce), 2 * count)
 
     def _expert_s(self, segment: Segment, division: Division, axes: Axes) -> float:
         """Seconds to send every token to the ranks of its experts, and the answers back."""
@@ -204,18 +248,31 @@ class UnitPricer:
         sent = first.inputs[0].bytes / division.context * (1 / division.tensor if division.sequence_parallel else 1)
         return 2 * self._network.time_s("all_to_all", sent, axes.expert)
 
-    def _context_s(self, segment: Segment, division: Division, axes: Axes) -> float:
-        """Seconds to bring every rank the keys and values of all; the gradients of both take as long again each."""
-        if axes.context.size == 1:
-            return 0.0
-        seconds = 0.0
+    def _context_s(
+        self, segment: Segment, division: Division, axes: Axes, times: SegmentTimes, *, ring: bool
+    ) -> tuple[float, float]:
+        """Seconds, forward and backward, that a rank waits for the keys and values of the others.
+
+        Their gradients take as long again. ``ring``: they go round while attention computes on those that are there, so that
+        all but the last part of the computation can hide them.
+        """
+        ranks = axes.context.size
+        if ranks == 1:
+            return 0.0, 0.0
+        keys_s = 0.0
         for op in segment.phase("forward"):
             if "attention" in op.name:
                 share = 1.0 / division.tensor if op.index in division.split.divided else 1.0
-                seconds += self._network.time_s(
+                keys_s += self._network.time_s(
                     "all_gather", sum(spec.bytes for spec in op.inputs[1:3]) * share, axes.context
                 )
-        return seconds
+        if not ring:
+            return keys_s, 2 * keys_s
+        beside = 1.0 - 1.0 / ranks
+        return (
+            shown_s(keys_s, beside * times.attention.device_s, 1.0),
+            shown_s(2 * keys_s, beside * times.attention_backward.device_s, 1.0),
+        )
 
 
 def _held(numel: int, parts: Split, name: str, degree: int) -> int:

@@ -1,0 +1,101 @@
+"""What shows of the collectives within a replica: by engine, precision and what runs beside them."""
+
+import pytest
+
+from ahp.engines.registry import get
+from ahp.forecast.communication import Network
+from ahp.forecast.pricer import slowest_share
+from ahp.forecast.stage import DataParallel, gradient_copy_bytes
+from ahp.forecast.units import ALONE, UnitPricer, axes_of
+from ahp.graph.trace import analyze
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+from .conftest import make_cluster
+
+SPLIT = Parallelism(tensor_parallel_degree=4, enable_sequence_parallel=True)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    keys = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 8}
+    return analyze(
+        {"model_type": "llama", "num_key_value_heads": 4, "vocab_size": 512, **keys}, Job(sequence_length=256)
+    )
+
+
+def block(graph, engine, layout=SPLIT, precision="bf16", micro_batch=1):
+    nodes = make_cluster(per_node=layout.world_size).groups[0]
+    traits = get(engine).traits(Job.model_validate({"precision": precision}), layout, EngineChoice(name=engine))
+    pricer = UnitPricer(graph, nodes, Network(nodes), precision)
+    return pricer.units(micro_batch, axes_of(layout, nodes.devices_per_node), traits).blocks[0]
+
+
+def collectives(graph, **kinds):
+    """Seconds of so many collectives of each kind over four ranks, of the hidden states of one block."""
+    network, layout = Network(make_cluster(per_node=4).groups[0]), SPLIT
+    group = axes_of(layout, 4).tensor
+    return sum(count * network.time_s(kind, graph.blocks[0].output.bytes, group) for kind, count in kinds.items())
+
+
+def test_megatron_gathers_inputs_again_and_torchtitan_does_not(llama):
+    twice = collectives(llama, all_gather=2, reduce_scatter=2)
+    megatron, torchtitan = block(llama, "megatron"), block(llama, "torchtitan")
+    assert megatron.tensor_forward_s == pytest.approx(twice)
+    assert megatron.tensor_backward_s == pytest.approx(twice + collectives(llama, all_gather=2))
+    assert torchtitan.tensor_backward_s == pytest.approx(torchtitan.tensor_forward_s)
+
+
+def test_torchtitan_copies_what_it_scatters_and_what_it_gathers_of_several_sequences(llama):
+    copy_s = [block(llama, "torchtitan", micro_batch=count).tensor_forward_s for count in (1, 2)]
+    bare_s = [block(llama, "megatron", micro_batch=count).tensor_forward_s for count in (1, 2)]
+    one, several = copy_s[0] - bare_s[0], copy_s[1] - bare_s[1]
+    assert 0 < 2 * one < several  # twice as many copies, each of twice the bytes, and all take time to start
+
+
+def test_fp8_halves_what_is_gathered_and_hides_it_beside_the_products(llama):
+    layout = SPLIT.model_copy(update={"enable_sequence_parallel": False})
+    assert block(llama, "megatron", layout, "fp8").tensor_forward_s == block(llama, "megatron", layout).tensor_forward_s
+    plain, fp8 = block(llama, "megatron"), block(llama, "megatron", precision="fp8")
+    products_s = fp8.times.products.device_s
+
+    assert plain.tensor_forward_s - products_s < fp8.tensor_forward_s + 1e-12 < plain.tensor_forward_s
+    # One of four pieces has nothing to run beside, however long the products take.
+    assert fp8.tensor_forward_s > plain.tensor_forward_s / 8
+
+
+def test_a_ring_hides_keys_and_values_behind_attention(llama):
+    layout = Parallelism(context_parallel_degree=4)
+    ring, gathered = block(llama, "megatron", layout), block(llama, "torchtitan", layout)
+    assert 0 < ring.context_forward_s < gathered.context_forward_s
+    assert gathered.context_forward_s - ring.context_forward_s <= 0.75 * ring.times.attention.device_s + 1e-12
+    assert gathered.context_backward_s == 2 * gathered.context_forward_s
+
+
+def test_the_slowest_of_many_is_the_expected_maximum():
+    assert slowest_share(1) == 0
+    for ranks, expected in (
+        (2, 0.5642),
+        (8, 1.4236),
+        (100, 2.5076),
+        (1000, 3.2414),
+    ):  # of the standard normal, tabulated
+        assert slowest_share(ranks) / slowest_share(8) == pytest.approx(expected / 1.4236, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision", "layout", "first", "later"),
+    [
+        ("megatron", "bf16", {}, 0, 0),  # products add to fp32 by themselves
+        ("megatron", "fp16", {}, 0, 6),  # autograd keeps the first, reads two and writes one
+        ("torchtitan", "bf16", {"data_parallel_shard_degree": 2, "zero_stage": 1}, 6, 10),  # bf16 into fp32
+        ("ahp", "fp32", {}, 0, 12),
+    ],
+)
+def test_bytes_moved_to_keep_a_gradient(engine, precision, layout, first, later):
+    traits = get(engine).traits(
+        Job.model_validate({"precision": precision}), Parallelism(**layout), EngineChoice(name=engine)
+    )
+    for count in (1, 4):
+        data = DataParallel(shard=ALONE, replicate=ALONE, traits=traits, micro_batches=count, overlap=1.0)
+        assert gradient_copy_bytes(data) == pytest.approx((first + (count - 1) * later) / count)
