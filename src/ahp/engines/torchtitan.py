@@ -53,7 +53,5 @@ class TorchtitanEngine(Engine):
             torch_pipeline=True,
             selective_keeps_products=True,
             fused_loss=choice.compile,
-            # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
-            gathers_inputs_again=False,
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",
         )
