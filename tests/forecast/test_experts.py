@@ -4,6 +4,7 @@ import pytest
 
 from ahp.errors import BadInput
 from ahp.forecast.division import GROUPED, Division, expert_parameters, is_weight_gradient
+from ahp.forecast.kernels import CAST, kernels
 from ahp.forecast.rules import illegal
 from ahp.forecast.split import split
 from ahp.forecast.step import price
@@ -50,6 +51,38 @@ def test_the_work_is_the_same_on_fewer_experts_with_more_tokens(mixture):
         assert 2 * b1 * m1 * n1 * k1 == pytest.approx(op.flops)
         assert b4 * m4 * n4 * k4 == pytest.approx(b1 * m1 * n1 * k1)
         assert (k4 == 4 * k1) if is_weight_gradient(op) else (m4 == 4 * m1)
+
+
+def test_what_experts_make_is_not_kept_for_their_weighting(mixture):
+    block = mixture.blocks[0]
+    last = [op for op in block.phase("forward") if op.name in GROUPED][-1]
+    tokens, hidden = JOB.sequence_length * mixture.micro_batch_size, 256
+    assert last.outputs[0].numel == 2 * tokens * hidden  # a hidden state for each of the two experts of a token
+    eager, fused = kernels(block, "eager").saved_bytes, kernels(block, "fused").saved_bytes
+    assert eager[last.index] == last.outputs[0].bytes
+    assert last.index not in fused
+    reads = {op.index for op in block.operators if op.name in GROUPED and op.phase == "forward"} - {last.index}
+    assert reads <= set(fused)  # what the activation is made of again
+
+
+def test_a_router_in_fp32_keeps_no_wider_copy(latent):
+    block = latent.blocks[1]
+    casts = [op for op in block.phase("forward") if op.name == CAST and op.module.endswith("gate")]
+    kept = kernels(block, "eager").saved_bytes
+    assert any(op.index in kept for op in casts)
+    assert not any(op.index in kernels(block, "fused").saved_bytes for op in casts)
+
+
+def test_empty_gradients_are_of_one_expert(mixture):
+    shared = priced(mixture, data_parallel_replicate_degree=4, expert_parallel_degree=4)
+    whole = priced(mixture, data_parallel_replicate_degree=4)
+    block = mixture.blocks[0]
+    stacked = {p.name: p for p in block.parameters if p.name in expert_parameters(block)}
+    dense = sum(p.numel for p in block.parameters if p.name not in stacked)
+    one = sum(p.numel // p.shape[0] for p in stacked.values())
+    head = sum(p.numel for p in mixture.head.parameters)
+    for found in (whole, shared):
+        assert found.forecast.memory["reduce_buffers"] == 2 * (dense + one + head)
 
 
 def test_each_rank_holds_its_experts_alone(mixture):

@@ -86,3 +86,9 @@ def test_every_weight_has_one_gradient_product(family):
     segment = block(family, "flash")
     matrices = [p for p in segment.parameters if len(p.shape) == 2]
     assert sum(map(is_weight_gradient, segment.operators)) == len(matrices)
+
+
+def test_a_loss_that_is_not_fused_keeps_its_logits_in_fp32(tiny):
+    kept = {fused: sum(kernels(tiny.head, "fused", fused_loss=fused).saved_bytes.values()) for fused in (True, False)}
+    logits = next(op.outputs[0].numel for op in tiny.head.phase("forward") if op.flops > 0)
+    assert kept[False] - kept[True] >= 4 * logits - 2 * logits

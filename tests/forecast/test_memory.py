@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ahp.engines.ahp import AhpEngine
+from ahp.engines.megatron import MegatronEngine
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
 from ahp.forecast.memory import RankWeights, fit_probability, rank_memory, segment_memory, state_bytes
@@ -33,6 +34,19 @@ def test_a_block_by_hand(mlp_block):
     assert halved.backward_extra == x + wide
     assert of_rank(mlp_block, tensor=2, sequence_parallel=True).saved == x / 2 + wide
     assert of_rank(mlp_block, context=4).saved == memory.saved / 4
+
+
+def test_what_sequence_parallelism_gathers_is_kept_whole_or_gathered_again(mlp_block):
+    def kept(**how):
+        division = Division(split(mlp_block, "block"), tensor=4, sequence_parallel=True)
+        return segment_memory(mlp_block, kernels(mlp_block, "traced"), division, **how)
+
+    x = 64 * 32 * 2  # the norm's output, which the column product reads
+    again, whole = kept(), kept(keeps_gathered=True)
+    assert whole.saved - again.saved == x * 3 / 4
+    assert whole.saved_in_chains - again.saved_in_chains == x * 3 / 4
+    alone = Division(split(mlp_block, "block"), tensor=4)
+    assert alone.gathered_bytes == 0
 
 
 def test_what_is_kept_is_what_autograd_saves(tiny):
@@ -80,6 +94,13 @@ def test_only_what_is_sent_or_cast_is_copied():
     assert state(0, "fp32", data_parallel_replicate_degree=2)["reduce_buffers"] == 4 * 200
     assert state(0, "bf16")["reduce_buffers"] == (2 + 4) * 200
     assert state(2, "fp32")["reduce_buffers"] == (4 + 4) * 200
+
+
+def test_fused_accumulation_asks_for_one_empty_gradient_of_each_shape():
+    traits = MegatronEngine().traits(Job(precision="bf16"), Parallelism(), EngineChoice(name="megatron"))
+    weights = RankWeights(total=1000, largest_block=400, outside_blocks=200, head=90, experts=320, shapes=120)
+    parts = state_bytes(weights, traits, shards=1, micro_batches=4)
+    assert parts["reduce_buffers"] == 2 * (120 + 90)
 
 
 def test_one_micro_batch_never_waits_whole():

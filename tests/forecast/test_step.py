@@ -7,8 +7,9 @@ import pytest
 
 from ahp.engines.ahp import FSDP_OPERATORS
 from ahp.errors import BadInput, NotExpressible
+from ahp.forecast import margins
 from ahp.forecast.efficiency import Rates
-from ahp.forecast.pricer import NORMAL_90, SIGMA_CATALOGUE, SIGMA_CPU, slowest_share
+from ahp.forecast.pricer import NORMAL_90, slowest_share
 from ahp.forecast.step import forecast, price, simulate
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -45,7 +46,9 @@ def test_parts_add_up(tiny, layout):
     assert sum(f.step.values()) == pytest.approx(f.step_time_s)
     assert min(f.step.values()) > 0
     assert f.step_time_low_s < f.step_time_s < f.step_time_high_s
-    assert f.step_time_high_s / f.step_time_s == pytest.approx(2.718281828 ** (NORMAL_90 * SIGMA_CATALOGUE))
+    assert f.step_time_high_s / f.step_time_s == pytest.approx(
+        2.718281828 ** (NORMAL_90 * margins.value("step_error_catalogue"))
+    )
     assert f.tokens_per_s_per_device * world * f.step_time_s == pytest.approx(32 * 128)
     outside = ("allocator_slack", "communicators", "context")
     assert f.memory_allocated_bytes == sum(v for k, v in f.memory.items() if k not in outside)
@@ -206,5 +209,5 @@ def test_the_band_is_as_wide_as_the_errors_that_were_measured(tiny):
         assert found.step_time_low_s * found.step_time_high_s == pytest.approx(found.step_time_s**2)
         return math.log(found.step_time_high_s / found.step_time_s) / NORMAL_90
 
-    assert half_width() == pytest.approx(SIGMA_CATALOGUE)
-    assert half_width(name="cpu") == pytest.approx(SIGMA_CPU)
+    assert half_width() == pytest.approx(margins.value("step_error_catalogue"))
+    assert half_width(name="cpu") == pytest.approx(margins.value("step_error_cpu"))

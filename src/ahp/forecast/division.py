@@ -31,6 +31,14 @@ class Division:
         """The part of the hidden states that the rank holds between blocks."""
         return (1.0 / self.tensor if self.sequence_parallel else 1.0) / self.context
 
+    @property
+    def gathered_bytes(self) -> float:
+        """Of the activations that column products read whole, what a sequence-parallel rank has from the others."""
+        if not self.sequence_parallel:
+            return 0.0
+        whole = sum(spec.bytes for spec in self.split.backward_reduce if len(spec.shape) > 1)
+        return whole * (1 - 1 / self.tensor) / self.context
+
     def share(self, op: Operator) -> float:
         """The part of an operator's work that the rank does."""
         divided = op.index in self.split.divided or (self.sequence_parallel and op.flops == 0)

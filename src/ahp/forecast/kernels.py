@@ -11,12 +11,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
+from ahp.forecast.division import GROUPED
 from ahp.graph.operators import Operator, Segment
 
 Fusion = Literal["traced", "eager", "modules", "fused"]
 
 MASKS = ("bernoulli", "dropout")
 """Operators that make random masks, by a part of their name: these cannot be made again."""
+
+CAST = "aten._to_copy"
 
 LOSS = "loss"
 """Cross-entropy is no module with a kernel of its own: without fusion across modules it runs as torch's operators."""
@@ -53,9 +56,21 @@ def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False) -> Ke
     if fusion == "eager":
         moved = _eager_bytes(segment, masks)
         return Kernels(moved, frozenset(moved), saved, 0.0)
+    if fusion == "fused":
+        saved = _weighted_before_the_last_product(segment, saved)
     chains = _Chains(segment, masks, across_modules=fusion == "fused", fused_loss=fused_loss)
     kept, input_bytes = chains.kept(saved)
     return Kernels(chains.moved_bytes(kept), chains.launched(kept), kept, input_bytes)
+
+
+def _weighted_before_the_last_product(segment: Segment, saved: dict[int, float]) -> dict[int, float]:
+    """What is kept where a router's weights scale what experts' last products read, not what they make.
+
+    The sum is the same, and the chain before it can be made again from what it keeps anyway, so that nothing of one hidden
+    state for each expert of a token waits for its backward (Megatron-Core d98e8a6, transformer/moe/experts.py).
+    """
+    products = [op.index for op in segment.phase("forward") if op.name in GROUPED]
+    return {i: count for i, count in saved.items() if i not in products[-1:]}
 
 
 def owners(segment: Segment) -> dict[int, int]:
@@ -152,7 +167,7 @@ class _Chains:
 
     def _fusible(self, op: Operator, other: Operator) -> bool:
         if LOSS in (op.module, other.module):
-            return op.module == other.module and (self.fused_loss or self.across_modules)
+            return op.module == other.module and self.fused_loss
         return self.across_modules or other.module == op.module
 
     def _roots(self, index: int) -> tuple[set[int], bool]:
@@ -198,7 +213,10 @@ class _Chains:
         return kept, input_bytes
 
     def _again(self, op: Operator) -> bool:
-        """Whether a kept output could be made again: an element-wise one that only element-wise operators read backward."""
+        """Whether a kept output could be made again: an element-wise one that only element-wise operators read backward,
+        or a cast, whoever reads it (a router's product in fp32 reads the hidden states in bf16)."""
+        if op.name == CAST and self.across_modules:
+            return True
         backward = [self.ops[r] for r in self.readers[op.index] if self.ops[r].phase == "backward"]
         if not _is_chain(op) or any(name in op.name for name in MASKS) or not all(map(_is_chain, backward)):
             return False

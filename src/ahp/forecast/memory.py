@@ -7,25 +7,12 @@ from dataclasses import dataclass
 
 from ahp.cluster.model import Device
 from ahp.engines.engine import Traits
+from ahp.forecast import margins
 from ahp.forecast.compute import core_attention
 from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.kernels import Kernels, owners
 from ahp.graph.operators import Operator, Segment
-
-RESERVED_OVER_ALLOCATED = 1.038
-"""The caching allocator's reserved over allocated bytes at the peak: median of 344 ranks (SimuMax B200, cost model
-section 2); 5th to 95th percentile 1.016 to 1.073."""
-
-COMMUNICATOR_BYTES = 600_000_000
-"""Of one NCCL communicator: 544 MB for 2 ranks, 688 MB for more (NVIDIA/nccl#964, 4 x A100)."""
-
-SIGMA_ALLOCATED = 0.04
-"""Relative standard error of the allocated bytes: 3 % is the root mean square over the 43 layouts that SimuMax measured on
-B200 (0.5 % for the dense ones, 6 % for mixtures of experts), and nobody has held FSDP2 on GPUs against it yet."""
-
-SIGMA_RESERVED = 0.0166
-"""Of reserved over allocated: (ln 1.073 - ln 1.016) / (2 x 1.645), the percentiles above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +31,14 @@ class SegmentMemory:
     """At the peak of its backward pass, beyond what it kept."""
 
 
-def segment_memory(segment: Segment, kernels: Kernels, division: Division, *, fp8: bool = False) -> SegmentMemory:
+def segment_memory(
+    segment: Segment, kernels: Kernels, division: Division, *, fp8: bool = False, keeps_gathered: bool = False
+) -> SegmentMemory:
     """Run through the segment's operators, tensor by tensor: made when its operator runs, freed after its last use.
 
     Gradients of parameters are left out (they are counted with the parameters), gradients of what enters are in. ``fp8``:
-    what weight products read is kept for their weight gradients in 8 bits.
+    what weight products read is kept for their weight gradients in 8 bits. ``keeps_gathered``: what sequence parallelism
+    gathers for column products is kept whole.
     """
     owner = owners(segment)
     shares = {op.index: division.output_share(op) for op in segment.operators}
@@ -59,6 +49,7 @@ def segment_memory(segment: Segment, kernels: Kernels, division: Division, *, fp
     in_core = sum(count for i, count in saved.items() if i in core)
     in_chains = sum(count for i, count in saved.items() if segment.operators[i].flops == 0)
     input_bytes = kernels.saved_input_bytes * division.hidden_share
+    gathered = division.gathered_bytes if keeps_gathered else 0.0
     last_use = {(owner[i], op.phase): op.index for op in segment.operators for i in (*op.depends_on, op.index)}
     frees: dict[int, list[int]] = {}
     for (made_by, phase), at in last_use.items():
@@ -79,9 +70,9 @@ def segment_memory(segment: Segment, kernels: Kernels, division: Division, *, fp
         peak[phase] = max(peak[phase], live)
         live -= sum(held.pop(made_by, 0.0) for made_by in frees.get(op.index, ()))
     return SegmentMemory(
-        saved=round(kept + input_bytes),
+        saved=round(kept + input_bytes + gathered),
         saved_in_core=round(in_core),
-        saved_in_chains=round(in_chains),
+        saved_in_chains=round(in_chains + gathered),
         forward_extra=round(max(0.0, peak["forward"] - kept)),
         backward_extra=round(max(0.0, peak["backward"] - kept)),
     )
@@ -115,6 +106,8 @@ class RankWeights:
     """Of them, those of the head."""
     experts: int = 0
     """Of the total, weights of experts: an expert-parallel group holds them once, so that fewer ranks divide their states."""
+    shapes: int = 0
+    """One weight of each shape in a block, of the block where they are the most: experts have the same shapes."""
 
 
 def state_bytes(
@@ -137,7 +130,7 @@ def state_bytes(
     buffers = unit * (traits.compute_weight_bytes + traits.reduce_bytes) if traits.reduce_copies else 0
     if traits.fused_gradient_accumulation:
         # One for each shape of weight, kept from layer to layer (Transformer Engine, get_dummy_wgrad).
-        buffers += (weights.largest_block + weights.head) * traits.compute_weight_bytes
+        buffers += (weights.shapes + weights.head) * traits.compute_weight_bytes
     return {
         "parameters": math.ceil(part * traits.master_weight_bytes),
         "optimizer_states": math.ceil(part * traits.optimizer_state_bytes),
@@ -163,10 +156,10 @@ class RankMemory:
 def rank_memory(parts: dict[str, int], device: Device, num_groups: int) -> RankMemory:
     """Add what the allocator, the context and the communicators of ``num_groups`` process groups hold."""
     allocated = sum(parts.values())
-    slack = round(allocated * (RESERVED_OVER_ALLOCATED - 1))
+    slack = round(allocated * (margins.value("reserved_over_allocated") - 1))
     outside = {
         "allocator_slack": slack,
-        "communicators": 0 if is_cpu(device) else num_groups * COMMUNICATOR_BYTES,
+        "communicators": 0 if is_cpu(device) else round(num_groups * margins.value("communicator_bytes")),
         "context": device.reserved_memory_bytes,
     }
     return RankMemory({**parts, **outside}, allocated, allocated + slack)
@@ -177,5 +170,9 @@ def fit_probability(total_bytes: float, capacity_bytes: float) -> float:
 
     All ranks of a layout share the formula's error, so the fullest rank decides for all.
     """
-    sigma = math.hypot(SIGMA_ALLOCATED, SIGMA_RESERVED)
-    return 0.5 * (1.0 + math.erf(math.log(capacity_bytes / total_bytes) / (sigma * math.sqrt(2.0))))
+    return 0.5 * (1.0 + math.erf(math.log(capacity_bytes / total_bytes) / (need_error() * math.sqrt(2.0))))
+
+
+def need_error() -> float:
+    """Standard error of the log of a rank's need: of what its tensors take, and of what the allocator adds to them."""
+    return math.hypot(margins.value("allocated_error"), margins.value("reserved_error"))

@@ -256,9 +256,7 @@ class Pricer:
         units: Units,
     ) -> Forecast:
         device, world = self.nodes.device, parallelism.world_size
-        sigma = SIGMA_MEASURED if self.nodes.measured is not None else SIGMA_CATALOGUE
-        sigma = SIGMA_CPU if is_cpu(device) else sigma
-        band = math.exp(NORMAL_90 * sigma)
+        band = math.exp(NORMAL_90 * step_error(self.nodes))
         peak = self.unit_pricer.rates.peak(self.job.precision)
         model_flops = 3 * units.forward_flops * (self.job.global_batch_size / parallelism.micro_batch_size)
         probability = memory.fit_probability(used.total, device.memory_bytes)

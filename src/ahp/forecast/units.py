@@ -172,6 +172,11 @@ class UnitPricer:
         stacked = expert_parameters(segment)
         held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}
         held = {name: -(-count // axes.expert.size) if name in stacked else count for name, count in held.items()}
+        alone = {
+            p.name: held[p.name] // max(1, p.shape[0] // axes.expert.size)
+            for p in segment.parameters
+            if p.name in stacked
+        }
         times = segment_times(
             segment,
             run,
@@ -186,7 +191,9 @@ class UnitPricer:
         context_s = self._context_s(segment, division, axes, times, ring=how.context_ring)
         return Unit(
             times=times,
-            memory=segment_memory(segment, run, division, fp8=precision is not None),
+            memory=segment_memory(
+                segment, run, division, fp8=precision is not None, keeps_gathered=not how.gathers_again
+            ),
             tensor_forward_s=tensor.forward_s,
             tensor_backward_s=tensor.backward_s,
             tensor_launches=tensor.launches,

@@ -132,7 +132,7 @@ class Bounds:
 
     def most_that_fits_bytes(self) -> float:
         """Bytes above which a forecast does not fit: ``forecast.memory.fit_probability`` solved for its argument."""
-        sigma = float(np.hypot(memory.SIGMA_ALLOCATED, memory.SIGMA_RESERVED))
+        sigma = memory.need_error()
         return self._problem.capacity_bytes * float(np.exp(-NormalDist().inv_cdf(FIT_PROBABILITY) * sigma))
 
     def _over(self, space: Space, mask: Mask, names: tuple[str, ...], bound: Callable[..., float]) -> Floats:

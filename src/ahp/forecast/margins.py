@@ -1,0 +1,35 @@
+"""What the forecast cannot derive and takes from measured runs instead: allocator, communicators, errors; in margins.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Margin:
+    """One constant with its provenance; the keys are explained at the top of margins.yaml."""
+
+    value: float
+    unit: str
+    meaning: str
+    derivation: str
+
+    def __post_init__(self) -> None:
+        assert self.value > 0, self
+
+
+@cache
+def margins() -> Mapping[str, Margin]:
+    """All of margins.yaml by name, read once."""
+    text = resources.files("ahp.forecast").joinpath("margins.yaml").read_text(encoding="utf-8")
+    return {name: Margin(**entry) for name, entry in yaml.safe_load(text).items()}
+
+
+def value(name: str) -> float:
+    """What ships for one constant, in the unit that margins.yaml gives. An unknown name is a programmer's error."""
+    return margins()[name].value

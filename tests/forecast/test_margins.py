@@ -1,0 +1,51 @@
+"""What is taken from measured runs: every constant says what it is and where it comes from, and each is used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from ahp.cluster.model import Measurements
+from ahp.forecast import margins
+from ahp.forecast.memory import fit_probability
+from ahp.forecast.step import price
+from ahp.graph.trace import analyze
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+from .conftest import make_cluster
+
+JOB = Job(sequence_length=64, global_batch_size=8, precision="bf16")
+
+
+def forecasts():
+    """On GPUs of the catalogue, on GPUs and CPU workers that were measured, and of a device that is nearly full."""
+    model = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    graph = analyze(model | {"intermediate_size": 128, "vocab_size": 256}, JOB)
+    layout = Parallelism(data_parallel_replicate_degree=2)
+    clusters = (
+        make_cluster(per_node=2),
+        make_cluster(per_node=2, measured=Measurements()),
+        make_cluster(name="cpu", per_node=2),
+    )
+    steps = [price(graph, cluster, JOB, layout, EngineChoice()).forecast for cluster in clusters]
+    return steps, fit_probability(0.95e9, 1e9)
+
+
+@pytest.mark.parametrize("name", list(margins.margins()))
+def test_every_margin_enters_a_forecast(name: str) -> None:
+    before = forecasts()
+    margin = margins.margins()[name]
+    assert len(margin.derivation) > 40
+    assert margin.unit
+    assert margin.meaning
+    changed = {**margins.margins(), name: replace(margin, value=1.5 * margin.value)}
+    with patch.object(margins, "margins", return_value=changed):
+        assert forecasts() != before
+
+
+def test_a_margin_of_nothing_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        replace(margins.margins()["allocated_error"], value=0.0)
