@@ -6,6 +6,7 @@ from ahp.engines.registry import get
 from ahp.forecast.communication import Network
 from ahp.forecast.pricer import slowest_share
 from ahp.forecast.stage import DataParallel, gradient_copy_bytes
+from ahp.forecast.step import price
 from ahp.forecast.units import ALONE, UnitPricer, axes_of
 from ahp.graph.trace import analyze
 from ahp.job import Job
@@ -99,3 +100,15 @@ def test_bytes_moved_to_keep_a_gradient(engine, precision, layout, first, later)
     for count in (1, 4):
         data = DataParallel(shard=ALONE, replicate=ALONE, traits=traits, micro_batches=count, overlap=1.0)
         assert gradient_copy_bytes(data) == pytest.approx((first + (count - 1) * later) / count)
+
+
+def test_only_the_first_stage_waits_for_weights_that_all_ranks_gather_at_once(llama):
+    layout = Parallelism(data_parallel_shard_degree=2, zero_stage=1, pipeline_parallel_degree=2)
+    job = Job(sequence_length=256, global_batch_size=8)
+
+    def waits_s(engine):
+        stages = price(llama, make_cluster(per_node=4), job, layout, EngineChoice(name=engine)).stages
+        return [stage.first_forward["weight_gather"] for stage in stages]
+
+    assert waits_s("megatron")[0] > 0 == waits_s("megatron")[1]
+    assert min(waits_s("torchtitan")) > 0

@@ -32,4 +32,5 @@ seconds = st.lists(st.floats(0, 10), min_size=1, max_size=6)
 def test_exposed_is_between_nothing_and_everything(collectives, work, overlap):
     work = (work * 6)[: len(collectives)]
     for exposed in (exposed_ahead_s(collectives, work, overlap), exposed_behind_s(collectives, work, overlap)):
-        assert 0 <= exposed <= sum(collectives) * (1 + 1e-9)
+        # A short collective at the end of long work is the difference of two clocks.
+        assert 0 <= exposed <= sum(collectives) * (1 + 1e-9) + sum(work) * 1e-14

@@ -49,6 +49,7 @@ class DeepSpeedEngine(Engine):
             parameter_gather_overlap=0.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
             backward_gathers="per_micro_batch" if zero == 3 else "never",
+            gathers_at_start=zero in (1, 2),  # all-gathered at the end of the optimizer's step
             keeps_gathered_weights=zero < 3,
             reduces_every_micro_batch=zero >= 2,
             keeps_whole_gradients=zero < 2,

@@ -60,6 +60,9 @@ class Traits:
     """Host time of one operator of the traced graph, over the device's ``kernel_launch_s``: autograd, Python and dispatch."""
     tensor_overlap_backward: float = 0.0
     """Share of the tensor-parallel collectives of a backward pass that hides behind products for weight gradients."""
+    gathers_at_start: bool = False
+    """Whether all ranks gather their weights as the step begins, so that of a pipeline only the first stage waits for them; else
+    each stage when its first micro-batch is there."""
     tensor_in_pieces: bool = False
     """Whether the collectives of sequence parallelism travel in as many pieces as there are ranks, beside the products that
     read or make them, instead of before and after."""

@@ -61,6 +61,8 @@ class MegatronEngine(Engine):
             parameter_gather_overlap=0.0 if zero == 3 else 1.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
             backward_gathers="per_micro_batch" if zero == 3 else "never",
+            gathers_at_start=zero
+            in (1, 2),  # core/pipeline_parallel/schedules.py: param_sync_func before the first forward
             keeps_gathered_weights=zero < 3,
             reduces_every_micro_batch=zero >= 2,
             keeps_whole_gradients=zero < 2,

@@ -131,6 +131,8 @@ def stage_cost(
     # FSDP2's units in the order of the forward pass: what is in no block is one unit, and it comes first.
     sizes = [Weights(outside), *(Weights.of(u) for u in blocks)]
     _add_gathers(forward, backward, first_forward, sizes, blocks, recompute, data, network, bytes_per_s)
+    if data.traits.gathers_at_start and not first:
+        first_forward["weight_gather"] = 0.0  # done while the pipeline fills
     _add_reductions(backward, last_backward, sizes, blocks, recompute, data, network, bytes_per_s)
     launches = (len(blocks) + 1) * data.traits.host_operators_per_unit / 2
     again = _sum(recomputed(u, recompute) for u in blocks)
@@ -300,9 +302,7 @@ def _activations(units: Units, blocks: list[Unit], *, first: bool, last: bool, r
     kept += sum(u.memory.saved - dropped_bytes(u, units, recompute) for u in blocks)
     kept += 0 if last else units.hidden_bytes
     freed = units.head.memory.saved if last else 0
-    in_block = [
-        u.memory.backward_extra + made_again(u, recompute, dropped_bytes(u, units, recompute)) for u in blocks
-    ]
+    in_block = [u.memory.backward_extra + made_again(u, recompute, dropped_bytes(u, units, recompute)) for u in blocks]
     at_head = max(units.head.memory.forward_extra, units.head.memory.backward_extra) if last else 0
     return kept, max([0, at_head, *(need - freed for need in in_block)])
 
