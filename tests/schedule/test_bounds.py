@@ -1,13 +1,14 @@
 """No bound is above the simulation, and where a schedule has a closed form the bound is it."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.schedule.actions import Kind
-from ahp.schedule.bounds import _Paths, gpipe_ends_s, lower_bound_s
+from ahp.schedule.bounds import TimeColumns, _Paths, gpipe_ends_s, least_kept, lower_bound_s, lower_bounds_s
 from ahp.schedule.patterns import SCHEDULES, SPLIT_BACKWARD, illegal, make
-from ahp.schedule.simulate import StageTimes, simulate
+from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
 
 layouts = st.tuples(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 3), st.integers(1, 18)).filter(
     lambda c: illegal(*c) is None
@@ -68,6 +69,34 @@ def test_round_trips_bind_where_sends_are_long(m):
 @pytest.mark.parametrize("name", SPLIT_BACKWARD)
 def test_split_backwards_are_counted_as_they_are_ordered(name, p):
     v, m = (1 if name.startswith("Interleaved") else 2), 2 * p
-    paths = _Paths(name, p, v, m, [StageTimes(1.0, 1.0, 1.0, 1.0)] * (p * v))
+    paths = _Paths(name, p, v, m, TimeColumns.of([StageTimes(1.0, 1.0, 1.0, 1.0)] * (p * v)))
     ordered = [a for rank in make(name, p, v, m).ranks for a in rank if a.kind is Kind.INPUT_GRADIENT]
-    assert paths.split == [sum(a.stage == stage for a in ordered) for stage in range(p * v)]
+    assert paths.split.tolist() == [sum(a.stage == stage for a in ordered) for stage in range(p * v)]
+
+
+@given(layouts, st.data())
+def test_many_layouts_at_once_are_bounded_as_one_by_one(layout, data):
+    name, p, v, m = layout
+    rows = [[StageTimes(*(data.draw(seconds) for _ in range(8))) for _ in range(p * v)] for _ in range(3)]
+    alone = [TimeColumns.of(times) for times in rows]
+    together = TimeColumns(*(np.concatenate([getattr(one, f) for one in alone]) for f in TimeColumns.__annotations__))
+    assert lower_bounds_s(name, p, v, m, together).tolist() == [lower_bound_s(name, p, v, m, times) for times in rows]
+
+
+@settings(max_examples=200)
+@given(layouts, st.data())
+def test_what_is_kept_is_under_the_simulation(layout, data):
+    name, p, v, m = layout
+    kept = [data.draw(st.integers(0, 9)) for _ in range(p * v)]
+    least = least_kept(name, p, v, m, np.array([kept], dtype=float))[0]
+    peaks = peak_in_flight(make(name, p, v, m), kept)
+    assert all(np.less_equal(least, peaks))
+    if name in ("GPipe", "1F1B"):
+        assert least.tolist() == list(peaks)
+
+
+@pytest.mark.parametrize(("name", "v"), [("Interleaved1F1B", 3), ("InterleavedZeroBubble", 1), ("InterleavedZeroBubble", 2)])
+@pytest.mark.parametrize("p", [2, 4])
+def test_what_is_kept_is_exact_for_equal_stages(name, v, p):
+    peaks = peak_in_flight(make(name, p, v, 3 * p), [1.0] * (p * v))
+    assert least_kept(name, p, v, 3 * p, np.ones((1, p * v)))[0].tolist() == list(peaks)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ahp.errors import BadInput
 from ahp.plan import Forecast
-from ahp.search.exact import Limits, best_first
+from ahp.search.exact import Limits, Outcome, Place, Price, best_first
 
 
 def forecast(seconds: float, *, fits: bool = True) -> Forecast:
@@ -29,67 +29,98 @@ def forecast(seconds: float, *, fits: bool = True) -> Forecast:
 
 
 rows = st.lists(
-    st.tuples(st.floats(0.1, 10), st.floats(0.1, 1.0), st.booleans()),
+    st.tuples(st.floats(0.1, 10), st.floats(0.1, 1.0), st.sampled_from(["fits", "misfit", "known misfit"])),
     min_size=1,
-    max_size=60,
+    max_size=20,
 )
-"""Per row: the time, the share of it that the bound knows, whether it fits."""
+"""Per row: the time, the share of it that the bound knows, whether it fits and whether the bound knows that."""
+
+blocks = st.lists(st.tuples(rows, st.floats(0.0, 1.0), st.floats(0.0, 1.0)), min_size=1, max_size=8)
+"""Per block: its rows, and the shares of its lowest row's bound that are known of it before and after it is refined."""
+
+
+def searched(
+    table: list[list[tuple[float, float, bool]]], limits: Limits | None = None, price: Price | None = None
+) -> Outcome:
+    """Blocks of (time, lower bound, whether it fits), of which all is known from the start."""
+
+    def lowest(block: int) -> float:
+        return min(bound for _, bound, _ in table[block])
+
+    return best_first(
+        np.array([lowest(block) for block in range(len(table))]),
+        np.array([len(block) for block in table]),
+        lowest,
+        lambda block: np.array([bound for _, bound, _ in table[block]]),
+        price or (lambda place: forecast(table[place[0]][place[1]][0], fits=table[place[0]][place[1]][2])),
+        limits,
+    )
 
 
 @settings(max_examples=150, deadline=None)
-@given(rows, st.integers(1, 5))
-def test_it_finds_what_pricing_everything_finds(table: list[tuple[float, float, bool]], keep: int) -> None:
-    bounds = np.array([time * share for time, share, _ in table])
-    priced: list[int] = []
+@given(blocks, st.integers(1, 5))
+def test_it_finds_what_pricing_everything_finds(
+    table: list[tuple[list[tuple[float, float, str]], float, float]], keep: int
+) -> None:
+    priced: list[Place] = []
 
-    def price(index: int) -> Forecast:
-        priced.append(index)
-        return forecast(table[index][0], fits=table[index][2])
+    def row_bounds(block: int) -> np.ndarray:
+        return np.array([np.inf if kind == "known misfit" else time * share for time, share, kind in table[block][0]])
 
-    outcome = best_first(bounds, price, Limits(keep=keep))
-    expected = sorted(time for time, _, fits in table if fits)[:keep]
+    def price(place: Place) -> Forecast:
+        priced.append(place)
+        time, _, kind = table[place[0]][0][place[1]]
+        return forecast(time, fits=kind == "fits")
+
+    lowest = [float(row_bounds(block).min()) for block in range(len(table))]
+    before = np.array([low if np.isinf(low) else low * min(a, b) for low, (_, a, b) in zip(lowest, table, strict=True)])
+    after = [low * max(a, b, 0.01) for low, (_, a, b) in zip(lowest, table, strict=True)]
+    sizes = np.array([len(rows) for rows, _, _ in table])
+    outcome = best_first(before, sizes, after.__getitem__, row_bounds, price, Limits(keep=keep))
+    expected = sorted(time for rows, _, _ in table for time, _, kind in rows if kind == "fits")[:keep]
     assert [found.step_time_s for _, found in outcome.fitting[:keep]] == expected
     assert outcome.proven
     assert len(set(priced)) == len(priced) == outcome.priced
-    assert outcome.priced + outcome.left == len(table)
+    assert outcome.priced + outcome.left + outcome.too_large == sizes.sum()
+    for block, bound in enumerate(outcome.bounds_s):
+        assert bound <= lowest[block] or np.isinf(lowest[block])
 
 
 def test_it_prices_no_row_that_cannot_win() -> None:
-    bounds = np.array([1.0, 5.0, 2.0])
-    outcome = best_first(bounds, lambda index: forecast([1.5, 5.0, 4.0][index]), Limits(keep=1))
-    assert [index for index, _ in outcome.fitting] == [0]
+    outcome = searched([[(1.5, 1.0, True), (5.0, 5.0, True)], [(4.0, 2.0, True)]], Limits(keep=1))
+    assert [place for place, _ in outcome.fitting] == [(0, 0)]
     assert outcome.left == 2
     assert outcome.lowest_bound_left_s == 2.0
+    assert list(outcome.opened) == [0]
 
 
 def test_a_limit_is_told_not_hidden() -> None:
-    bounds = np.full(50, 1.0)
-    outcome = best_first(bounds, lambda index: forecast(2.0 + index), Limits(keep=3, proof=10))
+    outcome = searched([[(2.0 + row, 1.0, True) for row in range(50)]], Limits(keep=3, proof=10))
     assert outcome.priced == 10
     assert outcome.left == 40
     assert not outcome.proven
 
 
 def test_the_table_has_its_own_limit_once_the_best_is_proven() -> None:
-    bounds = np.array([1.0, *np.linspace(2.0, 3.0, 49)])
-    outcome = best_first(bounds, lambda index: forecast([1.5, *[9.0] * 49][index]), Limits(keep=3, table=5))
+    table = [[(1.5, 1.0, True)], [(9.0, 2.0 + row / 49, True) for row in range(49)]]
+    outcome = searched(table, Limits(keep=3, table=5))
     assert outcome.priced == 5
     assert outcome.proven
 
 
 def test_refused_rows_are_kept_with_their_reason() -> None:
-    def price(index: int) -> Forecast:
-        if index == 0:
+    def price(place: Place) -> Forecast:
+        if place == (0, 0):
             raise BadInput("tensor_parallel_degree = 3: no")
         return forecast(1.0)
 
-    outcome = best_first(np.array([0.1, 0.2]), price)
-    assert outcome.refused == [(0, "tensor_parallel_degree = 3: no")]
+    outcome = searched([[(1.0, 0.1, True), (1.0, 0.2, True)]], price=price)
+    assert outcome.refused == [((0, 0), "tensor_parallel_degree = 3: no")]
     assert outcome.priced == 1
 
 
 def test_nothing_fits() -> None:
-    outcome = best_first(np.array([0.1, 0.2]), lambda _: forecast(1.0, fits=False))
+    outcome = searched([[(1.0, 0.1, False), (1.0, 0.2, False)]])
     assert outcome.fitting == []
     assert len(outcome.misfits) == 2
     assert outcome.proven

@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 from functools import cache
 
-import numpy as np
 import pytest
 
 import ahp
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.errors import BadInput, NotExpressible, NothingFits
-from ahp.forecast.rules import illegal
 from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
-from ahp.plan import EngineChoice, Parallelism
+from ahp.plan import Parallelism
 from ahp.search.problem import problem, with_devices
 from ahp.search.ranking import Ranking, search
 from ahp.search.rows import legal_rows
-from ahp.search.space import build, legal
+from ahp.search.space import build
 
 JOB = Job(sequence_length=128, global_batch_size=16)
 
@@ -44,24 +42,12 @@ def roomless(cluster: str, memory_bytes: int) -> Cluster:
 
 def test_the_best_is_the_best_of_every_legal_layout() -> None:
     asked = problem(tiny(), "2x4xH100-SXM-80GB", JOB)
-    space = build(asked.shape)
-    mask, _ = legal(space, asked.tensor_reason)
-    forecasts = [asked.price(space.row(int(row))) for row in np.flatnonzero(mask)]
+    forecasts = [asked.price(layout) for layout in build(asked)]
     times = sorted(forecast.step_time_s for forecast in forecasts if forecast.fits)
     assert on_eight().certificate.proven
     found = [plan.forecast.step_time_s for plan in on_eight() if plan.forecast is not None]
     assert found == pytest.approx(times[: len(found)])
     assert len(found) == 10
-
-
-def test_legal_is_what_the_forecast_calls_legal() -> None:
-    asked = problem(tiny(), "2x6xH100-SXM-80GB", JOB.model_copy(update={"global_batch_size": 12}))
-    space = build(asked.shape)
-    mask, _ = legal(space, asked.tensor_reason)
-    engine = EngineChoice()
-    for row in range(0, len(space), 3):
-        reason = illegal(asked.graph, asked.cluster, asked.job, space.row(row), engine)
-        assert mask[row] == (reason is None), reason
 
 
 def test_the_certificate_adds_up() -> None:
@@ -213,4 +199,4 @@ def test_fewer_rows_are_left_when_the_rules_are_the_same() -> None:
     table = legal_rows(asked)
     assert table.problem is asked
     assert table.notes == ()
-    assert sum(rule.broken for rule in table.rules) >= int((~table.mask).sum())
+    assert sum(rule.broken for rule in table.space.rules) >= table.space.size - table.space.num_legal

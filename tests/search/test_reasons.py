@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ahp.plan import Forecast, Parallelism
-from ahp.search.reasons import choice_words, differences, does_not_fit, slower_because
+from ahp.search.reasons import CHOICES, choice_words, decides, differences, does_not_fit, slower_because
 
 GIB = 2**30
 
@@ -64,13 +64,35 @@ def test_choices_in_words() -> None:
     layout = Parallelism(
         data_parallel_replicate_degree=2, data_parallel_shard_degree=8, pipeline_parallel_degree=4, micro_batch_size=3
     )
-    assert [choice_words(layout, name) for name in ("tensor", "pipeline", "data", "micro-batch", "recompute")] == [
+    assert [choice_words(layout, name) for name, _ in CHOICES] == [
         "tensor parallel 1",
-        "pipeline 4 (1F1B)",
+        "no sequence parallelism",
+        "no context parallelism",
+        "no expert parallelism",
+        "pipeline 4",
+        "1F1B",
         "ZeRO-3 over 8, 2 replicas",
         "micro-batch 3",
         "no recompute",
     ]
+    other = Parallelism(
+        tensor_parallel_degree=2, enable_sequence_parallel=True, context_parallel_degree=2, expert_parallel_degree=4,
+        pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble", virtual_stages_per_rank=2,
+    )  # fmt: skip
+    assert [choice_words(other, name) for name in ("sequence", "context", "experts", "schedule")] == [
+        "sequence parallelism",
+        "context parallel 2",
+        "expert parallel 4",
+        "ZBVZeroBubble with 2 stages per rank",
+    ]
     assert choice_words(Parallelism(), "data") == "no data parallelism"
     assert choice_words(Parallelism(data_parallel_replicate_degree=4), "data") == "4 replicas"
     assert choice_words(Parallelism(activation_checkpoint="full"), "recompute") == "full recompute"
+
+
+def test_a_decision_that_a_layout_does_not_have() -> None:
+    assert not decides(Parallelism(), "schedule")
+    assert not decides(Parallelism(), "sequence")
+    assert decides(Parallelism(pipeline_parallel_degree=2), "schedule")
+    assert decides(Parallelism(tensor_parallel_degree=2), "sequence")
+    assert decides(Parallelism(), "pipeline")

@@ -1,132 +1,127 @@
-"""The table of layouts: complete, without doubles, and legal exactly where the rules say."""
+"""The table of layouts: complete, without doubles, and legal exactly where the forecast says."""
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ahp.config import Constraints
+from ahp.engines.registry import names
 from ahp.errors import BadInput
-from ahp.job import Job
+from ahp.forecast.rules import illegal
 from ahp.plan import Parallelism
-from ahp.schedule import patterns
-from ahp.search.space import DEEPEST_UNEVEN_VIRTUAL, Shape, Space, build, divisors, legal, only
+from ahp.search.problem import Problem
+from ahp.search.space import Split, build, divisors
+
+from .small import everything, problems, small
 
 
-def heads(count: int):
-    return lambda t: f"tensor_parallel_degree = {t}: must divide {count} heads" if count % t else None
+def reason(asked: Problem, layout: Parallelism) -> str | None:
+    return illegal(asked.graph, asked.cluster, asked.job, layout, asked.engine)
 
 
-def layouts(space: Space) -> set[Parallelism]:
-    return {space.row(i) for i in range(len(space))}
-
-
-def by_hand(shape: Shape, num_heads: int) -> set[Parallelism]:
-    """Every legal layout, from the rules written out one after the other."""
-    found = set()
-    world, batch = shape.num_devices, shape.global_batch_size
-    sizes = range(1, world + 1)
-    for r, s, t, p in product(sizes, sizes, sizes, sizes):
-        if r * s * t * p != world or num_heads % t or p > max(shape.num_layers, 1):
-            continue
-        for mb in range(1, batch + 1):
-            if batch % (r * s * mb):
-                continue
-            m = batch // (r * s * mb)
-            for name, v in product(patterns.GENERATED, range(1, DEEPEST_UNEVEN_VIRTUAL + 1)):
-                if p == 1 and (name, v) != ("1F1B", 1):
-                    continue
-                if p > 1 and (p * v > shape.num_layers or patterns.illegal_in_torch(name, p, v, m)):
-                    continue
-                for zero, recompute in product([0] if s == 1 else [1, 2, 3], ["none", "full"]):
-                    found.add(
-                        Parallelism(
-                            data_parallel_replicate_degree=r,
-                            data_parallel_shard_degree=s,
-                            zero_stage=zero,
-                            tensor_parallel_degree=t,
-                            pipeline_parallel_degree=p,
-                            pipeline_parallel_schedule=name,  # type: ignore[arg-type]
-                            virtual_stages_per_rank=v,
-                            micro_batch_size=mb,
-                            activation_checkpoint=recompute,  # type: ignore[arg-type]
-                        )
-                    )
-    return found
-
-
+@pytest.mark.parametrize("engine", names())
 @pytest.mark.parametrize(
-    ("world", "layers", "batch", "num_heads"),
-    [(1, 6, 16, 8), (2, 6, 16, 8), (7, 6, 16, 8), (8, 4, 12, 4), (12, 5, 6, 6), (5, 5, 1, 5), (4, 0, 4, 4)],
+    ("model", "cluster", "batch"),
+    [("llama", "4xH100-SXM-80GB", 4), ("experts", "4xH100-SXM-80GB", 2), ("tied gpt2", "3xH100-SXM-80GB", 6)],
 )
-def test_the_table_is_every_legal_layout_once(world: int, layers: int, batch: int, num_heads: int) -> None:
-    shape = Shape(world, layers, batch)
-    space = build(shape)
-    ok, _ = legal(space, heads(num_heads))
-    kept = only(space, np.flatnonzero(ok))
-    assert len(layouts(space)) == len(space), "a layout stands twice"
-    assert layouts(kept) == by_hand(shape, num_heads)
+def test_the_table_is_every_legal_layout_once(model: str, cluster: str, batch: int, engine: str) -> None:
+    asked = small(model, cluster, engine=engine, batch=batch)
+    space, combinations = build(asked), everything(asked)
+    found = list(space)
+    assert len(set(found)) == len(found) == space.num_legal, "a layout stands twice"
+    assert set(found) == set(filter(lambda layout: reason(asked, layout) is None, combinations))
+    assert space.size == len(combinations)
+    assert space.size - space.num_legal <= sum(rule.broken for rule in space.rules)
 
 
-def test_micro_batches_are_those_of_the_layout() -> None:
-    space = build(Shape(8, 4, 12))
-    job = Job(global_batch_size=12)
-    for i in np.flatnonzero(space.micro_batches):
-        assert space.row(i).num_micro_batches(job) == space.micro_batches[i]
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(problems(("1xH100-SXM-80GB", "3xH100-SXM-80GB", "4xA100-SXM-40GB", "2x3xB200")))
+def test_any_table_is_every_legal_layout(asked: Problem) -> None:
+    space, combinations = build(asked), everything(asked)
+    assert set(space) == set(filter(lambda layout: reason(asked, layout) is None, combinations))
+    assert space.size == len(combinations)
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(), st.data())
+def test_a_row_is_what_its_block_says(asked: Problem, data: st.DataObject) -> None:
+    space = build(asked)
+    if not len(space.blocks):
+        return
+    block = data.draw(st.integers(0, len(space.blocks) - 1))
+    layout = space.layout(block, data.draw(st.integers(0, int(space.blocks.rows[block]) - 1)))
+    assert layout.world_size == asked.cluster.num_devices
+    assert layout.num_micro_batches(asked.job) == space.blocks.micro_batches[block]
+    assert layout.data_parallel_degree == space.blocks.data[block]
+    assert len(space.rows(block)) == space.blocks.rows[block]
+    assert reason(asked, layout) is None
 
 
 def test_rules_count_the_rows_that_break_them() -> None:
-    space = build(Shape(8, 4, 12))
-    ok, rules = legal(space, heads(4))
-    counts = {rule.name: rule.broken for rule in rules}
-    assert counts["tensor"] == int((space.tensor == 8).sum())
-    assert counts["layers"] == int((space.pipeline * space.virtual > 4).sum())
-    assert counts["batch"] == sum(
-        12 % int(space.data_parallel[i] * space.micro_batch[i]) != 0 for i in range(len(space))
-    )
-    assert (~ok).sum() <= sum(counts.values())
-    assert "must divide 4 heads" in next(rule.says for rule in rules if rule.name == "tensor")
+    asked = small("llama", "8xH100-SXM-80GB", batch=12)
+    rules, combinations = {rule.name: rule for rule in build(asked).rules}, everything(asked)
+    counted = {
+        "tensor": sum(x.tensor_parallel_degree > 2 for x in combinations),
+        "batch": sum(12 % (x.data_parallel_degree * x.micro_batch_size) != 0 for x in combinations),
+        "layers": sum(x.num_stages > 4 for x in combinations),
+        "engine: context_parallel_degree": sum(x.context_parallel_degree > 1 for x in combinations),
+        "engine: enable_sequence_parallel": sum(x.enable_sequence_parallel for x in combinations),
+        "engine: activation_checkpoint": sum(x.activation_checkpoint == "selective" for x in combinations),
+        "engine: pipeline_parallel_schedule": sum(
+            x.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+            for x in combinations
+        ),
+    }
+    assert {name: rules[name].broken for name in counted} == counted
+    assert "does not divide num_key_value_heads 2" in rules["tensor"].says
+    assert "the ahp engine cannot run this" in rules["engine: activation_checkpoint"].says
 
 
 @pytest.mark.parametrize(
     "given",
     [
         {"tensor_parallel_degree": 2},
-        {"data_parallel_shard_degree": 4},
-        {"data_parallel_replicate_degree": 2, "zero_stage": 2},
-        {"pipeline_parallel_schedule": "GPipe"},
+        {"data_parallel_shard_degree": 2},
+        {"data_parallel_replicate_degree": 1, "zero_stage": 2},
         {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2},
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
         {"micro_batch_size": 3, "activation_checkpoint": "full"},
+        {"enable_sequence_parallel": False, "context_parallel_degree": 2},
         {"zero_stage": 0},
-        {"pipeline_parallel_degree": 2, "layers_per_stage": (1, 3)},
     ],
     ids=str,
 )
 def test_what_the_user_fixed_is_kept_and_nothing_else_is_lost(given: dict) -> None:
-    shape = Shape(8, 4, 12)
     constraints = Constraints(**given)
-    space = build(shape, constraints)
-    ok, _ = legal(space, heads(4))
-    kept = layouts(only(space, np.flatnonzero(ok)))
-    assert kept
-    assert all(constraints.admits(layout) for layout in kept)
-    if "layers_per_stage" not in given:
-        everything = by_hand(shape, 4)
-        single = {x for x in everything if x.pipeline_parallel_degree == 1}
-        admitted = {x for x in everything if constraints.admits(x)}
-        if "pipeline_parallel_schedule" in given:  # without a pipeline any schedule is the same layout
-            admitted |= {x.model_copy(update={"pipeline_parallel_schedule": "GPipe"}) for x in single}
-        assert kept == admitted
+    found = set(build(small("llama", "4xH100-SXM-80GB", engine="torchtitan", batch=6, constraints=constraints)))
+    free = build(small("llama", "4xH100-SXM-80GB", engine="torchtitan", batch=6))
+    assert found == set(filter(constraints.admits, free)) != set()
+
+
+def test_uneven_stages_that_the_user_gives() -> None:
+    given = {"pipeline_parallel_degree": 2, "layers_per_stage": (1, 3)}
+    asked = small("llama", "4xH100-SXM-80GB", constraints=given)
+    found = list(build(asked))
+    assert {layout.layers_per_stage for layout in found} == {(1, 3)}
+    assert all(reason(asked, layout) is None for layout in found)
+
+
+def test_a_schedule_stays_the_users_own_where_there_is_no_pipeline() -> None:
+    asked = small("llama", "2xH100-SXM-80GB", constraints={"pipeline_parallel_schedule": "GPipe"})
+    assert {layout.pipeline_parallel_schedule for layout in build(asked)} == {"GPipe"}
 
 
 def test_a_zero_stage_without_shards_only_where_the_user_says_so() -> None:
-    shape = Shape(2, 4, 4)
-    assert {int(s) for s in build(shape, Constraints(zero_stage=3)).shard} == {2}
-    forced = build(shape, Constraints(zero_stage=3, data_parallel_shard_degree=1))
-    assert {int(s) for s in forced.shard} == {1}
-    assert {int(z) for z in forced.zero} == {3}
+    def splits(**given: int) -> set[Split]:
+        space = build(small("llama", "2xH100-SXM-80GB", constraints=given))
+        return {split for block in range(len(space.blocks)) for split in space.rows(block).splits}
+
+    assert splits(zero_stage=3) == {Split(1, 2, 3)}
+    assert splits(zero_stage=3, data_parallel_shard_degree=1) == {Split(1, 1, 3), Split(2, 1, 3)}
 
 
 @pytest.mark.parametrize(
@@ -136,13 +131,19 @@ def test_a_zero_stage_without_shards_only_where_the_user_says_so() -> None:
         ({"tensor_parallel_degree": 4, "pipeline_parallel_degree": 4}, "no layout of 8 devices has"),
         ({"zero_stage": 0, "data_parallel_shard_degree": 2}, "no layout|shards nothing"),
         ({"zero_stage": 2, "tensor_parallel_degree": 8}, "zero_stage 2"),
-        ({"pipeline_parallel_schedule": "DualPipeV", "pipeline_parallel_degree": 2}, "not generated yet"),
     ],
     ids=str,
 )
 def test_contradictions_are_refused(given: dict, told: str) -> None:
     with pytest.raises(BadInput, match=told):
-        build(Shape(8, 4, 12), Constraints(**given))
+        build(small("llama", "8xH100-SXM-80GB", constraints=given))
+
+
+def test_a_large_table_is_counted_not_written_out() -> None:
+    space = build(small("llama", "512x8xH100-SXM-80GB", engine="torchtitan", batch=4096))
+    assert space.size > 500_000
+    assert len(space.blocks) < 5_000
+    assert np.all(space.blocks.rows > 0)
 
 
 def test_divisors() -> None:

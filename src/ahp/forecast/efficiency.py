@@ -57,6 +57,7 @@ class Rates:
         self._attention, self._element_wise = Attention(measured, workers), ElementWise(measured, workers)
         self.bytes_per_s = STREAMING * device.memory_bandwidth_bytes_per_s if self.gpu is None else self.gpu.bytes_per_s
         self._memory_measured = bool(measured and measured.memory)
+        self._attention_measured = bool(measured and measured.attention)
         if measured and measured.memory:
             self.bytes_per_s = nearest_workers(measured.memory, workers)[0].bytes_per_s
         # The same shapes come up for every micro-batch and degree that a search tries.
@@ -66,6 +67,15 @@ class Rates:
         """Dense peak in FLOP/s; a precision the device has no units for computes at its fp32 peak."""
         peaks = self.device.peak_flops_per_s
         return peaks.get(precision) or peaks.get("fp32") or max(peaks.values())
+
+    def fastest(self, precision: str, *, attention: bool) -> float:
+        """FLOP/s that no product passes, or no fused ``attention``; infinite where none is known."""
+        samples = self._samples.get(precision)
+        if attention and (self._attention_measured or self.gpu is None):
+            return float("inf")
+        if samples is not None:
+            return float("inf") if attention else float(samples[1].max())
+        return self.gpu.reach(precision).sustained if self.gpu is not None else self.peak(precision) * CPU_PRODUCT
 
     def matmul_s(
         self,

@@ -34,9 +34,9 @@ def illegal(
         refused
         or _cluster(cluster, job, parallelism)
         or _batch(job, parallelism)
-        or _tensor(graph, parallelism)
-        or _sequence(graph, parallelism)
-        or _experts(graph, parallelism)
+        or tensor(graph, parallelism)
+        or sequence(graph, parallelism)
+        or experts(graph, parallelism)
         or _stages(graph, job, parallelism, engine)
         or _schedule(job, parallelism, engine)
     )
@@ -85,7 +85,8 @@ def _data_key(parallelism: Parallelism) -> str:
     return " x ".join(key for key, degree in degrees.items() if degree > 1)
 
 
-def _tensor(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+def tensor(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+    """Whether the model can be cut so many ways: a rule of tensor_parallel_degree alone."""
     degree = parallelism.tensor_parallel_degree
     if degree == 1:
         return None
@@ -97,7 +98,7 @@ def _tensor(graph: ModelGraph, parallelism: Parallelism) -> str | None:
     return None
 
 
-def _sequence(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+def sequence(graph: ModelGraph, parallelism: Parallelism) -> str | None:
     """What cuts a sequence must divide it: tensor ranks with sequence parallelism, and two parts for each context rank."""
     length, tensor, context = (
         graph.sequence_length,
@@ -116,7 +117,8 @@ def _sequence(graph: ModelGraph, parallelism: Parallelism) -> str | None:
     return None
 
 
-def _experts(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+def experts(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+    """Whether the experts and the ranks that share them divide."""
     degree, experts = parallelism.expert_parallel_degree, graph.config.get("num_experts")
     if degree == 1:
         return None
@@ -145,13 +147,16 @@ def _stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engin
 
 def _schedule(job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
-    if p == 1:
-        if v > 1:
-            return _broken("virtual_stages_per_rank", v, "needs a pipeline_parallel_degree above 1", [1])
-        return None
     in_torch = get(engine.name).traits(job, parallelism, engine).torch_pipeline
-    illegal_schedule = illegal_in_torch if in_torch else illegal_pattern
-    return illegal_schedule(parallelism.pipeline_parallel_schedule, p, v, parallelism.num_micro_batches(job))
+    name, micro_batches = parallelism.pipeline_parallel_schedule, parallelism.num_micro_batches(job)
+    return schedule(name, p, v, micro_batches, in_torch=in_torch)
+
+
+def schedule(name: str, p: int, v: int, m: int, *, in_torch: bool) -> str | None:
+    """Whether p ranks with v stages each can run m micro-batches so; ``in_torch``: by torch's own pipeline runtime."""
+    if p == 1:
+        return _broken("virtual_stages_per_rank", v, "needs a pipeline_parallel_degree above 1", [1]) if v > 1 else None
+    return (illegal_in_torch if in_torch else illegal_pattern)(name, p, v, m)
 
 
 def _broken(key: str, value: object, rule: str, valid: Iterable[object]) -> str:

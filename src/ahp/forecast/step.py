@@ -33,7 +33,12 @@ def price(
     graph: ModelGraph, cluster: Cluster, job: Job, parallelism: Parallelism, engine: EngineChoice = DEFAULT_ENGINE
 ) -> Priced:
     """``forecast`` with the timeline and the stages it was made from."""
-    return _pricer(_Same(graph), _Same(cluster), job.model_dump_json(), engine.model_dump_json()).price(parallelism)
+    return pricer(graph, cluster, job, engine).price(parallelism)
+
+
+def pricer(graph: ModelGraph, cluster: Cluster, job: Job, engine: EngineChoice = DEFAULT_ENGINE) -> Pricer:
+    """What prices layouts; the same one for the same graph and cluster objects, so that calls share their units."""
+    return _pricer(_Same(graph), _Same(cluster), job.model_dump_json(), engine.model_dump_json())
 
 
 def simulate(

@@ -1,34 +1,61 @@
-"""Lower bounds of a schedule's makespan in closed form: certificates of a search.
+"""Lower bounds of a schedule's makespan and of what its ranks keep, in closed form: certificates of a search.
 
-Every bound is the length of a path through the schedule's own dependencies (what an action waits for, and the
+Every bound of time is the length of a path through the schedule's own dependencies (what an action waits for, and the
 order of its rank), so that none exceeds the simulation: each term below is time that passes one after another.
-Here p = pipeline ranks, v = stages per rank, m = micro-batches; rank r's lowest stage is stage r in all schedules,
-and stages take micro-batches in order.
+Here p = pipeline ranks, v = stages per rank, m = micro-batches, N = layouts that are alike in these, S = p v stages;
+rank r's lowest stage is stage r in all schedules, and stages take micro-batches in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ahp.schedule.patterns import SPLIT_BACKWARD, stage_ranks
+from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
 from ahp.schedule.simulate import StageTimes
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TimeColumns:
+    """``StageTimes`` of many layouts: each field [N, S] in seconds, or anything that broadcasts to it."""
+
+    forward_s: Floats
+    backward_s: Floats
+    input_gradient_s: Floats
+    weight_gradient_s: Floats
+    send_forward_s: Floats
+    send_backward_s: Floats
+    first_forward_extra_s: Floats
+    last_backward_extra_s: Floats
+
+    @classmethod
+    def of(cls, times: Sequence[StageTimes]) -> TimeColumns:
+        """One layout."""
+        return cls(**{field.name: np.array([[getattr(t, field.name) for t in times]]) for field in fields(cls)})
 
 
 def lower_bound_s(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> float:
-    """Seconds that the schedule takes at least; O(p v + p^2). ``times[s]`` belongs to stage ``s``; the layout is legal.
+    """Seconds that the schedule takes at least. ``times[s]`` belongs to stage ``s``; the layout is legal.
 
     GPipe's is exact. 1F1B's and, where m is a multiple of p, Interleaved1F1B's are exact for equal stages without sends.
     """
+    return float(lower_bounds_s(name, p, v, m, TimeColumns.of(times))[0])
+
+
+def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns) -> Floats:
+    """``lower_bound_s`` of many layouts at once, [N]; O(N p v), with one stage per rank O(N p^2)."""
     if name == "GPipe":
-        return max(gpipe_ends_s(m, times))
+        return _gpipe_s(m, times)
     paths = _Paths(name, p, v, m, times)
-    bound = max(paths.way_of_one_s(), *map(paths.rank_s, range(p)))
-    if v == 1:
-        bound = max(bound, paths.round_trips_s())
-    return bound
+    bound = np.maximum(paths.way_of_one_s(), paths.ranks_s().max(axis=-1))
+    return np.maximum(bound, paths.round_trips_s()) if v == 1 and p > 1 else bound
 
 
 def gpipe_ends_s(m: int, times: Sequence[StageTimes]) -> list[float]:
@@ -48,29 +75,78 @@ def gpipe_ends_s(m: int, times: Sequence[StageTimes]) -> list[float]:
     return ends[::-1]
 
 
-class _Paths:
-    """The times of one layout with the sums that the paths share."""
+def _gpipe_s(m: int, times: TimeColumns) -> Floats:
+    """The last of ``gpipe_ends_s``."""
+    forward, back = times.forward_s, times.backward_s[..., ::-1]
+    first = np.cumsum(times.first_forward_extra_s, axis=-1)
+    start_s = forward.sum(axis=-1) + times.send_forward_s[..., :-1].sum(axis=-1)
+    start_s = start_s + (first + (m - 1) * forward).max(axis=-1)
+    sent = np.cumsum(times.send_backward_s[..., ::-1], axis=-1)
+    ends = np.cumsum(back, axis=-1) + (m - 1) * np.maximum.accumulate(back, axis=-1)
+    ends = ends + times.last_backward_extra_s[..., ::-1] + sent - times.send_backward_s[..., ::-1]
+    return start_s + ends.max(axis=-1)
 
-    def __init__(self, name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> None:
+
+def least_kept(name: str, p: int, v: int, m: int, kept: Floats) -> Floats:
+    """What each rank keeps at once at least, [N, p]: a moment of its order that is at or near its fullest.
+
+    ``kept``: what a micro-batch of each stage keeps, [N, S]. Exact for GPipe and 1F1B, and for the others where the
+    stages keep alike.
+    """
+    counts = in_flight(name, p, v, m)
+    own = ranks_stages(name, p, v)
+    return (counts * kept[..., own]).sum(axis=-1)
+
+
+@lru_cache(maxsize=1 << 12)
+def in_flight(name: str, p: int, v: int, m: int) -> Ints:
+    """Micro-batches of each rank's stages, lowest stage first, that it holds at the moment of ``least_kept``: [p, v]."""
+    rank = np.arange(p)
+    if name == "GPipe":
+        return np.full((p, 1), m, dtype=np.int64)
+    if p == 1:
+        return np.ones((1, v), dtype=np.int64)
+    if name in V_SHAPED:  # the forwards down before the first one up comes back, and one up for each down after that
+        return np.minimum(np.stack([2 * p - rank - 1, rank + 1], axis=1), m)
+    split = name == "InterleavedZeroBubble"
+    per_round = m // max(1, m // p) if v > 1 else 1
+    # Weight gradients follow ``rank`` gradients behind: until the first of them as many more forwards are held.
+    done = (v - 1) * per_round + (p if split else 2 * (p - 1 - rank) + 1 if v > 1 else p - rank)
+    done = np.minimum(np.broadcast_to(done, (p,)), m * v)
+    whole, rest = np.divmod(done, per_round * v)
+    local = np.arange(v) * per_round
+    return whole[:, None] * per_round + np.clip(rest[:, None] - local, 0, per_round)
+
+
+@lru_cache(maxsize=1 << 10)
+def ranks_stages(name: str, p: int, v: int) -> Ints:
+    """The stages of each rank, lowest first: [p, v]."""
+    own: list[list[int]] = [[] for _ in range(p)]
+    for stage, rank in enumerate(stage_ranks(name, p, v)):
+        own[rank].append(stage)
+    return np.array(own, dtype=np.int64)
+
+
+class _Paths:
+    """The times of some layouts with the sums that the paths share."""
+
+    def __init__(self, name: str, p: int, v: int, m: int, times: TimeColumns) -> None:
         self.name, self.p, self.v, self.m, self.times = name, p, v, m, times
-        self.own: list[list[int]] = [[] for _ in range(p)]
-        for stage, rank in enumerate(stage_ranks(name, p, v)):
-            self.own[rank].append(stage)
-        self.split = [self._num_split(stage) for stage in range(p * v)]
-        self.gradient_s = [self._least_gradient_s(stage) for stage in range(p * v)]
-        each = (t.forward_s + t.first_forward_extra_s + t.send_forward_s for t in times)
-        self.fill_s = list(accumulate(each, initial=0.0))
-        """Seconds before a stage's first forward."""
-        self.tail_s: list[float] = []
-        """Seconds after a stage's last gradient: its own rest, or the way back to the first stage."""
-        for stage, t in enumerate(times):
-            rest_s = t.last_backward_extra_s
-            if self.split[stage]:
-                deferred = min(stage + 1, m) if v == 1 else 1
-                rest_s += deferred * t.weight_gradient_s
-            if stage:
-                rest_s = max(rest_s, t.send_backward_s + self.gradient_s[stage - 1] + self.tail_s[-1])
-            self.tail_s.append(rest_s)
+        self.own = ranks_stages(name, p, v)
+        self.split: Ints = np.array([self._num_split(stage) for stage in range(p * v)])
+        self.gradient_s = self._least_gradient_s()
+        each = times.forward_s + times.first_forward_extra_s + times.send_forward_s
+        self.fill_s = np.cumsum(each, axis=-1) - each
+        """[N, S] Seconds before a stage's first forward."""
+        rest_s = times.last_backward_extra_s
+        if self.split.any():
+            deferred = np.minimum(np.arange(p) + 1, m) if v == 1 else 1
+            rest_s = rest_s + np.where(self.split > 0, deferred * times.weight_gradient_s, 0.0)
+        back = np.broadcast_to(times.send_backward_s + _before(self.gradient_s), self.gradient_s.shape).copy()
+        back[..., 0] = 0.0
+        way = np.cumsum(back, axis=-1)
+        self.tail_s = way + np.maximum.accumulate(rest_s - way, axis=-1)
+        """[N, S] Seconds after a stage's last gradient: its own rest, or the way back to the first stage."""
 
     def _num_split(self, stage: int) -> int:
         """Micro-batches whose backward the stage splits; always the last ones, or the first ones and the last."""
@@ -88,79 +164,78 @@ class _Paths:
         """DualPipeV: the last micro-batches that the stage on the way back splits."""
         return rank + 1 - (rank + 1) // 2 - (rank % 2 == 0)
 
-    def _least_gradient_s(self, stage: int) -> float:
-        t = self.times[stage]
-        if self.split[stage] == 0:
-            return t.backward_s
-        return t.input_gradient_s if self.split[stage] == self.m else min(t.backward_s, t.input_gradient_s)
+    def _least_gradient_s(self) -> Floats:
+        whole_s, input_s = self.times.backward_s, self.times.input_gradient_s
+        some = np.where(self.split == self.m, input_s, np.minimum(whole_s, input_s))
+        return np.where(self.split == 0, whole_s, some)
 
-    def way_of_one_s(self) -> float:
+    def way_of_one_s(self) -> Floats:
         """One micro-batch through all stages and back."""
-        return self.fill_s[-1] - self.times[-1].send_forward_s + self.gradient_s[-1] + self.tail_s[-1]
+        t = self.times
+        down_s = self.fill_s[..., -1] + t.forward_s[..., -1] + t.first_forward_extra_s[..., -1]
+        return down_s + self.gradient_s[..., -1] + self.tail_s[..., -1]
 
-    def rank_s(self, rank: int) -> float:
-        """What comes before the rank's first action, all its work, and what follows its last gradient."""
-        work_s = extra_s = 0.0
-        for stage in self.own[rank]:
-            t, split = self.times[stage], self.split[stage]
-            work_s += self.m * t.forward_s + t.first_forward_extra_s
-            work_s += (self.m - split) * t.backward_s + split * (t.input_gradient_s + t.weight_gradient_s)
-            extra_s += t.last_backward_extra_s
-        before_s = self.fill_s[rank] + work_s
-        deferred_s, others_s = self._after_last_gradient(rank, extra_s)
-        return max(before_s + extra_s, before_s - deferred_s + others_s + self.tail_s[rank])
+    def ranks_s(self) -> Floats:
+        """[N, p] What comes before each rank's first action, all its work, and what follows its last gradient."""
+        t, split = self.times, self.split
+        work = self.m * t.forward_s + t.first_forward_extra_s + (self.m - split) * t.backward_s
+        work = work + split * (t.input_gradient_s + t.weight_gradient_s)
+        work_s = work[..., self.own].sum(axis=-1)
+        last = np.broadcast_to(t.last_backward_extra_s, work.shape)
+        extra_s = last[..., self.own].sum(axis=-1)
+        before_s = self.fill_s[..., : self.p] + work_s
+        deferred_s, others_s = self._after_last_gradient(extra_s - last[..., : self.p])
+        return np.maximum(before_s + extra_s, before_s - deferred_s + others_s + self.tail_s[..., : self.p])
 
-    def _after_last_gradient(self, rank: int, extra_s: float) -> tuple[float, float]:
-        """At most what the rank computes after the last gradient of its lowest stage; extras that surely come before."""
-        weight_s = [self.times[stage].weight_gradient_s for stage in self.own[rank]]
-        others_s = extra_s - self.times[rank].last_backward_extra_s
+    def _after_last_gradient(self, others_s: Floats) -> tuple[Floats | float, Floats | float]:
+        """At most what each rank computes after the last gradient of its lowest stage; extras that surely come before."""
         if self.name not in SPLIT_BACKWARD:
             return 0.0, others_s
+        m, p, v, rank = self.m, self.p, self.v, np.arange(self.p)
+        weight_s = np.broadcast_to(self.times.weight_gradient_s, self.gradient_s.shape)[..., self.own]
         if self.name == "InterleavedZeroBubble":
-            count = min(rank + 1, self.m * self.v)
-            per_round = self.m // max(1, self.m // self.p)
-            if self.v == 1 or count <= per_round:
-                return count * weight_s[0], others_s
-            return count * max(weight_s), 0.0
+            count = np.minimum(rank + 1, m * v)
+            first = (v == 1) | (count <= m // max(1, m // p))
+            return count * np.where(first, weight_s[..., 0], weight_s.max(axis=-1)), np.where(first, others_s, 0.0)
         if self.name == "DualPipeV":
-            return (rank + 1) * max(weight_s), 0.0
-        if self.m < 2 * self.p - 1:
-            return self.m * sum(weight_s), 0.0
-        return (rank + 1) * weight_s[0] + rank * weight_s[1], 0.0
+            return (rank + 1) * weight_s.max(axis=-1), 0.0
+        if m < 2 * p - 1:
+            return m * weight_s.sum(axis=-1), 0.0
+        return (rank + 1) * weight_s[..., 0] + rank * weight_s[..., 1], 0.0
 
-    def round_trips_s(self) -> float:
+    def round_trips_s(self) -> Floats:
         """One stage per rank: round trips from stage a to stage b and back, as sends and few micro-batches force them.
 
         Rank r starts forward i + p - r only after the gradient of micro-batch i. So F(a, k), ..., F(b, k), the
         gradient that rank b has next, and its way back to a hold up F(a, k + b - a + 1). A path begins with the
         forwards of a that fill the pipeline, makes as many trips as there are, and ends with the last micro-batch.
         """
-        p, m, times = self.p, self.m, self.times
+        p, m, t = self.p, self.m, self.times
         a, b = np.triu_indices(p)
-        forward, sent, back, weight, first, input_s = (
-            np.array(column)
-            for column in zip(
-                *(
-                    (t.forward_s, t.send_forward_s, t.send_backward_s, t.weight_gradient_s, t.first_forward_extra_s, g)
-                    for t, g in zip(times, self.gradient_s, strict=True)
-                ),
-                strict=True,
-            )
-        )
-        compute = np.concatenate([[0.0], np.cumsum(forward + input_s)])
-        sends = np.concatenate([[0.0], np.cumsum(sent[:-1] + back[1:])])
-        trip = compute[b + 1] - compute[a] + sends[b] - sends[a]
-        last_trip = compute[p] - compute[a] + sends[p - 1] - sends[a]
+        compute = _with_zero(np.cumsum(t.forward_s + self.gradient_s, axis=-1))
+        sends = _with_zero(np.cumsum(t.send_forward_s[..., :-1] + t.send_backward_s[..., 1:], axis=-1))
+        trip = compute[..., b + 1] - compute[..., a] + sends[..., b] - sends[..., a]
+        last_trip = compute[..., [p]] - compute[..., a] + sends[..., [p - 1]] - sends[..., a]
         length = b - a + 1
         warm = p - 1 - b
         start = warm + (m - 1 - warm) % length
         trips = np.where(start < m, (m - 1 - start) // length, 0)
         start = np.minimum(start, m - 1)
-        total = np.array(self.fill_s)[a] + start * forward[a] + np.where(start > 0, first[a], 0.0)
-        total += trips * trip + last_trip + np.array(self.tail_s)[a]
+        total = self.fill_s[..., a] + start * t.forward_s[..., a]
+        total = total + np.where(start > 0, t.first_forward_extra_s[..., a], 0.0)
+        total = total + trips * trip + last_trip + self.tail_s[..., a]
         if self.name in SPLIT_BACKWARD:
             # Trip c returns with the gradient of micro-batch start + c * length - warm; from micro-batch a on, a
             # weight gradient comes between it and the next forward.
             none = np.clip(-((start - warm - a) // length), 0, trips)
-            total += (trips - none) * weight[a]
-        return float(total.max())
+            total = total + (trips - none) * t.weight_gradient_s[..., a]
+        return total.max(axis=-1)
+
+
+def _before(stages: Floats) -> Floats:
+    """What the stage before has; the first has its own, which the caller overwrites."""
+    return np.concatenate([stages[..., :1], stages[..., :-1]], axis=-1)
+
+
+def _with_zero(sums: Floats) -> Floats:
+    return np.concatenate([np.zeros((*sums.shape[:-1], 1)), sums], axis=-1)

@@ -1,16 +1,19 @@
 """Lower bounds of step time and memory for every row of the space, from the forecast's own unit costs.
 
-The time of a row is at least, for each pipeline rank: what must run before its first action, its own work on every
-micro-batch, and what must follow its last. Collectives that may hide count only with what they take from the computation
-that hides them. Memory counts states and kept activations, no temporaries. So a row whose bound is above the best time,
-or above the device, needs no forecast. A test holds both under the forecast on rows drawn at random.
+Two levels. Of a whole block, before anything of it is priced: its arithmetic at the fastest that the device computes,
+the collectives within a replica, and the one pipeline fill that no schedule avoids. Of each row of a block, from the
+block's priced units: its stages cost what the forecast says (``stage_columns``), and its schedule takes at least the
+closed form of ``ahp.schedule.bounds``. Memory counts states and the activations kept at one moment near the fullest. So
+a row whose bound is above the best time, or above the device, needs no forecast. Tests hold all under the forecast on
+rows drawn at random.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
@@ -19,320 +22,325 @@ from numpy.typing import NDArray
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.forecast import memory
-from ahp.forecast.communication import Network, strided_group
-from ahp.forecast.compute import Work
+from ahp.forecast.communication import strided_group
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.overlap import CONTENTION
-from ahp.forecast.pricer import slowest_share
-from ahp.forecast.stage import DataParallel, Weights
-from ahp.forecast.units import Unit, UnitPricer, Units, axes_of
+from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
+from ahp.forecast.pricer import num_groups, recompute_of
+from ahp.forecast.stage import DataParallel, Recompute, dropped_bytes, made_again
+from ahp.forecast.units import Units, axes_of
 from ahp.plan import Parallelism
-from ahp.schedule.patterns import GENERATED
+from ahp.schedule.bounds import TimeColumns, in_flight, least_kept, lower_bounds_s, ranks_stages
+from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
 from ahp.schedule.stages import layers_of_stages
+from ahp.search.block_bounds import block_bounds_s, block_needs_bytes
 from ahp.search.problem import Problem
-from ahp.search.space import Mask, Space
+from ahp.search.space import LOOPED, Pipe, Rows, Space, Split
+from ahp.search.stage_columns import BlockStages
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 FIT_PROBABILITY = 0.95
 """What ``Forecast.fits`` asks for."""
 
 
 @dataclass(frozen=True)
-class PerRank:
-    """Sums over the layers of each pipeline rank, the embedding with the first and the head with the last."""
+class RowBounds:
+    """Of every row of one block, in their order."""
 
-    device_s: Floats
-    """Forward and backward of one micro-batch, with collectives."""
-    host_s: Floats
-    """The same of the host that launches it; 0 on a CPU, where operators hold it."""
-    fill_s: Floats
-    """Forward of the stages before the rank's first: nothing can start earlier."""
-    drain_s: Floats
-    """Backward of the same stages: nothing can end earlier after the rank's last action."""
-    parameters: Floats
-    kept_bytes: Floats
-    """Activations of one micro-batch over all stages of the rank."""
-    least_kept_bytes: Floats
-    """Of the stage of the rank that keeps the least."""
-
-
-@dataclass(frozen=True)
-class RunningSum:
-    """A figure of every layer, summed from the first on, so that the sum over a stage is one difference."""
-
-    whole: Floats
-    first: float
-    """Of the embedding, which the first stage has besides."""
-    last: float
-    """Of the head."""
-
-    @classmethod
-    def of(cls, layers: Floats, first: float, last: float) -> RunningSum:
-        return cls(np.concatenate([[0.0], np.cumsum(layers)]), first, last)
-
-    def over(self, edges: NDArray[np.int64]) -> Floats:
-        """The sum over each stage; ``edges``: the first layer of every stage, and the number of layers after the last."""
-        sums = np.diff(self.whole[edges])
-        sums[0] += self.first
-        sums[-1] += self.last
-        return sums
+    times_s: Floats
+    needs_bytes: Floats
+    """Of the fullest rank."""
 
 
 class Bounds:
-    """Lower bounds for one problem; unit costs are priced once for each micro-batch and tensor degree."""
+    """Lower bounds for one problem."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._nodes = problem.cluster.groups[0]
-        self._network = Network(self._nodes)
-        self._pricer = UnitPricer(problem.graph, self._nodes, self._network, problem.job.precision)
-        self._bytes_per_s = self._pricer.rates.bytes_per_s
-        on_cpu = is_cpu(self._nodes.device)
-        self._slowest = 1.0 if on_cpu else 1.0 + slowest_share(problem.cluster.num_devices)
-        self._overlap = 0.0 if is_cpu(self._nodes.device) else 1.0
-        self._layers_per_stage = problem.constraints.layers_per_stage
-        self._units = cache(self._units_of)
-        self._edges = cache(self._edges_of)
-        self._sums = cache(self._sums_of)
-        self._ranks = cache(self._per_rank)
-        self._traits = cache(self._traits_of)
-        self._data_s = cache(self._data_parallel_s)
-        self._launches_per_operator = self._traits(0, False, False).host_launches_per_operator
-
-    def time_s(self, space: Space, mask: Mask) -> Floats:
-        """Seconds that each row of ``mask`` takes at least; infinite elsewhere."""
-        names = (
-            "replicate",
-            "shard",
-            "zero",
-            "tensor",
-            "pipeline",
-            "virtual",
-            "micro_batch",
-            "recompute",
-            "micro_batches",
-        )
-        return self._over(space, mask, names, self._row_time_s)
-
-    def memory_bytes(self, space: Space, mask: Mask) -> Floats:
-        """Bytes that the fullest rank of each row of ``mask`` needs at least; infinite elsewhere."""
-        names = (
-            "replicate",
-            "shard",
-            "zero",
-            "tensor",
-            "pipeline",
-            "virtual",
-            "micro_batch",
-            "recompute",
-            "micro_batches",
-        )
-        return self._over(space, mask, (*names, "schedule"), self._row_memory_bytes)
+        self.problem = problem
 
     def most_that_fits_bytes(self) -> float:
         """Bytes above which a forecast does not fit: ``forecast.memory.fit_probability`` solved for its argument."""
         sigma = memory.need_error()
-        return self._problem.capacity_bytes * float(np.exp(-NormalDist().inv_cdf(FIT_PROBABILITY) * sigma))
+        return self.problem.capacity_bytes * float(np.exp(-NormalDist().inv_cdf(FIT_PROBABILITY) * sigma))
 
-    def _over(self, space: Space, mask: Mask, names: tuple[str, ...], bound: Callable[..., float]) -> Floats:
-        """Evaluate ``bound`` once for each distinct combination of columns."""
-        found = np.full(len(space), np.inf)
-        rows = np.flatnonzero(mask)
-        if not len(rows):
-            return found
-        table = np.stack([getattr(space, name)[rows] for name in names], axis=1)
-        keys, where = np.unique(table, axis=0, return_inverse=True)
-        full = [name == "full" for name in space.recompute_names]
-        values = []
-        for key in keys.tolist():
-            row = dict(zip(names, key, strict=True))
-            row["recompute"] = full[row["recompute"]]
-            values.append(bound(**row))
-        found[rows] = np.array(values)[where.reshape(-1)]
+    def block_s(self, space: Space, block: int) -> float:
+        """Seconds that every row of one block that fits takes at least; infinite where none does. Prices the units."""
+        return _Block(self.problem, space, block).bound_s(self.most_that_fits_bytes())
+
+    def needs_bytes(self, space: Space, block: int) -> Floats:
+        """Bytes that every row of a block needs at least on its fullest rank."""
+        return _Block(self.problem, space, block).needs_bytes().reshape(-1)
+
+    def rows(self, space: Space, block: int, most_bytes: float) -> RowBounds:
+        """Bounds of every row of a block; one that needs more than ``most_bytes`` takes infinitely long."""
+        return _Block(self.problem, space, block).bounds(most_bytes)
+
+    def blocks_s(self, space: Space) -> Floats:
+        """Seconds that every row of each block takes at least."""
+        return block_bounds_s(self.problem, space.blocks)
+
+    def blocks_bytes(self, space: Space) -> Floats:
+        """Bytes that every row of each block needs at least."""
+        return block_needs_bytes(self.problem, space)
+
+
+class _Block:
+    """One block with its units, its rows, and what they share."""
+
+    def __init__(self, asked: Problem, space: Space, block: int) -> None:
+        self.asked = asked
+        self.rows: Rows = space.rows(block)
+        self.m = int(space.blocks.micro_batches[block])
+        self.layout: Callable[[Split, Pipe], Parallelism] = lambda split, pipe: space.layout_of(
+            block, split, pipe, "none"
+        )
+        self.any = self.layout(self.rows.splits[0], self.rows.pipes[0])
+        self.p = self.any.pipeline_parallel_degree
+        self.pricer = self.asked.pricer
+        self.nodes, self.network = self.pricer.nodes, self.pricer.network
+        self.bytes_per_s = self.pricer.unit_pricer.rates.bytes_per_s
+        self.layouts = [self.layout(split, self.rows.pipes[0]) for split in self.rows.splits]
+        engine = get(asked.engine.name)
+        self.traits = [engine.traits(asked.job, layout, asked.engine) for layout in self.layouts]
+        axes = axes_of(self.any, self.nodes.devices_per_node)
+        self.units: Units = self.pricer.unit_pricer.units(self.any.micro_batch_size, axes, self.traits[0])
+        kinds = [self.any.model_copy(update={"activation_checkpoint": kind}) for kind in self.rows.recompute]
+        self.recompute: list[Recompute] = [recompute_of(layout, self.traits[0], self.units) for layout in kinds]
+        self.edges = cache(self._edges)
+        self._beside = cache(self._beside_activations)
+        self._kept = cache(lambda virtual: self.stages.kept_bytes(self.edges(virtual)))
+        self._shares = cache(self._updated)
+        self._least_states = cache(self._smallest_states)
+        self.stages = BlockStages(self.units, self.recompute, self._data(self.any, self.traits[0]))
+
+    def bound_s(self, most_bytes: float) -> float:
+        """Of all rows that fit, as if every layer were the cheapest one and replicas had nothing to send each other."""
+        kinds = [kind for kind in range(len(self.recompute)) if self._least_needed(kind) <= most_bytes]
+        if not kinds:
+            return float("inf")
+        forward, backward, head = self.stages.least_s(kinds)
+        found = float("inf")
+        for schedule, virtual in {(self._shape(pipe), pipe.virtual) for pipe in self.rows.pipes}:
+            layers, own = np.diff(self.edges(virtual)), ranks_stages(schedule, self.p, virtual)
+            before = np.cumsum(layers[: self.p]) - layers[: self.p]
+            # Where weight gradients wait, they may fill the time in which gradients drain from the pipeline.
+            drain_s = 0.0 if schedule in SPLIT_BACKWARD else before * backward
+            ranks_s = before * forward + self.m * layers[own].sum(axis=1) * (forward + backward) + drain_s
+            ranks_s[own[:, -1].argmax()] += self.m * head
+            found = min(found, float(ranks_s.max()))
+        return found * (1.0 + self.pricer.slowest_share)
+
+    def _shape(self, pipe: Pipe) -> str:
+        """A schedule that is like this one in where its stages lie, and in whether it splits the backward pass."""
+        if pipe.schedule in V_SHAPED or self.p == 1:
+            return V_SHAPED[0] if self.p > 1 else "1F1B"
+        return LOOPED[pipe.schedule in SPLIT_BACKWARD]
+
+    def _least_needed(self, kind: int) -> int:
+        """Bytes that the second rank (of a single stage the first) needs at least with one kind of recompute."""
+        parameters, experts, kept = self.stages.least_layer(kind)
+        least = float("inf")
+        for layers, held in self._second_rank:
+            allocated, gradients = self._least_states(int(layers * parameters), int(layers * experts))
+            least = min(least, allocated + max(held * kept - gradients, 0.0))
+        return self._total(int(least), min(self.layouts, key=num_groups))
+
+    @cached_property
+    def _second_rank(self) -> set[tuple[int, int]]:
+        """Layers of that rank, and layers times micro-batches in flight, of each pipe."""
+        found, rank = set(), min(1, self.p - 1)
+        for pipe in self.rows.pipes:
+            own = ranks_stages(self._name(pipe), self.p, pipe.virtual)[rank]
+            layers = np.diff(self.edges(pipe.virtual))[own]
+            found.add(
+                (int(layers.sum()), int(in_flight(self._name(pipe), self.p, pipe.virtual, self.m)[rank] @ layers))
+            )
         return found
 
-    def _row_time_s(
-        self, replicate: int, shard: int, zero: int, tensor: int, pipeline: int, virtual: int, micro_batch: int,
-        recompute: bool, micro_batches: int,
-    ) -> float:  # fmt: skip
-        ranks = self._ranks(tensor, pipeline, virtual, micro_batch, recompute)
-        traits = self._traits(zero, shard > 1, pipeline > 1)
-        each_s, once_s = self._data_s(replicate, shard, zero, tensor, pipeline, virtual, micro_batch, micro_batches > 1)
-        work_s = micro_batches * np.maximum(ranks.device_s + each_s, ranks.host_s) + once_s
-        moved = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
-        optimizer_s = float(ranks.parameters.max()) / shard * moved / self._bytes_per_s
-        return (float((ranks.fill_s + work_s + ranks.drain_s).max()) + optimizer_s) * self._slowest
+    def _smallest_states(self, total: int, experts: int) -> tuple[int, int]:
+        """``_states`` of a rank with so many parameters: the least of all splits, and the most of gradients."""
+        states = self._states(memory.RankWeights(total, 0, 0, experts=experts))
+        return min(allocated for allocated, _ in states), max(gradients for _, gradients in states)
 
-    def _row_memory_bytes(
-        self, replicate: int, shard: int, zero: int, tensor: int, pipeline: int, virtual: int, micro_batch: int,
-        recompute: bool, micro_batches: int, schedule: int,
-    ) -> float:  # fmt: skip
-        units = self._units(micro_batch, tensor)
-        ranks = self._ranks(tensor, pipeline, virtual, micro_batch, recompute)
-        traits = self._traits(zero, shard > 1, pipeline > 1)
-        degrees = (replicate, shard, tensor, pipeline, replicate * shard * tensor * pipeline)
-        most = 0.0
-        for rank in {0, pipeline - 1}:
-            last = rank == pipeline - 1
-            outside = (units.embedding.parameters if rank == 0 else 0) + (units.head.parameters if last else 0)
-            weights = memory.RankWeights(int(ranks.parameters[rank]), self._least_block(micro_batch, tensor), outside)
-            parts = memory.state_bytes(weights, traits, shards=shard, micro_batches=micro_batches)
-            held = _held_bytes(ranks, rank, GENERATED[schedule], pipeline, virtual, micro_batches)
-            if micro_batches == 1:  # gradients grow as activations go
-                held = max(held - parts["gradients"], 0.0)
-            if pipeline > 1:  # a buffer for everything that a rank receives; its ends receive on one side
-                held += (2 * virtual - 1) * (micro_batches if traits.torch_pipeline else 1) * units.hidden_bytes
-            states = sum(parts.values()) + held + _temporary_bytes(units, last and virtual == 1, recompute)
-            needed = memory.rank_memory({"all": int(states)}, self._nodes.device, sum(d > 1 for d in degrees))
-            most = max(most, needed.total)
-        return most
-
-    def _least_block(self, micro_batch: int, tensor: int) -> int:
-        return min((unit.parameters for unit in self._units(micro_batch, tensor).blocks), default=0)
-
-    def _units_of(self, micro_batch: int, tensor: int) -> Units:
-        # Axes that are not searched are the user's own, the same in every row.
-        given = self._problem.constraints.given
-        keys = ("enable_sequence_parallel", "context_parallel_degree", "expert_parallel_degree")
-        layout = Parallelism(tensor_parallel_degree=tensor, **{key: given[key] for key in keys if key in given})
-        axes = axes_of(layout, self._nodes.devices_per_node)
-        return self._pricer.units(micro_batch, axes, self._traits(0, False, False))
-
-    def _traits_of(self, zero: int, sharded: bool, pipelined: bool, split: bool = False) -> Traits:
-        """Of any layout that is alike in what an engine's traits look at."""
-        layout = Parallelism(
-            zero_stage=zero,
-            data_parallel_shard_degree=2 if sharded else 1,
-            pipeline_parallel_degree=2 if pipelined else 1,
-            tensor_parallel_degree=2 if split else 1,
-        )
-        choice = self._problem.engine
-        return get(choice.name).traits(self._problem.job, layout, choice)
-
-    def _per_rank(self, tensor: int, pipeline: int, virtual: int, micro_batch: int, recompute: bool) -> PerRank:
-        sums = self._sums(micro_batch, tensor, recompute)
-        edges = self._edges(pipeline, virtual)
-        forward_s, forward_host_s = self._pass_s(sums, "forward", edges)
-        backward_s, backward_host_s = self._pass_s(sums, "backward", edges)
-        stage_forward, stage_backward = np.maximum(forward_s, forward_host_s), np.maximum(backward_s, backward_host_s)
-        stage_kept, stage_parameters = sums["kept"].over(edges), sums["parameters"].over(edges)
-        before = np.arange(pipeline)  # the first stage of rank r is stage r
-        return PerRank(
-            device_s=(forward_s + backward_s).reshape(virtual, pipeline).sum(0),
-            host_s=(forward_host_s + backward_host_s).reshape(virtual, pipeline).sum(0),
-            fill_s=np.concatenate([[0.0], np.cumsum(stage_forward)])[before],
-            drain_s=np.concatenate([[0.0], np.cumsum(stage_backward)])[before],
-            parameters=stage_parameters.reshape(virtual, pipeline).sum(0),
-            kept_bytes=stage_kept.reshape(virtual, pipeline).sum(0),
-            least_kept_bytes=stage_kept.reshape(virtual, pipeline).min(0),
-        )
-
-    def _sums_of(self, micro_batch: int, tensor: int, recompute: bool) -> dict[str, RunningSum]:
-        """Running sums over the layers of everything that is asked of stages."""
-        units = self._units(micro_batch, tensor)
-        again = _forward if recompute else (lambda _: Work())
-        own = self._traits(0, False, False, tensor > 1).host_operators_per_unit / 2
-
-        def kept(unit: Unit) -> float:
-            return min(units.hidden_bytes, unit.memory.saved) if recompute else unit.memory.saved
-
-        def running(of_block: Callable[[Unit], float], of_end: Callable[[Unit], float]) -> RunningSum:
-            kinds = np.array([of_block(unit) for unit in units.blocks], dtype=float)
-            layers = kinds[np.array(units.layers, dtype=np.int64)] if len(kinds) else np.zeros(0)
-            return RunningSum.of(layers, of_end(units.embedding), of_end(units.head))
-
-        return {
-            "forward_s": running(lambda u: _forward(u).device_s, lambda u: _forward(u).device_s),
-            "forward_launches": running(lambda u: _forward(u).launches, lambda u: _forward(u).launches),
-            "backward_s": running(lambda u: (_backward(u) + again(u)).device_s, lambda u: _backward(u).device_s),
-            "backward_launches": running(lambda u: (_backward(u) + again(u)).launches, lambda u: _backward(u).launches),
-            "own_launches": running(lambda _: own, lambda _: 0.0),
-            "kept": running(kept, lambda u: u.memory.saved),
-            "parameters": running(lambda u: u.parameters, lambda u: u.parameters),
-        }
-
-    def _pass_s(self, sums: dict[str, RunningSum], name: str, edges: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Seconds of one pass over each stage: of the device with its collectives, and of the host that launches it."""
-        device_s = sums[f"{name}_s"].over(edges)
-        if self._overlap == 0.0:
-            return device_s, np.zeros_like(device_s)
-        host = sums[f"{name}_launches"].over(edges) * self._launches_per_operator + sums["own_launches"].over(edges)
-        return device_s, host * self._nodes.device.kernel_launch_s
-
-    def _edges_of(self, pipeline: int, virtual: int) -> NDArray[np.int64]:
-        """The first layer of every stage, and the number of layers after the last."""
-        layout = Parallelism(
-            pipeline_parallel_degree=pipeline, virtual_stages_per_rank=virtual, layers_per_stage=self._layers_per_stage
-        )
-        return np.cumsum([0, *layers_of_stages(layout, self._problem.graph.num_layers)])
-
-    def _data_parallel_s(
-        self, replicate: int, shard: int, zero: int, tensor: int, pipeline: int, virtual: int, micro_batch: int,
-        many: bool,
-    ) -> tuple[Floats, Floats]:  # fmt: skip
-        """What gathering and reducing take at least, per rank: for each micro-batch, and once per step."""
-        units, traits = self._units(micro_batch, tensor), self._traits(zero, shard > 1, pipeline > 1)
-        per_node = self._nodes.devices_per_node
-        data = DataParallel(
-            shard=strided_group(shard, tensor, per_node),
-            replicate=strided_group(replicate, shard * tensor, per_node),
-            traits=traits,
-            micro_batches=2 if many else 1,
-            overlap=self._overlap,
-        )
-        gather = 1.0 - self._overlap * traits.parameter_gather_overlap * (1.0 - CONTENTION)
-        reduce = 1.0 - self._overlap * traits.gradient_overlap * (1.0 - CONTENTION)
-
-        def each(unit: Unit) -> float:
-            count = Weights.of(unit)
-            found = (gather * data.gather_s(count, self._network)) * (
-                (traits.forward_gathers == "per_micro_batch") + (traits.backward_gathers == "per_micro_batch")
+    def _states(self, weights: memory.RankWeights) -> list[tuple[int, int]]:
+        """By split: bytes that do not depend on the schedule, and of them the gradients that activations may replace."""
+        found = []
+        for layout, traits in zip(self.layouts, self.traits, strict=True):
+            parts = memory.state_bytes(
+                weights,
+                traits,
+                shards=shard_ranks(layout),
+                micro_batches=self.m,
+                expert_ranks=layout.expert_parallel_degree,
             )
-            return found + reduce * data.reduce_s(count, self._network) * traits.reduces_every_micro_batch
+            # With one micro-batch gradients grow as activations go.
+            found.append((sum(parts.values()), parts["gradients"] if self.m == 1 else 0))
+        return found
 
-        def once(unit: Unit) -> float:
-            count = Weights.of(unit)
-            found = gather * data.gather_s(count, self._network) * (traits.forward_gathers == "per_step")
-            found += reduce * data.replicas_s(count, self._network)
-            return found + reduce * data.reduce_s(count, self._network) * (not traits.reduces_every_micro_batch)
+    def _name(self, pipe: Pipe) -> str:
+        return pipe.schedule if self.p > 1 else "1F1B"
 
-        # Embedding and head may be one unit of communication with others: only blocks are counted.
-        kinds = np.array([(each(unit), once(unit)) for unit in units.blocks]).reshape(-1, 2)
-        edges, layers = self._edges(pipeline, virtual), np.array(units.layers, dtype=np.int64)
-        rows = [RunningSum.of(kinds[layers, i], 0.0, 0.0).over(edges) for i in (0, 1)]
-        each_s, once_s = (row.reshape(virtual, pipeline).sum(0) for row in rows)
-        return each_s, once_s
+    def bounds(self, most_bytes: float) -> RowBounds:
+        """Of every row; rows that need more than ``most_bytes`` take infinitely long."""
+        times = np.full(self.rows.shape, np.inf)
+        needs = self.needs_bytes()
+        fits = needs <= most_bytes
+        by_traits: dict[Traits, list[int]] = {}
+        for index, of in enumerate(self.traits):
+            by_traits.setdefault(of, []).append(index)
+        columns = {of: self._stages_with(of, at[0]) for of, at in by_traits.items()}
+        for virtual in dict.fromkeys(pipe.virtual for pipe in self.rows.pipes):
+            pipes = [i for i, pipe in enumerate(self.rows.pipes) if pipe.virtual == virtual and fits[:, i].any()]
+            for of, alike in by_traits.items():
+                splits = [i for i in alike if fits[i][pipes].any()]
+                if splits:
+                    self._time_rows(times, columns[of], splits, pipes, virtual)
+        for index, pipe in enumerate(self.rows.pipes):
+            times[:, index] += self._optimizer_s(pipe)[:, None]
+        slowest = 1.0 + self.pricer.slowest_share
+        times = np.where(fits, (times + self.pricer.tied_s(self.any, self.units)) * slowest, np.inf)
+        return RowBounds(times.reshape(-1), needs.reshape(-1))
 
+    def needs_bytes(self) -> Floats:
+        """Of every row, in their shape."""
+        return np.stack([self._needs(pipe) for pipe in self.rows.pipes], axis=1)
 
-def _forward(unit: Unit) -> Work:
-    return unit.times.forward + Work(unit.tensor_forward_s, 0.0)
+    def _stages_with(self, traits: Traits, split: int) -> BlockStages:
+        if traits == self.traits[0]:
+            return self.stages
+        return BlockStages(self.units, self.recompute, self._data(self.layouts[split], traits))
 
+    def _time_rows(self, times: Floats, stages: BlockStages, splits: list[int], pipes: list[int], virtual: int) -> None:
+        """Write into ``times`` what the schedules of some rows take at least."""
+        edges = self.edges(virtual)
+        data = [self._data(self.layouts[i], self.traits[i]) for i in splits]
+        passes = stages.passes(data, edges, self.network, self.bytes_per_s)
+        shape = (len(splits), len(self.recompute), self.p * virtual)
+        forward, backward, first, last = (
+            np.broadcast_to(part, shape).reshape(-1, shape[2])
+            for part in (passes.forward, passes.backward, passes.first_forward, passes.last_backward)
+        )
+        weight_s = self.stages.weight_gradient_s(edges)[None]
+        for index in pipes:
+            sends = self._sends(self.rows.pipes[index], data[0].traits)
+            columns = TimeColumns(forward, backward, backward - weight_s, weight_s, *sends, first, last)
+            bound = lower_bounds_s(self._name(self.rows.pipes[index]), self.p, virtual, self.m, columns)
+            times[splits, index] = bound.reshape(shape[:2])
 
-def _backward(unit: Unit) -> Work:
-    """Collectives of the backward pass may hide behind the weight gradients: what they slow down remains."""
-    shown_s = max(CONTENTION * unit.tensor_backward_s, unit.tensor_backward_s - unit.times.weight_gradient.device_s)
-    return unit.times.input_gradient + unit.times.weight_gradient + Work(shown_s, 0.0)
+    def _data(self, layout: Parallelism, traits: Traits) -> DataParallel:
+        per_node = self.nodes.devices_per_node
+        shard, replicate = data_groups(layout, per_node)
+        on_cpu = is_cpu(self.nodes.device)
+        return DataParallel(
+            shard=shard,
+            replicate=replicate,
+            experts=expert_groups(layout, per_node),
+            traits=traits,
+            micro_batches=self.m,
+            overlap=0.0 if on_cpu else 1.0,
+            operator_s=self.nodes.device.kernel_launch_s,
+            host_is_device=on_cpu,
+        )
 
+    def _edges(self, virtual: int) -> Ints:
+        """The first layer of every stage, and the number of layers after the last."""
+        layout = self.any.model_copy(update={"virtual_stages_per_rank": virtual})
+        layers = layers_of_stages(layout, self.asked.graph.num_layers, empty_ends=self.traits[0].empty_end_stages)
+        return np.cumsum([0, *layers])
 
-def _held_bytes(ranks: PerRank, rank: int, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> float:
-    """Activations that the rank holds at once, at least."""
-    if pipeline == 1:
-        return float(ranks.kept_bytes[rank])
-    if schedule == "GPipe":
-        return micro_batches * float(ranks.kept_bytes[rank])
-    if schedule == "1F1B":
-        return min(micro_batches, pipeline - rank) * float(ranks.kept_bytes[rank])
-    per_round = micro_batches // max(1, micro_batches // pipeline)
-    forwards = (virtual - 1) * per_round + 2 * (pipeline - 1 - rank) + 1
-    return min(forwards, micro_batches * virtual) * float(ranks.least_kept_bytes[rank])
+    def _holders(self, pipe: Pipe) -> Ints:
+        """[S] The pipeline rank of each stage."""
+        return np.array(stage_ranks(pipe.schedule, self.p, pipe.virtual) if self.p > 1 else (0,))
 
+    def _sends(self, pipe: Pipe, traits: Traits) -> tuple[Floats, Floats]:
+        """[1, S] Seconds on the way forward and back, as the forecast has them."""
+        holders = self._holders(pipe).tolist()
+        sent = cache(lambda a, b: self.pricer.send_s(self.any, traits, a, b, self.units))
+        between = np.array([sent(a, b) for a, b in pairwise(holders)])
+        return np.append(between, 0.0)[None], np.append(0.0, between)[None]
 
-def _temporary_bytes(units: Units, last: bool, recompute: bool) -> int:
-    """Needed at the peak of one backward pass beyond what is kept, at least; ``last``: of the stage with the head."""
-    blocks = [unit.memory for unit in units.blocks]
-    needs = [m.backward_extra + (max(m.saved, m.forward_extra) if recompute else 0) for m in blocks]
-    head = units.head.memory
-    if not last:
-        return min(needs, default=0)
-    return max(0, head.forward_extra, head.backward_extra, min(needs, default=0) - head.saved)
+    def _optimizer_s(self, pipe: Pipe) -> Floats:
+        """[J] Clipping, AdamW and the one collective of loss and norm."""
+        return self._shares(pipe.virtual, pipe.schedule in V_SHAPED)
+
+    def _updated(self, virtual: int, v_shaped: bool) -> Floats:
+        held, experts = self._held(Pipe(V_SHAPED[0] if v_shaped else "Interleaved1F1B", virtual))
+        world = strided_group(self.any.world_size, 1, self.nodes.devices_per_node)
+        norm_s = self.network.time_s("all_reduce", 16, world)
+        found = []
+        for layout, traits in zip(self.layouts, self.traits, strict=True):
+            shards = shard_ranks(layout)
+            per_expert = max(1.0, shards / layout.expert_parallel_degree)
+            updated = float(((held - experts) / shards + experts / per_expert).max())
+            found.append(updated * self.pricer.optimizer_bytes(traits) / self.bytes_per_s + norm_s)
+        return np.array(found)
+
+    def _held(self, pipe: Pipe) -> tuple[Floats, Floats]:
+        """[p] Parameters of each rank, and of them those of experts."""
+        edges, holders = self.edges(pipe.virtual), self._holders(pipe)
+        blocks, experts = self.stages.in_blocks(edges)
+        total = blocks + self.stages.outside(edges)
+        return np.bincount(holders, total, self.p).astype(float), np.bincount(holders, experts, self.p).astype(float)
+
+    def _needs(self, pipe: Pipe) -> Floats:
+        """[J, R] Bytes of the rank that needs the most, of the first two and the last."""
+        held = least_kept(self._name(pipe), self.p, pipe.virtual, self.m, self._kept(pipe.virtual))
+        most = np.zeros((len(self.layouts), len(self.recompute)))
+        for rank, states, gradients, beside in self._beside(pipe.virtual, pipe.schedule in V_SHAPED):
+            allocated = states[:, None] + np.maximum(held[:, rank] - gradients[:, None], 0.0) + beside
+            most = np.maximum(most, allocated)
+        totals = [
+            [self._total(int(need), layout) for need in row] for row, layout in zip(most, self.layouts, strict=True)
+        ]
+        return np.array(totals, dtype=float)
+
+    def _beside_activations(self, virtual: int, v_shaped: bool) -> list[tuple[int, Floats, Floats, Floats]]:
+        """By rank: states and gradients of each split [J], and what else lies beside the activations [R]."""
+        edges, found = self.edges(virtual), []
+        holders = self._holders(Pipe(V_SHAPED[0] if v_shaped else "Interleaved1F1B", virtual))
+        num_stages = len(holders)
+        for rank in sorted({0, min(1, self.p - 1), self.p - 1}):
+            own = np.flatnonzero(holders == rank)
+            last = num_stages - 1 in own
+            received = sum((stage > 0) + (stage < num_stages - 1) for stage in own) if self.p > 1 else 0
+            buffers = received * (self.m if self.traits[0].torch_pipeline else 1) * self.units.hidden_bytes
+            temporary = np.array([self._temporary(kind, own, edges, last) for kind in range(len(self.recompute))])
+            states = np.array(self._states(self._weights(own, edges, last)), dtype=float)
+            found.append((rank, states[:, 0], states[:, 1], temporary + buffers))
+        return found
+
+    def _weights(self, own: Ints, edges: Ints, last: bool) -> memory.RankWeights:
+        """As the forecast counts them; the largest block is the least that it can be."""
+        blocks, experts = self.stages.in_blocks(edges)
+        outside = self.stages.outside(edges)
+        sizes = [unit.parameters for unit in self.units.blocks]
+        any_layers = int(np.diff(edges)[own].sum()) > 0
+        head = self.units.head.parameters + self.units.tied_parameters if last else 0
+        return memory.RankWeights(
+            total=int((blocks + outside)[own].sum()),
+            largest_block=min(sizes, default=0) if any_layers else 0,
+            outside_blocks=int(outside[own].sum()),
+            head=head,
+            experts=int(experts[own].sum()),
+            shapes=min((unit.shapes for unit in self.units.blocks), default=0) if any_layers else 0,
+        )
+
+    def _temporary(self, kind: int, own: Ints, edges: Ints, last: bool) -> float:
+        """Bytes at the peak of one backward pass beyond what is kept, at least."""
+        recompute = self.recompute[kind]
+        needs = [
+            u.memory.backward_extra + made_again(u, recompute, dropped_bytes(u, self.units, recompute))
+            for u in self.units.blocks
+        ]
+        layers = np.diff(edges)
+        least, head = min(needs, default=0), self.units.head.memory
+        found = 0.0
+        for stage in own:
+            at_end = last and stage == len(layers) - 1
+            in_block = least - (head.saved if at_end else 0) if layers[stage] else 0
+            found = max(found, in_block, max(head.forward_extra, head.backward_extra) if at_end else 0)
+        return found
+
+    def _total(self, allocated: int, layout: Parallelism) -> int:
+        return memory.rank_memory({"all": allocated}, self.nodes.device, num_groups(layout)).total

@@ -1,11 +1,15 @@
-"""The proven best: rows are priced in the order of a lower bound until the bound says that no row left can win."""
+"""The proven best: rows are priced in the order of a lower bound until the bound says that no row left can win.
+
+One queue. A block stands in it with a lower bound of all its rows; when that comes up it gets a closer one, and when
+this comes up it is opened, so that each row stands for itself; a row that comes up is priced. What never comes up
+cannot win.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +17,16 @@ from numpy.typing import NDArray
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast
 
-Price = Callable[[int], Forecast]
+Place = tuple[int, int]
+"""A block, and a row of it."""
+
+Refine = Callable[[int], float]
+"""A closer lower bound of all rows of one block, in seconds; infinite where none of them fits."""
+
+Open = Callable[[int], NDArray[np.float64]]
+"""Lower bounds of the rows of one block, in seconds; infinite where a row is known not to fit."""
+
+Price = Callable[[Place], Forecast]
 """Forecast of one row; raises BadInput or NotExpressible when the row is not a layout after all."""
 
 
@@ -33,17 +46,22 @@ class Limits:
 class Outcome:
     """What pricing the rows in the order of their bound found."""
 
-    fitting: list[tuple[int, Forecast]] = field(default_factory=list)
+    fitting: list[tuple[Place, Forecast]] = field(default_factory=list)
     """Rows that fit with their forecast, fastest first."""
-    misfits: list[tuple[int, Forecast]] = field(default_factory=list)
+    misfits: list[tuple[Place, Forecast]] = field(default_factory=list)
     """Priced rows that do not fit, in the order of pricing."""
-    refused: list[tuple[int, str]] = field(default_factory=list)
+    refused: list[tuple[Place, str]] = field(default_factory=list)
     """Rows that the forecast or the engine refused, with the reason."""
+    opened: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+    """Lower bounds of the rows of each block that was opened, in seconds; infinite where a row does not fit."""
+    bounds_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    """The closest lower bound that there is of each block; infinite where none of its rows fits."""
+    too_large: int = 0
+    """Rows of these that are known not to fit without a forecast."""
     left: int = 0
     """Rows that were not priced, because their bound is above the last time of the ranking (or a limit was met)."""
     lowest_bound_left_s: float | None = None
     """The smallest lower bound among the rows left; above the best time, the best is proven."""
-    seconds: float = 0.0
 
     @property
     def priced(self) -> int:
@@ -57,40 +75,105 @@ class Outcome:
         return self.lowest_bound_left_s is None or self.lowest_bound_left_s >= self.fitting[0][1].step_time_s
 
 
-def best_first(bounds: NDArray[np.float64], price: Price, limits: Limits | None = None) -> Outcome:
-    """Price rows in the order of ``bounds`` (seconds, a lower bound of each row's step time).
+def best_first(
+    blocks: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    refine: Refine,
+    open_block: Open,
+    price: Price,
+    limits: Limits | None = None,
+) -> Outcome:
+    """Refine blocks, open them and price rows in the order of their lower bounds.
 
-    Stops when the bound of the next row is above the ``keep``-th best time. Equal bounds go in the order of the
-    rows, so that the same input gives the same ranking.
+    Stops when the next bound is above the ``keep``-th best time. Equal bounds go in the order of blocks and rows, so
+    that the same input gives the same ranking.
+
+    Args:
+        blocks: seconds that every row of each block takes at least; infinite where none of them fits.
+        sizes: rows of each block.
+        refine: a closer bound of one block.
+        open_block: bounds of one block's rows; what is below the block's own bound counts as that.
+        price: forecast of one row.
+        limits: how far to go.
     """
-    limits = limits or Limits()
-    start = perf_counter()
-    outcome = Outcome()
-    order = np.argsort(bounds, kind="stable")
+    queue = _Queue(blocks, sizes, refine, open_block)
+    limits, outcome = limits or Limits(), Outcome()
     kept: list[float] = []
     """The ``keep`` best times as a heap of negatives: the slowest of them is ``-kept[0]``."""
-    done = 0
-    for index in order:
-        if _enough(float(bounds[index]), kept, outcome.priced, limits):
-            break
-        done += 1
+    while (bound := queue.next_s()) < np.inf and not _enough(bound, kept, outcome.priced, limits):
+        place = queue.pop()
+        if place is None:
+            continue
         try:
-            forecast = price(int(index))
+            forecast = price(place)
         except (BadInput, NotExpressible) as refusal:
-            outcome.refused.append((int(index), str(refusal)))
+            outcome.refused.append((place, str(refusal)))
             continue
         if not forecast.fits:
-            outcome.misfits.append((int(index), forecast))
+            outcome.misfits.append((place, forecast))
             continue
-        outcome.fitting.append((int(index), forecast))
+        outcome.fitting.append((place, forecast))
         heapq.heappush(kept, -forecast.step_time_s)
         if len(kept) > limits.keep:
             heapq.heappop(kept)
-    outcome.left = len(order) - done
-    outcome.lowest_bound_left_s = float(bounds[order[done]]) if outcome.left else None
+    outcome.opened, outcome.bounds_s, outcome.too_large = queue.opened, queue.bounds_s, queue.too_large
+    outcome.left = int(sizes.sum()) - queue.too_large - outcome.priced - len(outcome.refused)
+    outcome.lowest_bound_left_s = queue.next_s() if outcome.left else None
     outcome.fitting.sort(key=lambda pair: (pair[1].step_time_s, sum(pair[1].memory.values()), pair[0]))
-    outcome.seconds = perf_counter() - start
     return outcome
+
+
+class _Queue:
+    """Blocks that are not opened and rows that are not priced, by their bounds."""
+
+    def __init__(self, blocks: NDArray[np.float64], sizes: NDArray[np.int64], refine: Refine, open_block: Open) -> None:
+        self.opened: dict[int, NDArray[np.float64]] = {}
+        self.bounds_s = blocks.copy()
+        self.too_large = int(sizes[np.isinf(blocks)].sum())
+        self._blocks, self._sizes, self._refine, self._open = blocks, sizes, refine, open_block
+        self._order = np.argsort(blocks, kind="stable")[: int(np.isfinite(blocks).sum())].tolist()[::-1]
+        """Blocks as they came, the lowest bound last."""
+        self._heap: list[tuple[float, int, int]] = []
+        """(bound, block, position): the next row of each opened block; position -1 is a refined block."""
+        self._of_block: dict[int, tuple[list[float], list[int]]] = {}
+        """By block: bounds of its rows that may fit, ascending, and which rows they are."""
+
+    def next_s(self) -> float:
+        """The lowest bound there is; infinite when nothing is left."""
+        return min(self._heap[0][0] if self._heap else np.inf, self._next_block_s())
+
+    def _next_block_s(self) -> float:
+        return float(self._blocks[self._order[-1]]) if self._order else np.inf
+
+    def pop(self) -> Place | None:
+        """Take what has the lowest bound: a row, or a block, of which more is known then, and which gives None."""
+        if not self._heap or self._heap[0][0] > self._next_block_s():
+            block = self._order.pop()
+            self.bounds_s[block] = bound = max(self._refine(block), float(self._blocks[block]))
+            if np.isinf(bound):
+                self.too_large += int(self._sizes[block])
+            else:
+                heapq.heappush(self._heap, (bound, block, -1))
+            return None
+        bound, block, at = heapq.heappop(self._heap)
+        if at < 0:
+            self._open_rows(block, bound)
+            return None
+        self._push(block, at + 1)
+        return block, self._of_block[block][1][at]
+
+    def _open_rows(self, block: int, bound: float) -> None:
+        bounds = np.maximum(self._open(block), bound)
+        self.opened[block], self.bounds_s[block] = bounds, bounds.min(initial=np.inf)
+        order = np.argsort(bounds, kind="stable")[: int(np.isfinite(bounds).sum())]
+        self.too_large += len(bounds) - len(order)
+        self._of_block[block] = bounds[order].tolist(), order.tolist()
+        self._push(block, 0)
+
+    def _push(self, block: int, at: int) -> None:
+        bounds = self._of_block[block][0]
+        if at < len(bounds):
+            heapq.heappush(self._heap, (bounds[at], block, at))
 
 
 def _enough(bound: float, kept: list[float], priced: int, limits: Limits) -> bool:

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ahp.cluster.model import Cluster, Link, NodeGroup
 from ahp.config import Constraints
 from ahp.errors import BadInput, NotExpressible, NothingFits
 from ahp.plan import Forecast, Parallelism
 from ahp.search.bounds import Bounds
+from ahp.search.exact import Place
 from ahp.search.problem import Problem
 from ahp.search.reasons import needed_bytes
-from ahp.search.space import build, legal
+from ahp.search.space import Space, build
 from ahp.words import gib, of_gib, part_words
 
 NEAREST = 40
@@ -59,15 +59,12 @@ def nothing_fits(used: Problem) -> NothingFits:
 def nearest(used: Problem) -> Nearest | None:
     """The legal layout that needs the least memory; the one that fits, where one does. None without a legal one."""
     try:
-        space = build(used.shape, used.constraints)
+        space = build(used)
     except BadInput:
         return None
-    mask, _ = legal(space, used.tensor_reason)
-    if not mask.any():
-        return None
     found: Nearest | None = None
-    for row in _by_memory(Bounds(used).memory_bytes(space, mask), mask):
-        layout = space.row(int(row))
+    for place in _by_memory(used, space):
+        layout = space.layout(*place)
         try:
             forecast = used.price(layout)
         except (BadInput, NotExpressible):
@@ -79,9 +76,17 @@ def nearest(used: Problem) -> Nearest | None:
     return found
 
 
-def _by_memory(memory: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.intp]:
-    rows = np.flatnonzero(mask)
-    return rows[np.argsort(memory[rows], kind="stable")][:NEAREST]
+def _by_memory(used: Problem, space: Space) -> list[Place]:
+    """The rows that need the least by their lower bound. A block is opened until none left can hold one of them."""
+    bounds, found = Bounds(used), list[tuple[float, Place]]()
+    blocks = bounds.blocks_bytes(space)
+    for block in np.argsort(blocks, kind="stable").tolist():
+        if len(found) == NEAREST and blocks[block] >= found[-1][0]:
+            break
+        needs = bounds.needs_bytes(space, block)
+        least = np.argsort(needs, kind="stable")[:NEAREST].tolist()
+        found = sorted([*found, *((float(needs[row]), (block, row)) for row in least)])[:NEAREST]
+    return [place for _, place in found]
 
 
 def _by_how_much(forecast: Forecast, capacity_bytes: int) -> str:

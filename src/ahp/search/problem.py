@@ -9,14 +9,15 @@ from typing import Any
 
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
+from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.errors import BadInput, NotExpressible, bad_input
-from ahp.forecast.rules import illegal
-from ahp.forecast.step import forecast
+from ahp.forecast import rules
+from ahp.forecast.pricer import Pricer
+from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism, validated
-from ahp.search.space import Shape
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,6 @@ class Problem:
     constraints: Constraints
     engine: EngineChoice
 
-    @property
-    def shape(self) -> Shape:
-        return Shape(self.cluster.num_devices, self.graph.num_layers, self.job.global_batch_size)
-
     @cached_property
     def capacity_bytes(self) -> int:
         """Memory of the smallest device."""
@@ -40,12 +37,35 @@ class Problem:
 
     def price(self, parallelism: Parallelism) -> Forecast:
         """Forecast of one layout; BadInput or NotExpressible when it is none."""
-        return forecast(self.graph, self.cluster, self.job, parallelism, self.engine)
+        return self.pricer.price(parallelism).forecast
 
-    def tensor_reason(self, degree: int) -> str | None:
-        """Why this model on this engine cannot be cut ``degree`` ways by tensor parallelism; None if it can."""
-        alone = with_devices(self.cluster, degree)
-        return illegal(self.graph, alone, self.job, Parallelism(tensor_parallel_degree=degree), self.engine)
+    @cached_property
+    def pricer(self) -> Pricer:
+        """What prices its layouts."""
+        return pricer(self.graph, self.cluster, self.job, self.engine)
+
+    @property
+    def most_stages(self) -> int:
+        """Stages that the layers can be cut into on this engine."""
+        return self.graph.num_layers + 2 * self._pipeline_traits.empty_end_stages
+
+    @property
+    def torch_pipeline(self) -> bool:
+        """Whether torch's own rules for schedules hold."""
+        return self._pipeline_traits.torch_pipeline
+
+    @cached_property
+    def _pipeline_traits(self) -> Traits:
+        return get(self.engine.name).traits(self.job, Parallelism(pipeline_parallel_degree=2), self.engine)
+
+    def can_divide(self, tensor: int, context: int) -> bool:
+        """Whether model and engine allow a replica to be cut so many ways."""
+        layout = Parallelism(tensor_parallel_degree=tensor, context_parallel_degree=context)
+        return not (rules.tensor(self.graph, layout) or rules.sequence(self.graph, layout) or self.refused(layout))
+
+    def refused(self, parallelism: Parallelism) -> str | None:
+        """Why the engine cannot express a layout, or None."""
+        return get(self.engine.name).refuses(self.job, parallelism, self.engine)
 
     def check(self) -> None:
         """Raise when no layout at all can run, whatever is searched.
@@ -57,10 +77,10 @@ class Problem:
         degrees = ("context_parallel_degree", "expert_parallel_degree")
         given = self.constraints.given
         layout = Parallelism(**{key: given[key] for key in (*alone, *degrees) if key in given})
-        if reason := get(self.engine.name).refuses(self.job, layout, self.engine):
+        if reason := self.refused(layout):
             raise NotExpressible(reason)
         cluster = with_devices(self.cluster, layout.world_size)
-        if reason := illegal(self.graph, cluster, self.job, layout, self.engine):
+        if reason := rules.illegal(self.graph, cluster, self.job, layout, self.engine):
             raise BadInput(reason)
 
     def on(self, cluster: Cluster) -> Problem:

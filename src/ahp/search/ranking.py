@@ -18,13 +18,11 @@ from ahp.search import telling
 from ahp.search.bounds import Bounds
 from ahp.search.exact import Limits, Outcome, best_first
 from ahp.search.misfit import nothing_fits
-from ahp.search.problem import problem
+from ahp.search.nearby import Nearby
+from ahp.search.problem import Problem, problem
 from ahp.search.rows import LegalRows, legal_rows
-from ahp.search.space import Mask, Rule
+from ahp.search.space import Rule, Space
 from ahp.words import seconds
-
-NEAR = 2.0
-"""A layout that needs more than this many times the device's memory is not told of as a near miss."""
 
 
 @dataclass(frozen=True)
@@ -122,26 +120,20 @@ def search(
     start = perf_counter()
     keep = max(keep, 1)
     table = legal_rows(problem(graph, cluster, job, constraints, engine))
-    used, space, mask = table.problem, table.space, table.mask
+    used, space = table.problem, table.space
     bounds = Bounds(used)
-    needs = bounds.memory_bytes(space, mask)
-    roomy = mask & (needs <= bounds.most_that_fits_bytes())
-    near = mask & (needs <= NEAR * used.capacity_bytes)
-    times = bounds.time_s(space, roomy | near)
-    rows = np.flatnonzero(roomy)
-    found = best_first(times[rows], lambda i: used.price(space.row(int(rows[i]))), Limits(keep=keep))
+    found = _best_first(used, bounds, space, keep)
     if not found.fitting:
         raise nothing_fits(used)
-    certificate = _certificate(table, roomy, found, perf_counter() - start)
-    ranked = [(space.row(int(rows[i])), forecast) for i, forecast in found.fitting]
-    best_row, best = int(rows[found.fitting[0][0]]), ranked[0][1]
-    misfits = [(space.row(int(rows[i])), forecast) for i, forecast in found.misfits]
-    tight = telling.misfits_to_price(space, near & ~roomy, times, needs, best_row, best.step_time_s)
-    misfits += telling.priced(used, space, tight)
+    certificate = _certificate(table, found, perf_counter() - start)
+    ranked = [(space.layout(*place), forecast) for place, forecast in found.fitting]
+    best = ranked[0][1]
+    misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
+    nearby = Nearby(bounds, space, found, found.fitting[0][0], best.step_time_s)
+    misfits += telling.priced(used, space, nearby.misfits_to_price())
     large = telling.too_large(misfits, best, used.capacity_bytes)
     lost = tuple(telling.runner_up(pair, best) for pair in ranked[1:])
-    at_least_s = telling.floors(space, roomy, times, best_row)
-    why = (*telling.why(used, ranked, misfits, certificate.words(), at_least_s), *table.notes)
+    why = (*telling.why(used, ranked, misfits, certificate.words(), nearby.floors()), *table.notes)
     plans = [telling.plan(used, ranked[0], why, (*lost[: keep - 1], *large))]
     plans += [
         telling.plan(used, pair, (loser.reason,)) for pair, loser in zip(ranked[1:keep], lost[: keep - 1], strict=True)
@@ -149,12 +141,26 @@ def search(
     return Ranking(tuple(plans), certificate, large, (*large, *lost[keep - 1 :]), table.notes)
 
 
-def _certificate(table: LegalRows, roomy: Mask, found: Outcome, search_s: float) -> Certificate:
+def _best_first(used: Problem, bounds: Bounds, space: Space, keep: int) -> Outcome:
+    """The search itself: blocks and rows in the order of their lower bounds."""
+    most_bytes = bounds.most_that_fits_bytes()
+    blocks_s = np.where(bounds.blocks_bytes(space) <= most_bytes, bounds.blocks_s(space), np.inf)
+    return best_first(
+        blocks_s,
+        space.blocks.rows,
+        lambda block: bounds.block_s(space, block),
+        lambda block: bounds.rows(space, block, most_bytes).times_s,
+        lambda place: used.price(space.layout(*place)),
+        Limits(keep=keep),
+    )
+
+
+def _certificate(table: LegalRows, found: Outcome, search_s: float) -> Certificate:
     return Certificate(
-        rows=len(table.space),
-        rules=table.rules,
-        broken=int((~table.mask).sum()) + len(found.refused),
-        not_fit=int(table.mask.sum() - roomy.sum()) + len(found.misfits),
+        rows=table.space.size,
+        rules=table.space.rules,
+        broken=table.space.size - table.space.num_legal + len(found.refused),
+        not_fit=found.too_large + len(found.misfits),
         fit=len(found.fitting),
         left=found.left,
         forecasts=found.priced,

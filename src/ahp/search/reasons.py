@@ -10,12 +10,23 @@ TIE = 0.005
 
 CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tensor", ("tensor_parallel_degree",)),
+    ("sequence", ("enable_sequence_parallel",)),
+    ("context", ("context_parallel_degree",)),
+    ("experts", ("expert_parallel_degree",)),
     ("pipeline", ("pipeline_parallel_degree",)),
+    ("schedule", ("pipeline_parallel_schedule", "virtual_stages_per_rank")),
     ("data", ("data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage")),
     ("micro-batch", ("micro_batch_size",)),
     ("recompute", ("activation_checkpoint",)),
 )
 """The decisions that a layout consists of, each with its keys."""
+
+
+def decides(layout: Parallelism, name: str) -> bool:
+    """Whether a layout has that decision to make: a schedule orders nothing without a pipeline."""
+    if name == "schedule":
+        return layout.pipeline_parallel_degree > 1
+    return name != "sequence" or layout.tensor_parallel_degree > 1
 
 
 def differences(other: Forecast, best: Forecast) -> list[tuple[str, float]]:
@@ -61,10 +72,17 @@ def choice_words(layout: Parallelism, name: str) -> str:
     """One decision of a layout in words, such as ``ZeRO-3 over 8, 2 replicas``."""
     if name == "tensor":
         return f"tensor parallel {layout.tensor_parallel_degree}"
+    if name == "sequence":
+        return "sequence parallelism" if layout.enable_sequence_parallel else "no sequence parallelism"
+    if name in ("context", "experts"):
+        kind = "context" if name == "context" else "expert"
+        degree = layout.context_parallel_degree if name == "context" else layout.expert_parallel_degree
+        return f"{kind} parallel {degree}" if degree > 1 else f"no {kind} parallelism"
     if name == "pipeline":
-        if layout.pipeline_parallel_degree == 1:
-            return "no pipeline"
-        return f"pipeline {layout.pipeline_parallel_degree} ({layout.pipeline_parallel_schedule})"
+        return f"pipeline {layout.pipeline_parallel_degree}" if layout.pipeline_parallel_degree > 1 else "no pipeline"
+    if name == "schedule":
+        virtual = layout.virtual_stages_per_rank
+        return layout.pipeline_parallel_schedule + (f" with {virtual} stages per rank" if virtual > 1 else "")
     if name == "data":
         if layout.data_parallel_degree == 1:
             return "no data parallelism"

@@ -1,13 +1,13 @@
-"""The legal rows of a problem, on fewer devices where no layout can use all of them."""
+"""The space of a problem, on fewer devices where no layout can use all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ahp.errors import BadInput
+from ahp.errors import BadInput, NotExpressible
 from ahp.search.problem import Problem, with_devices
-from ahp.search.space import DEGREES, Mask, Rule, Space, build, divisors, legal
+from ahp.search.space import DEGREES, Rule, Space, build, divisors
 
 
 @dataclass(frozen=True)
@@ -17,36 +17,34 @@ class LegalRows:
     problem: Problem
     """As asked, or on fewer devices."""
     space: Space
-    mask: Mask
-    rules: tuple[Rule, ...]
     notes: tuple[str, ...] = ()
     """That devices are left over, and why."""
 
 
 def legal_rows(asked: Problem) -> LegalRows:
-    """The table of a problem with at least one legal row.
+    """The space of a problem with at least one legal row.
 
     Raises BadInput when there is none: with fixed degrees for all devices, else for any number of devices.
+    NotExpressible when it is the engine that can run none.
     """
-    space = build(asked.shape, asked.constraints)
-    mask, rules = legal(space, asked.tensor_reason)
-    if mask.any():
-        return LegalRows(asked, space, mask, rules)
+    space = build(asked)
+    if len(space.blocks):
+        return LegalRows(asked, space)
     total = asked.cluster.num_devices
-    reason = _binding(rules)
+    rule = _binding(space.rules)
     fewer = next(_on_fewer(asked), None)
-    refusal = f"parallelism: no legal layout of {total} devices: {reason}"
+    refusal = f"parallelism: no legal layout of {total} devices: {rule.says}"
     if fewer is None:
-        raise BadInput(refusal)
+        raise (NotExpressible if rule.name.startswith("engine") else BadInput)(refusal)
     count = fewer.problem.cluster.num_devices
     if any(key in asked.constraints.given for key in DEGREES):
         raise BadInput(f"{refusal}; {count} devices would do")
-    note = f"{count} of {total} devices are used: with all of them no layout is legal ({reason})"
-    return LegalRows(fewer.problem, fewer.space, fewer.mask, fewer.rules, (note,))
+    note = f"{count} of {total} devices are used: with all of them no layout is legal ({rule.says})"
+    return LegalRows(fewer.problem, fewer.space, (note,))
 
 
 def _on_fewer(asked: Problem) -> Iterator[LegalRows]:
-    """The table on fewer devices, the most first: whole nodes, then a part of one."""
+    """The space on fewer devices, the most first: whole nodes, then a part of one."""
     if asked.cluster.is_mixed:
         return
     group = asked.cluster.groups[0]
@@ -56,25 +54,28 @@ def _on_fewer(asked: Problem) -> Iterator[LegalRows]:
             continue
         used = asked.on(with_devices(asked.cluster, count))
         try:
-            space = build(used.shape, used.constraints)
+            space = build(used)
         except BadInput:
             continue
-        mask, rules = legal(space, used.tensor_reason)
-        if mask.any():
-            yield LegalRows(used, space, mask, rules)
+        if len(space.blocks):
+            yield LegalRows(used, space)
 
 
 def _possible(asked: Problem, count: int) -> bool:
-    """Whether the degrees alone can multiply to ``count``; much cheaper than the table."""
-    batch, layers = asked.job.global_batch_size, max(asked.graph.num_layers, 1)
-    for pipeline in (d for d in divisors(count) if d <= layers):
-        replicas_and_tensor = count // pipeline
-        for replicas in (d for d in divisors(replicas_and_tensor) if batch % d == 0):
-            if asked.tensor_reason(replicas_and_tensor // replicas) is None:
-                return True
+    """Whether so many devices can be busy at all; much cheaper than the space.
+
+    The replicas must divide the batch; the devices of one replica are as many as heads, layers and tokens can feed.
+    """
+    batch, stages = asked.job.global_batch_size, max(asked.most_stages, 1)
+    for replicas in (d for d in divisors(count) if batch % d == 0):
+        for pipeline in (d for d in divisors(count // replicas) if d <= stages):
+            for tensor in divisors(count // replicas // pipeline):
+                context = count // replicas // pipeline // tensor
+                if asked.can_divide(tensor, context):
+                    return True
     return False
 
 
-def _binding(rules: tuple[Rule, ...]) -> str:
+def _binding(rules: tuple[Rule, ...]) -> Rule:
     """The rule that the most rows break, where all rows break one."""
-    return max(rules, key=lambda rule: rule.broken).says
+    return max(rules, key=lambda rule: rule.broken)

@@ -5,29 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.search import reasons
+from ahp.search.exact import Place
+from ahp.search.nearby import NUM_TOO_LARGE
 from ahp.search.problem import Problem
-from ahp.search.space import Mask, Space
+from ahp.search.space import Space
 from ahp.words import of_gib, percent, seconds
 
 Pair = tuple[Parallelism, Forecast]
-
-NUM_TOO_LARGE = 3
-"""Layouts that would be faster but do not fit, told beside the runners-up: those that need the least."""
-
-COLUMNS = {
-    "tensor": ("tensor",),
-    "pipeline": ("pipeline", "virtual", "schedule"),
-    "data": ("replicate", "shard", "zero"),
-    "micro-batch": ("micro_batch",),
-    "recompute": ("recompute",),
-}
-"""The columns of each decision of ``reasons.CHOICES``."""
 
 
 def plan(used: Problem, pair: Pair, why: tuple[str, ...], rejected: tuple[Rejected, ...] = ()) -> Plan:
@@ -62,37 +49,10 @@ def too_large(misfits: list[Pair], best: Forecast, capacity_bytes: int) -> tuple
     )
 
 
-def misfits_to_price(
-    space: Space, tight: Mask, times: NDArray[np.float64], needs: NDArray[np.float64], best_row: int, best_s: float
-) -> list[int]:
-    """Rows, known not to fit by a bound, whose forecast tells the most.
-
-    Those that differ from the best in one decision, and of those that would be faster the ones that need the least.
-    """
-    chosen: list[int] = []
-    for columns in COLUMNS.values():
-        others = [name for name in Space.COLUMNS if name not in columns]
-        alike = tight & np.logical_and.reduce([getattr(space, c) == getattr(space, c)[best_row] for c in others])
-        rows = np.flatnonzero(alike)
-        chosen += rows[np.argsort(needs[rows], kind="stable")][:1].tolist()
-    rows = np.flatnonzero(tight & (times < best_s))
-    chosen += rows[np.argsort(needs[rows], kind="stable")][:NUM_TOO_LARGE].tolist()
-    return list(dict.fromkeys(chosen))
-
-
-def floors(space: Space, roomy: Mask, times: NDArray[np.float64], best_row: int) -> dict[str, float]:
-    """By decision: the lowest lower bound, in seconds, of all rows that decide otherwise than the best row."""
-    found = {}
-    for name, columns in COLUMNS.items():
-        other = np.logical_or.reduce([getattr(space, c) != getattr(space, c)[best_row] for c in columns])
-        found[name] = float(times[roomy & other].min(initial=np.inf))
-    return found
-
-
-def priced(used: Problem, space: Space, rows: list[int]) -> Iterator[Pair]:
+def priced(used: Problem, space: Space, places: list[Place]) -> Iterator[Pair]:
     """Forecasts of rows; one that is refused after all is left out."""
-    for row in rows:
-        layout = space.row(row)
+    for place in places:
+        layout = space.layout(*place)
         try:
             yield layout, used.price(layout)
         except (BadInput, NotExpressible):
@@ -104,7 +64,7 @@ def why(
 ) -> Iterator[str]:
     """The reasons for the first of ``ranked``: what it costs, that nothing better was missed, decision by decision.
 
-    ``at_least_s``: from ``floors``, told where no layout that decides otherwise was worth pricing.
+    ``at_least_s``: from ``Nearby.floors``, told where no layout that decides otherwise was worth pricing.
     """
     layout, best = ranked[0]
     yield (
@@ -118,8 +78,10 @@ def why(
         f"fits with probability {best.fit_probability:.2f}"
     )
     for name, keys in reasons.CHOICES:
+        if not reasons.decides(layout, name):
+            continue
         words = reasons.choice_words(layout, name)
-        rival = next((pair for pair in ranked if _differs(pair[0], layout, keys)), None)
+        rival = next((p for p in ranked if _differs(p[0], layout, keys) and reasons.decides(p[0], name)), None)
         if rival is not None:
             lost = reasons.slower_because(rival[1], best)
             yield f"{words}: the best with {reasons.choice_words(rival[0], name)} is {lost}"

@@ -1,0 +1,235 @@
+"""Lower bounds of all layouts of a block at once, of time and memory, before any of its units is priced.
+
+A step cannot take less than its arithmetic at the rate that no kernel passes, spread evenly over the devices, with the
+forward passes that fill the pipeline before a rank of average place can start, and the collectives within a replica as
+far as nothing can hide them. Where the rate is not known to be a ceiling the arithmetic counts as nothing.
+
+The first rank cannot hold less than the states of the fewest layers that any cut gives it, and the inputs of these
+layers for the micro-batches in flight: what is kept when all else is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.engines.engine import Traits
+from ahp.engines.registry import get
+from ahp.forecast import memory
+from ahp.forecast.communication import Kind
+from ahp.forecast.compute import is_causal
+from ahp.forecast.division import GROUPED, expert_parameters
+from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.groups import shard_ranks
+from ahp.forecast.kernels import Fusion, kernels
+from ahp.forecast.overlap import CONTENTION
+from ahp.forecast.pricer import num_groups
+from ahp.forecast.split import split
+from ahp.forecast.tables import PRECISION_OF
+from ahp.forecast.units import Axes, axes_of
+from ahp.graph.operators import Operator, Segment, TensorSpec
+from ahp.plan import Parallelism
+from ahp.schedule.bounds import in_flight
+from ahp.search.problem import Problem
+from ahp.search.space import Blocks, Rows, Space
+
+Floats = NDArray[np.float64]
+
+
+def block_bounds_s(asked: Problem, blocks: Blocks) -> Floats:
+    """Seconds that every row of each block takes at least, [number of blocks]."""
+    found = _BlockBounds(asked)
+    layers = asked.graph.num_layers
+    pipeline, m = blocks.pipeline, blocks.micro_batches
+    per_layer = np.array([found.collectives_s(*key) for key in _keys(blocks)])
+    arithmetic_s = found.arithmetic_s() / asked.cluster.num_devices
+    # Mean over the ranks: work, and the forwards of the stages before, each with as few layers as any cut leaves it.
+    shortest = layers // (pipeline * np.maximum(asked.most_stages // pipeline, 1))
+    per_replica = blocks.tensor * blocks.context
+    forward_s = found.layer_forward_s() * blocks.micro_batch / per_replica
+    fill_s = (pipeline - 1) / 2 * shortest * forward_s
+    bound = arithmetic_s + fill_s + m * per_layer * layers / pipeline
+    return bound * (1.0 + asked.pricer.slowest_share)
+
+
+def block_needs_bytes(asked: Problem, space: Space) -> Floats:
+    """Bytes that the first rank of every row of each block needs at least, [number of blocks]."""
+    found = _BlockNeeds(asked, space)
+    return np.array([found.needs_bytes(block) for block in range(len(space.blocks))])
+
+
+def in_flight_layers(asked: Problem, rows: Rows, pipeline: int, micro_batches: int) -> int:
+    """Layers times micro-batches of which the first rank keeps something at once, at least, whatever the schedule."""
+    layers = asked.graph.num_layers
+    if pipeline == 1:
+        return layers
+    return min(
+        int(in_flight(pipe.schedule, pipeline, pipe.virtual, micro_batches)[0].sum()) * shortest
+        for pipe in rows.pipes
+        for shortest in [layers // (pipeline * pipe.virtual)]
+    )
+
+
+class _BlockNeeds:
+    """What a problem's blocks share for their memory."""
+
+    def __init__(self, asked: Problem, space: Space) -> None:
+        self.asked, self.space, self.graph = asked, space, asked.graph
+        self._engine, self._device = get(asked.engine.name), asked.pricer.nodes.device
+        self._hidden = self.graph.blocks[0].output.bytes if self.graph.blocks and self.graph.blocks[0].output else 0
+        traits = self._engine.traits(asked.job, Parallelism(), asked.engine)
+        fusion: Fusion = "traced" if is_cpu(self._device) else traits.fusion
+        inputs = [kernels(block, fusion, fused_loss=traits.fused_loss).saved_input_bytes for block in self.graph.blocks]
+        self._kept = min([self._hidden, *inputs])
+        """Bytes of a micro-batch that a block keeps however much of it is recomputed."""
+        stacked = [(expert_parameters(block), block.parameters) for block in self.graph.blocks]
+        dense = [sum(p.numel for p in parameters if p.name not in names) for names, parameters in stacked]
+        experts = [sum(p.numel for p in parameters if p.name in names) for names, parameters in stacked]
+        self._dense, self._experts = min(dense, default=0), min(experts, default=0)
+        self._states = cache(self._state_bytes)
+        self._in_flight = cache(self._in_flight_layers)
+
+    def needs_bytes(self, block: int) -> int:
+        of = self.space.blocks
+        tensor, context, pipeline, expert = (
+            int(column[block]) for column in (of.tensor, of.context, of.pipeline, of.expert)
+        )
+        m = int(of.micro_batches[block])
+        cut = context * (tensor if of.sequence_parallel[block] else 1)
+        size = int(of.micro_batch[block]) / self.graph.micro_batch_size
+        kept = self._in_flight(int(of.data[block]), pipeline, m) * self._kept * size / cut
+        states, gradients = self._states(tensor, context, pipeline, expert, int(of.data[block]), m)
+        # With one micro-batch gradients grow as activations go.
+        return int(states + max(kept - gradients, 0.0))
+
+    def _in_flight_layers(self, data: int, pipeline: int, m: int) -> int:
+        return in_flight_layers(self.asked, self.space.legal_rows(data, pipeline, m), pipeline, m)
+
+    def _state_bytes(
+        self, tensor: int, context: int, pipeline: int, expert: int, data: int, m: int
+    ) -> tuple[float, float]:
+        """The least that any split leaves with what lies outside the allocator, and the most of gradients at m = 1."""
+        rows = self.space.legal_rows(data, pipeline, m)
+        least = self.graph.num_layers // (pipeline * max(pipe.virtual for pipe in rows.pipes))
+        dense, experts = (int(least * count / tensor) for count in (self._dense, self._experts / expert))
+        weights = memory.RankWeights(dense + experts, 0, 0, experts=experts)
+        found = []
+        for split_ in rows.splits:
+            layout = Parallelism(
+                data_parallel_replicate_degree=split_.replicate,
+                data_parallel_shard_degree=split_.shard,
+                zero_stage=split_.zero,
+                tensor_parallel_degree=tensor,
+                context_parallel_degree=context,
+                pipeline_parallel_degree=pipeline,
+                expert_parallel_degree=expert,
+            )
+            traits = self._engine.traits(self.asked.job, layout, self.asked.engine)
+            parts = memory.state_bytes(
+                weights, traits, shards=shard_ranks(layout), micro_batches=m, expert_ranks=expert
+            )
+            gradients = parts["gradients"] if m == 1 else 0
+            total = memory.rank_memory(parts, self._device, num_groups(layout)).total
+            found.append((total, gradients))
+        return min(total for total, _ in found), max(gradients for _, gradients in found)
+
+
+def _keys(blocks: Blocks) -> Iterator[tuple[int, int, int, int, int]]:
+    columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, blocks.micro_batch
+    yield from zip(*(column.tolist() for column in columns), strict=True)
+
+
+class _BlockBounds:
+    """What a problem's blocks share."""
+
+    def __init__(self, asked: Problem) -> None:
+        self.asked, self.graph, self.rates = asked, asked.graph, asked.pricer.unit_pricer.rates
+        self._causal = is_causal(self.graph)
+        self._network, self._nodes = asked.pricer.network, asked.pricer.nodes
+        self._splits = [split(block, "block") for block in self.graph.blocks]
+        share = np.bincount(self.graph.layers, minlength=len(self.graph.blocks)) / max(self.graph.num_layers, 1)
+        self._share = share.tolist()
+        """Of all layers, those of each kind."""
+        self._known: dict[tuple[int, int, int, int, int], float] = {}
+
+    def arithmetic_s(self) -> float:
+        """Seconds of one device alone for the products and the attention of a step."""
+        whole = [*(self.graph.blocks[kind] for kind in self.graph.layers), self.graph.embedding, self.graph.head]
+        by_segment = {id(segment): sum(map(self._least_s, segment.operators)) for segment in whole}
+        a_micro_batch_s = sum(by_segment[id(segment)] for segment in whole)
+        return a_micro_batch_s / self.graph.micro_batch_size * self.asked.job.global_batch_size
+
+    def layer_forward_s(self) -> float:
+        """Seconds of one device alone for the forward pass of the cheapest layer on one sequence."""
+        passes = [sum(map(self._least_s, block.phase("forward"))) for block in self.graph.blocks]
+        return min(passes, default=0.0) / self.graph.micro_batch_size
+
+    def _least_s(self, op: Operator) -> float:
+        """Seconds that an operator takes at least; 0 for those that only move data."""
+        if op.flops == 0:
+            return 0.0
+        precision = PRECISION_OF.get(op.inputs[0].dtype, "fp32")
+        fused = "attention" in op.name
+        rates = [self.rates.fastest(name, attention=fused) for name in {precision, self.asked.job.precision}]
+        return op.flops * (0.5 if fused and self._causal else 1.0) / max(rates)
+
+    def collectives_s(self, tensor: int, context: int, expert: int, sequence: int, micro_batch: int) -> float:
+        """Seconds of the collectives that a layer of average kind shows at least, for one micro-batch."""
+        key = tensor, context, expert, sequence, micro_batch
+        if key not in self._known:
+            layout = Parallelism(
+                tensor_parallel_degree=tensor,
+                context_parallel_degree=context,
+                expert_parallel_degree=expert,
+                enable_sequence_parallel=bool(sequence),
+            )
+            axes = axes_of(layout, self._nodes.devices_per_node)
+            choice = self.asked.engine
+            traits = get(choice.name).traits(self.asked.job, layout, choice)
+            size = micro_batch / self.graph.micro_batch_size
+            self._known[key] = sum(
+                share * (self._tensor_s(kind, axes, traits, size) + self._others_s(block, axes, traits, size))
+                for kind, (block, share) in enumerate(zip(self.graph.blocks, self._share, strict=True))
+            )
+        return self._known[key]
+
+    def _time_s(self, kind: Kind, tensors: tuple[TensorSpec, ...], axes: Axes, size: float) -> float:
+        # Weight products in 8 bits may gather what they read in 8 bits.
+        part = 0.5 if kind == "all_gather" and self.asked.job.precision == "fp8" else 1.0
+        amounts = [part * size * spec.bytes / axes.context.size for spec in tensors]
+        return sum(self._network.time_s(kind, amount, axes.tensor) for amount in amounts)
+
+    def _tensor_s(self, kind: int, axes: Axes, traits: Traits, size: float) -> float:
+        """Tensor-parallel collectives of both passes."""
+        if axes.tensor.size == 1:
+            return 0.0
+        parts = self._splits[kind]
+        if axes.sequence_parallel:
+            hidden = tuple(spec for spec in parts.forward_reduce if len(spec.shape) > 1)
+            forward = self._time_s("reduce_scatter", hidden, axes, size)
+            forward += self._time_s("all_gather", parts.backward_reduce, axes, size)
+            backward = self._time_s("all_gather", (*hidden, *parts.backward_reduce), axes, size)
+            backward += self._time_s("reduce_scatter", parts.backward_reduce, axes, size)
+        else:
+            forward = self._time_s("all_reduce", parts.forward_reduce, axes, size)
+            backward = self._time_s("all_reduce", parts.backward_reduce, axes, size)
+        if traits.tensor_in_pieces:
+            return CONTENTION * (forward + backward)
+        return forward + (1.0 - (1.0 - CONTENTION) * traits.tensor_overlap_backward) * backward
+
+    def _others_s(self, block: Segment, axes: Axes, traits: Traits, size: float) -> float:
+        """Keys, values and their gradients between context ranks; tokens between expert ranks."""
+        seconds = 0.0
+        if axes.context.size > 1:
+            for op in block.phase("forward"):
+                if "attention" in op.name:
+                    keys = size * sum(spec.bytes for spec in op.inputs[1:3]) / axes.tensor.size
+                    shown = CONTENTION if traits.context_ring else 1.0
+                    seconds += 3 * shown * self._network.time_s("all_gather", keys, axes.context)
+        if axes.expert.size > 1 and (first := next((op for op in block.phase("forward") if op.name in GROUPED), None)):
+            cut = axes.context.size * (axes.tensor.size if axes.sequence_parallel else 1)
+            seconds += 4 * self._network.time_s("all_to_all", size * first.inputs[0].bytes / cut, axes.expert)
+        return seconds

@@ -1,0 +1,149 @@
+"""What lies near the best row: the floor under every other decision, and the rows that only memory keeps out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.search.bounds import Bounds
+from ahp.search.exact import Outcome, Place
+from ahp.search.space import Rows, Space
+
+NEAR = 2.0
+"""A layout that needs more than this many times the device's memory is not told of as a near miss."""
+
+BLOCKS_LOOKED_AT = 5
+"""Blocks, those with the lowest bounds first, of which rows that do not fit are told."""
+
+NUM_TOO_LARGE = 3
+"""Layouts that would be faster but do not fit, told beside the runners-up: those that need the least."""
+
+BLOCK_COLUMNS = {
+    "tensor": "tensor",
+    "sequence": "sequence_parallel",
+    "context": "context",
+    "experts": "expert",
+    "pipeline": "pipeline",
+    "micro-batch": "micro_batch",
+}
+"""The decisions of ``reasons.CHOICES`` that a whole block has in common."""
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Nearby:
+    """The surroundings of one row of the space that was searched."""
+
+    bounds: Bounds
+    space: Space
+    found: Outcome
+    best: Place
+    best_s: float
+
+    def floors(self) -> dict[str, float]:
+        """By decision: the lowest lower bound, in seconds, of all rows that decide otherwise than the best row."""
+        blocks, (block, _) = self.space.blocks, self.best
+        floors = {}
+        for name, column in BLOCK_COLUMNS.items():
+            values = getattr(blocks, column)
+            other = values != values[block]
+            if name == "sequence":
+                other &= blocks.tensor > 1
+            floors[name] = float(self.found.bounds_s[other].min(initial=np.inf))
+        for name in ("schedule", "data", "recompute"):
+            floors[name] = self._row_floor_s(name)
+        return floors
+
+    def _row_floor_s(self, name: str) -> float:
+        """Of a block that was never opened any row may decide otherwise."""
+        bounds = self.found.bounds_s.copy()
+        if name == "schedule":
+            bounds[self.space.blocks.pipeline == 1] = np.inf
+        for block, times_s in self.found.opened.items():
+            if np.isfinite(bounds[block]):
+                bounds[block] = times_s[self._otherwise(name, block)].min(initial=np.inf)
+        return float(bounds.min(initial=np.inf))
+
+    def _otherwise(self, name: str, block: int) -> Mask:
+        """The rows of a block that decide otherwise than the best."""
+        rows = self.space.rows(block)
+        split, pipe, recompute = self._of(self.best)
+        found = np.zeros(rows.shape, dtype=bool)
+        if name == "data":
+            found[[s != split for s in rows.splits]] = True
+        elif name == "schedule":
+            found[:, [p != pipe for p in rows.pipes]] = True
+        else:
+            found[:, :, [kind != recompute for kind in rows.recompute]] = True
+        return found.reshape(-1)
+
+    def _of(self, place: Place) -> tuple[object, object, str]:
+        rows = self.space.rows(place[0])
+        split, pipe, recompute = (int(i) for i in np.unravel_index(place[1], rows.shape))
+        return rows.splits[split], rows.pipes[pipe], rows.recompute[recompute]
+
+    def misfits_to_price(self) -> list[Place]:
+        """Rows, known not to fit by a bound, whose forecast tells the most.
+
+        Those that differ from the best in one decision, and of those that would be faster the ones that need the least.
+        """
+        chosen = [*self._one_decision_away(), *self._faster()]
+        return list(dict.fromkeys(chosen))
+
+    def _tight(self, block: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Bounds of time and memory of a block's rows that do not fit but are near; infinite for the others."""
+        rows = self.bounds.rows(self.space, block, NEAR * self.bounds.problem.capacity_bytes)
+        fits = rows.needs_bytes <= self.bounds.most_that_fits_bytes()
+        tight = np.isfinite(rows.times_s) & ~fits
+        return np.where(tight, rows.times_s, np.inf), np.where(tight, rows.needs_bytes, np.inf)
+
+    def _one_decision_away(self) -> list[Place]:
+        block, row = self.best
+        _, needs = self._tight(block)
+        rows = self.space.rows(block)
+        at = np.unravel_index(row, rows.shape)
+        found = []
+        for axis in range(3):
+            alike = np.zeros(rows.shape, dtype=bool)
+            alike[tuple(slice(None) if i == axis else at[i] for i in range(3))] = True
+            found += self._least(block, np.where(alike.reshape(-1), needs, np.inf), 1)
+        for name in ("micro-batch", "sequence"):
+            candidates = [place for other in self._blocks_but_for(name) if (place := self._same_row(other)) is not None]
+            needed = [float(self._tight(other)[1][at_row]) for other, at_row in candidates]
+            if needed and np.isfinite(min(needed)):
+                found.append(candidates[int(np.argmin(needed))])
+        return found
+
+    def _blocks_but_for(self, name: str) -> list[int]:
+        """Blocks that differ from that of the best in one column alone."""
+        blocks, block = self.space.blocks, self.best[0]
+        same = np.ones(len(blocks), dtype=bool)
+        for column in BLOCK_COLUMNS.values():
+            values = getattr(blocks, column)
+            same &= (values != values[block]) if column == BLOCK_COLUMNS[name] else (values == values[block])
+        return np.flatnonzero(same).tolist()
+
+    def _same_row(self, block: int) -> Place | None:
+        """The row of another block with the splits, the pipe and the recompute of the best."""
+        rows: Rows = self.space.rows(block)
+        split, pipe, recompute = self._of(self.best)
+        if split not in rows.splits or pipe not in rows.pipes or recompute not in rows.recompute:
+            return None
+        at = rows.splits.index(split), rows.pipes.index(pipe), rows.recompute.index(recompute)  # type: ignore[arg-type]
+        return block, int(np.ravel_multi_index(at, rows.shape))
+
+    def _faster(self) -> list[Place]:
+        lowest = np.argsort(self.found.bounds_s, kind="stable")[:BLOCKS_LOOKED_AT].tolist()
+        found: list[tuple[float, Place]] = []
+        for block in dict.fromkeys([self.best[0], *lowest]):
+            times, needs = self._tight(block)
+            places = self._least(block, np.where(times < self.best_s, needs, np.inf), NUM_TOO_LARGE)
+            found += [(float(needs[place[1]]), place) for place in places]
+        return [place for _, place in sorted(found)[:NUM_TOO_LARGE]]
+
+    def _least(self, block: int, needs: NDArray[np.float64], count: int) -> list[Place]:
+        order = np.argsort(needs, kind="stable")[:count].tolist()
+        return [(block, row) for row in order if np.isfinite(needs[row])]

@@ -1,0 +1,143 @@
+"""Small problems of every kind that the tests of the search draw from."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ahp.cluster.model import Cluster
+from ahp.engines.registry import names
+from ahp.graph.operators import ModelGraph
+from ahp.graph.trace import analyze
+from ahp.job import Job
+from ahp.plan import Parallelism
+from ahp.search.problem import Problem, problem
+from ahp.search.space import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, divisors
+
+SEQUENCE = 64
+_SIZES = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": _SIZES | {"model_type": "llama", "num_hidden_layers": 4},
+    "tied gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 5, "n_head": 4, "vocab_size": 512, "n_positions": 128},
+    "two kinds of blocks": _SIZES
+    | {
+        "model_type": "gemma3_text", "num_hidden_layers": 5, "head_dim": 16, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"],
+    },
+    "experts": _SIZES
+    | {"model_type": "mixtral", "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+CLUSTERS = (
+    "1xH100-SXM-80GB",
+    "3xH100-SXM-80GB",
+    "4xA100-SXM-40GB",
+    "2x2xH100-SXM-80GB",
+    "2x4xA100-SXM-80GB",
+    "2x3xB200",
+)
+
+
+@cache
+def graph(name: str) -> ModelGraph:
+    return analyze(MODELS[name], Job(sequence_length=SEQUENCE))
+
+
+def small(
+    model: str = "llama",
+    cluster: str | Cluster = "4xH100-SXM-80GB",
+    *,
+    engine: str = "ahp",
+    batch: int = 8,
+    constraints: Any = None,
+    memory_bytes: int | None = None,
+) -> Problem:
+    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if memory_bytes is not None:
+        where = with_memory(where, memory_bytes)
+    job = Job(sequence_length=SEQUENCE, global_batch_size=batch)
+    return problem(graph(model), where, job, constraints, {"name": engine})
+
+
+def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
+    """The cluster with so much memory on every device, none of it taken by a driver."""
+    group = cluster.groups[0]
+    device = group.device.model_copy(update={"memory_bytes": memory_bytes, "reserved_memory_bytes": 0})
+    return Cluster(groups=(group.model_copy(update={"device": device}),))
+
+
+@st.composite
+def problems(draw: st.DrawFn, clusters: tuple[str, ...] = CLUSTERS, *, constrained: bool = False) -> Problem:
+    """Any model, cluster, engine and batch; devices with little memory among them, else everything fits."""
+    given = {}
+    if constrained:
+        free = {
+            "tensor_parallel_degree": st.just(1),
+            "micro_batch_size": st.sampled_from([1, 2]),
+            "zero_stage": st.sampled_from([1, 3]),
+            "activation_checkpoint": st.sampled_from(["none", "full"]),
+            "data_parallel_replicate_degree": st.just(1),
+        }
+        given = draw(st.fixed_dictionaries({}, optional=free))
+    return small(
+        draw(st.sampled_from(list(MODELS))),
+        draw(st.sampled_from(clusters)),
+        engine=draw(st.sampled_from(names())),
+        batch=draw(st.sampled_from([1, 4, 6, 16])),
+        constraints=given,
+        memory_bytes=draw(st.sampled_from([None, None, 2_000_000_000, 2_010_000_000, 2_050_000_000])),
+    )
+
+
+def pipes(asked: Problem, p: int) -> list[tuple[str, int]]:
+    """Schedules with virtual stages, written out."""
+    if p == 1:
+        return [("1F1B", 1)]
+    layers, most = asked.graph.num_layers, asked.most_stages
+    depths = [
+        v
+        for v in range(2, max(most // p, 1) + 1)
+        if v <= DEEPEST_UNEVEN_VIRTUAL or layers % (p * v) == 0 or most % (p * v) == 0
+    ]
+    found = [("GPipe", 1), ("1F1B", 1), ("InterleavedZeroBubble", 1), ("ZBVZeroBubble", 2), ("DualPipeV", 2)]
+    return found + [(name, v) for name in ("Interleaved1F1B", "InterleavedZeroBubble") for v in depths]
+
+
+def everything(asked: Problem) -> list[Parallelism]:
+    """Every combination whose degrees multiply to the number of devices, legal or not."""
+    world, batch = asked.cluster.num_devices, asked.job.global_batch_size
+    experts = asked.graph.config.get("num_experts")
+    found = []
+    for r, s, t, p, c in product(divisors(world), repeat=5):
+        if r * s * t * p * c != world:
+            continue
+        for (name, v), zero, sequence, e, mb, kind in product(
+            pipes(asked, p),
+            [1, 2, 3] if s > 1 else [0],
+            [False, True] if t > 1 else [False],
+            divisors(experts) if isinstance(experts, int) else [1],
+            divisors(batch),
+            RECOMPUTE,
+        ):
+            found.append(
+                Parallelism(
+                    data_parallel_replicate_degree=r,
+                    data_parallel_shard_degree=s,
+                    zero_stage=zero,
+                    tensor_parallel_degree=t,
+                    enable_sequence_parallel=sequence,
+                    pipeline_parallel_degree=p,
+                    pipeline_parallel_schedule=name,  # type: ignore[arg-type]
+                    virtual_stages_per_rank=v,
+                    context_parallel_degree=c,
+                    expert_parallel_degree=e,
+                    micro_batch_size=mb,
+                    activation_checkpoint=kind,  # type: ignore[arg-type]
+                )
+            )
+    return found
