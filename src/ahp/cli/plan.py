@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -39,6 +39,8 @@ class Arguments:
     """Where the best plan is written."""
     top: int = 10
     """Plans that are shown."""
+    measure: int = 0
+    """Really run the first so many plans for a few steps on this machine, and choose by the measurement."""
     json: bool = False
     """Print the ranking as one JSON object."""
 
@@ -61,7 +63,11 @@ def run(argv: list[str]) -> int:
     arguments = tyro.cli(Arguments, args=rest, prog="ahp plan", description=__doc__)
     if arguments.top < 1:
         raise bad_input("--top", arguments.top, "must be 1 or more")
+    if arguments.measure < 0:
+        raise bad_input("--measure", arguments.measure, "must be 0 (choose by the forecast) or a number of plans")
     found = find(arguments.model, Cluster.resolve(arguments.cluster), overrides, arguments.top)
+    if arguments.measure:
+        found = measured(found, arguments.measure)
     best = found.ranking.best
     try:
         best.save(arguments.out)
@@ -95,6 +101,21 @@ def find(model: str | dict[str, Any], cluster: Cluster, overrides: dict[str, Any
     ranking = search(graph, cluster, job, constraints=constraints, engine=engine, keep=top)
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
     return Found(graph, cluster, job, chosen, ranking)
+
+
+def measured(found: Found, count: int) -> Found:
+    """The same with the first ``count`` plans in the order of what they really take, each saying so."""
+    from ahp.runtime.measure import measure
+
+    ranking = found.ranking
+    results = measure(ranking.plans[:count], say=lambda text: print(text, file=sys.stderr))
+    best = results[0]
+    why = best.plan.why
+    if best.plan is not ranking.best:
+        why = (f"the forecast had {ranking.best.parallelism.short()} first", *why)
+    plans = [best.plan.model_copy(update={"why": (best.words(), *why)})]
+    plans += [one.plan.model_copy(update={"why": (one.words(against=best),)}) for one in results[1:]]
+    return replace(found, ranking=replace(ranking, plans=(*plans, *ranking.plans[count:])))
 
 
 def show(found: Found, out: str) -> None:

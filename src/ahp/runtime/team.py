@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from ahp.errors import AhpError, bad_input
+from ahp.errors import AhpError, HardwareMismatch, bad_input
+from ahp.plan import Plan
 
 Result = TypeVar("Result")
 DeviceType = Literal["cpu", "cuda"]
@@ -27,6 +28,21 @@ def num_gpus() -> int:
 def choose_device(num_local_workers: int) -> DeviceType:
     """The device of a run, decided here alone: GPUs when the machine has one for every worker, else the CPU."""
     return "cuda" if num_gpus() >= num_local_workers else "cpu"
+
+
+def device_for(plan: Plan, num_local_workers: int) -> DeviceType:
+    """The device that a plan was made for, of which this node has enough. Raises HardwareMismatch otherwise."""
+    names = [group["device"]["name"] for group in (plan.cluster or {}).get("groups", [])]
+    if names and all(name.startswith("cpu") for name in names):
+        return "cpu"
+    device = choose_device(num_local_workers)
+    if device == "cpu" and names:
+        raise HardwareMismatch(
+            f"the plan was made for {', '.join(names)} and needs {num_local_workers} of them on this node, which has "
+            f"{num_gpus()} GPUs. On several nodes start ahp train with torchrun on each; for this node plan again: "
+            "ahp plan MODEL local"
+        )
+    return device
 
 
 def is_joined() -> bool:

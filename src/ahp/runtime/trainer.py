@@ -17,7 +17,7 @@ from ahp.runtime.failure import TrainingFailed
 from ahp.runtime.progress import Display, following, say
 from ahp.runtime.run_folder import RunFolder, Status, is_full
 from ahp.runtime.stop import StopRequest
-from ahp.runtime.team import DeviceType, choose_device, is_joined, num_gpus, team
+from ahp.runtime.team import DeviceType, device_for, is_joined, team
 from ahp.runtime.worker import Order, run_rank
 
 WORKER = "ahp.runtime.worker"
@@ -70,7 +70,7 @@ class Trainer:
         if finished is not None:
             return finished
         try:
-            stopped = self._start_workers(self._order(self._device(self.plan.parallelism.world_size)))
+            stopped = self._start_workers(self._order(device_for(self.plan, self.plan.parallelism.world_size)))
         except Exception as error:
             failure.report(self.folder, str(error), getattr(error, "exit_code", 1))
             raise
@@ -95,7 +95,7 @@ class Trainer:
         stop = StopRequest()
         stop.listen()
         world_size = int(os.environ["WORLD_SIZE"])
-        device = self._device(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        device = device_for(self.plan, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         if world_size != self.plan.parallelism.world_size:
             raise HardwareMismatch(
                 f"WORLD_SIZE = {world_size}: the plan {self.plan.parallelism.short()} is for "
@@ -185,19 +185,6 @@ class Trainer:
     def _display(self) -> Display:
         forecast = self.plan.forecast
         return Display(steps=self.plan.job.steps, predicted_s=forecast.step_time_s if forecast is not None else None)
-
-    def _device(self, num_local_workers: int) -> DeviceType:
-        names = [group["device"]["name"] for group in (self.plan.cluster or {}).get("groups", [])]
-        if names and all(name.startswith("cpu") for name in names):
-            return "cpu"
-        device = choose_device(num_local_workers)
-        if device == "cpu" and names:
-            raise HardwareMismatch(
-                f"the plan was made for {', '.join(names)} and needs {num_local_workers} of them on this node, which has "
-                f"{num_gpus()} GPUs. On several nodes start ahp train with torchrun on each; for this node plan again: "
-                "ahp plan MODEL local"
-            )
-        return device
 
 
 def vocabulary_size(model: Any) -> int:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ahp.errors import AhpError, HardwareMismatch, bad_input
+from ahp.errors import HardwareMismatch, bad_input
 from ahp.graph.call import call_model, logits_of
 from ahp.graph.models import build_model, is_masked
 from ahp.plan import Plan
-from ahp.runtime import launch
-from ahp.runtime.materialize import materialize
+from ahp.runtime import rehearsal
 from ahp.runtime.optimizer import learning_rate
 from ahp.runtime.shard import COMPUTE_DTYPE
+from ahp.runtime.team import choose_device
 from ahp.runtime.torch_compat import with_weights
 from ahp.runtime.worker import end_process
 
@@ -65,10 +63,9 @@ def verify(plan: Plan, *, steps: int = 10, say: Callable[[str], None] = lambda t
     if steps < 1:
         raise bad_input("steps", steps, "must be at least 1")
     _refuse_too_large(plan)
-    with tempfile.TemporaryDirectory(prefix="ahp-verify-") as folder:
-        plan.save(Path(folder) / "plan.yaml")
-        say(f"running {plan.parallelism.short()} on {plan.parallelism.world_size} workers for {steps} steps")
-        found = _run_workers(Path(folder), plan, steps)
+    num_workers = plan.parallelism.world_size
+    say(f"running {plan.parallelism.short()} on {num_workers} workers for {steps} steps")
+    found = json.loads(rehearsal.on_workers("ahp.runtime.verify", plan, choose_device(num_workers), str(steps)))
     say("running one process")
     expected = list(one_device(plan, steps))
     first, last = TOLERANCES[plan.job.precision]
@@ -80,34 +77,13 @@ def verify(plan: Plan, *, steps: int = 10, say: Callable[[str], None] = lambda t
     ]
 
 
-def _run_workers(folder: Path, plan: Plan, steps: int) -> list[tuple[float, float]]:
-    try:
-        launch.launch(
-            "ahp.runtime.verify",
-            [str(folder), str(steps)],
-            num_workers=plan.parallelism.world_size,
-            log_folder=folder / "log",
-        )
-    except launch.WorkersEnded as ended:
-        errors = sorted(folder.glob("error-*.txt"))
-        message = errors[0].read_text() if errors else f"workers ended with {ended.exit_codes}: {_last_words(folder)}"
-        raise AhpError(message) from None
-    return [(loss, norm) for loss, norm in json.loads((folder / "found.json").read_text())]
-
-
-def _last_words(folder: Path) -> str:
-    """The end of what the workers wrote to stderr; their folder is about to go."""
-    logs = sorted((folder / "log").rglob("stderr.log"))
-    return "\n".join(line for log in logs for line in log.read_text().splitlines()[-5:]) or "they left no message"
-
-
 def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
     """Loss and pre-clip gradient norm of each step in plain PyTorch: the module, AdamW, clip_grad_norm_.
 
     The global batch goes through in micro-batches, each weighed by its scored tokens, to save memory.
     """
     job, settings = plan.job, plan.job.optimizer
-    model = _model(plan)
+    model = rehearsal.model(plan)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings.learning_rate,
@@ -117,7 +93,7 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
     )
     causal = not is_masked(model)
     for step in range(steps):
-        data = batch(plan, step, _vocabulary(model))
+        data = rehearsal.batch(plan, step, rehearsal.vocabulary(model))
         targets = F.pad(data["labels"][:, 1:], (0, 1), value=-100) if causal else data["labels"]
         scored = (targets != -100).sum()
         total = 0.0
@@ -148,27 +124,6 @@ def _logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Te
         return logits_of(call_model(model, ids))
 
 
-def batch(plan: Plan, step: int, vocabulary: int) -> dict[str, torch.Tensor]:
-    """Random tokens int64 [global batch, sequence], and labels of which each sequence scores another share."""
-    job = plan.job
-    generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step)
-    input_ids = torch.randint(0, vocabulary, (job.global_batch_size, job.sequence_length), generator=generator)
-    labels = input_ids.clone()
-    unscored = torch.randint(0, job.sequence_length // 2 + 1, (job.global_batch_size, 1), generator=generator)
-    labels[torch.arange(job.sequence_length) < unscored] = -100
-    return {"input_ids": input_ids, "labels": labels}
-
-
-def _model(plan: Plan) -> nn.Module:
-    model = build_model(plan.model, device="meta", attention=plan.engine.attention)
-    materialize(model, seed=plan.job.seed)
-    return model.train()
-
-
-def _vocabulary(model: nn.Module) -> int:
-    return next(m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
-
-
 def _refuse_too_large(plan: Plan) -> None:
     import psutil
 
@@ -183,23 +138,11 @@ def _refuse_too_large(plan: Plan) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """One rank: ``python -m ahp.runtime.verify FOLDER STEPS`` under the launcher's variables."""
-    from ahp.runtime.parallelize import parallelize
-    from ahp.runtime.team import choose_device, team
-
-    folder, steps = Path(argv[0]), int(argv[1])
-    plan = Plan.load(folder / "plan.yaml")
-    with team(choose_device(plan.parallelism.world_size)) as ranks:
-        try:
-            model = _model(plan)
-            vocabulary = _vocabulary(model)
-            parallel = parallelize(model, plan)
-            results = [parallel.step(parallel.shard(batch(plan, step, vocabulary))) for step in range(steps)]
-        except Exception as error:
-            (folder / f"error-{ranks.rank}.txt").write_text(str(error) or type(error).__name__)
-            raise
-        if ranks.leads:
-            (folder / "found.json").write_text(json.dumps([(r.loss, r.grad_norm) for r in results]))
+    """One rank: ``python -m ahp.runtime.verify FOLDER DEVICE STEPS`` under the launcher's variables."""
+    with rehearsal.as_rank(argv) as (plan, _, answer):
+        parallel, tokens = rehearsal.parallel_model(plan)
+        results = [parallel.step(parallel.shard(rehearsal.batch(plan, step, tokens))) for step in range(int(argv[2]))]
+        answer(json.dumps([(result.loss, result.grad_norm) for result in results]))
     return 0
 
 
