@@ -42,14 +42,15 @@ def ranked(plans: Sequence[Plan]) -> Table:
     """Plans best first: the degrees, what they cost, and why each but the first lost. Every plan has a forecast."""
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     table.add_column("#", justify="right")
-    for title in ("dp", "zero", "tp", "pp", "micro", "recompute", "step", "90 % band", "tok/s/device", "MFU", "memory"):
+    degrees = _degrees([plan.parallelism for plan in plans])
+    for title in (*degrees, "step", "90 % band", "tok/s/device", "MFU", "memory"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("why not #1", overflow="fold")
     for rank, plan in enumerate(plans):
         forecast = forecast_of(plan)
         table.add_row(
             str(rank + 1),
-            *_degrees(plan.parallelism),
+            *(cells[rank] for cells in degrees.values()),
             seconds(forecast.step_time_s),
             band(forecast),
             f"{forecast.tokens_per_s_per_device:,.0f}",
@@ -63,20 +64,26 @@ def ranked(plans: Sequence[Plan]) -> Table:
     return table
 
 
-def _degrees(layout: Parallelism) -> list[str]:
-    """The cells of a layout, in the order of the columns."""
-    pipeline = str(layout.pipeline_parallel_degree)
-    if layout.pipeline_parallel_degree > 1:
-        virtual = f"x{layout.virtual_stages_per_rank}" if layout.virtual_stages_per_rank > 1 else ""
-        pipeline += f"{virtual} {layout.pipeline_parallel_schedule}"
-    return [
-        f"{layout.data_parallel_replicate_degree}x{layout.data_parallel_shard_degree}",
-        str(layout.zero_stage),
-        str(layout.tensor_parallel_degree) + ("+sp" if layout.enable_sequence_parallel else ""),
-        pipeline,
-        str(layout.micro_batch_size),
-        layout.activation_checkpoint,
-    ]
+def _degrees(layouts: Sequence[Parallelism]) -> dict[str, list[str]]:
+    """The columns that say what the layouts are; context and expert degrees where one of them has any."""
+    columns = {
+        "dp": [f"{p.data_parallel_replicate_degree}x{p.data_parallel_shard_degree}" for p in layouts],
+        "zero": [str(p.zero_stage) for p in layouts],
+        "tp": [str(p.tensor_parallel_degree) + ("+sp" if p.enable_sequence_parallel else "") for p in layouts],
+        "pp": [_pipeline(p) for p in layouts],
+        "cp": [str(p.context_parallel_degree) for p in layouts],
+        "ep": [str(p.expert_parallel_degree) for p in layouts],
+        "micro": [str(p.micro_batch_size) for p in layouts],
+        "recompute": [p.activation_checkpoint for p in layouts],
+    }
+    return {title: cells for title, cells in columns.items() if title not in ("cp", "ep") or set(cells) != {"1"}}
+
+
+def _pipeline(layout: Parallelism) -> str:
+    if layout.pipeline_parallel_degree == 1:
+        return "1"
+    virtual = f"x{layout.virtual_stages_per_rank}" if layout.virtual_stages_per_rank > 1 else ""
+    return f"{layout.pipeline_parallel_degree}{virtual} {layout.pipeline_parallel_schedule}"
 
 
 def rejected(plan: Plan) -> Table:

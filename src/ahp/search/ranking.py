@@ -16,6 +16,7 @@ from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, Rejected
 from ahp.search import telling
 from ahp.search.bounds import Bounds
+from ahp.search.current import Current, compared, today_of, with_candidate
 from ahp.search.exact import Limits, Outcome, best_first
 from ahp.search.misfit import nothing_fits
 from ahp.search.nearby import Nearby
@@ -77,6 +78,8 @@ class Ranking:
     """Every layout that was priced and is not in ``plans``, each with its one reason; those too large first."""
     notes: tuple[str, ...] = ()
     """What the user should know beside: devices that are left over."""
+    current: Current | None = None
+    """What the user runs today, where it was given."""
 
     @property
     def best(self) -> Plan:
@@ -97,6 +100,7 @@ def search(
     constraints: Constraints | Parallelism | Mapping[str, Any] | None = None,
     engine: EngineChoice | Mapping[str, Any] | None = None,
     keep: int = 10,
+    current: Parallelism | Mapping[str, Any] | None = None,
 ) -> Ranking:
     """Rank every legal layout that fits by its forecast step time.
 
@@ -107,6 +111,7 @@ def search(
         constraints: the keys of the layout that are fixed; the others are searched.
         engine: what will run the plan.
         keep: plans of the ranking, one at least.
+        current: what runs today; priced beside the winner whether it fits or not, and a candidate where it is admitted.
 
     Returns:
         At most ``keep`` plans, fastest first. Devices are left over only where no layout can use all of them and
@@ -121,12 +126,14 @@ def search(
     keep = max(keep, 1)
     table = legal_rows(problem(graph, cluster, job, constraints, engine))
     used, space = table.problem, table.space
+    today = today_of(used, current)
     bounds = Bounds(used)
     found = _best_first(used, bounds, space, keep)
     if not found.fitting:
         raise nothing_fits(used)
     certificate = _certificate(table, found, perf_counter() - start)
     ranked = [(space.layout(*place), forecast) for place, forecast in found.fitting]
+    ranked = with_candidate(ranked, today, used)
     best = ranked[0][1]
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
     nearby = Nearby(bounds, space, found, found.fitting[0][0], best.step_time_s)
@@ -138,7 +145,9 @@ def search(
     plans += [
         telling.plan(used, pair, (loser.reason,)) for pair, loser in zip(ranked[1:keep], lost[: keep - 1], strict=True)
     ]
-    return Ranking(tuple(plans), certificate, large, (*large, *lost[keep - 1 :]), table.notes)
+    losers = (*large, *lost[keep - 1 :])
+    told = None if today is None else compared(today, ranked[0], used)
+    return Ranking(tuple(plans), certificate, large, losers, table.notes, told)
 
 
 def _best_first(used: Problem, bounds: Bounds, space: Space, keep: int) -> Outcome:

@@ -1,0 +1,63 @@
+"""The layout that the user runs today, beside the winner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ahp.errors import BadInput, NotExpressible
+from ahp.plan import Forecast, Parallelism, validated
+from ahp.search import reasons
+from ahp.search.problem import Problem
+from ahp.words import seconds
+
+Pair = tuple[Parallelism, Forecast]
+
+
+@dataclass(frozen=True)
+class Current:
+    """A layout with what it costs; ``forecast`` is None where it cannot run here at all."""
+
+    parallelism: Parallelism
+    forecast: Forecast | None
+    against_best: str
+    """The one reason why it lost, or that it did not."""
+
+    def words(self) -> str:
+        """One line for people."""
+        took = "" if self.forecast is None else f"{seconds(self.forecast.step_time_s)} a step, "
+        return f"{self.parallelism.short()}: {took}{self.against_best}"
+
+
+def today_of(used: Problem, layout: Parallelism | Mapping[str, Any] | None) -> Current | None:
+    """The layout with its forecast on the devices that are used. Raises BadInput for what is no layout at all."""
+    if layout is None:
+        return None
+    given: Parallelism = layout if isinstance(layout, Parallelism) else validated(Parallelism, dict(layout), "current")
+    try:
+        priced = used.pricer.price(given)
+    except (BadInput, NotExpressible) as refusal:
+        return Current(given, None, f"cannot run: {refusal}")
+    return Current(priced.parallelism, priced.forecast, "")
+
+
+def with_candidate(ranked: list[Pair], today: Current | None, used: Problem) -> list[Pair]:
+    """The ranking with today's layout in its place, where it fits and keeps to what is fixed: the search may not have it,
+    as with uneven stages."""
+    if today is None or today.forecast is None or not today.forecast.fits:
+        return ranked
+    if not used.constraints.admits(today.parallelism) or any(layout == today.parallelism for layout, _ in ranked):
+        return ranked
+    return sorted([*ranked, (today.parallelism, today.forecast)], key=lambda pair: pair[1].step_time_s)
+
+
+def compared(today: Current, best: Pair, used: Problem) -> Current:
+    """Today's layout with the reason why it lost."""
+    if today.forecast is None:
+        return today
+    if today.parallelism == best[0]:
+        return replace(today, against_best="it is the best")
+    if not today.forecast.fits:
+        return replace(today, against_best=reasons.does_not_fit(today.forecast, used.capacity_bytes))
+    return replace(today, against_best=reasons.slower_because(today.forecast, best[1]))

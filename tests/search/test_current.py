@@ -1,0 +1,67 @@
+"""What runs today is priced beside the winner, fits or not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ahp.errors import BadInput
+from ahp.plan import Parallelism
+from ahp.search.current import Current
+from ahp.search.ranking import Ranking, search
+
+from .small import small
+
+
+def ranking(current: Parallelism | dict | None, memory_bytes: int | None = None, **constraints: int) -> Ranking:
+    asked = small("llama", "4xH100-SXM-80GB", memory_bytes=memory_bytes)
+    return search(asked.graph, asked.cluster, asked.job, constraints=constraints, current=current)
+
+
+def told(current: Parallelism | dict, memory_bytes: int | None = None, **constraints: int) -> Current:
+    found = ranking(current, memory_bytes, **constraints).current
+    assert found is not None
+    return found
+
+
+def test_nothing_is_told_of_what_was_not_given() -> None:
+    assert ranking(None).current is None
+
+
+def test_the_best_is_the_best() -> None:
+    best = ranking(None).best
+    assert told(best.parallelism).against_best == "it is the best"
+    assert told(best.parallelism).forecast == best.forecast
+
+
+def test_a_slower_one_says_why() -> None:
+    found = told({"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2, "activation_checkpoint": "full"})
+    assert found.forecast is not None
+    assert found.forecast.fits
+    assert " slower: " in found.against_best
+    assert found.words().startswith("dp2x1 zero0 tp2 mb1 full: ")
+
+
+def test_one_that_cannot_run_says_why() -> None:
+    found = told({"tensor_parallel_degree": 8})
+    assert found.forecast is None
+    assert "cannot run" in found.against_best
+    assert "multiply to 8" in found.against_best
+
+
+def test_one_that_does_not_fit_is_priced_all_the_same() -> None:
+    # Each kind of group has its communicator: two kinds need more than one.
+    found = told({"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}, memory_bytes=1_500_000_000)
+    assert found.forecast is not None
+    assert not found.forecast.fits
+    assert "does not fit: " in found.against_best
+
+
+def test_one_that_the_space_has_not_is_a_candidate() -> None:
+    uneven = Parallelism(pipeline_parallel_degree=4, layers_per_stage=(1, 1, 1, 1), pipeline_parallel_schedule="GPipe")
+    found = ranking(uneven, pipeline_parallel_degree=4)
+    assert uneven in [plan.parallelism for plan in found]
+
+
+def test_what_is_no_layout_is_refused() -> None:
+    with pytest.raises(BadInput, match="tensor_degree: unknown key"):
+        ranking({"tensor_degree": 2})

@@ -1,0 +1,116 @@
+"""The search as a whole: it finds what pricing every layout finds, and more generous hardware is never slower."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ahp.cluster.model import Cluster, Link
+from ahp.errors import AhpError, NothingFits
+from ahp.search.problem import Problem, with_devices
+from ahp.search.ranking import Ranking, search
+from ahp.search.rows import legal_rows
+
+from .small import problems, small, with_memory
+
+FEW = ("1xH100-SXM-80GB", "2xH100-SXM-80GB", "3xA100-SXM-40GB", "2x2xH100-SXM-80GB")
+MOST_PRICED = 250
+"""Layouts that brute force prices for one problem."""
+
+
+def found(asked: Problem, keep: int = 10) -> Ranking | None:
+    """The ranking; None where nothing fits or nothing is legal."""
+    try:
+        return search(
+            asked.graph, asked.cluster, asked.job, constraints=asked.constraints, engine=asked.engine, keep=keep
+        )
+    except (NothingFits, AhpError):
+        return None
+
+
+def equals_brute_force(asked: Problem, keep: int) -> None:
+    try:
+        table = legal_rows(asked)
+    except AhpError:
+        assert found(asked) is None
+        return
+    assume(table.space.num_legal <= MOST_PRICED)
+    forecasts = [table.problem.price(layout) for layout in table.space]
+    times = sorted(forecast.step_time_s for forecast in forecasts if forecast.fits)
+    ranking = found(asked, keep)
+    if ranking is None:
+        assert not times
+        return
+    certificate = ranking.certificate
+    assert certificate.proven
+    assert [plan.forecast.step_time_s for plan in ranking if plan.forecast] == pytest.approx(times[:keep], rel=1e-12)
+    assert certificate.broken + certificate.not_fit + certificate.fit + certificate.left == certificate.rows
+    for plan in ranking:
+        assert plan.parallelism.world_size == table.problem.cluster.num_devices
+        assert asked.constraints.admits(plan.parallelism)
+        assert table.problem.price(plan.parallelism) == plan.forecast
+
+
+@settings(max_examples=12, deadline=None)
+@given(problems(FEW, constrained=True), st.sampled_from([1, 3, 10]))
+def test_exact_search_is_brute_force(asked: Problem, keep: int) -> None:
+    equals_brute_force(asked, keep)
+
+
+@pytest.mark.slow
+@settings(max_examples=250, deadline=None)
+@given(problems(FEW, constrained=True), st.sampled_from([1, 3, 10]))
+def test_exact_search_is_brute_force_on_hundreds_of_problems(asked: Problem, keep: int) -> None:
+    equals_brute_force(asked, keep)
+
+
+def generous(cluster: Cluster, kind: str) -> Cluster:
+    group = cluster.groups[0]
+    device = group.device
+
+    def faster(link: Link | None) -> Link | None:
+        if link is None:
+            return None
+        return link.model_copy(update={"bandwidth_bytes_per_s": 2 * link.bandwidth_bytes_per_s})
+
+    if kind == "memory":
+        return with_memory(cluster, 2 * device.memory_bytes)
+    if kind == "links":
+        links = {"intra_node": faster(group.intra_node), "inter_node": faster(group.inter_node)}
+        return Cluster(groups=(group.model_copy(update=links),))
+    peaks = {precision: 2 * peak for precision, peak in device.peak_flops_per_s.items()}
+    return Cluster(groups=(group.model_copy(update={"device": device.model_copy(update={"peak_flops_per_s": peaks})}),))
+
+
+@settings(max_examples=10, deadline=None)
+@given(problems(constrained=True), st.sampled_from(["memory", "links", "arithmetic"]))
+def test_more_generous_hardware_is_never_slower(asked: Problem, kind: str) -> None:
+    before, after = found(asked, 1), found(asked.on(generous(asked.cluster, kind)), 1)
+    if before is None:
+        return
+    assert after is not None
+    assert before.best.forecast is not None
+    assert after.best.forecast is not None
+    assert after.best.parallelism.world_size >= before.best.parallelism.world_size
+    assert after.best.forecast.step_time_s <= before.best.forecast.step_time_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("devices", [1, 5, 7, 13])
+@pytest.mark.parametrize("engine", ["ahp", "torchtitan"])
+def test_one_device_and_prime_numbers_of_them(devices: int, engine: str) -> None:
+    asked = small("llama", f"{devices}xH100-SXM-80GB", engine=engine)
+    ranking = found(asked)
+    assert ranking is not None
+    used = ranking.best.parallelism.world_size
+    assert used <= devices
+    assert (used < devices) == bool(ranking.notes)
+    assert legal_rows(asked.on(with_devices(asked.cluster, used))).notes == ()
+
+
+def test_more_devices_than_tokens() -> None:
+    asked = small("llama", "128x8xH100-SXM-80GB", engine="torchtitan", batch=1)
+    ranking = found(asked)
+    assert ranking is not None
+    assert ranking.best.parallelism.world_size < 1024
+    assert "of 1024 devices are used" in ranking.notes[0]
