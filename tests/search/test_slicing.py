@@ -1,8 +1,7 @@
-"""Slicing finds the splits that people write by hand, and the cheapest ones by its own measure."""
+"""Slicing finds the splits that people write by hand, and those of regions that are split along the sequence."""
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -11,59 +10,114 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.graph.capture import capture
+from ahp.search.conversion import Permission
 from ahp.search.placement import Placement, R, Split
+from ahp.search.slice_model import slice_model
 from ahp.search.slicing import slicing, solve
-from tests.runtime.models import custom, gpt2, llama
+from tests.runtime.models import custom, llama
+from tests.search.families import build
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+SIZES: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+MEGATRON = {
+    "gpt2": (
+        {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4},
+        {
+            "transformer.wte": "row", "lm_head": "column",
+            "transformer.h.*.attn.c_attn": "column", "transformer.h.*.attn.c_proj": "row",
+            "transformer.h.*.mlp.c_fc": "column", "transformer.h.*.mlp.c_proj": "row",
+        },
+        ["transformer.h.*.ln_1", "transformer.h.*.ln_2"],
+    ),
+    "bert": (
+        {**SIZES, "intermediate_size": 128},
+        {
+            "bert.embeddings.word_embeddings": "row", "cls.predictions.decoder": "column",
+            **{f"bert.encoder.layer.*.attention.self.{name}": "column" for name in ("query", "key", "value")},
+            "bert.encoder.layer.*.attention.output.dense": "row",
+            "bert.encoder.layer.*.intermediate.dense": "column", "bert.encoder.layer.*.output.dense": "row",
+        },
+        ["bert.encoder.layer.*.attention.output.LayerNorm", "bert.encoder.layer.*.output.LayerNorm"],
+    ),
+    "opt": (
+        {**SIZES, "ffn_dim": 128, "word_embed_proj_dim": 64},
+        {
+            "model.decoder.embed_tokens": "row", "lm_head": "column",
+            **{f"model.decoder.layers.*.self_attn.{name}_proj": "column" for name in "qkv"},
+            "model.decoder.layers.*.self_attn.out_proj": "row",
+            "model.decoder.layers.*.fc1": "column", "model.decoder.layers.*.fc2": "row",
+        },
+        ["model.decoder.layers.*.self_attn_layer_norm", "model.decoder.layers.*.final_layer_norm"],
+    ),
+    "gpt_neox": (
+        {**SIZES, "intermediate_size": 128},
+        {
+            "gpt_neox.embed_in": "row", "lm_head": "column",
+            "gpt_neox.layers.*.attention.query_key_value": "column", "gpt_neox.layers.*.attention.dense": "row",
+            "gpt_neox.layers.*.mlp.dense_h_to_4h": "column", "gpt_neox.layers.*.mlp.dense_4h_to_h": "row",
+        },
+        ["gpt_neox.layers.*.input_layernorm", "gpt_neox.layers.*.post_attention_layernorm"],
+    ),
 }  # fmt: skip
-HUB_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "gemma": {"head_dim": 16}, "gpt_neox": {},
-    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0}, "nemotron": {}, "smollm3": {}, "granite": {},
-}  # fmt: skip
-WORDS = {"colwise": "column", "rowwise": "row"}
+"""For each family: sizes (dropout as the family has it), the Megatron split, the norms that sequence parallelism splits."""
 
 
-def hub_model(model_type: str, **more: Any) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def small(model_type: str) -> nn.Module:
+    from transformers import AutoConfig
 
-    config = AutoConfig.for_model(model_type, **{**SMALL, **more})
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    from ahp.graph.models import build_model
 
-
-@pytest.mark.parametrize("model_type", list(HUB_FAMILIES))
-def test_finds_the_hubs_own_plan(model_type: str) -> None:
-    module = hub_model(model_type, **HUB_FAMILIES[model_type])
-    found = slicing(module, 2)
-    written = {name: WORDS[style] for name, style in module.config.base_model_tp_plan.items() if style in WORDS}  # type: ignore[union-attr]
-    assert written
-    for name, word in written.items():
-        (match,) = [found[key] for key in found if key.endswith(name)]
-        assert match == word, name
+    return build_model(AutoConfig.for_model(model_type, **MEGATRON[model_type][0]))
 
 
-def test_finds_the_megatron_split_of_packed_projections() -> None:
-    assert slicing(gpt2(), 2) == {
-        "transformer.wte": "row",
-        "transformer.h.*.attn.c_attn": "column",
-        "transformer.h.*.attn.c_proj": "row",
-        "transformer.h.*.mlp.c_fc": "column",
-        "transformer.h.*.mlp.c_proj": "row",
-        "lm_head": "column",
-    }
+@pytest.mark.parametrize("model_type", list(MEGATRON))
+def test_finds_the_megatron_split(model_type: str) -> None:
+    _, expected, norms = MEGATRON[model_type]
+    assert slicing(small(model_type), 2) == expected
+    with_regions = slicing(small(model_type), 2, enable_sequence_parallel=True)
+    assert with_regions == {**expected, **dict.fromkeys(norms, "sequence")}
+
+
+def test_sequence_parallelism_moves_the_same_and_holds_less() -> None:
+    """An all-reduce is a reduce-scatter and an all-gather; what is more are the gradients of the norms' weights."""
+    whole, parts = (slice_model(llama(), 2, enable_sequence_parallel=on).blocks[0] for on in (False, True))
+    norms = 2 * 32 * 4  # two norms of 32 fp32 weights, an all-reduce of their gradients over 2 ranks
+    assert parts.cost[:2] == whole.cost[:2]
+    assert parts.cost[2] == whole.cost[2] + norms
+    assert parts.cost[3] < 0.8 * whole.cost[3]
+
+
+def test_packed_projections_that_a_module_of_no_family_cuts_itself() -> None:
     found = slicing(custom(), 4)
     assert (found["blocks.*.qkv"], found["blocks.*.out"]) == ("column", "row")
     assert (found["blocks.*.up"], found["blocks.*.down"]) == ("column", "row")
 
 
-def test_a_degree_that_does_not_divide_the_heads_leaves_attention_whole() -> None:
-    """Two key-value heads over four ranks: the feed-forward layers are split, attention computes on every rank."""
+def test_experts_are_split_inside_and_the_router_is_whole() -> None:
+    found = slicing(build("mixtral"), 2)
+    assert found["model.layers.*.mlp.gate"] == "replicated"
+    assert found["model.layers.*.mlp.experts.gate_up_proj"] == "column"
+    assert found["model.layers.*.mlp.experts.down_proj"] == "row"
+
+
+def test_latent_attention_is_split_behind_its_narrow_projections() -> None:
+    found = {name.rpartition("self_attn.")[2]: word for name, word in slicing(build("deepseek_v3"), 2).items()}
+    assert found["q_a_proj"] == found["kv_a_proj_with_mqa"] == "replicated"
+    assert found["q_b_proj"] == found["kv_b_proj"] == "column"
+    assert found["o_proj"] == "row"
+
+
+def test_fewer_key_heads_than_ranks_stay_whole() -> None:
+    """Two key-value heads over four ranks: every rank has all keys and values, and its own query heads."""
     found = slicing(llama(), 4)
+    assert found["model.layers.*.self_attn.q_proj"] == "column"
+    assert found["model.layers.*.self_attn.k_proj"] == found["model.layers.*.self_attn.v_proj"] == "replicated"
+    assert found["model.layers.*.self_attn.o_proj"] == "row"
+
+
+def test_a_degree_that_does_not_divide_the_heads_leaves_attention_whole() -> None:
+    found = slicing(llama(), 3)
     assert found["model.layers.*.mlp.down_proj"] == "row"
-    assert found["model.layers.*.self_attn.o_proj"] != "row"
+    assert found["model.layers.*.self_attn.o_proj"] == found["model.layers.*.self_attn.q_proj"] == "replicated"
 
 
 def test_refuses_what_cannot_be_split() -> None:
@@ -74,40 +128,52 @@ def test_refuses_what_cannot_be_split() -> None:
 
 
 class InPlace(nn.Module):
+    """Writes into a view that is looked at through its base: what is written has to be whole."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up, self.down, self.after = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu_())
+        wide = self.up(x)
+        wide[:, :4] += 1.0
+        return x + self.down(wide).relu_()
 
 
-class Feed(nn.Module):
-    def __init__(self, bias: bool) -> None:
+def test_memory_that_is_written_into_is_whole() -> None:
+    captured = capture(InPlace(), (torch.zeros(3, 8),), {})
+    targets = [str(node.target) for node in captured.nodes]
+    assert "aten.relu_.default" not in targets, "nothing else looks at it"
+    found = solve(captured, 2)
+    (write,) = (node for node in captured.nodes if str(node.target) == "aten.add_.Tensor")
+    assert found.chosen[write].output == R
+    assert found.words["up.weight"] == "replicated"
+
+
+class Mixing(nn.Module):
+    """33 columns: neither n nor k can be split in two."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16, bias=bias), nn.Linear(16, 8, bias=bias)
+        self.mix = nn.Linear(33, 33)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
+        return x + self.mix(x)
 
 
-def test_refuses_a_block_that_writes_in_place() -> None:
-    with pytest.raises(BadInput, match="in place"):
-        solve(capture(InPlace(), (torch.zeros(3, 8),), {}), 2)
+@pytest.mark.parametrize(("shape", "word"), [((4, 7, 33), "batch"), ((3, 8, 33), "sequence")])
+def test_batch_and_m_are_the_last_resort(shape: tuple[int, ...], word: str) -> None:
+    captured = capture(Mixing(), (torch.zeros(shape),), {})
+    assert solve(captured, 2).words["mix.weight"] == word
+    assert solve(captured, 2, permission=Permission()).words["mix.weight"] == "replicated"
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("degree", [2, 4])
-def test_no_other_placement_of_the_weights_is_cheaper(bias: bool, degree: int) -> None:
-    captured = capture(Feed(bias), (torch.zeros(3, 8),), {})
-    options: dict[str, list[Placement]] = {}
-    for name, parameter in Feed(bias).named_parameters():
-        options[name] = [R, *(Split(dim, (size,)) for dim, size in enumerate(parameter.shape))]
-    costs = []
-    for choice in product(*options.values()):
-        try:
-            costs.append(solve(captured, degree, dict(zip(options, choice, strict=True))).cost)
-        except BadInput:
-            continue  # such a placement cannot be run at all
-    assert len(costs) > 2
-    assert solve(captured, degree).cost == min(costs)
+def test_a_given_placement_is_kept() -> None:
+    captured = slice_model(llama(), 2).outline.captures[0]
+    assert not isinstance(captured, BadInput)
+    given: dict[str, Placement] = {"mlp.up_proj.weight": R, "mlp.gate_proj.weight": R, "mlp.down_proj.weight": R}
+    found = solve(captured, 2, given)
+    assert found.weights["mlp.up_proj.weight"] == R
+    assert isinstance(found.weights["self_attn.q_proj.weight"], Split)
+    with pytest.raises(BadInput, match="given placements"):
+        solve(captured, 2, {"mlp.up_proj.weight": Split(1, (32,))})

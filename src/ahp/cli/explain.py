@@ -216,6 +216,7 @@ def _remeasured(group: NodeGroup, improves: Callable[[Record], bool]) -> NodeGro
 
 def _show(plan: Plan, path: str, moves: list[tuple[str, float]], other: Alternative | str | None) -> None:
     from ahp.report import tables
+    from ahp.search.slice_telling import told_of
 
     console, forecast = tables.console(), tables.forecast_of(plan)
     console.print(f"{plan.parallelism.short()} for {_model_name(plan)}\n", markup=False)
@@ -226,6 +227,10 @@ def _show(plan: Plan, path: str, moves: list[tuple[str, float]], other: Alternat
     for words, step_s in moves:
         saved = 1 - step_s / forecast.step_time_s
         console.print(f"  - {words}: {seconds(step_s)} a step, {percent(saved)} less", markup=False)
+    if lines := told_of(plan):
+        console.print("\nHow tensor parallelism splits the weights")
+        for line in lines:
+            console.print(f"  - {line}", markup=False)
     if plan.why:
         console.print("\nWhy this one")
         for reason in plan.why:
@@ -262,6 +267,7 @@ def _model_name(plan: Plan) -> str:
 
 def _as_json(plan: Plan, moves: list[tuple[str, float]], other: Alternative | str | None) -> dict[str, Any]:
     from ahp.report import tables
+    from ahp.search.slice_telling import told_of
 
     told: Any = other
     if isinstance(other, Alternative):
@@ -277,6 +283,7 @@ def _as_json(plan: Plan, moves: list[tuple[str, float]], other: Alternative | st
         "capacity_bytes": tables.capacity_bytes(plan),
         "binds": {"step": part_words(max(forecast.step, key=forecast.step.__getitem__))},
         "what_would_move_it": [{"change": words, "step_time_s": step_s} for words, step_s in moves],
+        "slicing": told_of(plan),
         "why": list(plan.why),
         "why_not": told,
     }

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ahp.graph.fake_mode import as_on_data
+from ahp.graph.functional import simplify
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def capture(
         weights = [_fake(like) for like in wanted.values()]
         activations = [_fake(TensorLike.of(leaves[i])) for i in where]
         graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(weights, activations)
+    simplify(graph.graph)
+    graph.recompile()
     return Capture(graph, tuple(wanted), output_spec[0], tuple(leaves[i].requires_grad for i in where))
 
 
@@ -124,6 +127,6 @@ def _depends_on(nodes: Iterable[Node], sources: set[Node]) -> set[Node]:
         if node.op == "call_function" and any(i in found for i in node.all_input_nodes):
             value = node.meta.get("val")
             first = value[0] if isinstance(value, (list, tuple)) and value else value
-            if node.target is operator.getitem or (isinstance(first, torch.Tensor) and first.is_floating_point()):
+            if node.target is operator.getitem or (isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex())):
                 found.add(node)
     return found

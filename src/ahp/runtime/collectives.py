@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ahp.search.conversion import Step
+from ahp.search.placement import Split
+
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -41,20 +44,70 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The whole of a tensor that is split along ``dim``, segment by segment; in backward this rank's part."""
+    """The whole of a split tensor; in backward this rank's part of a gradient that is whole on every rank."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, dim: int, segments: tuple[int, ...], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.dim, ctx.segments, ctx.group = dim, segments, group
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return join_segments(parts, dim, segments)
+    def forward(ctx: Any, x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.split, ctx.group = split, group
+        return _gathered(x, split, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return cut_segments(gradients[0], ctx.dim, ctx.segments, ctx.group.size(), ctx.group.rank()), None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        split, group = ctx.split, ctx.group
+        return cut_segments(gradients[0], split.dim, split.segments, group.size(), group.rank()), None, None
+
+
+class _GatherAndSumGradient(torch.autograd.Function):
+    """The whole of a split tensor, for work that the ranks share: in backward this rank's part of the sum of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.split, ctx.group = split, group
+        return _gathered(x, split, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _part_of_sum(gradients[0], ctx.split, ctx.group), None, None
+
+
+class _SumAndCut(torch.autograd.Function):
+    """This rank's part of the sum over ranks; in backward the whole gradient from its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.split, ctx.group = split, group
+        return _part_of_sum(x, split, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gathered(gradients[0], ctx.split, ctx.group), None, None
+
+
+class _Cut(torch.autograd.Function):
+    """This rank's part of a whole tensor; in backward the whole gradient from its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.split, ctx.group = split, group
+        return cut_segments(x, split.dim, split.segments, group.size(), group.rank())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gathered(gradients[0], ctx.split, ctx.group), None, None
+
+
+def _gathered(x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return join_segments(parts, split.dim, split.segments)
+
+
+def _part_of_sum(x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
+    """Reduce-scatter of the parts, which lie one after the other for it."""
+    parts = [cut_segments(x, split.dim, split.segments, group.size(), rank) for rank in range(group.size())]
+    part = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(part, torch.cat(parts), group=group)
+    return part
 
 
 def cut_segments(whole: torch.Tensor, dim: int, segments: tuple[int, ...], degree: int, rank: int) -> torch.Tensor:
@@ -80,6 +133,16 @@ def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _Sum.apply(x, group)  # type: ignore[no-any-return]
 
 
-def gather(x: torch.Tensor, dim: int, segments: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
-    """The whole of a split tensor."""
-    return _Gather.apply(x, dim, segments, group)  # type: ignore[no-any-return]
+def step_function(step: Step, group: dist.ProcessGroup) -> TensorFunction:
+    """The collective of one step of a conversion, as a function of the tensor alone."""
+    if step.kind == "sum":
+        return lambda x: sum_over_ranks(x, group)
+    if step.kind == "sum_gradient":
+        return lambda x: sum_gradient(x, group)
+    function = {
+        "gather": _Gather,
+        "gather_and_sum_gradient": _GatherAndSumGradient,
+        "sum_and_cut": _SumAndCut,
+        "cut": _Cut,
+    }[step.kind]
+    return lambda x: function.apply(x, step.split, group)  # type: ignore[no-any-return]

@@ -6,7 +6,6 @@ Sizes become local, conversions between placements become collectives, and a row
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,31 +13,21 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ahp.graph.capture import Capture
-from ahp.runtime.collectives import gather, sum_gradient, sum_over_ranks
-from ahp.search.placement import (
-    Partial,
-    Placement,
-    R,
-    Split,
-    Strategy,
-    args_of,
-    cut_dim,
-    cut_sizes,
-    kwargs_of,
-    shape_of,
-    tensor_inputs,
-)
+from ahp.runtime.collectives import step_function
+from ahp.runtime.dropout import drops, with_own_numbers
+from ahp.search.conversion import Step, steps
+from ahp.search.packing import CUTS, cut_dim, cut_sizes, slice_range
+from ahp.search.placement import P, Placement, R, Split, Strategy, args_of, kwargs_of, shape_of, tensor_inputs
 from ahp.search.slicing import Slicing
 
 aten = torch.ops.aten
 
-_SIZED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
-_CUT_BY_SIZE = {aten.split.Tensor, aten.split_with_sizes.default}
-_RESHAPED = {aten.flatten.using_ints, aten.unflatten.int}
+SIZED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
+RESHAPED = {aten.flatten.using_ints, aten.unflatten.int}
 
 
 def rewrite(capture: Capture, slicing: Slicing, group: dist.ProcessGroup) -> GraphModule:
-    """The graph for one rank of ``group``; it takes the local parts of the weights and whole activations."""
+    """The graph for one rank of ``group``; it takes the local parts of the weights, and activations as the slicing has them."""
     return _Rewriter(capture, slicing, group).run()
 
 
@@ -48,7 +37,7 @@ class _Rewriter:
         self.degree = group.size()
         self.graph = Graph()
         self.local: dict[Node, Node] = {}
-        self.converted: dict[tuple[Node, Placement, bool], Node] = {}
+        self.converted: dict[tuple[Node, Step], Node] = {}
         self.with_gradient = capture.with_gradient()
 
     def run(self) -> GraphModule:
@@ -56,7 +45,7 @@ class _Rewriter:
             if node.op == "call_function":
                 self.local[node] = self._call(node)
             elif node.op == "output":
-                self.graph.output(map_arg(args_of(node)[0], lambda n: self._convert(n, R, divided=False)))
+                self._output(node)
             else:
                 self.local[node] = self.graph.node_copy(node, lambda n: self.local[n])
         self.graph.set_codegen(self.capture.graph.graph._codegen)
@@ -65,63 +54,74 @@ class _Rewriter:
         module.recompile()
         return module
 
+    def _output(self, node: Node) -> None:
+        strategy = self.slicing.chosen[node]
+        wanted = iter(strategy.inputs)
+        self.graph.output(map_arg(args_of(node)[0], lambda n: self._convert(n, next(wanted), strategy)))
+
     def _call(self, node: Node) -> Node:
         strategy = self.slicing.chosen[node]
         if strategy.adds_bias_after_sum:
             return self._row_with_bias(node, strategy)
-        divided = strategy.output != R
-        args = iter(
-            [self._convert(i, wanted, divided) for i, wanted in zip(tensor_inputs(node), strategy.inputs, strict=True)]
-        )
+        converted = [
+            self._convert(i, wanted, strategy) for i, wanted in zip(tensor_inputs(node), strategy.inputs, strict=True)
+        ]
+        if node.target is aten.scaled_dot_product_attention.default and strategy.inputs[:3] == (strategy.output, R, R):
+            converted[1:3] = (self._shared_head(node, keys) for keys in converted[1:3])
+        args = iter(converted)
         new_args, new_kwargs = map_arg((args_of(node), kwargs_of(node)), lambda n: next(args))
         new = self.graph.create_node("call_function", node.target, new_args, new_kwargs)
-        if divided and isinstance(strategy.output, Split):
-            self._localise(node, new, strategy)
+        if strategy.divides:
+            return self._localised(node, new, strategy)
         return new
 
-    def _localise(self, node: Node, new: Node, strategy: Strategy) -> None:
-        """Replace the sizes among a call's arguments by this rank's."""
-        assert isinstance(strategy.output, Split)
-        if node.target in _SIZED or node.target in _RESHAPED:
+    def _shared_head(self, attention: Node, whole: Node) -> Node:
+        """Of fewer key heads than ranks, the one that this rank's query heads share."""
+        heads = shape_of(args_of(attention)[1])[1]
+        mine = self.group.rank() * heads // self.degree
+        return self.graph.call_function(aten.slice.Tensor, (whole, 1, mine, mine + 1))
+
+    def _localised(self, node: Node, new: Node, strategy: Strategy) -> Node:
+        """A call that works on this rank's part: sizes among its arguments become local, random numbers its own."""
+        if node.target is aten.mean.dim and strategy.output == P and strategy.inputs[0] != P:
+            return self.graph.call_function(aten.div.Tensor, (new, self.degree))  # a mean over a part of the elements
+        if drops(node.target, args_of(node), kwargs_of(node)):
+            new.target = with_own_numbers(node.target, self.group.rank())  # type: ignore[arg-type]
+        if isinstance(strategy.output, Split) and (node.target in SIZED or node.target in RESHAPED):
             shape = list(shape_of(node))
             shape[strategy.output.dim] //= self.degree
-            target = aten.reshape.default if node.target in _RESHAPED else node.target
+            target = aten.reshape.default if node.target in RESHAPED else node.target
             new.target, new.args = target, (new.args[0], shape, *(new.args[2:] if target is node.target else ()))
-        if node.target in _CUT_BY_SIZE and strategy.inputs[0] == Split(cut_dim(node), cut_sizes(node)):
-            sizes = args_of(node)[1]
-            shares = [s // self.degree for s in sizes] if isinstance(sizes, (list, tuple)) else sizes // self.degree
-            new.args = (new.args[0], shares, *new.args[2:])
+        elif node.target in CUTS and isinstance(split := strategy.inputs[0], Split) and split.dim == cut_dim(node):
+            shares = [size // self.degree for size in cut_sizes(node)]
+            new.target, new.args, new.kwargs = aten.split_with_sizes.default, (new.args[0], shares, split.dim), {}
+        elif node.target is aten.slice.Tensor and strategy.inputs[0] != strategy.output:
+            dim, start, end = slice_range(node)
+            new.args, new.kwargs = (new.args[0], dim, start // self.degree, end // self.degree), {}
+        return new
 
     def _row_with_bias(self, node: Node, strategy: Strategy) -> Node:
         """x and the weight are split along k: multiply, add up over ranks, then add the bias once."""
         x, weight, bias = tensor_inputs(node) if node.target is aten.linear.default else _addmm_order(node)
         wanted = dict(zip(tensor_inputs(node), strategy.inputs, strict=True))
-        local_x, local_weight = (self._convert(i, wanted[i], divided=True) for i in (x, weight))
+        local_x, local_weight = (self._convert(i, wanted[i], strategy) for i in (x, weight))
         product = aten.linear.default if node.target is aten.linear.default else aten.mm.default
-        partial = self.graph.call_function(product, (local_x, local_weight))
-        summed = self.graph.call_function(_bind(sum_over_ranks, group=self.group), (partial,))
-        return self.graph.call_function(aten.add.Tensor, (summed, self._convert(bias, R, divided=False)))
+        result = self.graph.call_function(product, (local_x, local_weight))
+        for step in steps(P, strategy.output, needs_sum=False) or ():
+            result = self.graph.call_function(_named(step_function(step, self.group), step.kind), (result,))
+        return self.graph.call_function(aten.add.Tensor, (result, self._convert(bias, R, strategy)))
 
-    def _convert(self, node: Node, wanted: Placement, divided: bool) -> Node:
-        """The local node that holds ``node`` as ``wanted``; whole inputs of divided work get their gradients summed."""
-        have = self.slicing.placed[node]
-        needs_sum = divided and wanted == R and node in self.with_gradient
-        key = (node, wanted, needs_sum)
-        if key not in self.converted:
-            self.converted[key] = self._conversion(self.local[node], have, wanted, needs_sum)
-        return self.converted[key]
-
-    def _conversion(self, local: Node, have: Placement, wanted: Placement, needs_sum: bool) -> Node:
-        if have != wanted:
-            if isinstance(have, Partial):
-                local = self.graph.call_function(_bind(sum_over_ranks, group=self.group), (local,))
-            else:
-                assert isinstance(have, Split)
-                local = self.graph.call_function(
-                    _bind(gather, dim=have.dim, segments=have.segments, group=self.group), (local,)
-                )
-        if needs_sum:
-            local = self.graph.call_function(_bind(sum_gradient, group=self.group), (local,))
+    def _convert(self, node: Node, wanted: Placement, reader: Strategy) -> Node:
+        """The local node that holds ``node`` as ``wanted``; whole inputs of shared work get their gradients summed."""
+        needs_sum = wanted == R and reader.reads_whole_in_parts and node in self.with_gradient
+        way = steps(self.slicing.placed[node], wanted, needs_sum=needs_sum)
+        assert way is not None, f"{node.format_node()} cannot become {wanted}"
+        local = self.local[node]
+        for step in way:
+            if (node, step) not in self.converted:
+                function = _named(step_function(step, self.group), step.kind)
+                self.converted[node, step] = self.graph.call_function(function, (local,))
+            local = self.converted[node, step]
         return local
 
 
@@ -130,11 +130,7 @@ def _addmm_order(node: Node) -> tuple[Node, Node, Node]:
     return x, weight, bias
 
 
-def _bind(function: Callable[..., torch.Tensor], **fixed: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function of the tensor alone: fx wants targets with a name, and arguments of plain types."""
-
-    def bound(x: torch.Tensor) -> torch.Tensor:
-        return function(x, **fixed)
-
-    bound.__name__ = function.__name__
-    return bound
+def _named(function: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
+    """fx calls targets by their name."""
+    function.__name__ = name
+    return function

@@ -24,7 +24,7 @@ from ahp.runtime.collectives import cut_segments, sum_gradient, sum_over_ranks
 from ahp.runtime.rewrite import rewrite
 from ahp.search.placement import Placement, Split
 from ahp.search.slice_model import ModelSlicing
-from ahp.search.slicing import solve
+from ahp.search.slicing import Slicing, solve
 
 
 def slice_module(
@@ -39,13 +39,13 @@ def slice_module(
     programs: dict[int, dict[Any, Any]] = {}
     for number, block in layers.items():
         kind = slicing.outline.kinds[number]
-        placed = slicing.blocks[kind].weights
+        solution = slicing.blocks[kind]
         prefix = f"{slicing.outline.blocks_path}.{number}."
         template = meta_copy(block)
-        for name, split in _splits(placed):
+        for name, split in _splits(solution.weights):
             _replace(block, name, split, tp, replaced)
             cuts[prefix + name] = split
-        block.forward = SlicedForward(block, template, placed, tp.get_group(), programs.setdefault(kind, {}))  # type: ignore[method-assign]
+        block.forward = SlicedForward(block, template, solution, tp.get_group(), programs.setdefault(kind, {}))  # type: ignore[method-assign]
     for path in slicing.vocabulary:
         part = dict(module.named_modules()).get(path)
         if part is None or not any(True for _ in part.parameters(recurse=False)):  # lives on another stage
@@ -103,11 +103,11 @@ class SlicedForward:
         self,
         block: nn.Module,
         template: nn.Module,
-        placed: dict[str, Placement],
+        solution: Slicing,
         group: dist.ProcessGroup,
         programs: dict[Any, Any],
     ) -> None:
-        self.block, self.template, self.placed, self.group, self.programs = block, template, placed, group, programs
+        self.block, self.template, self.solution, self.group, self.programs = block, template, solution, group, programs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         weights = weights_of(self.block)
@@ -128,8 +128,8 @@ class SlicedForward:
         self.template.train(self.block.training)
         shapes = {n: TensorLike(tuple(w.shape), w.dtype, w.device, w.requires_grad) for n, w in weights.items()}
         captured = capture(self.template, args, kwargs, shapes)
-        pinned = {name: placement for name, placement in self.placed.items() if name in captured.names}
-        solution = solve(captured, self.group.size(), pinned)
+        pinned = {name: placement for name, placement in self.solution.weights.items() if name in captured.names}
+        solution = solve(captured, self.group.size(), pinned, permission=self.solution.permission)
         return rewrite(captured, solution, self.group), captured.output_spec
 
 

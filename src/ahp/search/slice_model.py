@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ahp.errors import BadInput, bad_input
+from ahp.graph.capture import Capture
 from ahp.graph.outline import Outline, outline
-from ahp.search.placement import Split
+from ahp.search.placement import Split, shape_of
+from ahp.search.slice_words import module_of
 from ahp.search.slicing import Slicing, solve
 
 if TYPE_CHECKING:
@@ -28,33 +31,36 @@ class ModelSlicing:
     """Modules outside the blocks that are split by vocabulary rows: the token embedding and the head, or neither."""
 
     def by_module(self) -> dict[str, str]:
-        """Module name (``*`` for the layer number) -> column | row | replicated."""
+        """Module name (``*`` for the layer number) -> column | row | batch | sequence | replicated."""
         words: dict[str, str] = {}
         if self.outline.token_embedding is not None:
             words[self.outline.token_embedding] = "row" if self.vocabulary else "replicated"
         for slicing in self.blocks:
-            for weight, word in slicing.matrices.items():
-                words[f"{self.outline.blocks_path}.*.{weight.rpartition('.')[0]}"] = word
+            for weight, word in slicing.words.items():
+                words.setdefault(f"{self.outline.blocks_path}.*.{module_of(weight)}", word)
         if self.outline.head is not None:
             words[self.outline.head] = "column" if self.vocabulary else "replicated"
         return words
 
 
-def slice_model(model: ModelGraph | nn.Module, degree: int) -> ModelSlicing:
+def slice_model(model: ModelGraph | nn.Module, degree: int, *, enable_sequence_parallel: bool = False) -> ModelSlicing:
     """Solve every kind of block of a model. Raises BadInput when a block cannot be traced or nothing can be split."""
     if degree < 2:
         raise bad_input("tensor_parallel_degree", degree, "slicing needs at least 2 ranks")
     module = model if isinstance(model, nn.Module) else _module_of(model)
-    return slice_outline(outline(module, batch_size=2, sequence_length=16), degree)
+    sequence = math.lcm(16, degree)
+    found = outline(module, batch_size=2, sequence_length=sequence)
+    return slice_outline(found, degree, enable_sequence_parallel=enable_sequence_parallel)
 
 
-def slice_outline(found: Outline, degree: int) -> ModelSlicing:
+def slice_outline(found: Outline, degree: int, *, enable_sequence_parallel: bool = False) -> ModelSlicing:
     """The same for a model whose outline is known."""
     solutions = []
     for captured in found.captures:
         if isinstance(captured, BadInput):
             raise BadInput(f"tensor_parallel_degree = {degree}: {captured}")
-        solution = solve(captured, degree)
+        hidden = _hidden_of(captured, found) if enable_sequence_parallel else None
+        solution = solve(captured, degree, hidden=hidden)
         if not any(isinstance(p, Split) for p in solution.weights.values()):
             raise BadInput(
                 f"tensor_parallel_degree = {degree}: no weight of {found.blocks_path}.* can be split into {degree} equal "
@@ -62,6 +68,17 @@ def slice_outline(found: Outline, degree: int) -> ModelSlicing:
             )
         solutions.append(solution)
     return ModelSlicing(found, degree, tuple(solutions), _vocabulary(found, degree))
+
+
+def _hidden_of(captured: Capture, found: Outline) -> int:
+    """The number of the activation that holds the hidden states; the block's first argument comes first."""
+    for number, (node, trainable) in enumerate(zip(captured.activation_nodes(), captured.trainable, strict=True)):
+        if trainable and shape_of(node) == found.hidden.shape:
+            return number
+    raise BadInput(
+        f"enable_sequence_parallel = True: the blocks {found.blocks_path}.* are not given the hidden states "
+        f"{list(found.hidden.shape)} as one tensor"
+    )
 
 
 def _vocabulary(found: Outline, degree: int) -> tuple[str, ...]:

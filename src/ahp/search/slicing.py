@@ -2,14 +2,20 @@
 
 The nodes of the traced forward pass are taken in order. A state is what is known about the tensors that are still to
 be read: where they lie, and which conversions of them were already paid for. Costs are compared in this order:
-arithmetic per rank, weights per rank, bytes moved forward and backward. So the degree is used wherever it can be, and
-among the ways to use it the one that moves the least wins.
+arithmetic per rank, weights per rank, bytes moved forward and backward, elements that are written per rank. So the
+degree is used wherever it can be, and among the ways to use it the one that moves the least wins.
+
+A product whose result is made whole at once saves its own arithmetic alone and moves bytes for it. As in the splits
+that people write by hand (routers and the narrow projections of latent attention stay whole), that is the last
+resort: it is taken only in a block of which nothing can be split otherwise, and so are splits of batch and m.
+
+With sequence parallelism the weights lie as they do without. The block's input and output are split along the sequence,
+and a second pass finds where else tokens are: then bytes come first, arithmetic and elements written after them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,32 +23,45 @@ from torch.fx import Node
 
 from ahp.errors import BadInput
 from ahp.graph.capture import Capture
+from ahp.search.aliases import written
+from ahp.search.conversion import Permission, Step, allowed, bytes_of, steps
+from ahp.search.packing import VIEWS, find_packings
 from ahp.search.placement import (
     Context,
     P,
-    Partial,
     Placement,
     R,
-    Replicated,
     Split,
     Strategy,
+    Tokens,
     args_of,
-    find_packings,
+    is_tensor,
+    numel_of,
     shape_of,
-    strategies,
     tensor_inputs,
 )
+from ahp.search.slice_words import words
+from ahp.search.strategies import is_grouped, strategies
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ahp.graph.operators import ModelGraph
 
-Cost = tuple[int, int, int]
-"""FLOPs of matrix products and attention per rank, elements of its weight matrices, bytes that it moves."""
+Cost = tuple[int, int, int, int]
+"""Per rank: FLOPs of matrix products and attention, elements of its weight matrices, bytes that it sends, elements that
+the other operators write."""
 
-MAX_STATES = 256
-"""States kept after each node, cheapest first. Blocks of the hub's families need fewer than 40."""
+MAX_STATES = 1024
+"""States kept after each node, cheapest first. The hub's families need fewer than 150; for the regions of sequence
+parallelism, blocks with latent attention reach this limit."""
+
+WORK_FIRST = (0, 1, 2, 3)
+BYTES_FIRST = (2, 0, 1, 3)
+"""In which order two costs are compared."""
+
+SPARING = Permission()
+LAST_RESORT = Permission(gathers_weights=True, gathers_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -52,108 +71,221 @@ class Slicing:
     chosen: dict[Node, Strategy]
     placed: dict[Node, Placement]
     weights: dict[str, Placement]
-    matrices: dict[str, str]
-    """For the weight of each matrix product with a weight: column (n), row (k) or replicated."""
+    words: dict[str, str]
+    """For every weight of a matrix product, and every other one that meets split tokens, how its module is split."""
     cost: Cost
+    undivided: tuple[int, int]
+    """FLOPs and elements of weight matrices of one device that does all."""
+    permission: Permission
+    """What it was found under; the same block at another size is solved under it too."""
 
 
 @dataclass(frozen=True)
 class _State:
     cost: Cost
     live: dict[Node, Placement]
-    paid: frozenset[tuple[Node, Placement | str]]
+    paid: frozenset[tuple[Node, Step]]
     history: tuple[Any, ...] = field(repr=False)
     """A linked list of (node, strategy, earlier history)."""
 
 
-def solve(capture: Capture, degree: int, pinned: dict[str, Placement] | None = None) -> Slicing:
+@dataclass(frozen=True)
+class Problem:
+    """A block to slice: its graph, and what the solution must keep to."""
+
+    capture: Capture
+    context: Context
+    permission: Permission
+    weights: dict[Node, str]
+    pinned: dict[Node, Placement]
+    """Weights whose place is given."""
+    boundary: dict[Node, Placement]
+    """Where the activations lie that the block is given."""
+    outputs: tuple[Placement, ...]
+    """Where what it returns must lie."""
+    with_gradient: set[Node]
+    whole: set[Node]
+    """Calls that work in memory which is written into: they run alike on every rank."""
+    order: tuple[int, ...]
+
+    def rank(self, state: _State) -> tuple[int, ...]:
+        """What makes one state better than another."""
+        return tuple(state.cost[i] for i in self.order)
+
+    def options(self, node: Node) -> list[Strategy]:
+        """Every way to run a call, or to return."""
+        if node.op == "output":
+            return [Strategy(self.outputs, R)]
+        found = strategies(node, self.context)
+        return found[:1] if node in self.whole else found
+
+
+def solve(
+    capture: Capture,
+    degree: int,
+    pinned: dict[str, Placement] | None = None,
+    *,
+    hidden: int | None = None,
+    permission: Permission | None = None,
+) -> Slicing:
     """The cheapest placement of a block over ``degree`` ranks; its input and output are whole on every rank.
 
-    ``pinned`` fixes the placement of weights (names as in ``capture.names``). Raises BadInput when the block writes
-    into tensors in place, which this rewriting cannot follow, or when ``pinned`` cannot be met.
+    ``pinned`` fixes the placement of weights (names as in ``capture.names``). ``hidden``: the number of the activation
+    that holds the hidden states [batch, sequence, hidden]; given, they and what is returned of their shape are split
+    along the sequence. ``permission``: what conversions may be used; None = as few as leave something split. Raises
+    BadInput when ``pinned`` cannot be met.
     """
-    nodes = capture.nodes
-    _refuse_mutation(nodes)
-    weights = {node: name for name, node in capture.weight_nodes().items()}
-    pinned_nodes = {node: pinned[name] for node, name in weights.items() if pinned is not None and name in pinned}
-    inputs = capture.activation_nodes()
-    with_gradient = capture.with_gradient()
-    context = Context(degree, find_packings(nodes))
-    last_use = {i: position for position, node in enumerate(nodes) for i in node.all_input_nodes}
+    if hidden is not None:
+        whole = solve(capture, degree, pinned, permission=permission)
+        split = replace(whole.permission, gathers_tokens=True)
+        return _solve(problem(capture, degree, whole.weights, hidden=hidden, permission=split))
+    if permission is not None:
+        return _solve(problem(capture, degree, pinned, hidden=None, permission=permission))
+    sparing = _solve(problem(capture, degree, pinned, hidden=None, permission=SPARING))
+    if any(isinstance(place, Split) for place in sparing.weights.values()):
+        return sparing
+    return _solve(problem(capture, degree, pinned, hidden=None, permission=LAST_RESORT))
 
-    states = [_State((0, 0, 0), dict.fromkeys(inputs, R), frozenset(), ())]
+
+def problem(
+    capture: Capture,
+    degree: int,
+    pinned: dict[str, Placement] | None = None,
+    *,
+    hidden: int | None,
+    permission: Permission,
+) -> Problem:
+    """The arguments of ``solve`` made ready."""
+    nodes = capture.nodes
+    weights = {node: name for name, node in capture.weight_nodes().items()}
+    inputs = capture.activation_nodes()
+    shape = _token_shape(capture, hidden)
+    tokens = None
+    boundary: dict[Node, Placement] = dict.fromkeys(inputs, R)
+    outputs: list[Placement] = [R] * len(tensor_inputs(nodes[-1]))
+    if permission.gathers_tokens and shape is not None:
+        tokens = Tokens(shape[0], shape[1], (1,) if hidden is not None else (0, 1))
+    whole = written(nodes)
+    if hidden is not None:
+        if inputs[hidden] in whole:
+            raise BadInput("enable_sequence_parallel = True: the block writes into its input, which has to be whole")
+        split = Split(1, (shape_of(inputs[hidden])[1],), tokens=True)
+        boundary[inputs[hidden]] = split
+        outputs = [split if shape_of(i) == shape_of(inputs[hidden]) else R for i in tensor_inputs(nodes[-1])]
+    return Problem(
+        capture=capture,
+        context=Context(degree, find_packings(nodes), tokens),
+        permission=permission,
+        weights=weights,
+        pinned={node: pinned[name] for node, name in weights.items() if pinned is not None and name in pinned},
+        boundary=boundary,
+        outputs=tuple(outputs),
+        with_gradient=capture.with_gradient(),
+        whole=whole,
+        order=WORK_FIRST if hidden is None else BYTES_FIRST,
+    )
+
+
+def _token_shape(capture: Capture, hidden: int | None) -> tuple[int, ...] | None:
+    """Shape of the hidden states: of the activation said to be them, else of the first that is [batch, sequence, ...]."""
+    inputs = capture.activation_nodes()
+    candidates = [inputs[hidden]] if hidden is not None else [i for i in inputs if i.meta["val"].is_floating_point()]
+    return next((shape_of(i) for i in candidates if len(shape_of(i)) >= 3), None)
+
+
+def _solve(task: Problem) -> Slicing:
+    nodes = task.capture.nodes
+    last_use = {i: position for position, node in enumerate(nodes) for i in node.all_input_nodes}
+    options = viable_options(task)
+    states = [_State((0, 0, 0, 0), dict(task.boundary), frozenset(), ())]
     for position, node in enumerate(nodes):
-        if node.op not in ("call_function", "output"):
+        if node not in options:
             continue
-        options = (
-            strategies(node, context) if node.op == "call_function" else [Strategy((R,) * len(tensor_inputs(node)), R)]
-        )
+        dead = {i for i in node.all_input_nodes if last_use[i] == position}
         found: dict[Any, _State] = {}
         for state in states:
-            for option in options:
-                after = _step(state, node, option, degree, weights, pinned_nodes, with_gradient)
+            for option in options[node]:
+                after = _step(state, node, option, task)
                 if after is None:
                     continue
-                after = _forget(after, {i for i in node.all_input_nodes if last_use[i] == position})
+                after = _forget(after, dead)
                 key = (frozenset(after.live.items()), after.paid)
-                if key not in found or after.cost < found[key].cost:
+                if key not in found or task.rank(after) < task.rank(found[key]):
                     found[key] = after
-        states = sorted(found.values(), key=lambda s: s.cost)[:MAX_STATES]
+        states = sorted(found.values(), key=task.rank)[:MAX_STATES]
         if not states:
             raise BadInput(
-                f"tensor_parallel_degree = {degree}: no slicing of {node.format_node()} meets the given placements"
+                f"tensor_parallel_degree = {task.context.degree}: no slicing of {node.format_node()} meets the given placements"
             )
-    return _unroll(states[0], weights, inputs)
+    return _unroll(states[0], task)
 
 
-def _step(
-    state: _State,
-    node: Node,
-    option: Strategy,
-    degree: int,
-    weights: dict[Node, str],
-    pinned: dict[Node, Placement],
-    with_gradient: set[Node],
-) -> _State | None:
-    """The state after running ``node`` by ``option``, or None when an input cannot be brought there."""
-    flops, elements, moved = state.cost
-    live, paid = dict(state.live), set(state.paid)
-    divided = option.output != R or option.adds_bias_after_sum
-    for source, wanted in zip(tensor_inputs(node), option.inputs, strict=True):
-        if source in weights and source not in live:  # a weight's first use decides where it lies
-            if wanted == P or pinned.get(source, wanted) != wanted:
-                return None
-            live[source] = wanted
-            if len(shape_of(source)) > 1:  # biases and norms weigh nothing beside what their place makes others move
-                elements += _numel(source) // (degree if isinstance(wanted, Split) else 1)
-        have = live[source]
-        needs_sum = divided and wanted == R and source in with_gradient and not option.adds_bias_after_sum
-        conversion: Placement | str | None = wanted if have != wanted else "sum gradient" if needs_sum else None
-        if conversion is None or (source, conversion) in paid:
+def viable_options(task: Problem) -> dict[Node, list[Strategy]]:
+    """The ways to run each call whose output every one of its readers can work with: else states that lead nowhere, and
+    cost less so far, would crowd out the others."""
+    found: dict[Node, list[Strategy]] = {}
+    accepted: dict[Node, list[set[Placement]]] = {}
+    for node in reversed(task.capture.nodes):
+        if node.op not in ("call_function", "output"):
             continue
-        if have != wanted and (isinstance(have, Replicated) or not isinstance(wanted, Replicated)):
-            return None  # splits start at weights only, and are not changed into other splits
-        moved += _conversion_bytes(source, have, degree) if have != wanted else 2 * _ring(source, degree)
-        if have != wanted and needs_sum:
-            moved += 2 * _ring(source, degree)
-        paid.add((source, conversion))
+        readers = accepted.get(node, [])
+        found[node] = [
+            option for option in task.options(node) if all(_reaches(node, option.output, r, task) for r in readers)
+        ]
+        for number, source in enumerate(tensor_inputs(node)):
+            accepted.setdefault(source, []).append({option.inputs[number] for option in found[node]})
+    return found
+
+
+def _reaches(node: Node, have: Placement, wanted: set[Placement], task: Problem) -> bool:
+    """Whether a tensor that lies at ``have`` can be brought to one of the placements."""
+    if have in wanted:
+        return True
+    ways = (steps(have, one, needs_sum=False) for one in wanted)
+    return any(
+        way is not None and all(allowed(step, node, task.permission, task.context) for step in way) for way in ways
+    )
+
+
+def _step(state: _State, node: Node, option: Strategy, task: Problem) -> _State | None:
+    """The state after running ``node`` by ``option``, or None when an input cannot be brought there."""
+    degree = task.context.degree
+    live, paid, elements, moved = state.live, state.paid, 0, 0
+    for source, wanted in zip(tensor_inputs(node), option.inputs, strict=True):
+        if source in task.weights and source not in live:  # a weight's first use decides where it lies
+            if not _may_lie(source, wanted, task):
+                return None
+            live = {**live, source: wanted}
+            if len(shape_of(source)) > 1:  # biases and norms weigh nothing beside what their place makes others move
+                elements += numel_of(source) // (degree if isinstance(wanted, Split) else 1)
+        has_gradient = source in task.with_gradient
+        way = steps(live[source], wanted, needs_sum=wanted == R and has_gradient and option.reads_whole_in_parts)
+        if way is None or (source in task.weights and live[source] != wanted):
+            return None
+        for step in way:
+            if not allowed(step, source, task.permission, task.context):
+                return None
+            if (source, step) not in paid:
+                paid = paid | {(source, step)}
+                moved += bytes_of(step, source, degree, has_gradient=has_gradient)
     if option.adds_bias_after_sum:
-        moved += 2 * _ring(node, degree)
-    flops += _flops(node) // (degree if divided else 1)
-    live[node] = option.output
-    return _State((flops, elements, moved), live, frozenset(paid), (node, option, state.history))
+        step = steps(P, option.output, needs_sum=False)
+        moved += sum(bytes_of(s, node, degree, has_gradient=node in task.with_gradient) for s in step or ())
+    share = degree if option.divides else 1
+    written = numel_of(node) // share if is_tensor(node) and node.target not in VIEWS else 0
+    cost = _plus(state.cost, (flops_of(node) // share, elements, moved, written))
+    return _State(cost, {**live, node: option.output}, paid, (node, option, state.history))
 
 
-def _conversion_bytes(node: Node, have: Placement, degree: int) -> int:
-    """Bytes that a rank sends: all-reduce of a partial sum, all-gather of a split one (backward is free of sending)."""
-    return (2 if isinstance(have, Partial) else 1) * _ring(node, degree)
+def _may_lie(weight: Node, wanted: Placement, task: Problem) -> bool:
+    """Whether a weight may lie where its first use wants it: whole, or split by its own columns or rows."""
+    if wanted == P or (isinstance(wanted, Split) and wanted.tokens):
+        return False
+    return task.pinned.get(weight, wanted) == wanted
 
 
-def _ring(node: Node, degree: int) -> int:
-    """Bytes of one ring pass over a node's global tensor."""
-    value = node.meta["val"]
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return sum(v.numel() * v.element_size() for v in values) * (degree - 1) // degree
+def _plus(cost: Cost, more: Cost) -> Cost:
+    return cost[0] + more[0], cost[1] + more[1], cost[2] + more[2], cost[3] + more[3]
 
 
 def _forget(state: _State, dead: set[Node]) -> _State:
@@ -162,82 +294,60 @@ def _forget(state: _State, dead: set[Node]) -> _State:
     return _State(state.cost, live, paid, state.history)
 
 
-def _unroll(state: _State, weights: dict[Node, str], inputs: list[Node]) -> Slicing:
+def _unroll(state: _State, task: Problem) -> Slicing:
     chosen: dict[Node, Strategy] = {}
     history = state.history
     while history:
         node, strategy, history = history
         chosen[node] = strategy
-    placed: dict[Node, Placement] = dict.fromkeys(inputs, R)
-    for node, strategy in reversed(chosen.items()):
+    chosen = dict(reversed(chosen.items()))
+    placed = dict(task.boundary)
+    for node, strategy in chosen.items():
         for source, placement in zip(tensor_inputs(node), strategy.inputs, strict=True):
-            if source in weights:
+            if source in task.weights:
                 placed.setdefault(source, placement)
         placed[node] = strategy.output
-    matrices = {
-        weights[matrix]: _word(placed[matrix], columns)
-        for node in chosen
-        for matrix, columns in _weight_matrix(node)
-        if matrix in weights
-    }
-    return Slicing(chosen, placed, {name: placed.get(node, R) for node, name in weights.items()}, matrices, state.cost)
+    return Slicing(
+        chosen=chosen,
+        placed=placed,
+        weights={name: placed.get(node, R) for node, name in task.weights.items()},
+        words=words(chosen, placed, task.weights),
+        cost=state.cost,
+        undivided=(
+            sum(flops_of(node) for node in chosen),
+            sum(numel_of(node) for node in task.weights if node in placed and len(shape_of(node)) > 1),
+        ),
+        permission=task.permission,
+    )
 
 
-def _weight_matrix(node: Node) -> Iterator[tuple[Node, int]]:
-    """The argument of a product that may be a weight, and which of its dims counts the columns n."""
-    aten = torch.ops.aten
-    if node.target is aten.linear.default:
-        yield args_of(node)[1], 0
-    elif node.target is aten.addmm.default:
-        yield args_of(node)[2], 1
-    elif node.target in (aten.matmul.default, aten.mm.default):
-        yield args_of(node)[1], 1
-
-
-def _word(placement: Placement, columns: int) -> str:
-    if not isinstance(placement, Split):
-        return "replicated"
-    return "column" if placement.dim == columns else "row"
-
-
-def _flops(node: Node) -> int:
+def flops_of(node: Node) -> int:
     """Multiply-adds times two of the products whose arithmetic the degree divides."""
     aten = torch.ops.aten
     if node.target is aten.linear.default:
-        return 2 * _numel(node) * shape_of(args_of(node)[1])[1]
+        return 2 * numel_of(node) * shape_of(args_of(node)[1])[1]
     if node.target is aten.addmm.default:
-        return 2 * _numel(node) * shape_of(args_of(node)[2])[0]
-    if node.target in (aten.matmul.default, aten.mm.default, aten.bmm.default):
-        return 2 * _numel(node) * shape_of(args_of(node)[0])[-1]
+        return 2 * numel_of(node) * shape_of(args_of(node)[2])[0]
+    if node.target in (aten.matmul.default, aten.mm.default, aten.bmm.default) or is_grouped(node):
+        return 2 * numel_of(node) * shape_of(args_of(node)[0])[-1]
     if node.target is aten.scaled_dot_product_attention.default:
-        return 4 * _numel(node) * shape_of(args_of(node)[1])[-2]
+        return 4 * numel_of(node) * shape_of(args_of(node)[1])[-2]
     return 0
-
-
-def _numel(node: Node) -> int:
-    count = 1
-    for size in shape_of(node):
-        count *= size
-    return count
-
-
-def _refuse_mutation(nodes: list[Node]) -> None:
-    for node in nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable and tensor_inputs(node):
-            raise BadInput(
-                f"tensor_parallel_degree: the block writes in place ({node.target}), which cannot be sliced; use ZeRO or pipeline stages instead"
-            )
 
 
 # ------------------------------------------------------------------------------------------------ for people
 
 
-def slicing(graph: ModelGraph | nn.Module, tensor_parallel_degree: int) -> dict[str, str]:
-    """How every linear and embedding of a model is split, by module name; ``*`` stands for the layer numbers.
+def slicing(
+    graph: ModelGraph | nn.Module, tensor_parallel_degree: int, *, enable_sequence_parallel: bool = False
+) -> dict[str, str]:
+    """How every weight matrix and embedding of a model is split, by module name; ``*`` stands for the layer numbers.
 
-    Values: ``column`` (n), ``row`` (k), ``replicated``. Raises BadInput for a degree below 2 or a model whose blocks
-    cannot be traced.
+    Values: ``column`` (n), ``row`` (k), ``batch``, ``sequence`` (m), ``replicated``. Matrices that are bare parameters
+    (stacked experts) go by their own name. With ``enable_sequence_parallel`` the hidden states between the products are
+    split along the sequence; the norms that work on a part of it are named too. Raises BadInput for a degree below 2 or
+    a model whose blocks cannot be traced.
     """
     from ahp.search.slice_model import slice_model
 
-    return slice_model(graph, tensor_parallel_degree).by_module()
+    return slice_model(graph, tensor_parallel_degree, enable_sequence_parallel=enable_sequence_parallel).by_module()

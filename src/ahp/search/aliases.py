@@ -1,0 +1,43 @@
+"""Tensors that share memory which the graph writes into: every rank keeps them whole, so that each write is seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ahp.graph.functional import is_view
+from ahp.search.placement import args_of, tensor_inputs
+
+
+def written(nodes: list[Node]) -> set[Node]:
+    """Nodes whose memory some operator writes into, and those that read it before the last write.
+
+    A reader after the last write sees what stands there for good, and may work on a part of it.
+    """
+    memory = _memory_of(nodes)
+    last_write: dict[Node, int] = {}
+    for position, node in enumerate(nodes):
+        if _writes(node):
+            last_write[memory[node]] = position
+    found = {node for node in nodes if memory.get(node) in last_write}
+    for position, node in enumerate(nodes):
+        if any(position < last_write.get(memory[source], -1) for source in tensor_inputs(node)):
+            found.add(node)
+    return found
+
+
+def _memory_of(nodes: list[Node]) -> dict[Node, Node]:
+    """For each node the one that made the memory it lies in; what may be a view counts as one."""
+    memory: dict[Node, Node] = {}
+    for node in nodes:
+        sources = tensor_inputs(node) if node.op == "call_function" else []
+        shares = bool(sources) and (_writes(node) or is_view(node))
+        memory[node] = memory[sources[0]] if shares else node
+    return memory
+
+
+def _writes(node: Node) -> bool:
+    target: Any = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and bool(args_of(node))

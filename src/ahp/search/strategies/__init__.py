@@ -1,0 +1,99 @@
+"""Which placements each operator can work with.
+
+For Y = XA the choices are: split n (the columns of A: Y is split), k (the rows of A and the columns of X: Y is a
+partial sum), m or the batch (the tokens of X: Y is split alike), or nothing. Every other operator passes splits on, or
+needs the whole tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ahp.search.packing import CUTS, VIEWS
+from ahp.search.placement import Context, R, Strategy, args_of, is_tensor, tensor_inputs
+from ahp.search.strategies import elements, products, shapes
+
+aten = torch.ops.aten
+
+
+def strategies(node: Node, context: Context) -> list[Strategy]:
+    """Every way to run a call node; the first one is always: everything whole on every rank."""
+    inputs = tensor_inputs(node)
+    found = [Strategy((R,) * len(inputs), R)]
+    if not inputs or not is_tensor(node):
+        return found
+    rule = _RULES.get(_name(node.target) or node.target)
+    if rule is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        rule = elements.pointwise
+    if rule is not None:
+        found += [s for s in dict.fromkeys(rule(node, context)) if len(s.inputs) == len(inputs) and s not in found]
+    return found
+
+
+def is_grouped(node: Node) -> bool:
+    """Whether a call is a product with a stack of matrices, a group of rows for each."""
+    return _RULES.get(_name(node.target) or node.target) is products.grouped
+
+
+def _name(target: Any) -> str:
+    """Operators of other libraries go by name: they may not be loaded."""
+    return str(target) if isinstance(target, torch._ops.OpOverload) and target.namespace != "aten" else ""
+
+
+def _reversed(node: Node, rank: int) -> list[int]:
+    return list(reversed(range(rank)))
+
+
+def _permuted(node: Node, rank: int) -> list[int]:
+    return [d % rank for d in args_of(node)[1]]
+
+
+_RULES: dict[Any, Callable[[Node, Context], Iterator[Strategy]]] = {
+    aten.linear.default: products.linear,
+    aten.addmm.default: products.addmm,
+    aten.matmul.default: products.matmul,
+    aten.mm.default: products.matmul,
+    aten.bmm.default: products.matmul,
+    aten._grouped_mm.default: products.grouped,
+    "transformers.grouped_mm_fallback.default": products.grouped,
+    aten.scaled_dot_product_attention.default: products.attention,
+    aten.layer_norm.default: elements.normalisation,
+    aten.rms_norm.default: elements.normalisation,
+    aten.mean.dim: elements.reduction,
+    aten.sum.dim_IntList: elements.reduction,
+    aten.amax.default: elements.reduction,
+    aten.max.dim: elements.reduction,
+    aten.logsumexp.default: elements.reduction,
+    aten.dropout.default: elements.every_dim,
+    aten.softmax.int: elements.along_one_dim,
+    aten.cumsum.default: elements.along_one_dim,
+    aten.topk.default: elements.along_one_dim,
+    aten.transpose.int: shapes.permutation(shapes.transposed),
+    aten.t.default: shapes.permutation(_reversed),
+    aten.permute.default: shapes.permutation(_permuted),
+    aten.unsqueeze.default: shapes.unsqueeze,
+    aten.squeeze.dim: shapes.squeeze,
+    aten.expand.default: shapes.expand,
+    aten.slice.Tensor: shapes.slicing,
+    aten.select.int: shapes.select,
+    aten.unbind.int: shapes.select,
+    aten.cat.default: shapes.concatenation,
+    aten.stack.default: shapes.stack,
+    aten.repeat_interleave.self_int: shapes.repeat_interleave,
+    aten.repeat.default: shapes.repeat,
+    aten.view_as_complex.default: shapes.complex_view,
+    aten.view_as_real.default: shapes.complex_view,
+    aten.index.Tensor: shapes.index,
+    operator.getitem: shapes.getitem,
+    **dict.fromkeys(CUTS, shapes.cut),
+    **dict.fromkeys(VIEWS, shapes.view),
+    **dict.fromkeys(
+        [aten.to.dtype, aten.to.dtype_layout, aten.contiguous.default, aten.clone.default, aten.alias.default],
+        elements.same,
+    ),
+}  # fmt: skip

@@ -1,0 +1,95 @@
+"""Operators that work element by element, and those that reduce or normalise some dims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from ahp.search.placement import (
+    Context,
+    P,
+    Placement,
+    R,
+    Split,
+    Strategy,
+    args_of,
+    argument,
+    kwargs_of,
+    shape_of,
+    tensor_inputs,
+)
+
+aten = torch.ops.aten
+
+_SUMS = {aten.add.Tensor, aten.sub.Tensor}
+_SCALES = {aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.mul.Scalar, aten.div.Scalar}
+
+
+def pointwise(node: Node, context: Context) -> Iterator[Strategy]:
+    """With broadcasting: an input of size 1 along the split dim stays whole. Sums and multiples of summands are summands."""
+    out, inputs = shape_of(node), tensor_inputs(node)
+    for dim, size in enumerate(out):
+        for split in context.splits(dim, size) if size > 1 else ():
+            yield Strategy(tuple(_broadcast(split, shape_of(i), out) for i in inputs), split)
+    if node.target in _SUMS and len(inputs) == 2 and all(shape_of(i) == out for i in inputs) and not kwargs_of(node):
+        yield Strategy((P, P), P)
+    if node.target in _SCALES and shape_of(inputs[0]) == out and inputs[0] is args_of(node)[0]:
+        yield Strategy((P, *(R for _ in inputs[1:])), P)
+    if node.target is aten.mul.Tensor and len(inputs) == 2 and shape_of(inputs[1]) == out:
+        yield Strategy((R, P), P)
+
+
+def _broadcast(split: Split, shape: tuple[int, ...], out: tuple[int, ...]) -> Placement:
+    dim = split.dim - (len(out) - len(shape))
+    return R if dim < 0 or shape[dim] == 1 else split.at(dim)
+
+
+def same(node: Node, context: Context) -> Iterator[Strategy]:
+    """One tensor in, the same elements out."""
+    yield from every_dim(node, context)
+    yield Strategy((P,), P)
+
+
+def every_dim(node: Node, context: Context) -> Iterator[Strategy]:
+    """One tensor in, the same shape out, element by element; not linear. Dropout is of these: each rank drops elements
+    of its own part, by its own random numbers."""
+    for dim, size in enumerate(shape_of(node)):
+        for split in context.splits(dim, size):
+            yield Strategy((split,), split)
+
+
+def normalisation(node: Node, context: Context) -> Iterator[Strategy]:
+    """layer_norm, rms_norm(x, normalized_shape, weight, bias): whole over the normalised dims."""
+    inputs, out = tensor_inputs(node), shape_of(node)
+    for dim in range(len(out) - len(args_of(node)[1])):
+        for split in context.splits(dim, out[dim]):
+            yield Strategy((split,) + (R,) * (len(inputs) - 1), split)
+
+
+def reduction(node: Node, context: Context) -> Iterator[Strategy]:
+    """mean, sum, amax, ... (x, dims, keepdim): a sum or mean over the split dim is partial, others need it whole."""
+    shape = shape_of(args_of(node)[0])
+    dims = argument(node, 1, "dim")
+    reduced = {d % len(shape) for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))}
+    keep = len(shape_of(node)) == len(shape)
+    is_sum = node.target in (aten.sum.dim_IntList, aten.mean.dim)
+    for dim, size in enumerate(shape):
+        for split in context.splits(dim, size):
+            if dim not in reduced:
+                yield Strategy((split,), split.at(dim if keep else dim - sum(r < dim for r in reduced)))
+            elif is_sum:
+                yield Strategy((split,), P)
+    if is_sum:
+        yield Strategy((P,), P)
+
+
+def along_one_dim(node: Node, context: Context) -> Iterator[Strategy]:
+    """softmax, cumsum, topk, sort, ... (x, ..., dim): splits of the other dims pass."""
+    shape = shape_of(args_of(node)[0])
+    position = 2 if node.target is aten.topk.default else 1
+    along = argument(node, position, "dim", -1) % len(shape)
+    for dim, size in enumerate(shape):
+        for split in context.splits(dim, size) if dim != along else ():
+            yield Strategy((split,), split)

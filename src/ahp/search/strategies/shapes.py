@@ -1,0 +1,227 @@
+"""Operators that move elements: views, permutations, cuts of packed projections, joins, indexing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from torch.fx import Node
+
+from ahp.search.packing import CUTS, cut_dim, cut_sizes, dim_groups, slice_range
+from ahp.search.placement import Context, P, R, Split, Strategy, args_of, argument, shape_of, tensor_inputs
+
+
+def view(node: Node, context: Context) -> Iterator[Strategy]:
+    """A split survives where its parts are even pieces of one dim of the new shape."""
+    source, shape = shape_of(args_of(node)[0]), shape_of(node)
+    for group_in, group_out in dim_groups(source, shape):
+        for dim in group_in:
+            for split in context.splits(dim, source[dim]):
+                after = _through_view(split, source, shape, group_in, group_out, context)
+                if after is not None:
+                    yield Strategy((split,), after)
+    yield Strategy((P,), P)
+
+
+def _through_view(
+    split: Split, source: tuple[int, ...], shape: tuple[int, ...], ins: list[int], outs: list[int], context: Context
+) -> Split | None:
+    """Merge the dims ``ins`` into one, whose segments repeat for each index of the dims before, then cut it into ``outs``."""
+    before = math.prod(source[d] for d in ins if d < split.dim)
+    behind = math.prod(source[d] for d in ins if d > split.dim)
+    flat = tuple(segment * behind for segment in split.segments) * before
+    for position, dim in enumerate(outs):
+        before = math.prod(shape[d] for d in outs[:position])
+        behind = math.prod(shape[d] for d in outs[position + 1 :])
+        if len(flat) % before or any(segment % (behind * context.degree) for segment in flat):
+            continue
+        count = len(flat) // before
+        segments = tuple(segment // behind for segment in flat[:count])
+        if flat == flat[:count] * before and sum(segments) == shape[dim]:
+            return split.at(dim, segments)
+    return None
+
+
+def permutation(order: Callable[[Node, int], list[int]]) -> Callable[[Node, Context], Iterator[Strategy]]:
+    """The rule of an operator that puts dim ``order(node, rank)[i]`` at place i."""
+
+    def rule(node: Node, context: Context) -> Iterator[Strategy]:
+        shape = shape_of(args_of(node)[0])
+        for out_dim, dim in enumerate(order(node, len(shape))):
+            for split in context.splits(dim, shape[dim]):
+                yield Strategy((split,), split.at(out_dim))
+        yield Strategy((P,), P)
+
+    return rule
+
+
+def transposed(node: Node, rank: int) -> list[int]:
+    """The order of dims after transpose(x, a, b)."""
+    a, b = args_of(node)[1] % rank, args_of(node)[2] % rank
+    order = list(range(rank))
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def unsqueeze(node: Node, context: Context) -> Iterator[Strategy]:
+    """unsqueeze(x, dim)"""
+    shape = shape_of(args_of(node)[0])
+    at = args_of(node)[1] % (len(shape) + 1)
+    for dim, size in enumerate(shape):
+        for split in context.splits(dim, size):
+            yield Strategy((split,), split.at(dim + (dim >= at)))
+    yield Strategy((P,), P)
+
+
+def squeeze(node: Node, context: Context) -> Iterator[Strategy]:
+    """squeeze(x, dim)"""
+    shape = shape_of(args_of(node)[0])
+    at = args_of(node)[1] % len(shape)
+    removed = len(shape_of(node)) < len(shape)
+    for dim, size in enumerate(shape):
+        for split in context.splits(dim, size) if size > 1 else ():
+            yield Strategy((split,), split.at(dim - (removed and dim > at)))
+    yield Strategy((P,), P)
+
+
+def expand(node: Node, context: Context) -> Iterator[Strategy]:
+    """expand(x, sizes): where a dim grows from 1, each rank may make its part alone."""
+    shape, out = shape_of(args_of(node)[0]), shape_of(node)
+    more = len(out) - len(shape)
+    for dim, size in enumerate(out):
+        for split in context.splits(dim, size) if size > 1 else ():
+            if dim < more or shape[dim - more] == 1:
+                if not split.tokens and len(split.segments) == 1:
+                    yield Strategy((R,), split)
+            else:
+                yield Strategy((split.at(dim - more),), split)
+    yield Strategy((P,), P)
+
+
+def slicing(node: Node, context: Context) -> Iterator[Strategy]:
+    """slice(x, dim, start, end): along a packed dim it takes whole segments; splits of the other dims pass."""
+    shape = shape_of(args_of(node)[0])
+    along, start, end = slice_range(node)
+    for dim, size in enumerate(shape):
+        for split in context.splits(dim, size):
+            if dim != along or end - start == size:
+                yield Strategy((split,), split)
+            elif (taken := _whole_segments(split.segments, start, end)) and shape_of(node)[dim] == end - start:
+                yield Strategy((split,), split.at(dim, taken))
+    yield Strategy((P,), P)
+
+
+def _whole_segments(segments: tuple[int, ...], start: int, end: int) -> tuple[int, ...]:
+    """The segments that make up [start, end); none when it cuts one."""
+    first, taken = 0, []
+    for segment in segments:
+        if start <= first and first + segment <= end:
+            taken.append(segment)
+        first += segment
+    return tuple(taken) if sum(taken) == end - start else ()
+
+
+def select(node: Node, context: Context) -> Iterator[Strategy]:
+    """select(x, dim, index): one of a dim; splits of the others pass."""
+    shape = shape_of(args_of(node)[0])
+    along = argument(node, 1, "dim", 0) % len(shape)
+    for dim, size in enumerate(shape):
+        for split in context.splits(dim, size) if dim != along else ():
+            yield Strategy((split,), split.at(dim - (dim > along)))
+    yield Strategy((P,), P)
+
+
+def cut(node: Node, context: Context) -> Iterator[Strategy]:
+    """split, chunk: a packed dim falls into its segments (``getitem`` says which); splits of the other dims pass."""
+    shape = shape_of(args_of(node)[0])
+    along, sizes = cut_dim(node), cut_sizes(node)
+    for dim, size in enumerate(shape):
+        for split in context.splits(dim, size):
+            if dim != along or split.segments == sizes:
+                yield Strategy((split,), split)
+    yield Strategy((P,), P)
+
+
+def getitem(node: Node, context: Context) -> Iterator[Strategy]:
+    """One output of an operator that has several."""
+    source, index = args_of(node)
+    for dim, size in enumerate(shape_of(source)):
+        if source.target in CUTS and dim == cut_dim(source):
+            sizes = cut_sizes(source)
+            for split in context.splits(dim, sum(sizes)):
+                if split.segments == sizes:
+                    yield Strategy((split,), split.at(dim, (sizes[index],)))
+        elif dim < len(shape_of(node)) and shape_of(node)[dim] == size:
+            for split in context.splits(dim, size):
+                yield Strategy((split,), split)
+    yield Strategy((P,), P)
+
+
+def concatenation(node: Node, context: Context) -> Iterator[Strategy]:
+    """cat(tensors, dim): splits of the other dims pass; along it each tensor is one segment of what comes out."""
+    inputs, out = tensor_inputs(node), shape_of(node)
+    if any(len(shape_of(i)) != len(out) for i in inputs):  # an empty list joined in
+        return
+    along = argument(node, 1, "dim", 0) % len(out)
+    for dim, size in enumerate(out):
+        for split in context.splits(dim, size) if dim != along else ():
+            yield Strategy((split,) * len(inputs), split)
+    sizes = tuple(shape_of(i)[along] for i in inputs)
+    if len(sizes) > 1 and context.divides(sizes):
+        yield Strategy(tuple(Split(along, (size,)) for size in sizes), Split(along, sizes))
+    yield Strategy((P,) * len(inputs), P)
+
+
+def stack(node: Node, context: Context) -> Iterator[Strategy]:
+    """stack(tensors, dim): a new dim; splits of the old ones pass."""
+    inputs, out = tensor_inputs(node), shape_of(node)
+    at = argument(node, 1, "dim", 0) % len(out)
+    for dim, size in enumerate(shape_of(inputs[0])):
+        for split in context.splits(dim, size):
+            yield Strategy((split,) * len(inputs), split.at(dim + (dim >= at)))
+    yield Strategy((P,) * len(inputs), P)
+
+
+def repeat_interleave(node: Node, context: Context) -> Iterator[Strategy]:
+    """repeat_interleave(x, repeats, dim): each element several times in a row, so each part too."""
+    shape, out = shape_of(args_of(node)[0]), shape_of(node)
+    if len(shape) != len(out):
+        return
+    for dim, size in enumerate(shape):
+        for split in context.splits(dim, size):
+            yield Strategy((split,), split.at(dim, tuple(s * out[dim] // size for s in split.segments)))
+    yield Strategy((P,), P)
+
+
+def index(node: Node, context: Context) -> Iterator[Strategy]:
+    """x[i] or x[:, i] with one tensor of indices: the dims that are not looked up pass, and summands are looked up alike."""
+    indices = args_of(node)[1]
+    looked_up = [d for d, i in enumerate(indices) if i is not None]
+    if len(looked_up) != 1:
+        return
+    along, shape = looked_up[0], shape_of(args_of(node)[0])
+    more = len(shape_of(node)) - len(shape)
+    for dim, size in enumerate(shape):
+        for split in context.splits(dim, size) if dim != along else ():
+            if not split.tokens:
+                yield Strategy((split, R), split.at(dim + (more if dim > along else 0)))
+    yield Strategy((P, R), P)
+
+
+def repeat(node: Node, context: Context) -> Iterator[Strategy]:
+    """repeat(x, times): dims that are not repeated pass."""
+    shape, times = shape_of(args_of(node)[0]), args_of(node)[1]
+    more = len(times) - len(shape)
+    for dim, size in enumerate(shape):
+        for split in context.splits(dim, size) if times[dim + more] == 1 else ():
+            yield Strategy((split,), split.at(dim + more))
+    yield Strategy((P,), P)
+
+
+def complex_view(node: Node, context: Context) -> Iterator[Strategy]:
+    """view_as_complex, view_as_real: pairs in the last dim become numbers or the other way round; the other dims pass."""
+    shape = shape_of(args_of(node)[0])
+    for dim in range(min(len(shape), len(shape_of(node)))):
+        for split in context.splits(dim, shape[dim]):
+            yield Strategy((split,), split)
+    yield Strategy((P,), P)

@@ -1,0 +1,151 @@
+"""Sliced blocks of many shapes compute what one process does: loss, gradient norm, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ahp.runtime.dropout import with_own_numbers
+from tests.runtime.models import BUILDERS, JOB, VOCABULARY, Block
+from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train
+from tests.runtime.workers import Pool
+from tests.search.families import build
+
+STEPS = 4
+
+
+def family(model_type: str, **more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return build(model_type, device="cpu", **more)
+
+
+class OneProduct(nn.Module):
+    """Heads that no degree divides and one product with a weight: nothing can be split without a gather."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.softmax(self.mix(x), dim=-1)
+
+
+class Mixers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 32)
+        self.blocks = nn.ModuleList(OneProduct(32) for _ in range(2))
+        self.head = nn.Linear(32, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def mixers() -> nn.Module:
+    torch.manual_seed(0)
+    return Mixers()
+
+
+FAMILIES = (
+    "mixtral", "phi3", "cohere", "glm", "olmo2", "deepseek_v2", "minicpm3", "gemma2", "gpt_neox", "qwen3_moe", "qwen2_moe",
+)  # fmt: skip
+"""A mixture of experts, packed projections cut by indexing, interleaved rotary embeddings, norms over split heads, latent
+attention."""
+BUILDERS.update({name: partial(family, name) for name in FAMILIES})
+BUILDERS["few-keys"] = partial(family, "llama")
+BUILDERS["one-key"] = partial(family, "llama", num_key_value_heads=1)
+BUILDERS["mixers"] = mixers
+CASES = [*((name, 2) for name in FAMILIES), ("few-keys", 4), ("one-key", 2), ("mixers", 2)]
+FAST = ("mixtral",)
+
+
+def train_sliced(rank: int, world: int, name: str, steps: int) -> dict[str, Any]:
+    return train(rank, world, name, {"tensor_parallel_degree": world, "micro_batch_size": 4}, steps, JOB)
+
+
+@pytest.mark.parametrize(
+    ("name", "degree"),
+    [pytest.param(*case, marks=[] if case[0] in FAST else pytest.mark.slow) for case in CASES],
+)
+def test_a_sliced_model_equals_one_process(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], name: str, degree: int
+) -> None:
+    results = pool.run(train_sliced, degree, name, STEPS)
+    expected = plain_run(name, STEPS)
+    assert_same_curve(results[0], expected)
+    assert_same_weights(results, expected)
+
+
+class Mixing(nn.Module):
+    """33 columns: neither n nor k can be split in two, the batch can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(33, 33)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mix(x).tanh()
+
+
+def run_rewritten(rank: int, world: int, kind: str) -> list[tuple[str, float]]:
+    """In each worker: a block's rewritten graph beside the block; the largest difference of each result."""
+    import torch.distributed as dist
+
+    from ahp.graph.capture import capture
+    from ahp.runtime.collectives import cut_segments
+    from ahp.runtime.rewrite import rewrite
+    from ahp.search.placement import Placement, Split
+    from ahp.search.slicing import solve
+
+    torch.manual_seed(0)
+    block = Mixing() if kind == "batch" else Block(32, 4)
+    x = torch.randn(4, 8, 33 if kind == "batch" else 32, requires_grad=True)
+    captured = capture(block, (x,), {})
+    found = solve(captured, world, hidden=0 if kind == "sequence" else None)
+
+    def part(whole: torch.Tensor, place: Placement) -> torch.Tensor:
+        split = isinstance(place, Split)
+        return cut_segments(whole, place.dim, place.segments, world, rank) if split else whole  # type: ignore[union-attr]
+
+    assert dist.group.WORLD is not None
+    outer = Split(1, (8,), tokens=True) if kind == "sequence" else found.placed[captured.activation_nodes()[0]]
+    expected = block(x)
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+    weights = [part(w.detach(), found.weights[n]).requires_grad_() for n, w in block.named_parameters()]
+    mine = part(x.detach(), outer).clone().requires_grad_()
+    (out,) = rewrite(captured, found, dist.group.WORLD)(weights, [mine])
+    out.backward(part(gradient, outer))
+    pairs = [("out", out, part(expected, outer)), ("x", mine.grad, part(x.grad, outer))]  # type: ignore[arg-type]
+    for weight, (name, parameter) in zip(weights, block.named_parameters(), strict=True):
+        assert parameter.grad is not None
+        pairs.append((name, weight.grad, part(parameter.grad, found.weights[name])))
+    return [(name, (a - b).abs().max().item()) for name, a, b in pairs]
+
+
+@pytest.mark.parametrize("kind", ["sequence", "batch"])
+def test_split_tokens_give_the_same_results_and_gradients(pool: Pool, kind: str) -> None:
+    """Sequence parallelism, whose block holds parts of the sequence, and the batch as the last resort."""
+    for result in pool.run(run_rewritten, 2, kind):
+        assert all(difference < 2e-5 for _, difference in result), result
+
+
+def test_each_rank_drops_by_its_own_numbers() -> None:
+    dropped = []
+    for rank in range(2):
+        torch.manual_seed(0)
+        own = with_own_numbers(torch.ops.aten.dropout.default, rank)(torch.ones(1000), 0.5, True)
+        dropped.append((own, torch.rand(4)))
+    (a, after_a), (b, after_b) = dropped
+    assert 400 < (a == 0).sum() < 600
+    assert 400 < (a != b).sum() < 600
+    assert torch.equal(after_a, after_b), "what ranks draw together afterwards is the same"
