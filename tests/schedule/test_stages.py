@@ -23,9 +23,18 @@ def test_as_even_as_can_be(p, v, layers, expected):
 
 def test_the_ends_may_hold_no_layer_where_the_engine_says_so():
     parallelism = Parallelism(pipeline_parallel_degree=4, virtual_stages_per_rank=2)
-    assert layers_of_stages(parallelism, 6, empty_ends=True) == (0, 1, 1, 1, 1, 1, 1, 0)
-    assert layers_of_stages(parallelism, 7, empty_ends=True) == (0, 1, 1, 1, 1, 1, 1, 1)
-    assert layers_of_stages(parallelism, 9, empty_ends=True) == layers_of_stages(parallelism, 9)
+    assert layers_of_stages(parallelism, 6, ends="may_be_empty") == (0, 1, 1, 1, 1, 1, 1, 0)
+    assert layers_of_stages(parallelism, 7, ends="may_be_empty") == (0, 1, 1, 1, 1, 1, 1, 1)
+    assert layers_of_stages(parallelism, 9, ends="may_be_empty") == layers_of_stages(parallelism, 9)
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers", "expected"),
+    [(8, 32, (4, 5, 4, 4, 4, 4, 4, 3)), (4, 27, (7, 7, 7, 6)), (8, 30, (3, 4, 4, 4, 4, 4, 4, 3)), (4, 2, (0, 1, 1, 0))],
+)
+def test_embedding_and_head_may_count_as_layers(stages, layers, expected):
+    parallelism = Parallelism(pipeline_parallel_degree=stages)
+    assert layers_of_stages(parallelism, layers, ends="count_as_layers") == expected
 
 
 def test_given_layers_are_kept():

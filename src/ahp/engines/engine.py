@@ -8,6 +8,7 @@ from typing import Literal
 
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
+from ahp.schedule.stages import Ends
 
 Fusion = Literal["eager", "modules", "fused"]
 Gathers = Literal["never", "per_step", "per_micro_batch"]
@@ -85,8 +86,8 @@ class Traits:
     """Whether cross-entropy is one kernel that keeps nothing beside the logits."""
     torch_pipeline: bool = False
     """Whether torch's pipeline runtime runs the stages: it allocates what a stage receives for every micro-batch."""
-    empty_end_stages: bool = False
-    """Whether the first and the last stage may hold the embedding and the head alone."""
+    stage_ends: Ends = "hold_layers"
+    """How the engine cuts the layers where it is not told: what the first and the last stage hold."""
     gathers_each_weight: bool = False
     """Whether sharded weights are gathered and their gradients reduced one tensor at a time, not a unit at once."""
     fused_gradient_accumulation: bool = False

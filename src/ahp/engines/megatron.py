@@ -55,7 +55,7 @@ class MegatronEngine(Engine):
             compute_weight_bytes=2 if half else 0,
             fusion="fused",
             fused_loss=True,
-            empty_end_stages=True,
+            stage_ends="may_be_empty",
             gradient_overlap=1.0 if zero < 3 and (fp8 or parallelism.pipeline_parallel_degree == 1) else 0.0,
             gathers_each_weight=zero == 3,
             parameter_gather_overlap=0.0 if zero == 3 else 1.0,

@@ -51,6 +51,7 @@ class TorchtitanEngine(Engine):
             gathers_inputs_again=False,
             tensor_copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
             torch_pipeline=True,
+            stage_ends="count_as_layers",  # generate_llm_fqn_per_model_part, input and output weight 1
             selective_keeps_products=True,
             fused_loss=choice.compile,
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",

@@ -140,8 +140,8 @@ class Pricer:
         return tuple(stages), units
 
     def _ranges(self, parallelism: Parallelism) -> tuple[range, ...]:
-        empty_ends = get(self.choice.name).traits(self.job, parallelism, self.choice).empty_end_stages
-        return layer_ranges(layers_of_stages(parallelism, self.graph.num_layers, empty_ends=empty_ends))
+        ends = get(self.choice.name).traits(self.job, parallelism, self.choice).stage_ends
+        return layer_ranges(layers_of_stages(parallelism, self.graph.num_layers, ends=ends))
 
     def _stage_times(
         self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...], units: Units

@@ -136,7 +136,7 @@ def experts(graph: ModelGraph, parallelism: Parallelism) -> str | None:
 def _stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     layers, p, v = graph.num_layers, parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     given = parallelism.layers_per_stage
-    most = layers + 2 * get(engine.name).traits(job, parallelism, engine).empty_end_stages
+    most = layers + 2 * (get(engine.name).traits(job, parallelism, engine).stage_ends != "hold_layers")
     if p * v > 1 and p * v > most:
         rule = f"x virtual_stages_per_rank {v} = {p * v} stages, but the model has {layers} layers and each stage needs one"
         return _broken("pipeline_parallel_degree", p, rule, [d for d in range(1, layers + 1) if d * v <= layers])

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ahp.errors import bad_input
 from ahp.plan import Parallelism
 
+Ends = Literal["hold_layers", "may_be_empty", "count_as_layers"]
+"""What the first and the last stage hold beside the embedding, and the head with the loss.
 
-def layers_of_stages(parallelism: Parallelism, num_layers: int, *, empty_ends: bool = False) -> tuple[int, ...]:
+``hold_layers``: blocks, one at least. ``may_be_empty``: none where the layers do not go round otherwise.
+``count_as_layers``: as many as are left when the embedding and the head are each taken for a layer.
+"""
+
+
+def layers_of_stages(parallelism: Parallelism, num_layers: int, *, ends: Ends = "hold_layers") -> tuple[int, ...]:
     """Blocks of each stage in pipeline order; they add up to ``num_layers``.
 
     ``layers_per_stage`` where it is given; else as even as can be. The embedding always belongs to the first stage and the
     head with the loss to the last, so the last stage is the last to take one layer more, and the first the last but one;
-    of the others the later ones take it first, because fewer micro-batches wait there. ``empty_ends``: the first and
-    the last stage may hold nothing but the embedding and the head. Raises BadInput when the layers do not go round.
+    of the others the later ones take it first, because fewer micro-batches wait there. Where the ends count as layers
+    the first stages take one more (torchtitan's own cut, distributed/pipeline_parallel.py). Raises BadInput when the
+    layers do not go round.
     """
     stages = parallelism.num_stages
     if parallelism.layers_per_stage is not None:
@@ -22,7 +32,10 @@ def layers_of_stages(parallelism: Parallelism, num_layers: int, *, empty_ends: b
         return given
     if stages == 1:
         return (num_layers,)
-    if empty_ends and num_layers < stages <= num_layers + 2:
+    if ends == "count_as_layers" and stages <= num_layers + 2:
+        least, more = divmod(num_layers + 2, stages)
+        return tuple(least + (stage < more) - (stage in (0, stages - 1)) for stage in range(stages))
+    if ends == "may_be_empty" and num_layers < stages <= num_layers + 2:
         return (0, *(1,) * (stages - 2), num_layers - stages + 2)
     if stages > num_layers:
         raise bad_input(

@@ -246,7 +246,7 @@ class _Block:
     def _edges(self, virtual: int) -> Ints:
         """The first layer of every stage, and the number of layers after the last."""
         layout = self.any.model_copy(update={"virtual_stages_per_rank": virtual})
-        layers = layers_of_stages(layout, self.asked.graph.num_layers, empty_ends=self.traits[0].empty_end_stages)
+        layers = layers_of_stages(layout, self.asked.graph.num_layers, ends=self.traits[0].stage_ends)
         return np.cumsum([0, *layers])
 
     def _holders(self, pipe: Pipe) -> Ints:

@@ -47,7 +47,7 @@ class Problem:
     @property
     def most_stages(self) -> int:
         """Stages that the layers can be cut into on this engine."""
-        return self.graph.num_layers + 2 * self._pipeline_traits.empty_end_stages
+        return self.graph.num_layers + 2 * (self._pipeline_traits.stage_ends != "hold_layers")
 
     @property
     def torch_pipeline(self) -> bool:
