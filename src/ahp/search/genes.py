@@ -1,0 +1,101 @@
+"""Layouts as points of a cube, so that solvers for functions of real numbers can walk over them.
+
+Every coordinate, 0 to 1, chooses among the values that one key may still have after the choices before it: whatever
+the point, the layout is legal, and near points mostly share their first choices. Prices are kept, so that a point of a
+layout that was seen costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.errors import BadInput, NotExpressible
+from ahp.plan import Forecast
+from ahp.search.exact import Outcome, Place
+from ahp.search.space import Space
+
+Floats = NDArray[np.float64]
+
+COLUMNS = ("pipeline", "tensor", "context", "expert", "sequence_parallel", "micro_batch")
+"""Of a block, in the order of choosing: what decides most about time and memory first. The replicas are what is left."""
+
+NUM_GENES = len(COLUMNS) + 3
+"""And how replicas share states, the schedule, and the recompute."""
+
+TOO_LARGE = 10.0
+"""Added to the log of the time of a layout that does not fit: above that of any that does, and falling with the need."""
+
+REFUSED = 100.0
+
+
+class Cube:
+    """The legal layouts of a space, or of some of its blocks."""
+
+    def __init__(self, space: Space, blocks: Sequence[int] | NDArray[np.intp] | None = None) -> None:
+        kept = np.arange(len(space.blocks)) if blocks is None else np.asarray(blocks)
+        table = np.stack([getattr(space.blocks, name)[kept] for name in COLUMNS], axis=1)
+        order = np.lexsort(table.T[::-1])
+        self._space, self._sorted, self._order = space, table[order], kept[order]
+        changed = np.ones((len(table), len(COLUMNS)), dtype=bool)
+        changed[1:] = np.logical_or.accumulate(self._sorted[1:] != self._sorted[:-1], axis=1)
+        self._starts = [np.flatnonzero(changed[:, column]) for column in range(len(COLUMNS))]
+        """By column: where in the sorted blocks another value of it, or of one before it, begins."""
+
+    def place(self, point: Sequence[float] | Floats) -> Place:
+        """The layout of a point: its block, and its row there."""
+        first, end = 0, len(self._sorted)
+        for starts, at in zip(self._starts, point, strict=False):
+            left, right = np.searchsorted(starts, (first, end))
+            chosen = left + _choice(at, right - left)
+            first, end = starts[chosen], starts[chosen + 1] if chosen + 1 < right else end
+        block = int(self._order[first])
+        shape = self._space.rows(block).shape
+        row = tuple(_choice(at, count) for at, count in zip(point[len(COLUMNS) :], shape, strict=True))
+        return block, int(np.ravel_multi_index(row, shape))
+
+
+def _choice(at: float, count: int) -> int:
+    return min(int(at * count), count - 1)
+
+
+class BudgetSpent(Exception):
+    """As many layouts were priced as were allowed."""
+
+
+@dataclass
+class Objective:
+    """What the solvers make small: the log of the step time, and far above it what does not fit."""
+
+    cube: Cube
+    price: Callable[[Place], Forecast]
+    capacity_bytes: int
+    budget: int
+    """Layouts that may be priced."""
+    outcome: Outcome = field(default_factory=Outcome)
+    _seen: dict[Place, float] = field(default_factory=dict)
+
+    def __call__(self, point: Floats) -> float:
+        """Raises BudgetSpent instead of pricing one layout too many."""
+        place = self.cube.place(point)
+        if place not in self._seen:
+            if len(self._seen) >= self.budget:
+                raise BudgetSpent
+            self._seen[place] = self._value(place)
+        return self._seen[place]
+
+    def _value(self, place: Place) -> float:
+        try:
+            forecast = self.price(place)
+        except (BadInput, NotExpressible) as refusal:
+            self.outcome.refused.append((place, str(refusal)))
+            return REFUSED
+        value = float(np.log(forecast.step_time_s))
+        if forecast.fits:
+            self.outcome.fitting.append((place, forecast))
+            return value
+        self.outcome.misfits.append((place, forecast))
+        return value + TOO_LARGE + float(np.log(sum(forecast.memory.values()) / self.capacity_bytes))

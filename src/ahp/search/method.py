@@ -1,0 +1,74 @@
+"""How a space is searched: exactly, or by a solver with a budget of forecasts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from ahp.errors import bad_input
+from ahp.plan import Forecast
+from ahp.search.anneal import anneal
+from ahp.search.bounds import Bounds
+from ahp.search.evolve import evolve
+from ahp.search.exact import Limits, Outcome, Place, best_first
+from ahp.search.genes import Cube, Objective
+from ahp.search.problem import Problem
+from ahp.search.space import Space
+
+MethodName = Literal["exact", "anneal", "evolve"]
+SOLVERS = {"anneal": anneal, "evolve": evolve}
+
+
+@dataclass(frozen=True)
+class Method:
+    """What searches. ``seed`` and ``budget`` are those of annealing and evolution."""
+
+    name: MethodName = "exact"
+    seed: int = 0
+    budget: int = 500
+    """Layouts that may be priced."""
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(MethodName):
+            raise bad_input("method", self.name, "no such method", get_args(MethodName))
+        if self.budget < 1:
+            raise bad_input("budget", self.budget, "at least one layout must be priced")
+        if self.seed < 0:
+            raise bad_input("seed", self.seed, "must be 0 or more")
+
+
+def find(used: Problem, bounds: Bounds, space: Space, method: Method, keep: int) -> Outcome:
+    """Price rows of the space by the method. An exact outcome may be proven; of the others the lower bounds say how far
+    from the best they can be at most."""
+    most_bytes = bounds.most_that_fits_bytes()
+    blocks_s = np.where(bounds.blocks_bytes(space) <= most_bytes, bounds.blocks_s(space), np.inf)
+
+    def price(place: Place) -> Forecast:
+        return used.price(space.layout(*place))
+
+    if method.name == "exact":
+        return best_first(
+            blocks_s,
+            space.blocks.rows,
+            lambda block: bounds.block_s(space, block),
+            lambda block: bounds.rows(space, block, most_bytes).times_s,
+            price,
+            Limits(keep=keep),
+        )
+    roomy = np.flatnonzero(np.isfinite(blocks_s))
+    if not len(roomy):
+        return Outcome(too_large=space.num_legal, bounds_s=blocks_s)
+    objective = Objective(Cube(space, roomy), price, used.capacity_bytes, method.budget)
+    SOLVERS[method.name](objective, method.seed)
+    return _with_bounds(objective.outcome, blocks_s, space)
+
+
+def _with_bounds(found: Outcome, blocks_s: np.ndarray, space: Space) -> Outcome:
+    found.fitting.sort(key=lambda pair: (pair[1].step_time_s, sum(pair[1].memory.values()), pair[0]))
+    found.bounds_s = blocks_s
+    found.too_large = int(space.blocks.rows[np.isinf(blocks_s)].sum())
+    found.left = space.num_legal - found.too_large - found.priced - len(found.refused)
+    found.lowest_bound_left_s = float(blocks_s.min()) if found.left else None
+    return found
