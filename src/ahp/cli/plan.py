@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -41,6 +41,12 @@ class Arguments:
     """Plans that are shown."""
     measure: int = 0
     """Really run the first so many plans for a few steps on this machine, and choose by the measurement."""
+    method: Literal["exact", "anneal", "evolve"] = "exact"
+    """exact proves the best; anneal and evolve price --budget layouts, beginning with --seed."""
+    budget: int = 500
+    """Layouts that anneal and evolve may price."""
+    seed: int = 0
+    """Of anneal and evolve: the same seed, the same plans."""
     json: bool = False
     """Print the ranking as one JSON object."""
 
@@ -65,7 +71,8 @@ def run(argv: list[str]) -> int:
         raise bad_input("--top", arguments.top, "must be 1 or more")
     if arguments.measure < 0:
         raise bad_input("--measure", arguments.measure, "must be 0 (choose by the forecast) or a number of plans")
-    found = find(arguments.model, Cluster.resolve(arguments.cluster), overrides, arguments.top)
+    by = {"name": arguments.method, "budget": arguments.budget, "seed": arguments.seed}
+    found = find(arguments.model, Cluster.resolve(arguments.cluster), overrides, arguments.top, by)
     if arguments.measure:
         found = measured(found, arguments.measure)
     best = found.ranking.best
@@ -80,11 +87,19 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def find(model: str | dict[str, Any], cluster: Cluster, overrides: dict[str, Any], top: int) -> Found:
-    """Analyze and search; what the user did not give of the job is chosen."""
+def find(
+    model: str | dict[str, Any],
+    cluster: Cluster,
+    overrides: dict[str, Any],
+    top: int,
+    method: dict[str, Any] | None = None,
+) -> Found:
+    """Analyze and search; what the user did not give of the job is chosen. ``method``: the keys of ``search.method.Method``."""
     from ahp.graph.trace import analyze
+    from ahp.search.method import Method
     from ahp.search.ranking import search
 
+    by = Method(**(method or {}))  # refused before anything is traced
     overrides = dict(overrides)
     given = given_job(overrides)
     asked: dict[str, Any] = {}
@@ -98,7 +113,7 @@ def find(model: str | dict[str, Any], cluster: Cluster, overrides: dict[str, Any
     graph = analyze(model, job, attention=engine.attention)
     job = with_batch(job, given, model, graph.num_parameters, cluster.num_devices)
     print(f"searching layouts, world size {cluster.num_devices} ...", file=sys.stderr)
-    ranking = search(graph, cluster, job, constraints=constraints, engine=engine, keep=top)
+    ranking = search(graph, cluster, job, constraints=constraints, engine=engine, keep=top, method=by)
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
     return Found(graph, cluster, job, chosen, ranking)
 

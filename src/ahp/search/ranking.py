@@ -7,22 +7,22 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
+from ahp.errors import bad_input
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, Rejected
 from ahp.search import telling
 from ahp.search.bounds import Bounds
 from ahp.search.current import Current, compared, today_of, with_candidate
-from ahp.search.exact import Limits, Outcome, best_first
+from ahp.search.exact import Outcome
+from ahp.search.method import Method, MethodName, find
 from ahp.search.misfit import nothing_fits
 from ahp.search.nearby import Nearby
-from ahp.search.problem import Problem, problem
+from ahp.search.problem import problem
 from ahp.search.rows import LegalRows, legal_rows
-from ahp.search.space import Rule, Space
+from ahp.search.space import Rule
 from ahp.words import seconds
 
 
@@ -101,6 +101,7 @@ def search(
     engine: EngineChoice | Mapping[str, Any] | None = None,
     keep: int = 10,
     current: Parallelism | Mapping[str, Any] | None = None,
+    method: Method | MethodName = "exact",
 ) -> Ranking:
     """Rank every legal layout that fits by its forecast step time.
 
@@ -113,6 +114,8 @@ def search(
         keep: plans of the ranking, one at least.
         current: what runs today; priced beside the winner whether it fits or not, and a candidate where it is admitted.
 
+        method: exact, which proves the best; anneal or evolve, which stop after a budget of forecasts (``Method``).
+
     Returns:
         At most ``keep`` plans, fastest first. Devices are left over only where no layout can use all of them and
         the user has fixed no degree; ``notes`` and the plans' ``why`` then say so.
@@ -124,12 +127,16 @@ def search(
     """
     start = perf_counter()
     keep = max(keep, 1)
+    by = method if isinstance(method, Method) else Method(method)
     table = legal_rows(problem(graph, cluster, job, constraints, engine))
     used, space = table.problem, table.space
     today = today_of(used, current)
     bounds = Bounds(used)
-    found = _best_first(used, bounds, space, keep)
+    found = find(used, bounds, space, by, keep)
     if not found.fitting:
+        if by.name != "exact" and found.left:
+            rule = f"none of the {found.priced} layouts that it priced fits; raise budget, or search exactly"
+            raise bad_input("method", by.name, rule)
         raise nothing_fits(used)
     certificate = _certificate(table, found, perf_counter() - start)
     ranked = [(space.layout(*place), forecast) for place, forecast in found.fitting]
@@ -148,20 +155,6 @@ def search(
     losers = (*large, *lost[keep - 1 :])
     told = None if today is None else compared(today, ranked[0], used)
     return Ranking(tuple(plans), certificate, large, losers, table.notes, told)
-
-
-def _best_first(used: Problem, bounds: Bounds, space: Space, keep: int) -> Outcome:
-    """The search itself: blocks and rows in the order of their lower bounds."""
-    most_bytes = bounds.most_that_fits_bytes()
-    blocks_s = np.where(bounds.blocks_bytes(space) <= most_bytes, bounds.blocks_s(space), np.inf)
-    return best_first(
-        blocks_s,
-        space.blocks.rows,
-        lambda block: bounds.block_s(space, block),
-        lambda block: bounds.rows(space, block, most_bytes).times_s,
-        lambda place: used.price(space.layout(*place)),
-        Limits(keep=keep),
-    )
 
 
 def _certificate(table: LegalRows, found: Outcome, search_s: float) -> Certificate:
