@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -13,7 +14,7 @@ from ahp.graph.capture import Capture
 from ahp.graph.outline import Outline, outline
 from ahp.search.placement import Split, shape_of
 from ahp.search.slice_words import module_of
-from ahp.search.slicing import Slicing, solve
+from ahp.search.slicing import SPARING, Slicing, solve
 
 if TYPE_CHECKING:
     from ahp.graph.operators import ModelGraph
@@ -61,13 +62,27 @@ def slice_outline(found: Outline, degree: int, *, enable_sequence_parallel: bool
             raise BadInput(f"tensor_parallel_degree = {degree}: {captured}")
         hidden = _hidden_of(captured, found) if enable_sequence_parallel else None
         solution = solve(captured, degree, hidden=hidden)
-        if not any(isinstance(p, Split) for p in solution.weights.values()):
-            raise BadInput(
-                f"tensor_parallel_degree = {degree}: no weight of {found.blocks_path}.* can be split into {degree} equal "
-                "parts; it must divide the attention heads, the key-value heads and the feed-forward width"
+        if not _splits_a_weight(solution):
+            raise bad_input(
+                "tensor_parallel_degree",
+                degree,
+                f"no weight of {found.blocks_path}.* can be split into {degree} equal parts; it must divide the attention "
+                "heads and the feed-forward width",
+                _valid_degrees(captured, degree),
             )
         solutions.append(solution)
     return ModelSlicing(found, degree, tuple(solutions), _vocabulary(found, degree))
+
+
+def _splits_a_weight(solution: Slicing) -> bool:
+    return any(isinstance(place, Split) for place in solution.weights.values())
+
+
+def _valid_degrees(captured: Capture, degree: int) -> list[int]:
+    """The nearest degrees, two below and two above at most, that split some weight of a block."""
+    ways = (range(degree - 1, 1, -1), range(degree + 1, 2 * degree + 1))
+    near = [islice((d for d in way if _splits_a_weight(solve(captured, d, permission=SPARING))), 2) for way in ways]
+    return sorted(d for some in near for d in some)
 
 
 def _hidden_of(captured: Capture, found: Outline) -> int:

@@ -61,9 +61,13 @@ def _cost(slicing: Slicing, degree: int) -> str:
     all_flops, all_elements = slicing.undivided
     return (
         f"a rank of {degree} does {percent(flops / max(all_flops, 1))} of the arithmetic, holds "
-        f"{percent(elements / max(all_elements, 1))} of the matrices and sends {gib(moved)} for each micro-batch, "
+        f"{percent(elements / max(all_elements, 1))} of the matrices and sends {_size(moved)} for each micro-batch, "
         "forward and backward"
     )
+
+
+def _size(count_bytes: int) -> str:
+    return gib(count_bytes) if count_bytes >= 2**20 else f"{count_bytes / 2**10:.0f} KiB"
 
 
 def told_of(plan: Plan) -> list[str]:
