@@ -110,9 +110,20 @@ class Pricer:
             parallelism, span, stages, optimizer_s,
         )  # fmt: skip
 
+    def stage_times(self, parallelism: Parallelism) -> list[StageTimes]:
+        """What each stage of a legal layout takes, without the schedule and without memory."""
+        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
+        return self._stage_times(parallelism, traits, *self._stages(parallelism, traits))
+
+    def units(self, parallelism: Parallelism) -> Units:
+        """The model's blocks and ends, priced for one rank of the layout and one micro-batch."""
+        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
+        axes = axes_of(parallelism, self.nodes.devices_per_node)
+        return self.unit_pricer.units(parallelism.micro_batch_size, axes, traits)
+
     def _stages(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], Units]:
         per_node = self.nodes.devices_per_node
-        units = self.unit_pricer.units(parallelism.micro_batch_size, axes_of(parallelism, per_node), traits)
+        units = self.units(parallelism)
         on_cpu = is_cpu(self.nodes.device)
         shard, replicate = data_groups(parallelism, per_node)
         data = DataParallel(

@@ -49,9 +49,9 @@ class Cube:
         """The layout of a point: its block, and its row there."""
         first, end = 0, len(self._sorted)
         for starts, at in zip(self._starts, point, strict=False):
-            left, right = np.searchsorted(starts, (first, end))
+            left, right = (int(found) for found in np.searchsorted(starts, np.array([first, end])))
             chosen = left + _choice(at, right - left)
-            first, end = starts[chosen], starts[chosen + 1] if chosen + 1 < right else end
+            first, end = int(starts[chosen]), int(starts[chosen + 1]) if chosen + 1 < right else end
         block = int(self._order[first])
         shape = self._space.rows(block).shape
         row = tuple(_choice(at, count) for at, count in zip(point[len(COLUMNS) :], shape, strict=True))

@@ -18,6 +18,7 @@ from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism, validated
+from ahp.schedule.stages import Ends
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,12 @@ class Problem:
     @property
     def most_stages(self) -> int:
         """Stages that the layers can be cut into on this engine."""
-        return self.graph.num_layers + 2 * (self._pipeline_traits.stage_ends != "hold_layers")
+        return self.graph.num_layers + 2 * (self.stage_ends != "hold_layers")
+
+    @property
+    def stage_ends(self) -> Ends:
+        """What the engine's first and last stage hold."""
+        return self._pipeline_traits.stage_ends
 
     @property
     def torch_pipeline(self) -> bool:

@@ -21,6 +21,7 @@ from ahp.search.method import Method, MethodName, find
 from ahp.search.misfit import nothing_fits
 from ahp.search.nearby import Nearby
 from ahp.search.problem import problem
+from ahp.search.recut import recut
 from ahp.search.rows import LegalRows, legal_rows
 from ahp.search.space import Rule
 from ahp.words import seconds
@@ -41,7 +42,10 @@ class Certificate:
     left: int
     """Legal rows not priced, because their lower bound is above the times found."""
     forecasts: int
+    cuts: int
+    """Forecasts beside these, of the fastest pipelines with their stages cut otherwise than as even as can be."""
     best_s: float
+    """Of the rows, whose stages are as even as can be."""
     lowest_bound_left_s: float | None
     """No row left can take less than this."""
     proven: bool
@@ -58,6 +62,8 @@ class Certificate:
             f"Searched {self.rows:,} layouts in {self.search_s:.1f} s: {self.broken:,} break a rule, "
             f"{self.not_fit:,} do not fit, {self.fit:,} priced and fit, {self.left:,} left"
         )
+        if self.cuts:
+            found += f" ({self.cuts} other cuts into stages of the fastest)"
         if self.lowest_bound_left_s is None:
             return found
         bound = seconds(self.lowest_bound_left_s)
@@ -138,16 +144,20 @@ def search(
             rule = f"none of the {found.priced} layouts that it priced fits; raise budget, or search exactly"
             raise bad_input("method", by.name, rule)
         raise nothing_fits(used)
-    certificate = _certificate(table, found, perf_counter() - start)
-    ranked = [(space.layout(*place), forecast) for place, forecast in found.fitting]
-    ranked = with_candidate(ranked, today, used)
+    better = recut(used, [(space.layout(*place), forecast) for place, forecast in found.fitting])
+    ranked = with_candidate(better.ranked, today, used)
+    certificate = _certificate(table, found, better.forecasts, perf_counter() - start)
     best = ranked[0][1]
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
     nearby = Nearby(bounds, space, found, found.fitting[0][0], best.step_time_s)
     misfits += telling.priced(used, space, nearby.misfits_to_price())
     large = telling.too_large(misfits, best, used.capacity_bytes)
     lost = tuple(telling.runner_up(pair, best) for pair in ranked[1:])
-    why = (*telling.why(used, ranked, misfits, certificate.words(), nearby.floors()), *table.notes)
+    why = (
+        *telling.why(used, ranked, misfits, certificate.words(), nearby.floors()),
+        *filter(None, [better.words]),
+        *table.notes,
+    )
     plans = [telling.plan(used, ranked[0], why, (*lost[: keep - 1], *large))]
     plans += [
         telling.plan(used, pair, (loser.reason,)) for pair, loser in zip(ranked[1:keep], lost[: keep - 1], strict=True)
@@ -157,7 +167,7 @@ def search(
     return Ranking(tuple(plans), certificate, large, losers, table.notes, told)
 
 
-def _certificate(table: LegalRows, found: Outcome, search_s: float) -> Certificate:
+def _certificate(table: LegalRows, found: Outcome, cuts: int, search_s: float) -> Certificate:
     return Certificate(
         rows=table.space.size,
         rules=table.space.rules,
@@ -166,6 +176,7 @@ def _certificate(table: LegalRows, found: Outcome, search_s: float) -> Certifica
         fit=len(found.fitting),
         left=found.left,
         forecasts=found.priced,
+        cuts=cuts,
         best_s=found.fitting[0][1].step_time_s,
         lowest_bound_left_s=found.lowest_bound_left_s,
         proven=found.proven,

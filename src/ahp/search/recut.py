@@ -1,0 +1,130 @@
+"""The best layouts with their stages cut better than as even as can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.errors import BadInput, NotExpressible
+from ahp.forecast.units import Unit
+from ahp.plan import Forecast, Parallelism
+from ahp.schedule.bounds import lower_bound_s
+from ahp.schedule.patterns import SPLIT_BACKWARD
+from ahp.schedule.simulate import StageTimes
+from ahp.schedule.stages import layers_of_stages
+from ahp.search.problem import Problem
+from ahp.search.stages import WORTH_S, BestCut, Cut, best_cut, least_longest
+from ahp.words import percent
+
+Pair = tuple[Parallelism, Forecast]
+
+LAYOUTS = 3
+"""So many layouts, the fastest with a pipeline, are cut anew: each costs up to a hundred forecasts."""
+
+
+@dataclass(frozen=True)
+class Recut:
+    """A ranking with better cuts, and what was tried for them."""
+
+    ranked: list[Pair]
+    forecasts: int
+    words: str | None
+    """What the cut of the first is worth, where it is not as even as can be."""
+
+
+def recut(asked: Problem, ranked: list[Pair]) -> Recut:
+    """Cut the fastest layouts with a pipeline anew, unless the user has fixed the cut; the fastest first again."""
+    if asked.constraints.layers_per_stage is not None:
+        return Recut(ranked, 0, None)
+    found, forecasts, gains = list(ranked), 0, {}
+    pipelines = [at for at, (layout, _) in enumerate(ranked) if layout.num_stages > 1][:LAYOUTS]
+    for at in pipelines:
+        layout, even = ranked[at]
+        better = _cut(asked, layout)
+        forecasts += 0 if better is None else better.forecasts
+        if better is None or better.forecast.step_time_s > even.step_time_s * (1 - WORTH_S):
+            continue
+        cut = layout.model_copy(update={"layers_per_stage": better.layers})
+        found[at] = cut, better.forecast
+        gains[cut] = even.step_time_s / better.forecast.step_time_s - 1
+    found.sort(key=lambda pair: pair[1].step_time_s)
+    return Recut(found, forecasts, _words(found[0][0], gains))
+
+
+def _words(first: Parallelism, gains: dict[Parallelism, float]) -> str | None:
+    if first not in gains or first.layers_per_stage is None:
+        return None
+    layers = ", ".join(map(str, first.layers_per_stage))
+    return f"stages of {layers} layers: {percent(gains[first])} faster than as even as can be"
+
+
+def _cut(asked: Problem, layout: Parallelism) -> BestCut | None:
+    costs = LayoutCosts(asked, layout)
+    stages, layers = layout.num_stages, asked.graph.num_layers
+    if stages > layers:  # no cut but the one with empty ends
+        return None
+    return best_cut(layers, stages, costs, [costs.usual(), costs.longest[1]])
+
+
+class LayoutCosts:
+    """What the cuts of one layout cost, by the forecast."""
+
+    def __init__(self, asked: Problem, layout: Parallelism) -> None:
+        self.asked, self.layout, self.pricer = asked, layout, asked.pricer
+        self.m = layout.num_micro_batches(asked.job)
+        self.longest = self._least_longest()
+
+    def usual(self) -> Cut:
+        """The cut that the layout has where nobody asks for another."""
+        return layers_of_stages(self.layout, self.asked.graph.num_layers, ends=self.asked.stage_ends)
+
+    def _with(self, cut: Cut) -> Parallelism:
+        return self.layout.model_copy(update={"layers_per_stage": cut})
+
+    def _times(self, cut: Cut) -> list[StageTimes]:
+        return self.pricer.stage_times(self._with(cut))
+
+    def bound_s(self, cut: Cut) -> float:
+        """The longest path through the schedule that has a closed form."""
+        name, p, v = (
+            self.layout.pipeline_parallel_schedule,
+            self.layout.pipeline_parallel_degree,
+            self.layout.virtual_stages_per_rank,
+        )
+        return lower_bound_s(name, p, v, self.m, self._times(cut)) * (1.0 + self.pricer.slowest_share)
+
+    def stage_s(self, cut: Cut) -> NDArray[np.float64]:
+        """[S] Seconds of each stage on one micro-batch, forward and backward."""
+        return np.array([times.forward_s + times.backward_s for times in self._times(cut)])
+
+    def price(self, cut: Cut) -> Forecast | None:
+        """The forecast; None where the cut does not fit or is refused."""
+        try:
+            forecast = self.asked.price(self._with(cut))
+        except (BadInput, NotExpressible):
+            return None
+        return forecast if forecast.fits else None
+
+    def floor_s(self) -> float:
+        """Seconds that no cut can go below: of its longest stage, from the layers' own computation."""
+        return self.longest[0] * (1.0 + self.pricer.slowest_share)
+
+    def _least_longest(self) -> tuple[float, Cut]:
+        """The floor, and the cut with the shortest longest stage; of several stages a rank, over all of them."""
+        units = self.pricer.units(self.layout)
+        layers = np.array([_work_s(units.blocks[kind]) for kind in units.layers])
+        forward = np.array([units.blocks[kind].times.forward_s for kind in units.layers])
+        before = forward if self.layout.pipeline_parallel_schedule in SPLIT_BACKWARD else layers
+        ends = self.m * _work_s(units.embedding), self.m * _work_s(units.head)
+        seconds, cut = least_longest(before, self.m * layers, *ends, self.layout.num_stages)
+        if self.layout.virtual_stages_per_rank > 1:
+            # A rank has stages from several places: all ranks together have all the work.
+            seconds = (self.m * layers.sum() + sum(ends)) / self.layout.pipeline_parallel_degree
+        return seconds, cut
+
+
+def _work_s(unit: Unit) -> float:
+    """Device seconds of one micro-batch, without collectives and without recompute."""
+    return unit.times.forward_s + unit.times.backward_s

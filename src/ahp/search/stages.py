@@ -1,0 +1,180 @@
+"""Where to cut the layers into pipeline stages, so that the step is shortest and every rank has the memory.
+
+Few cuts: each is bounded, and forecast in the order of its bound until none left can win. Many: from the best of some
+starts, one layer moves from a long stage to a short one as long as a forecast gets shorter; a floor under every cut, by
+dynamic programming, says how much better another could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from math import comb
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.plan import Forecast
+
+Floats = NDArray[np.float64]
+
+Cut = tuple[int, ...]
+"""Layers of each stage in pipeline order."""
+
+ALL_CUTS = 500
+"""So many cuts are all looked at; a bound takes some 0.2 ms, a forecast some milliseconds."""
+
+DONORS, TAKERS = 4, 8
+"""Of many cuts: a layer moves from one of the longest stages to one of the shortest, so many of each."""
+
+FORECASTS_A_ROUND, ROUNDS = 8, 12
+"""Moves that are forecast before a round gives up, and rounds."""
+
+WORTH_S = 1e-4
+"""A move that shortens the step by less than this share is none."""
+
+
+class Costs(Protocol):
+    """What a layout's cuts cost."""
+
+    def bound_s(self, cut: Cut) -> float:
+        """Seconds that the step takes at least."""
+        ...
+
+    def stage_s(self, cut: Cut) -> Floats:
+        """[S] Seconds of each stage on one micro-batch, forward and backward."""
+        ...
+
+    def price(self, cut: Cut) -> Forecast | None:
+        """The forecast; None where the cut does not fit or is refused."""
+        ...
+
+    def floor_s(self) -> float:
+        """Seconds that no cut can go below."""
+        ...
+
+
+@dataclass(frozen=True)
+class BestCut:
+    """The best cut found, and what is known of the others."""
+
+    layers: Cut
+    forecast: Forecast
+    forecasts: int
+    proven: bool
+    """Whether every other cut takes at least as long, or does not fit."""
+    floor_s: float
+    """Every cut takes at least this long."""
+
+
+def best_cut(num_layers: int, num_stages: int, costs: Costs, starts: Sequence[Cut]) -> BestCut | None:
+    """The cut of ``num_layers`` into ``num_stages`` with the shortest step; None where none that was looked at fits.
+
+    ``starts``: cuts to begin with where there are too many to look at each.
+    """
+    if num_cuts(num_layers, num_stages) <= ALL_CUTS:
+        return _of_all(cuts(num_layers, num_stages), costs)
+    return _by_moves(starts, costs)
+
+
+def num_cuts(num_layers: int, num_stages: int) -> int:
+    """Ways to give every stage at least one layer."""
+    return comb(num_layers - 1, num_stages - 1)
+
+
+def cuts(num_layers: int, num_stages: int) -> Iterator[Cut]:
+    """Every way to give each stage at least one layer."""
+    for inner in combinations(range(1, num_layers), num_stages - 1):
+        edges = (0, *inner, num_layers)
+        yield tuple(after - before for before, after in pairwise(edges))
+
+
+def _of_all(found: Iterator[Cut], costs: Costs) -> BestCut | None:
+    queue = sorted((costs.bound_s(cut), cut) for cut in found)
+    best: tuple[float, Cut, Forecast] | None = None
+    forecasts = 0
+    for bound_s, cut in queue:
+        if best is not None and bound_s >= best[0]:
+            break
+        forecast = costs.price(cut)
+        forecasts += 1
+        if forecast is not None and (best is None or forecast.step_time_s < best[0]):
+            best = forecast.step_time_s, cut, forecast
+    if best is None:
+        return None
+    return BestCut(best[1], best[2], forecasts, proven=True, floor_s=best[0])
+
+
+def _by_moves(starts: Sequence[Cut], costs: Costs) -> BestCut | None:
+    seen: dict[Cut, Forecast | None] = {cut: costs.price(cut) for cut in dict.fromkeys(starts)}
+    fitting = {cut: forecast for cut, forecast in seen.items() if forecast is not None}
+    if not fitting:
+        return None
+    at = min(fitting, key=lambda cut: fitting[cut].step_time_s)
+    best = fitting[at]
+    for _ in range(ROUNDS):
+        moved = _better(at, best, costs, seen)
+        if moved is None:
+            break
+        at, best = moved
+    floor_s = costs.floor_s()
+    return BestCut(at, best, len(seen), proven=best.step_time_s <= floor_s * (1 + WORTH_S), floor_s=floor_s)
+
+
+def _better(at: Cut, best: Forecast, costs: Costs, seen: dict[Cut, Forecast | None]) -> tuple[Cut, Forecast] | None:
+    """The first move, in the order of bounds, whose forecast is shorter."""
+    bounds = sorted((costs.bound_s(cut), cut) for cut in moves(at, costs.stage_s(at)) if cut not in seen)
+    for bound_s, cut in bounds[:FORECASTS_A_ROUND]:
+        if bound_s >= best.step_time_s * (1 - WORTH_S):
+            return None
+        forecast = seen[cut] = costs.price(cut)
+        if forecast is not None and forecast.step_time_s < best.step_time_s * (1 - WORTH_S):
+            return cut, forecast
+    return None
+
+
+def moves(cut: Cut, stage_s: Floats) -> Iterator[Cut]:
+    """Cuts with one layer moved from one of the longest stages to one of the shortest."""
+    order = np.argsort(-stage_s, kind="stable").tolist()
+    for donor in order[:DONORS]:
+        for taker in order[::-1][:TAKERS]:
+            if donor != taker and cut[donor] > 1:
+                moved = list(cut)
+                moved[donor] -= 1
+                moved[taker] += 1
+                yield tuple(moved)
+
+
+def least_longest(
+    before_s: Floats, work_s: Floats, first_s: float, last_s: float, num_stages: int
+) -> tuple[float, Cut]:
+    """The cut whose worst stage is best, by dynamic programming: a stage takes its work, and waits for what lies before.
+
+    Args:
+        before_s: [L] seconds of each layer that pass once before a later stage can start or end.
+        work_s: [L] seconds of each layer over all micro-batches.
+        first_s: the same of the embedding, on the first stage.
+        last_s: of the head, on the last.
+        num_stages: one layer each, at least.
+
+    Returns:
+        The least over all cuts of the longest stage, in seconds, and the cut.
+    """
+    num_layers = len(work_s)
+    before, work = (np.concatenate([[0.0], np.cumsum(layers)]) for layers in (before_s, work_s))
+    longest = np.full(num_layers + 1, np.inf)
+    longest[0] = 0.0
+    chosen = np.zeros((num_stages, num_layers + 1), dtype=np.int64)
+    for stage in range(num_stages):
+        ends = first_s * (stage == 0) + last_s * (stage == num_stages - 1)
+        table = before[:, None] + (work[None, :] - work[:, None]) + ends  # [start, end]
+        table = np.maximum(longest[:, None], np.where(np.tri(num_layers + 1, k=0, dtype=bool), np.inf, table))
+        chosen[stage] = table.argmin(axis=0)
+        longest = table.min(axis=0)
+    edges = [num_layers]
+    for stage in reversed(range(num_stages)):
+        edges.append(int(chosen[stage][edges[-1]]))
+    edges.reverse()
+    return float(longest[num_layers]), tuple(after - start for start, after in pairwise(edges))

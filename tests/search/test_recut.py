@@ -1,0 +1,96 @@
+"""Cutting the best layouts anew, by the real forecast: against every cut there is, within the memory, and told."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from ahp.errors import BadInput
+from ahp.graph.operators import ModelGraph
+from ahp.graph.trace import analyze
+from ahp.job import Job
+from ahp.plan import Parallelism
+from ahp.search.problem import Problem, problem
+from ahp.search.ranking import search
+from ahp.search.recut import LayoutCosts, recut
+from ahp.search.stages import _by_moves, best_cut, cuts
+
+JOB = Job(sequence_length=512, global_batch_size=16, precision="bf16")
+MODEL = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 7, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "vocab_size": 32768,
+}  # fmt: skip
+CLUSTER = "1x4xH100-SXM-80GB"
+
+
+@cache
+def graph() -> ModelGraph:
+    return analyze(MODEL, JOB)
+
+
+@cache
+def asked(engine: str) -> Problem:
+    return problem(graph(), CLUSTER, JOB, None, {"name": engine})
+
+
+LAYOUTS = [
+    ("ahp", Parallelism(pipeline_parallel_degree=4)),
+    ("ahp", Parallelism(pipeline_parallel_degree=2, virtual_stages_per_rank=2, data_parallel_shard_degree=2)),
+    ("torchtitan", Parallelism(pipeline_parallel_degree=4, pipeline_parallel_schedule="GPipe")),
+    ("megatron", Parallelism(pipeline_parallel_degree=4, pipeline_parallel_schedule="InterleavedZeroBubble")),
+]
+
+
+@pytest.mark.parametrize(("engine", "layout"), LAYOUTS)
+def test_the_cut_is_the_best_of_all(engine: str, layout: Parallelism) -> None:
+    costs = LayoutCosts(asked(engine), layout)
+    every = {cut: costs.price(cut) for cut in cuts(7, layout.num_stages)}
+    best_s = min(forecast.step_time_s for forecast in every.values() if forecast is not None)
+    found = best_cut(7, layout.num_stages, costs, [])
+    assert found is not None
+    assert found.forecast.step_time_s == best_s
+    for cut, forecast in every.items():
+        assert forecast is not None
+        assert costs.bound_s(cut) <= forecast.step_time_s * (1 + 1e-12)
+    assert costs.floor_s() <= best_s
+    moved = _by_moves([costs.usual(), costs.longest[1]], costs)
+    assert moved is not None
+    assert moved.forecast.step_time_s <= 1.02 * best_s
+
+
+def test_a_ranking_is_cut_anew_and_stays_sorted() -> None:
+    layout = Parallelism(pipeline_parallel_degree=2, data_parallel_replicate_degree=2, micro_batch_size=4)
+    flat = Parallelism(data_parallel_replicate_degree=4)
+    price = asked("ahp").price
+    found = recut(
+        asked("ahp"), sorted([(layout, price(layout)), (flat, price(flat))], key=lambda pair: pair[1].step_time_s)
+    )
+    times = [forecast.step_time_s for _, forecast in found.ranked]
+    assert times == sorted(times)
+    assert (flat, price(flat)) in found.ranked
+    (cut,) = (one for one, _ in found.ranked if one.num_stages > 1)
+    assert cut.layers_per_stage is not None
+    assert cut.layers_per_stage[-1] < max(cut.layers_per_stage)  # the head is as long as several blocks
+    assert asked("ahp").price(cut).step_time_s < price(layout).step_time_s
+
+
+def test_the_plan_has_the_cut_and_says_what_it_is_worth() -> None:
+    ranking = search(graph(), CLUSTER, JOB, constraints={"pipeline_parallel_degree": 4})
+    best = ranking.best
+    assert best.parallelism.layers_per_stage is not None
+    assert sum(best.parallelism.layers_per_stage) == 7
+    assert any(reason.startswith("stages of ") and "faster than as even as can be" in reason for reason in best.why)
+    assert best.forecast is not None
+    assert best.forecast.step_time_s < ranking.certificate.best_s
+    assert ranking.certificate.cuts > 0
+    assert "other cuts into stages" in ranking.certificate.words()
+    assert asked("ahp").price(best.parallelism) == best.forecast
+
+
+def test_a_given_cut_is_kept() -> None:
+    given = {"pipeline_parallel_degree": 4, "layers_per_stage": (1, 2, 2, 2)}
+    best = search(graph(), CLUSTER, JOB, constraints=given).best
+    assert best.parallelism.layers_per_stage == (1, 2, 2, 2)
+    with pytest.raises(BadInput, match="layers_per_stage"):
+        search(graph(), CLUSTER, JOB, constraints={**given, "layers_per_stage": (1, 2, 2, 3)})
