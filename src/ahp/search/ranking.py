@@ -144,12 +144,14 @@ def search(
             rule = f"none of the {found.priced} layouts that it priced fits; raise budget, or search exactly"
             raise bad_input("method", by.name, rule)
         raise nothing_fits(used)
-    better = recut(used, [(space.layout(*place), forecast) for place, forecast in found.fitting])
+    places = {space.layout(*place): place for place, _ in found.fitting}
+    better = recut(used, list(zip(places, (forecast for _, forecast in found.fitting), strict=True)))
     ranked = with_candidate(better.ranked, today, used)
     certificate = _certificate(table, found, better.forecasts, perf_counter() - start)
     best = ranked[0][1]
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
-    nearby = Nearby(bounds, space, found, found.fitting[0][0], best.step_time_s)
+    row = ranked[0][0].model_copy(update={"layers_per_stage": used.constraints.layers_per_stage})
+    nearby = Nearby(bounds, space, found, places.get(row, found.fitting[0][0]), best.step_time_s)
     misfits += telling.priced(used, space, nearby.misfits_to_price())
     large = telling.too_large(misfits, best, used.capacity_bytes)
     lost = tuple(telling.runner_up(pair, best) for pair in ranked[1:])
