@@ -33,6 +33,7 @@ from ahp.forecast.units import Axes, axes_of
 from ahp.graph.operators import Operator, Segment, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
+from ahp.schedule.patterns import V_SHAPED
 from ahp.search.problem import Problem
 from ahp.search.space import Blocks, Rows, Space
 
@@ -66,11 +67,13 @@ def in_flight_layers(asked: Problem, rows: Rows, pipeline: int, micro_batches: i
     layers = asked.graph.num_layers
     if pipeline == 1:
         return layers
-    return min(
-        int(in_flight(pipe.schedule, pipeline, pipe.virtual, micro_batches)[0].sum()) * shortest
-        for pipe in rows.pipes
-        for shortest in [layers // (pipeline * pipe.virtual)]
-    )
+    found = []
+    for pipe in rows.pipes:
+        counts = in_flight(pipe.schedule, pipeline, pipe.virtual, micro_batches)[0]
+        # The last stage, which the V schedules put on the first rank too, may hold fewer layers than any other.
+        counted = counts[0] if pipe.schedule in V_SHAPED else counts.sum()
+        found.append(int(counted) * (layers // (pipeline * pipe.virtual)))
+    return min(found)
 
 
 class _BlockNeeds:

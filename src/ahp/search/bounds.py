@@ -10,7 +10,6 @@ rows drawn at random.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -34,7 +33,7 @@ from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.block_bounds import block_bounds_s, block_needs_bytes
 from ahp.search.problem import Problem
-from ahp.search.space import LOOPED, Pipe, Rows, Space, Split
+from ahp.search.space import LOOPED, Pipe, Rows, Space
 from ahp.search.stage_columns import BlockStages
 
 Floats = NDArray[np.float64]
@@ -42,6 +41,9 @@ Ints = NDArray[np.int64]
 
 FIT_PROBABILITY = 0.95
 """What ``Forecast.fits`` asks for."""
+
+MUCH_BYTES = 10**12
+"""So many that what an allocator wastes of them gives its share to twelve digits."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,46 @@ class Bounds:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.edges = cache(self._edges)
+        self.loads = cache(self._loads)
+        self.second_rank = cache(self._second_rank)
+        self._splits: dict[tuple[int, ...], tuple[list[Parallelism], list[Traits]]] = {}
+
+    def splits(self, space: Space, block: int) -> tuple[list[Parallelism], list[Traits]]:
+        """Of each split of a block a layout, and how the engine behaves there; blocks that differ in the micro-batch share them."""
+        of, asked = space.blocks, self.problem
+        columns = of.tensor, of.sequence_parallel, of.context, of.expert, of.pipeline, of.data
+        key = tuple(int(column[block]) for column in columns)
+        if key not in self._splits:
+            rows, engine = space.rows(block), get(asked.engine.name)
+            layouts = [space.layout_of(block, split, rows.pipes[0], "none") for split in rows.splits]
+            self._splits[key] = layouts, [engine.traits(asked.job, layout, asked.engine) for layout in layouts]
+        return self._splits[key]
+
+    def _edges(self, pipeline: int, virtual: int) -> Ints:
+        """The first layer of every stage, and the number of layers after the last."""
+        layout = Parallelism(
+            pipeline_parallel_degree=pipeline,
+            virtual_stages_per_rank=virtual,
+            layers_per_stage=self.problem.constraints.layers_per_stage,
+        )
+        layers = layers_of_stages(layout, self.problem.graph.num_layers, ends=self.problem.stage_ends)
+        return np.cumsum([0, *layers])
+
+    def _loads(self, schedule: str, pipeline: int, virtual: int) -> tuple[Ints, Ints, int]:
+        """[p] Layers of each rank, [p] layers before its first stage, and the rank that has the head."""
+        layers, own = np.diff(self.edges(pipeline, virtual)), ranks_stages(schedule, pipeline, virtual)
+        before = np.cumsum(layers[:pipeline]) - layers[:pipeline]
+        return layers[own].sum(axis=1), before, int(own[:, -1].argmax())
+
+    def _second_rank(self, pipes: tuple[Pipe, ...], pipeline: int, m: int) -> set[tuple[int, int]]:
+        """Layers of the second rank (of a single stage the first), and these times its micro-batches in flight, of each pipe."""
+        found, rank = set(), min(1, pipeline - 1)
+        for schedule, virtual in pipes:
+            own = ranks_stages(schedule, pipeline, virtual)[rank]
+            layers = np.diff(self.edges(pipeline, virtual))[own]
+            found.add((int(layers.sum()), int(in_flight(schedule, pipeline, virtual, m)[rank] @ layers)))
+        return found
 
     def most_that_fits_bytes(self) -> float:
         """Bytes above which a forecast does not fit: ``forecast.memory.fit_probability`` solved for its argument."""
@@ -66,15 +108,15 @@ class Bounds:
 
     def block_s(self, space: Space, block: int) -> float:
         """Seconds that every row of one block that fits takes at least; infinite where none does. Prices the units."""
-        return _Block(self.problem, space, block).bound_s(self.most_that_fits_bytes())
+        return _Block(self, space, block).bound_s(self.most_that_fits_bytes())
 
     def needs_bytes(self, space: Space, block: int) -> Floats:
         """Bytes that every row of a block needs at least on its fullest rank."""
-        return _Block(self.problem, space, block).needs_bytes().reshape(-1)
+        return _Block(self, space, block).needs_bytes().reshape(-1)
 
     def rows(self, space: Space, block: int, most_bytes: float) -> RowBounds:
         """Bounds of every row of a block; one that needs more than ``most_bytes`` takes infinitely long."""
-        return _Block(self.problem, space, block).bounds(most_bytes)
+        return _Block(self, space, block).bounds(most_bytes)
 
     def blocks_s(self, space: Space) -> Floats:
         """Seconds that every row of each block takes at least."""
@@ -88,26 +130,22 @@ class Bounds:
 class _Block:
     """One block with its units, its rows, and what they share."""
 
-    def __init__(self, asked: Problem, space: Space, block: int) -> None:
-        self.asked = asked
+    def __init__(self, bounds: Bounds, space: Space, block: int) -> None:
+        asked = bounds.problem
+        self.of, self.asked = bounds, asked
         self.rows: Rows = space.rows(block)
         self.m = int(space.blocks.micro_batches[block])
-        self.layout: Callable[[Split, Pipe], Parallelism] = lambda split, pipe: space.layout_of(
-            block, split, pipe, "none"
-        )
-        self.any = self.layout(self.rows.splits[0], self.rows.pipes[0])
+        self.layouts, self.traits = bounds.splits(space, block)
+        size = int(space.blocks.micro_batch[block])
+        self.any = self.layouts[0].model_copy(update={"micro_batch_size": size})
         self.p = self.any.pipeline_parallel_degree
         self.pricer = self.asked.pricer
         self.nodes, self.network = self.pricer.nodes, self.pricer.network
         self.bytes_per_s = self.pricer.unit_pricer.rates.bytes_per_s
-        self.layouts = [self.layout(split, self.rows.pipes[0]) for split in self.rows.splits]
-        engine = get(asked.engine.name)
-        self.traits = [engine.traits(asked.job, layout, asked.engine) for layout in self.layouts]
         axes = axes_of(self.any, self.nodes.devices_per_node)
         self.units: Units = self.pricer.unit_pricer.units(self.any.micro_batch_size, axes, self.traits[0])
         kinds = [self.any.model_copy(update={"activation_checkpoint": kind}) for kind in self.rows.recompute]
         self.recompute: list[Recompute] = [recompute_of(layout, self.traits[0], self.units) for layout in kinds]
-        self.edges = cache(self._edges)
         self._beside = cache(self._beside_activations)
         self._kept = cache(lambda virtual: self.stages.kept_bytes(self.edges(virtual)))
         self._shares = cache(self._updated)
@@ -122,12 +160,11 @@ class _Block:
         forward, backward, head = self.stages.least_s(kinds)
         found = float("inf")
         for schedule, virtual in {(self._shape(pipe), pipe.virtual) for pipe in self.rows.pipes}:
-            layers, own = np.diff(self.edges(virtual)), ranks_stages(schedule, self.p, virtual)
-            before = np.cumsum(layers[: self.p]) - layers[: self.p]
+            layers, before, last = self.of.loads(schedule, self.p, virtual)
             # Where weight gradients wait, they may fill the time in which gradients drain from the pipeline.
             drain_s = 0.0 if schedule in SPLIT_BACKWARD else before * backward
-            ranks_s = before * forward + self.m * layers[own].sum(axis=1) * (forward + backward) + drain_s
-            ranks_s[own[:, -1].argmax()] += self.m * head
+            ranks_s = before * forward + self.m * layers * (forward + backward) + drain_s
+            ranks_s[last] += self.m * head
             found = min(found, float(ranks_s.max()))
         return found * (1.0 + self.pricer.slowest_share)
 
@@ -137,26 +174,15 @@ class _Block:
             return V_SHAPED[0] if self.p > 1 else "1F1B"
         return LOOPED[pipe.schedule in SPLIT_BACKWARD]
 
-    def _least_needed(self, kind: int) -> int:
+    def _least_needed(self, kind: int) -> float:
         """Bytes that the second rank (of a single stage the first) needs at least with one kind of recompute."""
         parameters, experts, kept = self.stages.least_layer(kind)
         least = float("inf")
-        for layers, held in self._second_rank:
+        pipes = tuple(Pipe(self._name(pipe), pipe.virtual) for pipe in self.rows.pipes)
+        for layers, held in self.of.second_rank(pipes, self.p, self.m):
             allocated, gradients = self._least_states(int(layers * parameters), int(layers * experts))
             least = min(least, allocated + max(held * kept - gradients, 0.0))
-        return self._total(int(least), min(self.layouts, key=num_groups))
-
-    @cached_property
-    def _second_rank(self) -> set[tuple[int, int]]:
-        """Layers of that rank, and layers times micro-batches in flight, of each pipe."""
-        found, rank = set(), min(1, self.p - 1)
-        for pipe in self.rows.pipes:
-            own = ranks_stages(self._name(pipe), self.p, pipe.virtual)[rank]
-            layers = np.diff(self.edges(pipe.virtual))[own]
-            found.add(
-                (int(layers.sum()), int(in_flight(self._name(pipe), self.p, pipe.virtual, self.m)[rank] @ layers))
-            )
-        return found
+        return float(self._totals(np.array(least)).min())
 
     def _smallest_states(self, total: int, experts: int) -> tuple[int, int]:
         """``_states`` of a rank with so many parameters: the least of all splits, and the most of gradients."""
@@ -243,11 +269,8 @@ class _Block:
             host_is_device=on_cpu,
         )
 
-    def _edges(self, virtual: int) -> Ints:
-        """The first layer of every stage, and the number of layers after the last."""
-        layout = self.any.model_copy(update={"virtual_stages_per_rank": virtual})
-        layers = layers_of_stages(layout, self.asked.graph.num_layers, ends=self.traits[0].stage_ends)
-        return np.cumsum([0, *layers])
+    def edges(self, virtual: int) -> Ints:
+        return self.of.edges(self.p, virtual)
 
     def _holders(self, pipe: Pipe) -> Ints:
         """[S] The pipeline rank of each stage."""
@@ -290,10 +313,7 @@ class _Block:
         for rank, states, gradients, beside in self._beside(pipe.virtual, pipe.schedule in V_SHAPED):
             allocated = states[:, None] + np.maximum(held[:, rank] - gradients[:, None], 0.0) + beside
             most = np.maximum(most, allocated)
-        totals = [
-            [self._total(int(need), layout) for need in row] for row, layout in zip(most, self.layouts, strict=True)
-        ]
-        return np.array(totals, dtype=float)
+        return self._totals(most)
 
     def _beside_activations(self, virtual: int, v_shaped: bool) -> list[tuple[int, Floats, Floats, Floats]]:
         """By rank: states and gradients of each split [J], and what else lies beside the activations [R]."""
@@ -342,5 +362,20 @@ class _Block:
             found = max(found, in_block, max(head.forward_extra, head.backward_extra) if at_end else 0)
         return found
 
-    def _total(self, allocated: int, layout: Parallelism) -> int:
-        return memory.rank_memory({"all": allocated}, self.nodes.device, num_groups(layout)).total
+    @cached_property
+    def _outside(self) -> tuple[Floats, Floats]:
+        """[J, 1] Bytes that lie outside the allocator, and bytes that it holds for each one allocated."""
+
+        def total(layout: Parallelism, allocated_bytes: int) -> int:
+            parts = {"all": allocated_bytes}
+            return memory.rank_memory(parts, self.nodes.device, num_groups(layout)).total
+
+        none, much = (
+            np.array([[total(layout, amount)] for layout in self.layouts], dtype=float) for amount in (0, MUCH_BYTES)
+        )
+        return none, (much - none) / MUCH_BYTES
+
+    def _totals(self, allocated: Floats) -> Floats:
+        """[J, R] What a device must have for so many bytes in tensors, at least."""
+        outside, each = self._outside
+        return outside + np.floor(allocated) * each - 1.0  # a byte for the rounding
