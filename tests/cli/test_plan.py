@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,14 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.C
     (tmp_path / "file").write_text("")
     assert main(["plan", "tiny", "1x2xH100-SXM-80GB", *SHORT, "-o", str(tmp_path / "file" / "plan.yaml")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_what_runs_today_is_shown_beside_the_winner(tmp_path, capsys):
+    words = ["tiny", "2xH100-SXM-80GB", "-o", str(tmp_path / "plan.yaml")]
+    assert main(["plan", *words, "--current", "tp=2 recompute=full"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^Today    dp1x1 zero0 tp2 mb1 full: .* a step, .* slower", out, re.MULTILINE)
+    assert main(["plan", *words, "--current", str(tmp_path / "plan.yaml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["current"]["against_best"] == "it is the best"
+    assert main(["plan", *words, "--current", "tensor=2 x=1"]) == 2
+    assert "--current = 'tensor=2'" in capsys.readouterr().err

@@ -131,16 +131,16 @@ def why_not(subject: Problem, best: Forecast, words: str) -> Alternative | str:
     return Alternative(other.parallelism, other.forecast, slower_because(other.forecast, best))
 
 
-def parse_why_not(words: str) -> Constraints:
+def parse_why_not(words: str, option: str = "--why-not") -> Constraints:
     """``tp=8 pp=1`` as constraints. Raises BadInput for what is not KEY=VALUE, or no key of a layout."""
     data: dict[str, Any] = {}
     for word in re.split(r"[,\s]+(?![^\[]*\])", words.strip()):  # a comma within brackets belongs to the value
         key, equals, value = word.partition("=")
         name = SHORT_NAMES.get(key, key.replace("-", "_"))
         if not equals or name not in Constraints.model_fields:
-            raise bad_input("--why-not", word, "must be KEY=VALUE, separated by spaces", [*SHORT_NAMES])
+            raise bad_input(option, word, "must be KEY=VALUE, separated by spaces", [*SHORT_NAMES])
         data[name] = parse_yaml(value)
-    return validated(Constraints, data, "--why-not")
+    return validated(Constraints, data, option)
 
 
 def what_would_move(subject: Problem, layout: Parallelism) -> list[tuple[str, float]]:

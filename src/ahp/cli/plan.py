@@ -21,7 +21,7 @@ from ahp.cluster.model import Cluster
 from ahp.config import Constraints, set_dotted
 from ahp.errors import bad_input
 from ahp.job import Job
-from ahp.plan import EngineChoice, validated
+from ahp.plan import EngineChoice, Parallelism, Plan, validated
 from ahp.words import count
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class Arguments:
     """Where the best plan is written."""
     top: int = 10
     """Plans that are shown."""
+    current: str | None = None
+    """What runs today, shown beside the winner: "tp=8 dp_shard=8 zero=1" (as ahp explain --why-not), or a plan.yaml."""
     measure: int = 0
     """Really run the first so many plans for a few steps on this machine, and choose by the measurement."""
     method: Literal["exact", "anneal", "evolve"] = "exact"
@@ -72,7 +74,9 @@ def run(argv: list[str]) -> int:
     if arguments.measure < 0:
         raise bad_input("--measure", arguments.measure, "must be 0 (choose by the forecast) or a number of plans")
     by = {"name": arguments.method, "budget": arguments.budget, "seed": arguments.seed}
-    found = find(arguments.model, Cluster.resolve(arguments.cluster), overrides, arguments.top, by)
+    found = find(
+        arguments.model, Cluster.resolve(arguments.cluster), overrides, arguments.top, by, today(arguments.current)
+    )
     if arguments.measure:
         found = measured(found, arguments.measure)
     best = found.ranking.best
@@ -87,12 +91,24 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+def today(words: str | None) -> Parallelism | None:
+    """The layout of ``--current``: keys, or a plan's. Raises BadInput for what is neither."""
+    from ahp.cli.explain import parse_why_not
+
+    if words is None:
+        return None
+    if "=" not in words:
+        return Plan.load(words).parallelism
+    return validated(Parallelism, parse_why_not(words, "--current").given, "--current")
+
+
 def find(
     model: str | dict[str, Any],
     cluster: Cluster,
     overrides: dict[str, Any],
     top: int,
     method: dict[str, Any] | None = None,
+    current: Parallelism | None = None,
 ) -> Found:
     """Analyze and search; what the user did not give of the job is chosen. ``method``: the keys of ``search.method.Method``."""
     from ahp.graph.trace import analyze
@@ -113,7 +129,7 @@ def find(
     graph = analyze(model, job, attention=engine.attention)
     job = with_batch(job, given, model, graph.num_parameters, cluster.num_devices)
     print(f"searching layouts, world size {cluster.num_devices} ...", file=sys.stderr)
-    ranking = search(graph, cluster, job, constraints=constraints, engine=engine, keep=top, method=by)
+    ranking = search(graph, cluster, job, constraints=constraints, engine=engine, keep=top, method=by, current=current)
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
     return Found(graph, cluster, job, chosen, ranking)
 
@@ -167,6 +183,7 @@ def heading(found: Found) -> list[str]:
         f"Job      {tokens}, {job.precision}, {job.optimizer.name}{chosen}",
         f"Search   {found.ranking.certificate.words()}",
         *(f"Note     {note}" for note in found.ranking.notes),
+        *([] if found.ranking.current is None else [f"Today    {found.ranking.current.words()}"]),
     ]
 
 
@@ -203,6 +220,7 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
         "chosen": list(found.chosen),
         "certificate": certificate.plain(),
         "notes": list(found.ranking.notes),
+        "current": None if found.ranking.current is None else found.ranking.current.plain(),
         "plans": [
             plan.model_dump(mode="json", include={"parallelism", "forecast", "why"}) for plan in found.ranking.plans
         ],

@@ -24,6 +24,14 @@ class Current:
     against_best: str
     """The one reason why it lost, or that it did not."""
 
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        return {
+            "parallelism": self.parallelism.model_dump(mode="json"),
+            "forecast": None if self.forecast is None else self.forecast.model_dump(mode="json"),
+            "against_best": self.against_best,
+        }
+
     def words(self) -> str:
         """One line for people."""
         took = "" if self.forecast is None else f"{seconds(self.forecast.step_time_s)} a step, "
