@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Case:
     engine: str
     layers: int | None = None
     """None = as many as the model has."""
+    method: str = "exact"
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Measured:
     forecasts: int
     proven: bool
     best: str
+    best_s: float
+    """Step time of the best row, stages as even as can be."""
     peak_mib: float
 
 
@@ -73,6 +77,9 @@ BY_DEVICES = [
 ]
 BY_LAYERS = [Case("llama3-405b", "128x8xH100-SXM-80GB", 2048, GROWING, layers) for layers in (8, 16, 32, 64, 126)]
 
+SOLVERS, SEEDS = ("anneal", "evolve"), (0, 1, 2)
+"""Held against the exact search on the spaces of one engine."""
+
 
 def one(case: Case) -> Measured:
     """Run one search in this process."""
@@ -80,6 +87,7 @@ def one(case: Case) -> Measured:
 
     import ahp
     from ahp.graph.models import load_config
+    from ahp.search.method import Method
 
     torch.set_num_threads(1)
     job = ahp.Job(sequence_length=8192, global_batch_size=case.batch, precision="bf16")
@@ -90,7 +98,8 @@ def one(case: Case) -> Measured:
         model = config.to_dict() | {"num_hidden_layers": case.layers}
     graph, cluster = ahp.analyze(model, job), ahp.Cluster.parse(case.cluster)
     start = time.perf_counter()
-    ranking = ahp.search(graph, cluster, job, engine={"name": case.engine})
+    method = Method(case.method, seed=case.seed)  # type: ignore[arg-type]
+    ranking = ahp.search(graph, cluster, job, engine={"name": case.engine}, method=method)
     seconds = time.perf_counter() - start
     certificate = ranking.certificate
     return Measured(
@@ -102,13 +111,15 @@ def one(case: Case) -> Measured:
         forecasts=certificate.forecasts,
         proven=certificate.proven,
         best=ranking.best.parallelism.short(),
+        best_s=certificate.best_s,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
 
 
 def apart(case: Case) -> Measured:
     """The same in a process of its own."""
-    print(f"{case.model}, {case.cluster}, {case.engine}, {case.layers or 'all'} layers", file=sys.stderr)
+    words = f"{case.model}, {case.cluster}, {case.engine}, {case.layers or 'all'} layers, {case.method} {case.seed}"
+    print(words, file=sys.stderr, flush=True)
     command = [sys.executable, __file__, "--one", json.dumps(asdict(case))]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     return Measured(**json.loads(result.stdout))
@@ -128,6 +139,22 @@ def case_rows(cases: Sequence[Case], found: Sequence[Measured]) -> list[list[str
         ]
         for case, one in zip(cases, found, strict=True)
     ]
+
+
+def solver_rows(cases: Sequence[Case], found: Sequence[Measured]) -> list[list[str]]:
+    """Annealing and evolution with each seed, beside the exact search of the same space."""
+    rows = []
+    for case, exact in zip(cases, found, strict=True):
+        if case.engine != "megatron":
+            continue
+        space = f"{case.model}, {exact.devices:,} devices"
+        rows.append([space, "exact", f"{exact.forecasts:,}", f"{exact.seconds:.2f}", "0.0"])
+        for solver in SOLVERS:
+            runs = [apart(replace(case, method=solver, seed=seed)) for seed in SEEDS]
+            worse = ", ".join(f"{100 * (run.best_s / exact.best_s - 1):.1f}" for run in runs)
+            seconds = ", ".join(f"{run.seconds:.2f}" for run in runs)
+            rows.append([space, solver, ", ".join(f"{run.forecasts:,}" for run in runs), seconds, worse])
+    return rows
 
 
 def growth_rows(found: Sequence[Measured]) -> list[list[str]]:
@@ -178,6 +205,10 @@ def main() -> None:
     head = ["space", "engine", "layouts", "legal", "forecasts", "proven", "seconds", "peak, MiB"]
     text = f"`{command}`\n\n{here.cpu}, one thread; Python {here.python}, torch {here.torch}; {here.date}\n\n"
     text += table(head, case_rows(cases, found))
+    if not args.quick:
+        head = ["space", "method", "forecasts", "seconds", "best slower than the exact one's, %"]
+        text += f"\n\nAnnealing and evolution (500 forecasts at most, seeds {', '.join(map(str, SEEDS))}) on Megatron's spaces:\n\n"
+        text += table(head, solver_rows(cases, found))
     if by_devices:
         growing = ["devices", "layers", "layouts", "legal", "forecasts", "seconds"]
         text += f"\n\nHow it grows (llama3-405b on {GROWING}, the largest space), by devices and by layers:\n\n"
