@@ -66,7 +66,7 @@ class _Rewriter:
         converted = [
             self._convert(i, wanted, strategy) for i, wanted in zip(tensor_inputs(node), strategy.inputs, strict=True)
         ]
-        if node.target is aten.scaled_dot_product_attention.default and strategy.inputs[:3] == (strategy.output, R, R):
+        if _shares_heads(node, strategy):
             converted[1:3] = (self._shared_head(node, keys) for keys in converted[1:3])
         args = iter(converted)
         new_args, new_kwargs = map_arg((args_of(node), kwargs_of(node)), lambda n: next(args))
@@ -134,3 +134,10 @@ def _named(function: Callable[..., torch.Tensor], name: str) -> Callable[..., to
     """fx calls targets by their name."""
     function.__name__ = name
     return function
+
+
+def _shares_heads(node: Node, strategy: Strategy) -> bool:
+    """Attention whose query heads are split while keys and values, of fewer heads than ranks, are whole."""
+    if node.target is not aten.scaled_dot_product_attention.default or not isinstance(strategy.output, Split):
+        return False
+    return strategy.inputs[:3] == (strategy.output, R, R)
