@@ -52,7 +52,7 @@ def test_bounds_are_under_the_forecast(asked: Problem, data: st.DataObject) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(problems(), st.data())
 def test_bounds_are_under_the_forecast_of_hundreds_of_problems(asked: Problem, data: st.DataObject) -> None:
     space = build(asked)
