@@ -87,7 +87,8 @@ def why(
             yield f"{words}: the best with {reasons.choice_words(rival[0], name)} is {lost}"
         elif at_least_s[name] < float("inf"):
             more = percent(at_least_s[name] / best.step_time_s - 1)
-            yield f"{words}: any other choice takes {seconds(at_least_s[name])} at least, {more} more"
+            even = " with stages as even as can be" if name in ("pipeline", "schedule") else ""
+            yield f"{words}: any other choice takes {seconds(at_least_s[name])} at least{even}, {more} more"
         unfit = next((pair for pair in misfits if _differs_only(pair[0], layout, keys)), None)
         if unfit is not None and unfit[1].step_time_s < best.step_time_s:
             lost = reasons.does_not_fit(unfit[1], used.capacity_bytes)
