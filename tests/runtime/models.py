@@ -145,7 +145,9 @@ def reference(name: str, steps: int, dtype: torch.dtype = torch.float32) -> dict
     losses, norms = [], []
     for step in range(steps):
         data = batch(step)
-        output = model(data["input_ids"]) if name in ("custom", "biased", "mixers") else model(input_ids=data["input_ids"])
+        output = (
+            model(data["input_ids"]) if name in ("custom", "biased", "mixers") else model(input_ids=data["input_ids"])
+        )
         logits = output if isinstance(output, torch.Tensor) else output.logits
         loss = F.cross_entropy(
             logits[:, :-1].reshape(-1, VOCABULARY).float(), data["labels"][:, 1:].reshape(-1), ignore_index=-100

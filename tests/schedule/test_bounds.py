@@ -95,7 +95,9 @@ def test_what_is_kept_is_under_the_simulation(layout, data):
         assert least.tolist() == list(peaks)
 
 
-@pytest.mark.parametrize(("name", "v"), [("Interleaved1F1B", 3), ("InterleavedZeroBubble", 1), ("InterleavedZeroBubble", 2)])
+@pytest.mark.parametrize(
+    ("name", "v"), [("Interleaved1F1B", 3), ("InterleavedZeroBubble", 1), ("InterleavedZeroBubble", 2)]
+)
 @pytest.mark.parametrize("p", [2, 4])
 def test_what_is_kept_is_exact_for_equal_stages(name, v, p):
     peaks = peak_in_flight(make(name, p, v, 3 * p), [1.0] * (p * v))

@@ -127,6 +127,8 @@ def _depends_on(nodes: Iterable[Node], sources: set[Node]) -> set[Node]:
         if node.op == "call_function" and any(i in found for i in node.all_input_nodes):
             value = node.meta.get("val")
             first = value[0] if isinstance(value, (list, tuple)) and value else value
-            if node.target is operator.getitem or (isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex())):
+            if node.target is operator.getitem or (
+                isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex())
+            ):
                 found.add(node)
     return found
