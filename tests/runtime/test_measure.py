@@ -65,12 +65,27 @@ def test_the_order_is_that_of_medians() -> None:
     assert steady.words(against=odd) == "measured here: 2.00 s a step (2.00 s .. 2.00 s), 100 % slower"
 
 
-@pytest.mark.slow
-def test_the_command_writes_the_plan_that_was_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tmp_path / "config.json"
+def test_the_command_writes_the_plan_that_was_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def backwards(plans: tuple[Plan, ...], **_: object) -> list[Measured]:
+        return [Measured(plan, (1.0 + number,)) for number, plan in enumerate(reversed(plans))]
+
+    monkeypatch.setattr("ahp.runtime.measure.measure", backwards)
+    model, out = tmp_path / "config.json", tmp_path / "plan.yaml"
     model.write_text(json.dumps(SMALL))
-    out = tmp_path / "plan.yaml"
     keys = ["--job.sequence-length", "16", "--job.global-batch-size", "4", "--job.precision", "fp32"]
-    assert plan_command.run([str(model), "1x2xcpu", "--measure", "1", "-o", str(out), *keys]) == 0
-    assert Plan.load(out).why[0].startswith("measured here: ")
-    assert "measured here" in capsys.readouterr().out
+    assert plan_command.run([str(model), "1x2xcpu", "-o", str(out), *keys]) == 0
+    forecast_first = Plan.load(out).parallelism
+    assert plan_command.run([str(model), "1x2xcpu", "--measure", "3", "-o", str(out), *keys]) == 0
+    best = Plan.load(out)
+    assert best.parallelism != forecast_first
+    assert best.why[0].startswith("measured here: 1.00 s a step")
+    assert best.why[1] == f"the forecast had {forecast_first.short()} first"
+    assert "measured here: 3.00 s a step" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_budget_without_a_solver_is_refused() -> None:
+    for option in (["--budget", "7"], ["--seed", "3"]):
+        with pytest.raises(BadInput, match="the exact search has none"):
+            plan_command.run(["tiny", "local", *option])

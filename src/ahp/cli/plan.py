@@ -73,6 +73,10 @@ def run(argv: list[str]) -> int:
         raise bad_input("--top", arguments.top, "must be 1 or more")
     if arguments.measure < 0:
         raise bad_input("--measure", arguments.measure, "must be 0 (choose by the forecast) or a number of plans")
+    if arguments.method == "exact":
+        for key, plain in (("budget", 500), ("seed", 0)):
+            if (given := getattr(arguments, key)) != plain:
+                raise bad_input(f"--{key}", given, "the exact search has none; add --method anneal or evolve")
     by = {"name": arguments.method, "budget": arguments.budget, "seed": arguments.seed}
     found = find(
         arguments.model, Cluster.resolve(arguments.cluster), overrides, arguments.top, by, today(arguments.current)

@@ -6,9 +6,6 @@ from contextlib import suppress
 
 from ahp.search.genes import NUM_GENES, BudgetSpent, Objective
 
-RESTARTS_FROM = 2e-5
-"""Share of the first temperature at which it begins again (scipy's own)."""
-
 
 def anneal(objective: Objective, seed: int) -> None:
     """Price layouts until the budget is spent or as many points were tried ten times over; the same seed, the same walk."""
@@ -20,7 +17,6 @@ def anneal(objective: Objective, seed: int) -> None:
             [(0.0, 1.0)] * NUM_GENES,
             maxiter=objective.budget,
             maxfun=10 * objective.budget,
-            restart_temp_ratio=RESTARTS_FROM,
             no_local_search=True,  # it follows gradients, and here there are none
             rng=seed,
         )
