@@ -20,10 +20,10 @@ TOLERANCE_FIRST, TOLERANCE_LAST = 1e-5, 1e-4
 """Relative, at the first step and at the twentieth; between them it grows evenly."""
 
 ZERO = {
-    "zero0": {"data_parallel_replicate_degree": 2},
-    "zero1": {"data_parallel_shard_degree": 2, "zero_stage": 1},
-    "zero2": {"data_parallel_shard_degree": 2, "zero_stage": 2},
-    "zero3": {"data_parallel_shard_degree": 2, "zero_stage": 3},
+    "zero0": {"data_parallel_replicate_degree": 2, "micro_batch_size": 2},
+    "zero1": {"data_parallel_shard_degree": 2, "zero_stage": 1, "micro_batch_size": 2},
+    "zero2": {"data_parallel_shard_degree": 2, "zero_stage": 2, "micro_batch_size": 2},
+    "zero3": {"data_parallel_shard_degree": 2, "zero_stage": 3, "micro_batch_size": 2},
 }
 TENSOR = {"tp": {"tensor_parallel_degree": 2, "micro_batch_size": 4}}
 PIPELINE = {
@@ -32,7 +32,7 @@ PIPELINE = {
     "interleaved": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B", "virtual_stages_per_rank": 2},
 }  # fmt: skip
 ALONE = {**ZERO, **TENSOR, **PIPELINE}
-"""Split weights take longest on a CPU: they go through the batch in two micro-batches, the others in four or eight."""
+"""Split weights take longest on a CPU: they go through the batch in two micro-batches, pipelines in eight."""
 
 
 def pairs() -> dict[str, dict[str, Any]]:
@@ -54,7 +54,7 @@ MORE: dict[str, dict[str, Any]] = {
     "replicate-x-zero1": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 1},
     "replicate-x-zero2": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 2},
     "replicate-x-zero3": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 3},
-    "zero3-mb2": {"data_parallel_shard_degree": 2, "micro_batch_size": 2},
+    "zero3-mb1": {"data_parallel_shard_degree": 2, "micro_batch_size": 1},
     "zero0-mb4": {"data_parallel_replicate_degree": 2, "micro_batch_size": 4},
     "zero3-recompute": {"data_parallel_shard_degree": 2, "activation_checkpoint": "full", "micro_batch_size": 2},
     "tp+1f1b-recompute": {**TENSOR["tp"], **PIPELINE["1f1b"], "activation_checkpoint": "full"},
@@ -69,7 +69,7 @@ MORE: dict[str, dict[str, Any]] = {
     "zero3-8-ways": {"data_parallel_shard_degree": 8},
 }  # fmt: skip
 ON_ONE_MODEL = (
-    "one-mb4", "tp-mb1", "zero3-mb2", "zero0-mb4", "zero3-recompute", "tp+1f1b-recompute", "1f1b-4-stages", "zero3-4-ways",
+    *pairs(), "one-mb4", "tp-mb1", "zero3-mb1", "zero0-mb4", "zero3-recompute", "tp+1f1b-recompute", "1f1b-4-stages", "zero3-4-ways",
     "zero3-x-tp-x-interleaved", "replicate-x-zero3-x-tp", "replicate-x-zero2-x-gpipe", "zero3-8-ways",
 )  # fmt: skip
 """Layouts whose techniques all models have gone through already, in other degrees: the models take turns."""
@@ -81,12 +81,17 @@ FAST = {
     "tp": ("llama",),
 }
 """Layouts and models that are compared in the fast part: each technique alone, and where weights are tied or unnamed."""
-CASES = [
-    (layout, model)
-    for layout in LAYOUTS
-    for number, model in enumerate(MODELS)
-    if layout not in ON_ONE_MODEL or ON_ONE_MODEL.index(layout) % len(MODELS) == number
-]
+
+
+def models_of(layout: str) -> tuple[str, ...]:
+    """All models, or the one whose turn it is; the order moves on by one each round, so that no schedule keeps a model."""
+    if layout not in ON_ONE_MODEL:
+        return tuple(MODELS)
+    round_, place = divmod(ON_ONE_MODEL.index(layout), len(MODELS))
+    return (tuple(MODELS)[(place + round_) % len(MODELS)],)
+
+
+CASES = [(layout, model) for layout in LAYOUTS for model in models_of(layout)]
 
 
 def world_size(layout: dict[str, Any]) -> int:

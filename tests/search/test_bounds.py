@@ -12,6 +12,7 @@ from ahp.search.bounds import Bounds
 from ahp.search.exact import Place
 from ahp.search.problem import Problem
 from ahp.search.space import Space, build
+from tests.examples import many
 
 from .small import MODELS, problems, small
 
@@ -52,9 +53,9 @@ def test_bounds_are_under_the_forecast(asked: Problem, data: st.DataObject) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=many(80), deadline=None)
 @given(problems(), st.data())
-def test_bounds_are_under_the_forecast_of_hundreds_of_problems(asked: Problem, data: st.DataObject) -> None:
+def test_bounds_are_under_the_forecast_of_many_problems(asked: Problem, data: st.DataObject) -> None:
     space = build(asked)
     if len(space.blocks):
         holds(asked, space, some_rows(space, data, 4))

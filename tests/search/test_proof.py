@@ -13,6 +13,7 @@ from ahp.search.method import Method, find
 from ahp.search.problem import Problem, with_devices
 from ahp.search.ranking import Ranking, search
 from ahp.search.rows import legal_rows
+from tests.examples import many
 
 from .small import problems, small, with_memory
 
@@ -67,9 +68,9 @@ def test_exact_search_is_brute_force(asked: Problem, keep: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 @given(problems(FEW, constrained=True), st.sampled_from([1, 3, 10]))
-def test_exact_search_is_brute_force_on_hundreds_of_problems(asked: Problem, keep: int) -> None:
+def test_exact_search_is_brute_force_on_many_problems(asked: Problem, keep: int) -> None:
     equals_brute_force(asked, keep)
 
 

@@ -17,6 +17,7 @@ from ahp.search.conversion import Permission, Step, allowed, bytes_of, steps
 from ahp.search.packing import VIEWS
 from ahp.search.placement import P, Placement, R, Split, Strategy, is_tensor, numel_of, shape_of, tensor_inputs
 from ahp.search.slicing import BYTES_FIRST, LAST_RESORT, SPARING, Problem, flops_of, problem, solve
+from tests.examples import many
 
 WIDTH = 4
 
@@ -153,7 +154,7 @@ def test_regions_of_the_sequence_equal_brute_force(letters: str, biases: bool) -
     gradient=st.booleans(),
     permission=st.builds(Permission, st.booleans(), st.booleans()),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 def test_equals_brute_force_on_many(permission: Permission, letters: str, biases: bool, gradient: bool) -> None:
     check(permission, traced(letters, biases, gradient), hidden=None)
 
