@@ -135,11 +135,12 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": labels}
 
 
-def reference(name: str, steps: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Plain PyTorch: loss and gradient norm of each step, final weights."""
+def reference(name: str, steps: int, eps: float = OPTIMIZER["eps"]) -> dict[str, Any]:
+    """Plain PyTorch: loss and gradient norm of each step, final weights. A masked model's labels are not shifted."""
     model = BUILDERS[name]()
+    first = 0 if "ForMaskedLM" in type(model).__name__ else 1
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=OPTIMIZER["learning_rate"], betas=OPTIMIZER["betas"], eps=OPTIMIZER["eps"],
+        model.parameters(), lr=OPTIMIZER["learning_rate"], betas=OPTIMIZER["betas"], eps=eps,
         weight_decay=OPTIMIZER["weight_decay"],
     )  # fmt: skip
     losses, norms = [], []
@@ -150,7 +151,9 @@ def reference(name: str, steps: int, dtype: torch.dtype = torch.float32) -> dict
         )
         logits = output if isinstance(output, torch.Tensor) else output.logits
         loss = F.cross_entropy(
-            logits[:, :-1].reshape(-1, VOCABULARY).float(), data["labels"][:, 1:].reshape(-1), ignore_index=-100
+            logits[:, : SEQUENCE - first].reshape(-1, VOCABULARY).float(),
+            data["labels"][:, first:].reshape(-1),
+            ignore_index=-100,
         )
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["grad_clip"])

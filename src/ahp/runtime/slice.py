@@ -56,6 +56,7 @@ def slice_module(
             cuts[f"{path}.{name}"] = split
         local = _embed if isinstance(part, nn.Embedding) else _project
         part.forward = _bound(local, part, type(part).forward, tp.get_group())  # type: ignore[method-assign]
+    _replace_twins(module, replaced)
     return cuts
 
 
@@ -85,6 +86,14 @@ def _replace(module: nn.Module, name: str, split: Split, tp: DeviceMesh, replace
         )
         replaced[id(whole)] = nn.Parameter(part, whole.requires_grad)
     owner._parameters[leaf] = replaced[id(whole)]
+
+
+def _replace_twins(module: nn.Module, replaced: dict[int, nn.Parameter]) -> None:
+    """A parameter that is registered a second time elsewhere (BERT's output bias) is the same part there too."""
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor) and id(parameter) in replaced:
+                owner._parameters[name] = replaced[id(parameter)]
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
