@@ -14,13 +14,13 @@ from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.test_equality import LAYOUTS, train, world_size
 from tests.runtime.workers import Pool
 
-STEPS = 20
+STEPS = 10
 MICRO = 2
 RATE = 3e-4
 """Lower than in fp32: one flipped rounding is 4e-3 of a weight, and a high rate makes another curve of it."""
 FIRST, LAST = 2e-3, 1e-2
-"""Relative. Half a unit in the last place of bf16's 8 bits is 2e-3; layouts add up in another order, and 20 steps of
-AdamW carry the difference on."""
+"""Relative, at the first and at the twentieth step. Half a unit in the last place of bf16's 8 bits is 2e-3; layouts add up in
+another order, and the steps of AdamW carry the difference on."""
 
 
 def plain(name: str) -> Iterator[tuple[float, float]]:
@@ -66,7 +66,7 @@ def test_layouts_stay_within_rounding(pool: Pool, model: str) -> None:
         parallelism = {**LAYOUTS[layout], "micro_batch_size": MICRO}
         got = pool.run(train, world_size(parallelism), model, parallelism, STEPS, job)[0]
         for step, (loss, norm) in enumerate(expected):
-            allowed = FIRST + (LAST - FIRST) * step / (STEPS - 1)
+            allowed = FIRST + (LAST - FIRST) * step / 19
             assert got["losses"][step] == pytest.approx(loss, rel=allowed), f"{layout}, loss of step {step}"
 
             assert got["norms"][step] == pytest.approx(norm, rel=allowed), f"{layout}, norm of step {step}"
