@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ahp.errors import BadInput, bad_input
 from ahp.job import Job, Record
-from ahp.plan import ActivationCheckpoint, Parallelism, ScheduleName, validated
+from ahp.plan import ActivationCheckpoint, Parallelism, ScheduleName, StagePlace, validated
 
 
 class Constraints(Record):
@@ -27,6 +27,8 @@ class Constraints(Record):
     pipeline_parallel_schedule: ScheduleName | None = None
     virtual_stages_per_rank: int | None = Field(default=None, ge=1)
     layers_per_stage: tuple[int, ...] | None = None
+    stages: tuple[StagePlace, ...] | None = None
+    micro_batches_per_replica: tuple[int, ...] | None = None
     context_parallel_degree: int | None = Field(default=None, ge=1)
     expert_parallel_degree: int | None = Field(default=None, ge=1)
     micro_batch_size: int | None = Field(default=None, ge=1)
@@ -105,7 +107,9 @@ HELP: dict[str, str] = {
     "model": "catalogue name, folder or file of a Hugging Face config.json, mapping of its keys, or pkg.mod:factory",
     "init_from": "folder of Hugging Face weights to start from; not there yet, leave null",
     "cluster": "local, a cluster.yaml, a short form such as 8x8xH100-SXM-80GB, slurm, kubernetes, or a mapping",
-    "job.data": "python-stdlib, or a file or folder of .txt or .jsonl",
+    "job.data": "python-stdlib, a file or folder of .txt, .jsonl or .parquet, or hub:owner/name (docs/data.md)",
+    "job.data_field": "key of a row with its text or messages; null = text, prompt and completion, or messages, as there is",
+    "job.packing": "packed: documents one after the other, cut into sequences; padded: one document in a sequence",
     "job.sequence_length": "tokens of one sequence",
     "job.global_batch_size": "sequences of one optimizer step, over all devices",
     "job.steps": "optimizer steps of the whole job",
@@ -128,6 +132,9 @@ HELP: dict[str, str] = {
     "parallelism.pipeline_parallel_schedule": "GPipe, 1F1B, Interleaved1F1B (torch's names)",
     "parallelism.virtual_stages_per_rank": "stages that one pipeline rank holds; above 1 needs Interleaved1F1B",
     "parallelism.layers_per_stage": "blocks of each stage in pipeline order, such as [3, 3, 2]",
+    "parallelism.stages": "on a mixed cluster, group and blocks of each stage in pipeline order, such as [{group: a, layers: 5}]; "
+    "group may name one for each replica",
+    "parallelism.micro_batches_per_replica": "micro-batches of one step for each replica of the pipeline, such as [3, 1]",
     "parallelism.context_parallel_degree": "devices that share one sequence",
     "parallelism.expert_parallel_degree": "devices that share the experts",
     "parallelism.micro_batch_size": "sequences that one replica computes at a time",

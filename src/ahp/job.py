@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Packing = Literal["packed", "padded"]
 BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -36,6 +37,10 @@ class Job(Record):
     """The convergence contract: the search never changes any of this."""
 
     data: str = "python-stdlib"
+    data_field: str | None = None
+    """Key of a row that holds its text or its messages; None = by the keys that the row has."""
+    packing: Packing = "packed"
+    """Documents one after the other, cut into sequences; or one document in each sequence, filled up."""
     sequence_length: int = Field(default=256, ge=2)
     global_batch_size: int = Field(default=16, ge=1)
     """Sequences per optimizer step, over all devices."""

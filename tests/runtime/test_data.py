@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
+import sys
 import threading
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.errors import BadInput
+from ahp.job import Job
 from ahp.runtime.data import corpus as corpora
 from ahp.runtime.data import text
-from ahp.runtime.data.batches import NOT_SCORED, Batches, Masking
+from ahp.runtime.data.batches import NOT_SCORED, PADDING, Batches, Masking, batches_for
 from ahp.runtime.data.corpus import Corpus, prepare
+from ahp.runtime.data.documents import conversation
 from ahp.runtime.data.tokenizer import END_OF_TEXT, MASK, mask, save_for_transformers
 
 VOCABULARY = 300
@@ -55,29 +65,204 @@ def test_standard_library_is_the_same_real_python_each_time() -> None:
 def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"text": "one"}) + "\n\n" + json.dumps({"text": "two", "id": 3}) + "\n")
-    assert list(text.find(str(file)).documents()) == ["one", "two"]
+    found = list(text.find(str(file)).documents(template))
+    assert [document.text for document in found] == ["one", "two"]
+    assert sum(document.source_bytes for document in found) == file.stat().st_size - 1  # all but the empty line
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"body": "x"}', '{"text": 3}'])
+@pytest.mark.parametrize("line", ["{", "[1]", '{"body": "x"}', '{"text": 3}', '{"messages": [{"content": "x"}]}'])
 def test_jsonl_faults_name_file_and_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(BadInput, match=r"job\.data: .*a\.jsonl line 2"):
-        list(text.find(str(file)).documents())
+        list(text.find(str(file)).documents(template))
+
+
+def test_a_field_is_read_where_it_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"text": "title", "body": "words"}) + "\n")
+    assert [d.text for d in text.find(str(file), "body").documents(template)] == ["words"]
+    assert text.find(str(file), "body").fingerprint() != text.find(str(file)).fingerprint()
+    with pytest.raises(BadInput, match=r"job\.data_field = 'boody'.*a\.jsonl line 1 .*valid: text, body"):
+        list(text.find(str(file), "boody").documents(template))
+
+
+def template(messages: list[dict[str, Any]], opens_answer: bool) -> str:
+    """ChatML, as Qwen and others write it."""
+    turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return turns + "<|im_start|>assistant\n" * opens_answer
+
+
+def forgetful(messages: list[dict[str, Any]], opens_answer: bool) -> str:
+    """Keeps the reasoning of the last turn alone, as templates of reasoning models do."""
+    kept = [{**m, "content": m["content"].split("</think>")[-1]} for m in messages[:-1]]
+    return template([*kept, *messages[-1:]], opens_answer)
+
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "<think>two twos</think>4"},
+    {"role": "user", "content": "3+3?"},
+    {"role": "assistant", "content": "6"},
+]
+
+
+def test_only_answers_of_a_conversation_are_scored(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": TALK}) + "\n")
+    (document,) = text.find(str(file)).documents(template)
+    assert document.text == template(TALK, False)
+    assert document.ended
+    assert [piece.text for piece in document.pieces if piece.scored] == [
+        "<think>two twos</think>4<|im_end|>\n",
+        "6<|im_end|>\n",
+    ]
+
+
+def test_answers_that_a_template_rewrites_later_stand_alone() -> None:
+    first, second = conversation(TALK, forgetful)
+    assert "".join(piece.text for piece in first) == template(TALK[:3], False)
+    assert [piece.text for piece in first if piece.scored] == ["<think>two twos</think>4<|im_end|>\n"]
+    assert "think" not in "".join(piece.text for piece in second)
+    with pytest.raises(BadInput, match="opens an answer otherwise"):
+        list(conversation(TALK, lambda messages, opens: "?" if opens else template(messages, False)))
+
+
+def test_completions_are_scored_up_to_the_end_and_prompts_are_not(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"count to {n}: ", "completion": " ".join(map(str, range(n)))} for n in range(3, 9)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = prepare(str(file), VOCABULARY)
+    tokenizer, end = corpus.tokenizer(), corpus.tokenizer().token_to_id(END_OF_TEXT)
+    assert corpus.scored is not None
+    for packing in ("packed", "padded"):
+        batches = Batches(corpus, sequence_length=32, global_batch_size=2, seed=0, packing=packing)
+        for step in range(batches.num_sequences // 2):
+            for row in batches(step)["labels"]:
+                written = [t for t in row[row != NOT_SCORED].tolist() if t != end]
+                assert "count" not in tokenizer.decode(written)
+    padded = Batches(corpus, sequence_length=64, global_batch_size=6, seed=0, packing="padded")(0)["labels"]
+    answers = {tokenizer.decode(row[row != NOT_SCORED].tolist(), skip_special_tokens=False) for row in padded}
+    assert answers == {row["completion"] + END_OF_TEXT for row in rows}
+
+
+def with_template(trained: Path, folder: Path) -> Path:
+    """A tokenizer's folder as transformers saves it, with a template."""
+    from tokenizers import Tokenizer
+
+    save_for_transformers(Tokenizer.from_file(str(trained)), folder)
+    turn = "{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}"
+    opening = "{% if add_generation_prompt %}assistant: {% endif %}"
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}" + turn + "{% endfor %}" + opening)
+    return folder / "tokenizer.json"
+
+
+def test_conversations_use_the_template_beside_the_tokenizer(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": TALK[1:3]}) + "\n")
+    with pytest.raises(BadInput, match="no chat template"):
+        prepare(str(file), VOCABULARY)
+    tokenizer_file = with_template(prepare(str(folder), VOCABULARY).folder / "tokenizer.json", tmp_path / "hf")
+    corpus = prepare(str(file), VOCABULARY, tokenizer_file=tokenizer_file)
+    assert corpus.scored is not None
+    decode = functools.partial(corpus.tokenizer().decode, skip_special_tokens=False)
+    expected = f"user: 2+2?{END_OF_TEXT}assistant: <think>two twos</think>4{END_OF_TEXT}"
+    assert decode(corpus.tokens.tolist()) == expected
+    assert decode(corpus.tokens[corpus.scored].tolist()) == f"<think>two twos</think>4{END_OF_TEXT}"
+    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ raise_exception('no') }}")
+    with pytest.raises(BadInput, match="chat template refuses a conversation"):
+        prepare(str(file), VOCABULARY, tokenizer_file=tokenizer_file)
+
+
+def test_parquet_rows_are_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.parquet"
+    file.write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as where it is not installed
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"job\.data.*pyarrow.*'ahp\[data\]'"):
+        text.find(str(file))
+    monkeypatch.undo()
+    texts = [f"document {n}" for n in range(5)]
+    give_pyarrow(monkeypatch, texts)
+    found = list(text.find(str(file)).documents(template))
+    assert [document.text for document in found] == texts
+    assert sum(document.source_bytes for document in found) == pytest.approx(file.stat().st_size)
+    file.write_bytes(b"rubbish")
+    with pytest.raises(BadInput, match=r"a\.parquet: not a parquet file.*no magic"):
+        list(text.find(str(file)).documents(template))
+
+
+def give_pyarrow(monkeypatch: pytest.MonkeyPatch, texts: list[str]) -> None:
+    """The real library where it is installed would do as well; this one reads two rows at a time."""
+
+    class ArrowException(Exception):
+        pass
+
+    class ParquetFile:
+        def __init__(self, path: Path) -> None:
+            if path.read_bytes() != b"PAR1":
+                raise ArrowException("no magic")
+            self.metadata = SimpleNamespace(num_rows=len(texts))
+
+        def iter_batches(self, batch_size: int) -> Iterator[Any]:
+            for first in range(0, len(texts), 2):
+                rows = [{"text": t} for t in texts[first : first + 2]]
+                yield SimpleNamespace(to_pylist=lambda rows=rows: rows)
+
+    fake, parquet = ModuleType("pyarrow"), ModuleType("pyarrow.parquet")
+    fake.__spec__ = ModuleSpec("pyarrow", None)
+    fake.ArrowException, fake.parquet = ArrowException, parquet  # type: ignore[attr-defined]
+    parquet.ParquetFile = ParquetFile  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pyarrow", fake)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
+
+
+class HubRows(list[dict[str, Any]]):
+    """What ``datasets.load_dataset`` returns, as far as it is used."""
+
+    def __init__(self, rows: list[dict[str, Any]], file: Path) -> None:
+        super().__init__(rows)
+        file.write_text(json.dumps(rows))
+        self.cache_files = [{"filename": str(file)}]
+
+
+def test_hub_data_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(path: str, configuration: str | None, split: str) -> HubRows:
+        asked.append((path, configuration, split))
+        if path == "no/such":
+            raise ConnectionError("offline")
+        return HubRows([{"text": "one"}, {"text": ""}, {"text": "two"}], tmp_path / "x.arrow")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    source = text.find("hub:owner/name/small@validation")
+    assert [document.text for document in source.documents(template)] == ["one", "two"]
+    text.find("hub:owner/name")
+    assert asked == [("owner/name", "small", "validation"), ("owner/name", None, "train")]
+    with pytest.raises(BadInput, match=r"job\.data = 'hub:no/such'.*ConnectionError: offline"):
+        text.find("hub:no/such")
+    with pytest.raises(BadInput, match="expected hub:owner/name"):
+        text.find("hub:")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(BadInput, match=r"library datasets.*'ahp\[data\]'"):
+        text.find("hub:owner/name")
 
 
 def test_data_that_is_not_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
     (tmp_path / "a.csv").write_text("x")
     (tmp_path / "empty").mkdir()
     for data, rule in [
         ("no/such", "no such file"),
-        (str(tmp_path / "a.parquet"), "parquet is not read yet"),
         (str(tmp_path / "a.csv"), r"\.csv"),
         (str(tmp_path / "empty"), "holds no file"),
     ]:
         with pytest.raises(BadInput, match=rf"job\.data = .*{rule}"):
             text.find(data)
+    (tmp_path / "blank.txt").write_text(" \n")
+    with pytest.raises(BadInput, match="holds no text"):
+        prepare(str(tmp_path / "blank.txt"), VOCABULARY)
 
 
 def test_tokens_give_the_documents_back_each_ended(folder: Path) -> None:
@@ -212,6 +397,36 @@ def test_order_depends_on_seed_and_step_alone() -> None:
     assert ids(0, seed=8) != ids(0)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=4, max_size=12),
+    packing=st.sampled_from(["packed", "padded"]),
+    degree=st.sampled_from([2, 4]),
+)
+def test_parts_of_a_batch_make_up_the_batch(lengths: list[int], packing: Any, degree: int) -> None:
+    batches = Batches(made_of([*lengths, 40]), sequence_length=8, global_batch_size=4, seed=1, packing=packing)
+    whole, share = batches(3), 4 // degree
+    parts = [batches(3, range(rank * share, (rank + 1) * share)) for rank in range(degree)]
+    for key in whole:
+        assert torch.cat([part[key] for part in parts]).equal(whole[key])
+
+
+def test_padded_sequences_hold_one_document_each_and_lose_nothing() -> None:
+    lengths = [5, 3, 9, 1, 4]
+    batches = Batches(made_of(lengths), sequence_length=4, global_batch_size=8, seed=1, packing="padded")
+    assert batches.num_sequences == 2 + 1 + 3 + 1 + 1
+    batch = batches(0)
+    seen = []
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        filled = max((i + 1 for i in range(4) if ids[i] != PADDING), default=1)
+        assert ids[:filled] == list(range(ids[0], ids[0] + filled))
+        assert labels == [NOT_SCORED if i in (0, 5, 8, 17, 18) else i for i in ids[:filled]] + [NOT_SCORED] * (
+            4 - filled
+        )
+        seen += ids[:filled]
+    assert sorted(seen) == list(range(sum(lengths)))
+
+
 def test_less_text_than_one_batch_is_refused() -> None:
     with pytest.raises(BadInput, match=r"job\.data.*3 sequences.*fewer than one batch of job\.global_batch_size 4"):
         Batches(made_of([15]), sequence_length=4, global_batch_size=4, seed=0)
@@ -235,6 +450,22 @@ def test_masked_model_sees_hidden_tokens_and_is_scored_on_them_alone() -> None:
     assert kept == pytest.approx(0.1, abs=0.04)
     assert batches(5)["input_ids"].equal(ids)
     assert not batches(6)["labels"].ne(NOT_SCORED).equal(scored)
+    assert batches(5, range(7, 9))["input_ids"].equal(ids[7:9])
+
+
+@pytest.mark.parametrize(
+    ("rows", "packing", "rule"),
+    [
+        ([{"text": "def call(x): return x + 1"}] * 9, "padded", r"job\.packing = 'padded'.*padding"),
+        ([{"prompt": "def", "completion": " call(x): return x"}] * 9, "packed", r"job\.data = .*no prompt to read"),
+    ],
+)
+def test_what_does_not_suit_a_masked_model_is_refused(tmp_path: Path, rows: Any, packing: Any, rule: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = Job(data=str(file), packing=packing, sequence_length=4, global_batch_size=1)
+    with pytest.raises(BadInput, match=rule):
+        batches_for(job, prepare(str(file), VOCABULARY, masked=True), masked=True)
 
 
 def test_tokenizer_of_a_masked_model_can_hide(folder: Path, tmp_path: Path) -> None:

@@ -106,6 +106,17 @@ def test_another_layout_may_continue_another_job_may_not(folder: RunFolder) -> N
         folder.check_same_job(Plan(model="gpt2", job=Job(seed=3)))
 
 
+def test_a_run_of_before_a_key_came_goes_on(folder: RunFolder) -> None:
+    write_checkpoint(folder, 10)
+    meta = folder.checkpoints()[0].path / "meta.json"
+    written = json.loads(meta.read_text())
+    del written["job"]["packing"]
+    meta.write_text(json.dumps(written))
+    folder.check_same_job(Plan())
+    with pytest.raises(BadInput, match=r"job\.packing = 'padded' \(the run has 'packed'\)"):
+        folder.check_same_job(Plan(job=Job(packing="padded")))
+
+
 @pytest.mark.parametrize(("schedule", "allowed"), [("constant", True), ("cosine", False)])
 def test_more_steps_continue_only_what_does_not_look_ahead(folder: RunFolder, schedule: str, allowed: bool) -> None:
     def plan(steps: int) -> Plan:

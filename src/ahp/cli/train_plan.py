@@ -48,7 +48,7 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     from ahp.search.ranking import search as ranked
 
     # Text and model first: a wrong name is told before the machine is measured.
-    text.find(config.job.data)
+    text.find(config.job.data, config.job.data_field)
     _say(f"analyzing {config.model if isinstance(config.model, str) else config.model.get('model_type', 'the model')}")
     graph = analyze(config.model, config.job)
     wanted = workers or num_workers(config.parallelism)

@@ -35,8 +35,8 @@ class StepResult(Protocol):
 class Parallel(Protocol):
     """What ``ahp.parallelize`` returns, as far as the loop needs it."""
 
-    def shard(self, global_batch: dict[str, Tensor]) -> Any: ...
-    def step(self, part: Any) -> StepResult: ...
+    def rows(self, num_rows: int) -> range: ...
+    def step(self, part: dict[str, Tensor]) -> StepResult: ...
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
     def memory_bytes(self) -> int: ...
@@ -63,7 +63,8 @@ class Loop:
     """Trains from the last complete checkpoint to the end of the job, or until it is asked to stop."""
 
     parallel: Parallel
-    batches: Callable[[int], dict[str, Tensor]]
+    batches: Callable[[int, range], dict[str, Tensor]]
+    """(step, rows of the global batch) -> those rows."""
     plan: Plan
     folder: RunFolder
     team: Team
@@ -112,7 +113,7 @@ class Loop:
     def _step(self, index: int) -> tuple[dict[str, Any], int]:
         job, forecast = self.plan.job, self.plan.forecast
         began = time.perf_counter()
-        result = self.parallel.step(self.parallel.shard(self.batches(index)))
+        result = self.parallel.step(self.batches(index, self.parallel.rows(job.global_batch_size)))
         stopped, memory_bytes = self.team.highest(self.stop.pending(), self.parallel.memory_bytes())
         seconds = time.perf_counter() - began
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):

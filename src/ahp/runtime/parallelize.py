@@ -161,15 +161,20 @@ class Parallel:
 
     def shard(self, global_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's part of ``{"input_ids", "labels"}`` int64 [global batch, sequence]: rows by data-parallel rank."""
-        rows, degree = len(global_batch["input_ids"]), self.mesh.data.size()
-        if rows % (degree * self.plan.parallelism.micro_batch_size):
+        rows = self.rows(len(global_batch["input_ids"]))
+        part = slice(rows.start, rows.stop)
+        return {key: value[part].to(self.mesh.device, non_blocking=True) for key, value in global_batch.items()}
+
+    def rows(self, num_rows: int) -> range:
+        """Which rows of a global batch of so many are this rank's, for a reader that reads no others."""
+        degree = self.mesh.data.size()
+        if num_rows % (degree * self.plan.parallelism.micro_batch_size):
             raise bad_input(
                 "global_batch",
-                rows,
+                num_rows,
                 f"its rows must be a multiple of data_parallel degree {degree} x micro_batch_size {self.plan.parallelism.micro_batch_size}",
             )
-        part = slice(self.mesh.data_rank * rows // degree, (self.mesh.data_rank + 1) * rows // degree)
-        return {key: value[part].to(self.mesh.device, non_blocking=True) for key, value in global_batch.items()}
+        return range(self.mesh.data_rank * num_rows // degree, (self.mesh.data_rank + 1) * num_rows // degree)
 
     def step(self, part: dict[str, torch.Tensor]) -> StepResult:
         """Forward, backward, clip, update. Collective.

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,26 @@ def _follow(metrics_file: Path, offset: int, display: Display, ended: threading.
         offset += len(whole)
         for line in whole.splitlines():
             display.update(json.loads(line))
+
+
+@contextmanager
+def progress(what: str, size: float) -> Iterator[Callable[[float], None]]:
+    """How far one job is: a bar on a terminal, a line now and then elsewhere. Within, tell the function what more is done."""
+    console = Console(stderr=True, highlight=False)
+    done, last_line_s = 0.0, time.monotonic()
+    columns = (BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f} % {task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=size)
+
+        def advance(amount: float) -> None:
+            nonlocal done, last_line_s
+            done += amount
+            bar.update(task, completed=done)
+            if not console.is_terminal and time.monotonic() - last_line_s >= SECONDS_BETWEEN_LINES:
+                last_line_s = time.monotonic()
+                say(f"{what}: {min(1.0, done / size):.0%}")
+
+        yield advance
 
 
 def say(text: str) -> None:

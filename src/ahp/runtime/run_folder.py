@@ -167,6 +167,7 @@ class RunFolder:
         if not self.checkpoints():
             return
         before = self.checkpoints()[-1].meta()
+        before["job"] = _with_defaults(before["job"])
         differ = list(_differences(before["job"], plan.job.model_dump(mode="json"), "job"))
         if before["model"] != plan.model:
             differ.insert(0, f"model = {plan.model!r} (the run has {before['model']!r})")
@@ -214,6 +215,14 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _with_defaults(job: dict[str, Any]) -> dict[str, Any]:
+    """A job as an older version of AHP wrote it, with the keys that have come since."""
+    try:
+        return Job.model_validate(job).model_dump(mode="json")
+    except ValueError:
+        return job
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str) -> Iterator[str]:

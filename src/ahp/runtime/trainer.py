@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ahp.errors import HardwareMismatch, bad_input
+from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.plan import Plan
 from ahp.runtime import failure, launch
-from ahp.runtime.data.corpus import Corpus, prepare
+from ahp.runtime.data.corpus import Corpus, prepare, read
 from ahp.runtime.failure import TrainingFailed
-from ahp.runtime.progress import Display, following, say
+from ahp.runtime.progress import Display, following, progress, say
 from ahp.runtime.run_folder import RunFolder, Status, is_full
 from ahp.runtime.stop import StopRequest
-from ahp.runtime.team import DeviceType, device_for, is_joined, team
+from ahp.runtime.team import DeviceType, Team, device_for, is_joined, team
 from ahp.runtime.worker import Order, run_rank
 
 WORKER = "ahp.runtime.worker"
@@ -70,7 +70,9 @@ class Trainer:
         if finished is not None:
             return finished
         try:
-            stopped = self._start_workers(self._order(device_for(self.plan, self.plan.parallelism.world_size)))
+            stopped = self._start_workers(
+                self._order(device_for(self.plan, self.plan.parallelism.world_size), self._corpus())
+            )
         except Exception as error:
             failure.report(self.folder, str(error), getattr(error, "exit_code", 1))
             raise
@@ -105,8 +107,7 @@ class Trainer:
             finished = ranks.decided_by_leader(self._begin)
             if finished is not None:
                 return finished
-            ranks.decided_by_leader(lambda: self._corpus().fingerprint)
-            order = self._order(device)
+            order = self._order(device, self._corpus_of(ranks))
             display = self._display() if ranks.leads else None
             try:
                 status = run_rank(self.plan, self.folder, order, stop, display.update if display else _nothing)
@@ -165,22 +166,37 @@ class Trainer:
             return TrainingFailed(f"{cause.message}\n{logs}", cause.exit_code)
         return TrainingFailed(f"workers ended with exit codes {ended.exit_codes}; {logs}")
 
-    def _order(self, device: DeviceType) -> Order:
-        return Order(
-            corpus=str(self._corpus().folder), device=device, checkpoint_every=self.checkpoint_every, keep=self.keep
-        )
+    def _order(self, device: DeviceType, corpus: Corpus) -> Order:
+        return Order(corpus=str(corpus.folder), device=device, checkpoint_every=self.checkpoint_every, keep=self.keep)
+
+    def _corpus_of(self, ranks: Team) -> Corpus:
+        """The corpus that the first rank prepares and verifies; on a node that does not see its cache, made once more."""
+
+        def folder() -> str:
+            return str(self._corpus().folder)
+
+        try:
+            return read(Path(ranks.decided_by_leader(folder)), verify=False)
+        except BadInput:
+            return self._corpus()
 
     def _corpus(self) -> Corpus:
+        """The tokenised text, checked against the job, so that nothing is refused after the workers were started."""
         from ahp.graph.models import build_model, is_masked
+        from ahp.runtime.data.batches import batches_for
 
-        module = build_model(self.plan.model, device="meta")
-        return prepare(
-            self.plan.job.data,
+        job, masked = self.plan.job, is_masked(build_model(self.plan.model, device="meta"))
+        corpus = prepare(
+            job.data,
             vocabulary_size(self.plan.model),
-            masked=is_masked(module),
+            field=job.data_field,
+            masked=masked,
             tokenizer_file=tokenizer_of(self.plan.model),
             say=say,
+            progress=progress,
         )
+        batches_for(job, corpus, masked=masked)
+        return corpus
 
     def _display(self) -> Display:
         forecast = self.plan.forecast

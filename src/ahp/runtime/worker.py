@@ -68,25 +68,14 @@ def _train(
 ) -> Status:
     from ahp.graph.models import build_model, is_masked
     from ahp.runtime.data import corpus as corpora
-    from ahp.runtime.data import tokenizer as tokenizers
-    from ahp.runtime.data.batches import Batches, Masking
+    from ahp.runtime.data.batches import batches_for
     from ahp.runtime.loop import Loop, Settings
     from ahp.runtime.parallelize import parallelize
 
     job = plan.job
-    corpus = corpora.read(Path(order.corpus))
+    corpus = corpora.read(Path(order.corpus), verify=False)
     module = build_model(plan.model, device="meta", attention=plan.engine.attention)
-    masking = None
-    if is_masked(module):
-        tokenizer = corpus.tokenizer()
-        masking = Masking(tokenizers.mask(tokenizer), tokenizer.get_vocab_size())
-    batches = Batches(
-        corpus,
-        sequence_length=job.sequence_length,
-        global_batch_size=job.global_batch_size,
-        seed=job.seed,
-        masking=masking,
-    )
+    batches = batches_for(job, corpus, masked=is_masked(module))
     parallel = parallelize(module, plan)
     loop = Loop(
         parallel=parallel,

@@ -1,4 +1,4 @@
-"""Sequences packed from documents, in an order that is a function of (seed, step) alone."""
+"""Sequences cut from documents, in an order that is a function of (seed, step) alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from ahp.errors import bad_input
+from ahp.job import Job, Packing
+from ahp.runtime.data import tokenizer as tokenizers
 from ahp.runtime.data.corpus import Corpus
 
 NOT_SCORED = -100
@@ -19,7 +21,9 @@ SCORED_SHARE, HIDDEN_SHARE, REPLACED_SHARE = 0.15, 0.8, 0.1
 """Of the tokens, those that a masked model must tell; of these, those hidden and those replaced by any token, the rest
 stay as they are (BERT, arXiv 1810.04805, section 3.1)."""
 MASK_STREAM = 1 << 63
-"""Added to the step where it seeds the masks, so that no epoch's permutation shares a stream with them."""
+"""Added to the row's number where it seeds the masks, so that no epoch's permutation shares a stream with them."""
+PADDING = 0
+"""The token that fills a padded sequence: any would do, since nothing before it looks at it and it is not scored."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,12 @@ class Masking:
 
 
 class Batches:
-    """The global batch of every step: ``batches(step)`` gives it for step 0, 1, 2, ...
+    """The global batch of every step: ``batches(step)`` gives it for step 0, 1, 2, ...; ``batches(step, rows)`` a part.
 
-    Documents are concatenated and cut into sequences of ``sequence_length``; what is left at the end is not used.
-    Every epoch is a permutation of all sequences, drawn from (seed, epoch). Nothing is remembered between steps.
+    ``packed``: documents are concatenated and cut into sequences of ``sequence_length``; what is left at the end is not
+    used. ``padded``: a sequence holds one document, or a part of one that is longer, and is filled up.
+    Every epoch is a permutation of all sequences, drawn from (seed, epoch). Nothing is remembered between steps, and of
+    the tokens only those of the rows that are asked for are read.
     """
 
     def __init__(
@@ -47,13 +53,21 @@ class Batches:
         global_batch_size: int,
         seed: int,
         masking: Masking | None = None,
+        packing: Packing = "packed",
     ) -> None:
         self.corpus = corpus
         self.masking = masking
         self.sequence_length = sequence_length
         self.global_batch_size = global_batch_size
         self.seed = seed
-        self.num_sequences = len(corpus.tokens) // sequence_length
+        self.first_rows: np.ndarray | None = None
+        """int64 [num_documents + 1], padded only: number of the first sequence of each document, and of all."""
+        if packing == "padded":
+            lengths = np.diff(corpus.starts, append=len(corpus.tokens))
+            self.first_rows = np.concatenate([[0], np.cumsum(-(-lengths // sequence_length))])
+            self.num_sequences = int(self.first_rows[-1])
+        else:
+            self.num_sequences = len(corpus.tokens) // sequence_length
         if self.num_sequences < global_batch_size:
             raise bad_input(
                 "job.data",
@@ -64,28 +78,35 @@ class Batches:
         # The two epochs that a batch may touch; a cache of a pure function, not a state.
         self._permutation = lru_cache(maxsize=2)(self._draw)
 
-    def __call__(self, step: int) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``labels``, int64 [global_batch_size, sequence_length].
+    def __call__(self, step: int, rows: range | None = None) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, int64 [rows, sequence_length]; ``rows`` of the global batch, None = all.
 
-        A label is the token at its own place (models shift them inside), and -100 at the first token of a document:
-        it cannot be foretold from the document before it. For a masked model only hidden tokens have a label.
+        A label is the token at its own place (models shift them inside), and -100 at the first token of a document
+        (it cannot be foretold from the document before it), at tokens of prompts and at padding. For a masked model only
+        hidden tokens have a label.
         """
-        rows = [self._tokens(self.sequence(step, row)) for row in range(self.global_batch_size)]
-        input_ids = torch.from_numpy(np.stack([ids for ids, _ in rows]))
-        labels = torch.from_numpy(np.stack([labels for _, labels in rows]))
-        if self.masking is not None:
-            return self._masked(input_ids, step, self.masking)
-        return {"input_ids": input_ids, "labels": labels}
+        wanted = range(self.global_batch_size) if rows is None else rows
+        pairs = [self._row(step, row) for row in wanted]
+        return {
+            "input_ids": torch.from_numpy(np.stack([ids for ids, _ in pairs])),
+            "labels": torch.from_numpy(np.stack([labels for _, labels in pairs])),
+        }
 
-    def _masked(self, ids: torch.Tensor, step: int, masking: Masking) -> dict[str, torch.Tensor]:
-        stream = _stream(self.seed, MASK_STREAM + step)
-        scored = torch.from_numpy(stream.random(ids.shape) < SCORED_SHARE)
-        fate = torch.from_numpy(stream.random(ids.shape))
-        anything = torch.from_numpy(stream.integers(masking.vocab_size, size=ids.shape))
+    def _row(self, step: int, row: int) -> tuple[np.ndarray, np.ndarray]:
+        input_ids, labels = self._tokens(self.sequence(step, row))
+        if self.masking is None:
+            return input_ids, labels
+        return self._masked(input_ids, step * self.global_batch_size + row, self.masking)
+
+    def _masked(self, ids: np.ndarray, number: int, masking: Masking) -> tuple[np.ndarray, np.ndarray]:
+        stream = _stream(self.seed, MASK_STREAM + number)
+        scored = stream.random(ids.shape) < SCORED_SHARE
+        fate = stream.random(ids.shape)
+        anything = stream.integers(masking.vocab_size, size=ids.shape)
         hidden = scored & (fate < HIDDEN_SHARE)
         replaced = scored & (fate >= HIDDEN_SHARE) & (fate < HIDDEN_SHARE + REPLACED_SHARE)
-        input_ids = torch.where(hidden, masking.token, torch.where(replaced, anything, ids))
-        return {"input_ids": input_ids, "labels": torch.where(scored, ids, NOT_SCORED)}
+        input_ids = np.where(hidden, masking.token, np.where(replaced, anything, ids))
+        return input_ids, np.where(scored, ids, NOT_SCORED)
 
     def sequence(self, step: int, row: int) -> int:
         """Which sequence of the corpus is row ``row`` of the batch of ``step``."""
@@ -96,13 +117,48 @@ class Batches:
         return _stream(self.seed, epoch).permutation(self.num_sequences)
 
     def _tokens(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-        first = sequence * self.sequence_length
-        last = first + self.sequence_length
-        input_ids = self.corpus.tokens[first:last].astype(np.int64)
-        labels = input_ids.copy()
+        first, last = self._place(sequence)
+        input_ids = np.full(self.sequence_length, PADDING, dtype=np.int64)
+        labels = np.full(self.sequence_length, NOT_SCORED, dtype=np.int64)
+        input_ids[: last - first] = self.corpus.tokens[first:last]
+        labels[: last - first] = input_ids[: last - first]
+        if self.corpus.scored is not None:
+            labels[: last - first][~self.corpus.scored[first:last]] = NOT_SCORED
         left, right = np.searchsorted(self.corpus.starts, [first, last])
         labels[self.corpus.starts[left:right] - first] = NOT_SCORED
         return input_ids, labels
+
+    def _place(self, sequence: int) -> tuple[int, int]:
+        """First and last token of a sequence in the corpus."""
+        if self.first_rows is None:
+            return sequence * self.sequence_length, (sequence + 1) * self.sequence_length
+        document = int(np.searchsorted(self.first_rows, sequence, side="right")) - 1
+        starts = self.corpus.starts
+        end = int(starts[document + 1]) if document + 1 < len(starts) else len(self.corpus.tokens)
+        first = int(starts[document]) + (sequence - int(self.first_rows[document])) * self.sequence_length
+        return first, min(first + self.sequence_length, end)
+
+
+def batches_for(job: Job, corpus: Corpus, *, masked: bool) -> Batches:
+    """The batches of a job. Raises BadInput when the text is shorter than one, or does not suit a masked model."""
+    masking = None
+    if masked:
+        if job.packing == "padded":
+            rule = "a masked language model would look at the padding; it reads documents one after the other"
+            raise bad_input("job.packing", job.packing, rule, ["packed"])
+        if corpus.scored is not None:
+            rule = "a masked language model has no prompt to read; give it plain text (.txt, or rows with a key text)"
+            raise bad_input("job.data", job.data, rule)
+        tokenizer = corpus.tokenizer()
+        masking = Masking(tokenizers.mask(tokenizer), tokenizer.get_vocab_size())
+    return Batches(
+        corpus,
+        sequence_length=job.sequence_length,
+        global_batch_size=job.global_batch_size,
+        seed=job.seed,
+        masking=masking,
+        packing=job.packing,
+    )
 
 
 def _stream(seed: int, number: int) -> np.random.Generator:

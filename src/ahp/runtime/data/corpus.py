@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,19 +17,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ahp.errors import BadInput
+from ahp.errors import BadInput, bad_input
 from ahp.runtime.data import tokenizer as tokenizers
+from ahp.runtime.data.chat import fingerprint_beside, template_beside
+from ahp.runtime.data.documents import Document, Template
 from ahp.runtime.data.text import TextSource, find
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when the cache's files change meaning; an entry of another format is never found."""
+FILES = ("tokenizer.json", "tokens.bin", "starts.bin", "scored.bin")
+"""Of an entry, beside meta.json; the last only where some token is not scored."""
 DOCUMENTS_PER_CALL = 256
 """[Empirical] Enough for the tokenizer's own threads, and only megabytes of text in memory."""
 
 Say = Callable[[str], None]
+Progress = Callable[[str, float], AbstractContextManager[Callable[[float], None]]]
+"""A progress bar: (what is done, its size) -> within, a function that is told how much more is done."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,11 @@ class Corpus:
     tokens: np.ndarray
     """uint16 or uint32 [num_tokens], memory-mapped."""
     starts: np.ndarray
-    """int64 [num_documents]: where each document begins in ``tokens``, increasing, the first is 0."""
+    """int64 [num_documents], memory-mapped: where each document begins in ``tokens``, increasing, the first is 0."""
     fingerprint: str
     """Hash of the tokenizer and of the text: two corpora with one fingerprint hold the same tokens."""
+    scored: np.ndarray | None = None
+    """bool [num_tokens], memory-mapped: which tokens the model is trained to write; None = all of them."""
 
     def tokenizer(self) -> Tokenizer:
         from tokenizers import Tokenizer
@@ -59,20 +68,22 @@ def prepare(
     data: str,
     vocab_size: int,
     *,
+    field: str | None = None,
     masked: bool = False,
     tokenizer_file: Path | None = None,
     say: Say | None = None,
+    progress: Progress | None = None,
 ) -> Corpus:
     """The corpus of ``data`` from the cache, made now when it is not there or is damaged.
 
-    ``tokenizer_file`` is a tokenizer.json to use; None trains one of at most ``vocab_size`` tokens on the data, with
-    the token that hides others if ``masked``.
+    ``tokenizer_file`` is a tokenizer.json to use, with a chat template beside it if there is one; None trains one of at
+    most ``vocab_size`` tokens on the data, with the token that hides others if ``masked``. ``field`` is the key of a row
+    that holds the text.
     It is written aside and renamed, so processes that do this at the same time end with one whole entry.
     """
-    say = say or (lambda _: None)
-    source = find(data)
+    source = find(data, field)
     entry = cache_folder() / "corpora" / _key(source, vocab_size, masked, tokenizer_file)
-    corpus = _read(entry)
+    corpus = _read(entry, verify=True)
     if corpus is not None:
         return corpus
     try:
@@ -80,16 +91,20 @@ def prepare(
         aside = Path(tempfile.mkdtemp(prefix=entry.name + ".tmp-", dir=entry.parent))
     except OSError as error:
         raise BadInput(f"AHP_CACHE = {str(cache_folder())!r}: cannot be written ({error.strerror})") from None
+    maker = _Maker(source, template_beside(tokenizer_file), say or (lambda _: None), progress or _no_progress)
     try:
-        _write(aside, source, vocab_size, masked, tokenizer_file, say)
+        maker.write(aside, maker.tokenizer(vocab_size, masked, tokenizer_file))
         return _publish(aside, entry)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def read(folder: Path) -> Corpus:
-    """Open an entry that ``prepare`` made. Raises BadInput when it is missing or damaged."""
-    corpus = _read(folder)
+def read(folder: Path, *, verify: bool = True) -> Corpus:
+    """Open an entry that ``prepare`` made. Raises BadInput when it is missing or damaged.
+
+    Without ``verify`` the files' sizes are looked at, not every byte: for ranks that join one which has verified it.
+    """
+    corpus = _read(folder, verify=verify)
     if corpus is None:
         raise BadInput(f"cache entry {str(folder)!r}: missing or damaged; start the command again to rebuild it")
     return corpus
@@ -100,50 +115,87 @@ def _key(source: TextSource, vocab_size: int, masked: bool, tokenizer_file: Path
     if masked and tokenizer_file is None:
         parts.append("masked")
     if tokenizer_file is not None:
-        parts.append(hashlib.blake2b(tokenizer_file.read_bytes(), digest_size=16).hexdigest())
+        content = tokenizer_file.read_bytes() + fingerprint_beside(tokenizer_file)
+        parts.append(hashlib.blake2b(content, digest_size=16).hexdigest())
     return hashlib.blake2b("/".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def _write(
-    aside: Path, source: TextSource, vocab_size: int, masked: bool, tokenizer_file: Path | None, say: Say
-) -> None:
-    size = f"{source.num_bytes / 1e6:.1f} MB of text ({len(source.files)} files)"
-    if tokenizer_file is not None:
-        tokenizer = tokenizers.load(tokenizer_file, vocab_size)
-    else:
-        say(f"training a tokenizer of {vocab_size} tokens on {size}, once")
-        tokenizer = tokenizers.train(source.documents(), vocab_size, masked=masked)
-    tokenizer.save(str(aside / "tokenizer.json"))
-    say(f"tokenising {size}, once")
-    end = tokenizers.end_of_text(tokenizer)
-    dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
-    starts: list[int] = []
-    num_tokens = 0
-    with (aside / "tokens.bin").open("wb") as file:
-        for ids in _encode(tokenizer, source):
-            starts.append(num_tokens)
-            num_tokens += len(ids) + 1
-            file.write(np.asarray([*ids, end], dtype=dtype).tobytes())
-    (aside / "starts.bin").write_bytes(np.asarray(starts, dtype=np.int64).tobytes())
-    meta = {
-        "dtype": dtype.name,
-        "num_tokens": num_tokens,
-        "num_documents": len(starts),
-        "crc32": {name: _crc32(aside / name) for name in ("tokenizer.json", "tokens.bin", "starts.bin")},
-    }
-    (aside / "meta.json").write_text(json.dumps(meta, indent=1))
+def _no_progress(what: str, size: float) -> AbstractContextManager[Callable[[float], None]]:
+    return nullcontext(lambda _: None)
 
 
-def _encode(tokenizer: Tokenizer, source: TextSource) -> Iterator[list[int]]:
-    documents = source.documents()
-    while chunk := list(islice(documents, DOCUMENTS_PER_CALL)):
-        for encoding in tokenizer.encode_batch(chunk, add_special_tokens=False):
-            yield encoding.ids
+@dataclass(frozen=True)
+class _Maker:
+    """Turns a source into the files of an entry."""
+
+    source: TextSource
+    template: Template
+    say: Say
+    progress: Progress
+
+    @property
+    def size(self) -> str:
+        return f"{self.source.num_bytes / 1e6:.1f} MB of text ({len(self.source.files)} files)"
+
+    def tokenizer(self, vocab_size: int, masked: bool, file: Path | None) -> Tokenizer:
+        if file is not None:
+            return tokenizers.load(file, vocab_size)
+        self.say(f"training a tokenizer of {vocab_size} tokens on {self.size}, once")
+        texts = (document.text for document in self._documents("reading for the tokenizer"))
+        return tokenizers.train(texts, vocab_size, masked=masked)
+
+    def write(self, aside: Path, tokenizer: Tokenizer) -> None:
+        tokenizer.save(str(aside / "tokenizer.json"))
+        self.say(f"tokenising {self.size}, once")
+        dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
+        starts: list[int] = []
+        num_tokens, all_scored = 0, True
+        with (aside / "tokens.bin").open("wb") as tokens_file, (aside / "scored.bin").open("wb") as scored_file:
+            for ids, scored in self._encoded(tokenizer):
+                starts.append(num_tokens)
+                num_tokens += len(ids)
+                tokens_file.write(np.asarray(ids, dtype=dtype).tobytes())
+                scored_file.write(scored.tobytes())
+                all_scored = all_scored and bool(scored.all())
+        if num_tokens == 0:
+            raise bad_input("job.data", self.source.name, "it holds no text")
+        if all_scored:
+            (aside / "scored.bin").unlink()
+        (aside / "starts.bin").write_bytes(np.asarray(starts, dtype=np.int64).tobytes())
+        names = [name for name in FILES if (aside / name).exists()]
+        meta = {
+            "dtype": dtype.name,
+            "num_tokens": num_tokens,
+            "num_documents": len(starts),
+            "bytes": {name: (aside / name).stat().st_size for name in names},
+            "crc32": {name: _crc32(aside / name) for name in names},
+        }
+        (aside / "meta.json").write_text(json.dumps(meta, indent=1))
+
+    def _documents(self, what: str) -> Iterator[Document]:
+        with self.progress(what, self.source.num_bytes) as advance:
+            for document in self.source.documents(self.template):
+                yield document
+                advance(document.source_bytes)
+
+    def _encoded(self, tokenizer: Tokenizer) -> Iterator[tuple[list[int], np.ndarray]]:
+        """Token ids of each document and, bool [num_ids], which are scored."""
+        end = tokenizers.end_of_text(tokenizer)
+        documents = self._documents("tokenising")
+        while chunk := list(islice(documents, DOCUMENTS_PER_CALL)):
+            texts = [piece.text for document in chunk for piece in document.pieces]
+            encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
+            for document in chunk:
+                parts = [(next(encodings).ids, piece.scored) for piece in document.pieces]
+                if not document.ended:
+                    parts.append(([end], True))
+                scored = np.repeat([flag for _, flag in parts], [len(ids) for ids, _ in parts])
+                yield [token for ids, _ in parts for token in ids], scored
 
 
 def _publish(aside: Path, entry: Path) -> Corpus:
     # A damaged entry is moved out of the way first: rename replaces no folder that holds files.
-    if entry.exists() and _read(entry) is None:
+    if entry.exists() and _read(entry, verify=True) is None:
         rubbish = Path(tempfile.mkdtemp(prefix=entry.name + ".tmp-", dir=entry.parent))
         entry.rename(rubbish / "damaged")
         shutil.rmtree(rubbish, ignore_errors=True)
@@ -156,13 +208,18 @@ def _publish(aside: Path, entry: Path) -> Corpus:
     return read(entry)
 
 
-def _read(folder: Path) -> Corpus | None:
+def _read(folder: Path, *, verify: bool) -> Corpus | None:
     try:
         meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
-        if any(_crc32(folder / name) != value for name, value in meta["crc32"].items()):
+        if any((folder / name).stat().st_size != size for name, size in meta["bytes"].items()):
+            return None
+        if verify and any(_crc32(folder / name) != value for name, value in meta["crc32"].items()):
             return None
         tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r", shape=(meta["num_tokens"],))
-        starts = np.fromfile(folder / "starts.bin", dtype=np.int64)
+        starts = np.memmap(folder / "starts.bin", dtype=np.int64, mode="r", shape=(meta["num_documents"],))
+        scored = None
+        if "scored.bin" in meta["bytes"]:
+            scored = np.memmap(folder / "scored.bin", dtype=np.bool_, mode="r", shape=(meta["num_tokens"],))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     mark = f"{meta['crc32']}/{meta['num_tokens']}"
@@ -171,6 +228,7 @@ def _read(folder: Path) -> Corpus | None:
         tokens=tokens,
         starts=starts,
         fingerprint=hashlib.blake2b(mark.encode(), digest_size=16).hexdigest(),
+        scored=scored,
     )
 
 

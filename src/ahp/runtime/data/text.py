@@ -1,19 +1,24 @@
-"""Where the text comes from: the standard library's own source files, or the user's .txt and .jsonl files."""
+"""Where the text comes from: the standard library's own source files, the user's files, or a data set of a hub."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ahp.errors import BadInput, bad_input
+from ahp.runtime.data.documents import Document, Piece, Template, documents_of
 
 PYTHON_STDLIB = "python-stdlib"
-SUFFIXES = (".txt", ".jsonl")
+HUB = "hub:"
+"""Before the name of a hub's data set: ``hub:owner/name``, ``hub:owner/name/configuration``, ``hub:owner/name@split``."""
+SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 STDLIB_LIMIT_BYTES = 12_000_000
 """[Empirical] About 3 million tokens: several passes of the default job do not exhaust it, a tokenizer trains in seconds."""
@@ -23,6 +28,9 @@ STDLIB_LEFT_OUT = frozenset(
 )
 """Folders that are not the library's own prose: installed packages, tests, and tables of characters or help topics."""
 
+ROWS_AT_ONCE = 1024
+"""[Empirical] Of a parquet file: megabytes of text in memory."""
+
 
 @dataclass(frozen=True)
 class TextSource:
@@ -31,56 +39,103 @@ class TextSource:
     name: str
     files: tuple[Path, ...]
     num_bytes: int
+    field: str | None = None
+    """Key of a row that is read; None = by the row's shape (``ahp.runtime.data.documents``)."""
+    rows: Any = None
+    """A hub's data set, whose rows are read in the place of the files'; it lies in the files all the same."""
 
     def fingerprint(self) -> str:
         """Hash of every file's bytes in order; the place of the files does not count."""
         digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
-            content = file.read_bytes()
-            digest.update(f"{file.suffix}:{len(content)};".encode())
-            digest.update(content)
+            digest.update(f"{file.suffix}:{file.stat().st_size};".encode())
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 22):
+                    digest.update(block)
+        if self.field is not None:
+            digest.update(f"field:{self.field}".encode())
         return digest.hexdigest()
 
-    def documents(self) -> Iterator[str]:
-        """Every document that is not empty: a file of text is one, a line of .jsonl is one (key ``text``).
+    def documents(self, template: Template) -> Iterator[Document]:
+        """Every document that is not empty: a .txt file is one, a row of anything else is one (or more, a conversation).
 
-        Raises BadInput, naming file and line, where a .jsonl line is not an object with a text.
+        Raises BadInput, naming file and line, where a row is of no known shape.
         """
+        for row, where, size in self._rows():
+            if isinstance(row, str):
+                if row.strip():
+                    yield Document((Piece(row, True),), size)
+            else:
+                yield from documents_of(row, where, size, template, self.field)
+
+    def _rows(self) -> Iterator[tuple[object, str, float]]:
+        """Row, its place in words, and its share of the source's bytes."""
+        if self.rows is not None:
+            for number, row in enumerate(self.rows, start=1):
+                yield row, f"{self.name} row {number}", self.num_bytes / len(self.rows)
+            return
         for file in self.files:
             if file.suffix == ".jsonl":
-                yield from _lines(file)
+                yield from _json_lines(file)
+            elif file.suffix == ".parquet":
+                yield from _parquet_rows(file)
             else:
-                text = file.read_text(encoding="utf-8", errors="replace")
-                if text.strip():
-                    yield text
+                yield file.read_text(encoding="utf-8", errors="replace"), str(file), file.stat().st_size
 
 
-def find(data: str) -> TextSource:
+def find(data: str, field: str | None = None) -> TextSource:
     """The files behind ``job.data``. Raises BadInput when there are none or their kind is not read."""
     if data == PYTHON_STDLIB:
-        return _source(data, _standard_library())
+        return _source(data, _standard_library(), None)
+    if data.startswith(HUB):
+        return _hub(data, field)
     path = Path(data).expanduser()
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
         if not files:
             raise bad_input("job.data", data, "the folder holds no file that is read", SUFFIXES)
-        return _source(data, files)
-    if not path.exists():
+    elif not path.exists():
         raise bad_input(
             "job.data",
             data,
-            "no such file or folder; data sets of a hub are not read yet, save them as .jsonl first",
-            [PYTHON_STDLIB, "a .txt or .jsonl file", "a folder of them"],
+            "no such file or folder",
+            [PYTHON_STDLIB, f"a file of {' '.join(SUFFIXES)}", "a folder of them", "hub:owner/name"],
         )
-    if path.suffix == ".parquet":
-        raise bad_input("job.data", data, "parquet is not read yet; save it as .jsonl with a key text", SUFFIXES)
-    if path.suffix not in SUFFIXES:
+    elif path.suffix not in SUFFIXES:
         raise bad_input("job.data", data, f"files {path.suffix or 'without a suffix'} are not read", SUFFIXES)
-    return _source(data, [path])
+    else:
+        files = [path]
+    if any(file.suffix == ".parquet" for file in files) and importlib.util.find_spec("pyarrow") is None:
+        raise _needs_extra(data, "reading parquet needs pyarrow")
+    return _source(data, files, field)
 
 
-def _source(name: str, files: list[Path]) -> TextSource:
-    return TextSource(name=name, files=tuple(files), num_bytes=sum(file.stat().st_size for file in files))
+def _source(name: str, files: list[Path], field: str | None, rows: Any = None) -> TextSource:
+    return TextSource(name, tuple(files), sum(file.stat().st_size for file in files), field, rows)
+
+
+def _needs_extra(data: str, what: str) -> BadInput:
+    return bad_input("job.data", data, f"{what}; install the extra: pip install 'ahp[data]'")
+
+
+def _hub(data: str, field: str | None) -> TextSource:
+    """A data set that the ``datasets`` library downloads, or has in its cache."""
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise _needs_extra(data, "data sets of a hub need the library datasets") from None
+    name, _, split = data.removeprefix(HUB).partition("@")
+    parts = name.split("/")
+    if len(parts) not in (1, 2, 3) or not all(parts):
+        raise bad_input(
+            "job.data", data, "expected hub:owner/name, hub:owner/name/configuration or hub:owner/name@split"
+        )
+    path, configuration = "/".join(parts[:2]), (parts[2] if len(parts) == 3 else None)
+    try:
+        rows = datasets.load_dataset(path, configuration, split=split or "train")
+    except Exception as error:  # the library raises whatever its readers and the network raise
+        raise bad_input("job.data", data, f"it cannot be loaded ({type(error).__name__}: {error})") from None
+    return _source(data, [Path(part["filename"]) for part in rows.cache_files], field, rows)
 
 
 def _standard_library() -> list[Path]:
@@ -103,16 +158,28 @@ def _standard_library() -> list[Path]:
     return chosen
 
 
-def _lines(file: Path) -> Iterator[str]:
-    with file.open(encoding="utf-8", errors="replace") as lines:
+def _json_lines(file: Path) -> Iterator[tuple[object, str, float]]:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            where = f"{file} line {number}"
             try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str):
-                raise BadInput(f"job.data: {file} line {number}: a JSON object with a key text was expected")
-            if text.strip():
-                yield text
+                yield json.loads(line.decode("utf-8", errors="replace")), where, len(line)
+            except ValueError as error:
+                raise BadInput(f"job.data: {where}: not JSON ({error})") from None
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[object, str, float]]:
+    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        size = file.stat().st_size / max(1, table.metadata.num_rows)
+        number = 0
+        for batch in table.iter_batches(batch_size=ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                number += 1
+                yield row, f"{file} row {number}", size
+    except pyarrow.ArrowException as error:
+        raise BadInput(f"job.data: {file}: not a parquet file that can be read ({error})") from None

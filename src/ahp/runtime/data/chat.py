@@ -1,0 +1,62 @@
+"""The chat template that came with a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ahp.errors import BadInput
+from ahp.runtime.data.documents import Template
+
+FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+"""Beside tokenizer.json: where transformers keeps a template and the tokens that it names."""
+
+
+def template_beside(tokenizer_file: Path | None) -> Template:
+    """Writes conversations as the template in the tokenizer's folder says; read when the first one comes.
+
+    The template raises BadInput when there is none, or when it refuses a conversation.
+    """
+
+    @cache
+    def tokenizer() -> Any:
+        if tokenizer_file is None or not has_template(tokenizer_file):
+            where = "none" if tokenizer_file is None else str(tokenizer_file)
+            raise BadInput(
+                f"job.data: it holds conversations (messages), and the tokenizer ({where}) has no chat template; give a "
+                "model's folder with tokenizer.json and a tokenizer_config.json or chat_template.jinja that has one, as "
+                "init_from or model, or write the data as prompt and completion"
+            )
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(tokenizer_file.parent, local_files_only=True)
+
+    def write(messages: list[dict[str, Any]], opens_answer: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_answer)
+        except TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise BadInput(f"job.data: the chat template refuses a conversation of {roles}: {error}") from None
+
+    return write
+
+
+def has_template(tokenizer_file: Path) -> bool:
+    """Whether a chat template lies beside a tokenizer.json."""
+    folder = tokenizer_file.parent
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def fingerprint_beside(tokenizer_file: Path) -> bytes:
+    """What decides how conversations are written, as bytes to hash."""
+    found = (tokenizer_file.parent / name for name in FILES)
+    return b"".join(file.name.encode() + file.read_bytes() for file in found if file.is_file())

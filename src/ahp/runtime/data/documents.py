@@ -1,0 +1,108 @@
+"""What a row of a data set is: plain text, a prompt and its completion, or a conversation; and what of it is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ahp.errors import BadInput
+
+
+class Piece(NamedTuple):
+    """A part of a document."""
+
+    text: str
+    scored: bool
+    """Whether the model is trained to write it; else it only reads it."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Pieces in order, tokenised one by one."""
+
+    pieces: tuple[Piece, ...]
+    source_bytes: float
+    """Its share of the bytes of the source, for a progress bar."""
+    ended: bool = False
+    """Whether its text ends itself, as a chat template does; else the end-of-text token follows, and is scored."""
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+Template = Callable[[list[dict[str, Any]], bool], str]
+"""A conversation as text; True = and the opening of an answer. Raises BadInput."""
+
+SHAPES = "a key text, the keys prompt and completion, or a key messages (a list of role and content)"
+
+
+def documents_of(
+    row: object, where: str, source_bytes: float, template: Template, field: str | None
+) -> Iterator[Document]:
+    """The documents of one row of .jsonl, .parquet or a hub's data set; a row without any text gives none.
+
+    ``field`` is the key to read, None = whichever of the known shapes the row has; ``where`` names the row in errors.
+    Raises BadInput for a row of no known shape.
+    """
+    if not isinstance(row, Mapping):
+        raise BadInput(f"job.data: {where}: an object with {SHAPES} was expected, not a {type(row).__name__}")
+    if field is not None and field not in row:
+        raise BadInput(f"job.data_field = {field!r}: {where} has no such key (valid: {', '.join(map(str, row))})")
+    for pieces, ended in _shaped(row, where, template, field):
+        if any(piece.text.strip() for piece in pieces):
+            yield Document(tuple(pieces), source_bytes, ended)
+            source_bytes = 0.0
+
+
+def _shaped(
+    row: Mapping[str, Any], where: str, template: Template, field: str | None
+) -> Iterable[tuple[list[Piece], bool]]:
+    value = row.get(field or ("messages" if "messages" in row else "text"))
+    if isinstance(value, list):
+        return ((pieces, True) for pieces in conversation(_messages(value, where), template))
+    if field is None and "prompt" in row and "completion" in row:
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return [([Piece(prompt, False), Piece(completion, True)], False)]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            messages = _messages([*prompt, *completion], where)
+            return ((pieces, True) for pieces in conversation(messages, template, first=len(prompt)))
+    if isinstance(value, str):
+        return [([Piece(value, True)], False)]
+    expected = SHAPES if field is None else f"a text or a list of messages in {field}"
+    raise BadInput(f"job.data: {where}: {expected} was expected (its keys: {', '.join(map(str, row)) or 'none'})")
+
+
+def _messages(value: list[Any], where: str) -> list[dict[str, Any]]:
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BadInput(f"job.data: {where}: every message needs a role and a content, this one is {message!r}")
+    return [dict(message) for message in value]
+
+
+def conversation(messages: list[dict[str, Any]], template: Template, first: int = 0) -> Iterator[list[Piece]]:
+    """The conversation as the template writes it, with the assistant's answers scored, each up to the end of its turn.
+
+    Answers before message ``first`` are not scored. Where the template writes an earlier turn otherwise once the
+    conversation has gone on (it drops the reasoning, say), each answer becomes a document of its own after what precedes it,
+    as the model meets it when it answers.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    spans = [(template(messages[:i], True), template(messages[: i + 1], False)) for i in answers]
+    for opened, closed in spans:
+        if not closed.startswith(opened):
+            raise BadInput(
+                "job.data: the tokenizer's chat template opens an answer otherwise than it writes one "
+                f"({opened[-40:]!r} is not how {closed[-80:]!r} begins), so it cannot be told what to score"
+            )
+    whole = template(messages, False)
+    if any(not whole.startswith(closed) for _, closed in spans):
+        yield from ([Piece(opened, False), Piece(closed[len(opened) :], True)] for opened, closed in spans)
+        return
+    pieces, done = [], 0
+    for opened, closed in spans:
+        pieces += [Piece(whole[done : len(opened)], False), Piece(whole[len(opened) : len(closed)], True)]
+        done = len(closed)
+    yield [piece for piece in (*pieces, Piece(whole[done:], False)) if piece.text]
