@@ -28,6 +28,14 @@ def test_seconds(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
+    [(60.0, "60.0 s"), (600.0, "10.0 min"), (77_000.0, "21.4 h"), (1.7e6, "19.7 days"), (1e7, "116 days")],
+)
+def test_duration(value: float, text: str) -> None:
+    assert words.duration(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
     [(0.084, "8.4 %"), (0.0994, "9.9 %"), (0.0999, "10 %"), (0.1, "10 %"), (0.523, "52 %"), (1.125, "112 %")],
 )
 def test_percent(value: float, text: str) -> None:

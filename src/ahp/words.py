@@ -50,6 +50,14 @@ def _three_figures(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
+def duration(value_s: float) -> str:
+    """A time that people plan with: ``21.4 h``, ``18.0 min``; below two minutes as ``seconds``."""
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if value_s >= 2 * size:
+            return f"{value_s / size:,.0f} {unit}" if value_s >= 99.95 * size else f"{value_s / size:.1f} {unit}"
+    return seconds(value_s)
+
+
 def percent(share: float) -> str:
     """``0.084`` as ``8.4 %``, without the decimal from 10 % on."""
     digits = 0 if round(abs(share), 3) >= 0.1 else 1

@@ -40,6 +40,8 @@ class Limits:
     """Forecasts after which the best is given without proof."""
     table: int = 150
     """Forecasts after which the ranking below the best may miss a row: the best is proven, the others are not."""
+    ceiling_s: float = float("inf")
+    """Rows that take this long are not wanted: something better is known already."""
 
 
 @dataclass
@@ -177,6 +179,8 @@ class _Queue:
 
 
 def _enough(bound: float, kept: list[float], priced: int, limits: Limits) -> bool:
+    if bound >= limits.ceiling_s:
+        return True
     if not kept:
         return priced >= limits.proof
     best, slowest = -max(kept), -kept[0]

@@ -39,9 +39,11 @@ class Method:
             raise bad_input("seed", self.seed, "must be 0 or more")
 
 
-def find(used: Problem, bounds: Bounds, space: Space, method: Method, keep: int) -> Outcome:
+def find(
+    used: Problem, bounds: Bounds, space: Space, method: Method, keep: int, ceiling_s: float = float("inf")
+) -> Outcome:
     """Price rows of the space by the method. An exact outcome may be proven; of the others the lower bounds say how far
-    from the best they can be at most."""
+    from the best they can be at most. ``ceiling_s``: the exact search leaves out what takes as long."""
     most_bytes = bounds.most_that_fits_bytes()
     blocks_s = np.where(bounds.blocks_bytes(space) <= most_bytes, bounds.blocks_s(space), np.inf)
 
@@ -55,7 +57,7 @@ def find(used: Problem, bounds: Bounds, space: Space, method: Method, keep: int)
             lambda block: bounds.block_s(space, block),
             lambda block: bounds.rows(space, block, most_bytes).times_s,
             price,
-            Limits(keep=keep),
+            Limits(keep=keep, ceiling_s=ceiling_s),
         )
     roomy = np.flatnonzero(np.isfinite(blocks_s))
     if not len(roomy):

@@ -40,7 +40,7 @@ def nothing_fits(used: Problem) -> NothingFits:
     lines = [
         f"nothing fits: the nearest miss, {miss.layout.short()}, {_by_how_much(miss.forecast, used.capacity_bytes)}"
     ]
-    families = _freed(used), _more_nodes(used), _shorter(used)
+    families = _freed(used), more_nodes(used), _shorter(used)
     tried: list[str] = []
     for family in families:
         for words, changed in family:
@@ -117,7 +117,7 @@ def _freed(used: Problem) -> Iterator[tuple[str, Problem]]:
         yield "parallelism: auto", replace(used, constraints=Constraints())
 
 
-def _more_nodes(used: Problem) -> Iterator[tuple[str, Problem]]:
+def more_nodes(used: Problem) -> Iterator[tuple[str, Problem]]:
     """More of the same nodes; only where it is known what connects them, or what usually does."""
     if used.cluster.is_mixed:
         return

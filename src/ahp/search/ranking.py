@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -15,16 +15,20 @@ from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, Rejected
 from ahp.search import telling
 from ahp.search.bounds import Bounds
+from ahp.search.counts import Choice, choose, of_size
 from ahp.search.current import Current, compared, today_of, with_candidate
 from ahp.search.exact import Outcome
 from ahp.search.method import Method, MethodName, find
 from ahp.search.misfit import nothing_fits
 from ahp.search.nearby import Nearby
-from ahp.search.problem import problem
+from ahp.search.objective import Objective, ObjectiveName, Scale, Worth, objective_of
+from ahp.search.problem import Problem, problem
 from ahp.search.recut import recut
 from ahp.search.rows import LegalRows, legal_rows
 from ahp.search.space import Rule
 from ahp.words import seconds
+
+SPEED = Objective()
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,11 @@ class Ranking:
     """What the user should know beside: devices that are left over."""
     current: Current | None = None
     """What the user runs today, where it was given."""
+    objective: Objective = SPEED
+    worth: tuple[Worth, ...] = ()
+    """Of each plan, by the objective."""
+    choice: Choice | None = None
+    """Of the number of devices, where the objective leaves it open; the plans are then the best of each number."""
 
     @property
     def best(self) -> Plan:
@@ -108,8 +117,9 @@ def search(
     keep: int = 10,
     current: Parallelism | Mapping[str, Any] | None = None,
     method: Method | MethodName = "exact",
+    objective: Objective | Mapping[str, Any] | ObjectiveName = "speed",
 ) -> Ranking:
-    """Rank every legal layout that fits by its forecast step time.
+    """Rank every legal layout that fits by its forecast step time, or the numbers of devices by another objective.
 
     Args:
         graph: from ``ahp.analyze`` with the same job.
@@ -119,22 +129,87 @@ def search(
         engine: what will run the plan.
         keep: plans of the ranking, one at least.
         current: what runs today; priced beside the winner whether it fits or not, and a candidate where it is admitted.
-
         method: exact, which proves the best; anneal or evolve, which stop after a budget of forecasts (``Method``).
+        objective: speed; or cost, tokens-per-day, fewest-devices, which may use fewer devices (``Objective``).
 
     Returns:
         At most ``keep`` plans, fastest first. Devices are left over only where no layout can use all of them and
-        the user has fixed no degree; ``notes`` and the plans' ``why`` then say so.
+        the user has fixed no degree; ``notes`` and the plans' ``why`` then say so. By another objective the best plan of
+        each number of devices, the best number first.
 
     Raises:
         BadInput: arguments or constraints that contradict each other, the model or the cluster.
         NotExpressible: the engine cannot run what is fixed, or is not there yet.
         NothingFits: legal layouts there are, but none fits; with the nearest miss and checked remedies.
     """
-    start = perf_counter()
     keep = max(keep, 1)
     by = method if isinstance(method, Method) else Method(method)
-    table = legal_rows(problem(graph, cluster, job, constraints, engine))
+    aim = objective_of(objective)
+    asked = problem(graph, cluster, job, constraints, engine)
+    if not aim.may_use_fewer:
+        ranking = _by_speed(asked, keep, current, by)
+        scale = Scale(aim, asked)
+        return replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
+    if by.name != "exact":
+        raise bad_input("method", by.name, f"the objective {aim.name} is searched exactly", ["exact"])
+    return _by_objective(asked, aim, keep, current)
+
+
+def _by_objective(
+    asked: Problem, aim: Objective, keep: int, current: Parallelism | Mapping[str, Any] | None
+) -> Ranking:
+    """The best number of devices searched in full, then the best plans of the other numbers."""
+    start = perf_counter()
+    choice = choose(asked, aim, keep)
+    scale, used = choice.scale, choice.first.found.problem
+    ranking = _by_speed(used, keep, None, Method())
+    first = _worth(scale, ranking.best)
+    rivals = [(one, one.found.best, one.worth) for one in choice.others if one.found.best and one.worth]
+    others = tuple(
+        Rejected(parallelism=pair[0], reason=scale.compared(worth, first), step_time_s=pair[1].step_time_s)
+        for _, pair, worth in rivals
+    )
+    why = (*scale.why(first), choice.words(), *ranking.best.why)
+    best = ranking.best.model_copy(update={"why": why, "rejected": (*others, *ranking.best.rejected)})
+    plans = [telling.plan(one.found.problem, pair, (scale.compared(worth, first),)) for one, pair, worth in rivals]
+    return replace(
+        ranking,
+        plans=(best, *plans),
+        certificate=replace(ranking.certificate, search_s=perf_counter() - start),
+        objective=aim,
+        worth=(first, *(worth for _, _, worth in rivals)),
+        choice=choice,
+        current=_today(scale, ranking, first, current),
+    )
+
+
+def _today(
+    scale: Scale, ranking: Ranking, first: Worth, current: Parallelism | Mapping[str, Any] | None
+) -> Current | None:
+    """What runs today on as many devices as it needs, beside the first."""
+    everything = today_of(scale.asked, current)
+    if everything is None:
+        return None
+    used = scale.asked.on(of_size(scale.asked.cluster, everything.parallelism.world_size) or scale.asked.cluster)
+    today, best = today_of(used, everything.parallelism), ranking.best
+    assert today is not None, "a layout is given"
+    assert best.forecast is not None, "plans of a search have one"
+    worth = None if today.forecast is None else scale.worth(used.cluster, today.forecast.step_time_s)
+    if worth is None or worth.devices == first.devices or not (today.forecast and today.forecast.fits):
+        return compared(today, (best.parallelism, best.forecast), used)
+    return replace(today, against_best=f"{worth.devices} devices: {scale.compared(worth, first)}")
+
+
+def _worth(scale: Scale, plan: Plan) -> Worth:
+    assert plan.forecast is not None, "plans of a search have one"
+    assert plan.cluster is not None, "plans of a search have one"
+    return scale.worth(Cluster.resolve(plan.cluster), plan.forecast.step_time_s)
+
+
+def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method) -> Ranking:
+    """All devices, the shortest step first."""
+    start = perf_counter()
+    table = legal_rows(asked)
     used, space = table.problem, table.space
     today = today_of(used, current)
     bounds = Bounds(used)

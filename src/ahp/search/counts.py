@@ -1,0 +1,231 @@
+"""How many devices to use, where fewer than all can be the better choice: the best of each number of them.
+
+On one number of devices every objective is best where the step is shortest. So each number is settled by a search for
+its shortest step, up to a ceiling: the step above which another number of devices is known to be better. Perfect
+scaling of a plan on more devices is no bound (fewer devices may avoid collectives, more may avoid recompute); the lower
+bounds of the space on that very number of devices are, and they end its search, often before a layout is priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ahp.cluster.model import Cluster
+from ahp.errors import AhpError, BadInput, NothingFits
+from ahp.search.fastest import Fastest, Pair, fastest
+from ahp.search.misfit import more_nodes, nothing_fits
+from ahp.search.objective import Objective, Scale, Worth
+from ahp.search.problem import Problem, with_devices
+from ahp.search.rows import legal_rows
+from ahp.words import duration, percent
+
+ALL_UP_TO = 16
+"""Every number of nodes, or of devices within one, is tried up to here; beyond it those of three binary digits, 20, 24, 28,
+32, 40 ...: between two of them lies a quarter at most, and few others divide into degrees."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What is known of one number of devices."""
+
+    found: Fastest
+    worth: Worth | None
+    """Of its best plan; None where none fits, or where a lower bound says that it is not worth a forecast."""
+    lowest_score: float
+    """No plan on these devices scores less; infinite where none fits."""
+
+    @property
+    def devices(self) -> int:
+        return self.found.problem.cluster.num_devices
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        best = self.found.best
+        fits = self.found.at_least_s < float("inf")
+        return {
+            "devices": self.devices,
+            "parallelism": None if best is None else best[0].model_dump(mode="json"),
+            "step_time_s": None if best is None else best[1].step_time_s,
+            "step_time_at_least_s": self.found.at_least_s if fits else None,
+            "worth": None if self.worth is None else dict(self.worth.figures),
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The number of devices that was chosen, and what is known of the others."""
+
+    scale: Scale
+    first: Settled
+    others: tuple[Settled, ...]
+    """Numbers of devices with a plan, the best first."""
+    without: tuple[Settled, ...]
+    """Numbers of devices of which no plan is worth telling, and why that is known."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether no other number of devices can be better, by this forecast."""
+        return all(self._behind(one) for one in (*self.others, *self.without))
+
+    def _behind(self, one: Settled) -> bool:
+        assert self.first.worth is not None, "the first has a plan"
+        if self.scale.objective.name != "fewest-devices":
+            return one.lowest_score >= self.first.worth.score
+        target_s = self.scale.asked.job.tokens_per_step / (self.scale.objective.target_tokens_per_s or 1.0)
+        return one.devices > self.first.devices or one.found.at_least_s > target_s
+
+    def words(self) -> str:
+        """One line for people: which numbers of devices were looked at, and what is known of those that lost."""
+        settled = sorted(one.devices for one in (self.first, *self.others, *self.without))
+        too_small = sum(one.found.at_least_s == float("inf") for one in self.without)
+        bounded = len(self.without) - too_small
+        parts = [
+            f"nothing fits on {too_small} of them" * (too_small > 0),
+            f"{len(self.others)} are behind by their best plan" * (len(self.others) > 0),
+            f"{bounded} by a lower bound" * (bounded > 0),
+        ]
+        end = "proven" if self.proven else "not proven: a better plan may be among those that were not priced"
+        told = ", ".join(filter(None, parts))
+        looked = (
+            f"{len(settled)} numbers of devices, {settled[0]} to {settled[-1]}" if len(settled) > 1 else "one number"
+        )
+        return f"{self.first.devices} chosen of {looked}" + (f": {told}" if told else "") + f" ({end})"
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        rest = sorted((*self.others, *self.without), key=lambda one: one.devices)
+        return {"proven": self.proven, "chosen": self.first.plain(), "others": [one.plain() for one in rest]}
+
+
+def smaller(cluster: Cluster) -> list[Cluster]:
+    """The cluster and what can be taken of it, fewest devices first: whole nodes, or some devices of one node.
+
+    Of a mixed cluster all of it, and each group by itself.
+    """
+    if cluster.is_mixed:
+        groups = [cluster.model_copy(update={"groups": (group,), "links": ()}) for group in cluster.groups]
+        found = [cluster, *(part for group in groups for part in smaller(group))]
+        return sorted(found, key=lambda one: one.num_devices)
+    group = cluster.groups[0]
+    parts = {*_numbers(group.devices_per_node), *(n * group.devices_per_node for n in _numbers(group.nodes))}
+    parts.discard(cluster.num_devices)
+    return [*(with_devices(cluster, number) for number in sorted(parts)), cluster]
+
+
+def of_size(cluster: Cluster, devices: int) -> Cluster | None:
+    """So many devices of a cluster: whole nodes, or some of one; None where it has not got them."""
+    if cluster.num_devices == devices:
+        return cluster
+    group = cluster.groups[0]
+    whole = devices % group.devices_per_node == 0 or devices < group.devices_per_node
+    return with_devices(cluster, devices) if whole and not cluster.is_mixed and devices < cluster.num_devices else None
+
+
+def _numbers(most: int) -> list[int]:
+    """Numbers of things that are worth trying, up to ``most``, which is one of them."""
+    found, number, step = [], 1, 1
+    while number < most:
+        found.append(number)
+        if number >= ALL_UP_TO and number & (number - 1) == 0:
+            step = number // 4
+        number += step
+    return [*found, most]
+
+
+def choose(asked: Problem, objective: Objective, keep: int) -> Choice:
+    """The best number of devices and its rivals, ``keep`` numbers with a plan at most. Raises NothingFits where no plan
+    on any number of devices will do; BadInput for an objective that does not suit the cluster.
+    """
+    scale = Scale(objective, asked)
+    clusters = smaller(asked.cluster)
+    if objective.name == "fewest-devices":
+        settled = _that_reach(scale, clusters, keep)
+    else:
+        settled = _best_of_each(scale, clusters if objective.name == "cost" else clusters[::-1], keep)
+    with_plan = [one for one in settled if one.worth is not None]
+    if not with_plan:
+        raise _none(scale, settled)
+    order = sorted(with_plan, key=lambda one: _place(objective, one))
+    shown = order[:keep]
+    rest = [one for one in settled if one not in shown]
+    return Choice(scale, shown[0], tuple(shown[1:]), tuple(rest))
+
+
+def _place(objective: Objective, one: Settled) -> tuple[float, ...]:
+    assert one.worth is not None, "only numbers of devices with a plan are sorted"
+    by_devices = objective.name == "fewest-devices"
+    return (one.devices, one.worth.score) if by_devices else (one.worth.score, one.devices)
+
+
+def _best_of_each(scale: Scale, clusters: Iterable[Cluster], keep: int) -> list[Settled]:
+    """Every number of devices, with its best plan where that may be among the best ``keep``."""
+    settled: list[Settled] = []
+    for cluster in clusters:
+        weight = scale.weight(cluster)
+        scores = sorted(one.worth.score for one in settled if one.worth is not None)
+        limit = scores[keep - 1] if len(scores) >= keep else float("inf")
+        ceiling_s = 0.0 if weight == float("inf") else limit / weight
+        found = fastest(scale.asked.on(cluster), ceiling_s)
+        if found is not None:
+            settled.append(_settled(scale, found, weight))
+    return settled
+
+
+def _that_reach(scale: Scale, clusters: Iterable[Cluster], keep: int) -> list[Settled]:
+    """Numbers of devices from the fewest on, until ``keep`` of them reach the target."""
+    target_s = scale.asked.job.tokens_per_step / (scale.objective.target_tokens_per_s or 1.0)
+    settled: list[Settled] = []
+    for cluster in clusters:
+        # The target itself is reached, so that the ceiling lies a rounding above it.
+        found = fastest(scale.asked.on(cluster), target_s * (1 + 1e-12))
+        if found is None:
+            continue
+        reaches = found.best is not None and found.best[1].step_time_s <= target_s
+        settled.append(_settled(scale, found, 1.0, reaches))
+        if sum(one.worth is not None for one in settled) == keep:
+            break
+    return settled
+
+
+def _settled(scale: Scale, found: Fastest, weight: float, wanted: bool = True) -> Settled:
+    worth = scale.worth(found.problem.cluster, found.best[1].step_time_s) if found.best and wanted else None
+    lowest = float("inf") if found.at_least_s == float("inf") else weight * found.at_least_s
+    return Settled(found, worth, lowest)
+
+
+def _none(scale: Scale, settled: list[Settled]) -> AhpError:
+    """What to raise where no number of devices has a plan that will do."""
+    asked = legal_rows(scale.asked).problem
+    found = fastest(asked)
+    if found is None or found.best is None:
+        return nothing_fits(asked)
+    if scale.objective.name == "fewest-devices":
+        return _out_of_reach(scale, asked, found.best)
+    apart = duration(1.0 / scale.failures(settled[0].found.problem.cluster).per_s)
+    rule = (
+        f"a failure every {apart} on {settled[0].devices} devices leaves no time to train, nor does one on more of them"
+    )
+    return BadInput(f"objective.failures_per_device_hour = {scale.objective.failures_per_device_hour}: {rule}")
+
+
+def _out_of_reach(scale: Scale, asked: Problem, best: Pair) -> NothingFits:
+    """The fastest that there is, by how much it misses the target, and how many more nodes would reach it."""
+    target = scale.objective.target_tokens_per_s or 0.0
+    speed = asked.job.tokens_per_step / best[1].step_time_s
+    devices = asked.cluster.num_devices
+    missed = f"{best[0].short()}, makes {speed:,.0f} tokens/s, {percent(1 - speed / target)} too few"
+    rule = f"out of reach: the fastest layout of {devices} devices, {missed}"
+    lines = [f"objective.target_tokens_per_s = {target:g}: {rule}"]
+    for words, larger in more_nodes(asked):
+        found = fastest(larger, larger.job.tokens_per_step / target)
+        if (
+            found is not None
+            and found.best is not None
+            and found.best[1].step_time_s <= asked.job.tokens_per_step / target
+        ):
+            speed = asked.job.tokens_per_step / found.best[1].step_time_s
+            lines.append(f"would reach it: {words} ({found.best[0].short()}: {speed:,.0f} tokens/s)")
+            break
+    return NothingFits("\n  ".join(lines))

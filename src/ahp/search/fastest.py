@@ -1,0 +1,45 @@
+"""The fastest layout of a problem without the ranking and its reasons, for questions that ask for it again and again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ahp.errors import BadInput
+from ahp.plan import Forecast, Parallelism
+from ahp.search.bounds import Bounds
+from ahp.search.method import Method, find
+from ahp.search.problem import Problem
+from ahp.search.recut import recut
+from ahp.search.space import build
+
+Pair = tuple[Parallelism, Forecast]
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """The answer for one problem."""
+
+    problem: Problem
+    best: Pair | None
+    """None where nothing fits, or nothing that can take less than the ceiling."""
+    at_least_s: float
+    """Seconds that no layout with stages as even as can be goes below; infinite where none fits."""
+
+
+def fastest(asked: Problem, ceiling_s: float = float("inf")) -> Fastest | None:
+    """The layout with the shortest step; None where no layout is legal on all of the problem's devices.
+
+    ``ceiling_s``: layouts that take as long are not wanted, which makes the search short where there is none below it.
+    """
+    try:
+        space = build(asked)
+    except BadInput:
+        return None
+    if not len(space.blocks):
+        return None
+    found = find(asked, Bounds(asked), space, Method(), 1, ceiling_s)
+    left_s = float("inf") if found.lowest_bound_left_s is None else found.lowest_bound_left_s
+    if not found.fitting:
+        return Fastest(asked, None, left_s)
+    pairs = [(space.layout(*place), forecast) for place, forecast in found.fitting]
+    return Fastest(asked, recut(asked, pairs).ranked[0], min(left_s, pairs[0][1].step_time_s))

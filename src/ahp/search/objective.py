@@ -1,0 +1,213 @@
+"""What is searched for: the shortest step, the cheapest token, the most tokens a day, or the fewest devices.
+
+All but the first let the search use fewer devices than there are (``search/counts.py``). On any one number of devices
+each of them is best where the step is shortest, so that a search by step time settles a number of devices for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field
+
+from ahp.cluster.model import Cluster
+from ahp.errors import BadInput, bad_input
+from ahp.job import Record
+from ahp.plan import validated
+from ahp.search.problem import Problem
+from ahp.search.reliability import SECONDS_PER_HOUR, Failures, checkpoint_bytes, defaults, write_bytes_per_s
+from ahp.words import count, duration, percent
+
+ObjectiveName = Literal["speed", "cost", "tokens-per-day", "fewest-devices"]
+Positive = Annotated[float, Field(gt=0)]
+
+SECONDS_PER_DAY = 86400.0
+FAILURES = ("failures_per_device_hour", "checkpoint_blocks_s", "restart_s")
+USES: dict[str, tuple[str, ...]] = {
+    "speed": (),
+    "cost": ("price_per_device_hour",),
+    "tokens-per-day": FAILURES,
+    "fewest-devices": ("target_tokens_per_s",),
+}
+"""The keys that each objective reads; a key that the chosen one does not read is refused."""
+
+
+class Objective(Record):
+    """What makes one plan better than another, with the figures that it needs."""
+
+    name: ObjectiveName = "speed"
+    price_per_device_hour: Positive | dict[str, Positive] | None = None
+    """One price for all devices, or one for each device by its name; in any currency."""
+    failures_per_device_hour: Positive | None = None
+    """Failures that stop the job; None = reliability.yaml."""
+    checkpoint_blocks_s: Annotated[float, Field(ge=0)] | None = None
+    """Seconds that a checkpoint stops training; None = from what it holds and the storage, where that was measured."""
+    restart_s: Annotated[float, Field(ge=0)] | None = None
+    """Seconds from a failure until the job trains again; None = reliability.yaml."""
+    target_tokens_per_s: Positive | None = None
+    """Of all devices together."""
+
+    @property
+    def may_use_fewer(self) -> bool:
+        """Whether fewer devices than there are can be the better choice."""
+        return self.name != "speed"
+
+
+def objective_of(given: Objective | Mapping[str, Any] | str) -> Objective:
+    """An objective from its name, its keys or itself. Raises BadInput for keys that contradict it or are missing."""
+    if isinstance(given, str) and given not in get_args(ObjectiveName):
+        raise bad_input("objective", given, "no such objective", get_args(ObjectiveName))
+    plain = {"name": given} if isinstance(given, str) else given
+    found: Objective = plain if isinstance(plain, Objective) else validated(Objective, dict(plain), "objective")
+    for key in Objective.model_fields:
+        value, readers = getattr(found, key), [name for name, keys in USES.items() if key in keys]
+        if key == "name" or value is None or found.name in readers:
+            continue
+        raise bad_input(f"objective.{key}", value, f"the objective {found.name} does not read it", readers)
+    if found.name == "cost" and found.price_per_device_hour is None:
+        raise bad_input("objective.price_per_device_hour", None, "cost needs the price of an hour of one device")
+    if found.name == "fewest-devices" and found.target_tokens_per_s is None:
+        raise bad_input("objective.target_tokens_per_s", None, "fewest-devices needs the speed to reach")
+    return found
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What a plan is worth by an objective."""
+
+    devices: int
+    step_time_s: float
+    score: float
+    """Less is better."""
+    figures: Mapping[str, float]
+    words: str
+    """For a table."""
+
+
+class Scale:
+    """Measures plans of one problem, on all its devices or fewer, by one objective."""
+
+    def __init__(self, objective: Objective, asked: Problem) -> None:
+        self.objective, self.asked = objective, asked
+        self._prices = self._price_of_each()
+
+    def weight(self, cluster: Cluster) -> float:
+        """What a second of a step on this cluster adds to the score; infinite where failures leave no time to train."""
+        if self.objective.name == "cost":
+            return self._price_per_hour(cluster) / SECONDS_PER_HOUR / self.asked.job.tokens_per_step
+        if self.objective.name == "tokens-per-day":
+            goodput = self.failures(cluster).goodput
+            return 1.0 / goodput if goodput else float("inf")
+        return 1.0
+
+    def worth(self, cluster: Cluster, step_s: float) -> Worth:
+        """What a step of so many seconds on this cluster is worth."""
+        speed, devices = self.asked.job.tokens_per_step / step_s, cluster.num_devices
+        figures = {"devices": float(devices), "tokens_per_s": speed}
+        words = f"{count(speed)} tok/s"
+        if self.objective.name == "cost":
+            per_token = self.weight(cluster) * step_s
+            figures |= {"cost_per_token": per_token, "cost_per_hour": self._price_per_hour(cluster)}
+            words = f"{1e6 * per_token:.4g}"
+        elif self.objective.name == "tokens-per-day":
+            failures = self.failures(cluster)
+            per_day = speed * SECONDS_PER_DAY * failures.goodput
+            figures |= {
+                "tokens_per_day": per_day,
+                "goodput": failures.goodput,
+                "failures_per_s": failures.per_s,
+                "checkpoint_blocks_s": failures.checkpoint_blocks_s,
+                "checkpoint_interval_s": failures.best_interval_s,
+                "restart_s": failures.restart_s,
+            }
+            words = count(per_day)
+        return Worth(devices, step_s, self.weight(cluster) * step_s, figures, words)
+
+    def compared(self, other: Worth, best: Worth) -> str:
+        """Why a plan on another number of devices is not the first."""
+        faster = best.step_time_s / other.step_time_s
+        speed = f"{faster:.2f} times the speed"
+        if self.objective.name == "fewest-devices":
+            more = other.devices - best.devices
+            return f"{more} devices more, {speed}" if more > 0 else f"{speed}, which misses the target"
+        more = percent(other.score / best.score - 1)
+        if self.objective.name == "cost":
+            return f"{more} dearer, {speed}"
+        lost = percent(1 - best.score / other.score)
+        return f"{lost} fewer tokens a day, {speed}"
+
+    def why(self, worth: Worth) -> tuple[str, ...]:
+        """The first plan's figures by the objective, in words."""
+        cost, speed = worth.figures.get("cost_per_token", 0.0), count(worth.figures["tokens_per_s"])
+        on = f"on {worth.devices} of {self.asked.cluster.num_devices} devices"
+        if self.objective.name == "cost":
+            hour = worth.figures["cost_per_hour"]
+            return (f"cheapest: {1e6 * cost:.4g} for a million tokens, {hour:.6g} an hour {on}, {speed} tokens/s",)
+        if self.objective.name == "fewest-devices":
+            target = count(self.objective.target_tokens_per_s or 0.0)
+            return (f"fewest devices that reach {target} tokens/s: {speed} tokens/s {on}",)
+        return self._failure_words(worth, on)
+
+    def _failure_words(self, worth: Worth, on: str) -> tuple[str, ...]:
+        of = worth.figures
+        apart = duration(1.0 / of["failures_per_s"])
+        steps = max(1, round(of["checkpoint_interval_s"] / worth.step_time_s))
+        most = (
+            f"most tokens a day: {count(of['tokens_per_day'])} {on}, which train {percent(of['goodput'])} of the time"
+        )
+        every = f"best every {duration(of['checkpoint_interval_s'])} ({steps} steps)"
+        stops = f"a checkpoint stops it for {duration(of['checkpoint_blocks_s'])}, {every}"
+        return (
+            most,
+            f"a failure every {apart}, {duration(of['restart_s'])} until it trains again; {stops}",
+            *self.assumed(),
+        )
+
+    def assumed(self) -> tuple[str, ...]:
+        """The figures that the user did not give, with where they come from."""
+        told = []
+        for key in USES[self.objective.name]:
+            if key in defaults() and getattr(self.objective, key) is None:
+                told.append(f"objective.{key} not given: {self._taken(key)}")
+        return tuple(told)
+
+    def _taken(self, key: str) -> str:
+        rate = write_bytes_per_s(self.asked.cluster)
+        if key == "checkpoint_blocks_s" and rate:
+            return (
+                f"a checkpoint of {checkpoint_bytes(self.asked) / 1e9:.3g} GB written to the storage as it was measured "
+                f"({rate / 1e9:.3g} GB/s of all nodes)"
+            )
+        default = defaults()[key]
+        return f"{default.value:g} {default.unit} ({default.source.split(':')[0].split(';')[0].strip()})"
+
+    def failures(self, cluster: Cluster) -> Failures:
+        """Failures of a job on this cluster."""
+        given, known = self.objective, defaults()
+        rate = given.failures_per_device_hour or known["failures_per_device_hour"].value
+        blocks_s, restart_s = given.checkpoint_blocks_s, given.restart_s
+        if blocks_s is None:
+            writes = write_bytes_per_s(cluster)
+            blocks_s = checkpoint_bytes(self.asked) / writes if writes else known["checkpoint_blocks_s"].value
+        return Failures(
+            per_s=rate * cluster.num_devices / SECONDS_PER_HOUR,
+            checkpoint_blocks_s=blocks_s,
+            restart_s=known["restart_s"].value if restart_s is None else restart_s,
+        )
+
+    def _price_per_hour(self, cluster: Cluster) -> float:
+        return sum(group.num_devices * self._prices[group.device.name] for group in cluster.groups)
+
+    def _price_of_each(self) -> dict[str, float]:
+        """By the device's name. Raises BadInput where one has no price, or a price has no device."""
+        given, names = self.objective.price_per_device_hour, [g.device.name for g in self.asked.cluster.groups]
+        if not isinstance(given, dict):
+            return dict.fromkeys(names, given or 0.0)
+        for name in given:
+            if name not in names:
+                raise bad_input("objective.price_per_device_hour", name, "the cluster has no such device", names)
+        if missing := [name for name in names if name not in given]:
+            raise BadInput(f"objective.price_per_device_hour = {given}: no price for {', '.join(missing)}")
+        return given
