@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,19 @@ ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubbl
 ActivationCheckpoint = Literal["none", "selective", "full", "auto"]
 
 PLAN_SCHEMA_VERSION = 1
+
+
+class StagePlace(Record):
+    """One pipeline stage on a mixed cluster: on which devices, and how much of the model."""
+
+    group: str | tuple[str, ...]
+    """The name of a group of the cluster; or one for each replica, data_parallel_replicate_degree of them."""
+    layers: int = Field(ge=1)
+    """Blocks of the stage, the same for every replica: else their gradients would not line up."""
+
+    def groups(self, num_replicas: int) -> tuple[str, ...]:
+        """The group that each replica has the stage on."""
+        return (self.group,) * num_replicas if isinstance(self.group, str) else self.group
 
 
 class Parallelism(Record):
@@ -36,6 +51,11 @@ class Parallelism(Record):
     virtual_stages_per_rank: int = Field(default=1, ge=1)
     layers_per_stage: tuple[int, ...] | None = None
     """Blocks of each stage in pipeline order, pipeline degree x virtual stages of them; None = as even as can be."""
+    stages: tuple[StagePlace, ...] | None = None
+    """On a mixed cluster: the group and the blocks of each stage in pipeline order, one for each pipeline rank; None = ranks
+    fill the groups in the cluster's order."""
+    micro_batches_per_replica: tuple[int, ...] | None = None
+    """Micro-batches of one step for each replica, data_parallel_replicate_degree of them; None = as many for each."""
     context_parallel_degree: int = Field(default=1, ge=1)
     expert_parallel_degree: int = Field(default=1, ge=1)
     micro_batch_size: int = Field(default=1, ge=1)
@@ -76,7 +96,47 @@ class Parallelism(Record):
                 raise ValueError(
                     f"layers_per_stage = {list(self.layers_per_stage)}: every stage needs at least one layer"
                 )
+        self._check_stages()
+        self._check_micro_batches()
         return self
+
+    def _check_stages(self) -> None:
+        if self.stages is None:
+            return
+        groups = [stage.group if isinstance(stage.group, str) else list(stage.group) for stage in self.stages]
+        if self.layers_per_stage is not None:
+            raise ValueError(
+                f"layers_per_stage = {list(self.layers_per_stage)}: stages says the layers of each stage already (valid: null)"
+            )
+        if len(self.stages) != self.pipeline_parallel_degree:
+            raise ValueError(
+                f"stages = {groups}: {len(self.stages)} stages, pipeline_parallel_degree is {self.pipeline_parallel_degree}; "
+                "it needs one for each pipeline rank"
+            )
+        if self.virtual_stages_per_rank > 1:
+            raise ValueError(
+                f"virtual_stages_per_rank = {self.virtual_stages_per_rank}: stages places one stage on each pipeline rank "
+                "(valid: 1; or leave stages out)"
+            )
+        replicas = self.data_parallel_replicate_degree
+        for named in groups:
+            if isinstance(named, list) and len(named) != replicas:
+                raise ValueError(
+                    f"stages.group = {named}: {len(named)} names, data_parallel_replicate_degree is {replicas}; it needs one "
+                    "for each replica, or a single name for all"
+                )
+
+    def _check_micro_batches(self) -> None:
+        given, replicas = self.micro_batches_per_replica, self.data_parallel_replicate_degree
+        if given is None:
+            return
+        if len(given) != replicas:
+            raise ValueError(
+                f"micro_batches_per_replica = {list(given)}: {len(given)} numbers, data_parallel_replicate_degree is "
+                f"{replicas}; it needs one for each replica"
+            )
+        if min(given) < 1:
+            raise ValueError(f"micro_batches_per_replica = {list(given)}: every replica needs at least one")
 
     @property
     def data_parallel_degree(self) -> int:
@@ -96,8 +156,22 @@ class Parallelism(Record):
     def num_stages(self) -> int:
         return self.pipeline_parallel_degree * self.virtual_stages_per_rank
 
+    @property
+    def given_layers(self) -> tuple[int, ...] | None:
+        """Blocks of each stage where the layout says them: layers_per_stage, or those of stages."""
+        return self.layers_per_stage if self.stages is None else tuple(stage.layers for stage in self.stages)
+
+    def micro_batches(self, job: Job) -> tuple[int, ...]:
+        """Micro-batches of one step for each replica of the pipeline; the caller has checked that they divide."""
+        if self.micro_batches_per_replica is not None:
+            return self.micro_batches_per_replica
+        each = job.global_batch_size // (self.data_parallel_degree * self.micro_batch_size)
+        return (each,) * self.data_parallel_replicate_degree
+
     def num_micro_batches(self, job: Job) -> int:
-        """Micro-batches that each replica computes per step; the caller has checked that it divides."""
+        """Micro-batches of one step on the replica that computes the most; the caller has checked that they divide."""
+        if self.micro_batches_per_replica is not None:
+            return max(self.micro_batches_per_replica)
         return job.global_batch_size // (self.data_parallel_degree * self.micro_batch_size)
 
     def short(self) -> str:
@@ -113,9 +187,20 @@ class Parallelism(Record):
         if self.expert_parallel_degree > 1:
             words.append(f"ep{self.expert_parallel_degree}")
         words.append(f"mb{self.micro_batch_size}")
+        if self.micro_batches_per_replica is not None:
+            words.append(f"m[{_counted(map(str, self.micro_batches_per_replica))}]")
+        if self.stages is not None:
+            places = (f"{'|'.join(dict.fromkeys(s.groups(1)))}:{s.layers}" for s in self.stages)
+            words.append(f"on[{_counted(places)}]")
         if self.activation_checkpoint != "none":
             words.append(self.activation_checkpoint)
         return " ".join(words)
+
+
+def _counted(words: Iterable[str]) -> str:
+    """``6 6 6 2`` as ``3x6 2``: equal neighbours once, with their number."""
+    runs = [(word, len(list(same))) for word, same in groupby(words)]
+    return " ".join(f"{count}x{word}" if count > 1 else word for word, count in runs)
 
 
 class EngineChoice(Record):

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ahp.cluster.model import Measurements
+from ahp.cluster.model import Cluster, GroupLink, Link, Measurements
 from ahp.forecast import margins
 from ahp.forecast.memory import fit_probability
 from ahp.forecast.step import price
@@ -20,8 +20,16 @@ from .conftest import make_cluster
 JOB = Job(sequence_length=64, global_batch_size=8, precision="bf16")
 
 
+def two_kinds() -> Cluster:
+    """Two nodes of one device each, of different names."""
+    groups = (make_cluster(per_node=1, name=f"toy-{kind}").groups[0].model_copy(update={"name": kind}) for kind in "ab")
+    link = Link(bandwidth_bytes_per_s=1e10, latency_s=4e-6)
+    return Cluster(groups=tuple(groups), links=(GroupLink(between=("a", "b"), link=link),))
+
+
 def forecasts():
-    """On GPUs of the catalogue, on GPUs and CPU workers that were measured, and of a device that is nearly full."""
+    """On GPUs of the catalogue, on GPUs and CPU workers that were measured, on two kinds of GPUs, and of a device that is
+    nearly full."""
     model = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     graph = analyze(model | {"intermediate_size": 128, "vocab_size": 256}, JOB)
     layout = Parallelism(data_parallel_replicate_degree=2)
@@ -29,6 +37,7 @@ def forecasts():
         make_cluster(per_node=2),
         make_cluster(per_node=2, measured=Measurements()),
         make_cluster(name="cpu", per_node=2),
+        two_kinds(),
     )
     steps = [price(graph, cluster, JOB, layout, EngineChoice()).forecast for cluster in clusters]
     return steps, fit_probability(0.95e9, 1e9)

@@ -41,6 +41,8 @@ class Support:
         for key, degree, has in degrees:
             if degree > 1 and not has:
                 return _cannot(engine, key, degree, [1])
+        if reason := _refuses_placement(engine, p):
+            return reason
         if p.enable_sequence_parallel and not self.sequence:
             return _cannot(engine, "enable_sequence_parallel", True, [False])
         if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule not in self.schedules:
@@ -59,6 +61,21 @@ class Support:
         if choice.compile and not self.compile:
             return _cannot(engine, "engine.compile", True, [False])
         return None
+
+
+def _refuses_placement(engine: str, p: Parallelism) -> str | None:
+    """Engines beside AHP's own give every replica the same work, and stages to ranks in order."""
+    if p.micro_batches_per_replica is not None and len(set(p.micro_batches_per_replica)) > 1:
+        return (
+            f"micro_batches_per_replica = {list(p.micro_batches_per_replica)}: {engine} gives every replica as many "
+            "(valid: null; or engine.name ahp)"
+        )
+    if p.stages is not None:
+        return (
+            f"stages = {[stage.group for stage in p.stages]}: in {engine} ranks take their stages in order, whatever device "
+            "they are (valid: null, with the cluster's groups in the pipeline's order and layers_per_stage; or engine.name ahp)"
+        )
+    return None
 
 
 def _cannot(engine: str, key: str, value: object, valid: Sequence[object]) -> str:

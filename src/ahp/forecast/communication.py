@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Protocol
 
 from ahp.cluster.model import Link, NodeGroup
 from ahp.forecast.efficiency import is_cpu
@@ -78,12 +79,21 @@ def pair_group(first: int, second: int, width: int, devices_per_node: int) -> Gr
     return Group(2, 2, 1) if len(set(nodes)) == 1 else Group(2, 1, 2)
 
 
-class Network:
-    """Times of collectives on one group of nodes: from its measured tables where there are some, else a model."""
+class Times(Protocol):
+    """What prices collectives."""
 
-    def __init__(self, nodes: NodeGroup) -> None:
+    def time_s(self, kind: Kind, num_bytes: float, group: Group, /) -> float: ...
+
+
+class Network:
+    """Times of collectives on one group of nodes: from its measured tables where there are some, else a model.
+
+    ``others``: names of devices of other groups that take part.
+    """
+
+    def __init__(self, nodes: NodeGroup, others: Collection[str] = ()) -> None:
         self._tables = _tables(nodes)
-        self._model_s = (Gloo if is_cpu(nodes.device) else Nccl)(nodes).time_s
+        self._model_s = Gloo(nodes).time_s if is_cpu(nodes.device) else Nccl(nodes, others=others).time_s
         self.time_s = lru_cache(maxsize=None)(self._time_s)
 
     def _time_s(self, kind: Kind, num_bytes: float, group: Group) -> float:

@@ -31,3 +31,16 @@ def expert_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Grou
         strided_group(inner, tensor * expert, devices_per_node),
         strided_group(replicas, tensor * expert * inner, devices_per_node),
     )
+
+
+def replica_members(parallelism: Parallelism) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the ranks of one cell (``ahp.cluster.cells``) that hold the same weights: how many, and how far apart; for dense
+    weights and for those of experts."""
+    tensor, expert, inner = (
+        parallelism.tensor_parallel_degree,
+        parallelism.expert_parallel_degree,
+        shard_ranks(parallelism),
+    )
+    within = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+    of_experts = max(1, inner // expert)
+    return (within // inner, tensor * inner), (max(1, within // (of_experts * expert)), tensor * expert * of_experts)

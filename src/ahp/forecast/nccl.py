@@ -9,7 +9,7 @@ sources: nccl.yaml. All times are microseconds inside of this file, all rates by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -48,17 +48,23 @@ def constants() -> Mapping[str, Any]:
 
 
 class Nccl:
-    """Times of collectives on one group of nodes; ``data`` replaces nccl.yaml."""
+    """Times of collectives on one group of nodes; ``data`` replaces nccl.yaml.
 
-    def __init__(self, nodes: NodeGroup, data: Mapping[str, Any] | None = None) -> None:
+    ``others``: further devices that take part, from other groups of a mixed cluster. NCCL then tunes for the oldest
+    generation, and leaves LL128 out unless all are Hopper or later (src/graph/tuning.cc, minCompCap and maxCompCap).
+    """
+
+    def __init__(
+        self, nodes: NodeGroup, data: Mapping[str, Any] | None = None, *, others: Collection[str] = ()
+    ) -> None:
         data = data or constants()
         self._tuner, self._all_to_all, derived = data["tuner"], data["all_to_all"], data["derived"]
         self._network = data["network"]
         self._devices_per_node = nodes.devices_per_node
         name = nodes.device.name
-        self.generation: str = next(
-            row["generation"] for row in data["devices"] if any(name.startswith(start) for start in row["starts"])
-        )
+        kinds = {_generation(data, device) for device in (name, *others)}
+        self.generation: str = min(kinds, key=list(data["generations"]).index)
+        self._has_ll128 = len(kinds) == 1 or self.generation in data["ll128_among_generations"]
         self._of = data["generations"][self.generation]
         self._start_us = derived["start_us"][self.generation]
         self._fill, self._peer_share = derived, derived["peer_share"]
@@ -222,7 +228,7 @@ class Nccl:
 
     def _protocols(self, group: Group) -> tuple[int, ...]:
         """LL128 needs stores of 128 bytes that arrive whole: NVLink within the node, RDMA between nodes."""
-        if (self._on_pcie and group.local > 1) or (self._on_tcp and group.nodes > 1):
+        if not self._has_ll128 or (self._on_pcie and group.local > 1) or (self._on_tcp and group.nodes > 1):
             return LL, SIMPLE
         return LL, LL128, SIMPLE
 
@@ -249,6 +255,12 @@ class Nccl:
         if low >= len(table) - 1:
             return table[-1]
         return table[low] + (at - low) * (table[low + 1] - table[low])
+
+
+def _generation(data: Mapping[str, Any], device: str) -> str:
+    return next(
+        row["generation"] for row in data["devices"] if any(device.startswith(start) for start in row["starts"])
+    )
 
 
 def _mesh(meshes: list[dict[str, Any]], name: str, devices_per_node: int) -> dict[str, Any] | None:

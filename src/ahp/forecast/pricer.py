@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import NormalDist
+from itertools import pairwise
 
-from ahp.cluster.model import Cluster, NodeGroup
-from ahp.engines import steps
+from ahp.cluster.cells import Cell
+from ahp.cluster.model import Cluster
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.errors import BadInput, NotExpressible
-from ahp.forecast import margins, memory
-from ahp.forecast.communication import Network, pair_group, strided_group
+from ahp.forecast import memory
+from ahp.forecast.assembly import (
+    FLOP_CONVENTION,
+    NORMAL_90,
+    in_flight_bytes,
+    message_bytes,
+    num_groups,
+    one_backward,
+    optimized,
+    own_stages,
+    pipeline_buffers,
+    pipeline_span,
+    ranks_of_stages,
+    recompute_of,
+    slowest_share,
+    stage_times,
+    step_error,
+    step_flops,
+    step_parts,
+)
+from ahp.forecast.communication import Network, Times, pair_group, strided_group
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.rules import illegal
@@ -22,16 +42,28 @@ from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
 from ahp.schedule.actions import Schedule
-from ahp.schedule.makespan import Makespan, makespan, peak_kept
-from ahp.schedule.patterns import stage_ranks
+from ahp.schedule.makespan import Makespan
 from ahp.schedule.simulate import StageTimes, Timeline
 from ahp.schedule.stages import layer_ranges, layers_of_stages
 
-NORMAL_90 = 1.645
-"""Half width of the central 90 % of a normal distribution, in standard errors."""
+LOSS_AND_NORM_BYTES = 16
+"""What all ranks sum once per step: the loss and the squared norm of the gradient, in fp64."""
+
+TIED_BYTES = 4
+"""Bytes of one gradient element that the first and the last stage sum, in fp32."""
 
 CLIP_BYTES = 12
 """Bytes moved per gradient element by clipping in fp32: one read for the norm, one read and write for the scale."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The pipeline of one replica on a mixed cluster."""
+
+    cells: tuple[Cell, ...]
+    """The devices of each pipeline rank."""
+    stages: tuple[StageCost, ...]
+    span: Makespan
 
 
 @dataclass(frozen=True)
@@ -45,6 +77,8 @@ class Priced:
     """How long the schedule takes, rank by rank."""
     stages: tuple[StageCost, ...]
     optimizer_s: float
+    replicas: tuple[Replica, ...] = ()
+    """On a mixed cluster all replicas; ``span`` and ``stages`` are those of the slowest. Elsewhere they are alike."""
 
     @property
     def timeline(self) -> Timeline:
@@ -71,36 +105,18 @@ class Pricer:
 
         Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
         """
-        if parallelism.activation_checkpoint != "auto":
-            return self._price(parallelism)
-        priced = None
-        for lightest_first in ("none", "selective", "full"):
-            layout = parallelism.model_copy(update={"activation_checkpoint": lightest_first})
-            if priced is not None and get(self.choice.name).refuses(self.job, layout, self.choice):
-                continue
-            priced = self._price(layout)
-            if priced.forecast.fits:
-                break
-        assert priced is not None
-        return priced
+        return lightest_that_fits(self._price, self.job, parallelism, self.choice)
 
     def _price(self, parallelism: Parallelism) -> Priced:
-        engine = get(self.choice.name)
-        if reason := engine.refuses(self.job, parallelism, self.choice):
-            raise NotExpressible(reason)
-        if reason := illegal(self.graph, self.cluster, self.job, parallelism, self.choice):
-            raise BadInput(reason)
-        traits = engine.traits(self.job, parallelism, self.choice)
+        traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         stages, units = self._stages(parallelism, traits)
-        p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
-        name = parallelism.pipeline_parallel_schedule if p > 1 else "1F1B"
         times = self._stage_times(parallelism, traits, stages, units)
-        span = makespan(name, p, v, parallelism.num_micro_batches(self.job), times)
+        span = pipeline_span(parallelism, parallelism.num_micro_batches(self.job), times)
         optimizer_s = self._optimizer_s(parallelism, traits, span, stages)
         tied_s = self.tied_s(parallelism, units)
         slowest_s = (span.makespan_s + tied_s + optimizer_s) * self.slowest_share
         step_s = span.makespan_s + tied_s + optimizer_s + slowest_s
-        step = _step_parts(span, stages, tied_s)
+        step = step_parts(span, stages, tied_s)
         step["optimizer"] = optimizer_s
         if slowest_s:
             step["slowest_rank"] = slowest_s
@@ -122,11 +138,25 @@ class Pricer:
         return self.unit_pricer.units(parallelism.micro_batch_size, axes, traits)
 
     def _stages(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], Units]:
-        per_node = self.nodes.devices_per_node
         units = self.units(parallelism)
-        on_cpu = is_cpu(self.nodes.device)
+        data = self.data_parallel(parallelism, traits)
+        ranges = self.ranges(parallelism)
+        made: dict[tuple[tuple[int, ...], bool, bool], StageCost] = {}
+        stages = []
+        for index, layers in enumerate(ranges):
+            first, last = index == 0, index == len(ranges) - 1
+            kinds = tuple(self.graph.layers[i] for i in layers), first, last
+            if kinds not in made:
+                recompute = recompute_of(parallelism, traits, units)
+                made[kinds] = self.stage_cost(units, layers, data, recompute, first=first, last=last)
+            stages.append(made[kinds])
+        return tuple(stages), units
+
+    def data_parallel(self, parallelism: Parallelism, traits: Traits) -> DataParallel:
+        """How the ranks of these nodes share the weights of a layout."""
+        per_node, on_cpu = self.nodes.devices_per_node, is_cpu(self.nodes.device)
         shard, replicate = data_groups(parallelism, per_node)
-        data = DataParallel(
+        return DataParallel(
             shard=shard,
             replicate=replicate,
             experts=expert_groups(parallelism, per_node),
@@ -136,46 +166,35 @@ class Pricer:
             operator_s=self.nodes.device.kernel_launch_s,
             host_is_device=on_cpu,
         )
-        ranges = self._ranges(parallelism)
-        made: dict[tuple[tuple[int, ...], bool, bool], StageCost] = {}
-        stages = []
-        for index, layers in enumerate(ranges):
-            first, last = index == 0, index == len(ranges) - 1
-            kinds = tuple(self.graph.layers[i] for i in layers), first, last
-            if kinds not in made:
-                made[kinds] = stage_cost(
-                    units, layers, first=first, last=last, recompute=recompute_of(parallelism, traits, units),
-                    data=data, network=self.network, bytes_per_s=self.unit_pricer.rates.bytes_per_s,
-                )  # fmt: skip
-            stages.append(made[kinds])
-        return tuple(stages), units
 
-    def _ranges(self, parallelism: Parallelism) -> tuple[range, ...]:
+    def stage_cost(
+        self,
+        units: Units,
+        layers: range,
+        data: DataParallel,
+        recompute: Recompute,
+        *,
+        first: bool,
+        last: bool,
+        network: Times | None = None,
+    ) -> StageCost:
+        """Price one stage on these nodes; ``network``: what prices its collectives, where not these nodes' own."""
+        return stage_cost(
+            units, layers, first=first, last=last, recompute=recompute, data=data,
+            network=network or self.network, bytes_per_s=self.unit_pricer.rates.bytes_per_s,
+        )  # fmt: skip
+
+    def ranges(self, parallelism: Parallelism) -> tuple[range, ...]:
+        """The layers of each stage."""
         ends = get(self.choice.name).traits(self.job, parallelism, self.choice).stage_ends
         return layer_ranges(layers_of_stages(parallelism, self.graph.num_layers, ends=ends))
 
     def _stage_times(
         self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...], units: Units
     ) -> list[StageTimes]:
-        p, v, count = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank, len(stages)
-        rank = stage_ranks(parallelism.pipeline_parallel_schedule, p, v) if p > 1 else (0,)
-        send = [
-            self.send_s(parallelism, traits, source, target, units)
-            for source, target in zip(rank, (*rank[1:], rank[0]), strict=True)
-        ]
-        return [
-            StageTimes(
-                forward_s=sum(cost.forward.values()),
-                backward_s=sum(cost.backward.values()),
-                input_gradient_s=sum(cost.backward.values()) - cost.weight_gradient_s,
-                weight_gradient_s=cost.weight_gradient_s,
-                send_forward_s=send[stage] if stage < count - 1 else 0.0,
-                send_backward_s=send[stage - 1] if stage > 0 else 0.0,
-                first_forward_extra_s=sum(cost.first_forward.values()),
-                last_backward_extra_s=sum(cost.last_backward.values()),
-            )
-            for stage, cost in enumerate(stages)
-        ]
+        rank = ranks_of_stages(parallelism)
+        send = [self.send_s(parallelism, traits, source, target, units) for source, target in pairwise(rank)]
+        return stage_times(stages, send)
 
     def send_s(self, parallelism: Parallelism, traits: Traits, source: int, target: int, units: Units) -> float:
         """Seconds to hand one micro-batch's hidden states from one pipeline rank to another."""
@@ -183,18 +202,19 @@ class Pricer:
             return 0.0
         width = parallelism.world_size // parallelism.pipeline_parallel_degree
         group = pair_group(source, target, width, self.nodes.devices_per_node)
-        whole = not parallelism.enable_sequence_parallel and traits.sends_split_by_tensor
-        parts = parallelism.tensor_parallel_degree if whole else 1
-        return self.network.time_s("send_recv", units.hidden_bytes / parts, group)
+        return self.network.time_s("send_recv", message_bytes(parallelism, traits, units), group)
 
     def _optimizer_s(
         self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: tuple[StageCost, ...]
     ) -> float:
         """Norm, clipping and AdamW on the shard of the fullest rank, and the one collective of loss and norm."""
-        shard = max(_optimized(span, stages, rank, parallelism) for rank in range(span.p))
+        shard = max(optimized(span, stages, rank, parallelism) for rank in range(span.p))
         world = strided_group(parallelism.world_size, 1, self.nodes.devices_per_node)
-        moved_s = shard * self.optimizer_bytes(traits) / self.unit_pricer.rates.bytes_per_s
-        return moved_s + self.network.time_s("all_reduce", 16, world)
+        return self.update_s(shard, traits) + self.network.time_s("all_reduce", LOSS_AND_NORM_BYTES, world)
+
+    def update_s(self, parameters: float, traits: Traits) -> float:
+        """Norm, clipping and AdamW of so many parameters on one device."""
+        return parameters * self.optimizer_bytes(traits) / self.unit_pricer.rates.bytes_per_s
 
     def optimizer_bytes(self, traits: Traits) -> int:
         """Bytes moved for each parameter by norm, clipping and AdamW."""
@@ -212,7 +232,7 @@ class Pricer:
             return 0.0
         width = parallelism.world_size // p
         group = pair_group(0, p - 1, width, self.nodes.devices_per_node)
-        return self.network.time_s("all_reduce", 4 * units.tied_parameters, group)
+        return self.network.time_s("all_reduce", TIED_BYTES * units.tied_parameters, group)
 
     def _fullest(
         self,
@@ -223,27 +243,40 @@ class Pricer:
         units: Units,
     ) -> tuple[int, memory.RankMemory]:
         """The pipeline rank that needs the most memory, and what it needs."""
-        in_flight = peak_kept(span.name, span.p, span.v, span.m, [cost.kept_bytes for cost in stages])
-        ranks = []
-        for rank in range(span.p):
-            own = _own(span, rank)
-            weights = self._rank_weights(parallelism, units, own, sum(stages[s].parameters for s in own))
-            parts = memory.state_bytes(
-                weights, traits,
-                shards=shard_ranks(parallelism), micro_batches=span.m,
-                expert_ranks=parallelism.expert_parallel_degree,
-            )  # fmt: skip
-            parts["activations"] = round(in_flight[rank])
-            parts["temporaries"] = max(stages[s].temporary_bytes for s in own)
-            parts["pipeline_buffers"] = _pipeline_buffers(span, own, units.hidden_bytes, traits)
-            if span.m == 1:
-                parts = _one_backward(parts)
-            ranks.append(memory.rank_memory(parts, self.nodes.device, num_groups(parallelism)))
+        in_flight = in_flight_bytes(span, stages)
+        ranks = [
+            self.rank_memory(parallelism, traits, span, rank, in_flight[rank], stages, units) for rank in range(span.p)
+        ]
         fullest = max(range(len(ranks)), key=lambda r: ranks[r].total)
         return fullest, ranks[fullest]
 
+    def rank_memory(
+        self,
+        parallelism: Parallelism,
+        traits: Traits,
+        span: Makespan,
+        rank: int,
+        in_flight: float,
+        stages: tuple[StageCost, ...],
+        units: Units,
+    ) -> memory.RankMemory:
+        """What a pipeline rank on one of these devices needs."""
+        own = own_stages(span, rank)
+        weights = self._rank_weights(parallelism, units, own, sum(stages[s].parameters for s in own))
+        parts = memory.state_bytes(
+            weights, traits,
+            shards=shard_ranks(parallelism), micro_batches=span.m,
+            expert_ranks=parallelism.expert_parallel_degree,
+        )  # fmt: skip
+        parts["activations"] = round(in_flight)
+        parts["temporaries"] = max(stages[s].temporary_bytes for s in own)
+        parts["pipeline_buffers"] = pipeline_buffers(span, own, units.hidden_bytes, traits)
+        if span.m == 1:
+            parts = one_backward(parts)
+        return memory.rank_memory(parts, self.nodes.device, num_groups(parallelism))
+
     def _rank_weights(self, parallelism: Parallelism, units: Units, own: list[int], total: int) -> memory.RankWeights:
-        ranges = self._ranges(parallelism)
+        ranges = self.ranges(parallelism)
         blocks = [units.blocks[units.layers[i]] for stage in own for i in ranges[stage]]
         sizes = [unit.parameters for unit in blocks]
         is_last = parallelism.num_stages - 1 in own
@@ -269,7 +302,7 @@ class Pricer:
         device, world = self.nodes.device, parallelism.world_size
         band = math.exp(NORMAL_90 * step_error(self.nodes))
         peak = self.unit_pricer.rates.peak(self.job.precision)
-        model_flops = 3 * units.forward_flops * (self.job.global_batch_size / parallelism.micro_batch_size)
+        model_flops = step_flops(self.job, parallelism, units)
         probability = memory.fit_probability(used.total, device.memory_bytes)
         return Forecast(
             step_time_s=step_s,
@@ -277,10 +310,7 @@ class Pricer:
             step_time_high_s=step_s * band,
             tokens_per_s_per_device=self.job.tokens_per_step / (step_s * world),
             mfu=model_flops / (step_s * world * peak),
-            mfu_peak=(
-                f"{device.name}, dense {self.job.precision} peak {peak / 1e12:.4g} TFLOP/s; 3 x the traced forward FLOPs "
-                "(matrix products and attention, the whole square of a causal mask), recompute not counted"
-            ),
+            mfu_peak=f"{device.name}, dense {self.job.precision} peak {peak / 1e12:.4g} TFLOP/s; {FLOP_CONVENTION}",
             memory_allocated_bytes=used.allocated,
             memory_reserved_bytes=used.reserved,
             fit_probability=probability,
@@ -291,79 +321,31 @@ class Pricer:
         )
 
 
-def step_error(nodes: NodeGroup) -> float:
-    """Standard error of the log of the step time on such nodes."""
-    if is_cpu(nodes.device):
-        return margins.value("step_error_cpu")
-    return margins.value("step_error_catalogue" if nodes.measured is None else "step_error_measured")
+def lightest_that_fits(
+    price: Callable[[Parallelism], Priced], job: Job, parallelism: Parallelism, choice: EngineChoice
+) -> Priced:
+    """The layout priced; ``activation_checkpoint`` auto as the lightest that fits, or that the engine has."""
+    if parallelism.activation_checkpoint != "auto":
+        return price(parallelism)
+    priced = None
+    for lightest_first in ("none", "selective", "full"):
+        layout = parallelism.model_copy(update={"activation_checkpoint": lightest_first})
+        if priced is not None and get(choice.name).refuses(job, layout, choice):
+            continue
+        priced = price(layout)
+        if priced.forecast.fits:
+            break
+    assert priced is not None
+    return priced
 
 
-def slowest_share(num_ranks: int) -> float:
-    """By how much of the mean step the slowest of ``num_ranks`` is behind: the expected maximum of so many normal draws
-    (Blom's approximation, within 1 %: Statistical estimates and transformed beta-variables, 1958)."""
-    return steps.value("rank_spread") * NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
-
-
-def num_groups(parallelism: Parallelism) -> int:
-    """Process groups whose communicators a rank holds."""
-    degrees = (
-        parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree,
-        parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree, parallelism.world_size,
-    )  # fmt: skip
-    return sum(degree > 1 for degree in degrees)
-
-
-def recompute_of(parallelism: Parallelism, traits: Traits, units: Units) -> Recompute:
-    """What ``activation_checkpoint`` means on an engine, for a model with these blocks.
-
-    Where attention is fused it has no core to recompute: norms and activation functions are next (Megatron's
-    ``--recompute-modules``).
-    """
-    if parallelism.activation_checkpoint != "selective":
-        return "full" if parallelism.activation_checkpoint == "full" else "none"
-    has_core = any(unit.memory.saved_in_core for unit in units.blocks)
-    return "core" if has_core and not traits.selective_keeps_products else "chains"
-
-
-def _own(span: Makespan, rank: int) -> list[int]:
-    """The stages of a pipeline rank."""
-    return [s for s, holder in enumerate(stage_ranks(span.name, span.p, span.v)) if holder == rank]
-
-
-def _optimized(span: Makespan, stages: tuple[StageCost, ...], rank: int, parallelism: Parallelism) -> float:
-    """Parameters that a rank updates: its shard of the dense ones, and of the experts that it holds."""
-    shards = shard_ranks(parallelism)
-    own = [stages[s] for s in _own(span, rank)]
-    dense = sum(cost.parameters - cost.experts for cost in own)
-    return dense / shards + sum(cost.experts for cost in own) / max(1.0, shards / parallelism.expert_parallel_degree)
-
-
-def _pipeline_buffers(span: Makespan, own: list[int], hidden_bytes: int, traits: Traits) -> int:
-    """What is received from other stages: one tensor of each, or with torch 2.13 one for every micro-batch
-    (pipelining/stage.py, recv infos)."""
-    if span.p == 1:
-        return 0
-    received = sum((stage > 0) + (stage < span.p * span.v - 1) for stage in own)
-    return received * (span.m if traits.torch_pipeline else 1) * hidden_bytes
-
-
-def _one_backward(parts: dict[str, int]) -> dict[str, int]:
-    """With a single backward pass gradients grow as activations go: the peak is at its start or at its end."""
-    if parts["activations"] >= parts["gradients"]:
-        return {**parts, "gradients": 0}
-    return {**parts, "activations": 0}
-
-
-def _step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> dict[str, float]:
-    """Where the time of the rank that ends last goes, in seconds; without the optimizer. Parts of 0 are left out."""
-    rank = max(range(span.p), key=lambda r: (span.end_s(r), span.busy_s[r]))
-    parts: dict[str, float] = {}
-    for cost in (stages[s] for s in _own(span, rank)):
-        counted = (cost.forward, span.m), (cost.backward, span.m), (cost.first_forward, 1), (cost.last_backward, 1)
-        for times, count in counted:
-            for part, seconds in times.items():
-                parts[part] = parts.get(part, 0.0) + count * seconds
-    parts["gradient_reduce"] = parts.get("gradient_reduce", 0.0) + tied_s
-    parts["bubble"] = span.idle_s[rank]
-    # What is left of sums that cancel is rounding, not time.
-    return {part: seconds for part, seconds in parts.items() if seconds > 1e-12 * span.makespan_s}
+def legal_traits(
+    graph: ModelGraph, cluster: Cluster, job: Job, parallelism: Parallelism, choice: EngineChoice
+) -> Traits:
+    """How the engine behaves under a layout. Raises NotExpressible when it cannot run it, BadInput when another rule is broken."""
+    engine = get(choice.name)
+    if reason := engine.refuses(job, parallelism, choice):
+        raise NotExpressible(reason)
+    if reason := illegal(graph, cluster, job, parallelism, choice):
+        raise BadInput(reason)
+    return engine.traits(job, parallelism, choice)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.errors import AhpError, nearest
+from ahp.forecast.mixed_rules import illegal_placement
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -44,10 +45,10 @@ def illegal(
 
 def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
     if cluster.is_mixed:
-        names = [group.name for group in cluster.groups]
-        return (
-            f"cluster.groups = {names}: a cluster of several kinds of devices cannot be forecast yet (valid: one group)"
-        )
+        return illegal_placement(cluster, job, parallelism)
+    if parallelism.stages is not None:
+        named = [stage.group for stage in parallelism.stages]
+        return f"stages = {named}: the cluster has one group, so none is named (valid: null; layers_per_stage cuts the layers)"
     group = cluster.groups[0]
     if parallelism.world_size != cluster.num_devices:
         return (
@@ -68,12 +69,29 @@ def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None
 def _batch(job: Job, parallelism: Parallelism) -> str | None:
     replicas, size = parallelism.data_parallel_degree, parallelism.micro_batch_size
     batch = job.global_batch_size
+    if parallelism.micro_batches_per_replica is not None:
+        return _uneven_batch(batch, parallelism)
     if batch % replicas:
         return _broken(_data_key(parallelism), replicas, f"does not divide global_batch_size {batch}", _divisors(batch))
     if batch // replicas % size:
         rule = f"does not divide the {batch // replicas} sequences of each of {replicas} replicas (global_batch_size {batch})"
         return _broken("micro_batch_size", size, rule, _divisors(batch // replicas))
     return None
+
+
+def _uneven_batch(batch: int, parallelism: Parallelism) -> str | None:
+    """Whether the replicas' micro-batches are the global batch."""
+    given, shard = list(parallelism.micro_batches_per_replica or ()), parallelism.data_parallel_shard_degree
+    size = parallelism.micro_batch_size
+    found = sum(given) * shard * size
+    if found == batch:
+        return None
+    rest = batch % (shard * size)
+    should = f"they must sum to {batch // (shard * size)}" if not rest else f"{shard * size} does not divide that"
+    return (
+        f"micro_batches_per_replica = {given}: {sum(given)} x data_parallel_shard_degree {shard} x micro_batch_size {size} = "
+        f"{found} sequences, global_batch_size is {batch}; {should}"
+    )
 
 
 def _data_key(parallelism: Parallelism) -> str:
@@ -135,21 +153,26 @@ def experts(graph: ModelGraph, parallelism: Parallelism) -> str | None:
 
 def _stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     layers, p, v = graph.num_layers, parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
-    given = parallelism.layers_per_stage
+    given = parallelism.given_layers
     most = layers + 2 * (get(engine.name).traits(job, parallelism, engine).stage_ends != "hold_layers")
     if p * v > 1 and p * v > most:
         rule = f"x virtual_stages_per_rank {v} = {p * v} stages, but the model has {layers} layers and each stage needs one"
         return _broken("pipeline_parallel_degree", p, rule, [d for d in range(1, layers + 1) if d * v <= layers])
     if given is not None and sum(given) != layers:
-        return f"layers_per_stage = {list(given)}: sums to {sum(given)}, the model has {layers} layers"
+        key = "layers_per_stage" if parallelism.stages is None else "stages.layers"
+        return f"{key} = {list(given)}: sums to {sum(given)}, the model has {layers} layers"
     return None
 
 
 def _schedule(job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     in_torch = get(engine.name).traits(job, parallelism, engine).torch_pipeline
-    name, micro_batches = parallelism.pipeline_parallel_schedule, parallelism.num_micro_batches(job)
-    return schedule(name, p, v, micro_batches, in_torch=in_torch)
+    name = parallelism.pipeline_parallel_schedule
+    for micro_batches in sorted(set(parallelism.micro_batches(job))):
+        if reason := schedule(name, p, v, micro_batches, in_torch=in_torch):
+            given = parallelism.micro_batches_per_replica
+            return reason if given is None else f"micro_batches_per_replica = {list(given)}: {reason}"
+    return None
 
 
 def schedule(name: str, p: int, v: int, m: int, *, in_torch: bool) -> str | None:

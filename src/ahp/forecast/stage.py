@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ahp.engines.engine import Traits
-from ahp.forecast.communication import Group, Network
+from ahp.forecast.communication import Group, Times
 from ahp.forecast.compute import Work
 from ahp.forecast.overlap import exposed_ahead_s, exposed_behind_s, shown_s
 from ahp.forecast.units import ALONE, Unit, Units
@@ -52,14 +52,14 @@ class DataParallel:
         """Bytes of one weight element as it is gathered."""
         return self.traits.compute_weight_bytes or self.traits.master_weight_bytes
 
-    def gather_s(self, weights: Weights, network: Network) -> float:
+    def gather_s(self, weights: Weights, network: Times) -> float:
         pieces = weights.tensors if self.traits.gathers_each_weight else 1
         return sum(
             pieces * network.time_s("all_gather", count * self.weight_bytes / pieces, shard)
             for count, shard, _ in self._parts(weights)
         )
 
-    def reduce_s(self, weights: Weights, network: Network) -> float:
+    def reduce_s(self, weights: Weights, network: Times) -> float:
         """Over the shard group; where nothing is sharded, over the replicas."""
         seconds = 0.0
         pieces = weights.tensors if self.traits.gathers_each_weight else 1
@@ -68,7 +68,7 @@ class DataParallel:
             seconds += pieces * network.time_s(kind, count * self.traits.reduce_bytes / pieces, group)
         return seconds
 
-    def replicas_s(self, weights: Weights, network: Network) -> float:
+    def replicas_s(self, weights: Weights, network: Times) -> float:
         """The second step of a hybrid: the shard is summed over the replicas, once per step."""
         if self.shard.size == 1:
             return 0.0
@@ -115,7 +115,7 @@ def stage_cost(
     last: bool,
     recompute: Recompute,
     data: DataParallel,
-    network: Network,
+    network: Times,
     bytes_per_s: float,
 ) -> StageCost:
     """Price the stage that holds ``layers``, the embedding if ``first``, the head if ``last``."""
@@ -221,7 +221,7 @@ def _add_gathers(
     blocks: list[Unit],
     recompute: Recompute,
     data: DataParallel,
-    network: Network,
+    network: Times,
     bytes_per_s: float,
 ) -> None:
     traits = data.traits
@@ -249,7 +249,7 @@ def _add_reductions(
     blocks: list[Unit],
     recompute: Recompute,
     data: DataParallel,
-    network: Network,
+    network: Times,
     bytes_per_s: float,
 ) -> None:
     traits = data.traits

@@ -9,6 +9,7 @@ from typing import Any
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.errors import bad_input
+from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.pricer import Priced, Pricer
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -36,7 +37,9 @@ def price(
     return pricer(graph, cluster, job, engine).price(parallelism)
 
 
-def pricer(graph: ModelGraph, cluster: Cluster, job: Job, engine: EngineChoice = DEFAULT_ENGINE) -> Pricer:
+def pricer(
+    graph: ModelGraph, cluster: Cluster, job: Job, engine: EngineChoice = DEFAULT_ENGINE
+) -> Pricer | MixedPricer:
     """What prices layouts; the same one for the same graph and cluster objects, so that calls share their units."""
     return _pricer(_Same(graph), _Same(cluster), job.model_dump_json(), engine.model_dump_json())
 
@@ -79,8 +82,9 @@ class _Same:
 
 
 @lru_cache(maxsize=32)
-def _pricer(graph: _Same, cluster: _Same, job: str, engine: str) -> Pricer:
-    return Pricer(graph.value, cluster.value, Job.model_validate_json(job), EngineChoice.model_validate_json(engine))
+def _pricer(graph: _Same, cluster: _Same, job: str, engine: str) -> Pricer | MixedPricer:
+    kind = MixedPricer if cluster.value.is_mixed else Pricer
+    return kind(graph.value, cluster.value, Job.model_validate_json(job), EngineChoice.model_validate_json(engine))
 
 
 def _graph(model: Any, job: Job, choice: EngineChoice) -> ModelGraph:

@@ -25,10 +25,11 @@ def layers_of_stages(parallelism: Parallelism, num_layers: int, *, ends: Ends = 
     layers do not go round.
     """
     stages = parallelism.num_stages
-    if parallelism.layers_per_stage is not None:
-        given = parallelism.layers_per_stage
+    given = parallelism.given_layers
+    if given is not None:
         if sum(given) != num_layers:
-            raise bad_input("layers_per_stage", list(given), f"sums to {sum(given)}, the model has {num_layers} layers")
+            key = "layers_per_stage" if parallelism.stages is None else "stages.layers"
+            raise bad_input(key, list(given), f"sums to {sum(given)}, the model has {num_layers} layers")
         return given
     if stages == 1:
         return (num_layers,)

@@ -38,12 +38,18 @@ class Problem:
 
     def price(self, parallelism: Parallelism) -> Forecast:
         """Forecast of one layout; BadInput or NotExpressible when it is none."""
-        return self.pricer.price(parallelism).forecast
+        return pricer(self.graph, self.cluster, self.job, self.engine).price(parallelism).forecast
 
     @cached_property
     def pricer(self) -> Pricer:
-        """What prices its layouts."""
-        return pricer(self.graph, self.cluster, self.job, self.engine)
+        """What prices its layouts on a cluster of one group. Raises BadInput on a mixed one."""
+        found = pricer(self.graph, self.cluster, self.job, self.engine)
+        if not isinstance(found, Pricer):
+            names = [group.name for group in self.cluster.groups]
+            raise BadInput(
+                f"cluster.groups = {names}: layouts on several groups are not searched yet (valid: one group)"
+            )
+        return found
 
     @property
     def most_stages(self) -> int:
@@ -82,6 +88,10 @@ class Problem:
         alone = ("enable_sequence_parallel", "activation_checkpoint", "pipeline_parallel_schedule")
         degrees = ("context_parallel_degree", "expert_parallel_degree")
         given = self.constraints.given
+        for key in ("stages", "micro_batches_per_replica"):
+            if key in given and not self.cluster.is_mixed:
+                rule = "the search treats the replicas and stages of a cluster of one group alike"
+                raise bad_input(f"parallelism.{key}", given[key], rule, [None])
         layout = Parallelism(**{key: given[key] for key in (*alone, *degrees) if key in given})
         if reason := self.refused(layout):
             raise NotExpressible(reason)

@@ -1,0 +1,150 @@
+"""How stages become a step: what forecasts of plain and of mixed clusters have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import NormalDist
+
+from ahp.cluster.model import NodeGroup
+from ahp.engines import steps
+from ahp.engines.engine import Traits
+from ahp.forecast import margins
+from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.groups import shard_ranks
+from ahp.forecast.stage import Recompute, StageCost
+from ahp.forecast.units import Units
+from ahp.job import Job
+from ahp.plan import Parallelism
+from ahp.schedule.makespan import Makespan, makespan, peak_kept
+from ahp.schedule.patterns import stage_ranks
+from ahp.schedule.simulate import StageTimes
+
+NORMAL_90 = 1.645
+"""Half width of the central 90 % of a normal distribution, in standard errors."""
+
+FLOP_CONVENTION = "3 x the traced forward FLOPs (matrix products and attention, the whole square of a causal mask), recompute not counted"
+"""What ``Forecast.mfu`` counts."""
+
+
+def ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
+    """The pipeline rank that holds each stage."""
+    p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
+    return stage_ranks(parallelism.pipeline_parallel_schedule, p, v) if p > 1 else (0,)
+
+
+def stage_times(stages: Sequence[StageCost], send: Sequence[float]) -> list[StageTimes]:
+    """What the schedule needs of each stage; ``send[s]``: seconds from stage ``s`` to the next, or back."""
+    count = len(stages)
+    return [
+        StageTimes(
+            forward_s=sum(cost.forward.values()),
+            backward_s=sum(cost.backward.values()),
+            input_gradient_s=sum(cost.backward.values()) - cost.weight_gradient_s,
+            weight_gradient_s=cost.weight_gradient_s,
+            send_forward_s=send[stage] if stage < count - 1 else 0.0,
+            send_backward_s=send[stage - 1] if stage > 0 else 0.0,
+            first_forward_extra_s=sum(cost.first_forward.values()),
+            last_backward_extra_s=sum(cost.last_backward.values()),
+        )
+        for stage, cost in enumerate(stages)
+    ]
+
+
+def pipeline_span(parallelism: Parallelism, micro_batches: int, times: Sequence[StageTimes]) -> Makespan:
+    """How long one replica's schedule takes."""
+    p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
+    return makespan(parallelism.pipeline_parallel_schedule if p > 1 else "1F1B", p, v, micro_batches, times)
+
+
+def message_bytes(parallelism: Parallelism, traits: Traits, units: Units) -> float:
+    """What one rank sends to the next stage for one micro-batch."""
+    whole = not parallelism.enable_sequence_parallel and traits.sends_split_by_tensor
+    return units.hidden_bytes / (parallelism.tensor_parallel_degree if whole else 1)
+
+
+def step_flops(job: Job, parallelism: Parallelism, units: Units) -> float:
+    """Model FLOPs of one step, as ``FLOP_CONVENTION`` counts them."""
+    return 3 * units.forward_flops * (job.global_batch_size / parallelism.micro_batch_size)
+
+
+def in_flight_bytes(span: Makespan, stages: Sequence[StageCost]) -> tuple[float, ...]:
+    """The most that each pipeline rank keeps for backward passes to come."""
+    return peak_kept(span.name, span.p, span.v, span.m, [cost.kept_bytes for cost in stages])
+
+
+def step_error(nodes: NodeGroup) -> float:
+    """Standard error of the log of the step time on such nodes."""
+    if is_cpu(nodes.device):
+        return margins.value("step_error_cpu")
+    return margins.value("step_error_catalogue" if nodes.measured is None else "step_error_measured")
+
+
+def slowest_share(num_ranks: int) -> float:
+    """By how much of the mean step the slowest of ``num_ranks`` is behind: the expected maximum of so many normal draws
+    (Blom's approximation, within 1 %: Statistical estimates and transformed beta-variables, 1958)."""
+    return steps.value("rank_spread") * NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
+
+
+def num_groups(parallelism: Parallelism) -> int:
+    """Process groups whose communicators a rank holds."""
+    degrees = (
+        parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree,
+        parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree, parallelism.world_size,
+    )  # fmt: skip
+    return sum(degree > 1 for degree in degrees)
+
+
+def recompute_of(parallelism: Parallelism, traits: Traits, units: Units) -> Recompute:
+    """What ``activation_checkpoint`` means on an engine, for a model with these blocks.
+
+    Where attention is fused it has no core to recompute: norms and activation functions are next (Megatron's
+    ``--recompute-modules``).
+    """
+    if parallelism.activation_checkpoint != "selective":
+        return "full" if parallelism.activation_checkpoint == "full" else "none"
+    has_core = any(unit.memory.saved_in_core for unit in units.blocks)
+    return "core" if has_core and not traits.selective_keeps_products else "chains"
+
+
+def own_stages(span: Makespan, rank: int) -> list[int]:
+    """The stages of a pipeline rank."""
+    return [s for s, holder in enumerate(stage_ranks(span.name, span.p, span.v)) if holder == rank]
+
+
+def optimized(span: Makespan, stages: tuple[StageCost, ...], rank: int, parallelism: Parallelism) -> float:
+    """Parameters that a rank updates: its shard of the dense ones, and of the experts that it holds."""
+    shards = shard_ranks(parallelism)
+    own = [stages[s] for s in own_stages(span, rank)]
+    dense = sum(cost.parameters - cost.experts for cost in own)
+    return dense / shards + sum(cost.experts for cost in own) / max(1.0, shards / parallelism.expert_parallel_degree)
+
+
+def pipeline_buffers(span: Makespan, own: list[int], hidden_bytes: int, traits: Traits) -> int:
+    """What is received from other stages: one tensor of each, or with torch 2.13 one for every micro-batch
+    (pipelining/stage.py, recv infos)."""
+    if span.p == 1:
+        return 0
+    received = sum((stage > 0) + (stage < span.p * span.v - 1) for stage in own)
+    return received * (span.m if traits.torch_pipeline else 1) * hidden_bytes
+
+
+def one_backward(parts: dict[str, int]) -> dict[str, int]:
+    """With a single backward pass gradients grow as activations go: the peak is at its start or at its end."""
+    if parts["activations"] >= parts["gradients"]:
+        return {**parts, "gradients": 0}
+    return {**parts, "activations": 0}
+
+
+def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> dict[str, float]:
+    """Where the time of the rank that ends last goes, in seconds; without the optimizer. Parts of 0 are left out."""
+    rank = max(range(span.p), key=lambda r: (span.end_s(r), span.busy_s[r]))
+    parts: dict[str, float] = {}
+    for cost in (stages[s] for s in own_stages(span, rank)):
+        counted = (cost.forward, span.m), (cost.backward, span.m), (cost.first_forward, 1), (cost.last_backward, 1)
+        for times, count in counted:
+            for part, seconds in times.items():
+                parts[part] = parts.get(part, 0.0) + count * seconds
+    parts["gradient_reduce"] = parts.get("gradient_reduce", 0.0) + tied_s
+    parts["bubble"] = span.idle_s[rank]
+    # What is left of sums that cancel is rounding, not time.
+    return {part: seconds for part, seconds in parts.items() if seconds > 1e-12 * span.makespan_s}

@@ -1,0 +1,295 @@
+"""Prices layouts on a cluster of several kinds of devices: every cell by the tables of its own device.
+
+Each group of nodes has an ordinary ``Pricer``; a cell's stage is priced by its group's, with the gradients' sum going over
+all cells of the stage. Each replica's pipeline is simulated with its own stage times and its own number of micro-batches;
+the slowest replica, and the slowest update after it, is the step. What replicas have alike is computed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import pairwise
+
+from ahp.cluster.cells import Cell, Placement, place
+from ahp.cluster.model import Cluster
+from ahp.engines.engine import Traits
+from ahp.engines.registry import get
+from ahp.forecast import margins, memory
+from ahp.forecast.assembly import (
+    FLOP_CONVENTION,
+    NORMAL_90,
+    in_flight_bytes,
+    message_bytes,
+    optimized,
+    pipeline_span,
+    ranks_of_stages,
+    recompute_of,
+    slowest_share,
+    stage_times,
+    step_error,
+    step_flops,
+    step_parts,
+)
+from ahp.forecast.communication import Group, Kind
+from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.groups import replica_members
+from ahp.forecast.mixed_network import MixedNetwork
+from ahp.forecast.pricer import (
+    LOSS_AND_NORM_BYTES,
+    TIED_BYTES,
+    Priced,
+    Pricer,
+    Replica,
+    legal_traits,
+    lightest_that_fits,
+)
+from ahp.forecast.stage import StageCost
+from ahp.forecast.units import ALONE, Units
+from ahp.graph.operators import ModelGraph
+from ahp.job import Job
+from ahp.plan import EngineChoice, Forecast, Parallelism
+from ahp.schedule.simulate import StageTimes
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """One layout, and what its replicas share."""
+
+    parallelism: Parallelism
+    traits: Traits
+    placement: Placement
+    stage_rank: tuple[int, ...]
+    """The pipeline rank that holds each stage."""
+    cost: Callable[[int, str, int], StageCost]
+    """What a stage costs on a group's devices, for a replica of so many micro-batches."""
+
+
+class MixedPricer:
+    """Forecasts for one model, mixed cluster, job and engine; what ``Pricer`` is for a plain one."""
+
+    def __init__(self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice) -> None:
+        self.graph, self.cluster, self.job, self.choice = graph, cluster, job, choice
+        self.groups = {
+            group.name: Pricer(graph, Cluster(groups=(group,), source=cluster.source), job, choice)
+            for group in cluster.groups
+        }
+        """An ordinary pricer for each group of nodes, by its name."""
+        self.network = MixedNetwork(cluster)
+        self.on_cpu = any(is_cpu(group.device) for group in cluster.groups)
+        self._stage_costs: dict[tuple[object, ...], StageCost] = {}
+
+    @cached_property
+    def slowest_share(self) -> float:
+        """By how much the slowest of all devices is behind the mean; a layout that leaves some idle counts its own."""
+        return self._slowest_share(self.cluster.num_devices)
+
+    def price(self, parallelism: Parallelism) -> Priced:
+        """Price one layout. ``activation_checkpoint`` auto is the lightest that fits.
+
+        Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
+        """
+        return lightest_that_fits(self._price, self.job, parallelism, self.choice)
+
+    def units(self, parallelism: Parallelism, group: str) -> Units:
+        """The model's blocks and ends, priced for one rank on a group's devices and one micro-batch."""
+        return self.groups[group].units(parallelism)
+
+    def stage_times(self, parallelism: Parallelism, replica: int = 0) -> list[StageTimes]:
+        """What each stage of one replica of a legal layout takes, without the schedule and without memory."""
+        layout = self._layout(parallelism, self._traits(parallelism))
+        return self._times(layout, layout.placement.cells[replica], parallelism.micro_batches(self.job)[replica])
+
+    def stage_cost(
+        self,
+        parallelism: Parallelism,
+        group: str,
+        layers: range,
+        *,
+        first: bool,
+        last: bool,
+        micro_batches: int | None = None,
+        replicate: Group = ALONE,
+        experts: Group = ALONE,
+    ) -> StageCost:
+        """One stage on a group's devices; which, of ``parallelism``, lies where does not matter.
+
+        ``micro_batches``: of its replica, None = the most of any. ``replicate``, ``experts``: the ranks that sum its
+        gradients, and those of its experts (``network.replicas``); alone, no time passes for that.
+        """
+        degrees = parallelism.model_copy(
+            update={"stages": None, "layers_per_stage": None, "micro_batches_per_replica": None}
+        )
+        count = micro_batches or parallelism.num_micro_batches(self.job)
+        kinds = tuple(self.graph.layers[i] for i in layers)
+        key = (degrees, group, kinds, first, last, count, replicate, experts)
+        if key not in self._stage_costs:
+            own, traits = self.groups[group], self._traits(parallelism)
+            units, data = own.units(parallelism), own.data_parallel(parallelism, traits)
+            data = replace(data, replicate=replicate, experts=(data.experts[0], experts), micro_batches=count)
+            self._stage_costs[key] = own.stage_cost(
+                units, layers, data, recompute_of(parallelism, traits, units),
+                first=first, last=last, network=self.network.times(own.network),
+            )  # fmt: skip
+        return self._stage_costs[key]
+
+    def _traits(self, parallelism: Parallelism) -> Traits:
+        return get(self.choice.name).traits(self.job, parallelism, self.choice)
+
+    def _price(self, parallelism: Parallelism) -> Priced:
+        layout = self._layout(parallelism, legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice))
+        replicas = self._replicas(layout)
+        slowest = max(replicas, key=lambda replica: replica.span.makespan_s)
+        optimizer_s = self._optimizer_s(layout, replicas)
+        tied_s = max(self._tied_s(layout, replica.cells) for replica in _distinct(replicas))
+        step = step_parts(slowest.span, slowest.stages, tied_s)
+        step["optimizer"] = optimizer_s
+        step_s = slowest.span.makespan_s + tied_s + optimizer_s
+        if slowest_s := step_s * self._slowest_share(parallelism.world_size):
+            step["slowest_rank"] = slowest_s
+        forecast = self._forecast(layout, step_s + slowest_s, step, replicas)
+        return Priced(forecast, parallelism, slowest.span, slowest.stages, optimizer_s, tuple(replicas))
+
+    def _layout(self, parallelism: Parallelism, traits: Traits) -> _Layout:
+        placement = place(self.cluster, parallelism)
+        ranges = next(iter(self.groups.values())).ranges(parallelism)
+        stage_rank = ranks_of_stages(parallelism)
+        dense, experts = replica_members(parallelism)
+        columns = list(zip(*placement.cells, strict=True))
+        sums = [(self.network.replicas(c, *dense), self.network.replicas(c, *experts)) for c in columns]
+
+        def cost(stage: int, group: str, micro_batches: int) -> StageCost:
+            replicate, of_experts = sums[stage_rank[stage]]
+            return self.stage_cost(
+                parallelism, group, ranges[stage], first=stage == 0, last=stage == len(ranges) - 1,
+                micro_batches=micro_batches, replicate=replicate, experts=of_experts,
+            )  # fmt: skip
+
+        return _Layout(parallelism, traits, placement, stage_rank, cache(cost))
+
+    def _replicas(self, layout: _Layout) -> list[Replica]:
+        """The pipeline of each replica; those of the same times are simulated once."""
+        made: dict[tuple[object, ...], Replica] = {}
+        replicas = []
+        for cells, count in zip(layout.placement.cells, layout.parallelism.micro_batches(self.job), strict=True):
+            times = self._times(layout, cells, count)
+            key = (count, *(cell.group for cell in cells), *times)
+            if key not in made:
+                stages = self._stages(layout, cells, count)
+                made[key] = Replica(cells, stages, pipeline_span(layout.parallelism, count, times))
+            replicas.append(replace(made[key], cells=cells))
+        return replicas
+
+    def _stages(self, layout: _Layout, cells: Sequence[Cell], micro_batches: int) -> tuple[StageCost, ...]:
+        return tuple(
+            layout.cost(stage, cells[rank].group, micro_batches) for stage, rank in enumerate(layout.stage_rank)
+        )
+
+    def _times(self, layout: _Layout, cells: Sequence[Cell], micro_batches: int) -> list[StageTimes]:
+        holders = [cells[rank] for rank in layout.stage_rank]
+        send = [self._send_s(layout, one, other) for one, other in pairwise(holders)]
+        return stage_times(self._stages(layout, cells, micro_batches), send)
+
+    def _send_s(self, layout: _Layout, one: Cell, other: Cell) -> float:
+        """Seconds to hand one micro-batch's hidden states from one cell to another."""
+        if one is other:
+            return 0.0
+        sent = message_bytes(layout.parallelism, layout.traits, self.units(layout.parallelism, one.group))
+        return self._between_s("send_recv", sent, one, other)
+
+    def _tied_s(self, layout: _Layout, cells: Sequence[Cell]) -> float:
+        """The gradient of weights that the first and the last stage of a replica share, summed over both."""
+        units = self.units(layout.parallelism, cells[0].group)
+        if len(cells) == 1 or units.tied_parameters == 0:
+            return 0.0
+        return self._between_s("all_reduce", TIED_BYTES * units.tied_parameters, cells[0], cells[-1])
+
+    def _between_s(self, kind: Kind, num_bytes: float, one: Cell, other: Cell) -> float:
+        times = self.network.times(self.groups[one.group].network)
+        return times.time_s(kind, num_bytes, self.network.pair(one, other))
+
+    def _optimizer_s(self, layout: _Layout, replicas: list[Replica]) -> float:
+        """The update on the device where it takes longest, and the one collective of loss and norm."""
+        update_s = max(
+            self.groups[cell.group].update_s(
+                optimized(replica.span, replica.stages, rank, layout.parallelism), layout.traits
+            )
+            for replica in _distinct(replicas)
+            for rank, cell in enumerate(replica.cells)
+        )
+        times = self.network.times(self.groups[replicas[0].cells[0].group].network)
+        return update_s + times.time_s("all_reduce", LOSS_AND_NORM_BYTES, self.network.world(layout.placement))
+
+    def _slowest_share(self, num_ranks: int) -> float:
+        return 0.0 if self.on_cpu else slowest_share(num_ranks)
+
+    def _memory(self, layout: _Layout, replica: Replica) -> list[memory.RankMemory]:
+        """What each cell of a replica needs on one of its devices."""
+        in_flight = in_flight_bytes(replica.span, replica.stages)
+        return [
+            self.groups[cell.group].rank_memory(
+                layout.parallelism, layout.traits, replica.span, rank, in_flight[rank], replica.stages,
+                self.units(layout.parallelism, cell.group),
+            )
+            for rank, cell in enumerate(replica.cells)
+        ]  # fmt: skip
+
+    def _fullest(self, layout: _Layout, replicas: list[Replica]) -> tuple[Cell, memory.RankMemory]:
+        """The cell whose devices are the most likely to run out of memory, and what it needs."""
+        cells = [
+            (rank, cell, used)
+            for replica in _distinct(replicas)
+            for rank, (cell, used) in enumerate(zip(replica.cells, self._memory(layout, replica), strict=True))
+        ]
+        # Of cells that are as full the first in the order of the mesh.
+        _, cell, used = max(cells, key=lambda c: (c[2].total / self._capacity(c[1].group), -c[0]))
+        return cell, used
+
+    def _capacity(self, group: str) -> int:
+        return self.groups[group].nodes.device.memory_bytes
+
+    def _forecast(self, layout: _Layout, step_s: float, step: dict[str, float], replicas: list[Replica]) -> Forecast:
+        parallelism, world = layout.parallelism, layout.parallelism.world_size
+        cell, used = self._fullest(layout, replicas)
+        peaks = {name: self.groups[name].unit_pricer.rates.peak(self.job.precision) for name in layout.placement.used}
+        all_flops = sum(count * peaks[name] for name, count in layout.placement.used.items())
+        flops = step_flops(self.job, parallelism, self.units(parallelism, cell.group))
+        band = math.exp(NORMAL_90 * self._step_error(layout.placement))
+        probability = memory.fit_probability(used.total, self._capacity(cell.group))
+        return Forecast(
+            step_time_s=step_s,
+            step_time_low_s=step_s / band,
+            step_time_high_s=step_s * band,
+            tokens_per_s_per_device=self.job.tokens_per_step / (step_s * world),
+            mfu=flops / (step_s * all_flops),
+            mfu_peak=f"{self._peak_words(layout.placement, peaks)}; {FLOP_CONVENTION}",
+            memory_allocated_bytes=used.allocated,
+            memory_reserved_bytes=used.reserved,
+            fit_probability=probability,
+            fits=probability >= 0.95,
+            step=step,
+            memory=used.parts,
+            fullest_rank=cell.first_rank,
+        )
+
+    def _peak_words(self, placement: Placement, peaks: dict[str, float]) -> str:
+        devices = [
+            f"{count} x {self.groups[name].nodes.device.name} at {peaks[name] / 1e12:.4g}"
+            for name, count in placement.used.items()
+        ]
+        return f"{', '.join(devices)} TFLOP/s, dense {self.job.precision} peaks"
+
+    def _step_error(self, placement: Placement) -> float:
+        """Standard error of the log of the step time: that of the worst group, and of mixing where devices differ."""
+        used = [self.groups[name].nodes for name in placement.used]
+        alone = max(step_error(nodes) for nodes in used)
+        mixes = len({nodes.device.name for nodes in used}) > 1
+        return math.hypot(alone, margins.value("step_error_mixed")) if mixes else alone
+
+
+def _distinct(replicas: list[Replica]) -> list[Replica]:
+    """One replica of each kind: on the same groups, with as many micro-batches."""
+    kinds = {(replica.span.m, *(cell.group for cell in replica.cells)): replica for replica in reversed(replicas)}
+    return list(reversed(kinds.values()))

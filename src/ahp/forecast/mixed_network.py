@@ -1,0 +1,121 @@
+"""What collectives cost whose ranks lie on several groups of a mixed cluster.
+
+A ring is as slow as its slowest part. Each group that takes part is priced as if all nodes were like its own: its links
+within a node, its share of the network cards, and the slowest of the networks that its nodes send over; the slowest group
+counts. NCCL tunes for the oldest device of all (``nccl.Nccl``, ``others``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from ahp.cluster.cells import Cell, Placement, link_between
+from ahp.cluster.model import Cluster, Link, NodeGroup
+from ahp.forecast.communication import Group, Kind, Network, Times
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The part of one group of nodes in a collective over several."""
+
+    group: str
+    local: int
+    """Ranks on each of its nodes; the most where they differ."""
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    """Of the slowest network that its nodes send over: to each other, or to the next group of the ring; per node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread(Group):
+    """The ranks of a collective over several groups of nodes."""
+
+    sides: tuple[Side, ...]
+
+
+class MixedNetwork:
+    """Where ranks lie on a mixed cluster, and what their collectives take."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._groups: dict[str, NodeGroup] = {group.name: group for group in cluster.groups}
+        self._side = cache(self._side_network)
+        self._two_groups = cache(self._pair_of_groups)
+        self.spread_s = cache(self._spread_s)
+
+    def times(self, own: Network) -> Times:
+        """What prices the collectives of ranks on one group: within it by its ``own`` network."""
+        return _Times(own, self)
+
+    def _spread_s(self, kind: Kind, num_bytes: float, spread: Spread) -> float:
+        """Seconds of a collective over several groups, as ``Network.time_s``."""
+        names = tuple(sorted({self._groups[side.group].device.name for side in spread.sides}))
+        return max(
+            self._side(side, names).time_s(kind, num_bytes, Group(spread.size, side.local, spread.nodes))
+            for side in spread.sides
+        )
+
+    def _side_network(self, side: Side, names: tuple[str, ...]) -> Network:
+        nodes = self._groups[side.group]
+        link = Link(bandwidth_bytes_per_s=side.bandwidth_bytes_per_s, latency_s=side.latency_s)
+        others = tuple(name for name in names if name != nodes.device.name)
+        return Network(nodes.model_copy(update={"inter_node": link}), others=others)
+
+    def replicas(self, column: Iterable[Cell], per_cell: int, stride: int) -> Group:
+        """The ranks that hold the same weights: ``per_cell`` of each cell of a column, ``stride`` apart."""
+        return self._group(Counter((cell.group, node) for cell in column for node in cell.nodes(per_cell, stride)))
+
+    def pair(self, one: Cell, other: Cell) -> Group:
+        """Two ranks at the same place of two cells: the pair that is furthest apart."""
+        if one.group != other.group:
+            return self._two_groups(one.group, other.group)
+        ends = {cell.node_of(offset) for cell in (one, other) for offset in (0, cell.width - 1)}
+        return Group(2, 2, 1) if len(ends) == 1 else Group(2, 1, 2)
+
+    def _pair_of_groups(self, one: str, other: str) -> Group:
+        return self._group(Counter(((one, 0), (other, 0))))
+
+    def world(self, placement: Placement) -> Group:
+        """All ranks of a layout."""
+        ranks: Counter[tuple[str, int]] = Counter()
+        for row in placement.cells:
+            for cell in row:
+                on_node = min(cell.width, cell.devices_per_node)
+                for offset in range(0, cell.width, on_node):
+                    ranks[cell.group, cell.node_of(offset)] += on_node
+        order = list(placement.used)
+        return self._group(dict(sorted(ranks.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))))
+
+    def _group(self, ranks: Mapping[tuple[str, int], int]) -> Group:
+        """The group of so many ranks on each (group of nodes, node), in the order of their ring."""
+        most: dict[str, int] = {}
+        for (name, _), count in ranks.items():
+            most[name] = max(count, most.get(name, 0))
+        size, local, nodes = sum(ranks.values()), max(most.values()), len(ranks)
+        if len(most) == 1:
+            return Group(size, local, nodes)
+        ring = [name for name, _ in ranks]
+        sides = tuple(Side(name, count, *self._slowest(name, ring)) for name, count in most.items())
+        return Spread(size, local, nodes, sides)
+
+    def _slowest(self, name: str, ring: list[str]) -> tuple[float, float]:
+        """Bandwidth and latency, the worst of the links that a group's nodes send over to their neighbours of the ring."""
+        hops = {frozenset(hop) for hop in zip(ring, [*ring[1:], ring[0]], strict=True) if name in hop}
+        links = [link_between(self._cluster, name, *(hop - {name} or {name})) for hop in hops]
+        found = [link for link in links if link is not None]
+        assert len(found) == len(links), "rules.illegal refuses groups that nothing connects"
+        return min(link.bandwidth_bytes_per_s for link in found), max(link.latency_s for link in found)
+
+
+@dataclass(frozen=True)
+class _Times:
+    own: Network
+    mixed: MixedNetwork
+
+    def time_s(self, kind: Kind, num_bytes: float, group: Group, /) -> float:
+        if isinstance(group, Spread):
+            return self.mixed.spread_s(kind, num_bytes, group) if num_bytes > 0 else 0.0
+        return self.own.time_s(kind, num_bytes, group)

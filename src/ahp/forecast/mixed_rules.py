@@ -1,0 +1,116 @@
+"""Whether a layout can be placed on a cluster of several groups: the rules that a plain cluster does not have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import combinations
+
+from ahp.cluster.cells import cell_width, cells_of, link_between, named_groups
+from ahp.cluster.model import Cluster, NodeGroup
+from ahp.errors import bad_input
+from ahp.forecast.efficiency import is_cpu
+from ahp.job import Job
+from ahp.plan import Parallelism
+
+
+def illegal_placement(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
+    """The first rule that the layout breaks on these groups, as ``key = value: rule (valid: ...)``."""
+    names = [group.name for group in cluster.groups]
+    if len(set(names)) < len(names):
+        return f"cluster.groups = {names}: every group of a mixed cluster needs its own name"
+    return (
+        _unknown(names, parallelism)
+        or _room(cluster, parallelism)
+        or _experts(parallelism)
+        or _used(cluster, job, parallelism)
+    )
+
+
+def _unknown(names: list[str], parallelism: Parallelism) -> str | None:
+    for stage in parallelism.stages or ():
+        for name in stage.groups(1):
+            if name not in names:
+                return str(bad_input("stages.group", name, "no group of the cluster has this name", names))
+    return None
+
+
+def _room(cluster: Cluster, parallelism: Parallelism) -> str | None:
+    """Whether every group holds the cells that lie on it."""
+    width, columns = cell_width(parallelism), named_groups(cluster, parallelism)
+    there = {group.name: cells_of(group, width) for group in cluster.groups}
+    if columns is None:
+        return (
+            f"parallelism: its {_product(parallelism)} cells of {width} devices (shard x context x tensor) do not go on the "
+            f"groups: {_counted(there)} of them lie on one node or on whole nodes"
+        )
+    for name, needed in Counter(name for column in columns for name in column).items():
+        if needed > there[name]:
+            group = next(group for group in cluster.groups if group.name == name)
+            return (
+                f"stages.group = {name!r}: {needed} cells of {width} devices (shard x context x tensor) are placed on it, "
+                f"{_has(group)} (valid: at most {there[name]})"
+            )
+    return None
+
+
+def _product(parallelism: Parallelism) -> str:
+    replicas, ranks = parallelism.data_parallel_replicate_degree, parallelism.pipeline_parallel_degree
+    return f"replicate {replicas} x pipeline {ranks} = {replicas * ranks}"
+
+
+def _counted(there: dict[str, int]) -> str:
+    return ", ".join(f"{count} on {name}" for name, count in there.items())
+
+
+def _has(group: NodeGroup) -> str:
+    return f"{group.nodes} nodes of {group.devices_per_node} devices"
+
+
+def _experts(parallelism: Parallelism) -> str | None:
+    within = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+    expert = parallelism.expert_parallel_degree
+    if within % expert:
+        rule = (
+            f"on a mixed cluster the experts of a layer lie in one cell: it must divide shard x context degree {within}"
+        )
+        return str(
+            bad_input("expert_parallel_degree", expert, rule, [d for d in range(1, within + 1) if within % d == 0])
+        )
+    return None
+
+
+def _used(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
+    """Whether the groups that take part can compute so, and reach each other."""
+    columns = named_groups(cluster, parallelism) or []
+    names = {name for column in columns for name in column}
+    used = [group for group in cluster.groups if group.name in names]
+    for group in used:
+        if job.precision not in group.device.peak_flops_per_s:
+            valid = _in_all(used)
+            return str(bad_input("precision", job.precision, f"{group.device.name} has no units for it", valid))
+        if group.nodes > 1 and group.inter_node is None:
+            return (
+                f"cluster.groups = {group.name!r}: a group of several nodes needs the bandwidth between them "
+                "(inter_node_gbps, Gb/s of one node)"
+            )
+    for one, other in combinations(used, 2):
+        if _library(one) != _library(other):
+            return (
+                f"cluster.groups = {[one.name, other.name]}: {one.device.name} communicates by {_library(one)} and "
+                f"{other.device.name} by {_library(other)}, and no library spans both (valid: groups of one kind)"
+            )
+        if link_between(cluster, one.name, other.name) is None:
+            return f"cluster.links: add {{between: [{one.name}, {other.name}], gbps: ...}}, which both take part"
+    return None
+
+
+def _library(group: NodeGroup) -> str:
+    """What carries collectives between devices of this kind."""
+    if is_cpu(group.device):
+        return "gloo"
+    return "RCCL" if group.device.name.startswith("MI") else "NCCL"
+
+
+def _in_all(groups: Iterable[NodeGroup]) -> list[str]:
+    return sorted(set.intersection(*(set(group.device.peak_flops_per_s) for group in groups)))
