@@ -23,6 +23,7 @@ from ahp.runtime.norm import clip_, loss_and_norm, weighted_square_sum
 from ahp.runtime.optimizer import ShardedAdamW, learning_rate
 from ahp.runtime.ownership import Held, Names, StageTies
 from ahp.runtime.pipeline import Accumulation, Pipeline, stages_of_rank
+from ahp.runtime.preflight import preflight
 from ahp.runtime.shard import COMPUTE_DTYPE, Sharding
 from ahp.runtime.slice import slice_module
 from ahp.runtime.stages import Stage, cut
@@ -53,11 +54,13 @@ def parallelize(
     it is changed in place, else its parts are taken over. ``plan``: a Plan, or ``{"job": {...}, "parallelism": {...}}``.
     ``device``: where to compute; None = the current GPU under NCCL, else the CPU.
 
-    Raises BadInput, NotExpressible or HardwareMismatch before anything is changed when the layout cannot run.
+    Raises BadInput, NotExpressible or HardwareMismatch before anything is changed when the layout cannot run, NoAnswer when
+    a rank does not come or an axis of the mesh does not carry.
     """
     checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
     _refuse(checked)
     mesh = build_mesh(checked.parallelism, _device(device))
+    preflight(mesh)
     return Parallel(module, checked, mesh)
 
 

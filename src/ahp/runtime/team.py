@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -17,6 +18,9 @@ from ahp.plan import Plan
 Result = TypeVar("Result")
 DeviceType = Literal["cpu", "cuda"]
 BACKENDS: dict[DeviceType, str] = {"cpu": "gloo", "cuda": "nccl"}
+COLLECTIVE_S = 600.0
+"""A collective that has not ended after this long ends the run, with the cause in status.json. What ranks wait for longest is
+another's part of a checkpoint or of the export; ten minutes is torch's own limit for NCCL, gloo's is thirty."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -113,7 +117,9 @@ def team(device: DeviceType) -> Iterator[Team]:
         torch.cuda.set_device(where)
     ours = not dist.is_initialized()
     if ours:
-        dist.init_process_group(BACKENDS[device], device_id=where if device == "cuda" else None)
+        dist.init_process_group(
+            BACKENDS[device], timeout=timedelta(seconds=COLLECTIVE_S), device_id=where if device == "cuda" else None
+        )
     try:
         yield Team(rank=dist.get_rank(), size=dist.get_world_size(), device=where)
     finally:

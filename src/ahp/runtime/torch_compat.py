@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as _composable_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,3 +59,10 @@ def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor], None]
 def with_weights(module: nn.Module, weights: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Within, the module computes with these weights, tied ones tied. The public functional_call takes no such block."""
     return _reparametrize_module(module, weights, tie_weights=True)
+
+
+def default_store() -> dist.Store:
+    """The key-value store over which the default process group found itself."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
