@@ -31,6 +31,15 @@ PIPELINE = {
     "1f1b": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
     "interleaved": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B", "virtual_stages_per_rank": 2},
 }  # fmt: skip
+SPLIT = {
+    "zero-bubble": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"},
+    "interleaved-zero-bubble": {
+        "pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble", "virtual_stages_per_rank": 2
+    },
+    "zbv": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble", "virtual_stages_per_rank": 2},
+    "dual-pipe-v": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "DualPipeV", "virtual_stages_per_rank": 2},
+}  # fmt: skip
+"""Schedules that compute weight gradients apart."""
 ALONE = {**ZERO, **TENSOR, **PIPELINE}
 """Split weights take longest on a CPU: they go through the batch in two micro-batches, pipelines in eight."""
 
@@ -67,19 +76,21 @@ MORE: dict[str, dict[str, Any]] = {
     "replicate-x-zero3-x-tp": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
     "replicate-x-zero2-x-gpipe": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 2, **PIPELINE["gpipe"]},
     "zero3-8-ways": {"data_parallel_shard_degree": 8},
+    **SPLIT,
+    "zero0+zbv": {**ZERO["zero0"], **SPLIT["zbv"], "micro_batch_size": 1},
+    "zero3+dual-pipe-v": {**ZERO["zero3"], **SPLIT["dual-pipe-v"], "micro_batch_size": 1},
+    "zero3+interleaved-zero-bubble": {**ZERO["zero3"], **SPLIT["interleaved-zero-bubble"]},
+    "tp+zbv": {**TENSOR["tp"], **SPLIT["zbv"], "micro_batch_size": 2},
+    "zbv-recompute": {**SPLIT["zbv"], "activation_checkpoint": "full"},
 }  # fmt: skip
 ON_ONE_MODEL = (
     *pairs(), "one-mb4", "tp-mb1", "zero3-mb1", "zero0-mb4", "zero3-recompute", "tp+1f1b-recompute", "1f1b-4-stages", "zero3-4-ways",
-    "zero3-x-tp-x-interleaved", "replicate-x-zero3-x-tp", "replicate-x-zero2-x-gpipe", "zero3-8-ways",
+    "zero3-x-tp-x-interleaved", "replicate-x-zero3-x-tp", "replicate-x-zero2-x-gpipe", "zero3-8-ways", *SPLIT, "zero0+zbv",
+    "zero3+dual-pipe-v", "zero3+interleaved-zero-bubble", "tp+zbv", "zbv-recompute",
 )  # fmt: skip
 """Layouts whose techniques all models have gone through already, in other degrees: the models take turns."""
 LAYOUTS = {**ALONE, **pairs(), **MORE}
-FAST = {
-    "zero0": ("llama", "gpt2", "custom"),
-    "1f1b": ("llama", "gpt2", "custom"),
-    "zero3": ("llama",),
-    "tp": ("llama",),
-}
+FAST = {"zero0": ("llama",), "1f1b": ("gpt2",), "zero3": ("custom",), "tp": ("llama",)}
 """Layouts and models that are compared in the fast part: each technique alone, and where weights are tied or unnamed."""
 
 

@@ -36,7 +36,7 @@ EPS = 1e-6
 """Of AdamW, where it is 1e-8 elsewhere: a bias of the keys has no effect without rotary positions (OPT, BERT), and Adam would
 make full steps of the rounding that is its gradient."""
 CALM = {**JOB, "optimizer": {**JOB["optimizer"], "eps": EPS}}
-FAST = {("bert", "tensor"), ("mixtral", "ZeRO-3")}
+FAST = {("bert", "tensor")}
 
 
 def family(model_type: str) -> nn.Module:
