@@ -1,8 +1,8 @@
 """What the stages of a block's layouts cost, for all its rows at once: ``ahp.forecast.stage`` on arrays.
 
-Dims: J = splits that are alike in the engine's traits, R = kinds of recompute, L = layers, S = stages. Every figure is
-that of the forecast or below it: only where blocks of several kinds share a stage is the chain of gradient reductions
-shortened to its first or last link.
+Dims: J = splits that are alike in the engine's traits, R = kinds of recompute, K = kinds of layers, L = layers,
+S = stages. Every figure is that of the forecast or below it: only where blocks of several kinds share a stage is the
+chain of gradient reductions shortened to its first or last link.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.forecast.communication import Network
+from ahp.engines.engine import Traits
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.stage import (
-    DataParallel,
     Recompute,
     Weights,
     cast_bytes,
@@ -27,6 +26,7 @@ from ahp.forecast.stage import (
     tensor_backward_s,
 )
 from ahp.forecast.units import Unit, Units
+from ahp.search.splits import Splits
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -42,211 +42,312 @@ class PassTimes:
     last_backward: Floats
 
 
+@dataclass(frozen=True)
+class Stages:
+    """Which layers stages hold, each [S]. A stage that several pipelines have needs to be here only once."""
+
+    start: Ints
+    end: Ints
+    """The first layer, and the one after the last."""
+    first: Ints
+    """1 where the stage has the embedding, else 0."""
+    last: Ints
+    """The same of the head."""
+
+    @property
+    def layers(self) -> Ints:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class LeastLayer:
+    """Seconds that a layer adds to its stage at least: in the passes of a micro-batch and once per step, each [J, R]."""
+
+    forward: Floats
+    backward: Floats
+    first_forward: Floats
+    last_backward: Floats
+
+
 class BlockStages:
     """The layers of a model, priced for one block's axes and micro-batch, cut into stages in any way."""
 
-    def __init__(self, units: Units, recompute: Sequence[Recompute], data: DataParallel) -> None:
-        """``data``: any of the block's, for what of a pass does not depend on how replicas share the weights."""
-        self.units, self.recompute = units, recompute
+    def __init__(self, units: Units, recompute: Sequence[Recompute], splits: Splits, micro_batches: int) -> None:
+        self.units, self.recompute, self.splits, self.m = units, recompute, splits, micro_batches
         self._layers = np.array(units.layers, dtype=np.int64)
-        self._overlap, self._any = data.overlap, data
+        self._any = splits.data(0, micro_batches)
 
-    def _per_layer(self, figure: Callable[[Unit], float]) -> Floats:
-        """[L]"""
-        kinds = np.array([figure(unit) for unit in self.units.blocks], dtype=float)
-        return kinds[self._layers] if len(kinds) else np.zeros(0)
+    def _kinds(self, figure: Callable[[Unit], float]) -> Floats:
+        """[K]"""
+        return np.array([figure(unit) for unit in self.units.blocks], dtype=float)
 
-    def _recomputed(self, figure: Callable[[Unit, Recompute], float]) -> Floats:
-        """[R, L]"""
-        return np.stack([self._per_layer(lambda u, kind=kind: figure(u, kind)) for kind in self.recompute])
+    def _kinds_recomputed(self, figure: Callable[[Unit, Recompute], float]) -> Floats:
+        """[R, K]"""
+        found = [[figure(unit, kind) for unit in self.units.blocks] for kind in self.recompute]
+        return np.array(found, dtype=float).reshape(len(self.recompute), len(self.units.blocks))
 
-    def _stages(self, layers: Floats, edges: Ints, of_end: Callable[[Unit], float] | None = None) -> Floats:
-        """Sums over the stages, [..., S]: of ``layers`` [..., L], and of the embedding and the head where they lie."""
-        sums = np.diff(_sums(layers)[..., edges], axis=-1)
+    def _stages(self, sums: Floats, stages: Stages, of_end: Callable[[Unit], float] | None = None) -> Floats:
+        """Totals of the stages, [..., S], from running sums over the layers; with the embedding and the head where they lie."""
+        total = sums[..., stages.end] - sums[..., stages.start]
         if of_end is not None:
-            sums[..., 0] += of_end(self.units.embedding)
-            sums[..., -1] += of_end(self.units.head)
-        return sums
+            total = total + of_end(self.units.embedding) * stages.first + of_end(self.units.head) * stages.last
+        return total
+
+    def _over_layers(self, kinds: Floats) -> Floats:
+        """Running sums over the layers, [..., L + 1], of a figure of each kind [..., K]."""
+        return _sums(kinds[..., self._layers])
 
     @cached_property
     def _work_forward(self) -> Floats:
-        """[L] Seconds between the arrival of one block's weights and the next's."""
-        return self._per_layer(lambda u: u.times.forward_s + u.tensor_forward_s)
+        """[K] Seconds between the arrival of one block's weights and the next's."""
+        return self._kinds(lambda u: u.times.forward_s + u.tensor_forward_s)
 
     @cached_property
     def _work_backward(self) -> Floats:
-        """[R, L]"""
+        """[R, K]"""
 
         def work_s(u: Unit, kind: Recompute) -> float:
             again_s = recomputed(u, kind).device_s + (u.tensor_forward_s if kind == "full" else 0.0)
             return u.times.backward_s + u.tensor_backward_s + again_s
 
-        return self._recomputed(work_s)
+        return self._kinds_recomputed(work_s)
 
     @cached_property
     def parameters(self) -> Floats:
-        """[L]"""
-        return self._per_layer(lambda u: u.parameters)
+        """[K]"""
+        return self._kinds(lambda u: u.parameters)
 
     @cached_property
     def experts(self) -> Floats:
-        """[L]"""
-        return self._per_layer(lambda u: u.experts)
+        """[K] Of the parameters, those of experts."""
+        return self._kinds(lambda u: u.experts)
 
     @cached_property
-    def _kept(self) -> Floats:
-        """[R, L]"""
-        return self._recomputed(lambda u, kind: u.memory.saved - dropped_bytes(u, self.units, kind))
+    def kept(self) -> Floats:
+        """[R, K] Bytes of activations that a layer keeps of one micro-batch."""
+        return self._kinds_recomputed(lambda u, kind: u.memory.saved - dropped_bytes(u, self.units, kind))
+
+    @cached_property
+    def _parameter_sums(self) -> tuple[Floats, Floats]:
+        return self._over_layers(self.parameters), self._over_layers(self.experts)
 
     @cached_property
     def _passes(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """Of each layer: device seconds forward [L] and backward [R, L], and what the host launches in each."""
+        """Of each kind: device seconds forward [K] and backward [R, K], and what the host launches in each."""
 
         def backward_s(u: Unit, kind: Recompute) -> float:
             full_s = _forward_s(u) - u.times.forward_s if kind == "full" else 0.0
             return self._backward_s(u) + recomputed(u, kind).device_s + full_s
 
         return (
-            self._per_layer(_forward_s),
-            self._recomputed(backward_s),
-            self._per_layer(_forward_launches),
-            self._recomputed(lambda u, kind: _backward_launches(u) + recomputed(u, kind).launches),
+            self._kinds(_forward_s),
+            self._kinds_recomputed(backward_s),
+            self._kinds(_forward_launches),
+            self._kinds_recomputed(lambda u, kind: _backward_launches(u) + recomputed(u, kind).launches),
         )
+
+    @cached_property
+    def _pass_sums(self) -> tuple[Floats, Floats, Floats, Floats]:
+        forward, backward, launches, backward_launches = map(self._over_layers, self._passes)
+        return forward, backward, launches, backward_launches
 
     def _backward_s(self, u: Unit) -> float:
         return u.times.backward_s + tensor_backward_s(u, self._any) + u.context_backward_s + u.expert_s
 
-    def least_s(self, kinds: Sequence[int]) -> tuple[float, float, float]:
-        """Device seconds of the cheapest layer, forward and backward, with the best of ``kinds`` of recompute; of the head."""
-        forward, backward, _, _ = self._passes
-        head_s = _forward_s(self.units.head) + self._backward_s(self.units.head)
-        if not len(forward):
-            return 0.0, 0.0, head_s
-        return float(forward.min()), float(backward[list(kinds)].min()), head_s
+    @cached_property
+    def head_s(self) -> float:
+        """Device seconds of the head in both passes of a micro-batch."""
+        return _forward_s(self.units.head) + self._backward_s(self.units.head)
 
-    def least_layer(self, kind: int) -> tuple[float, float, float]:
-        """Parameters of the smallest layer, the fewest of experts, and the fewest bytes kept with one kind of recompute."""
-        figures = self.parameters, self.experts, self._kept[kind]
-        least = [float(figure.min()) if len(figure) else 0.0 for figure in figures]
-        return least[0], least[1], least[2]
+    def least_layer(self, splits: list[int], bytes_per_s: float) -> LeastLayer:
+        """What any layer adds to any stage at least, as if it always had neighbours to hide collectives behind."""
+        traits = self.splits.traits[splits[0]]
+        forward_s, backward_s, _, _ = self._passes
+        gather, reduce, replicas, casts, copies = self._per_kind(splits, bytes_per_s)
+        forward, backward = forward_s[None, None], backward_s[None]
+        first = last = np.zeros_like(gather)
+        overlap = self._any.overlap * traits.parameter_gather_overlap
+        gathered = casts
+        if traits.forward_gathers != "never" and not traits.gathers_at_start:
+            gathered = gathered + _shown(gather, self._work_forward.max(), overlap)
+        if traits.forward_gathers == "per_micro_batch":
+            forward = forward + gathered
+        else:
+            first = gathered
+        if traits.backward_gathers == "per_micro_batch":
+            longest = self._work_backward.max(axis=-1)[:, None]
+            backward = backward + _shown(gather, longest, overlap) + casts
+        backward = backward + copies
+        if traits.reduces_every_micro_batch:
+            backward = backward + self._least_behind(reduce, traits)
+            last = self._least_behind(replicas, traits)
+        else:
+            last = self._least_behind(reduce + replicas, traits)
+        if traits.compute_weight_bytes == 0 and traits.reduce_copies:
+            last = last + self.parameters * 2 * traits.reduce_bytes / bytes_per_s
+        if self._any.host_is_device:
+            own_s = traits.host_operators_per_unit / 2 * self._any.operator_s
+            forward, backward = forward + own_s, backward + own_s
+        shape = (len(splits), len(self.recompute), len(self.units.blocks))
+        parts = (np.broadcast_to(part, shape).min(axis=-1) for part in (forward, backward, first, last))
+        return LeastLayer(*parts)
+
+    def _per_kind(self, splits: list[int], bytes_per_s: float) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+        """Seconds of each kind of layer, [J, 1, K]: its three collectives, casts, and copies of gradients."""
+        gather, reduce, replicas = self._collectives_of_kinds(splits)
+        casts, copies = self._moved(splits, bytes_per_s)
+        return gather[:, None], reduce[:, None], replicas[:, None], casts * self.parameters, copies * self.parameters
+
+    def _moved(self, splits: list[int], bytes_per_s: float) -> tuple[Floats, Floats]:
+        """[J, 1, 1] Seconds for each parameter of a micro-batch: the compute copy made, and gradients copied."""
+        data = [self.splits.data(split, self.m) for split in splits]
+        moved = np.array([[cast_bytes(one), gradient_copy_bytes(one)] for one in data]) / bytes_per_s
+        return moved[:, 0, None, None], moved[:, 1, None, None]
+
+    def _least_behind(self, reduces: Floats, traits: Traits) -> Floats:
+        """``_reduced`` of a layer: what is sent slows computation down, and what takes longer than it shows."""
+        overlap = self._any.overlap * traits.gradient_overlap
+        longer = np.maximum((reduces - self._work_backward).min(axis=-1, keepdims=True), 0.0)
+        return overlap * (CONTENTION * reduces + (1.0 - CONTENTION) * longer) + (1.0 - overlap) * reduces
 
     @cached_property
     def _weight_gradient(self) -> Floats:
-        return self._per_layer(lambda u: u.times.weight_gradient.device_s)
+        return self._over_layers(self._kinds(lambda u: u.times.weight_gradient.device_s))
 
-    def weight_gradient_s(self, edges: Ints) -> Floats:
+    def weight_gradient_s(self, stages: Stages) -> Floats:
         """[S] Of the backward pass, what makes weight gradients."""
-        return self._stages(self._weight_gradient, edges, lambda u: u.times.weight_gradient.device_s)
+        return self._stages(self._weight_gradient, stages, lambda u: u.times.weight_gradient.device_s)
 
-    def outside(self, edges: Ints) -> Floats:
+    def outside(self, stages: Stages) -> Floats:
         """[S] Parameters outside the blocks: of the embedding and the head."""
-        found = np.zeros(len(edges) - 1)
-        found[0] += self.units.embedding.parameters
-        found[-1] += self.units.head.parameters + (self.units.tied_parameters if len(found) > 1 else 0)
-        return found
+        units = self.units
+        tied = units.tied_parameters * stages.last * (1 - stages.first)
+        ends = units.embedding.parameters * stages.first + units.head.parameters * stages.last
+        return (ends + tied).astype(float)
 
-    def in_blocks(self, edges: Ints) -> tuple[Floats, Floats]:
+    def in_blocks(self, stages: Stages) -> tuple[Floats, Floats]:
         """[S] Parameters of the blocks, and of them those of experts."""
-        return self._stages(self.parameters, edges), self._stages(self.experts, edges)
+        parameters, experts = self._parameter_sums
+        return self._stages(parameters, stages), self._stages(experts, stages)
 
-    def kept_bytes(self, edges: Ints) -> Floats:
+    @cached_property
+    def _kept_sums(self) -> Floats:
+        return self._over_layers(self.kept)
+
+    def kept_bytes(self, stages: Stages) -> Floats:
         """[R, S] Activations of one micro-batch between its forward and its backward."""
-        kept = self._stages(self._kept, edges, lambda u: u.memory.saved)
-        kept[..., :-1] += self.units.hidden_bytes
-        return kept
+        kept = self._stages(self._kept_sums, stages, lambda u: u.memory.saved)
+        return kept + self.units.hidden_bytes * (1 - stages.last)
 
-    def passes(self, data: Sequence[DataParallel], edges: Ints, network: Network, bytes_per_s: float) -> PassTimes:
-        """The stages between ``edges`` (the first layer of each, and the number of layers) for splits with equal traits."""
-        traits, outside = data[0].traits, self.outside(edges)
-        forward_s, backward_s, launches, backward_launches = self._passes
-        forward = self._stages(forward_s, edges, _forward_s)[None, None]
-        backward = self._stages(backward_s, edges, self._backward_s)[None]
+    def passes(self, splits: list[int], stages: Stages, bytes_per_s: float) -> PassTimes:
+        """The stages for splits with equal traits."""
+        traits = self.splits.traits[splits[0]]
+        outside = self.outside(stages)
+        forward_s, backward_s, launches, backward_launches = self._pass_sums
+        forward = self._stages(forward_s, stages, _forward_s)[None, None]
+        backward = self._stages(backward_s, stages, self._backward_s)[None]
         first = last = np.zeros((1, 1, 1))
-        gathers, reduces, replicas = self._collectives(data, outside, network)
-        parameters = self._stages(self.parameters, edges)
-        casts = np.array([cast_bytes(one) for one in data])[:, None, None] / bytes_per_s
-        copies = np.array([gradient_copy_bytes(one) for one in data])[:, None, None] / bytes_per_s
-        gather_overlap = self._overlap * traits.parameter_gather_overlap
+        gathers, reduces, replicas = self._collectives(splits, outside)
+        parameters = self._stages(self._parameter_sums[0], stages)
+        casts, copies = self._moved(splits, bytes_per_s)
+        gather_overlap = self._any.overlap * traits.parameter_gather_overlap
         gathered = casts * (parameters + outside)
         if traits.forward_gathers != "never":
-            waits = self._ahead(gathers, self._work_forward, edges, gather_overlap)[:, None]
+            waits = self._ahead(gathers, stages, gather_overlap)[:, None]
             if traits.gathers_at_start:
-                waits[..., 1:] = 0.0
+                waits = waits * stages.first
             gathered = gathered + waits
         if traits.forward_gathers == "per_micro_batch":
             forward = forward + gathered
         else:
             first = first + gathered
         if traits.backward_gathers == "per_micro_batch":
-            blocks = gathers[0], np.zeros_like(gathers[1])
-            again = self._behind_neighbour(blocks, self._work_backward, edges, gather_overlap)
+            again = self._behind_neighbour(gathers[0], stages, gather_overlap)
             backward = backward + again + casts * parameters
         backward = backward + copies * (parameters + outside)
-        overlap = self._overlap * traits.gradient_overlap
+        overlap = self._any.overlap * traits.gradient_overlap
         if traits.reduces_every_micro_batch:
-            backward = backward + self._reduced(reduces, edges, overlap)
-            last = last + self._reduced(replicas, edges, overlap)
+            backward = backward + self._reduced(reduces, stages, overlap)
+            last = last + self._reduced(replicas, stages, overlap)
         else:
             both = reduces[0] + replicas[0], reduces[1] + replicas[1]
-            last = last + self._reduced(both, edges, overlap)
+            last = last + self._reduced(both, stages, overlap)
         if traits.compute_weight_bytes == 0 and traits.reduce_copies:
             last = last + (parameters + outside) * 2 * traits.reduce_bytes / bytes_per_s
-        forward = self._with_host(forward, self._stages(launches, edges, _forward_launches), edges, data[0])
-        of_backward = self._stages(backward_launches, edges, _backward_launches)
-        return PassTimes(forward, self._with_host(backward, of_backward, edges, data[0]), first, last)
+        forward = self._with_host(forward, self._stages(launches, stages, _forward_launches), stages, traits)
+        of_backward = self._stages(backward_launches, stages, _backward_launches)
+        return PassTimes(forward, self._with_host(backward, of_backward, stages, traits), first, last)
 
-    def _with_host(self, passes_s: Floats, launches: Floats, edges: Ints, data: DataParallel) -> Floats:
+    def _with_host(self, passes_s: Floats, launches: Floats, stages: Stages, traits: Traits) -> Floats:
         """A pass takes as long as the device, or as the host that launches it; on a CPU the engine's own is added."""
-        own = (np.diff(edges) + 1) * data.traits.host_operators_per_unit / 2
+        data, own = self._any, (stages.layers + 1) * traits.host_operators_per_unit / 2
         if data.host_is_device:
             return passes_s + own * data.operator_s
-        return np.maximum(passes_s, (launches * data.traits.host_launches_per_operator + own) * data.operator_s)
+        return np.maximum(passes_s, (launches * traits.host_launches_per_operator + own) * data.operator_s)
 
-    def _collectives(
-        self, data: Sequence[DataParallel], outside: Floats, network: Network
-    ) -> tuple[tuple[Floats, Floats], ...]:
-        """Seconds of gathering, reducing and summing over replicas: of each layer [J, L], and outside the blocks [J, S]."""
-        weights = [Weights.of(unit) for unit in self.units.blocks]
-        ends = {int(count): Weights(int(count)) for count in outside}
-        found = []
-        for of in (DataParallel.gather_s, DataParallel.reduce_s, DataParallel.replicas_s):
-            kinds = np.array([[of(one, weight, network) for weight in weights] for one in data], dtype=float)
-            layers = kinds[:, self._layers] if len(weights) else np.zeros((len(data), 0))
-            by_count = {count: [of(one, weight, network) for one in data] for count, weight in ends.items()}
-            found.append((layers, np.array([by_count[int(count)] for count in outside]).T))
-        return tuple(found)
+    def _collectives_of_kinds(self, splits: list[int]) -> tuple[Floats, Floats, Floats]:
+        """Seconds of gathering, reducing and summing over replicas of each kind of layer, [J, K]."""
+        found = [self.splits.collectives(Weights.of(unit)).at(splits) for unit in self.units.blocks]
+        parts = (
+            [one.gather for one in found],
+            [one.reduce for one in found],
+            [one.replicas for one in found],
+        )
+        gather, reduce, replicas = (np.array(part).reshape(len(found), len(splits)).T for part in parts)
+        return gather, reduce, replicas
 
-    def _ahead(self, gathers: tuple[Floats, Floats], work: Floats, edges: Ints, overlap: float) -> Floats:
+    def _collectives(self, splits: list[int], outside: Floats) -> tuple[tuple[Floats, Floats], ...]:
+        """The same of each kind [J, K], and of what is outside the blocks [J, S]."""
+        ends = [self.splits.collectives(Weights(int(count))).at(splits) for count in outside.tolist()]
+        parts = (
+            [one.gather for one in ends],
+            [one.reduce for one in ends],
+            [one.replicas for one in ends],
+        )
+        kinds = self._collectives_of_kinds(splits)
+        return tuple((of_kind, np.array(part).T) for of_kind, part in zip(kinds, parts, strict=True))
+
+    def _ahead(self, gathers: tuple[Floats, Floats], stages: Stages, overlap: float) -> Floats:
         """[J, S] ``exposed_ahead_s`` of the forward pass: what is outside the blocks and the first block hide behind nothing."""
-        layers, outside = gathers
+        kinds, outside = gathers
+        layers = kinds[..., self._layers]
+        work = self._work_forward[self._layers]
         before = np.concatenate([[0.0], work[:-1]]) if len(work) else work
-        hidden = np.minimum(overlap * layers, before)
-        shown = _sums(layers - (1.0 - CONTENTION) * hidden)
-        start, end = edges[:-1], edges[1:]
+        shown = _sums(_shown(layers, before, overlap))
+        start, end = stages.start, stages.end
         after_first = np.minimum(start + 1, end)
         return outside + _where_blocks(layers, start, start < end) + shown[..., end] - shown[..., after_first]
 
-    def _behind_neighbour(self, gathers: tuple[Floats, Floats], work: Floats, edges: Ints, overlap: float) -> Floats:
+    def _behind_neighbour(self, kinds: Floats, stages: Stages, overlap: float) -> Floats:
         """[J, R, S] The same of the backward pass, from the last block of the stage to its first."""
-        layers = gathers[0][:, None]
+        layers = kinds[..., self._layers][:, None]
+        work = self._work_backward[..., self._layers]
         after = np.concatenate([work[:, 1:], np.zeros((len(work), 1))], axis=-1) if work.shape[-1] else work
-        hidden = np.minimum(overlap * layers, after[None])
-        shown = _sums(layers - (1.0 - CONTENTION) * hidden)
-        start, end = edges[:-1], edges[1:]
+        shown = _sums(_shown(layers, after[None], overlap))
+        start, end = stages.start, stages.end
         before_last = np.maximum(end - 1, start)
         return _where_blocks(layers, end - 1, start < end) + shown[..., before_last] - shown[..., start]
 
-    def _reduced(self, reduces: tuple[Floats, Floats], edges: Ints, overlap: float) -> Floats:
+    @cached_property
+    def _work_backward_sums(self) -> Floats:
+        return self._over_layers(self._work_backward)
+
+    def _reduced(self, reduces: tuple[Floats, Floats], stages: Stages, overlap: float) -> Floats:
         """[J, R, S] ``exposed_behind_s``, as if the chain were held up by its first or by its last block alone."""
-        layers, outside = reduces[0][:, None], reduces[1][:, None]
-        start, end = edges[:-1], edges[1:]
+        layers, outside = reduces[0][..., self._layers][:, None], reduces[1][:, None]
+        start, end = stages.start, stages.end
         some = start < end
-        blocks = np.diff(_sums(layers)[..., edges], axis=-1)
-        clock = np.diff(_sums(self._work_backward)[..., edges], axis=-1)
-        first_work = _where_blocks(self._work_backward, end - 1, some)
+        blocks = self._stages(_sums(layers), stages)
+        clock = self._stages(self._work_backward_sums, stages)
+        first_work = _where_blocks(self._work_backward[..., self._layers], end - 1, some)
         tail = np.maximum(first_work + blocks - clock, _where_blocks(layers, start, some)) + outside
         total = blocks + outside
         return overlap * (tail + CONTENTION * (total - tail)) + (1.0 - overlap) * total
+
+
+def _shown(collective_s: Floats, beside_s: Floats, overlap: float) -> Floats:
+    """``forecast.overlap.shown_s`` on arrays."""
+    return collective_s - (1.0 - CONTENTION) * np.minimum(overlap * collective_s, beside_s)
 
 
 def _forward_s(u: Unit) -> float:

@@ -1,0 +1,283 @@
+"""Bounds of one block from its priced units: of all its rows at once, and of each row.
+
+Dims: J = splits, R = kinds of recompute, U = stages that differ, S = stages, p = pipeline ranks, W = some of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.forecast.communication import strided_group
+from ahp.forecast.pricer import recompute_of
+from ahp.forecast.stage import Recompute, dropped_bytes, made_again
+from ahp.forecast.units import Units, axes_of
+from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s, ranks_stages
+from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED
+from ahp.search.pipelines import Cut, Pipelines, SecondRank, shape_of
+from ahp.search.problem import Problem
+from ahp.search.space import Pipe, Rows
+from ahp.search.splits import Splits, WeightColumns
+from ahp.search.stage_columns import BlockStages, LeastLayer, PassTimes
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class RowBounds:
+    """Of every row of one block, in their order."""
+
+    times_s: Floats
+    needs_bytes: Floats
+    """Of the fullest rank."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What lies on some ranks beside activations, in bytes."""
+
+    ranks: Ints
+    """[W]"""
+    states: Floats
+    """[J, W]"""
+    gradients: Floats
+    """[J, W] Of them, what activations may replace."""
+    others: Floats
+    """[W, R] Temporaries and what is received from other stages."""
+
+
+class BlockRows:
+    """One block with its units, its rows, and what they share."""
+
+    def __init__(self, asked: Problem, pipelines: Pipelines, rows: Rows, splits: Splits, m: int, size: int) -> None:
+        """``m``: micro-batches; ``size``: sequences of each."""
+        self.asked, self.pipelines, self.rows, self.splits, self.m = asked, pipelines, rows, splits, m
+        self.any = splits.layouts[0].model_copy(update={"micro_batch_size": size})
+        self.p = self.any.pipeline_parallel_degree
+        self.pricer, traits = asked.pricer, splits.traits[0]
+        self.nodes, self.network = self.pricer.nodes, self.pricer.network
+        self.bytes_per_s = self.pricer.unit_pricer.rates.bytes_per_s
+        axes = axes_of(self.any, self.nodes.devices_per_node)
+        self.units: Units = self.pricer.unit_pricer.units(size, axes, traits)
+        kinds = [self.any.model_copy(update={"activation_checkpoint": kind}) for kind in rows.recompute]
+        self.recompute: list[Recompute] = [recompute_of(layout, traits, self.units) for layout in kinds]
+        self.stages = BlockStages(self.units, self.recompute, splits, m)
+        self._update_s = cache(self._updated)
+        self._beside = cache(self._beside_activations)
+
+    # Of all rows at once.
+
+    def bound_s(self, most_bytes: float) -> float:
+        """Of all rows that fit, as if every layer were the cheapest one; infinite where none fits."""
+        if not self.units.blocks:
+            return 0.0
+        second = {pipe: self._second_rank(pipe) for pipe in self.rows.pipes}
+        different = list(dict.fromkeys(second.values()))
+        fits = self._may_fit(different, most_bytes)
+        if not fits.any():
+            return float("inf")
+        least, found = self._least_layer, float("inf")
+        kinds = {(shape_of(pipe, self.p), pipe.virtual, different.index(second[pipe])) for pipe in self.rows.pipes}
+        for schedule, virtual, at in kinds:
+            if fits[:, at].any():
+                found = min(found, float(self._least_s(least, schedule, virtual)[fits[:, at]].min()))
+        return (found + self._norm_s + self._tied_s) * self._slowest
+
+    def _second_rank(self, pipe: Pipe) -> SecondRank:
+        return self.pipelines.second_rank(self._name(pipe), self.p, pipe.virtual, self.m)
+
+    @cached_property
+    def _least_layer(self) -> LeastLayer:
+        """[J, R] each."""
+        found = np.zeros((4, len(self.splits.layouts), len(self.recompute)))
+        for splits in self.splits.alike.values():
+            least = self.stages.least_layer(splits, self.bytes_per_s)
+            found[:, splits] = least.forward, least.backward, least.first_forward, least.last_backward
+        return LeastLayer(*found)
+
+    def _least_s(self, least: LeastLayer, schedule: str, virtual: int) -> Floats:
+        """[J, R] Seconds of the rank that takes longest, with its optimizer."""
+        found = np.zeros(least.forward.shape)
+        loads = self.pipelines.loads(schedule, self.p, virtual)
+        for load in loads:
+            # Where weight gradients wait, they may fill the time in which gradients drain from the pipeline.
+            drain_s = 0.0 if schedule in SPLIT_BACKWARD else load.before * least.backward
+            work_s = self.m * load.layers * (least.forward + least.backward) + load.layers * least.first_forward
+            head_s = self.m * self.stages.head_s if load.head else 0.0
+            last_s = np.maximum(load.layers * least.last_backward, drain_s)
+            found = np.maximum(found, load.before * least.forward + work_s + head_s + last_s)
+        layers = max(load.layers for load in loads)
+        experts = self.stages.experts.min()
+        dense = (self.stages.parameters - self.stages.experts).min()
+        return found + self._updating_s(np.array([layers * dense]), np.array([layers * experts]))
+
+    def _may_fit(self, second: list[SecondRank], most_bytes: float) -> Mask:
+        """[J, W, R] Whether the second rank of some pipelines may fit, with the smallest layers that there are."""
+        layers, held, received = np.array([(one.layers, one.held, one.received) for one in second], dtype=float).T
+        parameters, experts = self.stages.parameters.min(), self.stages.experts.min()
+        weights = WeightColumns(np.floor(layers * parameters), experts=np.floor(layers * experts))
+        states, gradients = self.splits.states(weights, self.m)
+        kept = held[:, None] * self.stages.kept.min(axis=-1)
+        buffers = received * self._buffer_bytes
+        allocated = states[..., None] + np.maximum(kept - gradients[..., None], 0.0) + buffers[:, None]
+        return self.splits.device_bytes(allocated) <= most_bytes
+
+    @property
+    def _buffer_bytes(self) -> int:
+        """Of each stage that a rank receives from."""
+        return (self.m if self.splits.traits[0].torch_pipeline else 1) * self.units.hidden_bytes
+
+    # Of each row.
+
+    def bounds(self, most_bytes: float) -> RowBounds:
+        """Of every row; rows that need more than ``most_bytes`` take infinitely long."""
+        times = np.full(self.rows.shape, np.inf)
+        needs = self.needs_bytes()
+        fits = needs <= most_bytes
+        if fits.any():
+            passes = self._pass_times(np.flatnonzero(fits.any(axis=(1, 2))))
+            for virtual in dict.fromkeys(pipe.virtual for pipe in self.rows.pipes):
+                pipes = [i for i, pipe in enumerate(self.rows.pipes) if pipe.virtual == virtual and fits[:, i].any()]
+                if pipes:
+                    self._time_rows(times, passes, np.asarray(fits[:, pipes].any(axis=1)), pipes, virtual)
+        for index, pipe in enumerate(self.rows.pipes):
+            times[:, index] += self._update_s(pipe.virtual, pipe.schedule in V_SHAPED)
+        times = np.where(fits, (times + self._norm_s + self._tied_s) * self._slowest, np.inf)
+        return RowBounds(times.reshape(-1), needs.reshape(-1))
+
+    @cached_property
+    def _cut(self) -> Cut:
+        return self.pipelines.cut(self.p, tuple(dict.fromkeys(pipe.virtual for pipe in self.rows.pipes)))
+
+    def _pass_times(self, splits: Ints) -> PassTimes:
+        """[J, R, U] each, of these splits."""
+        shape = len(self.splits.layouts), len(self.recompute), len(self._cut.stages.start)
+        found = PassTimes(*(np.zeros(shape) for _ in range(4)))
+        wanted = set(splits.tolist())
+        for alike in self.splits.alike.values():
+            at = [split for split in alike if split in wanted]
+            if at:
+                passes = self.stages.passes(at, self._cut.stages, self.bytes_per_s)
+                found.forward[at], found.backward[at] = passes.forward, passes.backward
+                found.first_forward[at], found.last_backward[at] = passes.first_forward, passes.last_backward
+        return found
+
+    def _time_rows(self, times: Floats, passes: PassTimes, rows: Mask, pipes: list[int], virtual: int) -> None:
+        """Write into ``times`` what the schedules of some rows [J, R] take at least."""
+        split, kind = np.nonzero(rows)
+        stages = self._cut.of[virtual]
+        parts = passes.forward, passes.backward, passes.first_forward, passes.last_backward
+        forward, backward, first, last = (part[split[:, None], kind[:, None], stages] for part in parts)
+        weight_s = self.stages.weight_gradient_s(self._cut.stages)[stages][None]
+        for index in pipes:
+            pipe = self.rows.pipes[index]
+            sends = self._sends(pipe)
+            columns = TimeColumns(forward, backward, backward - weight_s, weight_s, *sends, first, last)
+            times[split, index, kind] = lower_bounds_s(self._name(pipe), self.p, virtual, self.m, columns)
+
+    def _name(self, pipe: Pipe) -> str:
+        return pipe.schedule if self.p > 1 else "1F1B"
+
+    def _sends(self, pipe: Pipe) -> tuple[Floats, Floats]:
+        """[1, S] Seconds on the way forward and back, as the forecast has them."""
+        width = self.any.world_size // self.p
+        pairs, at = self.pipelines.links(pipe.schedule in V_SHAPED and self.p > 1, self.p, pipe.virtual, width)
+        sent = [self.pricer.send_s(self.any, self.splits.traits[0], a, b, self.units) for a, b in pairs]
+        between = np.array(sent, dtype=float)[at]
+        return np.append(between, 0.0)[None], np.append(0.0, between)[None]
+
+    @property
+    def _slowest(self) -> float:
+        return 1.0 + self.pricer.slowest_share
+
+    @cached_property
+    def _tied_s(self) -> float:
+        return self.pricer.tied_s(self.any, self.units)
+
+    @cached_property
+    def _norm_s(self) -> float:
+        """The one collective of loss and norm."""
+        world = strided_group(self.any.world_size, 1, self.nodes.devices_per_node)
+        return self.network.time_s("all_reduce", 16, world)
+
+    def _updated(self, virtual: int, v_shaped: bool) -> Floats:
+        """[J, 1] Clipping and AdamW."""
+        own = self._own(virtual, v_shaped)
+        blocks, experts = (part[self._cut.of[virtual]][own].sum(axis=1) for part in self._in_stages)
+        return self._updating_s(blocks - experts, experts)
+
+    def _updating_s(self, dense: Floats, experts: Floats) -> Floats:
+        """[J, 1] The same of ranks with so many parameters [p]: of the one that takes longest."""
+        moved = np.array([[self.pricer.optimizer_bytes(traits)] for traits in self.splits.traits])
+        most = self.splits.optimized(dense, experts).max(axis=1, keepdims=True)
+        return most * moved / self.bytes_per_s
+
+    @cached_property
+    def _in_stages(self) -> tuple[Floats, Floats]:
+        """[U] Parameters, and of them those of experts."""
+        blocks, experts = self.stages.in_blocks(self._cut.stages)
+        return blocks + self.stages.outside(self._cut.stages), experts
+
+    def _own(self, virtual: int, v_shaped: bool) -> Ints:
+        """[p, v] The stages of each rank."""
+        return ranks_stages(V_SHAPED[0] if v_shaped and self.p > 1 else "1F1B", self.p, virtual)
+
+    def needs_bytes(self) -> Floats:
+        """Of every row, in their shape: bytes of the rank that needs the most, of the first two and the last."""
+        kept = self.stages.kept_bytes(self._cut.stages)
+        return np.stack([self._needs(pipe, kept) for pipe in self.rows.pipes], axis=1)
+
+    def _needs(self, pipe: Pipe, kept: Floats) -> Floats:
+        """[J, R]"""
+        v_shaped = pipe.schedule in V_SHAPED
+        beside = self._beside(pipe.virtual, v_shaped)
+        counts = in_flight(self._name(pipe), self.p, pipe.virtual, self.m)[beside.ranks]
+        own = self._cut.of[pipe.virtual][self._own(pipe.virtual, v_shaped)[beside.ranks]]
+        held = (counts * kept[:, own]).sum(axis=-1).T  # [W, R]
+        allocated = beside.states[..., None] + np.maximum(held - beside.gradients[..., None], 0.0) + beside.others
+        return self.splits.device_bytes(allocated.max(axis=1))
+
+    def _beside_activations(self, virtual: int, v_shaped: bool) -> Beside:
+        ranks = np.array(sorted({0, min(1, self.p - 1), self.p - 1}))
+        own = self._own(virtual, v_shaped)[ranks]
+        last = self.p * virtual - 1
+        received = ((own > 0) * 1 + (own < last)).sum(axis=1) if self.p > 1 else np.zeros(len(ranks))
+        at = self._cut.of[virtual][own]
+        temporary = self._temporary[:, at].max(axis=-1).T
+        states, gradients = self.splits.states(self._weights(at, (own == last).any(axis=1)), self.m)
+        return Beside(ranks, states, gradients, temporary + (received * self._buffer_bytes)[:, None])
+
+    def _weights(self, own: Ints, last: Mask) -> WeightColumns:
+        """Of ranks with the stages ``own`` [W, v], as the forecast counts them; the largest block is the least that it can be."""
+        total, experts = (part[own].sum(axis=1) for part in self._in_stages)
+        any_layers = (self._cut.stages.layers[own] > 0).any(axis=1).astype(float)
+        units = self.units
+        return WeightColumns(
+            total=total,
+            largest_block=any_layers * min((unit.parameters for unit in units.blocks), default=0),
+            outside_blocks=self.stages.outside(self._cut.stages)[own].sum(axis=1),
+            head=last.astype(float) * (units.head.parameters + units.tied_parameters),
+            experts=experts,
+            shapes=any_layers * min((unit.shapes for unit in units.blocks), default=0),
+        )
+
+    @cached_property
+    def _temporary(self) -> Floats:
+        """[R, U] Bytes at the peak of one backward pass beyond what is kept, at least."""
+        stages, head = self._cut.stages, self.units.head.memory
+
+        def least(kind: Recompute) -> int:
+            needs = (
+                unit.memory.backward_extra + made_again(unit, kind, dropped_bytes(unit, self.units, kind))
+                for unit in self.units.blocks
+            )
+            return min(needs, default=0)
+
+        of_block = np.array([[least(kind)] for kind in self.recompute])
+        in_block = np.where(stages.layers > 0, of_block - head.saved * stages.last, 0)
+        return np.maximum(np.maximum(in_block, max(head.forward_extra, head.backward_extra) * stages.last), 0)

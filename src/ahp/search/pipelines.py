@@ -1,0 +1,137 @@
+"""What pipelines have in common whatever else a layout decides: which layers their stages hold, and on which rank they lie.
+
+Dims: S = stages, U = stages that differ, p = pipeline ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.forecast.communication import Group, pair_group
+from ahp.plan import Parallelism
+from ahp.schedule.bounds import in_flight, ranks_stages
+from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
+from ahp.schedule.stages import layers_of_stages
+from ahp.search.problem import Problem
+from ahp.search.space import LOOPED, Pipe
+from ahp.search.stage_columns import Stages
+
+Ints = NDArray[np.int64]
+
+Pair = tuple[int, int]
+"""Two pipeline ranks."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stages of some pipelines, those that are alike once: each [U]."""
+
+    stages: Stages
+    of: dict[int, Ints]
+    """By virtual stages per rank: where in them each stage of the pipeline is, [S]."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Layers of a rank over all its stages, layers before its first stage, and whether it has the head."""
+
+    layers: int
+    before: int
+    head: bool
+
+
+@dataclass(frozen=True)
+class SecondRank:
+    """Of the second rank (of a single stage the first)."""
+
+    layers: int
+    held: int
+    """Layers times the micro-batches in flight there."""
+    received: int
+    """Stages that its own receive from, in both passes."""
+
+
+class Pipelines:
+    """Pipelines of one problem, their stages as even as can be or as the user has fixed them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self.edges = cache(self._edges)
+        self.cut = cache(self._cut)
+        self.loads = cache(self._loads)
+        self.second_rank = cache(self._second_rank)
+        self.links = cache(self._links)
+
+    def _edges(self, p: int, v: int) -> Ints:
+        """The first layer of every stage, and the number of layers after the last."""
+        layout = Parallelism(
+            pipeline_parallel_degree=p,
+            virtual_stages_per_rank=v,
+            layers_per_stage=self._problem.constraints.layers_per_stage,
+        )
+        layers = layers_of_stages(layout, self._problem.graph.num_layers, ends=self._problem.stage_ends)
+        return np.cumsum([0, *layers])
+
+    def _cut(self, p: int, virtual: tuple[int, ...]) -> Cut:
+        """The stages of the pipelines with these virtual stages per rank."""
+        kinds, places = self._problem.graph.layers, {}
+        rows: list[tuple[int, int, int, int]] = []
+        of = {}
+        for v in virtual:
+            edges, index = self.edges(p, v).tolist(), []
+            for stage, (start, end) in enumerate(pairwise(edges)):
+                first, last = stage == 0, stage == p * v - 1
+                key = kinds[start:end], first, last
+                if key not in places:
+                    places[key] = len(rows)
+                    rows.append((start, end, first, last))
+                index.append(places[key])
+            of[v] = np.array(index, dtype=np.int64)
+        return Cut(Stages(*np.array(rows, dtype=np.int64).T), of)
+
+    def _loads(self, schedule: str, p: int, v: int) -> tuple[Load, ...]:
+        """The ranks of a pipeline, but for those that another one has at least as much of everything as."""
+        layers, own = np.diff(self.edges(p, v)), ranks_stages(schedule, p, v)
+        before = np.cumsum(layers[:p]) - layers[:p]
+        head = int(own[:, -1].argmax())
+        most: dict[tuple[int, bool], int] = {}
+        for rank, count in enumerate(layers[own].sum(axis=1).tolist()):
+            key = count, rank == head
+            most[key] = max(most.get(key, 0), int(before[rank]))
+        return tuple(Load(count, first, has_head) for (count, has_head), first in most.items())
+
+    def _second_rank(self, schedule: str, p: int, v: int, m: int) -> SecondRank:
+        rank = min(1, p - 1)
+        own = ranks_stages(schedule, p, v)[rank]
+        layers = np.diff(self.edges(p, v))[own]
+        held = int(in_flight(schedule, p, v, m)[rank] @ layers)
+        received = int(((own > 0) * 1 + (own < p * v - 1)).sum())
+        return SecondRank(int(layers.sum()), held, received if p > 1 else 0)
+
+    def _links(self, v_shaped: bool, p: int, v: int, width: int) -> tuple[tuple[Pair, ...], Ints]:
+        """Pairs of ranks that stand for all neighbouring stages, and which of them each stage sends to the next as, [S - 1].
+
+        ``width``: ranks of one stage.
+        """
+        holders = stage_ranks(V_SHAPED[0] if v_shaped else "1F1B", p, v)
+        per_node = self._problem.pricer.nodes.devices_per_node
+        found: dict[Group | None, tuple[int, Pair]] = {}
+        at = []
+        for a, b in pairwise(holders):
+            group = None if a == b else pair_group(a, b, width, per_node)
+            at.append(found.setdefault(group, (len(found), (a, b)))[0])
+        return tuple(pair for _, pair in found.values()), np.array(at, dtype=np.int64)
+
+
+def shape_of(pipe: Pipe, p: int) -> str:
+    """A schedule that is like this one in where its stages lie, and in whether it splits the backward pass."""
+    if p == 1:
+        return "1F1B"
+    if pipe.schedule in V_SHAPED:
+        return V_SHAPED[0]
+    return LOOPED[pipe.schedule in SPLIT_BACKWARD]
