@@ -8,6 +8,7 @@ import re
 import pytest
 from rich.console import Console, RenderableType
 
+from ahp.cluster.model import Cluster
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.report import glossary, tables
 
@@ -109,12 +110,19 @@ def test_a_pipe_is_not_wrapped_and_has_no_colours() -> None:
 
 def test_the_fullest_rank_decides_the_capacity() -> None:
     groups = [
-        {"nodes": 1, "devices_per_node": 8, "device": {"memory_bytes": 80 * GIB}},
-        {"nodes": 2, "devices_per_node": 4, "device": {"memory_bytes": 24 * GIB}},
+        {"name": "large", "nodes": 1, "devices_per_node": 8, "device": "A100-SXM-80GB"},
+        {"name": "small", "nodes": 2, "devices_per_node": 8, "device": "A100-SXM-40GB"},
     ]
-    for rank, expected in ((0, 80), (7, 80), (8, 24), (15, 24)):
-        mixed = FLAT.model_copy(update={"cluster": {"groups": groups}, "forecast": forecast(fullest_rank=rank)})
-        assert tables.capacity_bytes(mixed) == expected * GIB
+    cluster = Cluster.from_dict({"groups": groups, "links": [{"between": ["large", "small"], "gbps": 100}]})
+    large, small = (group.device.memory_bytes for group in cluster.groups)
+    # Of the small group one node is used: its ranks come first or last as the stages say.
+    stages = [{"group": name, "layers": 2} for name in ("small", "large")]
+    layout = Parallelism.model_validate({"tensor_parallel_degree": 8, "pipeline_parallel_degree": 2, "stages": stages})
+    for rank, expected in ((0, large), (7, large), (8, small), (15, small)):
+        mixed = FLAT.model_copy(
+            update={"cluster": cluster.plain(), "parallelism": layout, "forecast": forecast(fullest_rank=rank)}
+        )
+        assert tables.capacity_bytes(mixed) == expected
 
 
 LONGEST = forecast(

@@ -121,12 +121,15 @@ def _subject(plan: Plan) -> tuple[ModelGraph, Cluster]:
 def _binding(graph: ModelGraph, cluster: Cluster, plan: Plan) -> Binding:
     from ahp.forecast.step import forecast
     from ahp.report.binding import binding
-    from ahp.report.tables import capacity_bytes, forecast_of
+    from ahp.report.tables import capacity_bytes, capacity_of, forecast_of
 
     def price_other(layout: Parallelism) -> Forecast:
         return forecast(graph, cluster, plan.job, layout, plan.engine)
 
-    return binding(plan.parallelism, forecast_of(plan), capacity_bytes(plan), price_other)
+    def capacity(layout: Parallelism, found: Forecast) -> int:
+        return capacity_of(plan, layout, found)
+
+    return binding(plan.parallelism, forecast_of(plan), capacity_bytes(plan), price_other, capacity)
 
 
 def _write_trace(priced: Priced, path: str, *, all_ranks: bool) -> None:
@@ -201,9 +204,11 @@ def _heading(plan: Plan) -> list[str]:
     model = plan.model if isinstance(plan.model, str) else plan.model.get("model_type", "given config")
     devices = " + ".join(f"{g['nodes'] * g['devices_per_node']} x {g['device']['name']}" for g in groups)
     compiled = ", compiled" if engine.compile else ""
+    idle = sum(g["nodes"] * g["devices_per_node"] for g in groups) - plan.parallelism.world_size
+    left = f", {idle} of them left idle by this layout" if idle else ""
     return [
         f"Model    {model}, {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}",
-        f"Cluster  {devices}",
+        f"Cluster  {devices}{left}",
         f"Engine   {engine.name}, {engine.attention} attention{compiled}",
         f"Layout   {plan.parallelism.short()}",
         f"Speed    {forecast.tokens_per_s_per_device:,.0f} tokens/s/device, MFU {percent(forecast.mfu)}",

@@ -8,7 +8,7 @@ the slowest replica, and the slowest update after it, is the step. What replicas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -78,13 +78,12 @@ class MixedPricer:
         }
         """An ordinary pricer for each group of nodes, by its name."""
         self.network = MixedNetwork(cluster)
-        self.on_cpu = any(is_cpu(group.device) for group in cluster.groups)
         self._stage_costs: dict[tuple[object, ...], StageCost] = {}
 
     @cached_property
     def slowest_share(self) -> float:
         """By how much the slowest of all devices is behind the mean; a layout that leaves some idle counts its own."""
-        return self._slowest_share(self.cluster.num_devices)
+        return self._slowest_share(self.groups, self.cluster.num_devices)
 
     def price(self, parallelism: Parallelism) -> Priced:
         """Price one layout. ``activation_checkpoint`` auto is the lightest that fits.
@@ -147,7 +146,7 @@ class MixedPricer:
         step = step_parts(slowest.span, slowest.stages, tied_s)
         step["optimizer"] = optimizer_s
         step_s = slowest.span.makespan_s + tied_s + optimizer_s
-        if slowest_s := step_s * self._slowest_share(parallelism.world_size):
+        if slowest_s := step_s * self._slowest_share(layout.placement.used, parallelism.world_size):
             step["slowest_rank"] = slowest_s
         forecast = self._forecast(layout, step_s + slowest_s, step, replicas)
         return Priced(forecast, parallelism, slowest.span, slowest.stages, optimizer_s, tuple(replicas))
@@ -222,8 +221,9 @@ class MixedPricer:
         times = self.network.times(self.groups[replicas[0].cells[0].group].network)
         return update_s + times.time_s("all_reduce", LOSS_AND_NORM_BYTES, self.network.world(layout.placement))
 
-    def _slowest_share(self, num_ranks: int) -> float:
-        return 0.0 if self.on_cpu else slowest_share(num_ranks)
+    def _slowest_share(self, names: Iterable[str], num_ranks: int) -> float:
+        on_cpu = any(is_cpu(self.groups[name].nodes.device) for name in names)
+        return 0.0 if on_cpu else slowest_share(num_ranks)
 
     def _memory(self, layout: _Layout, replica: Replica) -> list[memory.RankMemory]:
         """What each cell of a replica needs on one of its devices."""

@@ -6,6 +6,7 @@ at the same time, so that one of them stands for all. docs/forecast.md (Timeline
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ahp.errors import bad_input
-from ahp.forecast.pricer import Priced
+from ahp.forecast.pricer import Priced, Replica
 from ahp.forecast.stage import StageCost
 from ahp.forecast.trace_events import Event, arrow, free_lane, named, span
 from ahp.schedule.actions import Action, Kind
+from ahp.schedule.makespan import Makespan
 from ahp.schedule.simulate import Timeline
 from ahp.words import part_words
 
@@ -61,12 +63,16 @@ def chrome_trace(priced: Priced, *, all_ranks: bool = False) -> dict[str, Any]:
     the first and the last actions of each rank; a span marks the gap and ``otherData`` says so. Raises BadInput when
     there are too many ranks even for that.
     """
-    drawing = _Drawing(priced, all_ranks)
-    events = [event for rank, place in drawing.ranks for event in drawing.rank(rank, place)]
-    events += drawing.sends()
+    pipelines = _pipelines(priced, all_ranks=all_ranks)
+    drawings = [_Drawing(priced, all_ranks, pipeline, len(pipelines)) for pipeline in pipelines]
+    events = [event for drawing in drawings for rank, place in drawing.ranks for event in drawing.rank(rank, place)]
+    arrows = itertools.count()
+    events += [event for drawing in drawings for event in drawing.sends(arrows)]
     streams = {(event["pid"], event["tid"]) for event in events}
-    events = [*drawing.names(), *_stream_names(streams), *events]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": drawing.about()}
+    names = [event for drawing in drawings for event in drawing.names()]
+    shown = sum(len(drawing.ranks) for drawing in drawings)
+    events = [*names, *_stream_names(streams), *events]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": drawings[0].about(shown)}
 
 
 def write(priced: Priced, path: str | Path, *, all_ranks: bool = False) -> None:
@@ -102,41 +108,79 @@ class _Done:
 
 
 @dataclass(frozen=True)
+class _Pipeline:
+    """Pipelines that do the same at the same time: on a plain cluster all replicas, on a mixed one those that are alike."""
+
+    span: Makespan
+    stages: tuple[StageCost, ...]
+    first_rank: tuple[int, ...]
+    """Of each place of the pipeline."""
+    width: int
+    """Ranks at one place; they follow each other."""
+    groups: tuple[str, ...] = ()
+    """On a mixed cluster, where each place lies."""
+    num_replicas: int = 1
+    """That the drawn ranks stand for, on a mixed cluster."""
+
+
+def _pipelines(priced: Priced, *, all_ranks: bool) -> list[_Pipeline]:
+    if not priced.replicas:
+        width = priced.parallelism.world_size // priced.span.p
+        first = tuple(place * width for place in range(priced.span.p))
+        return [_Pipeline(priced.span, priced.stages, first, width)]
+    alike: dict[tuple[object, ...], list[Replica]] = {}
+    for number, replica in enumerate(priced.replicas):
+        kind = number if all_ranks else (replica.span.m, replica.span.times, *(cell.group for cell in replica.cells))
+        alike.setdefault((kind,), []).append(replica)
+    return [
+        _Pipeline(
+            replicas[0].span,
+            replicas[0].stages,
+            tuple(cell.first_rank for cell in replicas[0].cells),
+            replicas[0].cells[0].width,
+            tuple(cell.group for cell in replicas[0].cells),
+            len(replicas),
+        )
+        for replicas in alike.values()
+    ]
+
+
+@dataclass(frozen=True)
 class _Drawing:
-    """One trace: which ranks and actions it shows, and their events."""
+    """One pipeline of a trace: which ranks and actions it shows, and their events."""
 
     priced: Priced
     all_ranks: bool
+    pipeline: _Pipeline
+    num_drawings: int
+    """Of the trace, which share its room."""
 
     @cached_property
     def timeline(self) -> Timeline:
-        return self.priced.timeline
+        return self.pipeline.span.timeline
 
     @property
     def width(self) -> int:
-        """Ranks at one place of the pipeline; they follow each other."""
-        return self.priced.parallelism.world_size // len(self.timeline.starts_s)
+        return self.pipeline.width
 
     @cached_property
     def ranks(self) -> list[tuple[int, int]]:
         """(rank, its place in the pipeline) of what is drawn."""
-        places = range(len(self.timeline.starts_s))
+        places, first = range(len(self.timeline.starts_s)), self.pipeline.first_rank
         if self.all_ranks:
-            return [(rank, rank // self.width) for rank in range(self.priced.parallelism.world_size)]
+            return [(first[place] + offset, place) for place in places for offset in range(self.width)]
         if len(places) > MOST_PLACES:
             places = [*places[: MOST_PLACES // 2], *places[-MOST_PLACES // 2 :]]
-        return [(place * self.width, place) for place in places]
+        return [(first[place], place) for place in places]
 
     @cached_property
     def most_actions(self) -> int:
         """Actions of one rank that fit: each has itself, its parts, what it sends and an arrow's two ends."""
-        parts = max(len(_shown(c.forward) | _shown(c.backward)) for c in self.priced.stages)
-        fitting = MOST_EVENTS // (len(self.ranks) * (parts + 4))
+        parts = max(len(_shown(c.forward) | _shown(c.backward)) for c in self.pipeline.stages)
+        fitting = MOST_EVENTS // (self.num_drawings * len(self.ranks) * (parts + 4))
         if fitting < LEAST_ACTIONS:
             most = MOST_EVENTS // (LEAST_ACTIONS * (parts + 4))
-            rule = (
-                f"a timeline of {len(self.ranks)} ranks is too large, {most} fit; without it one stands for all alike"
-            )
+            rule = f"a timeline of {self.num_drawings * len(self.ranks)} ranks is too large, {most} fit; without it one stands for all alike"
             raise bad_input("--all-ranks", True, rule, [False])
         return fitting
 
@@ -165,7 +209,9 @@ class _Drawing:
             where = f" (pipeline place {place + 1} of {places}, {held})" if places > 1 else ""
             others = width > 1 and not self.all_ranks
             for_whom = f", stands for ranks {rank} to {rank + width - 1} ({width})" if others else ""
-            yield named("process_name", rank, None, name=f"rank {rank}{where}{for_whom}")
+            on = f" on {self.pipeline.groups[place]}" if self.pipeline.groups else ""
+            alike = f", one of {self.pipeline.num_replicas} replicas alike" if self.pipeline.num_replicas > 1 else ""
+            yield named("process_name", rank, None, name=f"rank {rank}{on}{where}{for_whom}{alike}")
             yield named("process_sort_index", rank, None, sort_index=rank)
 
     def rank(self, rank: int, place: int) -> Iterator[Event]:
@@ -177,7 +223,7 @@ class _Drawing:
                 yield self._gap(rank, place, before + 1, at)
             yield from self._action(rank, self.timeline.schedule.ranks[place][at], starts[at], ends[at])
             before = at
-        at_s = self.timeline.makespan_s
+        at_s = self.priced.span.makespan_s
         for part, seconds in self.after:
             # The one reduction there is what the ends of the pipeline share (tied embeddings).
             if part != "gradient_reduce" or place in self.ends:
@@ -192,7 +238,8 @@ class _Drawing:
     @cached_property
     def after(self) -> list[tuple[str, float]]:
         """What comes after all actions: of each part of the step, what the actions of the rank that ends last have not."""
-        timeline, stages, m = self.timeline, self.priced.stages, self.timeline.schedule.num_micro_batches
+        timeline, stages = self.priced.timeline, self.priced.stages
+        m = timeline.schedule.num_micro_batches
         slowest = max(range(len(timeline.ends_s)), key=lambda place: (timeline.end_s(place), timeline.busy_s[place]))
         left = {part: seconds for part, seconds in self.priced.forecast.step.items() if part != "bubble"}
         for cost in (
@@ -230,7 +277,7 @@ class _Drawing:
 
     def _parts(self, action: Action) -> Iterator[tuple[str, float]]:
         """The parts of an action in the order in which they are drawn."""
-        cost = self.priced.stages[action.stage]
+        cost = self.pipeline.stages[action.stage]
         if action.kind is Kind.FORWARD:
             if action.micro_batch == 0:
                 yield from _in_order(cost.first_forward)
@@ -240,13 +287,12 @@ class _Drawing:
         if (action.kind, action.stage, action.micro_batch) in self.last_of_stage:
             yield from _in_order(cost.last_backward)
 
-    def sends(self) -> Iterator[Event]:
+    def sends(self, arrows: Iterator[int]) -> Iterator[Event]:
         """What goes from rank to rank, as spans of the sender, and an arrow from each action to the one that needs it."""
         found: dict[tuple[bool, int, int], _Done] = {}
         for place in dict.fromkeys(place for _, place in self.ranks):
             found |= {(done.forward, done.action.stage, done.action.micro_batch): done for done in self._done(place)}
         lanes: dict[int, list[float]] = {}
-        arrows = 0
         for done in sorted(found.values(), key=lambda done: done.leaves_s):
             stage = done.action.stage + (1 if done.forward else -1)
             if not 0 <= stage < self.timeline.schedule.num_stages:
@@ -254,18 +300,17 @@ class _Drawing:
             target = self.timeline.schedule.stage_rank[stage]
             if target == done.place:
                 continue
-            times = self.priced.span.times[done.action.stage]
+            times = self.pipeline.span.times[done.action.stage]
             arrives_s = done.leaves_s + (times.send_forward_s if done.forward else times.send_backward_s)
             lane = free_lane(lanes.setdefault(done.place, []), done.leaves_s, arrives_s)
             needs = found.get((done.forward, stage, done.action.micro_batch))
             for offset in range(self.width if self.all_ranks else 1):
-                sender, receiver = done.place * self.width + offset, target * self.width + offset
+                sender, receiver = (self.pipeline.first_rank[at] + offset for at in (done.place, target))
                 if arrives_s > done.leaves_s:
                     name = f"{done.action} to rank {receiver}"
                     yield span(name, sender, SENDS + lane, done.leaves_s, arrives_s)
                 if needs is not None:
-                    yield from arrow(arrows, (sender, done.near_end_s), (receiver, needs.near_start_s))
-                    arrows += 1
+                    yield from arrow(next(arrows), (sender, done.near_end_s), (receiver, needs.near_start_s))
 
     def _done(self, place: int) -> Iterator[_Done]:
         """The drawn actions of a place of the pipeline whose results another action needs."""
@@ -275,21 +320,24 @@ class _Drawing:
             if action.kind is Kind.WEIGHT_GRADIENT:
                 continue
             last = (action.kind, action.stage, action.micro_batch) in self.last_of_stage
-            late_s = sum(self.priced.stages[action.stage].last_backward.values()) if last else 0.0
+            late_s = sum(self.pipeline.stages[action.stage].last_backward.values()) if last else 0.0
             yield _Done(place, action, starts[at], ends[at] - late_s)
 
-    def about(self) -> dict[str, str]:
-        """What a reader must know, as Perfetto shows it under the trace's information."""
+    def about(self, num_ranks: int) -> dict[str, str]:
+        """What a reader must know, as Perfetto shows it under the trace's information; ``num_ranks`` are drawn."""
         world, places = self.priced.parallelism.world_size, len(self.timeline.starts_s)
-        shown = f"{len(self.ranks)} of {world}"
+        shown = f"{num_ranks} of {world}"
         if len(self.ranks) < places:
             shown += f": {MOST_PLACES // 2} places from either end of {places}"
+        counts = self.priced.parallelism.micro_batches_per_replica
+        most = not self.pipeline.groups and counts is not None and len(set(counts)) > 1
         cut = any(len(starts) > self.most_actions for starts in self.timeline.starts_s)
         return {
             "layout": self.priced.parallelism.short(),
             "step_time_s": f"{self.priced.forecast.step_time_s:.6g}",
             "ranks drawn": shown,
             "actions drawn": f"the first and the last {self.most_actions // 2} of each rank" if cut else "all",
+            **({"replicas": "drawn as the one that computes the most micro-batches"} if most else {}),
             "parts": "sums over an action, one after another; of collectives only what nothing hides",
         }
 

@@ -22,11 +22,17 @@ NOT_OURS = ("allocator_slack", "communicators", "context")
 """Memory that follows from the rest, or that no layout changes."""
 NO_LAYOUT_CHANGES = ("slowest_rank",)
 """Time that follows from the devices."""
-CUT = ("pipeline_parallel_degree", "virtual_stages_per_rank")
-"""Keys that decide how many stages layers_per_stage must name."""
+FOLLOWS = {
+    "layers_per_stage": ("pipeline_parallel_degree", "virtual_stages_per_rank"),
+    "stages": ("pipeline_parallel_degree", "virtual_stages_per_rank", "data_parallel_replicate_degree"),
+    "micro_batches_per_replica": ("data_parallel_replicate_degree", "data_parallel_shard_degree", "micro_batch_size"),
+}
+"""Keys that count what others decide: where those change they are left out, which means the usual."""
 
 Price = Callable[[Parallelism], Forecast]
 Change = dict[str, Any]
+Capacity = Callable[[Parallelism, Forecast], int]
+"""Memory of the device that holds the fullest rank of a layout."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,14 @@ class Binding:
         return min(helping, key=lambda pair: pair[0])[1] if helping else None
 
 
-def binding(layout: Parallelism, forecast: Forecast, capacity_bytes: int, price: Price) -> Binding:
-    """What binds ``layout``, and its neighbours. ``price`` raises BadInput or NotExpressible for what cannot run."""
+def binding(
+    layout: Parallelism, forecast: Forecast, capacity_bytes: int, price: Price, capacity_of: Capacity | None = None
+) -> Binding:
+    """What binds ``layout``, and its neighbours. ``price`` raises BadInput or NotExpressible for what cannot run.
+
+    ``capacity_of``: memory of the device with the fullest rank of a neighbour, where devices differ.
+    """
+    there = capacity_of or (lambda layout, forecast: capacity_bytes)
     used = sum(forecast.memory.values())
     if forecast.fits:
         told, share, sentence, parts = _slowest(forecast)
@@ -77,8 +89,9 @@ def binding(layout: Parallelism, forecast: Forecast, capacity_bytes: int, price:
     for part, change in changes:
         if any(one.helps and one.part != part for one in tried):
             break
+        change = _with_followers(layout, change)
         if all(one.change != _words(change) for one in tried):
-            tried.append(_tried(layout, forecast, part, change, capacity_bytes, price))
+            tried.append(_tried(layout, forecast, part, change, there, price))
     return Binding(told, share, sentence, _headroom(forecast, capacity_bytes), tuple(tried))
 
 
@@ -125,15 +138,15 @@ def _headroom(forecast: Forecast, capacity_bytes: int) -> str:
 
 
 def _tried(
-    layout: Parallelism, forecast: Forecast, part: str, change: Change, capacity_bytes: int, price: Price
+    layout: Parallelism, forecast: Forecast, part: str, change: Change, capacity_of: Capacity, price: Price
 ) -> Neighbour:
     words = _words(change)
-    given = layout.model_dump() | ({"layers_per_stage": None} if set(CUT) & set(change) else {})
     try:
-        other = price(validated(Parallelism, given | change, "parallelism"))
+        neighbour = validated(Parallelism, layout.model_dump() | change, "parallelism")
+        other = price(neighbour)
     except (BadInput, NotExpressible) as refusal:
         return Neighbour(words, part, f"not possible: {_without_key(str(refusal), change)}", None, False)
-    used = of_gib(sum(other.memory.values()), capacity_bytes)
+    used = of_gib(sum(other.memory.values()), capacity_of(neighbour, other))
     if not other.fits:
         verdict = f"does not fit: {used}, probability {other.fit_probability:.2f}"
         return Neighbour(words, part, verdict, other, False)
@@ -143,8 +156,15 @@ def _tried(
     return Neighbour(words, part, f"{seconds(other.step_time_s)} a step, {compared}; {used}", other, helps)
 
 
+def _with_followers(layout: Parallelism, change: Change) -> Change:
+    """The change, and null for what counts what it changes."""
+    return change | {
+        key: None for key, leads in FOLLOWS.items() if getattr(layout, key) is not None and set(leads) & set(change)
+    }
+
+
 def _words(change: Change) -> str:
-    return ", ".join(f"{key} {value}" for key, value in change.items())
+    return ", ".join(f"{key} {'null' if value is None else value}" for key, value in change.items())
 
 
 def _without_key(refusal: str, change: Change) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from textwrap import wrap
 from typing import IO
 
@@ -13,6 +11,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ahp.cluster.cells import place
+from ahp.cluster.model import Cluster
 from ahp.plan import Forecast, Parallelism, Plan
 from ahp.report import glossary
 from ahp.words import gib, of_gib, part_words, percent, seconds
@@ -197,11 +197,18 @@ def band(forecast: Forecast) -> str:
 
 
 def capacity_bytes(plan: Plan) -> int:
-    """Memory of the device that holds the fullest rank; ranks go through the cluster's groups in order."""
+    """Memory of the device that holds the fullest rank."""
+    return capacity_of(plan, plan.parallelism, forecast_of(plan))
+
+
+def capacity_of(plan: Plan, layout: Parallelism, forecast: Forecast) -> int:
+    """Memory of the device that would hold the fullest rank of another layout on the plan's cluster."""
     assert plan.cluster is not None, "a plan of the search has a cluster"
     groups = plan.cluster["groups"]
-    last_rank = list(accumulate(group["nodes"] * group["devices_per_node"] for group in groups))
-    return groups[bisect_right(last_rank, forecast_of(plan).fullest_rank)]["device"]["memory_bytes"]
+    if len(groups) == 1:
+        return groups[0]["device"]["memory_bytes"]
+    name = place(Cluster.resolve(plan.cluster), layout).group_of(forecast.fullest_rank)
+    return next(group["device"]["memory_bytes"] for group in groups if group["name"] == name)
 
 
 def forecast_of(plan: Plan) -> Forecast:
