@@ -5,6 +5,7 @@ from ahp.engines.registry import get, names
 from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
+from ahp.schedule.patterns import SCHEDULES
 
 
 @pytest.mark.parametrize(
@@ -13,7 +14,6 @@ from ahp.plan import EngineChoice, Parallelism
         ({"context_parallel_degree": 2}, {}, {}, "context_parallel_degree = 2"),
         ({"expert_parallel_degree": 4}, {}, {}, "expert_parallel_degree = 4"),
         ({"enable_sequence_parallel": True, "tensor_parallel_degree": 2}, {}, {}, "enable_sequence_parallel = True"),
-        ({"pipeline_parallel_schedule": "DualPipeV"}, {}, {}, "pipeline_parallel_schedule = 'DualPipeV'"),
         ({"activation_checkpoint": "selective"}, {}, {}, "activation_checkpoint = 'selective'"),
         ({}, {"precision": "fp16"}, {}, "precision = 'fp16'"),
         ({}, {"precision": "fp8"}, {}, "precision = 'fp8'"),
@@ -27,14 +27,14 @@ def test_refused_by_the_users_own_key(parallelism, job, choice, key):
     assert "valid: " in reason
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
     parallelism = Parallelism(
         pipeline_parallel_degree=2,
         pipeline_parallel_schedule=schedule,
-        virtual_stages_per_rank=2 if schedule == "Interleaved1F1B" else 1,
+        virtual_stages_per_rank=1 if schedule in ("GPipe", "1F1B") else 2,
         data_parallel_shard_degree=2,
         tensor_parallel_degree=2,
         activation_checkpoint=recompute,

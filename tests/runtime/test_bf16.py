@@ -51,7 +51,9 @@ def plain(name: str) -> Iterator[tuple[float, float]]:
         yield total, norm.item()
 
 
-EVERY = ("one", "zero0", "zero1", "zero2", "zero3", "tp", "1f1b", "interleaved", "zero3-x-tp-x-interleaved")
+EVERY = (
+    "one", "zero0", "zero1", "zero2", "zero3", "tp", "1f1b", "interleaved", "zero3-x-tp-x-interleaved", "zero-bubble",
+)  # fmt: skip
 TYPICAL = ("zero3", "tp", "1f1b")
 """What casts differently: gathered weights, split weights, weights of a stage. That the other layouts cast as these
 do is seen on one model."""

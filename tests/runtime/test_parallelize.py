@@ -32,6 +32,7 @@ def refusal(rank: int, world: int, model: str, layout: dict[str, Any], job: dict
         (1, {"activation_checkpoint": "selective"}, {}, "NotExpressible", "activation_checkpoint"),
         (1, {}, {"precision": "fp16"}, "NotExpressible", "precision"),
         (2, {"context_parallel_degree": 2}, {}, "NotExpressible", "context_parallel_degree"),
+        (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}, {}, "BadInput", "valid: 2"),
         (1, {"data_parallel_shard_degree": 2, "zero_stage": 0}, {}, "BadInput", "zero_stage 0 shards nothing"),
         (1, {"tensor_paralel_degree": 2}, {}, "BadInput", "tensor_parallel_degree"),
     ],

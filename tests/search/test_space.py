@@ -71,10 +71,6 @@ def test_rules_count_the_rows_that_break_them() -> None:
         "engine: context_parallel_degree": sum(x.context_parallel_degree > 1 for x in combinations),
         "engine: enable_sequence_parallel": sum(x.enable_sequence_parallel for x in combinations),
         "engine: activation_checkpoint": sum(x.activation_checkpoint == "selective" for x in combinations),
-        "engine: pipeline_parallel_schedule": sum(
-            x.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-            for x in combinations
-        ),
     }
     assert {name: rules[name].broken for name in counted} == counted
     assert "does not divide num_key_value_heads 2" in rules["tensor"].says

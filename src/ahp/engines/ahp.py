@@ -5,7 +5,6 @@ from __future__ import annotations
 from ahp.engines.engine import Engine, Traits
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
-from ahp.schedule.patterns import GENERATED
 
 PRECISIONS = ("fp32", "bf16")
 ACTIVATION_CHECKPOINTS = ("none", "full")
@@ -37,11 +36,6 @@ class AhpEngine(Engine):
             return f"expert_parallel_degree = {p.expert_parallel_degree}: {cannot} (valid: 1)"
         if p.enable_sequence_parallel:
             return f"enable_sequence_parallel = True: {cannot} (valid: False)"
-        if p.pipeline_parallel_schedule not in GENERATED:
-            return (
-                f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {cannot} "
-                f"(valid: {', '.join(GENERATED)})"
-            )
         if p.activation_checkpoint not in ACTIVATION_CHECKPOINTS:
             return (
                 f"activation_checkpoint = {p.activation_checkpoint!r}: {cannot} "

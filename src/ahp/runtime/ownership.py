@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ahp.plan import Parallelism
 from ahp.runtime.mesh import Mesh
 from ahp.runtime.pipeline import stages_of_rank
 from ahp.runtime.torch_compat import local_tensor
@@ -64,16 +65,13 @@ class Held:
 class StageTies:
     """Parameters that several stages hold (tied embeddings): their gradients are the sum of what each stage found."""
 
-    def __init__(self, names_of_stage: list[set[str]], mesh: Mesh) -> None:
+    def __init__(self, names_of_stage: list[set[str]], mesh: Mesh, parallelism: Parallelism) -> None:
         self.holders: dict[str, tuple[int, ...]] = {}
-        degree = mesh.size("pp")
+        stages = [stages_of_rank(rank, parallelism) for rank in range(mesh.size("pp"))]
         for name in sorted(set().union(*names_of_stage)):
-            ranks = {
-                r
-                for r in range(degree)
-                if any(name in names_of_stage[s] for s in stages_of_rank(r, degree, len(names_of_stage)))
-            }
-            self.holders[name] = tuple(sorted(ranks))
+            self.holders[name] = tuple(
+                rank for rank, held in enumerate(stages) if any(name in names_of_stage[stage] for stage in held)
+            )
         self.groups = self._make_groups(mesh)
 
     def num_holders(self, name: str) -> int:

@@ -12,10 +12,12 @@ from torch import nn
 
 from ahp.engines import registry
 from ahp.errors import BadInput, NotExpressible, bad_input
+from ahp.forecast import rules
 from ahp.graph.blocks import NoBlocks, find_blocks
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
 from ahp.plan import Plan, validated
+from ahp.runtime.deferred import WeightGradients
 from ahp.runtime.loss import Loss, PendingCount, count_scored
 from ahp.runtime.materialize import is_meta, materialize
 from ahp.runtime.mesh import Mesh, build_mesh
@@ -24,10 +26,11 @@ from ahp.runtime.optimizer import ShardedAdamW, learning_rate
 from ahp.runtime.ownership import Held, Names, StageTies
 from ahp.runtime.pipeline import Accumulation, Pipeline, stages_of_rank
 from ahp.runtime.preflight import preflight
+from ahp.runtime.recompute import recompute
 from ahp.runtime.shard import COMPUTE_DTYPE, Sharding
 from ahp.runtime.slice import slice_module
 from ahp.runtime.stages import Stage, cut
-from ahp.runtime.torch_compat import recompute_in_backward
+from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.schedule.stages import layer_ranges, layers_of_stages
 from ahp.search.placement import Split
 from ahp.search.slice_model import slice_outline
@@ -79,6 +82,10 @@ def _refuse(plan: Plan) -> None:
             [share * n for n in range(1, job.global_batch_size // share + 3)],
         )
 
+    micro_batches = p.num_micro_batches(job)
+    name, degree, virtual = p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank
+    if reason := rules.schedule(name, degree, virtual, micro_batches, in_torch=True):
+        raise BadInput(reason)
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
@@ -109,8 +116,11 @@ class Parallel:
         else:
             assert found is not None
             cuts = [cut(module, found, layers, dtype) for layers in ranges]
-        self.ties = StageTies([self.names.on(stage.model) for stage in cuts], mesh)
-        self.stages = {i: cuts[i] for i in stages_of_rank(mesh.rank("pp"), p.pipeline_parallel_degree, len(cuts))}
+            if p.pipeline_parallel_schedule in SPLIT_BACKWARD:
+                for stage in cuts:
+                    stage.later = WeightGradients()
+        self.ties = StageTies([self.names.on(stage.model) for stage in cuts], mesh, p)
+        self.stages = {i: cuts[i] for i in stages_of_rank(mesh.rank("pp"), p)}
         self.sharding = Sharding(mesh, p.zero_stage, plan.job.precision)
         self.splits: dict[str, Split] = {}
         """Parameters that are split over the tensor-parallel axis, and how."""
@@ -122,7 +132,7 @@ class Parallel:
                 self.splits.update({self.names.of[name]: split for name, split in splits.items()})
             if p.activation_checkpoint == "full":
                 for block in layers.values():
-                    recompute_in_backward(block)
+                    recompute(block, stage.around)
             self.sharding.apply(stage, list(layers.values()))
         self.held = Held([stage.model for stage in self.stages.values()], self.names)
         self.optimizer = ShardedAdamW(self.parameters, plan.job.optimizer)

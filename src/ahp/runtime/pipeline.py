@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +10,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from ahp.graph.capture import TensorLike
+from ahp.plan import Parallelism
 from ahp.runtime.loss import Loss
 from ahp.runtime.mesh import Mesh
 from ahp.runtime.shard import Sharding
 from ahp.runtime.stages import Stage
+from ahp.runtime.torch_compat import accumulate_in_reduce_dtype
+from ahp.schedule.patterns import stage_ranks
 
 
 class Accumulation:
@@ -35,7 +38,7 @@ class Accumulation:
 
 
 class Pipeline:
-    """Several stages under one of torch's schedules; a rank holds stages ``rank, rank + degree, ...``."""
+    """Several stages under one of torch's schedules, which says which rank holds which stages."""
 
     def __init__(
         self,
@@ -83,17 +86,35 @@ class Pipeline:
         ids = torch.empty(shape[:2], dtype=torch.int64, device="meta")
         hidden = torch.empty(shape, dtype=self.hidden.dtype, device="meta")
         logits = torch.empty(self.logits.shape, dtype=self.logits.dtype, device="meta")
+        stage = self.stages[index]
         return PipelineStage(
-            self.stages[index],
+            stage,
             index,
             self.num_stages,
             self.mesh.device,
             input_args=(ids,) if index == 0 else (hidden.clone().requires_grad_(),),
             output_args=((logits if last else hidden).clone().requires_grad_(),),
             group=self.mesh.group("pp"),
+            dw_builder=None if stage.later is None else lambda: _weight_gradients(stage),
         )
 
 
-def stages_of_rank(rank: int, degree: int, num_stages: int) -> Sequence[int]:
-    """The stages that a pipeline rank holds, under the looped placement of torch's interleaved schedules."""
-    return range(rank, num_stages, degree)
+def stages_of_rank(rank: int, parallelism: Parallelism) -> tuple[int, ...]:
+    """The stages that a pipeline rank holds: looped, or down and up again under the V-shaped schedules."""
+    p = parallelism
+    if p.num_stages == 1:
+        return (0,)
+    ranks = stage_ranks(p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank)
+    return tuple(stage for stage, holder in enumerate(ranks) if holder == rank)
+
+
+def _weight_gradients(stage: Stage) -> Callable[[], None]:
+    """What the backward that has just run left to do for the weights."""
+    assert stage.later is not None
+    compute = stage.later.take()
+
+    def run() -> None:
+        compute()
+        accumulate_in_reduce_dtype(stage)
+
+    return run

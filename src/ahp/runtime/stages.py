@@ -8,6 +8,7 @@ positions and rotary tables are made by the model's own code, and no family need
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.graph.call import call_model, logits_of
 from ahp.graph.outline import Outline, block_input
+from ahp.runtime.deferred import Deferring, WeightGradients
 
 
 class Stage(nn.Module):
@@ -26,12 +28,19 @@ class Stage(nn.Module):
         super().__init__()
         self.model = model
         self.receive = [receive] if receive is not None else []  # in a list: not a submodule a second time
+        self.later: WeightGradients | None = None
+        """Where the gradients of weights wait, under a schedule that splits the backward."""
+
+    def around(self) -> AbstractContextManager[object]:
+        """What the model's forward runs within, also when it runs again for backward."""
+        return nullcontext() if self.later is None else Deferring(self.later)
 
     def forward(self, x: torch.Tensor, *, input_ids: torch.Tensor) -> torch.Tensor:
         if self.receive:
             self.receive[0].value = x
         try:
-            return logits_of(call_model(self.model, input_ids))
+            with self.around():
+                return logits_of(call_model(self.model, input_ids))
         except StopForward as stop:
             return stop.hidden
         finally:

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint as _composable_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _reparametrize_module
-
-
-def recompute_in_backward(module: nn.Module) -> None:
-    """Keep nothing of a module's forward but its inputs, and run it again in backward; parameter names stay.
-
-    The public checkpoint wrapper would rename every parameter inside.
-    """
-    _composable_checkpoint(module)
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
@@ -45,15 +37,44 @@ def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor], None]
 
     gloo has no pre-multiplied sum, which any other divide factor would ask for.
     """
-    state = module._get_fsdp_state()
-    for group in (
-        state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else filter(None, [state._fsdp_param_group])
-    ):
+    for group in _parameter_groups(module):
         if group._reduce_scatter_process_group.size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if on_reduced is not None:
             module.set_all_reduce_hook(on_reduced)
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in [state._fsdp_param_group] if group is not None]
+
+
+def accumulate_in_reduce_dtype(root: nn.Module) -> None:
+    """Add gradients that came outside of a backward of FSDP2's to those that it keeps for the reduction, in fp32."""
+    for module in root.modules():
+        for group in _parameter_groups(module) if isinstance(module, FSDPModule) else ():
+            for parameter in group.fsdp_params:
+                _accumulate(parameter)
+
+
+def _accumulate(parameter: Any) -> None:
+    # A later forward may have freed the whole weight, so its gradient is asked of the private tensor, as FSDP2 does.
+    gradient = parameter._unsharded_param.grad
+    if gradient is None or parameter.reduce_dtype in (None, gradient.dtype):
+        return
+    parameter._unsharded_param.grad = None
+    if parameter.unsharded_accumulated_grad is None:
+        parameter.unsharded_accumulated_grad = gradient.to(parameter.reduce_dtype)
+    else:
+        parameter.unsharded_accumulated_grad += gradient
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give meta tensors memory, not values, and move what is real to the device. Parameters that were tied come apart."""
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
 
 def with_weights(module: nn.Module, weights: dict[str, torch.Tensor]) -> AbstractContextManager[None]:

@@ -28,9 +28,6 @@ SCHEDULES: tuple[str, ...] = WHOLE_BACKWARD + SPLIT_BACKWARD
 V_SHAPED: tuple[str, ...] = ("ZBVZeroBubble", "DualPipeV")
 """Schedules whose rank r holds stages r and 2p-1-r."""
 
-GENERATED = WHOLE_BACKWARD
-"""What the native runtime runs and the search enumerates: whole backwards alone."""
-
 
 def illegal(name: str, p: int, v: int, m: int) -> str | None:
     """Why there is no such schedule with p ranks, v stages per rank, m micro-batches; None if there is.
