@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ahp.forecast.division import BATCHED, GROUPED, Division, is_weight_gradient, product_bytes
 from ahp.forecast.efficiency import Rates, is_cpu, kind_of
-from ahp.forecast.gpu import AttentionKernel
+from ahp.forecast.gpu import AttentionKernel, ElementWiseKind
 from ahp.forecast.kernels import Kernels
 from ahp.forecast.tables import PRECISION_OF
 from ahp.graph.operators import DTYPE_BYTES, ModelGraph, Operator, Segment
@@ -69,6 +69,74 @@ def is_causal(graph: ModelGraph) -> bool:
     return any(op.name == "aten.constant_pad_nd" and op.module == "loss" for op in graph.head.operators)
 
 
+class Launched:
+    """The kernels of a segment in their order, with what of them no division changes."""
+
+    def __init__(self, segment: Segment, kernels: Kernels) -> None:
+        self._kernels = kernels
+        core = core_attention(segment)
+        self._runs: list[tuple[Operator, _Moves | None, tuple[str, ...]]] = []
+        """Operators that take time, what of them moves if that is all they do, and which sums they belong to."""
+        self._launches: dict[str, float] = defaultdict(float)
+        for op in segment.operators:
+            sums = _sums_with(op, op.index in core)
+            launches = 1.0 if op.index in kernels.launched else VIEW_LAUNCHES if is_view(op) else 0.0
+            for name in sums:
+                self._launches[name] += launches
+            moved = kernels.moved_bytes.get(op.index, 0.0)
+            if moved or op.flops:
+                self._runs.append((op, None if op.flops else _Moves.of(op, kernels), sums))
+
+    def times(
+        self,
+        division: Division,
+        rates: Rates,
+        *,
+        causal: bool,
+        precision: str | None = None,
+        kernel: AttentionKernel | None = None,
+        accumulates: bool = False,
+    ) -> SegmentTimes:
+        """Work of one rank of the groups that ``division`` describes.
+
+        Every operator takes max(FLOPs / reached FLOP/s, bytes / reached bytes/s). ``precision``: that of the weight
+        products where it is not the dtype of their inputs (fp8). ``accumulates``: products for weight gradients add to fp32.
+        """
+        seconds: dict[str, float] = defaultdict(float)
+        for op, moves, sums in self._runs:
+            if moves is not None:
+                taken = moves.seconds(division.share(op), rates)
+            else:
+                taken = operator_s(
+                    op,
+                    self._kernels,
+                    division,
+                    rates,
+                    causal=causal,
+                    precision=precision,
+                    kernel=kernel,
+                    accumulates=accumulates,
+                )
+            for name in sums:
+                seconds[name] += taken
+        work = {name: Work(seconds[name], self._launches[name]) for name in SUMS}
+        return SegmentTimes(**work)
+
+
+SUMS = tuple(field.name for field in fields(SegmentTimes))
+
+
+def _sums_with(op: Operator, in_core: bool) -> tuple[str, ...]:
+    """The fields of ``SegmentTimes`` that an operator counts in."""
+    fused = "attention" in op.name
+    if op.phase == "backward":
+        product = "weight_gradient" if is_weight_gradient(op) else "input_gradient"
+        return (product, "attention_backward") if fused else (product,)
+    if in_core:
+        return "forward", "core_attention"
+    return "forward", "element_wise" if op.flops == 0 else "attention" if fused else "products"
+
+
 def segment_times(
     segment: Segment,
     kernels: Kernels,
@@ -80,42 +148,37 @@ def segment_times(
     kernel: AttentionKernel | None = None,
     accumulates: bool = False,
 ) -> SegmentTimes:
-    """Work of one rank of the groups that ``division`` describes.
+    """``Launched.times`` of a segment."""
+    run = Launched(segment, kernels)
+    return run.times(division, rates, causal=causal, precision=precision, kernel=kernel, accumulates=accumulates)
 
-    Every operator takes max(FLOPs / reached FLOP/s, bytes / reached bytes/s). ``precision``: that of the weight
-    products where it is not the dtype of their inputs (fp8). ``accumulates``: products for weight gradients add to fp32.
-    """
-    core = core_attention(segment)
-    total: dict[str, Work] = defaultdict(Work)
-    for op in segment.operators:
-        seconds = operator_s(
-            op, kernels, division, rates, causal=causal, precision=precision, kernel=kernel, accumulates=accumulates
-        )
-        launches = 1.0 if op.index in kernels.launched else VIEW_LAUNCHES if is_view(op) else 0.0
-        work = Work(seconds, launches)
-        fused = "attention" in op.name
-        if op.phase == "backward":
-            total["weight" if is_weight_gradient(op) else "input"] += work
-            if fused:
-                total["attention_backward"] += work
-            continue
-        total["forward"] += work
-        if op.index in core:
-            total["core"] += work
-        if op.flops == 0 and op.index not in core:
-            total["element_wise"] += work
-        if op.flops > 0 and op.index not in core:
-            total["attention" if fused else "products"] += work
-    return SegmentTimes(
-        forward=total["forward"],
-        input_gradient=total["input"],
-        weight_gradient=total["weight"],
-        core_attention=total["core"],
-        element_wise=total["element_wise"],
-        products=total["products"],
-        attention=total["attention"],
-        attention_backward=total["attention_backward"],
-    )
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """An operator that only moves data, with what it moves on one device alone."""
+
+    moved_bytes: float
+    exponentials: int
+    """Elements of which it takes an exponential."""
+    dtype: str
+    kind: ElementWiseKind
+    launched: bool
+
+    @classmethod
+    def of(cls, op: Operator, kernels: Kernels) -> _Moves:
+        exponentials = max((spec.numel for spec in op.outputs), default=0) if _is_exponential(op) else 0
+        moved, launched = kernels.moved_bytes.get(op.index, 0.0), op.index in kernels.launched
+        return cls(moved, exponentials, _dtype(op), kind_of(op.name), launched)
+
+    def seconds(self, share: float, rates: Rates) -> float:
+        """Of a rank that does this share of it."""
+        busy_s = rates.element_wise_s(self.moved_bytes * share, self.exponentials * share, self.dtype, kind=self.kind)
+        return busy_s + (_host_s(rates) if self.launched else 0.0)
+
+
+def _host_s(rates: Rates) -> float:
+    """What a launch takes where nothing hides it: on a CPU."""
+    return rates.device.kernel_launch_s if is_cpu(rates.device) else 0.0
 
 
 def operator_s(
@@ -133,12 +196,9 @@ def operator_s(
     moved = kernels.moved_bytes.get(op.index, 0.0)
     if moved == 0 and op.flops == 0:
         return 0.0  # a view, memory reserved, or a part of another kernel
-    share = division.share(op)
-    host_s = rates.device.kernel_launch_s if is_cpu(rates.device) else 0.0
+    share, host_s = division.share(op), _host_s(rates)
     if op.flops == 0:
-        exponentials = max((spec.numel for spec in op.outputs), default=0) * share if _is_exponential(op) else 0.0
-        busy_s = rates.element_wise_s(moved * share, exponentials, _dtype(op), kind=kind_of(op.name))
-        return busy_s + (host_s if op.index in kernels.launched else 0.0)
+        return _Moves.of(op, kernels).seconds(share, rates)
     dtype = op.inputs[0].dtype
     named = PRECISION_OF.get(dtype, "fp32")
     if "attention" in op.name:

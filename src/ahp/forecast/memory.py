@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ahp.cluster.model import Device
 from ahp.engines.engine import Traits
 from ahp.forecast import margins
@@ -12,7 +15,10 @@ from ahp.forecast.compute import core_attention
 from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.kernels import Kernels, owners
+from ahp.forecast.split import Split
 from ahp.graph.operators import Operator, Segment
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,48 +40,87 @@ class SegmentMemory:
 def segment_memory(
     segment: Segment, kernels: Kernels, division: Division, *, fp8: bool = False, keeps_gathered: bool = False
 ) -> SegmentMemory:
-    """Run through the segment's operators, tensor by tensor: made when its operator runs, freed after its last use.
+    """What one rank of the groups that ``division`` describes holds of a segment; see ``Held``."""
+    return Held(segment, kernels, division.split, fp8=fp8).on(division, keeps_gathered=keeps_gathered)
+
+
+class Held:
+    """A run through a segment's operators, tensor by tensor: made when its operator runs, freed after its last use.
 
     Gradients of parameters are left out (they are counted with the parameters), gradients of what enters are in. ``fp8``:
-    what weight products read is kept for their weight gradients in 8 bits. ``keeps_gathered``: what sequence parallelism
-    gathers for column products is kept whole.
+    what weight products read is kept for their weight gradients in 8 bits.
+
+    A rank holds the same share of every output of a kind (C kinds: contracted or divided products, weight gradients, the
+    rest), so that bytes are counted by kind once for all divisions.
     """
-    owner = owners(segment)
-    shares = {op.index: division.output_share(op) for op in segment.operators}
-    saved = {i: count * shares[i] for i, count in kernels.saved_bytes.items()}
-    if fp8:
-        saved = {i: count * _in_8_bits(segment, owner, i) for i, count in saved.items()}
-    core = core_attention(segment)
-    in_core = sum(count for i, count in saved.items() if i in core)
-    in_chains = sum(count for i, count in saved.items() if segment.operators[i].flops == 0)
-    input_bytes = kernels.saved_input_bytes * division.hidden_share
-    gathered = division.gathered_bytes if keeps_gathered else 0.0
-    last_use = {(owner[i], op.phase): op.index for op in segment.operators for i in (*op.depends_on, op.index)}
-    frees: dict[int, list[int]] = {}
-    for (made_by, phase), at in last_use.items():
-        if phase == "backward" or made_by not in saved:
-            frees.setdefault(at, []).append(made_by)
-    held: dict[int, float] = {}
-    peak = {"forward": 0.0, "backward": 0.0}
-    kept, live, phase = sum(saved.values()), 0.0, "forward"
-    for op in segment.operators:
-        if op.phase != phase:
-            phase, held = op.phase, dict(saved)
-            live = kept + (segment.output.bytes * division.hidden_share if segment.output else 0)
-        if owner[op.index] == op.index and (phase == "forward" or not _is_gradient(op, last_use)):
-            made = kernels.moved_bytes.get(op.index) and (op.flops > 0 or op.index in kernels.launched)
-            out_bytes = sum(spec.bytes for spec in op.outputs) * shares[op.index] if made else 0.0
-            held[op.index] = max(out_bytes, saved.get(op.index, 0.0))
-            live += held[op.index]
-        peak[phase] = max(peak[phase], live)
-        live -= sum(held.pop(made_by, 0.0) for made_by in frees.get(op.index, ()))
-    return SegmentMemory(
-        saved=round(kept + input_bytes + gathered),
-        saved_in_core=round(in_core),
-        saved_in_chains=round(in_chains + gathered),
-        forward_extra=round(max(0.0, peak["forward"] - kept)),
-        backward_extra=round(max(0.0, peak["backward"] - kept)),
-    )
+
+    def __init__(self, segment: Segment, kernels: Kernels, split: Split, *, fp8: bool = False) -> None:
+        self._segment, self._input_bytes = segment, kernels.saved_input_bytes
+        owner = owners(segment)
+        kinds: dict[tuple[bool, ...], int] = {}
+        of = [kinds.setdefault(_kind(op, split), len(kinds)) for op in segment.operators]
+        self._one_of = [segment.operators[of.index(kind)] for kind in range(len(kinds))]
+        """An operator of each kind."""
+        saved = dict(kernels.saved_bytes)
+        if fp8:
+            saved = {i: count * _in_8_bits(segment, owner, i) for i, count in saved.items()}
+        core = core_attention(segment)
+
+        def by_kind(counts: dict[int, float]) -> Floats:
+            return np.bincount([of[i] for i in counts], [*counts.values()], len(kinds)).astype(float)
+
+        self._saved = by_kind(saved)
+        """[C] Bytes on one device alone."""
+        self._in_core = by_kind({i: count for i, count in saved.items() if i in core})
+        self._in_chains = by_kind({i: count for i, count in saved.items() if segment.operators[i].flops == 0})
+        self._live = self._run(kernels, owner, saved, np.eye(len(kinds))[of] if of else np.zeros((0, 1)))
+
+    def _run(self, kernels: Kernels, owner: dict[int, int], saved: dict[int, float], kind: Floats) -> dict[str, Floats]:
+        """By pass [operators, C]: bytes while each operator runs; ``kind``: 1 at that of each operator."""
+        operators = self._segment.operators
+        last_use = {(owner[i], op.phase): op.index for op in operators for i in (*op.depends_on, op.index)}
+        frees: dict[int, list[int]] = {}
+        for (made_by, phase), at in last_use.items():
+            if phase == "backward" or made_by not in saved:
+                frees.setdefault(at, []).append(made_by)
+        held: dict[int, float] = {}
+        found: dict[str, list[Floats]] = {"forward": [], "backward": []}
+        live, phase = np.zeros(kind.shape[1]), "forward"
+        for op in operators:
+            if op.phase != phase:
+                phase, held, live = op.phase, dict(saved), self._saved.copy()
+            if owner[op.index] == op.index and (phase == "forward" or not _is_gradient(op, last_use)):
+                made = kernels.moved_bytes.get(op.index) and (op.flops > 0 or op.index in kernels.launched)
+                out_bytes = sum(spec.bytes for spec in op.outputs) if made else 0.0
+                held[op.index] = max(out_bytes, saved.get(op.index, 0.0))
+                live = live + held[op.index] * kind[op.index]
+            found[phase].append(live)
+            for made_by in frees.get(op.index, ()):
+                live = live - held.pop(made_by, 0.0) * kind[made_by]
+        return {phase: np.array(rows).reshape(len(rows), kind.shape[1]) for phase, rows in found.items()}
+
+    def on(self, division: Division, *, keeps_gathered: bool = False) -> SegmentMemory:
+        """What a rank holds. ``keeps_gathered``: what sequence parallelism gathers for column products is kept whole."""
+        shares = np.array([division.output_share(op) for op in self._one_of], dtype=float)
+        shares = shares if len(shares) else np.zeros(len(self._saved))
+        output = self._segment.output.bytes * division.hidden_share if self._segment.output else 0
+        gathered = division.gathered_bytes if keeps_gathered else 0.0
+        kept = float(self._saved @ shares)
+        forward = float((self._live["forward"] @ shares).max(initial=0.0))
+        backward = float((self._live["backward"] @ shares + output).max(initial=0.0))
+        in_chains = float(self._in_chains @ shares)
+        return SegmentMemory(
+            saved=round(kept + self._input_bytes * division.hidden_share + gathered),
+            saved_in_core=round(float(self._in_core @ shares)),
+            saved_in_chains=round(in_chains + gathered),
+            forward_extra=round(max(0.0, forward - kept)),
+            backward_extra=round(max(0.0, backward - kept)),
+        )
+
+
+def _kind(op: Operator, split: Split) -> tuple[bool, ...]:
+    """All that ``Division.output_share`` asks of an operator."""
+    return op.index in split.contracted, op.index in split.divided, is_weight_gradient(op), op.flops == 0
 
 
 def _is_gradient(op: Operator, last_use: dict[tuple[int, str], int]) -> bool:

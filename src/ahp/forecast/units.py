@@ -8,12 +8,12 @@ from typing import NamedTuple
 from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import Traits
 from ahp.forecast.communication import Group, Kind, Network, axis_group, strided_group
-from ahp.forecast.compute import SegmentTimes, is_causal, segment_times
+from ahp.forecast.compute import Launched, SegmentTimes, is_causal
 from ahp.forecast.division import GROUPED, Division, expert_parameters
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
-from ahp.forecast.kernels import Fusion, Kernels, kernels
-from ahp.forecast.memory import SegmentMemory, segment_memory
+from ahp.forecast.kernels import Fusion, kernels
+from ahp.forecast.memory import Held, SegmentMemory
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.split import Role, Split, split
 from ahp.graph.operators import ModelGraph, Segment, TensorSpec
@@ -100,6 +100,16 @@ class How(NamedTuple):
     context_ring: bool
 
 
+class _Run(NamedTuple):
+    """What of a segment no division changes."""
+
+    split: Split
+    launched: Launched
+    held: Held
+    stacked: frozenset[str]
+    """Weights of experts."""
+
+
 class TensorCost(NamedTuple):
     """Seconds of a segment's tensor-parallel collectives for one micro-batch, and how many one pass has."""
 
@@ -119,7 +129,7 @@ class UnitPricer:
         self._causal = is_causal(graph)
         self._graphs = {graph.micro_batch_size: graph}
         self._units: dict[tuple[int, Axes, How], Units] = {}
-        self._kernels: dict[tuple[int, Role, int, How], tuple[Split, Kernels]] = {}
+        self._kernels: dict[tuple[int, Role, int, How], _Run] = {}
 
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it."""
@@ -163,13 +173,14 @@ class UnitPricer:
         self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: How,
     ) -> Unit:  # fmt: skip
         key = graph.micro_batch_size, role, number, how
+        precision = self._precision if role == "block" else None  # engines leave the head in the compute type
         if key not in self._kernels:
-            self._kernels[key] = split(segment, role), kernels(segment, how.fusion, fused_loss=how.fused_loss)
-        parts, run = self._kernels[key]
+            parts, run = split(segment, role), kernels(segment, how.fusion, fused_loss=how.fused_loss)
+            held = Held(segment, run, parts, fp8=precision is not None)
+            self._kernels[key] = _Run(parts, Launched(segment, run), held, expert_parameters(segment))
+        parts, run, memory, stacked = self._kernels[key]
         degree = axes.tensor.size
         division = Division(parts, degree, axes.sequence_parallel and degree > 1, axes.context.size, axes.expert.size)
-        precision = self._precision if role == "block" else None  # engines leave the head in the compute type
-        stacked = expert_parameters(segment)
         held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}
         held = {name: -(-count // axes.expert.size) if name in stacked else count for name, count in held.items()}
         alone = {
@@ -177,9 +188,7 @@ class UnitPricer:
             for p in segment.parameters
             if p.name in stacked
         }
-        times = segment_times(
-            segment,
-            run,
+        times = run.times(
             division,
             self.rates,
             causal=self._causal,
@@ -191,9 +200,7 @@ class UnitPricer:
         context_s = self._context_s(segment, division, axes, times, ring=how.context_ring)
         return Unit(
             times=times,
-            memory=segment_memory(
-                segment, run, division, fp8=precision is not None, keeps_gathered=not how.gathers_again
-            ),
+            memory=memory.on(division, keeps_gathered=not how.gathers_again),
             tensor_forward_s=tensor.forward_s,
             tensor_backward_s=tensor.backward_s,
             tensor_launches=tensor.launches,
