@@ -87,7 +87,7 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         ("parallelism: {tensor_parallel_degree: 0}", ["parallelism.tensor_parallel_degree = 0"]),
         ("parallelism: fast", ["parallelism = 'fast'"]),
         ("model: 7", ["model = 7", "a name, a path or a mapping"]),
-        ("init_from: weights", ["init_from = 'weights'", "not there yet", "valid: null"]),
+        ("init_from: 7", ["init_from = 7"]),
         ("run: {track: [tensorboard]}", ["run.track = ['tensorboard']", "not there yet", "valid: []"]),
         ("run: {keep: 0}", ["run.keep = 0"]),
         ("job: {seed: 1}\njob: {seed: 2}", ["the key 'job' stands twice"]),
@@ -100,6 +100,11 @@ def test_refusals_name_the_users_key(tmp_path: Path, text: str, told: list[str])
         load_config(write(tmp_path, text))
     for words in told:
         assert words in str(refused.value)
+
+
+def test_given_weights_bring_their_model() -> None:
+    assert load_config(None, {"init_from": "weights"}).model == "weights"
+    assert load_config(None, {"init_from": "weights", "model": "tiny"}).model == "tiny"
 
 
 def test_missing_file() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ahp.errors import BadInput, bad_input
 from ahp.job import Job, Record
@@ -91,11 +91,13 @@ class Config(Record):
             raise ValueError(f"{info.field_name} = {value!r}: must be a name, a path or a mapping")
         return value
 
-    @field_validator("init_from")
+    @model_validator(mode="before")
     @classmethod
-    def _no_start_weights_yet(cls, value: str | None) -> None:
-        if value is not None:
-            raise ValueError(f"init_from = {value!r}: starting from given weights is not there yet (valid: null)")
+    def _model_of_the_weights(cls, data: Any) -> Any:
+        """Given weights bring their own config.json, where no model is named."""
+        if isinstance(data, dict) and isinstance(data.get("init_from"), str) and "model" not in data:
+            return {**data, "model": data["init_from"]}
+        return data
 
     @field_validator("parallelism", mode="before")
     @classmethod
@@ -105,7 +107,7 @@ class Config(Record):
 
 HELP: dict[str, str] = {
     "model": "catalogue name, folder or file of a Hugging Face config.json, mapping of its keys, or pkg.mod:factory",
-    "init_from": "folder of Hugging Face weights to start from; not there yet, leave null",
+    "init_from": "folder of Hugging Face weights and tokenizer.json to start from; without model, its config.json too",
     "cluster": "local, a cluster.yaml, a short form such as 8x8xH100-SXM-80GB, slurm, kubernetes, or a mapping",
     "job.data": "python-stdlib, a file or folder of .txt, .jsonl or .parquet, or hub:owner/name (docs/data.md)",
     "job.data_field": "key of a row with its text or messages; null = text, prompt and completion, or messages, as there is",

@@ -247,6 +247,8 @@ class Plan(Record):
 
     schema_version: int = PLAN_SCHEMA_VERSION
     model: str | dict[str, Any] = "tiny"
+    init_from: str | None = None
+    """A folder of Hugging Face weights that training starts from; None = those of the job's seed."""
     job: Job = Job()
     cluster: dict[str, Any] | None = None
     engine: EngineChoice = EngineChoice()

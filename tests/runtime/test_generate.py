@@ -31,7 +31,7 @@ def finished_run(path: Path, tied: bool) -> RunFolder:
     torch.manual_seed(0)
     aside = run.path / "hf.tmp"
     build_model(plan.model, device="cpu").save_pretrained(aside)
-    weights.publish(run, aside, tokenizers.train(["def call(x): return x + 1\n" * 9], 300), step=10)
+    weights.publish(run, aside, plan, tokenizers.train(["def call(x): return x + 1\n" * 9], 300), step=10)
     return run
 
 

@@ -18,8 +18,9 @@ from ahp.errors import HardwareMismatch
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
 from ahp.runtime import failure, launch
+from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.run_folder import RunFolder
-from ahp.runtime.trainer import Trainer, tokenizer_of, vocabulary_size
+from ahp.runtime.trainer import Trainer, vocabulary_size
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -166,9 +167,15 @@ def test_vocabulary_is_the_configs_or_the_first_embeddings(tmp_path: Path, monke
     assert vocabulary_size("a_model:make") == 37
 
 
-def test_tokenizer_beside_the_models_config_is_found(tmp_path: Path) -> None:
-    assert tokenizer_of("tiny") is None
-    assert tokenizer_of(str(tmp_path)) is None
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "config.json").write_text("{}")
-    assert tokenizer_of(str(tmp_path)) == tokenizer_of(str(tmp_path / "config.json")) == tmp_path / "tokenizer.json"
+def test_tokenizer_beside_the_weights_or_the_models_config_is_found(tmp_path: Path) -> None:
+    assert tokenizer_of(Plan()) is None
+    model, given = tmp_path / "model", tmp_path / "given"
+    for folder in (model, given):
+        folder.mkdir()
+        assert tokenizer_of(Plan(model=str(model))) is None
+    (model / "tokenizer.json").write_text("{}")
+    (model / "config.json").write_text("{}")
+    assert tokenizer_of(Plan(model=str(model))) == model / "tokenizer.json"
+    assert tokenizer_of(Plan(model=str(model / "config.json"), init_from=str(given))) == model / "tokenizer.json"
+    (given / "tokenizer.json").write_text("{}")
+    assert tokenizer_of(Plan(model=str(model), init_from=str(given))) == given / "tokenizer.json"

@@ -19,11 +19,15 @@ from unittest import mock
 
 import psutil
 import pytest
+import torch
 import yaml
 
 from ahp.errors import AhpError
+from ahp.graph.models import build_model
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
+from ahp.runtime.data.corpus import prepare
+from ahp.runtime.data.tokenizer import save_for_transformers
 from ahp.runtime.failure import TrainingFailed
 from ahp.runtime.generate import Sampling, generate
 from ahp.runtime.run_folder import RunFolder
@@ -120,6 +124,34 @@ def test_resumed_under_another_layout_the_curve_goes_on(
     for ours, theirs in zip(curve(folder), curve(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert RunFolder(folder).checkpoints()[-1].meta()["parallelism"] == parallelism.model_dump(mode="json")
+
+
+def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, tmp_path: Path, text: Path) -> None:
+    """From a folder of transformers to a folder of transformers, the chat template with it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    given, talks = tmp_path / "given", tmp_path / "talks.jsonl"
+    torch.manual_seed(3)
+    build_model(MODEL, device="cpu").save_pretrained(given)  # type: ignore[operator]
+    save_for_transformers(prepare(str(text), MODEL["vocab_size"]).tokenizer(), given)
+    turn = "{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}"
+    opening = "{% if add_generation_prompt %}assistant: {% endif %}"
+    (given / "chat_template.jinja").write_text("{% for m in messages %}" + turn + "{% endfor %}" + opening)
+    talk = [{"role": "user", "content": "def"}, {"role": "assistant", "content": "return x"}]
+    talks.write_text(f"{json.dumps({'messages': talk})}\n" * 40)
+    job = Job.model_validate(
+        {"data": str(talks), "packing": "padded", "steps": 60, "global_batch_size": 4, "sequence_length": 32,
+         "precision": "fp32", "optimizer": {"learning_rate": 2e-2, "warmup_steps": 5}}
+    )  # fmt: skip
+    tuned = Plan(model=str(given), init_from=str(given), job=job, parallelism=SHARDED)
+    assert join(pool, tuned, tmp_path / "run", checkpoint_every=60) == ("done", 0, "")
+    folder = RunFolder(tmp_path / "run").weights_folder
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(talk[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    written = model.generate(**prompt, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=0)[
+        0, prompt["input_ids"].shape[1] :
+    ]
+    assert tokenizer.decode(written, skip_special_tokens=True) == "return x"
 
 
 def test_killed_worker_is_told_and_the_next_start_goes_on(text: Path, tmp_path: Path) -> None:

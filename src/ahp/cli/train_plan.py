@@ -41,14 +41,18 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     from ahp.cli import plan as planning
     from ahp.forecast import timeline
     from ahp.forecast.step import price
+    from ahp.graph.models import build_model
     from ahp.graph.trace import analyze
     from ahp.report import tables
+    from ahp.runtime import pretrained
     from ahp.runtime.data import text
     from ahp.runtime.run_folder import write_aside
     from ahp.search.ranking import search as ranked
 
-    # Text and model first: a wrong name is told before the machine is measured.
+    # Text, model and weights first: a wrong name is told before the machine is measured.
     text.find(config.job.data, config.job.data_field)
+    if config.init_from is not None:
+        pretrained.check_folder(config.init_from, build_model(config.model, device="meta"))
     _say(f"analyzing {config.model if isinstance(config.model, str) else config.model.get('model_type', 'the model')}")
     graph = analyze(config.model, config.job)
     wanted = workers or num_workers(config.parallelism)
@@ -66,11 +70,12 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
         for reason in ranking.best.why:
             console.print(f"  - {reason}", markup=False)
         console.print()
-    folder.check_same_job(ranking.best)  # before anything of an older run is replaced
-    timeline.write(price(graph, cluster, config.job, ranking.best.parallelism, ranking.best.engine), folder.trace_file)
-    ranking.best.save(folder.plan_file)
+    best = ranking.best.model_copy(update={"init_from": config.init_from})
+    folder.check_same_job(best)  # before anything of an older run is replaced
+    timeline.write(price(graph, cluster, config.job, best.parallelism, best.engine), folder.trace_file)
+    best.save(folder.plan_file)
     write_aside(folder.config_file, json.dumps(_plain(config), indent=1) + "\n")
-    return ranking.best
+    return best
 
 
 def check(plan: Plan, folder: RunFolder) -> Plan:

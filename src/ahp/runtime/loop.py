@@ -159,7 +159,7 @@ class Loop:
 
     def _meta(self) -> dict[str, Any]:
         plain = self.plan.model_dump(mode="json")
-        kept = {key: plain[key] for key in ("model", "job", "parallelism", "versions")}
+        kept = {key: plain[key] for key in ("model", "init_from", "job", "parallelism", "versions")}
         return {**kept, "data_fingerprint": self.data_fingerprint}
 
     def _cannot_write(self, what: str, error: BaseException, previous: int | None) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput
+from ahp.runtime.torch_compat import allocate
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -33,6 +34,30 @@ def materialize(module: nn.Module, *, seed: int) -> None:
             for child in module.modules():
                 if callable(getattr(child, "reset_parameters", None)):
                     child.reset_parameters()  # type: ignore[operator]
+
+
+def materialize_buffers(module: nn.Module) -> None:
+    """Give a meta module its buffers (rotary tables, masks), in place; its parameters stay without memory.
+
+    They are made by the same rules as in ``materialize``, which write nothing to parameters that have no memory.
+    """
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                child._buffers[name] = torch.empty_like(buffer, device="cpu")
+    if hasattr(module, "_init_weights") and hasattr(module, "config"):
+        _initialize_hub_model(module)
+        return
+    for child in module.modules():
+        if callable(getattr(child, "reset_parameters", None)):
+            child.reset_parameters()  # type: ignore[operator]
+
+
+def allocate_on(module: nn.Module, device: torch.device) -> None:
+    """Memory without values for what is on the meta device; tied parameters stay tied."""
+    tied = _tied(module)
+    allocate(module, device)
+    _retie(module, tied)
 
 
 def _initialize_hub_model(module: nn.Module) -> None:

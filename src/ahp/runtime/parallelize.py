@@ -16,16 +16,17 @@ from ahp.forecast import rules
 from ahp.graph.blocks import NoBlocks, find_blocks
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
-from ahp.plan import Plan, validated
+from ahp.plan import Parallelism, Plan, validated
 from ahp.runtime.deferred import WeightGradients
 from ahp.runtime.loss import Loss, PendingCount, count_scored
-from ahp.runtime.materialize import is_meta, materialize
+from ahp.runtime.materialize import allocate_on, is_meta, materialize, materialize_buffers
 from ahp.runtime.mesh import Mesh, build_mesh
 from ahp.runtime.norm import clip_, loss_and_norm, weighted_square_sum
 from ahp.runtime.optimizer import ShardedAdamW, learning_rate
 from ahp.runtime.ownership import Held, Names, StageTies
 from ahp.runtime.pipeline import Accumulation, Pipeline, stages_of_rank
 from ahp.runtime.preflight import preflight
+from ahp.runtime.pretrained import Pretrained, fill
 from ahp.runtime.recompute import recompute
 from ahp.runtime.shard import COMPUTE_DTYPE, Sharding
 from ahp.runtime.slice import slice_module
@@ -52,7 +53,8 @@ def parallelize(
 ) -> Parallel:
     """Split a model over the ranks of the initialised default process group, by a plan. Collective.
 
-    ``module``: built on every rank alike, or on the meta device (then it is initialised from ``plan.job.seed``); called
+    ``module``: built on every rank alike, or on the meta device (then it is initialised from ``plan.job.seed``, or each rank
+    reads its parts of ``plan.init_from``); called
     with token ids [batch, sequence] it gives logits [batch, sequence, vocabulary]. With ``pipeline_parallel_degree`` 1
     it is changed in place, else its parts are taken over. ``plan``: a Plan, or ``{"job": {...}, "parallelism": {...}}``.
     ``device``: where to compute; None = the current GPU under NCCL, else the CPU.
@@ -105,9 +107,15 @@ class Parallel:
         p = plan.parallelism
         found = _outline(module, plan)
         ranges = layer_ranges(layers_of_stages(p, found.num_layers)) if found else (range(0),)
-        sliced = slice_outline(found, p.tensor_parallel_degree) if found and p.tensor_parallel_degree > 1 else None
+        sliced = _sliced(found, p)
         self.names = Names(module)
-        if is_meta(module):
+        given = Pretrained(plan.init_from) if plan.init_from is not None else None
+        stored = given.check(module) if given is not None else {}
+        streamed = given is not None and is_meta(module)
+        """Whether parameters get memory only once they are cut, so that no rank ever holds the whole model."""
+        if streamed:
+            materialize_buffers(module)
+        elif is_meta(module):
             materialize(module, seed=plan.job.seed)
             self.names = Names(module)
         dtype = COMPUTE_DTYPE[plan.job.precision]
@@ -125,7 +133,9 @@ class Parallel:
         self.splits: dict[str, Split] = {}
         """Parameters that are split over the tensor-parallel axis, and how."""
         for index, stage in self.stages.items():
-            stage.train().to(mesh.device)
+            stage.train()
+            if not streamed:
+                stage.to(mesh.device)
             layers = _layers(stage.model, found, ranges[index])
             if sliced is not None:
                 splits = slice_module(stage.model, sliced, layers, mesh.whole["tp"])
@@ -133,8 +143,17 @@ class Parallel:
             if p.activation_checkpoint == "full":
                 for block in layers.values():
                     recompute(block, stage.around)
+            if streamed and not self.sharding.uses_fsdp:  # whose hooks sit on the parameters themselves
+                allocate_on(stage, mesh.device)
             self.sharding.apply(stage, list(layers.values()))
+            if streamed and self.sharding.uses_fsdp:
+                allocate_on(stage, mesh.device)
         self.held = Held([stage.model for stage in self.stages.values()], self.names)
+        self.bytes_read = 0
+        """Of ``plan.init_from``, by this rank."""
+        if given is not None:
+            fill(self, given, stored)
+            self.bytes_read = given.bytes_read
         self.optimizer = ShardedAdamW(self.parameters, plan.job.optimizer)
         vocabulary = bool(sliced and sliced.vocabulary)
         self.loss = Loss(causal=not is_masked(module), vocabulary_group=mesh.group("tp") if vocabulary else None)

@@ -27,11 +27,13 @@ Batch = dict[str, torch.Tensor]
 def on_workers(module: str, plan: Plan, device: DeviceType, *arguments: str) -> str:
     """Run ``python -m module FOLDER DEVICE arguments`` as every rank of the plan; what rank 0 left with ``answer``.
 
+    The weights are those of the job's seed, given ones (``init_from``) are not read.
+
     Raises AhpError with the cause when a worker fails.
     """
     with tempfile.TemporaryDirectory(prefix="ahp-rehearsal-") as name:
         folder = Path(name)
-        plan.save(folder / "plan.yaml")
+        plan.model_copy(update={"init_from": None}).save(folder / "plan.yaml")
         try:
             launch.launch(
                 module,

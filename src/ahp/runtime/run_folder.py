@@ -169,8 +169,9 @@ class RunFolder:
         before = self.checkpoints()[-1].meta()
         before["job"] = _with_defaults(before["job"])
         differ = list(_differences(before["job"], plan.job.model_dump(mode="json"), "job"))
-        if before["model"] != plan.model:
-            differ.insert(0, f"model = {plan.model!r} (the run has {before['model']!r})")
+        for key, now in (("init_from", plan.init_from), ("model", plan.model)):
+            if before.get(key) != now:
+                differ.insert(0, f"{key} = {now!r} (the run has {before.get(key)!r})")
         if differ and not _only_longer(before["job"], plan.job):
             raise BadInput(
                 f"run.folder = {str(self.path)!r} holds a run of another job: {'; '.join(differ)}. "

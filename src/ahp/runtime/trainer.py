@@ -13,6 +13,7 @@ from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.plan import Plan
 from ahp.runtime import failure, launch
 from ahp.runtime.data.corpus import Corpus, prepare, read
+from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.failure import TrainingFailed
 from ahp.runtime.progress import Display, following, progress, say
 from ahp.runtime.run_folder import RunFolder, Status, is_full
@@ -184,14 +185,18 @@ class Trainer:
         """The tokenised text, checked against the job, so that nothing is refused after the workers were started."""
         from ahp.graph.models import build_model, is_masked
         from ahp.runtime.data.batches import batches_for
+        from ahp.runtime.pretrained import check_folder
 
-        job, masked = self.plan.job, is_masked(build_model(self.plan.model, device="meta"))
+        job, module = self.plan.job, build_model(self.plan.model, device="meta")
+        masked = is_masked(module)
+        if self.plan.init_from is not None:
+            check_folder(self.plan.init_from, module)
         corpus = prepare(
             job.data,
             vocabulary_size(self.plan.model),
             field=job.data_field,
             masked=masked,
-            tokenizer_file=tokenizer_of(self.plan.model),
+            tokenizer_file=tokenizer_of(self.plan),
             say=say,
             progress=progress,
         )
@@ -216,15 +221,6 @@ def vocabulary_size(model: Any) -> int:
         if isinstance(module, nn.Embedding):
             return module.num_embeddings
     raise bad_input("model", model, "it has no nn.Embedding, so no text can be fed to it")
-
-
-def tokenizer_of(model: Any) -> Path | None:
-    """The tokenizer.json that lies in the model's folder, None when there is none."""
-    if not isinstance(model, str):
-        return None
-    path = Path(model).expanduser()
-    file = (path if path.is_dir() else path.parent) / "tokenizer.json"
-    return file if path.exists() and file.is_file() else None
 
 
 def _nothing(record: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ahp.errors import BadInput
 from ahp.plan import Parallelism, Plan
-from ahp.runtime.data.tokenizer import save_for_transformers
+from ahp.runtime.data.tokenizer import copy_for_transformers, save_for_transformers, tokenizer_of
 from ahp.runtime.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -26,9 +26,13 @@ MARK = "ahp.json"
 """Holds the step that the weights are from."""
 
 
-def publish(run: RunFolder, aside: Path, tokenizer: Tokenizer, step: int) -> Path:
+def publish(run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step: int) -> Path:
     """Complete a folder of safetensors and put it in the place of the run's older one."""
-    save_for_transformers(tokenizer, aside)
+    published = tokenizer_of(plan)
+    if published is not None:
+        copy_for_transformers(published, aside)
+    else:
+        save_for_transformers(tokenizer, aside)
     (aside / MARK).write_text(json.dumps({"step": step}) + "\n")
     shutil.rmtree(run.weights_folder, ignore_errors=True)
     aside.rename(run.weights_folder)
@@ -85,14 +89,14 @@ def _convert(run: RunFolder, plan: Plan, checkpoint: Path, step: int) -> Path:
     from ahp.graph.models import build_model
     from ahp.runtime.parallelize import parallelize
 
-    alone = plan.model_copy(update={"parallelism": Parallelism()})
+    alone = plan.model_copy(update={"parallelism": Parallelism(), "init_from": None})
     aside = Path(tempfile.mkdtemp(prefix="hf.tmp-", dir=run.path))
     try:
         with _world_of_one():
             parallel = parallelize(build_model(plan.model, device="meta", attention=plan.engine.attention), alone)
             parallel.load(checkpoint)
             parallel.export_hf(aside)
-        return publish(run, aside, Tokenizer.from_file(str(run.tokenizer_file)), step)
+        return publish(run, aside, plan, Tokenizer.from_file(str(run.tokenizer_file)), step)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

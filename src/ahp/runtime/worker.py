@@ -93,7 +93,7 @@ def _train(
     status = loop.run()
     if status.state == "interrupted":
         return status
-    _export(parallel, folder, corpus, ranks, job.steps)
+    _export(parallel, folder, plan, corpus, ranks)
     status = Status("done", job.steps, None, 0)
     if ranks.leads:
         folder.write_status(status)
@@ -101,7 +101,7 @@ def _train(
     return status
 
 
-def _export(parallel: Any, folder: RunFolder, corpus: Corpus, ranks: Team, step: int) -> None:
+def _export(parallel: Any, folder: RunFolder, plan: Plan, corpus: Corpus, ranks: Team) -> None:
     """Leave the weights and the tokenizer as a folder that transformers reads; whole or absent."""
     from ahp.runtime import weights
 
@@ -112,7 +112,7 @@ def _export(parallel: Any, folder: RunFolder, corpus: Corpus, ranks: Team, step:
     parallel.export_hf(aside)
     ranks.barrier()
     if ranks.leads:
-        weights.publish(folder, aside, corpus.tokenizer(), step)
+        weights.publish(folder, aside, plan, corpus.tokenizer(), plan.job.steps)
 
 
 def main(argv: list[str]) -> int:

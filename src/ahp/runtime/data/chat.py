@@ -9,9 +9,7 @@ from typing import Any
 
 from ahp.errors import BadInput
 from ahp.runtime.data.documents import Template
-
-FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
-"""Beside tokenizer.json: where transformers keeps a template and the tokens that it names."""
+from ahp.runtime.data.tokenizer import BESIDE
 
 
 def template_beside(tokenizer_file: Path | None) -> Template:
@@ -58,5 +56,5 @@ def has_template(tokenizer_file: Path) -> bool:
 
 def fingerprint_beside(tokenizer_file: Path) -> bytes:
     """What decides how conversations are written, as bytes to hash."""
-    found = (tokenizer_file.parent / name for name in FILES)
+    found = (tokenizer_file.parent / name for name in BESIDE)
     return b"".join(file.name.encode() + file.read_bytes() for file in found if file.is_file())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ahp.errors import bad_input
+from ahp.plan import Plan
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -21,6 +23,10 @@ END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "[SEP]", "<eos>", "<|im_end
 """What published tokenizers call the end of a document (GPT-2, Llama 3, Llama 2, BERT, Gemma, Qwen chat)."""
 MASK_NAMES = (MASK, "[MASK]", "<mask>")
 """What published tokenizers call the token that hides another (BERT, RoBERTa)."""
+
+
+BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+"""Files beside tokenizer.json: where transformers keeps a chat template and the tokens that it names."""
 
 
 def train(texts: Iterable[str], vocab_size: int, *, masked: bool = False) -> Tokenizer:
@@ -65,6 +71,17 @@ def load(file: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def tokenizer_of(plan: Plan) -> Path | None:
+    """The tokenizer.json that lies with the given weights, else in the model's folder; None when there is none."""
+    for place in (plan.init_from, plan.model):
+        if isinstance(place, str):
+            path = Path(place).expanduser()
+            file = (path if path.is_dir() else path.parent) / "tokenizer.json"
+            if path.exists() and file.is_file():
+                return file
+    return None
+
+
 def end_of_text(tokenizer: Tokenizer) -> int:
     """Id of the token that ends a document."""
     return _first(tokenizer, END_NAMES, "the end of a document")
@@ -81,6 +98,13 @@ def _first(tokenizer: Tokenizer, names: tuple[str, ...], what: str) -> int:
         if token is not None:
             return token
     raise bad_input("tokenizer", "tokenizer.json", f"it has no token for {what}", names)
+
+
+def copy_for_transformers(tokenizer_file: Path, folder: Path) -> None:
+    """Put a published tokenizer, with all that lies beside it, into another folder."""
+    for name in (tokenizer_file.name, *BESIDE):
+        if (tokenizer_file.parent / name).is_file():
+            shutil.copyfile(tokenizer_file.parent / name, folder / name)
 
 
 def save_for_transformers(tokenizer: Tokenizer, folder: Path) -> None:
