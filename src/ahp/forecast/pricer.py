@@ -44,7 +44,7 @@ from ahp.plan import EngineChoice, Forecast, Parallelism
 from ahp.schedule.actions import Schedule
 from ahp.schedule.makespan import Makespan
 from ahp.schedule.simulate import StageTimes, Timeline
-from ahp.schedule.stages import layer_ranges, layers_of_stages
+from ahp.schedule.stages import Ends, layer_ranges, layers_of_stages
 
 LOSS_AND_NORM_BYTES = 16
 """What all ranks sum once per step: the loss and the squared norm of the gradient, in fp64."""
@@ -99,6 +99,7 @@ class Pricer:
         self.network = Network(self.nodes)
         self.slowest_share = 0.0 if is_cpu(self.nodes.device) else slowest_share(cluster.num_devices)
         self.unit_pricer = UnitPricer(graph, self.nodes, self.network, job.precision)
+        self._ranges: dict[tuple[int, tuple[int, ...] | None, Ends], tuple[range, ...]] = {}
 
     def price(self, parallelism: Parallelism) -> Priced:
         """Price one layout. ``activation_checkpoint`` auto is the lightest that fits.
@@ -187,7 +188,10 @@ class Pricer:
     def ranges(self, parallelism: Parallelism) -> tuple[range, ...]:
         """The layers of each stage."""
         ends = get(self.choice.name).traits(self.job, parallelism, self.choice).stage_ends
-        return layer_ranges(layers_of_stages(parallelism, self.graph.num_layers, ends=ends))
+        key = parallelism.num_stages, parallelism.given_layers, ends
+        if key not in self._ranges:
+            self._ranges[key] = layer_ranges(layers_of_stages(parallelism, self.graph.num_layers, ends=ends))
+        return self._ranges[key]
 
     def _stage_times(
         self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...], units: Units

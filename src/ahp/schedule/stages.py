@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from ahp.errors import bad_input
@@ -53,5 +54,5 @@ def layers_of_stages(parallelism: Parallelism, num_layers: int, *, ends: Ends = 
 
 def layer_ranges(layers: tuple[int, ...]) -> tuple[range, ...]:
     """The layer indices of each stage, from the number of layers of each."""
-    starts = [sum(layers[:stage]) for stage in range(len(layers))]
-    return tuple(range(start, start + count) for start, count in zip(starts, layers, strict=True))
+    edges = accumulate(layers, initial=0)
+    return tuple(range(start, end) for start, end in pairwise(edges))

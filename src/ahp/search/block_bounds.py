@@ -10,7 +10,7 @@ layers for the micro-batches in flight: what is kept when all else is recomputed
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -18,15 +18,12 @@ from numpy.typing import NDArray
 
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
-from ahp.forecast import memory
 from ahp.forecast.communication import Kind
 from ahp.forecast.compute import is_causal
 from ahp.forecast.division import GROUPED, expert_parameters
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.groups import shard_ranks
 from ahp.forecast.kernels import Fusion, kernels
 from ahp.forecast.overlap import CONTENTION
-from ahp.forecast.pricer import num_groups
 from ahp.forecast.split import split
 from ahp.forecast.tables import PRECISION_OF
 from ahp.forecast.units import Axes, axes_of
@@ -36,6 +33,7 @@ from ahp.schedule.bounds import in_flight
 from ahp.schedule.patterns import V_SHAPED
 from ahp.search.problem import Problem
 from ahp.search.space import Blocks, Rows, Space
+from ahp.search.splits import Splits, WeightColumns
 
 Floats = NDArray[np.float64]
 
@@ -56,10 +54,13 @@ def block_bounds_s(asked: Problem, blocks: Blocks) -> Floats:
     return bound * (1.0 + asked.pricer.slowest_share)
 
 
-def block_needs_bytes(asked: Problem, space: Space) -> Floats:
-    """Bytes that the first rank of every row of each block needs at least, [number of blocks]."""
+def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Splits]) -> Floats:
+    """Bytes that the first rank of every row of each block needs at least, [number of blocks].
+
+    ``splits``: those of a block.
+    """
     found = _BlockNeeds(asked, space)
-    return np.array([found.needs_bytes(block) for block in range(len(space.blocks))])
+    return np.array([found.needs_bytes(block, splits(block)) for block in range(len(space.blocks))])
 
 
 def in_flight_layers(asked: Problem, rows: Rows, pipeline: int, micro_batches: int) -> int:
@@ -81,10 +82,10 @@ class _BlockNeeds:
 
     def __init__(self, asked: Problem, space: Space) -> None:
         self.asked, self.space, self.graph = asked, space, asked.graph
-        self._engine, self._device = get(asked.engine.name), asked.pricer.nodes.device
+        device = asked.pricer.nodes.device
         self._hidden = self.graph.blocks[0].output.bytes if self.graph.blocks and self.graph.blocks[0].output else 0
-        traits = self._engine.traits(asked.job, Parallelism(), asked.engine)
-        fusion: Fusion = "traced" if is_cpu(self._device) else traits.fusion
+        traits = get(asked.engine.name).traits(asked.job, Parallelism(), asked.engine)
+        fusion: Fusion = "traced" if is_cpu(device) else traits.fusion
         inputs = [kernels(block, fusion, fused_loss=traits.fused_loss).saved_input_bytes for block in self.graph.blocks]
         self._kept = min([self._hidden, *inputs])
         """Bytes of a micro-batch that a block keeps however much of it is recomputed."""
@@ -92,52 +93,31 @@ class _BlockNeeds:
         dense = [sum(p.numel for p in parameters if p.name not in names) for names, parameters in stacked]
         experts = [sum(p.numel for p in parameters if p.name in names) for names, parameters in stacked]
         self._dense, self._experts = min(dense, default=0), min(experts, default=0)
-        self._states = cache(self._state_bytes)
         self._in_flight = cache(self._in_flight_layers)
+        self._states = cache(self._state_bytes)
 
-    def needs_bytes(self, block: int) -> int:
+    def needs_bytes(self, block: int, splits: Splits) -> float:
         of = self.space.blocks
-        tensor, context, pipeline, expert = (
-            int(column[block]) for column in (of.tensor, of.context, of.pipeline, of.expert)
-        )
+        context, pipeline, data = (int(column[block]) for column in (of.context, of.pipeline, of.data))
         m = int(of.micro_batches[block])
-        cut = context * (tensor if of.sequence_parallel[block] else 1)
+        cut = context * (int(of.tensor[block]) if of.sequence_parallel[block] else 1)
         size = int(of.micro_batch[block]) / self.graph.micro_batch_size
-        kept = self._in_flight(int(of.data[block]), pipeline, m) * self._kept * size / cut
-        states, gradients = self._states(tensor, context, pipeline, expert, int(of.data[block]), m)
-        # With one micro-batch gradients grow as activations go.
-        return int(states + max(kept - gradients, 0.0))
+        kept = self._in_flight(data, pipeline, m) * self._kept * size / cut
+        states, gradients = self._states(splits, int(of.tensor[block]), int(of.expert[block]), data, pipeline, m)
+        return float(splits.device_bytes(states + np.maximum(kept - gradients, 0.0)).min())
 
     def _in_flight_layers(self, data: int, pipeline: int, m: int) -> int:
         return in_flight_layers(self.asked, self.space.legal_rows(data, pipeline, m), pipeline, m)
 
     def _state_bytes(
-        self, tensor: int, context: int, pipeline: int, expert: int, data: int, m: int
-    ) -> tuple[float, float]:
-        """The least that any split leaves with what lies outside the allocator, and the most of gradients at m = 1."""
+        self, splits: Splits, tensor: int, expert: int, data: int, pipeline: int, m: int
+    ) -> tuple[Floats, Floats]:
+        """[J, 1] Bytes of the states that each split leaves at least, and of them the gradients at m = 1."""
         rows = self.space.legal_rows(data, pipeline, m)
         least = self.graph.num_layers // (pipeline * max(pipe.virtual for pipe in rows.pipes))
         dense, experts = (int(least * count / tensor) for count in (self._dense, self._experts / expert))
-        weights = memory.RankWeights(dense + experts, 0, 0, experts=experts)
-        found = []
-        for split_ in rows.splits:
-            layout = Parallelism(
-                data_parallel_replicate_degree=split_.replicate,
-                data_parallel_shard_degree=split_.shard,
-                zero_stage=split_.zero,
-                tensor_parallel_degree=tensor,
-                context_parallel_degree=context,
-                pipeline_parallel_degree=pipeline,
-                expert_parallel_degree=expert,
-            )
-            traits = self._engine.traits(self.asked.job, layout, self.asked.engine)
-            parts = memory.state_bytes(
-                weights, traits, shards=shard_ranks(layout), micro_batches=m, expert_ranks=expert
-            )
-            gradients = parts["gradients"] if m == 1 else 0
-            total = memory.rank_memory(parts, self._device, num_groups(layout)).total
-            found.append((total, gradients))
-        return min(total for total, _ in found), max(gradients for _, gradients in found)
+        weights = WeightColumns(np.array([float(dense + experts)]), experts=np.array([float(experts)]))
+        return splits.states(weights, m)
 
 
 def _keys(blocks: Blocks) -> Iterator[tuple[int, int, int, int, int]]:

@@ -79,4 +79,4 @@ class Bounds:
 
     def blocks_bytes(self, space: Space) -> Floats:
         """Bytes that every row of each block needs at least."""
-        return block_needs_bytes(self.problem, space)
+        return block_needs_bytes(self.problem, space, lambda block: self.splits(space, block))
