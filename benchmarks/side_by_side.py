@@ -1,6 +1,7 @@
 """The same model, batch and layout hand-written in plain PyTorch and through ``ahp.parallelize``, alternating.
 
     python benchmarks/side_by_side.py                  every layout, some minutes
+    python benchmarks/side_by_side.py --engines        against DeepSpeed and Accelerate (benchmarks/rivals says how to install)
     python benchmarks/side_by_side.py --quick          a smoke run
     python benchmarks/side_by_side.py --only ddp zero3
 
@@ -27,7 +28,7 @@ from page import require, table, write
 from task import MODELS, Task
 
 NUM_WORKERS = 2
-MARKER = "side_by_side"
+MARKER, ENGINES_MARKER = "side_by_side", "side_by_side_engines"
 TOLERANCE = {"fp32": 1.0e-4, "bf16": 1.0e-2}
 """Largest relative difference of the loss, at every step, and of the gradient norm, while warming up. Both sides add
 the same numbers in another order; bf16 has 8 bits of mantissa. Later the weights have parted by as much as rounding
@@ -42,7 +43,7 @@ class Layout:
 
     name: str
     rival: str
-    """Which class of ``plain`` runs it."""
+    """Which class of ``plain`` or ``rivals`` runs it."""
     degrees: dict[str, Any]
     """AHP's words for it, without the micro-batch."""
     micro_batches: int = 1
@@ -72,6 +73,24 @@ def layouts() -> list[Layout]:
     ]
 
 
+def engine_layouts() -> list[Layout]:
+    """What other engines run on CPU workers: DeepSpeed's ZeRO stages and Accelerate's replicas."""
+    zero = {"data_parallel_shard_degree": 2}
+    found = [
+        Layout(
+            f"deepspeed-zero{stage}{suffix}", f"deepspeed-{stage}", {**zero, "zero_stage": stage}, micro_batches=count
+        )
+        for stage in (1, 2, 3)
+        for suffix, count in (("", 1), ("-accumulate4", 4))
+    ]
+    ddp = {"data_parallel_replicate_degree": 2}
+    return [
+        *found,
+        Layout("accelerate-ddp", "accelerate", ddp),
+        Layout("accelerate-ddp-accumulate4", "accelerate", ddp, micro_batches=4),
+    ]
+
+
 @dataclass(frozen=True)
 class Pace:
     """How long to measure."""
@@ -93,7 +112,15 @@ Side = Callable[[Any], tuple[float, float]]
 
 
 def rival(layout: Layout, task: Task) -> Side:
-    """The hand-written side."""
+    """The hand-written side, or another engine's."""
+    if layout.rival.startswith("deepspeed"):
+        from rivals.zero import DeepSpeedZero
+
+        return DeepSpeedZero(task, layout.micro_batches, zero_stage=int(layout.rival[-1])).step
+    if layout.rival == "accelerate":
+        from rivals.accelerated import AccelerateDDP
+
+        return AccelerateDDP(task, layout.micro_batches).step
     if layout.rival == "ddp":
         from plain.ddp import PlainDDP
 
@@ -229,7 +256,7 @@ def interval(plain_s: list[float], ahp_s: list[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def markdown(rows: list[Row], task: Task, pace: Pace, where: str, command: str) -> str:
+def markdown(rows: list[Row], task: Task, pace: Pace, where: str, command: str, rival_words: str) -> str:
     """The table with what it was measured on."""
     size = task.model_keys()
     cells = [
@@ -241,9 +268,9 @@ def markdown(rows: list[Row], task: Task, pace: Pace, where: str, command: str) 
         "layout",
         "precision",
         "micro-batches",
-        "plain, ms",
+        f"{rival_words}, ms",
         "AHP, ms",
-        "plain / AHP",
+        f"{rival_words} / AHP",
         "90 % interval",
         "of CPU time",
         "loss differs by",
@@ -258,8 +285,15 @@ def markdown(rows: list[Row], task: Task, pace: Pace, where: str, command: str) 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [layout.name for layout in layouts()]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="layouts to measure (default: all)")
+    names = [layout.name for layout in [*layouts(), *engine_layouts()]]
+    parser.add_argument("--engines", action="store_true", help="against other engines instead of plain PyTorch")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=names,
+        metavar="NAME",
+        help=f"layouts to measure (default: all): {', '.join(names)}",
+    )
     parser.add_argument("--model", choices=list(MODELS), default="tiny", help="size of the LLaMA (default: tiny)")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens (default: 256)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of the global batch (default: 8)")
@@ -275,7 +309,7 @@ def parse() -> argparse.Namespace:
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps: at least 1")
     if arguments.markdown:
-        require(arguments.markdown, MARKER)
+        require(arguments.markdown, ENGINES_MARKER if arguments.engines else MARKER)
     return arguments
 
 
@@ -289,7 +323,9 @@ def main() -> int:
     found = machine(NUM_WORKERS)
     print(found.words(), file=sys.stderr)
     rows, failed = [], []
-    for layout in (layout for layout in layouts() if layout.name in arguments.only):
+    among = engine_layouts() if arguments.engines else layouts()
+    wanted = arguments.only or [layout.name for layout in among]
+    for layout in (layout for layout in among if layout.name in wanted):
         its_task = Task(**{**asdict(task), "optimizer": task.optimizer, "precision": layout.precision})
         print(f"{layout.name:<18} ", end="", file=sys.stderr, flush=True)
         try:
@@ -303,15 +339,24 @@ def main() -> int:
             print(
                 f"{r.ratio:.3f} ({r.ratio_low:.3f} to {r.ratio_high:.3f}), CPU time {r.cpu_ratio:.3f}", file=sys.stderr
             )
-    text = markdown(rows, task, pace, found.words(), " ".join(["python", *sys.argv]))
+    rival_words, marker = ("engine", ENGINES_MARKER) if arguments.engines else ("plain", MARKER)
+    where = found.words() + (f"; {_versions()}" if arguments.engines else "")
+    text = markdown(rows, task, pace, where, " ".join(["python", *sys.argv]), rival_words)
     if arguments.json:
         data = {"machine": found.plain(), "task": asdict(task), "pace": asdict(pace), "failed": failed}
         print(json.dumps({**data, "rows": [asdict(r) for r in rows]}, indent=1))
     else:
         print(text)
     if arguments.markdown and not failed:
-        write(arguments.markdown, MARKER, text)
+        write(arguments.markdown, marker, text)
     return 1 if failed else 0
+
+
+def _versions() -> str:
+    """What was compared with."""
+    from importlib.metadata import version
+
+    return ", ".join(f"{name} {version(name)}" for name in ("deepspeed", "accelerate"))
 
 
 if __name__ == "__main__":
