@@ -44,7 +44,7 @@ def today_of(used: Problem, layout: Parallelism | Mapping[str, Any] | None) -> C
         return None
     given: Parallelism = layout if isinstance(layout, Parallelism) else validated(Parallelism, dict(layout), "current")
     try:
-        priced = used.pricer.price(given)
+        priced = used.priced(given)
     except (BadInput, NotExpressible) as refusal:
         return Current(given, None, f"cannot run: {refusal}")
     return Current(priced.parallelism, priced.forecast, "")

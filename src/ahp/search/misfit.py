@@ -38,9 +38,9 @@ def nothing_fits(used: Problem) -> NothingFits:
     miss = nearest(used)
     assert miss is not None, "called without a legal layout"
     lines = [
-        f"nothing fits: the nearest miss, {miss.layout.short()}, {_by_how_much(miss.forecast, used.capacity_bytes)}"
+        f"nothing fits: the nearest miss, {miss.layout.short()}, {by_how_much(miss.forecast, used.capacity_bytes)}"
     ]
-    families = _freed(used), more_nodes(used), _shorter(used)
+    families = freed(used), more_nodes(used), shorter(used)
     tried: list[str] = []
     for family in families:
         for words, changed in family:
@@ -89,7 +89,7 @@ def _by_memory(used: Problem, space: Space) -> list[Place]:
     return [place for _, place in found]
 
 
-def _by_how_much(forecast: Forecast, capacity_bytes: int) -> str:
+def by_how_much(forecast: Forecast, capacity_bytes: int) -> str:
     over = needed_bytes(forecast) - capacity_bytes
     need = f"needs {of_gib(needed_bytes(forecast), capacity_bytes)}"
     if over <= 0:
@@ -107,7 +107,7 @@ def _checked(words: str, changed: Problem) -> str | None:
     return f"{words} ({fit.layout.short()}: {of_gib(needed_bytes(fit.forecast), changed.capacity_bytes)})"
 
 
-def _freed(used: Problem) -> Iterator[tuple[str, Problem]]:
+def freed(used: Problem) -> Iterator[tuple[str, Problem]]:
     """Without one of the user's constraints, then without any."""
     given = used.constraints.given
     for key, value in given.items():
@@ -144,7 +144,7 @@ def _usual_network(group: NodeGroup, nodes: int) -> Link | None:
     return usual.groups[0].inter_node
 
 
-def _shorter(used: Problem) -> Iterator[tuple[str, Problem]]:
+def shorter(used: Problem) -> Iterator[tuple[str, Problem]]:
     """Shorter sequences; only where the model can be traced again from its description."""
     if used.graph.model is None:
         return

@@ -13,7 +13,7 @@ from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import rules
-from ahp.forecast.pricer import Pricer
+from ahp.forecast.pricer import Priced, Pricer
 from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -38,7 +38,11 @@ class Problem:
 
     def price(self, parallelism: Parallelism) -> Forecast:
         """Forecast of one layout; BadInput or NotExpressible when it is none."""
-        return pricer(self.graph, self.cluster, self.job, self.engine).price(parallelism).forecast
+        return self.priced(parallelism).forecast
+
+    def priced(self, parallelism: Parallelism) -> Priced:
+        """The same with everything that it was made from, on a mixed cluster too."""
+        return pricer(self.graph, self.cluster, self.job, self.engine).price(parallelism)
 
     @cached_property
     def pricer(self) -> Pricer:
@@ -47,7 +51,7 @@ class Problem:
         if not isinstance(found, Pricer):
             names = [group.name for group in self.cluster.groups]
             raise BadInput(
-                f"cluster.groups = {names}: layouts on several groups are not searched yet (valid: one group)"
+                f"cluster.groups = {names}: this is asked of one group of devices alone"
             )
         return found
 
@@ -95,9 +99,13 @@ class Problem:
         layout = Parallelism(**{key: given[key] for key in (*alone, *degrees) if key in given})
         if reason := self.refused(layout):
             raise NotExpressible(reason)
-        cluster = with_devices(self.cluster, layout.world_size)
-        if reason := rules.illegal(self.graph, cluster, self.job, layout, self.engine):
-            raise BadInput(reason)
+        reasons = []
+        for group in self.cluster.groups:
+            alone = self.cluster.model_copy(update={"groups": (group,)})
+            cluster = with_devices(alone, layout.world_size)
+            reasons.append(rules.illegal(self.graph, cluster, self.job, layout, self.engine))
+        if all(reasons):
+            raise BadInput(reasons[0] or "")
 
     def on(self, cluster: Cluster) -> Problem:
         return replace(self, cluster=cluster)

@@ -159,14 +159,17 @@ def _by_objective(
     asked: Problem, aim: Objective, keep: int, current: Parallelism | Mapping[str, Any] | None
 ) -> Ranking:
     """The best number of devices searched in full, then the best plans of the other numbers."""
-    start = perf_counter()
     choice = choose(asked, aim, keep)
     scale, used = choice.scale, choice.first.found.problem
     ranking = _by_speed(used, keep, None, Method())
     first = _worth(scale, ranking.best)
     rivals = [(one, one.found.best, one.worth) for one in choice.others if one.found.best and one.worth]
     others = tuple(
-        Rejected(parallelism=pair[0], reason=scale.compared(worth, first), step_time_s=pair[1].step_time_s)
+        Rejected(
+            parallelism=pair[0],
+            reason=f"{worth.devices} devices: {scale.compared(worth, first)}",
+            step_time_s=pair[1].step_time_s,
+        )
         for _, pair, worth in rivals
     )
     why = (*scale.why(first), choice.words(), *ranking.best.why)
@@ -175,7 +178,6 @@ def _by_objective(
     return replace(
         ranking,
         plans=(best, *plans),
-        certificate=replace(ranking.certificate, search_s=perf_counter() - start),
         objective=aim,
         worth=(first, *(worth for _, _, worth in rivals)),
         choice=choice,
@@ -208,6 +210,10 @@ def _worth(scale: Scale, plan: Plan) -> Worth:
 
 def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method) -> Ranking:
     """All devices, the shortest step first."""
+    if asked.cluster.is_mixed:
+        from ahp.search.mixed import mixed_ranking
+
+        return mixed_ranking(asked, keep, current, by, lambda used: _by_speed(used, keep, None, by))
     start = perf_counter()
     table = legal_rows(asked)
     used, space = table.problem, table.space

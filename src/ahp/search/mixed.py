@@ -1,0 +1,249 @@
+"""Searching a cluster of several groups of devices: layouts over some of them or all, and each group alone.
+
+Over several groups the devices are placed cell by cell (``mixed_find``), with one stage per pipeline rank. Each group alone is
+searched as the plain cluster that it is, in the whole space of plain clusters; so no plan here loses to the best of one
+group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from ahp.cluster.model import Cluster
+from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
+from ahp.plan import Forecast, Parallelism, Plan, Rejected
+from ahp.search import mixed_telling, reasons, telling
+from ahp.search.current import compared, today_of, with_candidate
+from ahp.search.method import Method
+from ahp.search.mixed_find import Budget, Finder, MixedOutcome
+from ahp.search.mixed_misfit import nothing_fits_anywhere
+from ahp.search.mixed_space import MixedSpace, no_shape
+from ahp.search.problem import Problem
+from ahp.search.ranking import Certificate, Ranking
+from ahp.search.space import Rule
+from ahp.words import percent, seconds
+
+Pair = tuple[Parallelism, Forecast]
+Plain = Callable[[Problem], Ranking]
+
+OF_PLACEMENTS = ("stages", "micro_batches_per_replica")
+"""Keys that a group alone has no use for."""
+
+
+@dataclass(frozen=True)
+class MixedCertificate(Certificate):
+    """Rows are shapes: degrees, stages and replicas over several groups, each with every placement; and the rows of each
+    group alone."""
+
+    num_groups: int = 2
+    shapes: int = 0
+    """Of the rows, those over several groups."""
+    placed: int = 0
+    """Shapes whose placements were looked at."""
+
+    @property
+    def gap(self) -> float:
+        """By what share of the best a better layout may be faster, at most."""
+        if self.lowest_bound_left_s is None or self.proven:
+            return 0.0
+        return 1.0 - self.lowest_bound_left_s / self.best_s
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        return {**super().plain(), "gap": self.gap}
+
+    def words(self) -> str:
+        """One line for people."""
+        found = (
+            f"Searched {self.shapes:,} shapes over {self.num_groups} groups of devices, and {self.rows - self.shapes:,} "
+            f"layouts of one group alone, in {self.search_s:.1f} s: {self.broken:,} break a rule, {self.not_fit:,} do not "
+            f"fit, {self.placed:,} shapes placed, {self.forecasts:,} forecasts"
+        )
+        if self.lowest_bound_left_s is None or self.proven:
+            return f"{found}; no other layout is faster"
+        bound = seconds(self.lowest_bound_left_s)
+        return (
+            f"{found}; no layout takes less than {bound}, so that the best is within {percent(self.gap)} of the optimum"
+        )
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One group searched as a plain cluster."""
+
+    name: str
+    problem: Problem
+    ranking: Ranking | None
+    refusal: str = ""
+    """Why it has no plan."""
+
+
+def mixed_ranking(
+    given: Problem,
+    keep: int,
+    current: Parallelism | Mapping[str, Any] | None,
+    by: Method,
+    plain: Plain,
+    budget: Budget | None = None,
+) -> Ranking:
+    """Rank layouts over several groups, and those of each group alone.
+
+    ``plain`` searches a plain cluster. Raises as ``ahp.search``.
+    """
+    start = perf_counter()
+    if by.name != "exact":
+        raise bad_input("method", by.name, "a cluster of several groups is searched by its own method", ["exact"])
+    asked, notes = _usable(given)
+    if not asked.cluster.is_mixed:
+        return _with_notes(plain(asked), notes)
+    alone = _each_alone(asked, plain)
+    over, refusal = _over_groups(asked, alone, keep, budget or Budget())
+    if over is None and all(one.ranking is None for one in alone):
+        assert refusal is not None, "without a shape there is a reason"
+        raise refusal
+    today = today_of(asked, current)
+    ranked = with_candidate([] if over is None else over.fitting, today, asked)
+    plans, best_of = _merged(asked, ranked, alone)
+    if not plans:
+        raise nothing_fits_anywhere(asked, over, [(one.name, one.refusal) for one in alone])
+    best = plans[0]
+    assert best.forecast is not None, "plans of a search have one"
+    certificate = _certificate(asked, over, alone, best.forecast.step_time_s, perf_counter() - start)
+    notes = (*notes, *mixed_telling.idle(asked, best.parallelism, best_of[0].cluster), *_not_spread(over, refusal))
+    lost = tuple(
+        Rejected(
+            parallelism=plan.parallelism,
+            reason=reasons.slower_because(plan.forecast, best.forecast),
+            step_time_s=plan.forecast.step_time_s,
+        )
+        for plan in plans[1:]
+        if plan.forecast is not None
+    )
+    why = _why(asked, best, best_of[0], ranked, alone, certificate)
+    first = best.model_copy(update={"why": (*why, *notes), "rejected": lost[: keep - 1]})
+    others = [
+        plan.model_copy(update={"why": (loser.reason,), "rejected": ()})
+        for plan, loser in zip(plans[1:keep], lost[: keep - 1], strict=True)
+    ]
+    told = None
+    if today is not None:
+        of_best = mixed_telling.on_fullest(asked, (today.parallelism, today.forecast)) if today.forecast else asked
+        told = compared(today, (best.parallelism, best.forecast), of_best)
+    return Ranking((first, *others), certificate, (), lost[keep - 1 :], notes, told)
+
+
+def _usable(asked: Problem) -> tuple[Problem, tuple[str, ...]]:
+    """The groups whose devices can compute in the job's precision."""
+    precision, groups = asked.job.precision, asked.cluster.groups
+    can = tuple(group for group in groups if precision in group.device.peak_flops_per_s)
+    cannot = [group for group in groups if group not in can]
+    if not cannot:
+        return asked, ()
+    names = {group.name for group in can}
+    links = tuple(link for link in asked.cluster.links if names.issuperset(link.between))
+    notes = tuple(
+        f"{group.name} is left out: {group.device.name} has no units for precision {precision}" for group in cannot
+    )
+    return asked.on(asked.cluster.model_copy(update={"groups": can, "links": links})), notes
+
+
+def _with_notes(ranking: Ranking, notes: tuple[str, ...]) -> Ranking:
+    first = ranking.best.model_copy(update={"why": (*ranking.best.why, *notes)})
+    return replace(ranking, plans=(first, *ranking.plans[1:]), notes=(*ranking.notes, *notes))
+
+
+def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
+    found = []
+    for group in asked.cluster.groups:
+        used = asked.on(Cluster(groups=(group,), source=asked.cluster.source))
+        fixed = [key for key in OF_PLACEMENTS if key in asked.constraints.given]
+        if fixed:
+            found.append(Alone(group.name, used, None, f"parallelism.{fixed[0]} is given"))
+            continue
+        try:
+            found.append(Alone(group.name, used, plain(used)))
+        except (BadInput, NotExpressible, NothingFits) as refusal:
+            found.append(Alone(group.name, used, None, str(refusal)))
+    return found
+
+
+def _over_groups(
+    asked: Problem, alone: list[Alone], keep: int, budget: Budget
+) -> tuple[MixedOutcome | None, BadInput | NotExpressible | None]:
+    """Layouts over several groups; or the reason why there are none."""
+    space = MixedSpace(asked)
+    if (says := space.refusal()) is not None:
+        return None, NotExpressible(says)
+    if not space.alike:
+        return None, no_shape(space)
+    found = [one.ranking.best.forecast for one in alone if one.ranking is not None]
+    best_s = min((forecast.step_time_s for forecast in found if forecast is not None), default=float("inf"))
+    outcome = Finder(asked, space, budget, best_s).run(keep)
+    if not outcome.size:
+        return None, no_shape(space)
+    return outcome, None
+
+
+def _merged(asked: Problem, ranked: list[Pair], alone: list[Alone]) -> tuple[list[Plan], list[Problem]]:
+    """Plans over several groups and of each alone, fastest first, and the problem of each."""
+    found = [(telling.plan(asked, pair, ()), asked) for pair in ranked]
+    found += [(plan, one.problem) for one in alone if one.ranking is not None for plan in one.ranking.plans]
+    found.sort(key=lambda pair: pair[0].forecast.step_time_s if pair[0].forecast is not None else float("inf"))
+    return [plan for plan, _ in found], [used for _, used in found]
+
+
+def _certificate(
+    asked: Problem, over: MixedOutcome | None, alone: list[Alone], best_s: float, search_s: float
+) -> MixedCertificate:
+    of_groups = [one.ranking.certificate for one in alone if one.ranking is not None]
+    over = over or MixedOutcome()
+    floors = [over.floor_s, *(c.lowest_bound_left_s for c in of_groups if c.lowest_bound_left_s is not None)]
+    floor_s = min(floors)
+    return MixedCertificate(
+        rows=over.size + over.broken + sum(c.rows for c in of_groups),
+        rules=_rules([over.rules, *(c.rules for c in of_groups)]),
+        broken=over.broken + sum(c.broken for c in of_groups),
+        not_fit=over.too_large + len(over.misfits) + sum(c.not_fit for c in of_groups),
+        fit=len(over.fitting) + sum(c.fit for c in of_groups),
+        left=over.left + sum(c.left for c in of_groups),
+        forecasts=over.forecasts + sum(c.forecasts for c in of_groups),
+        cuts=sum(c.cuts for c in of_groups),
+        best_s=best_s,
+        lowest_bound_left_s=floor_s if floor_s < float("inf") else None,
+        proven=floor_s >= best_s,
+        search_s=search_s,
+        num_groups=len(asked.cluster.groups),
+        shapes=over.size + over.broken,
+        placed=over.placed,
+    )
+
+
+def _rules(found: list[tuple[Rule, ...]]) -> tuple[Rule, ...]:
+    merged: dict[str, Rule] = {}
+    for rule in (rule for rules in found for rule in rules):
+        before = merged.get(rule.name, replace(rule, broken=0))
+        merged[rule.name] = replace(before, broken=before.broken + rule.broken)
+    return tuple(merged.values())
+
+
+def _not_spread(over: MixedOutcome | None, refusal: Exception | None) -> tuple[str, ...]:
+    return () if over is not None else (f"no layout over several groups: {refusal}",)
+
+
+def _why(
+    asked: Problem, best: Plan, used: Problem, ranked: list[Pair], alone: list[Alone], certificate: MixedCertificate
+) -> tuple[str, ...]:
+    assert best.forecast is not None, "plans of a search have one"
+    pair = best.parallelism, best.forecast
+    if used.cluster.is_mixed:
+        floors = dict.fromkeys((name for name, _ in reasons.CHOICES), float("inf"))
+        words = telling.why(mixed_telling.on_fullest(asked, pair), ranked, [], certificate.words(), floors)
+        yield_of = (*words, *mixed_telling.groups(asked, pair), *mixed_telling.links(asked, pair))
+    else:
+        own = tuple(line for line in best.why if not line.startswith("Searched"))
+        yield_of = (own[0], certificate.words(), *own[1:], *mixed_telling.against_spread(used, ranked, best.forecast))
+    others = (mixed_telling.of_alone(one.name, one.ranking, one.refusal, best.forecast) for one in alone)
+    return (*yield_of, *(line for one, line in zip(alone, others, strict=True) if one.problem is not used))

@@ -1,0 +1,152 @@
+"""Which group of a mixed cluster every cell of a layout lies on: replicas by the groups along their pipeline.
+
+Replicas with the same groups in the same stages are of one kind, and replicas change places freely, so a matrix of cells is
+how many replicas there are of each kind. Where there are few matrices all are looked at; else those of four families:
+every replica alike, with the groups one behind the other along the pipeline; every replica within one group; groups in
+parts, of which each makes pipelines of its own; and the cells of an order of groups filled in, stage by stage or replica by
+replica, with no regard to where a group ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations, product
+
+Kind = tuple[int, ...]
+"""The number of the group of each stage, in pipeline order."""
+
+Matrix = tuple[tuple[Kind, int], ...]
+"""Kinds of replicas, in rising order, with how many replicas there are of each."""
+
+Cells = Sequence[int]
+"""Cells that each group has."""
+
+
+def matrix_of(rows: Sequence[Kind]) -> Matrix:
+    """The matrix with these replicas, in whatever order."""
+    return tuple(sorted(Counter(rows).items()))
+
+
+def cells_used(matrix: Matrix, num_groups: int) -> tuple[int, ...]:
+    """Cells of each group that a matrix takes."""
+    used = [0] * num_groups
+    for kind, count in matrix:
+        for group in kind:
+            used[group] += count
+    return tuple(used)
+
+
+def num_matrices(cells: Cells, pipeline: int, replicas: int, most: int) -> int:
+    """Matrices of so many stages and replicas, counted up to ``most``."""
+    found = 0
+    for found, _ in enumerate(matrices(cells, pipeline, replicas), 1):
+        if found >= most:
+            break
+    return found
+
+
+def matrices(cells: Cells, pipeline: int, replicas: int) -> Iterator[Matrix]:
+    """Every matrix that the groups have the cells for."""
+    groups = [group for group, count in enumerate(cells) if count]
+    kinds = product(groups, repeat=pipeline)
+
+    def more(first: list[Kind], at: int, left: list[int], rows: int) -> Iterator[list[Kind]]:
+        if rows == 0:
+            yield first
+            return
+        for index in range(at, len(all_kinds)):
+            kind = all_kinds[index]
+            after = [count - kind.count(group) for group, count in enumerate(left)]
+            if min(after) >= 0:
+                yield from more([*first, kind], index, after, rows - 1)
+
+    all_kinds = list(kinds)
+    for rows in more([], 0, list(cells), replicas):
+        yield matrix_of(rows)
+
+
+def families(cells: Cells, pipeline: int, replicas: int, fastest_first: Sequence[int]) -> list[Matrix]:
+    """Matrices of the four families, without repeats; of a group that is not needed whole the slowest gives up cells first."""
+    found: dict[Matrix, None] = {}
+    groups = [group for group in fastest_first if cells[group]]
+    for count in range(1, len(groups) + 1):
+        for chosen in combinations(groups, count):
+            for parts in _partitions(chosen):
+                for matrix in _of_parts(parts, cells, pipeline, replicas, fastest_first):
+                    found[matrix] = None
+    return list(found)
+
+
+def _partitions(groups: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every way to put groups into parts, and in each part into an order."""
+    if not groups:
+        yield ()
+        return
+    first, rest = groups[0], groups[1:]
+    for size in range(len(rest) + 1):
+        for others in combinations(rest, size):
+            left = [group for group in rest if group not in others]
+            for order in permutations((first, *others)):
+                for parts in _partitions(left):
+                    yield (order, *parts)
+
+
+def _of_parts(
+    parts: tuple[tuple[int, ...], ...], cells: Cells, pipeline: int, replicas: int, fastest_first: Sequence[int]
+) -> Iterator[Matrix]:
+    room = [sum(cells[group] for group in part) // pipeline for part in parts]
+    if sum(room) >= replicas:
+        left, rows, aligned = replicas, [], []
+        for part, most in zip(parts, room, strict=True):  # the part with the fastest group first
+            count = min(most, left)
+            left -= count
+            used = _kept(part, cells, count * pipeline, fastest_first)
+            rows += _by_columns(part, used, pipeline, count)
+            whole = _whole_columns(part, cells, pipeline, count, fastest_first)
+            aligned += [] if whole is None else [whole] * count
+        yield matrix_of(rows)
+        if len(aligned) == replicas:
+            yield matrix_of(aligned)
+    if len(parts) == 1:
+        used = _kept(parts[0], cells, replicas * pipeline, fastest_first)
+        if sum(used.values()) == replicas * pipeline:
+            yield matrix_of(_by_rows(parts[0], used, pipeline, replicas))
+
+
+def _kept(part: Sequence[int], cells: Cells, needed: int, fastest_first: Sequence[int]) -> dict[int, int]:
+    """Cells of each group of a part when ``needed`` are taken, of the fastest groups first."""
+    used = {}
+    for group in sorted(part, key=fastest_first.index):
+        used[group] = min(cells[group], needed)
+        needed -= used[group]
+    return used
+
+
+def _in_order(part: Sequence[int], used: dict[int, int]) -> list[int]:
+    return [group for group in part for _ in range(used[group])]
+
+
+def _by_columns(part: Sequence[int], used: dict[int, int], pipeline: int, replicas: int) -> list[Kind]:
+    """The cells put in stage by stage; a stage on two groups has replicas on either."""
+    order = _in_order(part, used)
+    return [tuple(order[replica::replicas]) for replica in range(replicas)] if order else []
+
+
+def _by_rows(part: Sequence[int], used: dict[int, int], pipeline: int, replicas: int) -> list[Kind]:
+    """The cells put in replica by replica; a replica on two groups has stages on either."""
+    order = _in_order(part, used)
+    return [tuple(order[replica * pipeline : (replica + 1) * pipeline]) for replica in range(replicas)]
+
+
+def _whole_columns(
+    part: Sequence[int], cells: Cells, pipeline: int, replicas: int, fastest_first: Sequence[int]
+) -> Kind | None:
+    """One kind for all replicas: every stage on one group; None where the groups have not the cells for it."""
+    if not replicas:
+        return None
+    columns, needed = {}, pipeline
+    for group in sorted(part, key=fastest_first.index):
+        columns[group] = min(cells[group] // replicas, needed)
+        needed -= columns[group]
+    return None if needed else tuple(_in_order(part, columns))

@@ -1,0 +1,88 @@
+"""When nothing fits on any group nor over several: the nearest miss, and what would make it fit, each checked by a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ahp.cluster.cells import place
+from ahp.cluster.model import Cluster
+from ahp.config import Constraints
+from ahp.errors import AhpError, NothingFits
+from ahp.plan import Forecast, Parallelism
+from ahp.search.misfit import by_how_much, freed, nearest, shorter
+from ahp.search.mixed_find import Budget, Finder, MixedOutcome
+from ahp.search.mixed_space import MixedSpace
+from ahp.search.problem import Problem
+from ahp.search.reasons import needed_bytes
+
+Pair = tuple[Parallelism, Forecast]
+
+FEW = Budget(shapes=10, forecasts=200)
+"""To see whether something fits."""
+
+MOST_TIMES_MORE_NODES = 16
+
+
+def nothing_fits_anywhere(asked: Problem, over: MixedOutcome | None, alone: list[tuple[str, str]]) -> NothingFits:
+    """The error to raise, with every remedy that was found to work."""
+    lines = ["nothing fits, on one group or over several"]
+    if over is not None and over.misfits:
+        lines.append(_nearest_miss(asked, over))
+    elif over is not None and over.size:
+        lines.append(f"over several groups: all {over.size:,} shapes need more memory than their devices have")
+    lines += [f"{name} alone: {refusal.splitlines()[0]}" for name, refusal in alone]
+    tried = []
+    for family in (freed(asked), _more_nodes(asked), shorter(asked)):
+        for words, changed in family:
+            if (fits := _fits(changed)) is not None:
+                lines.append(f"would fit: {words} ({fits})")
+                break
+            tried.append(words)
+    if not any(line.startswith("would fit") for line in lines):
+        lines.append(f"tried, and does not fit either: {'; '.join(tried) or 'nothing, no change is known'}")
+    return NothingFits("\n  ".join(lines))
+
+
+def _nearest_miss(asked: Problem, over: MixedOutcome) -> str:
+    def over_by(pair: Pair) -> tuple[float, int]:
+        name = place(asked.cluster, pair[0]).group_of(pair[1].fullest_rank)
+        capacity = next(g.device.memory_bytes for g in asked.cluster.groups if g.name == name)
+        return needed_bytes(pair[1]) / capacity, capacity
+
+    layout, forecast = min(over.misfits, key=lambda pair: over_by(pair)[0])
+    return f"over several groups the nearest miss, {layout.short()}, {by_how_much(forecast, over_by((layout, forecast))[1])}"
+
+
+def _fits(changed: Problem) -> str | None:
+    """A layout that fits, in words."""
+    try:
+        for group in changed.cluster.groups:
+            found = nearest(changed.on(Cluster(groups=(group,), source=changed.cluster.source)))
+            if found is not None and found.forecast.fits and _for_plain(changed.constraints):
+                return f"{group.name} alone: {found.layout.short()}"
+        space = MixedSpace(changed)
+        if space.refusal() is not None:
+            return None
+        outcome = Finder(changed, space, FEW, float("inf")).run(1)
+    except AhpError:
+        return None
+    return outcome.fitting[0][0].short() if outcome.fitting else None
+
+
+def _for_plain(constraints: Constraints) -> bool:
+    return constraints.stages is None and constraints.micro_batches_per_replica is None
+
+
+def _more_nodes(asked: Problem) -> Iterator[tuple[str, Problem]]:
+    """More nodes in one of the groups, where it is known what connects them."""
+    times = 2
+    while times <= MOST_TIMES_MORE_NODES:
+        for number, group in enumerate(asked.cluster.groups):
+            if group.inter_node is None:
+                continue
+            more = group.model_copy(update={"nodes": group.nodes * times})
+            groups = (*asked.cluster.groups[:number], more, *asked.cluster.groups[number + 1 :])
+            words = f"{more.nodes} nodes in {group.name} instead of {group.nodes}"
+            yield words, replace(asked, cluster=asked.cluster.model_copy(update={"groups": groups}))
+        times *= 2

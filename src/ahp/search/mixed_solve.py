@@ -1,0 +1,219 @@
+"""Placements of one shape: every one where they are few, in the order of a bound; else the best of the families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+from math import comb
+
+import numpy as np
+
+from ahp.errors import BadInput, NotExpressible
+from ahp.plan import Forecast, Parallelism, StagePlace
+from ahp.search.mixed_balance import balance, ends_s
+from ahp.search.mixed_costs import LayoutTables
+from ahp.search.mixed_matrices import Kind, Matrix, families, matrices, num_matrices
+from ahp.search.mixed_space import Fixed, Shape
+from ahp.search.stages import cuts
+
+ALL_PLACEMENTS = 20_000
+"""So many matrices x cuts x ways to share the micro-batches are all looked at."""
+
+ORDERS = 24
+"""Orders of a layout's replicas that are priced at most, where all placements are: they differ only in which lie on a node."""
+
+PRICED = 3
+"""Forecasts of one shape, of the families' members with the lowest bounds, unless the first does not fit."""
+
+EXACT = 300
+"""The same where all placements are looked at; past it the best of the shape is not proven."""
+
+Price = Callable[[Parallelism], Forecast]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the cells of a shape lie, its cut, and the micro-batches of each replica."""
+
+    rows: tuple[tuple[Kind, int], ...]
+    """Of each replica, its groups and its micro-batches."""
+    layers: tuple[int, ...]
+    at_least_s: float
+
+    def of(self, shape: Shape, names: tuple[str, ...]) -> Parallelism:
+        """The layout."""
+        columns = zip(*(kind for kind, _ in self.rows), strict=True)
+        stages = []
+        for column, layers in zip(columns, self.layers, strict=True):
+            groups = tuple(names[group] for group in column)
+            stages.append(StagePlace(group=groups[0] if len(set(groups)) == 1 else groups, layers=layers))
+        return shape.layout().model_copy(
+            update={"stages": tuple(stages), "micro_batches_per_replica": tuple(m for _, m in self.rows)}
+        )
+
+
+@dataclass
+class Solved:
+    """What is known of a shape's placements."""
+
+    best: tuple[Parallelism, Forecast] | None = None
+    """The fastest that fits, of those priced."""
+    misfit: tuple[Parallelism, Forecast] | None = None
+    """Of those priced that do not fit the one with the lowest bound."""
+    forecasts: int = 0
+    refused: str | None = None
+    proven: bool = False
+    """Whether no other placement is below the time that was to be beaten."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One shape to be placed."""
+
+    shape: Shape
+    tables: LayoutTables
+    cells: tuple[int, ...]
+    """Of each group."""
+    names: tuple[str, ...]
+    """Of the groups."""
+    total: int
+    """Micro-batches of all replicas."""
+    least: int
+    """Of each replica."""
+    fastest_first: tuple[int, ...]
+    slowest_share: float
+    """What the forecast adds to the pipelines' time for the slowest rank."""
+    fixed: Fixed
+
+    def solve(self, price: Price, beat_s: float) -> Solved:
+        """Price placements that may take less than ``beat_s``."""
+        few = self.few()
+        found = sorted(self.all() if few else self.of_families(), key=lambda placement: placement.at_least_s)
+        solved = Solved(proven=few)
+        for placement in found:
+            limit_s = beat_s if solved.best is None else min(beat_s, solved.best[1].step_time_s)
+            if placement.at_least_s >= limit_s:
+                break
+            if solved.forecasts >= (EXACT if few else PRICED):
+                solved.proven = False
+                break
+            for layout in self._orders(placement) if few else [placement.of(self.shape, self.names)]:
+                self._price(price, layout, solved)
+        return solved
+
+    def _price(self, price: Price, layout: Parallelism, solved: Solved) -> None:
+        try:
+            forecast = price(layout)
+        except (BadInput, NotExpressible) as refusal:
+            solved.refused = str(refusal)
+            return
+        solved.forecasts += 1
+        if not forecast.fits:
+            solved.misfit = solved.misfit or (layout, forecast)
+        elif solved.best is None or forecast.step_time_s < solved.best[1].step_time_s:
+            solved.best = layout, forecast
+
+    def few(self) -> bool:
+        """Whether all placements are looked at."""
+        shape, layers = self.shape, self._num_layers
+        ways = comb(max(layers - 1, 0), shape.pipeline - 1) if self.fixed.layers is None else 1
+        ways *= comb(self.total - 1, shape.replicas - 1) if self.fixed.micro_batches is None else 1
+        if ways > ALL_PLACEMENTS:
+            return False
+        most = ALL_PLACEMENTS // max(ways, 1) + 1
+        return self.fixed.rows is not None or num_matrices(self.cells, shape.pipeline, shape.replicas, most) < most
+
+    @property
+    def _num_layers(self) -> int:
+        return len(next(iter(self.tables.groups.values())).units.layers)
+
+    def _matrices(self, *, all_: bool) -> list[Matrix]:
+        shape = self.shape
+        if self.fixed.rows is not None:
+            return [tuple((kind, 1) for kind in self.fixed.rows)]
+        if all_ or shape.pipeline * shape.replicas == 1:
+            return list(matrices(self.cells, shape.pipeline, shape.replicas))
+        return families(self.cells, shape.pipeline, shape.replicas, self.fastest_first)
+
+    def all(self) -> Iterator[Placement]:
+        """Every placement with its bound, but for the order of the replicas."""
+        shape = self.shape
+        layers = [self.fixed.layers] if self.fixed.layers is not None else list(cuts(self._num_layers, shape.pipeline))
+        numbers = np.arange(1, self.total + 1)
+        shares = list(self._shares())
+        for matrix in self._matrices(all_=True):
+            kinds = [kind for kind, count in matrix for _ in range(count)]
+            for cut in layers:
+                times_s = {kind: ends_s(*self._stages(kind, cut), numbers) for kind in set(kinds)}
+                for share in shares:
+                    if self._repeats(kinds, share) or not self._fit(kinds, cut, share):
+                        continue
+                    bound_s = max(times_s[kind][m - 1] for kind, m in zip(kinds, share, strict=True))
+                    rows = tuple(zip(kinds, share, strict=True))
+                    yield Placement(rows, cut, float(bound_s) * (1.0 + self.slowest_share))
+
+    def _fit(self, kinds: list[Kind], cut: tuple[int, ...], share: tuple[int, ...]) -> bool:
+        """Whether every cell has the memory, as far as the lower bound of its need tells."""
+        runs = list(pairwise(np.cumsum([0, *cut]).tolist()))
+        return all(
+            self.tables.fits(group, stage, m)[runs[stage]]
+            for kind, m in dict.fromkeys(zip(kinds, share, strict=True))
+            for stage, group in enumerate(kind)
+        )
+
+    def _repeats(self, kinds: list[Kind], share: tuple[int, ...]) -> bool:
+        """Whether the same share stands elsewhere with replicas of one kind in another order."""
+        if self.fixed.micro_batches is not None:
+            return False
+        pairs = list(zip(kinds, share, strict=True))
+        return any(a[0] == b[0] and a[1] < b[1] for a, b in pairwise(pairs))
+
+    def _shares(self) -> Iterator[tuple[int, ...]]:
+        if self.fixed.micro_batches is not None:
+            yield self.fixed.micro_batches
+            return
+        extra = self.total - self.least * self.shape.replicas
+        if extra < 0:
+            return
+        for share in _compositions(extra, self.shape.replicas):
+            yield tuple(self.least + more for more in share)
+
+    def _stages(self, kind: Kind, cut: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        edges = np.cumsum([0, *cut]).tolist()
+        runs = list(pairwise(edges))
+        whole = np.array([self.tables.whole_s(group, s)[runs[s]] for s, group in enumerate(kind)])
+        forward = np.array([self.tables.forward_s(group, s)[runs[s]] for s, group in enumerate(kind)])
+        return whole, forward
+
+    def _orders(self, placement: Placement) -> list[Parallelism]:
+        if self.fixed.rows is not None or self.fixed.micro_batches is not None:
+            return [placement.of(self.shape, self.names)]
+        found: dict[tuple[tuple[Kind, int], ...], None] = {}
+        for order in permutations(placement.rows):
+            found[order] = None
+            if len(found) == ORDERS:
+                break
+        return [Placement(rows, placement.layers, 0.0).of(self.shape, self.names) for rows in found]
+
+    def of_families(self) -> Iterator[Placement]:
+        """The members of the families, each with layers and micro-batches in balance."""
+        for matrix in self._matrices(all_=False):
+            kinds, counts = [kind for kind, _ in matrix], [count for _, count in matrix]
+            found = balance(kinds, counts, self.tables, self.total, self.least, self.fixed.layers)
+            if found is None:
+                continue
+            rows = tuple((kind, m) for kind, shared in zip(kinds, found.micro_batches, strict=True) for m in shared)
+            if self.fixed.micro_batches is not None:
+                rows = tuple((kind, m) for (kind, _), m in zip(rows, self.fixed.micro_batches, strict=True))
+            yield Placement(rows, found.layers, found.at_least_s * (1.0 + self.slowest_share))
+
+
+def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Ways to write ``total`` as a sum of ``parts`` numbers from 0 on."""
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(total + 1):
+        for rest in _compositions(total - first, parts - 1):
+            yield (first, *rest)

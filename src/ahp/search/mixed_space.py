@@ -1,0 +1,227 @@
+"""The layouts of a mixed cluster, but for which cell lies where: what all cells have alike, stages, replicas, schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.cluster.cells import cells_of
+from ahp.errors import BadInput
+from ahp.forecast import rules
+from ahp.plan import Parallelism, StagePlace
+from ahp.search.problem import Problem
+from ahp.search.space import RECOMPUTE, Rule, divisors
+
+Ints = NDArray[np.int64]
+
+SCHEDULES = ("1F1B", "GPipe")
+"""With one stage per rank, which is what ``stages`` can place, and whole backward passes, which every engine can run."""
+
+
+class Alike(NamedTuple):
+    """What all cells of a layout have in common."""
+
+    tensor: int
+    sequence_parallel: bool
+    context: int
+    expert: int
+    micro_batch: int
+    shard: int
+    zero: int
+    recompute: str
+
+    @property
+    def width(self) -> int:
+        """Devices of a cell."""
+        return self.shard * self.context * self.tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layout but for which group each cell lies on, and for the layers and micro-batches that follow from it."""
+
+    alike: Alike
+    pipeline: int
+    replicas: int
+    schedule: str
+
+    def layout(self) -> Parallelism:
+        """Its degrees."""
+        return layout_of(self.alike, self.pipeline, self.replicas, self.schedule)
+
+
+def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = "1F1B") -> Parallelism:
+    """Degrees without a placement."""
+    return Parallelism(
+        data_parallel_replicate_degree=replicas,
+        data_parallel_shard_degree=alike.shard,
+        zero_stage=alike.zero,
+        tensor_parallel_degree=alike.tensor,
+        enable_sequence_parallel=alike.sequence_parallel,
+        pipeline_parallel_degree=pipeline,
+        pipeline_parallel_schedule=schedule,  # type: ignore[arg-type]
+        context_parallel_degree=alike.context,
+        expert_parallel_degree=alike.expert,
+        micro_batch_size=alike.micro_batch,
+        activation_checkpoint=alike.recompute,  # type: ignore[arg-type]
+    )
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What of a placement the user has given."""
+
+    layers: tuple[int, ...] | None = None
+    rows: tuple[tuple[int, ...], ...] | None = None
+    """The numbers of the groups of each replica's stages."""
+    micro_batches: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The stages and replicas that cells which are alike can make, [N] each."""
+
+    pipeline: Ints
+    replicas: Ints
+
+
+class MixedSpace:
+    """The legal shapes of a problem, and a count of the others by the rule that they break."""
+
+    def __init__(self, asked: Problem) -> None:
+        self.asked, self.given = asked, asked.constraints.given
+        self.stages: tuple[StagePlace, ...] | None = self.given.get("stages")
+        self.rules: dict[str, Rule] = {}
+        self.size = 0
+        """Shapes, legal or not."""
+        self.legal = 0
+        self.grid = cache(self._grid)
+        self._count = cache(self._counted)
+        self.alike = [alike for alike in self._all_alike() if self._legal(alike)]
+
+    def cells(self, width: int) -> tuple[int, ...]:
+        """Cells of each group."""
+        return tuple(cells_of(group, width) for group in self.asked.cluster.groups)
+
+    def micro_batches(self, alike: Alike) -> int:
+        """Of all replicas together."""
+        return self.asked.job.global_batch_size // (alike.shard * alike.micro_batch)
+
+    def least(self, pipeline: int, schedule: str) -> int:
+        """Micro-batches that a replica must have."""
+        return pipeline if schedule == "1F1B" and self.asked.torch_pipeline and pipeline > 1 else 1
+
+    def schedules(self, pipeline: int) -> tuple[str, ...]:
+        """Those that the engine has; without a pipeline there is nothing to order."""
+        name = self.given.get("pipeline_parallel_schedule")
+        if pipeline == 1:
+            return (name or "1F1B",)
+        return tuple(s for s in SCHEDULES if name in (None, s) and not self._refused_schedule(s))
+
+    def _grid(self, width: int, total: int) -> Grid:
+        """Every number of stages and replicas that the cells, the layers and the micro-batches allow."""
+        cells = sum(self.cells(width))
+        most = min(cells, max(self.asked.graph.num_layers, 1))
+        given_p, given_r = (self.given.get(f"{key}_degree") for key in ("pipeline_parallel", "data_parallel_replicate"))
+        pipeline = [p for p in range(1, most + 1) if given_p in (None, p)]
+        pairs = [
+            (p, r) for p in pipeline for r in range(1, min(cells // p, total) + 1) if given_r in (None, r)
+        ]  # fmt: skip
+        found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        return Grid(found[:, 0], found[:, 1])
+
+    def fixed(self, replicas: int) -> Fixed:
+        """What of the placement is given."""
+        layers, rows = self.given.get("layers_per_stage"), None
+        if self.stages is not None:
+            layers = tuple(stage.layers for stage in self.stages)
+            numbers = {group.name: number for number, group in enumerate(self.asked.cluster.groups)}
+            columns = [[numbers[name] for name in stage.groups(replicas)] for stage in self.stages]
+            rows = tuple(zip(*columns, strict=True))
+        return Fixed(layers, rows, self.given.get("micro_batches_per_replica"))
+
+    def _all_alike(self) -> Iterator[Alike]:
+        batch, world = self.asked.job.global_batch_size, self.asked.cluster.num_devices
+        num_experts = self.asked.graph.config.get("num_experts")
+        experts = divisors(num_experts) if isinstance(num_experts, int) else [1]
+        widest = max(group.num_devices for group in self.asked.cluster.groups)
+        degrees = sorted({d for group in self.asked.cluster.groups for d in divisors(group.num_devices)})
+        for tensor in self._values("tensor_parallel_degree", [d for d in degrees if d <= widest]):
+            for context in self._values("context_parallel_degree", [d for d in degrees if d * tensor <= widest]):
+                for shard in self._values("data_parallel_shard_degree", divisors(batch)):
+                    width = tensor * context * shard
+                    if width > world or not any(self.cells(width)):
+                        continue
+                    yield from self._of_width(tensor, context, shard, experts)
+
+    def _of_width(self, tensor: int, context: int, shard: int, experts: list[int]) -> Iterator[Alike]:
+        batch = self.asked.job.global_batch_size
+        for zero in self._values("zero_stage", [1, 2, 3] if shard > 1 else [0]):
+            if (zero == 0) != (shard == 1) and not (shard == 1 and self.given.get("data_parallel_shard_degree") == 1):
+                continue
+            for sequence in self._values("enable_sequence_parallel", [False, True] if tensor > 1 else [False]):
+                for expert in self._values("expert_parallel_degree", experts):
+                    for micro_batch in self._values("micro_batch_size", divisors(batch)):
+                        for recompute in self._values("activation_checkpoint", list(RECOMPUTE)):
+                            yield Alike(tensor, bool(sequence), context, expert, micro_batch, shard, zero, recompute)
+
+    def _values(self, key: str, free: list[Any]) -> list[Any]:
+        return [self.given[key]] if key in self.given else free
+
+    def _legal(self, alike: Alike) -> bool:
+        graph, batch = self.asked.graph, self.asked.job.global_batch_size
+        size, wrong = self._count(alike.width, max(self.micro_batches(alike), 1))
+        self.size += size
+        if batch % (alike.shard * alike.micro_batch):
+            rule = f"global_batch_size {batch} must divide by data_parallel_shard_degree x micro_batch_size"
+            return self._breaks("batch", rule, size)
+        layout = layout_of(alike, 1)
+        for name, says in (
+            ("tensor", rules.tensor(graph, layout)),
+            ("sequence", rules.sequence(graph, layout)),
+            ("experts", rules.experts(graph, layout)),
+            ("engine", self.asked.refused(layout)),
+        ):
+            if says is not None:
+                return self._breaks(name, says, size)
+        if wrong:
+            self._breaks("schedule", "1F1B needs a micro-batch for each pipeline rank of every replica", wrong)
+        self.legal += size - wrong
+        return True
+
+    def _counted(self, width: int, total: int) -> tuple[int, int]:
+        """Shapes of cells so wide, and those of them whose replicas have too few micro-batches for the schedule."""
+        grid = self.grid(width, total)
+        piped = grid.pipeline > 1
+        size, wrong = int((~piped).sum()), 0
+        for schedule in self.schedules(2):
+            size += int(piped.sum())
+            least = np.array([self.least(p, schedule) for p in range(int(grid.pipeline.max(initial=0)) + 1)])
+            wrong += int((piped & (grid.replicas * least[grid.pipeline] > total)).sum())
+        return size, wrong
+
+    def _breaks(self, name: str, says: str, rows: int) -> bool:
+        before = self.rules.get(name, Rule(name, says, 0))
+        self.rules[name] = Rule(name, before.says, before.broken + rows)
+        return False
+
+    def _refused_schedule(self, name: str) -> str | None:
+        return self.asked.refused(Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=name))  # type: ignore[arg-type]
+
+    def refusal(self) -> str | None:
+        """Why the engine can place no stages on groups, or None."""
+        name = self.asked.cluster.groups[0].name
+        layers = max(self.asked.graph.num_layers, 1)
+        return self.asked.refused(Parallelism(stages=(StagePlace(group=name, layers=layers),)))
+
+
+def no_shape(space: MixedSpace) -> BadInput:
+    """The refusal of a problem without a legal shape."""
+    worst = max(space.rules.values(), key=lambda rule: rule.broken, default=None)
+    says = worst.says if worst is not None else "no cell of these degrees lies within a group"
+    return BadInput(f"parallelism: no legal layout over the groups of the cluster: {says}")

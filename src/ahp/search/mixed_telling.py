@@ -1,0 +1,123 @@
+"""Which group of devices got what, and why, in words with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ahp.cluster.cells import cell_width, link_between, place
+from ahp.cluster.model import Cluster
+from ahp.forecast.mixed import MixedPricer
+from ahp.forecast.step import pricer
+from ahp.plan import Forecast, Parallelism
+from ahp.search import reasons
+from ahp.search.problem import Problem
+from ahp.search.ranking import Ranking
+from ahp.words import gib, percent, seconds
+
+Pair = tuple[Parallelism, Forecast]
+
+
+def on_fullest(asked: Problem, pair: Pair) -> Problem:
+    """The problem on the group that has the fullest rank, whose memory is what the forecast's is held against."""
+    if not asked.cluster.is_mixed:
+        return asked
+    name = place(asked.cluster, pair[0]).group_of(pair[1].fullest_rank)
+    group = next(group for group in asked.cluster.groups if group.name == name)
+    return asked.on(Cluster(groups=(group,), source=asked.cluster.source))
+
+
+def idle(asked: Problem, layout: Parallelism, used: Cluster) -> Iterator[str]:
+    """Devices that a layout leaves over."""
+    taken = place(used, layout).used if used.is_mixed else {used.groups[0].name: layout.world_size}
+    for group in asked.cluster.groups:
+        count = taken.get(group.name, 0)
+        if count < group.num_devices:
+            yield f"{group.name}: {group.num_devices - count} of {group.num_devices} devices are left over"
+
+
+def groups(asked: Problem, pair: Pair) -> Iterator[str]:
+    """What each group computes, and how fast one micro-batch passes there."""
+    layout, found = pair[0], pricer(asked.graph, asked.cluster, asked.job, asked.engine)
+    assert isinstance(found, MixedPricer), "asked of a mixed cluster"
+    rows, shared = place(asked.cluster, layout).cells, layout.micro_batches(asked.job)
+    layers = layout.given_layers or ()
+    for group in asked.cluster.groups:
+        cells = [(r, s) for r, row in enumerate(rows) for s, cell in enumerate(row) if cell.group == group.name]
+        if not cells:
+            yield f"{group.name}: not used; no layout that was priced with it is faster"
+            continue
+        stages, replicas = sorted({s for _, s in cells}), sorted({r for r, _ in cells})
+        held = sum(layers[s] for s in stages)
+        units = found.units(layout, group.name)
+        one = units.blocks[units.layers[0]].times
+        each_s = one.forward_s + one.backward_s
+        counts = sorted({shared[r] for r in replicas})
+        work = sum(shared[r] * layers[s] for r, s in cells) / (sum(shared) * sum(layers))
+        where = "all stages" if len(stages) == len(layers) else _runs("stage", stages)
+        yield (
+            f"{group.name}: {where} ({held} of {sum(layers)} layers) of {len(replicas)} of {len(rows)} replicas, "
+            f"{' or '.join(map(str, counts))} of {sum(shared)} micro-batches each: {percent(work)} of the work on "
+            f"{percent(len(cells) * cell_width(layout) / layout.world_size)} of the devices; "
+            f"a layer takes {seconds(each_s)} a micro-batch there"
+        )
+
+
+def _runs(what: str, numbers: list[int]) -> str:
+    """``stages 1-3``, counted from 1."""
+    if len(numbers) == 1:
+        return f"{what} {numbers[0] + 1}"
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return (
+        f"{what}s {numbers[0] + 1}-{numbers[-1] + 1}" if whole else f"{what}s {', '.join(str(n + 1) for n in numbers)}"
+    )
+
+
+def links(asked: Problem, pair: Pair) -> Iterator[str]:
+    """What crosses from one group to another in a step."""
+    layout, found = pair[0], pricer(asked.graph, asked.cluster, asked.job, asked.engine)
+    assert isinstance(found, MixedPricer), "asked of a mixed cluster"
+    rows, shared = place(asked.cluster, layout).cells, layout.micro_batches(asked.job)
+    names = list(dict.fromkeys(cell.group for row in rows for cell in row))
+    if len(names) < 2:
+        return
+    sent: dict[tuple[str, str], int] = {}
+    for row, m in zip(rows, shared, strict=True):
+        for one, other in pairwise(cell.group for cell in row):
+            if one != other:
+                key = (one, other) if one < other else (other, one)
+                sent[key] = sent.get(key, 0) + m
+    sums = any(len({row[s].group for row in rows}) > 1 for s in range(len(rows[0])))
+    message = found.units(layout, names[0]).hidden_bytes
+    for (one, other), count in sent.items():
+        link = link_between(asked.cluster, one, other)
+        speed = f" ({link.bandwidth_bytes_per_s * 8e-9:.0f} Gb/s a node)" if link is not None else ""
+        yield (
+            f"between {one} and {other}{speed} go {count} micro-batches of {gib(message)} a rank, forward and back"
+            + ("" if sums else "; gradients are summed within each group")
+        )
+    if sums:
+        beside = "" if sent else ", no pipeline crosses from one to another"
+        yield f"gradients are summed over {', '.join(names)} once a step{beside}"
+
+
+def of_alone(name: str, ranking: Ranking | None, refusal: str, best: Forecast) -> str:
+    """The best of one group alone, against the best."""
+    if ranking is None:
+        return f"{name} alone: {refusal.splitlines()[0]}"
+    plan = ranking.best
+    assert plan.forecast is not None, "plans of a search have one"
+    lost = reasons.slower_because(plan.forecast, best)
+    return f"{name} alone: {seconds(plan.forecast.step_time_s)} a step, {lost} ({plan.parallelism.short()})"
+
+
+def against_spread(used: Problem, ranked: list[Pair], best: Forecast) -> Iterator[str]:
+    """What using more than the one group would cost."""
+    if not ranked:
+        yield f"{used.cluster.groups[0].name} alone: no layout over several groups was found that fits"
+        return
+    layout, forecast = ranked[0]
+    yield (
+        f"{used.cluster.groups[0].name} alone: the best over several groups, {layout.short()}, is "
+        f"{reasons.slower_because(forecast, best)}"
+    )
