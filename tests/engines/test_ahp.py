@@ -13,7 +13,7 @@ from ahp.schedule.patterns import SCHEDULES
     [
         ({"context_parallel_degree": 2}, {}, {}, "context_parallel_degree = 2"),
         ({"expert_parallel_degree": 4}, {}, {}, "expert_parallel_degree = 4"),
-        ({"enable_sequence_parallel": True, "tensor_parallel_degree": 2}, {}, {}, "enable_sequence_parallel = True"),
+        ({"enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
         ({"activation_checkpoint": "selective"}, {}, {}, "activation_checkpoint = 'selective'"),
         ({}, {"precision": "fp16"}, {}, "precision = 'fp16'"),
         ({}, {"precision": "fp8"}, {}, "precision = 'fp8'"),
@@ -37,6 +37,7 @@ def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
         virtual_stages_per_rank=1 if schedule in ("GPipe", "1F1B") else 2,
         data_parallel_shard_degree=2,
         tensor_parallel_degree=2,
+        enable_sequence_parallel=True,
         activation_checkpoint=recompute,
     )
     assert AhpEngine().refuses(Job(precision=precision), parallelism, EngineChoice()) is None

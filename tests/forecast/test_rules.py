@@ -84,4 +84,5 @@ def test_each_engine_has_its_own_rules(hand_graph):
     split = {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}
     cluster = make_cluster(per_node=2)
     assert reason(hand_graph, split, cluster=cluster, engine=EngineChoice(name="megatron")) is None
-    assert "enable_sequence_parallel" in str(reason(hand_graph, split, cluster=cluster))
+    refused = reason(hand_graph, split, cluster=cluster, engine=EngineChoice(name="deepspeed"))
+    assert "enable_sequence_parallel" in str(refused)

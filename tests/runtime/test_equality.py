@@ -40,6 +40,7 @@ SPLIT = {
     "dual-pipe-v": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "DualPipeV", "virtual_stages_per_rank": 2},
 }  # fmt: skip
 """Schedules that compute weight gradients apart."""
+SEQUENCE = {"sequence": {"tensor_parallel_degree": 2, "enable_sequence_parallel": True, "micro_batch_size": 4}}
 ALONE = {**ZERO, **TENSOR, **PIPELINE}
 """Split weights take longest on a CPU: they go through the batch in two micro-batches, pipelines in eight."""
 
@@ -82,11 +83,17 @@ MORE: dict[str, dict[str, Any]] = {
     "zero3+interleaved-zero-bubble": {**ZERO["zero3"], **SPLIT["interleaved-zero-bubble"]},
     "tp+zbv": {**TENSOR["tp"], **SPLIT["zbv"], "micro_batch_size": 2},
     "zbv-recompute": {**SPLIT["zbv"], "activation_checkpoint": "full"},
+    **SEQUENCE,
+    "sequence+zero3": {**ZERO["zero3"], **SEQUENCE["sequence"], "micro_batch_size": 2},
+    "sequence+1f1b": {**PIPELINE["1f1b"], **SEQUENCE["sequence"], "micro_batch_size": 2},
+    "sequence+zbv-recompute": {**SPLIT["zbv"], **SEQUENCE["sequence"], "micro_batch_size": 2, "activation_checkpoint": "full"},
+    "sequence-4-ways": {"tensor_parallel_degree": 4, "enable_sequence_parallel": True, "micro_batch_size": 4},
 }  # fmt: skip
 ON_ONE_MODEL = (
     *pairs(), "one-mb4", "tp-mb1", "zero3-mb1", "zero0-mb4", "zero3-recompute", "tp+1f1b-recompute", "1f1b-4-stages", "zero3-4-ways",
     "zero3-x-tp-x-interleaved", "replicate-x-zero3-x-tp", "replicate-x-zero2-x-gpipe", "zero3-8-ways", *SPLIT, "zero0+zbv",
-    "zero3+dual-pipe-v", "zero3+interleaved-zero-bubble", "tp+zbv", "zbv-recompute",
+    "zero3+dual-pipe-v", "zero3+interleaved-zero-bubble", "tp+zbv", "zbv-recompute", "sequence+zero3", "sequence+1f1b",
+    "sequence+zbv-recompute", "sequence-4-ways",
 )  # fmt: skip
 """Layouts whose techniques all models have gone through already, in other degrees: the models take turns."""
 LAYOUTS = {**ALONE, **pairs(), **MORE}

@@ -23,6 +23,9 @@ def refusal(rank: int, world: int, model: str, layout: dict[str, Any], job: dict
     return "", "", 0
 
 
+IN_PARTS = {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}
+
+
 @pytest.mark.parametrize(
     ("world", "layout", "job", "kind", "words"),
     [
@@ -33,6 +36,8 @@ def refusal(rank: int, world: int, model: str, layout: dict[str, Any], job: dict
         (1, {}, {"precision": "fp16"}, "NotExpressible", "precision"),
         (2, {"context_parallel_degree": 2}, {}, "NotExpressible", "context_parallel_degree"),
         (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}, {}, "BadInput", "valid: 2"),
+        (1, {"enable_sequence_parallel": True}, {}, "NotExpressible", "tensor_parallel_degree above 1"),
+        (2, IN_PARTS, {"sequence_length": 15}, "BadInput", "does not divide sequence_length 15"),
         (1, {"data_parallel_shard_degree": 2, "zero_stage": 0}, {}, "BadInput", "zero_stage 0 shards nothing"),
         (1, {"tensor_paralel_degree": 2}, {}, "BadInput", "tensor_parallel_degree"),
     ],
@@ -110,3 +115,20 @@ def test_bad_parts_are_named(pool: Pool) -> None:
     missing, uneven = pool.run(bad_parts, 1)[0]
     assert "labels is missing" in missing
     assert "multiple of micro_batch_size 2" in uneven
+
+
+def shapes_between_blocks(rank: int, world: int) -> list[tuple[int, ...]]:
+    from ahp.runtime.parallelize import parallelize
+
+    module: Any = MODELS["llama"]()
+    parallel = parallelize(module, {"job": JOB, "parallelism": {**IN_PARTS, "micro_batch_size": 4}})
+    found = []
+    for block in module.model.layers:
+        block.register_forward_pre_hook(lambda block, args: found.append(tuple(args[0].shape)))
+    parallel.step(parallel.shard(batch(0)))
+    return found[: len(module.model.layers)]
+
+
+def test_hidden_states_between_blocks_are_parts_of_the_sequence(pool: Pool) -> None:
+    for shapes in pool.run(shapes_between_blocks, 2):
+        assert shapes == [(4, 16, 32)] + [(4, 8, 32)] * 4

@@ -34,8 +34,8 @@ class AhpEngine(Engine):
             return f"context_parallel_degree = {p.context_parallel_degree}: {cannot} (valid: 1)"
         if p.expert_parallel_degree > 1:
             return f"expert_parallel_degree = {p.expert_parallel_degree}: {cannot} (valid: 1)"
-        if p.enable_sequence_parallel:
-            return f"enable_sequence_parallel = True: {cannot} (valid: False)"
+        if p.enable_sequence_parallel and p.tensor_parallel_degree == 1:
+            return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
         if p.activation_checkpoint not in ACTIVATION_CHECKPOINTS:
             return (
                 f"activation_checkpoint = {p.activation_checkpoint!r}: {cannot} "
@@ -49,7 +49,8 @@ class AhpEngine(Engine):
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
-        zero = parallelism.zero_stage
+        zero = parallelism.zero_stage if parallelism.data_parallel_shard_degree > 1 else 0
+        muon = job.optimizer.name == "muon"
         pipelined = parallelism.pipeline_parallel_degree > 1
         every = zero >= 2 and not pipelined
         sharded = parallelism.data_parallel_shard_degree > 1
@@ -65,7 +66,8 @@ class AhpEngine(Engine):
             gradient_bytes=4,
             reduce_bytes=4,
             master_weight_bytes=4,
-            optimizer_state_bytes=8,
+            optimizer_state_bytes=4 if muon else 8,
+            no_matrix_state_bytes=4 if muon else 0,
             compute_weight_bytes=2 if job.precision == "bf16" else 4 if sharded else 0,
             fusion="eager",
             gradient_overlap=0.0 if pipelined else 1.0,
@@ -76,6 +78,8 @@ class AhpEngine(Engine):
             reduces_every_micro_batch=every,
             keeps_whole_gradients=not every,
             reduce_copies=wrapped or parallelism.data_parallel_replicate_degree > 1,
+            gathers_inputs_again=False,  # autograd keeps what the product read
+            tensor_copies=True,  # runtime/collectives.py joins and cuts parts along the sequence
             torch_pipeline=True,
             host_operators_per_unit=host_operators,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",

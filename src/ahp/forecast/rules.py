@@ -116,7 +116,7 @@ def tensor(graph: ModelGraph, parallelism: Parallelism) -> str | None:
     return None
 
 
-def sequence(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+def sequence(graph: ModelGraph | Job, parallelism: Parallelism) -> str | None:
     """What cuts a sequence must divide it: tensor ranks with sequence parallelism, and two parts for each context rank."""
     length, tensor, context = (
         graph.sequence_length,

@@ -133,6 +133,16 @@ def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _Sum.apply(x, group)  # type: ignore[no-any-return]
 
 
+def cut_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of hidden states [batch, sequence, ...] that every rank holds whole, and whose gradient it then does."""
+    return _Cut.apply(x, Split(1, (x.shape[1],)), group)  # type: ignore[no-any-return]
+
+
+def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The inverse; what reads it does the same on every rank."""
+    return _Gather.apply(x, Split(1, (x.shape[1] * group.size(),)), group)  # type: ignore[no-any-return]
+
+
 def step_function(step: Step, group: dist.ProcessGroup) -> TensorFunction:
     """The collective of one step of a conversion, as a function of the tensor alone."""
     if step.kind == "sum":

@@ -34,7 +34,7 @@ from ahp.runtime.stages import Stage, cut
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.schedule.stages import layer_ranges, layers_of_stages
 from ahp.search.placement import Split
-from ahp.search.slice_model import slice_outline
+from ahp.search.slice_model import ModelSlicing, slice_outline
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ def _refuse(plan: Plan) -> None:
             [share * n for n in range(1, job.global_batch_size // share + 3)],
         )
 
+    if reason := rules.sequence(job, p):
+        raise BadInput(reason)
     micro_batches = p.num_micro_batches(job)
     name, degree, virtual = p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank
     if reason := rules.schedule(name, degree, virtual, micro_batches, in_torch=True):
@@ -176,13 +178,17 @@ class Parallel:
             if vocabulary
             else found.logits
         )
+        hidden = found.hidden
+        if p.enable_sequence_parallel:
+            batch, sequence, *rest = hidden.shape
+            hidden = replace(hidden, shape=(batch, sequence // p.tensor_parallel_degree, *rest))
         return Pipeline(
             self.stages,
             p.num_stages,
             p.pipeline_parallel_schedule,
             self.loss,
             self.mesh,
-            hidden=found.hidden,
+            hidden=hidden,
             logits=logits,
         )
 
@@ -289,6 +295,17 @@ def _outline(module: nn.Module, plan: Plan) -> Outline | None:
         sequence_length=plan.job.sequence_length,
         dtype=COMPUTE_DTYPE[plan.job.precision],
     )
+
+
+def _sliced(found: Outline | None, p: Parallelism) -> ModelSlicing | None:
+    """How the model is split over the tensor-parallel ranks, None where it is not."""
+    if found is None or p.tensor_parallel_degree == 1:
+        return None
+    if p.enable_sequence_parallel and found.uncuttable is not None:
+        raise BadInput(
+            f"enable_sequence_parallel: {found.uncuttable}, which would meet a part of the sequence (valid: False)"
+        )
+    return slice_outline(found, p.tensor_parallel_degree, enable_sequence_parallel=p.enable_sequence_parallel)
 
 
 def _layers(model: nn.Module, found: Outline | None, layers: range) -> dict[int, nn.Module]:

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ahp.graph.capture import TensorLike, capture, tensor_leaves, weights_of
-from ahp.runtime.collectives import cut_segments, sum_gradient, sum_over_ranks
+from ahp.graph.outline import block_input
+from ahp.runtime.collectives import cut_segments, cut_sequence, gather_sequence, sum_gradient, sum_over_ranks
 from ahp.runtime.rewrite import rewrite
 from ahp.search.placement import Placement, Split
 from ahp.search.slice_model import ModelSlicing
@@ -45,7 +46,10 @@ def slice_module(
         for name, split in _splits(solution.weights):
             _replace(block, name, split, tp, replaced)
             cuts[prefix + name] = split
-        block.forward = SlicedForward(block, template, solution, tp.get_group(), programs.setdefault(kind, {}))  # type: ignore[method-assign]
+        run = SlicedForward(block, template, solution, tp.get_group(), programs.setdefault(kind, {}))
+        block.forward = run  # type: ignore[method-assign]
+        if slicing.sequence_parallel:
+            run.split_sequence(first=number == 0, last=number == slicing.outline.num_layers - 1)
     for path in slicing.vocabulary:
         part = dict(module.named_modules()).get(path)
         if part is None or not any(True for _ in part.parameters(recurse=False)):  # lives on another stage
@@ -106,7 +110,11 @@ def meta_copy(module: nn.Module) -> nn.Module:
 
 
 class SlicedForward:
-    """Runs a block's rewritten graph on this rank's weights; traces again for arguments of another shape."""
+    """Runs a block's rewritten graph on this rank's weights; traces again for arguments of another shape.
+
+    With sequence parallelism it takes and returns this rank's part of the hidden states [batch, sequence / ranks, hidden];
+    the first block is given the whole and the last returns the whole.
+    """
 
     def __init__(
         self,
@@ -117,8 +125,27 @@ class SlicedForward:
         programs: dict[Any, Any],
     ) -> None:
         self.block, self.template, self.solution, self.group, self.programs = block, template, solution, group, programs
+        self.in_parts = self.first = self.last = False
+
+    def split_sequence(self, *, first: bool, last: bool) -> None:
+        """Work on parts of the sequence. ``first``, ``last``: whether this block begins or ends the row of them."""
+        self.in_parts, self.first, self.last = True, first, last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.in_parts:
+            return self._run(args, kwargs)
+        if self.first:
+            args, kwargs = with_block_input(args, kwargs, cut_sequence(block_input(args, kwargs), self.group))
+        out = self._run(args, kwargs)
+        if not self.last:
+            return out
+        return (
+            (gather_sequence(out[0], self.group), *out[1:])
+            if isinstance(out, tuple)
+            else gather_sequence(out, self.group)
+        )
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         weights = weights_of(self.block)
         activations = tensor_leaves(args, kwargs)
         key = self._key(args, kwargs, weights)
@@ -136,10 +163,32 @@ class SlicedForward:
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
         self.template.train(self.block.training)
         shapes = {n: TensorLike(tuple(w.shape), w.dtype, w.device, w.requires_grad) for n, w in weights.items()}
+        if self.in_parts:
+            args, kwargs, hidden = self._whole_sequence(args, kwargs)
         captured = capture(self.template, args, kwargs, shapes)
         pinned = {name: placement for name, placement in self.solution.weights.items() if name in captured.names}
-        solution = solve(captured, self.group.size(), pinned, permission=self.solution.permission)
+        if self.in_parts:
+            solution = solve(captured, self.group.size(), pinned, hidden=hidden)
+        else:
+            solution = solve(captured, self.group.size(), pinned, permission=self.solution.permission)
         return rewrite(captured, solution, self.group), captured.output_spec
+
+    def _whole_sequence(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+        """The arguments with hidden states of the whole shape and no memory, and which of the activations they are."""
+        part = block_input(args, kwargs)
+        number = next(i for i, leaf in enumerate(tensor_leaves(args, kwargs)) if leaf is part)
+        batch, sequence, *rest = part.shape
+        whole = part.new_zeros(()).expand(batch, sequence * self.group.size(), *rest)
+        return *with_block_input(args, kwargs, whole.detach().requires_grad_(part.requires_grad)), number
+
+
+def with_block_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block's call with other hidden states."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
 def _bound(

@@ -30,6 +30,8 @@ class ModelSlicing:
     """One for each kind of block."""
     vocabulary: tuple[str, ...]
     """Modules outside the blocks that are split by vocabulary rows: the token embedding and the head, or neither."""
+    sequence_parallel: bool = False
+    """Whether the hidden states between the blocks are split along the sequence."""
 
     def by_module(self) -> dict[str, str]:
         """Module name (``*`` for the layer number) -> column | row | batch | sequence | replicated."""
@@ -71,7 +73,7 @@ def slice_outline(found: Outline, degree: int, *, enable_sequence_parallel: bool
                 _valid_degrees(captured, degree),
             )
         solutions.append(solution)
-    return ModelSlicing(found, degree, tuple(solutions), _vocabulary(found, degree))
+    return ModelSlicing(found, degree, tuple(solutions), _vocabulary(found, degree), enable_sequence_parallel)
 
 
 def _splits_a_weight(solution: Slicing) -> bool:
