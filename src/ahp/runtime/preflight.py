@@ -34,47 +34,59 @@ def preflight(mesh: Mesh, *, answer_s: float = ANSWER_S, exchange_s: float = EXC
     Raises NoAnswer: ranks and hosts that did not come within ``answer_s``, or the axis on which an exchange failed or took
     longer than ``exchange_s``, with the ranks and hosts on it.
     """
-    hosts = _meet(answer_s)
+    hosts = Hosts(mesh)
+    hosts.meet(answer_s)
     for axis in AXES:
         if mesh.size(axis) > 1:
             _exchange(mesh, axis, hosts, exchange_s)
 
 
-def _meet(answer_s: float) -> list[str]:
-    """The host of every rank, by rank."""
-    store, rank, world = default_store(), dist.get_rank(), dist.get_world_size()
-    time = store.add(f"ahp/preflight/{rank}", 1)  # a process may ask more than once; all ranks count alike
-    keys = [f"ahp/preflight/{time}/{other}" for other in range(world)]
-    store.set(keys[rank], socket.gethostname())
-    try:
-        store.wait(keys, timedelta(seconds=answer_s))
-    except RuntimeError:
-        missing = [other for other in range(world) if not store.check([keys[other]])]
-        there = sorted({store.get(key).decode() for key in keys if store.check([key])})
-        raise NoAnswer(
-            f"{_ranks(missing)} of {world} did not come to the first exchange within {answer_s:.0f} s; the others are on "
-            f"{', '.join(there)}. Their logs say where they hang or why they ended"
-        ) from None
-    return [store.get(key).decode() for key in keys]
+class Hosts:
+    """The ranks on this rank's axes, and where they run. The others are their own neighbours' to wait for: with thousands of
+    ranks, all waiting for all would be too much for the store."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.store, rank = default_store(), dist.get_rank()
+        found = {other for axis in AXES for other in dist.get_process_group_ranks(mesh.group(axis))}
+        self.ranks = sorted(found | {rank})
+        time = self.store.add(f"ahp/preflight/{rank}", 1)  # a process may ask more than once; all ranks count alike
+        self.keys = {other: f"ahp/preflight/{time}/{other}" for other in self.ranks}
+        self.store.set(self.keys[rank], socket.gethostname())
+
+    def meet(self, answer_s: float) -> None:
+        """Wait for all of them."""
+        try:
+            self.store.wait(list(self.keys.values()), timedelta(seconds=answer_s))
+        except RuntimeError:
+            missing = [rank for rank in self.ranks if not self.store.check([self.keys[rank]])]
+            there = [rank for rank in self.ranks if rank not in missing]
+            raise NoAnswer(
+                f"{_ranks(missing)} of {dist.get_world_size()} did not come to the first exchange within {answer_s:.0f} s; "
+                f"{_ranks(there)} did, on {self.of(there)}. The logs of those that are missing say where they hang or why "
+                "they ended"
+            ) from None
+
+    def of(self, ranks: list[int]) -> str:
+        """The hosts of ranks that have come, each once."""
+        return ", ".join(dict.fromkeys(self.store.get(self.keys[rank]).decode() for rank in ranks))
 
 
-def _exchange(mesh: Mesh, axis: str, hosts: list[str], exchange_s: float) -> None:
+def _exchange(mesh: Mesh, axis: str, hosts: Hosts, exchange_s: float) -> None:
     group = mesh.group(axis)
     ranks = dist.get_process_group_ranks(group)
-    where = f"axis {axis}, {_ranks(ranks)} on {', '.join(dict.fromkeys(hosts[rank] for rank in ranks))}"
     one = torch.ones((), device=mesh.device)
+    wrong = None
     try:
         work = dist.all_reduce(one, group=group, async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=exchange_s))
-        total = one.item()
+        if (total := one.item()) != len(ranks):
+            wrong = f"an all-reduce of ones gave {total}, not {len(ranks)}"
     except RuntimeError as error:
         first_line = str(error).strip().splitlines()[0]
-        raise NoAnswer(
-            f"{where}: an all-reduce of one number did not end within {exchange_s:.0f} s: {first_line}"
-        ) from None
-    if total != len(ranks):
-        raise NoAnswer(f"{where}: an all-reduce of ones gave {total}, not {len(ranks)}")
+        wrong = f"an all-reduce of one number did not end within {exchange_s:.0f} s: {first_line}"
+    if wrong:
+        raise NoAnswer(f"axis {axis}, {_ranks(ranks)} on {hosts.of(ranks)}: {wrong}")
 
 
 def _ranks(ranks: list[int]) -> str:
