@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Packing = Literal["packed", "padded"]
@@ -18,19 +18,35 @@ class Record(BaseModel):
 
 
 class Optimizer(Record):
-    """AdamW as in ``torch.optim.AdamW``: every parameter decays, norms and biases too."""
+    """AdamW as ``torch.optim.AdamW``; or Muon as ``torch.optim.Muon`` for the matrices of the blocks, AdamW for the rest."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(default=1.0e-3, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1.0e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
+    decay_norms_and_biases: bool = True
+    """Whether parameters of one dim decay too, as they do in torch where no groups are made."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon only: of its running mean of the gradient."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps over which the rate rises linearly; step 0 already takes ``1 / warmup_steps`` of it."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """What the rate does after the warm-up, down to a tenth at the last step of the job."""
+    decay_share: float = Field(default=0.2, gt=0, le=1)
+    """wsd only: share of the job's steps, at the end, over which the rate falls."""
     grad_clip: float | None = Field(default=1.0, gt=0)
     """Largest global gradient norm; None = no clipping."""
+
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> Optimizer:
+        for key, of, needed in (("momentum", "name", "muon"), ("decay_share", "schedule", "wsd")):
+            value, default = getattr(self, key), Optimizer.model_fields[key].default
+            if value != default and getattr(self, of) != needed:
+                raise ValueError(
+                    f"job.optimizer.{key} = {value}: has no effect under {of} {getattr(self, of)} (valid: {default}, or {of} {needed})"
+                )
+        return self
 
 
 class Job(Record):

@@ -20,6 +20,7 @@ from ahp.plan import EngineChoice, Parallelism
         ("accelerate", {"pipeline_parallel_degree": 2}, {}, {}, "pipeline_parallel_degree = 2"),
         ("accelerate", {"data_parallel_shard_degree": 2, "zero_stage": 1}, {}, {}, "zero_stage = 1"),
         ("accelerate", {"expert_parallel_degree": 2}, {}, {}, "expert_parallel_degree = 2"),
+        ("torchtitan", {}, {"optimizer": "muon"}, {}, "job.optimizer.name = 'muon'"),
     ],
 )  # fmt: skip
 def test_refused_by_the_users_own_key(name, layout, job, choice, key):

@@ -84,6 +84,15 @@ def test_zero_divides_what_it_says(zero, parameters, states, gathered, gradients
     assert parts["gradients"] == gradients
 
 
+def test_muon_keeps_one_state_of_a_matrix_in_a_block_and_two_of_the_rest():
+    job = Job.model_validate({"optimizer": "muon"})
+    muon = AhpEngine().traits(job, Parallelism(data_parallel_shard_degree=4), EngineChoice())
+    assert state_bytes(WEIGHTS, muon, shards=4, micro_batches=4)["optimizer_states"] == (4 * 800 + 8 * 200) / 4
+    experts = RankWeights(total=1000, largest_block=100, outside_blocks=200, experts=400)
+    parts = state_bytes(experts, muon, shards=4, micro_batches=4, expert_ranks=2)
+    assert parts["optimizer_states"] == (4 * 400 + 8 * 200) / 4 + 8 * 400 / 2
+
+
 def test_fp32_alone_needs_no_second_copy():
     assert state(0, "fp32")["gathered_weights"] == 0
     assert sum(state(0, "fp32").values()) - state(0, "fp32")["reduce_buffers"] == 16 * 1000

@@ -18,7 +18,8 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.graph.models import build_model
 from ahp.runtime.collectives import cut_segments
-from ahp.runtime.pretrained import Pretrained, check_folder, held_ranges
+from ahp.runtime.layout import held_ranges
+from ahp.runtime.pretrained import Pretrained, check_folder
 from ahp.search.placement import Split
 from tests.runtime.models import JOB, MODELS, batch
 from tests.runtime.test_checkpoint import PLANS

@@ -117,17 +117,19 @@ def test_a_run_of_before_a_key_came_goes_on(folder: RunFolder) -> None:
         folder.check_same_job(Plan(job=Job(packing="padded")))
 
 
-@pytest.mark.parametrize(("schedule", "allowed"), [("constant", True), ("cosine", False)])
+@pytest.mark.parametrize(("schedule", "allowed"), [("constant", True), ("cosine", False), ("wsd", True)])
 def test_more_steps_continue_only_what_does_not_look_ahead(folder: RunFolder, schedule: str, allowed: bool) -> None:
     def plan(steps: int) -> Plan:
-        return Plan(job=Job.model_validate({"steps": steps, "optimizer": {"schedule": schedule}}))
+        return Plan(job=Job.model_validate({"steps": steps, "optimizer": {"schedule": schedule, "warmup_steps": 2}}))
 
-    write_checkpoint(folder, 10, plan(10))
+    write_checkpoint(folder, 10, plan(20))
     if allowed:
-        folder.check_same_job(plan(20))
+        folder.check_same_job(plan(40))
+        with pytest.raises(BadInput, match="model = 'gpt2'"):
+            folder.check_same_job(plan(40).model_copy(update={"model": "gpt2"}))
     else:
-        with pytest.raises(BadInput, match=r"job\.steps = 20"):
-            folder.check_same_job(plan(20))
+        with pytest.raises(BadInput, match=r"job\.steps = 40"):
+            folder.check_same_job(plan(40))
     with pytest.raises(BadInput, match=r"job\.steps = 5"):
         folder.check_same_job(plan(5))
 

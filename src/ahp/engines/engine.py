@@ -88,6 +88,8 @@ class Traits:
     """Whether torch's pipeline runtime runs the stages: it allocates what a stage receives for every micro-batch."""
     stage_ends: Ends = "hold_layers"
     """How the engine cuts the layers where it is not told: what the first and the last stage hold."""
+    no_matrix_state_bytes: int = 0
+    """Bytes of optimizer states more, of a parameter outside of the blocks or of stacked experts (Muon leaves them to AdamW)."""
     gathers_each_weight: bool = False
     """Whether sharded weights are gathered and their gradients reduced one tensor at a time, not a unit at once."""
     fused_gradient_accumulation: bool = False

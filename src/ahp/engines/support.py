@@ -58,6 +58,8 @@ class Support:
             return _cannot(engine, "activation_checkpoint", p.activation_checkpoint, self.activation_checkpoints)
         if job.precision not in self.precisions:
             return _cannot(engine, "precision", job.precision, self.precisions)
+        if job.optimizer.name != "adamw":
+            return _cannot(engine, "job.optimizer.name", job.optimizer.name, ["adamw"])
         if choice.compile and not self.compile:
             return _cannot(engine, "engine.compile", True, [False])
         return None

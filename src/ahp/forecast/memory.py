@@ -170,6 +170,7 @@ def state_bytes(
         gathered = min(gathered, total) * traits.compute_weight_bytes
     waits_whole = traits.keeps_whole_gradients and micro_batches > 1
     part = (total - weights.experts) / shards + weights.experts / max(1.0, shards / expert_ranks)
+    no_matrix = weights.outside_blocks / shards + weights.experts / max(1.0, shards / expert_ranks)
     unit = max(weights.largest_block, weights.outside_blocks)
     # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
     buffers = unit * (traits.compute_weight_bytes + traits.reduce_bytes) if traits.reduce_copies else 0
@@ -178,7 +179,7 @@ def state_bytes(
         buffers += (weights.shapes + weights.head) * traits.compute_weight_bytes
     return {
         "parameters": math.ceil(part * traits.master_weight_bytes),
-        "optimizer_states": math.ceil(part * traits.optimizer_state_bytes),
+        "optimizer_states": math.ceil(part * traits.optimizer_state_bytes + no_matrix * traits.no_matrix_state_bytes),
         "gathered_weights": gathered,
         "gradients": math.ceil((total if waits_whole else part) * traits.gradient_bytes),
         "reduce_buffers": buffers,

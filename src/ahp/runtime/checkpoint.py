@@ -15,13 +15,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ahp.runtime.collectives import cut_segments, join_segments
+from ahp.runtime.layout import own_part, whole
 from ahp.runtime.torch_compat import like_distributed, local_tensor
 
 if TYPE_CHECKING:
     from ahp.runtime.parallelize import Parallel
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save(parallel: Parallel, folder: Path) -> None:
@@ -36,10 +34,11 @@ def load(parallel: Parallel, folder: Path) -> None:
     for name, parameter in parallel.parameters.items():
         _take_over(parallel, name, parameter, state[f"model.{name}"])
         if name in parallel.optimizer.shards:
-            moments = parallel.optimizer.moments(name)
-            for key in MOMENTS:
-                _take_over(parallel, name, like_distributed(moments[key], parameter), state[f"{key}.{name}"])
-            moments["step"].copy_(state[f"adam_step.{name}"])
+            for key, moment in parallel.optimizer.moments(name).items():
+                if key == "step":
+                    moment.copy_(state[f"adam_step.{name}"])
+                else:
+                    _take_over(parallel, name, like_distributed(moment, parameter), state[f"{key}.{name}"])
     parallel.held.refresh_twins()
     parallel.num_steps_done = int(state["num_steps_done"])
 
@@ -50,10 +49,11 @@ def _state(parallel: Parallel) -> dict[str, torch.Tensor]:
     for name, parameter in parallel.parameters.items():
         state[f"model.{name}"] = _canonical(parallel, name, parameter.detach())
         if name in parallel.optimizer.shards:
-            moments = parallel.optimizer.moments(name)
-            for key in MOMENTS:
-                state[f"{key}.{name}"] = _canonical(parallel, name, like_distributed(moments[key], parameter))
-            state[f"adam_step.{name}"] = moments["step"].detach().clone().cpu()
+            for key, moment in parallel.optimizer.moments(name).items():
+                if key == "step":
+                    state[f"adam_step.{name}"] = moment.detach().clone().cpu()
+                else:
+                    state[f"{key}.{name}"] = _canonical(parallel, name, like_distributed(moment, parameter))
     return state
 
 
@@ -71,53 +71,13 @@ def _canonical(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Ten
     )
 
 
-def whole(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """All of a parameter (or of its moment) on every rank that holds a part of it. Collective among those."""
-    mesh, split = parallel.mesh, parallel.splits.get(name)
-    if split is None:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    # Axis by axis: what DTensor itself would do for rows that are split twice, without its warning about it.
-    shape = list(parallel.names.shapes[name])
-    shape[split.dim] //= mesh.size("tp")
-    rows = DTensor.from_local(
-        local_tensor(tensor),
-        mesh.whole["dp_shard"],
-        [Shard(0)],
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=_contiguous(shape),
-    )
-    mine = rows.full_tensor().contiguous()
-    parts = [torch.empty_like(mine) for _ in range(mesh.size("tp"))]
-    dist.all_gather(parts, mine, group=mesh.group("tp"))
-    return join_segments(parts, split.dim, split.segments)
-
-
-def _contiguous(shape: list[int]) -> tuple[int, ...]:
-    """Row-major strides of a shape."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)
-
-
 def _take_over(parallel: Parallel, name: str, live: torch.Tensor, loaded: torch.Tensor) -> None:
     """Copy what was loaded into the live tensor, where the two do not share memory."""
     if not _is_packed(parallel, name):
         return
     assert isinstance(loaded, DTensor)
-    split, mesh = parallel.splits[name], parallel.mesh
-    parts = [
-        cut_segments(loaded.full_tensor(), split.dim, split.segments, mesh.size("tp"), r)
-        for r in range(mesh.size("tp"))
-    ]
-    mine = parts[mesh.rank("tp")]
-    # FSDP2 cuts the first dim of this rank's part into equal chunks of rows, the last ones shorter or empty.
-    chunks = mine.chunk(mesh.size("dp_shard"), 0)
-    rank = mesh.rank("dp_shard")
     with torch.no_grad():
-        if rank < len(chunks):
-            local_tensor(live.detach()).copy_(chunks[rank])
+        local_tensor(live.detach()).copy_(own_part(parallel, name, loaded.full_tensor()))
 
 
 def export_hf(parallel: Parallel, folder: Path) -> None:

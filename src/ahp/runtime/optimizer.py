@@ -1,65 +1,110 @@
-"""AdamW over this rank's shards, and the learning rate of each step."""
+"""The optimizer over this rank's shards: AdamW element by element, Muon matrix by matrix."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
 
-from ahp.job import Optimizer as OptimizerSettings
-from ahp.runtime.torch_compat import local_tensor
+from ahp.errors import BadInput
+from ahp.graph.blocks import NoBlocks, find_blocks
+from ahp.job import Optimizer as Settings
+from ahp.runtime.torch_compat import local_tensor, orthogonalized
 
-FINAL_FRACTION = 0.1
-"""Share of the learning rate that is left at the last step of a decaying schedule."""
-
-
-def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> float:
-    """The rate of step ``step`` (from 0) of ``num_steps``: linear warm-up, then the schedule."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return settings.learning_rate
-    decaying = max(1, num_steps - settings.warmup_steps)
-    done = min(1.0, (step - settings.warmup_steps) / decaying)
-    shape = 1 - done if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return settings.learning_rate * (FINAL_FRACTION + (1 - FINAL_FRACTION) * shape)
+Gather = Callable[[str, torch.Tensor], torch.Tensor]
+"""(parameter, this rank's part of a tensor laid out like it) -> the whole tensor. Collective among those that hold parts."""
+Cut = Callable[[str, torch.Tensor], torch.Tensor]
+"""(parameter, a whole tensor) -> this rank's part."""
 
 
-class ShardedAdamW:
-    """``torch.optim.AdamW`` on the local shards of distributed parameters.
+def matrices_of(module: nn.Module, settings: Settings) -> frozenset[str]:
+    """Parameters that Muon updates, by every name they have: the matrices inside the blocks; the rest is AdamW's.
 
-    The optimizer works element by element, so it needs no collective and no knowledge of how a tensor is spread:
-    plain tensors that share memory with the shards spare DTensor's dispatch at every operator.
+    Embeddings, the head, norms, biases and stacks of experts are left to AdamW (Keller Jordan, kellerjordan.github.io/posts/muon).
+    Raises BadInput for a model without blocks.
+    """
+    if settings.name != "muon":
+        return frozenset()
+    try:
+        path = find_blocks(module).path
+    except NoBlocks as error:
+        raise BadInput(f"job.optimizer.name = 'muon': it updates the matrices of a model's blocks; {error}") from None
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, p in named if name.startswith(f"{path}.") and p.ndim == 2)
+
+
+class ShardedOptimizer:
+    """``torch.optim.AdamW`` and ``torch.optim.Muon`` on the local shards of distributed parameters.
+
+    AdamW works element by element, so it needs no collective and no knowledge of how a tensor is spread: plain tensors that
+    share memory with the shards spare DTensor's dispatch at every operator. Muon's momentum is a shard too; only its
+    update, which is orthogonalised, is gathered, one matrix after the other.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: Settings,
+        *,
+        matrices: Collection[str] = (),
+        gather: Gather = lambda _, part: part,
+        cut: Cut = lambda _, whole: whole,
+    ) -> None:
+        self.settings, self.gather, self.cut = settings, gather, cut
+        self.parameters = parameters
         self.shards = {
             name: nn.Parameter(local_tensor(p.detach()), p.requires_grad)
             for name, p in parameters.items()
             if p.requires_grad
         }
+        self.momentum = {name: torch.zeros_like(self.shards[name].data) for name in self.shards if name in matrices}
+        """Of each matrix that Muon updates, this rank's part."""
         self.adamw = torch.optim.AdamW(
-            [shard for shard in self.shards.values() if shard.numel() > 0] or [nn.Parameter(torch.zeros(1))],
+            self._groups() or [nn.Parameter(torch.zeros(1))],
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.eps,
-            weight_decay=settings.weight_decay,
             fused=True,
         )
 
+    def _groups(self) -> list[dict[str, object]]:
+        """AdamW's parameters by whether they decay: vectors (norms, biases) only where the settings say so."""
+        by_decay: dict[float, list[nn.Parameter]] = {}
+        for name, shard in self.shards.items():
+            if shard.numel() > 0 and name not in self.momentum:
+                decays = self.settings.decay_norms_and_biases or self.parameters[name].ndim > 1
+                by_decay.setdefault(self.settings.weight_decay if decays else 0.0, []).append(shard)
+        return [{"params": shards, "weight_decay": decay} for decay, shards in by_decay.items()]
+
     def step(self, rate: float, gradients: dict[str, torch.Tensor]) -> None:
-        """One update at ``rate`` with this rank's parts of the gradients, by parameter name."""
+        """One update at ``rate`` with this rank's parts of the gradients, by parameter name. Collective under Muon."""
         for name, shard in self.shards.items():
             shard.grad = gradients.get(name)
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
+        for name, momentum in self.momentum.items():
+            self._orthogonal_step(name, momentum, rate)
         for shard in self.shards.values():
             shard.grad = None
 
+    @torch.no_grad()
+    def _orthogonal_step(self, name: str, momentum: torch.Tensor, rate: float) -> None:
+        """As ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, on a part of the matrix."""
+        shard, beta = self.shards[name], self.settings.momentum
+        # A rank whose part is empty takes part in the gathering all the same.
+        gradient = shard.grad if shard.grad is not None else torch.zeros_like(shard)
+        momentum.lerp_(gradient, 1 - beta)
+        update = self.cut(name, orthogonalized(self.gather(name, gradient.lerp(momentum, beta))))
+        rows, columns = self.parameters[name].shape
+        shard.mul_(1 - rate * self.settings.weight_decay)
+        shard.add_(update, alpha=-rate * ADAMW_RMS * max(rows, columns) ** 0.5)
+
     def moments(self, name: str) -> dict[str, torch.Tensor]:
-        """``step, exp_avg, exp_avg_sq`` of one parameter's shard, made if no step was taken yet."""
+        """States of one parameter's shard, made if no step was taken yet: tensors like it and, of AdamW, ``step``."""
+        if name in self.momentum:
+            return {"momentum_buffer": self.momentum[name]}
         shard = self.shards[name]
         state = self.adamw.state[shard]
         if not state:
@@ -67,3 +112,8 @@ class ShardedAdamW:
             state["exp_avg"] = torch.zeros_like(shard)
             state["exp_avg_sq"] = torch.zeros_like(shard)
         return state
+
+
+ADAMW_RMS = 0.2
+"""Root mean square of an AdamW update, to which Muon's is scaled, so that both share rate and decay (Moonlight, arXiv
+2502.16982, section 2.2)."""

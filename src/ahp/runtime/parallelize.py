@@ -17,12 +17,14 @@ from ahp.graph.blocks import NoBlocks, find_blocks
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
 from ahp.plan import Parallelism, Plan, validated
+from ahp.runtime import layout
 from ahp.runtime.deferred import WeightGradients
+from ahp.runtime.learning_rate import learning_rate
 from ahp.runtime.loss import Loss, PendingCount, count_scored
 from ahp.runtime.materialize import allocate_on, is_meta, materialize, materialize_buffers
 from ahp.runtime.mesh import Mesh, build_mesh
 from ahp.runtime.norm import clip_, loss_and_norm, weighted_square_sum
-from ahp.runtime.optimizer import ShardedAdamW, learning_rate
+from ahp.runtime.optimizer import ShardedOptimizer, matrices_of
 from ahp.runtime.ownership import Held, Names, StageTies
 from ahp.runtime.pipeline import Accumulation, Pipeline, stages_of_rank
 from ahp.runtime.preflight import preflight
@@ -31,6 +33,7 @@ from ahp.runtime.recompute import recompute
 from ahp.runtime.shard import COMPUTE_DTYPE, Sharding
 from ahp.runtime.slice import slice_module
 from ahp.runtime.stages import Stage, cut
+from ahp.runtime.torch_compat import like_distributed
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.schedule.stages import layer_ranges, layers_of_stages
 from ahp.search.placement import Split
@@ -111,6 +114,7 @@ class Parallel:
         ranges = layer_ranges(layers_of_stages(p, found.num_layers)) if found else (range(0),)
         sliced = _sliced(found, p)
         self.names = Names(module)
+        matrices = matrices_of(module, plan.job.optimizer)
         given = Pretrained(plan.init_from) if plan.init_from is not None else None
         stored = given.check(module) if given is not None else {}
         streamed = given is not None and is_meta(module)
@@ -156,7 +160,13 @@ class Parallel:
         if given is not None:
             fill(self, given, stored)
             self.bytes_read = given.bytes_read
-        self.optimizer = ShardedAdamW(self.parameters, plan.job.optimizer)
+        self.optimizer = ShardedOptimizer(
+            self.parameters,
+            plan.job.optimizer,
+            matrices=matrices,
+            gather=lambda name, part: layout.whole(self, name, like_distributed(part, self.parameters[name])),
+            cut=lambda name, all_of_it: layout.own_part(self, name, all_of_it),
+        )
         vocabulary = bool(sliced and sliced.vocabulary)
         self.loss = Loss(causal=not is_masked(module), vocabulary_group=mesh.group("tp") if vocabulary else None)
         self.runner = self._runner(found, vocabulary)

@@ -12,14 +12,11 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput, bad_input
+from ahp.runtime.layout import Ranges, ranges_of
 from ahp.runtime.torch_compat import local_tensor
-from ahp.search.placement import Split
 
 if TYPE_CHECKING:
     from ahp.runtime.parallelize import Parallel
-
-Ranges = list[tuple[int, int]]
-"""``first, end`` along one dim, in the order in which a rank holds them."""
 
 
 class Pretrained:
@@ -134,53 +131,13 @@ def _spellings(name: str, prefix: str) -> Iterator[str]:
         yield name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
 
 
-def held_ranges(
-    shape: tuple[int, ...], split: Split | None, tensor: tuple[int, int], shard: tuple[int, int]
-) -> dict[int, Ranges]:
-    """Which part of a parameter a rank holds, by dim. ``tensor`` and ``shard`` are (rank, size) on those axes.
-
-    A tensor-parallel rank has its share of each segment of the split dim; of the rows of that, FSDP2 gives a shard rank one of
-    equal chunks, the last ones shorter or empty.
-    """
-    ranges: dict[int, Ranges] = {}
-    if not shape:
-        return ranges
-    if split is not None:
-        rank, size = tensor
-        ends = list(itertools.accumulate(split.segments))
-        shares = [(end - whole, whole // size) for end, whole in zip(ends, split.segments, strict=True)]
-        ranges[split.dim] = [(first + rank * share, first + (rank + 1) * share) for first, share in shares]
-    rank, size = shard
-    if size > 1:
-        rows = ranges.get(0, [(0, shape[0])])
-        count = sum(end - first for first, end in rows)
-        chunk = -(-count // size)
-        ranges[0] = _between(rows, min(rank * chunk, count), min((rank + 1) * chunk, count))
-    return ranges
-
-
-def _between(ranges: Ranges, low: int, high: int) -> Ranges:
-    """Of what the ranges hold, one after the other, the elements ``low .. high``."""
-    found, passed = [], 0
-    for first, end in ranges:
-        a, b = max(low - passed, 0), min(high - passed, end - first)
-        if a < b:
-            found.append((first + a, first + b))
-        passed += end - first
-    return found or [(ranges[0][0], ranges[0][0])]
-
-
 def fill(parallel: Parallel, source: Pretrained, stored: dict[str, str]) -> None:
     """Copy this rank's parts into its parameters and buffers. No collective: every rank reads for itself."""
-    mesh, sharded = parallel.mesh, parallel.sharding.uses_fsdp
-    shard = (mesh.rank("dp_shard"), mesh.size("dp_shard")) if sharded else (0, 1)
     with torch.no_grad():
         for name, parameter in parallel.parameters.items():
-            shape = parallel.names.shapes[name]
-            ranges = held_ranges(shape, parallel.splits.get(name), (mesh.rank("tp"), mesh.size("tp")), shard)
             local = local_tensor(parameter)
             if local.numel() > 0:
-                local.copy_(source.part(stored[name], ranges, len(shape)))
+                local.copy_(source.part(stored[name], ranges_of(parallel, name), parameter.ndim))
         for stage in parallel.stages.values():
             for name, buffer in stage.model.named_buffers():
                 if name in stored:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.plan import Plan
+from ahp.runtime.learning_rate import learning_rate
 
 State = Literal["running", "done", "failed", "interrupted"]
 
@@ -168,11 +169,13 @@ class RunFolder:
             return
         before = self.checkpoints()[-1].meta()
         before["job"] = _with_defaults(before["job"])
-        differ = list(_differences(before["job"], plan.job.model_dump(mode="json"), "job"))
+        differ = []
+        if not _only_longer(before["job"], plan.job, before["step"]):
+            differ = list(_differences(before["job"], plan.job.model_dump(mode="json"), "job"))
         for key, now in (("init_from", plan.init_from), ("model", plan.model)):
             if before.get(key) != now:
                 differ.insert(0, f"{key} = {now!r} (the run has {before.get(key)!r})")
-        if differ and not _only_longer(before["job"], plan.job):
+        if differ:
             raise BadInput(
                 f"run.folder = {str(self.path)!r} holds a run of another job: {'; '.join(differ)}. "
                 "Start a new run with another --run.folder, or give the old values to continue this one"
@@ -235,7 +238,9 @@ def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str) -> It
             yield f"{name} = {new!r} (the run has {old!r})"
 
 
-def _only_longer(before: dict[str, Any], now: Job) -> bool:
-    """More steps change no step that was made, as long as the learning rate does not look at the last one."""
-    same = {**before, "steps": now.steps} == now.model_dump(mode="json")
-    return same and now.optimizer.schedule == "constant" and now.steps >= before["steps"]
+def _only_longer(before: dict[str, Any], now: Job, step: int) -> bool:
+    """Another number of steps changes no step that was made, where the learning rate of those is the same."""
+    if {**before, "steps": now.steps} != now.model_dump(mode="json") or now.steps < step:
+        return False
+    steps = (now.steps, before["steps"])
+    return all(len({learning_rate(now.optimizer, i, n) for n in steps}) == 1 for i in range(step))

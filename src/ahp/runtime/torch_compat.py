@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
@@ -75,6 +76,11 @@ def _accumulate(parameter: Any) -> None:
 def allocate(module: nn.Module, device: torch.device) -> None:
     """Give meta tensors memory, not values, and move what is real to the device. Parameters that were tied come apart."""
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix with its singular values brought near 1, in bf16, exactly as ``torch.optim.Muon`` does it by default."""
+    return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
 
 
 def with_weights(module: nn.Module, weights: dict[str, torch.Tensor]) -> AbstractContextManager[None]:

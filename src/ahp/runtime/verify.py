@@ -14,9 +14,11 @@ from torch import nn
 from ahp.errors import HardwareMismatch, bad_input
 from ahp.graph.call import call_model, logits_of
 from ahp.graph.models import build_model, is_masked
+from ahp.job import Optimizer
 from ahp.plan import Plan
 from ahp.runtime import rehearsal
-from ahp.runtime.optimizer import learning_rate
+from ahp.runtime.learning_rate import learning_rate
+from ahp.runtime.optimizer import matrices_of
 from ahp.runtime.shard import COMPUTE_DTYPE
 from ahp.runtime.team import choose_device
 from ahp.runtime.torch_compat import with_weights
@@ -78,19 +80,13 @@ def verify(plan: Plan, *, steps: int = 10, say: Callable[[str], None] = lambda t
 
 
 def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
-    """Loss and pre-clip gradient norm of each step in plain PyTorch: the module, AdamW, clip_grad_norm_.
+    """Loss and pre-clip gradient norm of each step in plain PyTorch: the module, its optimizer, clip_grad_norm_.
 
     The global batch goes through in micro-batches, each weighed by its scored tokens, to save memory.
     """
     job, settings = plan.job, plan.job.optimizer
     model = rehearsal.model(plan)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
+    optimizers = plain_optimizers(model, settings)
     causal = not is_masked(model)
     for step in range(steps):
         data = rehearsal.batch(plan, step, rehearsal.vocabulary(model))
@@ -108,11 +104,35 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
             total += loss.item()
         limit = settings.grad_clip if settings.grad_clip is not None else float("inf")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step, job.steps)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(settings, step, job.steps)
+            optimizer.step()
+            optimizer.zero_grad()
         yield total, norm.item()
+
+
+def plain_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optimizer]:
+    """torch's own optimizers on a whole model, as the settings mean them."""
+    names = matrices_of(model, settings)
+    matrices = [p for name, p in model.named_parameters() if name in names]
+    others = [p for name, p in model.named_parameters() if name not in names]
+    vectors = [p for p in others if p.ndim < 2 and not settings.decay_norms_and_biases]
+    kept = {id(p) for p in vectors}
+    groups = [
+        {"params": [p for p in others if id(p) not in kept], "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)]
+    if matrices:
+        muon = torch.optim.Muon(
+            matrices,
+            weight_decay=settings.weight_decay,
+            momentum=settings.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        found.append(muon)
+    return found
 
 
 def _logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,102 @@
+"""Where the elements of a parameter lie: the part of a rank as ranges of the whole, and the whole from all parts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from ahp.runtime.collectives import join_segments
+from ahp.runtime.torch_compat import local_tensor
+from ahp.search.placement import Split
+
+if TYPE_CHECKING:
+    from ahp.runtime.parallelize import Parallel
+
+Ranges = list[tuple[int, int]]
+"""``first, end`` along one dim, in the order in which a rank holds them."""
+
+
+def held_ranges(
+    shape: tuple[int, ...], split: Split | None, tensor: tuple[int, int], shard: tuple[int, int]
+) -> dict[int, Ranges]:
+    """Which part of a parameter a rank holds, by dim. ``tensor`` and ``shard`` are (rank, size) on those axes.
+
+    A tensor-parallel rank has its share of each segment of the split dim; of the rows of that, FSDP2 gives a shard rank one of
+    equal chunks, the last ones shorter or empty.
+    """
+    ranges: dict[int, Ranges] = {}
+    if not shape:
+        return ranges
+    if split is not None:
+        rank, size = tensor
+        ends = list(itertools.accumulate(split.segments))
+        shares = [(end - whole, whole // size) for end, whole in zip(ends, split.segments, strict=True)]
+        ranges[split.dim] = [(first + rank * share, first + (rank + 1) * share) for first, share in shares]
+    rank, size = shard
+    if size > 1:
+        rows = ranges.get(0, [(0, shape[0])])
+        count = sum(end - first for first, end in rows)
+        chunk = -(-count // size)
+        ranges[0] = _between(rows, min(rank * chunk, count), min((rank + 1) * chunk, count))
+    return ranges
+
+
+def _between(ranges: Ranges, low: int, high: int) -> Ranges:
+    """Of what the ranges hold, one after the other, the elements ``low .. high``."""
+    found, passed = [], 0
+    for first, end in ranges:
+        a, b = max(low - passed, 0), min(high - passed, end - first)
+        if a < b:
+            found.append((first + a, first + b))
+        passed += end - first
+    return found or [(ranges[0][0], ranges[0][0])]
+
+
+def ranges_of(parallel: Parallel, name: str) -> dict[int, Ranges]:
+    """Which part of a parameter this rank holds."""
+    mesh = parallel.mesh
+    shard = (mesh.rank("dp_shard"), mesh.size("dp_shard")) if parallel.sharding.uses_fsdp else (0, 1)
+    tensor = (mesh.rank("tp"), mesh.size("tp"))
+    return held_ranges(parallel.names.shapes[name], parallel.splits.get(name), tensor, shard)
+
+
+def own_part(parallel: Parallel, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor that is laid out as a parameter; the inverse of ``whole``."""
+    for dim, ranges in ranges_of(parallel, name).items():
+        pieces = [whole.narrow(dim, first, end - first) for first, end in ranges]
+        whole = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+    return whole
+
+
+def whole(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """All of a parameter (or of its moment) on every rank that holds a part of it. Collective among those."""
+    mesh, split = parallel.mesh, parallel.splits.get(name)
+    if split is None:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # Axis by axis: what DTensor itself would do for rows that are split twice, without its warning about it.
+    shape = list(parallel.names.shapes[name])
+    shape[split.dim] //= mesh.size("tp")
+    rows = DTensor.from_local(
+        local_tensor(tensor),
+        mesh.whole["dp_shard"],
+        [Shard(0)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=_contiguous(shape),
+    )
+    mine = rows.full_tensor().contiguous()
+    parts = [torch.empty_like(mine) for _ in range(mesh.size("tp"))]
+    dist.all_gather(parts, mine, group=mesh.group("tp"))
+    return join_segments(parts, split.dim, split.segments)
+
+
+def _contiguous(shape: list[int]) -> tuple[int, ...]:
+    """Row-major strides of a shape."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)
