@@ -82,11 +82,11 @@ def sums(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 def every_alike(asked: Problem) -> Iterator[Alike]:
     """What the ahp engine can give all cells, written out without the search's own rules."""
     fixed = asked.constraints.given
-    for tensor, shard, size, kind in product(
-        [1, 2, 4], [1, 2, 3, 4], divisors(asked.job.global_batch_size), ["none", "full"]
+    for tensor, sequence, shard, size, kind in product(
+        [1, 2, 4], [False, True], [1, 2, 3, 4], divisors(asked.job.global_batch_size), ["none", "full"]
     ):
         for zero in [1, 2, 3] if shard > 1 else [0]:
-            alike = Alike(tensor, False, 1, 1, size, shard, zero, kind)
+            alike = Alike(tensor, sequence, 1, 1, size, shard, zero, kind)
             layout = layout_of(alike, 1)
             if all(getattr(layout, key) == value for key, value in fixed.items()):
                 yield alike
@@ -107,7 +107,7 @@ def every_placement(asked: Problem) -> Iterator[Parallelism]:
                 columns = [names[s * r : (s + 1) * r] for s in range(p)]
                 for cut, shares in product(cuts(layers, p), sums(total, r)):
                     stages = tuple(StagePlace(group=c, layers=n) for c, n in zip(columns, cut, strict=True))
-                    for schedule in ("1F1B", "GPipe") if p > 1 else ("1F1B",):
+                    for schedule in ("1F1B", "InterleavedZeroBubble", "GPipe") if p > 1 else ("1F1B",):
                         yield (
                             Shape(alike, p, r, schedule)
                             .layout()

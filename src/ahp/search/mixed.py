@@ -214,6 +214,8 @@ def _certificate(
         best_s=best_s,
         lowest_bound_left_s=floor_s if floor_s < float("inf") else None,
         proven=floor_s >= best_s,
+        any_cut_s=None,
+        found_s=best_s,
         search_s=search_s,
         num_groups=len(asked.cluster.groups),
         shapes=over.size + over.broken,

@@ -1,13 +1,14 @@
 """The two balances of a mixed layout: layers among its stages, and micro-batches among its replicas.
 
-Both look at one number for each kind of replica: the time after which 1F1B or GPipe cannot be done, which is linear in the
+Both look at one number for each kind of replica: the time before which its schedule cannot be done, linear in the
 micro-batches m. With t the seconds of a stage on one micro-batch, F those of its forward pass and W the sum of t over the
 replica's stages, stage s (of p, from 0) ends no sooner than
 
     W + (m - 1) t_s - (min(p - s, m) - 1) F_s
 
 One micro-batch goes through all stages and back; then the stage has m - 1 backward passes to do, and all forward passes but
-those that it may have done until the first gradient came. Without a pipeline that is m t, exactly.
+those that it may have done until the first gradient came. Without a pipeline that is m t, exactly. Where the backward pass is
+split, weight gradients may fill the way back: of the other stages only their forward passes count.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 ROUNDS = 4
 """Layers and micro-batches are balanced in turn so many times at most; a second round already changes little."""
@@ -54,11 +56,42 @@ class Balanced:
     """The step cannot be shorter, by the formula above."""
 
 
-def ends_s(whole: Floats, forward: Floats, micro_batches: Ints) -> Floats:
-    """[M] Seconds that a replica takes at least with each number of micro-batches, from [S] seconds of its stages."""
+def ends_s(whole: Floats, forward: Floats, micro_batches: Ints, *, splits: bool) -> Floats:
+    """[M] Seconds that a replica takes at least with each number of micro-batches, from [S] seconds of its stages.
+
+    ``splits``: whether the schedule computes weight gradients apart from input gradients.
+    """
     m = np.asarray(micro_batches)[:, None]
     waits = np.minimum(len(whole) - np.arange(len(whole)), m) - 1
-    return whole.sum() + ((m - 1) * whole - waits * forward).max(axis=1)
+    way = forward if splits else whole
+    return way.sum() + (m * whole - way - waits * forward).max(axis=1)
+
+
+def round_down(
+    shared: list[list[int]], allowed: Bools, times_s: Sequence[Floats], least: int
+) -> list[list[int]] | None:
+    """Shares whose every number is allowed: rounded down, and what is left given to whoever is then done first.
+
+    ``allowed``: [M + 1]; ``times_s`` as for ``share``. None where what is left cannot be given away.
+    """
+    if all(allowed[m] for each in shared for m in each):
+        return shared
+    numbers = np.flatnonzero(allowed)
+    below = [[int(numbers[np.searchsorted(numbers, m, side="right") - 1]) for m in each] for each in shared]
+    left = sum(map(sum, shared)) - sum(map(sum, below))
+    while left:
+        more = []
+        for kind, each in enumerate(below):
+            for replica, m in enumerate(each):
+                at = int(np.searchsorted(numbers, m, side="right"))
+                if at < len(numbers) and numbers[at] - m <= left:
+                    more.append((float(times_s[kind][numbers[at] - least]), kind, replica, int(numbers[at])))
+        if not more:
+            return None
+        _, kind, replica, number = min(more)
+        left -= number - below[kind][replica]
+        below[kind][replica] = number
+    return [sorted(each, reverse=True) for each in below]
 
 
 def share(counts: Sequence[int], total: int, least: int, times_s: Sequence[Floats]) -> list[list[int]] | None:
@@ -118,13 +151,16 @@ def balance(
     counts: Sequence[int],
     tables: StageTables,
     total: int,
-    least: int,
+    allowed: Bools,
+    *,
+    splits: bool,
     fixed: tuple[int, ...] | None = None,
 ) -> Balanced | None:
     """Layers and micro-batches in turn, until neither gets better. None where no cut fits the devices, or too few are left.
 
-    ``fixed``: the layers of each stage where they are given.
+    ``allowed``: [M + 1] micro-batches that a replica may have; ``fixed``: the layers of each stage where they are given.
     """
+    least = int(allowed.argmax())
     numbers = np.arange(least, total - least * (sum(counts) - 1) + 1)
     micro_batches = share(counts, total, least, _by_speed(kinds, tables, numbers))
     best: Balanced | None = None
@@ -132,14 +168,17 @@ def balance(
     for _ in range(ROUNDS):
         if micro_batches is None:
             break
-        layers = fixed or _cut(kinds, tables, [each[0] for each in micro_batches], ways_s)
+        layers = fixed or _cut(kinds, tables, [each[0] for each in micro_batches], ways_s, splits=splits)
         if layers is None:
             break
         whole, forward = _of_cut(kinds, tables, layers)
-        ways_s = whole.sum(axis=1)
-        times_s = [ends_s(whole[kind], forward[kind], numbers) for kind in range(len(kinds))]
+        ways_s = (forward if splits else whole).sum(axis=1)
+        times_s = [ends_s(whole[kind], forward[kind], numbers, splits=splits) for kind in range(len(kinds))]
         shared = share(counts, total, least, times_s)
         assert shared is not None, "the first share had enough"
+        shared = round_down(shared, allowed, times_s, least)
+        if shared is None:
+            break
         bound_s = max(float(times_s[kind][each[0] - least]) for kind, each in enumerate(shared))
         if best is not None and bound_s >= best.at_least_s:
             break
@@ -157,15 +196,16 @@ def _by_speed(kinds: Sequence[tuple[int, ...]], tables: StageTables, numbers: In
 
 
 def _cut(
-    kinds: Sequence[tuple[int, ...]], tables: StageTables, most: Sequence[int], ways_s: Floats
+    kinds: Sequence[tuple[int, ...]], tables: StageTables, most: Sequence[int], ways_s: Floats, *, splits: bool
 ) -> tuple[int, ...] | None:
     """The cut with the earliest end by the formula, the ways through the replicas as they were in the last round."""
     stages, num_stages = [], len(kinds[0])
     for stage in range(num_stages):
         table: Floats | None = None
         for kind, m, way_s in dict.fromkeys(zip((k[stage] for k in kinds), most, ways_s.tolist(), strict=True)):
-            waits = min(num_stages - stage, m) - 1
-            end_s = way_s + max(m - 1, 0.5) * tables.whole_s(kind, stage) - waits * tables.forward_s(kind, stage)
+            early = min(num_stages - stage, m) - 1 + splits
+            times = m if splits else max(m - 1, 0.5)
+            end_s = way_s + times * tables.whole_s(kind, stage) - early * tables.forward_s(kind, stage)
             end_s = np.where(tables.fits(kind, stage, m), end_s, np.inf)
             table = end_s if table is None else np.maximum(table, end_s)
         assert table is not None, "a stage is on some group"

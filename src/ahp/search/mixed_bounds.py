@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.mixed_costs import GroupCells, LayoutTables, Work
 
 Floats = NDArray[np.float64]
@@ -58,18 +59,20 @@ def _units(work: Work, passes: int) -> Floats:
 def floors_s(found: Speeds, cells: Sequence[int], total: int, pipeline: Ints, replicas: Ints, schedule: str) -> Floats:
     """[N] Seconds that ``total`` micro-batches take at least in so many replicas of so many stages.
 
-    GPipe begins no backward pass before all forward passes are done, so that none of them hides in the way: f = 0.
+    GPipe begins no backward pass before all forward passes are done, so that none of them hides in the way: f = 0. Where the
+    backward pass is split no more is counted than the work.
     """
     order = np.argsort(found.whole_s, kind="stable")
     left = (replicas * pipeline).astype(float)
     early = 0.0 if schedule == "GPipe" else found.forward_share
-    need = total - replicas * (1.0 + (pipeline - 1) * early)
+    fills = schedule not in SPLIT_BACKWARD
+    need = total - fills * replicas * (1.0 + (pipeline - 1) * early)
     speed = np.zeros(len(need))
     best = np.full(len(need), np.inf)
     for group in order:
         used = np.minimum(cells[group], left)
         left = left - used
-        need, speed = need + used, speed + used / found.whole_s[group]
+        need, speed = need + fills * used, speed + used / found.whole_s[group]
         best = np.minimum(best, np.where(speed > 0, np.maximum(need, 0.0) / np.maximum(speed, 1e-300), np.inf))
     return np.where(left > 0, np.inf, best)
 

@@ -172,8 +172,9 @@ class Finder:
         if not holds.any():
             return
         pipeline, replicas = pipeline[holds], replicas[holds]
-        # GPipe's replicas may have a single micro-batch, which is why its stages are not priced before they are placed.
-        works = self._work_of_units(alike) if schedule == "GPipe" else [of.work for of in self.cells(alike, True, 2)]
+        # Where a replica may have a single micro-batch stages are not priced for it before they are placed.
+        rough = self.space.least(2, schedule) < 2
+        works = self._work_of_units(alike) if rough else [of.work for of in self.cells(alike, True, 2)]
         cells = self.space.cells(alike.width)
         floors = floors_s(speeds(works), cells, total, pipeline, replicas, schedule)
         yield from self._shapes_of(alike, schedule, floors, pipeline, replicas)
@@ -239,7 +240,7 @@ class Finder:
     def task(self, shape: Shape) -> Task:
         """A shape with what its cells cost, to be placed."""
         alike = shape.alike
-        least = 2 if shape.pipeline > 1 and shape.schedule == "1F1B" else 1
+        least = min(2, self.space.least(shape.pipeline, shape.schedule))
         of_groups = self.cells(alike, shape.pipeline > 1, least)
         whole = [float(of.over_runs(3 if shape.pipeline == 1 else 2, 1)[0, -1]) for of in of_groups]
         return Task(
@@ -248,7 +249,7 @@ class Finder:
             cells=self.space.cells(alike.width),
             names=self.names,
             total=self.space.micro_batches(alike),
-            least=self.space.least(shape.pipeline, shape.schedule),
+            allowed=self.space.allowed(shape.pipeline, shape.schedule, self.space.micro_batches(alike)),
             fastest_first=tuple(np.argsort(whole, kind="stable").tolist()),
             slowest_share=self._slowest(shape.pipeline * shape.replicas * alike.width),
             fixed=self.space.fixed(shape.replicas),

@@ -8,9 +8,11 @@ from itertools import pairwise, permutations
 from math import comb
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, StagePlace
+from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.mixed_balance import balance, ends_s
 from ahp.search.mixed_costs import LayoutTables
 from ahp.search.mixed_matrices import Kind, Matrix, families, matrices, num_matrices
@@ -79,8 +81,8 @@ class Task:
     """Of the groups."""
     total: int
     """Micro-batches of all replicas."""
-    least: int
-    """Of each replica."""
+    allowed: NDArray[np.bool_]
+    """[M + 1] Numbers that a replica may have."""
     fastest_first: tuple[int, ...]
     slowest_share: float
     """What the forecast adds to the pipelines' time for the slowest rank."""
@@ -125,6 +127,10 @@ class Task:
         return self.fixed.rows is not None or num_matrices(self.cells, shape.pipeline, shape.replicas, most) < most
 
     @property
+    def _splits(self) -> bool:
+        return self.shape.pipeline > 1 and self.shape.schedule in SPLIT_BACKWARD
+
+    @property
     def _num_layers(self) -> int:
         return len(next(iter(self.tables.groups.values())).units.layers)
 
@@ -139,13 +145,15 @@ class Task:
     def all(self) -> Iterator[Placement]:
         """Every placement with its bound, but for the order of the replicas."""
         shape = self.shape
+        if not self.allowed.any():
+            return
         layers = [self.fixed.layers] if self.fixed.layers is not None else list(cuts(self._num_layers, shape.pipeline))
-        numbers = np.arange(1, self.total + 1)
+        numbers, splits = np.arange(1, self.total + 1), self._splits
         shares = list(self._shares())
         for matrix in self._matrices(all_=True):
             kinds = [kind for kind, count in matrix for _ in range(count)]
             for cut in layers:
-                times_s = {kind: ends_s(*self._stages(kind, cut), numbers) for kind in set(kinds)}
+                times_s = {kind: ends_s(*self._stages(kind, cut), numbers, splits=splits) for kind in set(kinds)}
                 for share in shares:
                     if self._repeats(kinds, share) or not self._fit(kinds, cut, share):
                         continue
@@ -173,11 +181,13 @@ class Task:
         if self.fixed.micro_batches is not None:
             yield self.fixed.micro_batches
             return
-        extra = self.total - self.least * self.shape.replicas
-        if extra < 0:
+        least = int(self.allowed.argmax())
+        extra = self.total - least * self.shape.replicas
+        if extra < 0 or not self.allowed.any():
             return
         for share in _compositions(extra, self.shape.replicas):
-            yield tuple(self.least + more for more in share)
+            if all(self.allowed[least + more] for more in share):
+                yield tuple(least + more for more in share)
 
     def _stages(self, kind: Kind, cut: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         edges = np.cumsum([0, *cut]).tolist()
@@ -200,7 +210,9 @@ class Task:
         """The members of the families, each with layers and micro-batches in balance."""
         for matrix in self._matrices(all_=False):
             kinds, counts = [kind for kind, _ in matrix], [count for _, count in matrix]
-            found = balance(kinds, counts, self.tables, self.total, self.least, self.fixed.layers)
+            found = balance(
+                kinds, counts, self.tables, self.total, self.allowed, splits=self._splits, fixed=self.fixed.layers
+            )
             if found is None:
                 continue
             rows = tuple((kind, m) for kind, shared in zip(kinds, found.micro_batches, strict=True) for m in shared)

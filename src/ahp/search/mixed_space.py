@@ -19,8 +19,8 @@ from ahp.search.space import RECOMPUTE, Rule, divisors
 
 Ints = NDArray[np.int64]
 
-SCHEDULES = ("1F1B", "GPipe")
-"""With one stage per rank, which is what ``stages`` can place, and whole backward passes, which every engine can run."""
+SCHEDULES = ("1F1B", "InterleavedZeroBubble", "GPipe")
+"""Those with one stage per rank, which is what ``stages`` can place."""
 
 
 class Alike(NamedTuple):
@@ -102,6 +102,7 @@ class MixedSpace:
         self.legal = 0
         self.grid = cache(self._grid)
         self._count = cache(self._counted)
+        self.allowed = cache(self._allowed)
         self.alike = [alike for alike in self._all_alike() if self._legal(alike)]
 
     def cells(self, width: int) -> tuple[int, ...]:
@@ -115,6 +116,13 @@ class MixedSpace:
     def least(self, pipeline: int, schedule: str) -> int:
         """Micro-batches that a replica must have."""
         return pipeline if schedule == "1F1B" and self.asked.torch_pipeline and pipeline > 1 else 1
+
+    def _allowed(self, pipeline: int, schedule: str, total: int) -> NDArray[np.bool_]:
+        """[M + 1] Whether a replica may have so many micro-batches."""
+        in_torch = self.asked.torch_pipeline
+        numbers = range(1, total + 1)
+        legal = [rules.schedule(schedule, pipeline, 1, m, in_torch=in_torch) is None for m in numbers]
+        return np.array([False, *legal])
 
     def schedules(self, pipeline: int) -> tuple[str, ...]:
         """Those that the engine has; without a pipeline there is nothing to order."""
