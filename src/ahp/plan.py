@@ -253,6 +253,8 @@ class Plan(Record):
     cluster: dict[str, Any] | None = None
     engine: EngineChoice = EngineChoice()
     parallelism: Parallelism = Parallelism()
+    fixed: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the layout that the user had fixed, as plain data; the search chose the others."""
     forecast: Forecast | None = None
     why: tuple[str, ...] = ()
     rejected: tuple[Rejected, ...] = ()

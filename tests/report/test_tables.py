@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from ahp.cluster.model import Cluster
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.report import glossary, tables
+from ahp.report.ranked import Ranked
 
 GIB = 2**30
 
@@ -59,12 +60,31 @@ def drawn(what: RenderableType, width: int = 200) -> str:
 
 
 def test_ranked_table_has_the_figures_of_every_plan() -> None:
-    first, second = drawn(tables.ranked([FLAT, PIPED])).splitlines()[1:3]
+    first, second = drawn(Ranked([FLAT, PIPED])).splitlines()[1:3]
     assert first.split()[:3] == ["1", "1x64", "3"]
-    for words in ("6.57 s", "5.91 .. 7.36 s", "9,970", "52 %", "60.0 of 80.0 GiB", "chosen"):
+    for words in ("6.57 s", "5.91 .. 7.36 s", "638 k", "9,970", "52 %", "60.0", "chosen"):
         assert words in first
     for words in ("1x16", "2x4 Interleaved1F1B", " 3 ", "full", "8 % slower: pipeline bubble 9 %"):
         assert words in second
+
+
+def test_where_a_terminal_is_narrow_reasons_stand_below_their_rows() -> None:
+    for width in (80, 120):
+        lines = drawn(Ranked([FLAT, PIPED]), width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert "of 80.0 GiB" in lines[0]
+        assert "5.91-7.36 s" in lines[1]
+        assert lines[2].split()[:3] == ["2", "1x16", "3"]
+        assert lines[3] == "    Interleaved1F1B; 8 % slower: pipeline bubble 9 %"
+
+
+def test_what_plans_are_worth_and_how_many_devices_they_take_have_columns() -> None:
+    few = FLAT.model_copy(update={"parallelism": Parallelism(data_parallel_shard_degree=8)})
+    lines = drawn(Ranked([FLAT, few], ["0.1", "0.2"], "per M tokens")).splitlines()
+    assert lines[0].split()[:2] == ["#", "devices"]
+    assert "per M tokens" in lines[0]
+    assert [line.split()[1] for line in lines[1:3]] == ["64", "8"]
+    assert " 0.2 " in lines[2]
 
 
 def test_bars_are_sorted_shares_of_the_whole() -> None:
@@ -102,7 +122,7 @@ def test_rejected_layouts() -> None:
 
 def test_a_pipe_is_not_wrapped_and_has_no_colours() -> None:
     page = io.StringIO()
-    tables.console(page).print(tables.ranked([FLAT, PIPED]))
+    tables.console(page).print(Ranked([FLAT, PIPED]))
     assert len(page.getvalue().splitlines()) == 4
     assert "MFU against dense bf16" in page.getvalue()
     assert "\x1b" not in page.getvalue()

@@ -3,18 +3,26 @@
 The job is given by --job FILE (a config.yaml or its job) and --job.KEY VALUE; what is not given is chosen as large
 models are pre-trained, and printed. --parallelism.KEY VALUE fixes a part of the layout, the rest is searched;
 --engine.KEY VALUE says what runs it. docs/search.md explains the table.
+
+--objective cost needs --objective.price-per-device-hour 2.5 (or "{NAME: 2.5, ...}" for each device); fewest-devices
+needs --objective.target-tokens-per-s; tokens-per-day takes --objective.failures-per-device-hour, .checkpoint-blocks-s
+and .restart-s, each with a default that is told. All three may use fewer devices than there are.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+from rich.console import Console, Group
 
 from ahp.cli.following import after
+from ahp.cli.layout_words import layout_of
 from ahp.cli.overrides import split_overrides
 from ahp.cli.planning_job import given_job, with_batch, with_sequence
 from ahp.cluster.model import Cluster
@@ -26,7 +34,11 @@ from ahp.words import count
 
 if TYPE_CHECKING:
     from ahp.graph.operators import ModelGraph
+    from ahp.search.lost import Lost
     from ahp.search.ranking import Ranking
+
+VALUE_TITLES = {"cost": "per M tokens", "tokens-per-day": "tok/day"}
+"""Of the column of what a plan is worth, where no other column says it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,8 @@ class Arguments:
     """Where the best plan is written."""
     top: int = 10
     """Plans that are shown."""
+    objective: Literal["speed", "cost", "tokens-per-day", "fewest-devices"] = "speed"
+    """What the best plan is best at."""
     current: str | None = None
     """What runs today, shown beside the winner: "tp=8 dp_shard=8 zero=1" (as ahp explain --why-not), or a plan.yaml."""
     measure: int = 0
@@ -63,11 +77,15 @@ class Found:
     chosen: tuple[str, ...]
     """Keys of the job that were chosen, not given."""
     ranking: Ranking
+    lost: Lost | None = None
+    """What would fit if a node were lost; None where that was not asked or is not worked out."""
 
 
 def run(argv: list[str]) -> int:
     """``ahp plan MODEL CLUSTER``. Returns the exit code; raises AhpError."""
-    overrides, rest = split_overrides(argv, ("job", "parallelism", "engine"))
+    overrides, rest = split_overrides(argv, ("job", "parallelism", "engine", "objective"))
+    if "objective" in overrides:  # the option itself, not one of its keys
+        rest += ["--objective", str(overrides.pop("objective"))]
     arguments = tyro.cli(Arguments, args=rest, prog="ahp plan", description=__doc__)
     if arguments.top < 1:
         raise bad_input("--top", arguments.top, "must be 1 or more")
@@ -77,9 +95,16 @@ def run(argv: list[str]) -> int:
         for key, plain in (("budget", 500), ("seed", 0)):
             if (given := getattr(arguments, key)) != plain:
                 raise bad_input(f"--{key}", given, "the exact search has none; add --method anneal or evolve")
+    if arguments.measure and arguments.objective != "speed":
+        raise bad_input("--measure", arguments.measure, "what is measured is speed; leave out --objective")
     by = {"name": arguments.method, "budget": arguments.budget, "seed": arguments.seed}
     found = find(
-        arguments.model, Cluster.resolve(arguments.cluster), overrides, arguments.top, by, today(arguments.current)
+        arguments.model,
+        Cluster.resolve(arguments.cluster),
+        overrides | {"objective.name": arguments.objective},
+        arguments.top,
+        by,
+        today(arguments.current),
     )
     if arguments.measure:
         found = measured(found, arguments.measure)
@@ -97,13 +122,11 @@ def run(argv: list[str]) -> int:
 
 def today(words: str | None) -> Parallelism | None:
     """The layout of ``--current``: keys, or a plan's. Raises BadInput for what is neither."""
-    from ahp.cli.explain import parse_why_not
-
     if words is None:
         return None
-    if "=" not in words:
+    if words.endswith((".yaml", ".yml")) or Path(words).exists():
         return Plan.load(words).parallelism
-    return validated(Parallelism, parse_why_not(words, "--current").given, "--current")
+    return layout_of(words, "--current")
 
 
 def find(
@@ -116,7 +139,10 @@ def find(
 ) -> Found:
     """Analyze and search; what the user did not give of the job is chosen. ``method``: the keys of ``search.method.Method``."""
     from ahp.graph.trace import analyze
+    from ahp.search.lost import one_lost
     from ahp.search.method import Method
+    from ahp.search.objective import objective_of
+    from ahp.search.problem import problem
     from ahp.search.ranking import search
 
     by = Method(**(method or {}))  # refused before anything is traced
@@ -128,14 +154,26 @@ def find(
     layout = asked.get("parallelism", {})
     constraints = validated(Constraints, {} if layout == "auto" else layout, "parallelism")
     engine = validated(EngineChoice, asked.get("engine", {}), "engine")
+    objective = objective_of(asked.get("objective", {}))
     job = with_sequence(given, model, cluster)
     print(f"analyzing {model} ...", file=sys.stderr)
     graph = analyze(model, job, attention=engine.attention)
     job = with_batch(job, given, model, graph.num_parameters, cluster.num_devices)
     print(f"searching layouts, world size {cluster.num_devices} ...", file=sys.stderr)
-    ranking = search(graph, cluster, job, constraints=constraints, engine=engine, keep=top, method=by, current=current)
+    what = problem(graph, cluster, job, constraints, engine)
+    ranking = search(
+        graph,
+        cluster,
+        job,
+        constraints=constraints,
+        engine=engine,
+        keep=top,
+        method=by,
+        current=current,
+        objective=objective,
+    )
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
-    return Found(graph, cluster, job, chosen, ranking)
+    return Found(graph, cluster, job, chosen, ranking, one_lost(what, ranking.best))
 
 
 def measured(found: Found, count: int) -> Found:
@@ -148,9 +186,12 @@ def measured(found: Found, count: int) -> Found:
     why = best.plan.why
     if best.plan is not ranking.best:
         why = (f"the forecast had {ranking.best.parallelism.short()} first", *why)
-    plans = [best.plan.model_copy(update={"why": (best.words(), *why)})]
-    plans += [one.plan.model_copy(update={"why": (one.words(against=best),)}) for one in results[1:]]
-    return replace(found, ranking=replace(ranking, plans=(*plans, *ranking.plans[count:])))
+    first = [best.plan.model_copy(update={"why": (best.words(), *why)})]
+    first += [one.plan.model_copy(update={"why": (one.words(against=best),)}) for one in results[1:]]
+    worth = dict(zip((plan.parallelism for plan in ranking.plans), ranking.worth, strict=True))
+    plans = (*first, *ranking.plans[count:])
+    ordered = tuple(worth[plan.parallelism] for plan in plans)
+    return replace(found, ranking=replace(ranking, plans=plans, worth=ordered))
 
 
 def show(found: Found, out: str) -> None:
@@ -158,36 +199,53 @@ def show(found: Found, out: str) -> None:
     from ahp.report import tables
 
     console, best = tables.console(), found.ranking.best
-    for line in heading(found):
-        console.print(line)
-    console.print()
-    console.print(tables.ranked(found.ranking.plans))
-    console.print("\nWhy #1")
-    for reason in best.why:
-        if reason == found.ranking.certificate.words():
-            continue  # it stands above the table
-        console.print(f"  - {reason}", markup=False)
+    console.print(table(found))
+    above = {found.ranking.certificate.words(), *([found.ranking.choice.words()] if found.ranking.choice else [])}
+    _listed(console, "Why #1", (reason for reason in best.why if reason not in above))
+    large = (f"{loser.parallelism.short()}: {loser.reason}" for loser in found.ranking.too_large)
     if found.ranking.too_large:
-        console.print("\nFaster, but for their memory")
-        for loser in found.ranking.too_large:
-            console.print(f"  - {loser.parallelism.short()}: {loser.reason}", markup=False)
+        _listed(console, "Faster, but for their memory", large)
+    if found.lost is not None:
+        console.print(f"\n{found.lost.words()}", markup=False)
     console.print(f"\n{confidence(found.cluster)}", markup=False)
     console.print(f"\nWrote {out}", markup=False)
     console.print(f"Next: {'    '.join(after(out, best.engine.name, 'explain', 'simulate'))}", markup=False)
 
 
-def heading(found: Found) -> list[str]:
-    """Model, cluster, job, search: one line each."""
-    job = found.job
+def _listed(console: Console, title: str, lines: Iterable[str]) -> None:
+    from ahp.report.tables import Hanging
+
+    console.print(f"\n{title}")
+    console.print(Hanging([("  -", line) for line in lines]))
+
+
+def table(found: Found) -> Group:
+    """What was asked and how it was searched, then the plans."""
+    from ahp.report.ranked import Ranked
+    from ahp.report.tables import Hanging
+
+    ranking = found.ranking
+    by_value = ranking.objective.name in VALUE_TITLES
+    values = [worth.words for worth in ranking.worth] if by_value else []
+    plans = Ranked(ranking.plans, values, VALUE_TITLES.get(ranking.objective.name, ""))
+    return Group(Hanging(heading(found)), "", plans)
+
+
+def heading(found: Found) -> list[tuple[str, str]]:
+    """Model, cluster, job, search: one line each, after what it is about."""
+    job, ranking = found.job, found.ranking
     tokens = f"{job.global_batch_size} sequences of {job.sequence_length} = {count(job.tokens_per_step)} tokens a step"
-    chosen = f"   (chosen, not given: {', '.join(found.chosen)})" if found.chosen else ""
+    chosen = f" (chosen, not given: {', '.join(found.chosen)})" if found.chosen else ""
+    parameters = f"{count(found.graph.num_parameters)} parameters, {found.graph.num_layers} layers"
     return [
-        f"Model    {found.graph.name}, {count(found.graph.num_parameters)} parameters, {found.graph.num_layers} layers",
-        f"Cluster  {cluster_words(found.cluster)}",
-        f"Job      {tokens}, {job.precision}, {job.optimizer.name}{chosen}",
-        f"Search   {found.ranking.certificate.words()}",
-        *(f"Note     {note}" for note in found.ranking.notes),
-        *([] if found.ranking.current is None else [f"Today    {found.ranking.current.words()}"]),
+        ("Model", f"{found.graph.name}, {parameters}"),
+        ("Cluster", cluster_words(found.cluster)),
+        ("Job", f"{tokens}, {job.precision}, {job.optimizer.name}{chosen}"),
+        *([("Aim", ranking.objective.words())] if ranking.choice else []),
+        ("Search", ranking.certificate.words()),
+        *([("Devices", ranking.choice.words())] if ranking.choice else []),
+        *(("Note", note) for note in ranking.notes),
+        *([] if ranking.current is None else [("Today", ranking.current.words())]),
     ]
 
 
@@ -224,10 +282,14 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
         "chosen": list(found.chosen),
         "certificate": certificate.plain(),
         "notes": list(found.ranking.notes),
+        "objective": found.ranking.objective.model_dump(mode="json", exclude_none=True),
+        "devices": None if found.ranking.choice is None else found.ranking.choice.plain(),
         "current": None if found.ranking.current is None else found.ranking.current.plain(),
         "plans": [
-            plan.model_dump(mode="json", include={"parallelism", "forecast", "why"}) for plan in found.ranking.plans
+            {**plan.model_dump(mode="json", include={"parallelism", "forecast", "why"}), "worth": dict(worth.figures)}
+            for plan, worth in zip(found.ranking.plans, found.ranking.worth, strict=True)
         ],
+        "one_lost": None if found.lost is None else found.lost.plain(),
         "rejected": [loser.model_dump(mode="json") for loser in found.ranking.best.rejected],
         "wrote": out,
         "next": after(out, found.ranking.best.engine.name, "explain", "simulate"),

@@ -62,10 +62,7 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     if not quiet:
         console = tables.console()
         found = planning.Found(graph, cluster, config.job, (), ranking)
-        for line in planning.heading(found):
-            console.print(line)
-        console.print()
-        console.print(tables.ranked(ranking.plans))
+        console.print(planning.table(found))
         console.print("\nWhy #1")
         for reason in ranking.best.why:
             console.print(f"  - {reason}", markup=False)

@@ -27,7 +27,7 @@ PLAIN_WIDTH = 240
 """Columns where the output is no terminal: a file or a pipe has no edge to wrap at."""
 LEAST_WORDS = 20
 """Columns of a line that hangs, however narrow the terminal."""
-LEAST_WIDTH = 120
+LEAST_WIDTH = 80
 """A narrower terminal wraps the lines itself, rather than have figures cut off."""
 
 
@@ -36,54 +36,6 @@ def console(file: IO[str] | None = None, *, least_width: int = LEAST_WIDTH) -> C
     found = Console(file=file, highlight=False)
     width = max(found.width, least_width) if found.is_terminal else PLAIN_WIDTH
     return Console(file=file, highlight=False, width=width)
-
-
-def ranked(plans: Sequence[Plan]) -> Table:
-    """Plans best first: the degrees, what they cost, and why each but the first lost. Every plan has a forecast."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("#", justify="right")
-    degrees = _degrees([plan.parallelism for plan in plans])
-    for title in (*degrees, "step", "90 % band", "tok/s/device", "MFU", "memory"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("why not #1", overflow="fold")
-    for rank, plan in enumerate(plans):
-        forecast = forecast_of(plan)
-        table.add_row(
-            str(rank + 1),
-            *(cells[rank] for cells in degrees.values()),
-            seconds(forecast.step_time_s),
-            band(forecast),
-            f"{forecast.tokens_per_s_per_device:,.0f}",
-            percent(forecast.mfu),
-            of_gib(sum(forecast.memory.values()), capacity_bytes(plan)),
-            "chosen" if rank == 0 else "; ".join(plan.why),
-            style="bold" if rank == 0 else None,
-        )
-    table.caption = "dp = replicate x shard degree; MFU against " + forecast_of(plans[0]).mfu_peak
-    table.caption_justify = "left"
-    return table
-
-
-def _degrees(layouts: Sequence[Parallelism]) -> dict[str, list[str]]:
-    """The columns that say what the layouts are; context and expert degrees where one of them has any."""
-    columns = {
-        "dp": [f"{p.data_parallel_replicate_degree}x{p.data_parallel_shard_degree}" for p in layouts],
-        "zero": [str(p.zero_stage) for p in layouts],
-        "tp": [str(p.tensor_parallel_degree) + ("+sp" if p.enable_sequence_parallel else "") for p in layouts],
-        "pp": [_pipeline(p) for p in layouts],
-        "cp": [str(p.context_parallel_degree) for p in layouts],
-        "ep": [str(p.expert_parallel_degree) for p in layouts],
-        "micro": [str(p.micro_batch_size) for p in layouts],
-        "recompute": [p.activation_checkpoint for p in layouts],
-    }
-    return {title: cells for title, cells in columns.items() if title not in ("cp", "ep") or set(cells) != {"1"}}
-
-
-def _pipeline(layout: Parallelism) -> str:
-    if layout.pipeline_parallel_degree == 1:
-        return "1"
-    virtual = f"x{layout.virtual_stages_per_rank}" if layout.virtual_stages_per_rank > 1 else ""
-    return f"{layout.pipeline_parallel_degree}{virtual} {layout.pipeline_parallel_schedule}"
 
 
 def rejected(plan: Plan) -> Table:
@@ -156,8 +108,24 @@ def part_by_part(other: Forecast, forecast: Forecast) -> Table:
     return table
 
 
-def _signed(value_s: float) -> str:
-    return f"+{seconds(value_s)}" if value_s > 0 else seconds(value_s)
+def memory_by_part(other: Forecast, forecast: Forecast, capacity: int) -> Table:
+    """The fullest ranks of two forecasts beside each other, and the difference of each part, the largest first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table.add_column("part", no_wrap=True)
+    for title in ("the plan", "the other", "difference"):
+        table.add_column(title, justify="right", no_wrap=True)
+    parts = dict.fromkeys([*other.memory, *forecast.memory])
+    rows = [(part, forecast.memory.get(part, 0), other.memory.get(part, 0)) for part in parts]
+    for part, mine, its in sorted(rows, key=lambda row: -abs(row[2] - row[1])):
+        if max(mine, its) > ROUNDING * capacity:
+            table.add_row(part_words(part), gib(mine), gib(its), _signed(its - mine, gib))
+    mine, its = sum(forecast.memory.values()), sum(other.memory.values())
+    table.add_row(f"of {gib(capacity)}", gib(mine), gib(its), _signed(its - mine, gib), style="bold")
+    return table
+
+
+def _signed(value: float, words: Callable[[float], str] = seconds) -> str:
+    return f"+{words(value)}" if value > 0 else words(value)
 
 
 def bars(parts: Mapping[str, float], whole: float) -> list[tuple[str, float, float]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 from ahp.cluster.model import Cluster
@@ -63,6 +64,7 @@ class Choice:
     """Numbers of devices with a plan, the best first."""
     without: tuple[Settled, ...]
     """Numbers of devices of which no plan is worth telling, and why that is known."""
+    search_s: float
 
     @property
     def proven(self) -> bool:
@@ -86,17 +88,22 @@ class Choice:
             f"{len(self.others)} are behind by their best plan" * (len(self.others) > 0),
             f"{bounded} by a lower bound" * (bounded > 0),
         ]
-        end = "proven" if self.proven else "not proven: a better plan may be among those that were not priced"
         told = ", ".join(filter(None, parts))
-        looked = (
-            f"{len(settled)} numbers of devices, {settled[0]} to {settled[-1]}" if len(settled) > 1 else "one number"
+        where = (
+            f"{len(settled)} numbers of devices, {settled[0]} to {settled[-1]}," if len(settled) > 1 else "one number"
         )
-        return f"{self.first.devices} chosen of {looked}" + (f": {told}" if told else "") + f" ({end})"
+        end = "proven" if self.proven else "not proven: a better plan may be among those that were not priced"
+        return f"{self.first.devices} chosen of {where} in {self.search_s:.1f} s{': ' if told else ''}{told} ({end})"
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
         rest = sorted((*self.others, *self.without), key=lambda one: one.devices)
-        return {"proven": self.proven, "chosen": self.first.plain(), "others": [one.plain() for one in rest]}
+        return {
+            "proven": self.proven,
+            "search_s": self.search_s,
+            "chosen": self.first.plain(),
+            "others": [one.plain() for one in rest],
+        }
 
 
 def smaller(cluster: Cluster) -> list[Cluster]:
@@ -138,7 +145,7 @@ def choose(asked: Problem, objective: Objective, keep: int) -> Choice:
     """The best number of devices and its rivals, ``keep`` numbers with a plan at most. Raises NothingFits where no plan
     on any number of devices will do; BadInput for an objective that does not suit the cluster.
     """
-    scale = Scale(objective, asked)
+    start, scale = perf_counter(), Scale(objective, asked)
     clusters = smaller(asked.cluster)
     if objective.name == "fewest-devices":
         settled = _that_reach(scale, clusters, keep)
@@ -150,7 +157,7 @@ def choose(asked: Problem, objective: Objective, keep: int) -> Choice:
     order = sorted(with_plan, key=lambda one: _place(objective, one))
     shown = order[:keep]
     rest = [one for one in settled if one not in shown]
-    return Choice(scale, shown[0], tuple(shown[1:]), tuple(rest))
+    return Choice(scale, shown[0], tuple(shown[1:]), tuple(rest), perf_counter() - start)
 
 
 def _place(objective: Objective, one: Settled) -> tuple[float, ...]:

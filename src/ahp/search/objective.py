@@ -49,6 +49,12 @@ class Objective(Record):
     target_tokens_per_s: Positive | None = None
     """Of all devices together."""
 
+    def words(self) -> str:
+        """``cost: price_per_device_hour 2.5``: the name with what was given."""
+        given = self.model_dump(mode="json", exclude_none=True, exclude={"name"})
+        told = ", ".join(f"{key} {value}" for key, value in given.items())
+        return f"{self.name}{': ' if told else ''}{told}"
+
     @property
     def may_use_fewer(self) -> bool:
         """Whether fewer devices than there are can be the better choice."""
@@ -131,7 +137,7 @@ class Scale:
         speed = f"{faster:.2f} times the speed"
         if self.objective.name == "fewest-devices":
             more = other.devices - best.devices
-            return f"{more} devices more, {speed}" if more > 0 else f"{speed}, which misses the target"
+            return f"{more} device{'s' * (more > 1)} more, {speed}" if more > 0 else f"{speed}, which misses the target"
         more = percent(other.score / best.score - 1)
         if self.objective.name == "cost":
             return f"{more} dearer, {speed}"

@@ -25,6 +25,7 @@ def plan(used: Problem, pair: Pair, why: tuple[str, ...], rejected: tuple[Reject
         cluster=used.cluster.plain(),
         engine=used.engine,
         parallelism=pair[0],
+        fixed=used.constraints.model_dump(mode="json", exclude_none=True),
         forecast=pair[1],
         why=why,
         rejected=rejected,

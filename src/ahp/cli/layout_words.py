@@ -1,0 +1,100 @@
+"""A layout, or some of its keys, in the words of the command line: ``tp=8 pp=1``, or as tables print it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ahp.config import Constraints, parse_yaml
+from ahp.errors import bad_input
+from ahp.plan import Parallelism, validated
+
+SHORT_NAMES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "zero": "zero_stage",
+    "tp": "tensor_parallel_degree",
+    "sp": "enable_sequence_parallel",
+    "pp": "pipeline_parallel_degree",
+    "schedule": "pipeline_parallel_schedule",
+    "virtual": "virtual_stages_per_rank",
+    "layers": "layers_per_stage",
+    "cp": "context_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "mb": "micro_batch_size",
+    "recompute": "activation_checkpoint",
+}
+
+DATA = "dp"
+"""Replicas, replicate x shard degree: no key of a layout but the product of two."""
+
+_PRINTED = re.compile(
+    r"dp(?P<dp>\d+x\d+)|zero(?P<zero>\d)|tp(?P<tp>\d+)(?P<sp>\+sp)?|cp(?P<cp>\d+)|ep(?P<ep>\d+)|mb(?P<mb>\d+)"
+    r"|pp(?P<pp>\d+)(x(?P<virtual>\d+))?\((?P<schedule>\w+)\)|(?P<recompute>none|selective|full)"
+)
+"""The words of ``Parallelism.short``."""
+
+
+def keys_of(words: str, option: str) -> dict[str, Any]:
+    """The keys that are said, ``dp`` among them where only the product is. Raises BadInput for what is no layout."""
+    found: dict[str, Any] = {}
+    for word in re.split(r"[,\s]+(?![^\[]*\])", words.strip()):  # a comma within brackets belongs to the value
+        for key, value in _said(word, option).items():
+            if key in found:
+                raise bad_input(option, words, f"{word} says {key} a second time")
+            found[key] = value
+    return found
+
+
+def _said(word: str, option: str) -> dict[str, Any]:
+    printed = _PRINTED.fullmatch(word)
+    if printed is not None:
+        short = {key: value for key, value in printed.groupdict().items() if value is not None}
+    else:
+        key, equals, value = word.partition("=")
+        short = {key: value}
+        if not equals or (key != DATA and SHORT_NAMES.get(key, key.replace("-", "_")) not in Constraints.model_fields):
+            raise bad_input(option, word, "must be KEY=VALUE, separated by spaces", [*SHORT_NAMES, DATA])
+    found: dict[str, Any] = {}
+    for key, value in short.items():
+        if key == DATA:
+            found |= _replicas(value, option)
+        elif printed is not None and key == "sp":
+            found[SHORT_NAMES[key]] = True
+        else:
+            found[SHORT_NAMES.get(key, key.replace("-", "_"))] = parse_yaml(value)
+    return found
+
+
+def _replicas(value: str, option: str) -> dict[str, Any]:
+    """``8``, or ``2x4``: replicate x shard degree."""
+    replicate, times, shard = value.partition("x")
+    if not (replicate.isdigit() and (shard.isdigit() or not times) and int(replicate) and (not times or int(shard))):
+        raise bad_input(
+            option, f"dp={value}", "must be the number of replicas, or replicate x shard degree", ["8", "2x4"]
+        )
+    if not times:
+        return {DATA: int(replicate)}
+    return {SHORT_NAMES["dp_replicate"]: int(replicate), SHORT_NAMES["dp_shard"]: int(shard)}
+
+
+def constraints_of(words: str, option: str = "--why-not") -> list[Constraints]:
+    """The constraints that the words say: one, or one for each way to share ``dp`` replicas. Raises BadInput."""
+    keys = keys_of(words, option)
+    replicas = keys.pop(DATA, None)
+    if replicas is None:
+        return [validated(Constraints, keys, option)]
+    replicate, shard = SHORT_NAMES["dp_replicate"], SHORT_NAMES["dp_shard"]
+    if twice := [key for key in (replicate, shard) if key in keys]:
+        raise bad_input(option, words, f"dp is replicate x shard degree: say dp, or {twice[0]} and the other")
+    ways = [(replicas // s, s) for s in range(1, replicas + 1) if replicas % s == 0]
+    return [validated(Constraints, {**keys, replicate: r, shard: s}, option) for r, s in ways]
+
+
+def layout_of(words: str, option: str) -> Parallelism:
+    """A whole layout; what is not said has its default. Raises BadInput."""
+    keys = keys_of(words, option)
+    if DATA in keys:
+        rule = "say how the replicas share their states: dp=REPLICATExSHARD"
+        raise bad_input(option, f"dp={keys[DATA]}", rule, [f"{keys[DATA]}x1", f"1x{keys[DATA]}"])
+    return validated(Parallelism, keys, option)

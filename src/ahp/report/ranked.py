@@ -1,0 +1,127 @@
+"""The ranked table of plans: a line for each where it fits with its reason, else the reason on a line below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
+
+from ahp.plan import Parallelism, Plan
+from ahp.report.tables import band, capacity_bytes, forecast_of
+from ahp.words import GIB, count, percent, seconds
+
+Columns = dict[str, list[str]]
+
+INDENT = 4
+"""Columns before a reason that stands on a line of its own."""
+GAP = 2
+"""Spaces between columns; one less where the terminal is narrow."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Plans best first: the degrees, what they cost, and why each but the first lost. Every plan has a forecast."""
+
+    plans: Sequence[Plan]
+    values: Sequence[str] = ()
+    """What each plan is worth by the objective; none where that is the step time itself."""
+    title: str = ""
+    """Of that column."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        reasons = ["why not #1", "chosen", *("; ".join(plan.why) for plan in self.plans[1:])]
+        lines = _lines(self._columns(narrow=False), GAP)
+        if len(lines[0]) + GAP + max(map(len, reasons)) <= options.max_width:
+            lines = [f"{line}{' ' * GAP}{reason}" for line, reason in zip(lines, reasons, strict=True)]
+            for rank, line in enumerate(lines):
+                yield _line(line, "bold" if rank == 1 else "")
+        else:
+            yield from self._two_lines_each(reasons, options.max_width)
+        yield Text(self._caption())
+
+    def _two_lines_each(self, reasons: list[str], width: int) -> Iterator[Text]:
+        columns = self._columns(narrow=True)
+        lines = _lines(columns, GAP - 1)
+        if len(lines[0]) > width:
+            del columns["90 % band"]
+            lines = _lines(columns, GAP - 1)
+        yield _line(lines[0], "")
+        for rank, (plan, line) in enumerate(zip(self.plans, lines[1:], strict=True)):
+            yield _line(line, "bold" if rank == 0 else "")
+            words = [_schedule(plan.parallelism), reasons[rank + 1] if rank else ""]
+            told = "; ".join(filter(None, words))
+            for part in wrap(told, max(width - INDENT, INDENT), break_long_words=False, break_on_hyphens=False):
+                yield _line(" " * INDENT + part, "dim")
+
+    def _columns(self, *, narrow: bool) -> Columns:
+        """Title -> cells; empty columns are left out."""
+        layouts = [plan.parallelism for plan in self.plans]
+        forecasts = [forecast_of(plan) for plan in self.plans]
+        speeds = [f.tokens_per_s_per_device * layout.world_size for f, layout in zip(forecasts, layouts, strict=True)]
+        columns = {"#": [str(rank + 1) for rank in range(len(self.plans))]}
+        if len({layout.world_size for layout in layouts}) > 1:
+            columns["devices"] = [str(layout.world_size) for layout in layouts]
+        columns |= _degrees(layouts, narrow=narrow)
+        columns["step"] = [seconds(forecast.step_time_s) for forecast in forecasts]
+        bands = [band(forecast) for forecast in forecasts]
+        columns["90 % band"] = [words.replace(" .. ", "-") for words in bands] if narrow else bands
+        columns["tok/s"] = [count(speed) for speed in speeds]
+        if not narrow:
+            columns["tok/s/device"] = [f"{forecast.tokens_per_s_per_device:,.0f}" for forecast in forecasts]
+        columns["MFU"] = [percent(forecast.mfu) for forecast in forecasts]
+        columns |= self._memory()
+        if self.values:
+            columns[self.title] = list(self.values)
+        return columns
+
+    def _memory(self) -> Columns:
+        """What the fullest rank needs; of how much stands in the title where all devices have the same."""
+        needs = [sum(forecast_of(plan).memory.values()) for plan in self.plans]
+        of = [capacity_bytes(plan) for plan in self.plans]
+        digits = 1 if min(of) >= 10 * GIB else 2
+        if len(set(of)) == 1:
+            return {f"of {of[0] / GIB:.{digits}f} GiB": [f"{need / GIB:.{digits}f}" for need in needs]}
+        pairs = zip(needs, of, strict=True)
+        return {"GiB": [f"{need / GIB:.{digits}f} of {most / GIB:.{digits}f}" for need, most in pairs]}
+
+    def _caption(self) -> str:
+        said = "dp = replicate x shard degree, mb = micro-batch; memory of the fullest rank"
+        return f"{said}; MFU against {forecast_of(self.plans[0]).mfu_peak}"
+
+
+def _line(text: str, style: str) -> Text:
+    return Text(text.rstrip(), style=style, no_wrap=True, overflow="ignore")
+
+
+def _lines(columns: Columns, gap: int) -> list[str]:
+    """The title line, and one for each row."""
+    widths = [max(len(title), *map(len, cells)) for title, cells in columns.items()]
+    rows = [list(columns), *(list(row) for row in zip(*columns.values(), strict=True))]
+    return [(" " * gap).join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _degrees(layouts: Sequence[Parallelism], *, narrow: bool) -> Columns:
+    """The columns that say what the layouts are; context and expert degrees where one of them has any."""
+    columns = {
+        "dp": [f"{p.data_parallel_replicate_degree}x{p.data_parallel_shard_degree}" for p in layouts],
+        "zero": [str(p.zero_stage) for p in layouts],
+        "tp": [str(p.tensor_parallel_degree) + ("+sp" if p.enable_sequence_parallel else "") for p in layouts],
+        "pp": [_pipeline(p) if narrow else f"{_pipeline(p)} {_schedule(p)}".strip() for p in layouts],
+        "cp": [str(p.context_parallel_degree) for p in layouts],
+        "ep": [str(p.expert_parallel_degree) for p in layouts],
+        "mb": [str(p.micro_batch_size) for p in layouts],
+        "recompute": [p.activation_checkpoint for p in layouts],
+    }
+    return {title: cells for title, cells in columns.items() if title not in ("cp", "ep") or set(cells) != {"1"}}
+
+
+def _pipeline(layout: Parallelism) -> str:
+    virtual = f"x{layout.virtual_stages_per_rank}" if layout.virtual_stages_per_rank > 1 else ""
+    return f"{layout.pipeline_parallel_degree}{virtual}"
+
+
+def _schedule(layout: Parallelism) -> str:
+    return layout.pipeline_parallel_schedule if layout.pipeline_parallel_degree > 1 else ""

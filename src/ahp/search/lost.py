@@ -1,0 +1,101 @@
+"""What would fit if one node were lost, or one device where there is a single node: the best plan on what is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ahp.config import Constraints
+from ahp.plan import Parallelism, Plan
+from ahp.search.counts import smaller
+from ahp.search.fastest import Fastest, fastest
+from ahp.search.misfit import nearest
+from ahp.search.problem import Problem, with_devices
+from ahp.search.reasons import does_not_fit
+from ahp.words import percent, seconds
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The same job, with the same global batch, on what is left."""
+
+    what: str
+    left: int
+    """Devices."""
+    plan: Parallelism | None
+    step_time_s: float | None
+    verdict: str
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        return {
+            "lost": self.what,
+            "devices_left": self.left,
+            "parallelism": None if self.plan is None else self.plan.model_dump(mode="json"),
+            "step_time_s": self.step_time_s,
+            "verdict": self.verdict,
+        }
+
+    def words(self) -> str:
+        """One line for people."""
+        return f"If {self.what} were lost: {self.verdict}"
+
+
+def one_lost(asked: Problem, best: Plan) -> Lost | None:
+    """What the job would run on when one node of ``asked.cluster`` is gone; None for a cluster of several kinds.
+
+    ``asked``: all that there is, with what the user has fixed. What is fixed and cannot be kept any more is freed.
+    """
+    if asked.cluster.is_mixed:
+        return None
+    group, assumed = asked.cluster.groups[0], best.forecast
+    assert assumed is not None, "a plan of the search has a forecast"
+    per_node = group.devices_per_node
+    lost, what = (per_node, f"one of {group.nodes} nodes") if group.nodes > 1 else (1, f"one of {per_node} devices")
+    left = asked.cluster.num_devices - lost
+    if left == 0:
+        return Lost("the only device", 0, None, None, "nothing is left to run on")
+    if best.parallelism.world_size <= left:
+        verdict = f"the {left} devices left are enough for the same plan, {best.parallelism.world_size} are used"
+        return Lost(what, left, best.parallelism, assumed.step_time_s, verdict)
+    remains = asked.on(with_devices(asked.cluster, left))
+    found, freed = _fastest(remains), ""
+    if found is None and asked.constraints.given:
+        found = _fastest(replace(remains, constraints=Constraints()))
+        freed = f", with {', '.join(asked.constraints.given)} free"
+    if found is None or found.best is None:
+        return Lost(what, left, None, None, _why_nothing(remains))
+    layout, forecast = found.best
+    loss = 1 - assumed.step_time_s / forecast.step_time_s
+    compared = f"{percent(abs(loss))} {'fewer' if loss > 0 else 'more'} tokens/s"
+    used = "" if layout.world_size == left else f" on {layout.world_size} of the {left} devices left"
+    verdict = f"{layout.short()}{used}, {seconds(forecast.step_time_s)} a step, {compared}{freed}"
+    return Lost(what, left, layout, forecast.step_time_s, verdict)
+
+
+def _fastest(remains: Problem) -> Fastest | None:
+    """The shortest step on all or some of the devices; None where none of these numbers of devices has a plan that fits.
+
+    From the most devices on; a number of them is left as soon as its bounds are above the best of a larger one, and
+    those below half of what is left are looked at only where no larger one has a plan.
+    """
+    found: Fastest | None = None
+    for cluster in smaller(remains.cluster)[::-1]:
+        best_s = found.best[1].step_time_s if found is not None and found.best is not None else float("inf")
+        if best_s < float("inf") and 2 * cluster.num_devices < remains.cluster.num_devices:
+            break
+        one = fastest(remains.on(cluster), best_s)
+        if one is not None and one.best is not None and one.best[1].step_time_s < best_s:
+            found = one
+    return found
+
+
+def _why_nothing(remains: Problem) -> str:
+    """The nearest miss on the most devices that have a legal layout."""
+    free = replace(remains, constraints=Constraints())
+    for cluster in smaller(free.cluster)[::-1]:
+        miss = nearest(free.on(cluster))
+        if miss is not None:
+            reason = does_not_fit(miss.forecast, free.capacity_bytes)
+            return f"no plan of the same batch fits on what is left; the nearest, {miss.layout.short()}, {reason}"
+    return f"no layout of {remains.cluster.num_devices} devices or fewer is legal for this batch"

@@ -1,0 +1,100 @@
+"""Better hardware: every figure and every measured table belongs to one piece of it, and the plan stays a candidate."""
+
+from __future__ import annotations
+
+import pytest
+
+from ahp.cluster.model import (
+    AttentionSample,
+    Cluster,
+    CollectiveSample,
+    ElementWiseSample,
+    MatmulSample,
+    Measurements,
+    MemorySample,
+)
+from ahp.plan import Parallelism
+from ahp.search.sensitivity import MORE, better_clusters, sensitivity
+from tests.search.small import small
+
+ATTENTION = AttentionSample(heads=4, sequence=64, head_dim=32, dtype="fp32", workers=1, phase="forward", seconds=8e-5)
+MEASURED = Measurements(
+    matmul=(MatmulSample(m=8, n=8, k=8, dtype="fp32", workers=1, seconds=1e-5),),
+    memory=(MemorySample(workers=1, bytes_per_s=1e9),),
+    attention=(ATTENTION, ATTENTION.model_copy(update={"phase": "backward"})),
+    element_wise=tuple(
+        ElementWiseSample(kind=kind, elements=64, dtype="fp32", workers=1, seconds=1e-5)  # type: ignore[arg-type]
+        for kind in ("add", "silu")
+    ),
+    collectives=(CollectiveSample(kind="all_reduce", workers=2, bytes=64, seconds=1e-5),),
+)
+
+
+def pieces(cluster: Cluster) -> dict[str, Cluster]:
+    return {words.removeprefix("10 % more "): better for words, better in better_clusters(cluster)}
+
+
+def test_every_measured_table_belongs_to_one_piece_of_hardware() -> None:
+    group = Cluster.parse("2xA100-SXM-80GB").groups[0].model_copy(update={"measured": MEASURED})
+    changed: dict[str, set[str]] = {}
+    for words, better in pieces(Cluster(groups=(group,))).items():
+        faster = better.groups[0].measured
+        assert faster is not None
+        for table in Measurements.model_fields:
+            for old, new in zip(getattr(MEASURED, table), getattr(faster, table), strict=True):
+                if new == old:
+                    continue
+                speed = new.bytes_per_s / old.bytes_per_s if table == "memory" else old.seconds / new.seconds
+                assert speed == pytest.approx(MORE)
+                changed.setdefault(words, set()).add(getattr(old, "kind", table))
+    assert changed == {
+        "FLOPS": {"matmul", "attention", "silu"},
+        "memory bandwidth": {"memory", "add"},
+        "network within nodes": {"all_reduce"},
+    }
+
+
+def test_one_figure_of_the_cluster_changes_at_a_time() -> None:
+    cluster = Cluster.parse("2x4xA100-SXM-80GB")
+    (group,) = cluster.groups
+    assert group.inter_node is not None
+
+    def figures(of: Cluster) -> dict[str, float]:
+        one = of.groups[0]
+        assert one.inter_node is not None
+        return {
+            "FLOPS": one.device.peak_flops_per_s["bf16"],
+            "memory": one.device.memory_bytes,
+            "memory bandwidth": one.device.memory_bandwidth_bytes_per_s,
+            "network within nodes": one.intra_node.bandwidth_bytes_per_s,
+            "network between nodes": one.inter_node.bandwidth_bytes_per_s,
+        }
+
+    found = pieces(cluster)
+    assert set(found) == set(figures(cluster))
+    for words, better in found.items():
+        ratios = {key: value / figures(cluster)[key] for key, value in figures(better).items()}
+        assert ratios == pytest.approx({key: MORE if key == words else 1.0 for key in ratios})
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [("H100-SXM-80GB", {"network within nodes", "network between nodes"}), ("4xH100-SXM-80GB", {"network between nodes"}),
+     ("4x1xH100-SXM-80GB", {"network within nodes"})],
+)  # fmt: skip
+def test_what_a_cluster_has_not_got_cannot_be_better(text: str, missing: set[str]) -> None:
+    everything = set(pieces(Cluster.parse("2x4xH100-SXM-80GB")))
+    assert set(pieces(Cluster.parse(text))) == everything - missing
+
+
+def test_the_best_there_is_searched_and_told() -> None:
+    asked = small(cluster="2xH100-SXM-80GB", constraints={"micro_batch_size": 1})
+    slow = Parallelism(tensor_parallel_degree=2, micro_batch_size=1, activation_checkpoint="full")
+    moves = sensitivity(asked, slow)
+    assert [move.step_time_s for move in moves] == sorted(move.step_time_s for move in moves)
+    # Something else is faster than this layout even today.
+    assert all(not move.stays and move.gain > 0 for move in moves)
+    best = moves[0].layout
+    stays = sensitivity(asked, best)
+    assert all(move.stays for move in stays if move.gain < 0.005)
+    assert {move.words().split(": ")[1] for move in stays if move.stays and move.gain < 0.005} == {"changes nothing"}
