@@ -37,8 +37,14 @@ def cells_used(matrix: Matrix, num_groups: int) -> tuple[int, ...]:
     return tuple(used)
 
 
+MANY_KINDS = 10_000
+"""Of more kinds of replicas than this the matrices are not counted: deep pipelines have millions of kinds."""
+
+
 def num_matrices(cells: Cells, pipeline: int, replicas: int, most: int) -> int:
-    """Matrices of so many stages and replicas, counted up to ``most``."""
+    """Matrices of so many stages and replicas, counted up to ``most``; ``most`` where there are very many kinds."""
+    if sum(count > 0 for count in cells) ** pipeline > MANY_KINDS:
+        return most
     found = 0
     for found, _ in enumerate(matrices(cells, pipeline, replicas), 1):
         if found >= most:
