@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ahp.runtime.run_folder import crc32
 from tests.runtime.models import JOB, MODELS, batch
 from tests.runtime.test_equality import assert_same_curve, world_size
 from tests.runtime.workers import Pool
@@ -42,7 +43,12 @@ def save_after(rank: int, world: int, model: str, layout: dict[str, Any], folder
 
     parallel = parallelize(MODELS[model](), {"job": JOB, "parallelism": layout})
     results = [parallel.step(parallel.shard(batch(step))) for step in range(BEFORE)]
-    parallel.save(folder)
+    written: dict[str, int] = {}
+    done = parallel.saver.start(Path(folder), written.update)
+    parallel.step(parallel.shard(batch(BEFORE)))  # what is being written is not what is being changed
+    done.result()
+    if rank == 0:
+        assert written == {file.name: crc32(file) for file in Path(folder).iterdir()}
     return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results]}
 
 
@@ -88,6 +94,36 @@ def test_continues_under_another_plan(
     after = pool.run(continue_from, world_size(PLANS[loaded]), model, PLANS[loaded], folder)[0]
     expected = plain_run(model, BEFORE + AFTER)
     assert_same_curve({key: before[key] + after[key] for key in before}, expected)
+
+
+def dropped(rank: int, world: int, folder: str, first: int, layout: dict[str, Any]) -> list[float]:
+    """Losses of a model with dropout from step ``first`` on; a checkpoint after two steps, or from one."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from ahp.runtime.parallelize import parallelize
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="sdpa")
+    parallel = parallelize(GPT2LMHeadModel(config), {"job": JOB, "parallelism": layout})
+    if first:
+        parallel.load(folder)
+    losses = []
+    for step in range(first, 4):
+        parallel.seed_step(step)
+        losses.append(parallel.step(parallel.shard(batch(step))).loss)
+        if step == 1:
+            parallel.save(folder)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["zero0", "zero3-x-tp"])
+def test_dropout_goes_on_where_it_was(pool: Pool, tmp_path: Path, plan: str) -> None:
+    size, layout = world_size(PLANS[plan]), PLANS[plan]
+    whole = pool.run(dropped, size, str(tmp_path / "checkpoint"), 0, layout)[0]
+    again = pool.run(dropped, size, str(tmp_path / "checkpoint"), 2, layout)[0]
+    assert again == whole[2:]
+    assert len(set(whole)) == 4
 
 
 def export(rank: int, world: int, model: str, layout: dict[str, Any], folder: str) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import StackSummary
@@ -20,8 +21,8 @@ from torch.distributed.checkpoint import CheckpointException
 from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.plan import Plan
-from ahp.runtime.loop import CannotWrite, Diverged, Loop, Settings, has_no_space
-from ahp.runtime.run_folder import RunFolder
+from ahp.runtime.loop import CannotWrite, DamagedCheckpoints, Diverged, Loop, Settings, has_no_space
+from ahp.runtime.run_folder import RunFolder, crc32
 from ahp.runtime.stop import StopRequest
 from ahp.runtime.team import Team
 
@@ -30,7 +31,19 @@ from ahp.runtime.team import Team
 class Result:
     loss: float
     grad_norm: float = 1.0
+    skipped: bool = False
     learning_rate: float = 0.1
+
+
+class Late(Future[None]):
+    """Work that is done when its result is asked for."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
+        self.work = work
+
+    def result(self, timeout: float | None = None) -> None:
+        self.work()
 
 
 class Weight:
@@ -38,8 +51,9 @@ class Weight:
 
     def __init__(self) -> None:
         self.value = 8.0
+        self.grad_norm = 1.0
         self.before_step: Callable[[int], None] = lambda step: None
-        self.while_saving: Callable[[], None] = lambda: None
+        self.while_saving: Callable[[int], None] = lambda step: None
         self.steps = 0
 
     def rows(self, num_rows: int) -> range:
@@ -49,11 +63,25 @@ class Weight:
         self.before_step(self.steps + 1)
         self.value = 0.9 * self.value + 0.01 * float(part["input_ids"].sum())
         self.steps += 1
-        return Result(loss=self.value)
+        return Result(loss=self.value, grad_norm=self.grad_norm, skipped=self.grad_norm == float("inf"))
 
-    def save(self, folder: Path) -> None:
-        (folder / "weight.json").write_text(json.dumps([self.value, self.steps]))
-        self.while_saving()
+    def seed_step(self, step: int) -> None:
+        assert step == self.steps
+
+    @property
+    def saver(self) -> Weight:
+        return self
+
+    def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]:
+        """Written when the loop asks for the result, as late as can be."""
+        value, step = self.value, self.steps
+
+        def write() -> None:
+            (folder / "weight.json").write_text(json.dumps([value, step]))
+            self.while_saving(step)
+            complete({"weight.json": crc32(folder / "weight.json")})
+
+        return Late(write)
 
     def load(self, folder: Path) -> None:
         self.value, self.steps = json.loads((folder / "weight.json").read_text())
@@ -146,6 +174,39 @@ def test_half_written_checkpoint_is_swept_away(alone: Team, folder: RunFolder) -
     assert len(losses(folder)) == 10
 
 
+def test_a_flipped_byte_is_named_and_the_checkpoint_before_is_used(
+    alone: Team, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop(alone, folder).run()
+    expected = losses(folder)
+    flip(folder, 10)
+    loop(alone, folder).run()
+    said = capsys.readouterr().err
+    assert "the checkpoint of step 10 is damaged: weight.json has changed" in said
+    assert "step-10.damaged" in said
+    assert losses(folder) == expected
+    assert [c.step for c in folder.checkpoints()] == [8, 10]
+    assert folder.checkpoints()[-1].damaged_file() is None
+    for step in (8, 10):
+        flip(folder, step)
+    with pytest.raises(DamagedCheckpoints, match="every checkpoint is damaged"):
+        loop(alone, folder).run()
+
+
+def flip(folder: RunFolder, step: int) -> None:
+    file = folder.checkpoints_folder / f"step-{step}" / "weight.json"
+    content = file.read_bytes()
+    file.write_bytes(content[:3] + bytes([content[3] ^ 1]) + content[4:])
+
+
+def test_a_cut_checkpoint_is_named(alone: Team, folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    loop(alone, folder).run()
+    (folder.checkpoints_folder / "step-10" / "weight.json").write_text("[")
+    loop(alone, folder).run()
+    assert "step-10 is not complete and is passed over" in capsys.readouterr().err
+    assert len(losses(folder)) == 10
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_with_a_checkpoint_and_the_signals_code(
     alone: Team, folder: RunFolder, number: signal.Signals
@@ -186,6 +247,13 @@ def test_loss_that_is_no_number_stops_and_names_the_step(alone: Team, folder: Ru
     assert len(losses(folder)) == 5
 
 
+def test_a_step_that_overflowed_fp16_is_left_out_and_training_goes_on(alone: Team, folder: RunFolder) -> None:
+    weight = Weight()
+    weight.before_step = lambda step: setattr(weight, "grad_norm", float("inf") if step == 6 else 1.0)
+    loop(alone, folder, weight).run()
+    assert [record["grad_norm"] for record in folder.metrics()] == [1.0] * 5 + [None] + [1.0] * 4
+
+
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -193,8 +261,8 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 def test_full_disk_keeps_the_checkpoint_before(alone: Team, folder: RunFolder, error: BaseException) -> None:
     weight = Weight()
 
-    def fail_at_8() -> None:
-        if weight.steps == 8:
+    def fail_at_8(step: int) -> None:
+        if step == 8:
             raise error
 
     weight.while_saving = fail_at_8

@@ -120,7 +120,7 @@ def test_equals_torchs_own(pool: Pool, kind: str, plan: str, model: str) -> None
 def test_muon_orthogonalises_as_torch_does_in_bf16(pool: Pool) -> None:
     got = pool.run(train, 1, "muon", "gpt2", {"micro_batch_size": 8}, None, None, True)[0]
     assert_same_curve(got, plain("muon", "gpt2", in_bf16=True))
-    assert got["losses"][-1] != pytest.approx(plain("muon", "gpt2")["losses"][-1], rel=1e-6), "bf16 and fp32 differ"
+    assert got["norms"][-1] != pytest.approx(plain("muon", "gpt2")["norms"][-1], rel=2e-5), "bf16 and fp32 differ"
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ a tensor-parallel rank holds as [q_r | k_r | v_r], is put back into [q | k | v] 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +18,57 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ahp.runtime.layout import own_part, whole
+from ahp.runtime.run_folder import crc32
 from ahp.runtime.torch_compat import like_distributed, local_tensor
 
 if TYPE_CHECKING:
     from ahp.runtime.parallelize import Parallel
 
+METADATA = ".metadata"
+"""The file of torch's that rank 0 writes when all ranks have written; the others are called ``__RANK_NUMBER.distcp``."""
+
 
 def save(parallel: Parallel, folder: Path) -> None:
     """Write a checkpoint. Collective. The folder may exist; the caller makes it appear at once or not at all."""
     dcp.save(_state(parallel), checkpoint_id=str(folder))
+
+
+class BackgroundSaver:
+    """Writes checkpoints in a thread while training goes on, with a process group of its own."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        self.parallel = parallel
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        self.group = group
+        """Apart from the main thread's, whose collectives go on meanwhile."""
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+    def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]:
+        """Copy this rank's part of the state to the host, then write it. Collective, and so is what the thread does.
+
+        On rank 0 ``complete(checksums)`` is called in the thread once every rank's files are written: crc32 by file name.
+        The future ends when this rank's work has; it holds the error of a rank that could not write.
+        """
+        copied = {name: _copy(tensor) for name, tensor in _state(self.parallel).items()}
+        return self.thread.submit(self._write, copied, folder, complete)
+
+    def _write(self, state: dict[str, torch.Tensor], folder: Path, complete: Callable[[dict[str, int]], None]) -> None:
+        dcp.save(state, checkpoint_id=str(folder), process_group=self.group)
+        rank = dist.get_rank()
+        mine = {file.name: crc32(file) for file in folder.glob(f"__{rank}_*")}
+        if rank == 0:
+            mine[METADATA] = crc32(folder / METADATA)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(mine, found if rank == 0 else None, dst=0, group=self.group)
+        if rank == 0:
+            complete({name: value for part in found for name, value in part.items()})
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with memory of its own on the host, distributed as it was."""
+    local = local_tensor(tensor.detach())
+    return like_distributed(local.to("cpu", copy=True), tensor)
 
 
 def load(parallel: Parallel, folder: Path) -> None:

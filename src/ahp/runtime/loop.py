@@ -6,8 +6,11 @@ import errno
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +19,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan
-from ahp.runtime.run_folder import RunFolder, Status, is_full
+from ahp.runtime.progress import say
+from ahp.runtime.run_folder import Checkpoint, RunFolder, Status, is_full
 from ahp.runtime.stop import StopRequest
 from ahp.runtime.team import Team
 
@@ -32,18 +36,30 @@ class StepResult(Protocol):
     def learning_rate(self) -> float: ...
 
 
+class Saver(Protocol):
+    """What writes checkpoints beside the steps."""
+
+    def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]: ...
+
+
 class Parallel(Protocol):
     """What ``ahp.parallelize`` returns, as far as the loop needs it."""
 
     def rows(self, num_rows: int) -> range: ...
     def step(self, part: dict[str, Tensor]) -> StepResult: ...
-    def save(self, folder: Path) -> None: ...
+    def seed_step(self, step: int) -> None: ...
+    @property
+    def saver(self) -> Saver: ...
     def load(self, folder: Path) -> None: ...
     def memory_bytes(self) -> int: ...
 
 
 class Diverged(AhpError):
     """The loss or the gradient is no longer a number."""
+
+
+class DamagedCheckpoints(AhpError):
+    """No checkpoint of the run is whole."""
 
 
 class CannotWrite(AhpError):
@@ -56,6 +72,14 @@ class Settings:
 
     checkpoint_every: int = 50
     keep: int = 3
+
+
+@dataclass
+class Saving:
+    """A checkpoint that is being written."""
+
+    step: int
+    done: Future[None]
 
 
 @dataclass
@@ -72,30 +96,32 @@ class Loop:
     stop: StopRequest
     data_fingerprint: str
     on_step: Callable[[dict[str, Any]], None] = lambda record: None
+    saved: int | None = None
+    """Step of the newest complete checkpoint."""
+    saving: Saving | None = None
 
     def run(self) -> Status:
         """Returns what status.json says at the end (state running = all steps are done, the caller finishes).
 
         Raises Diverged, CannotWrite; checkpoints that were complete before stay as they are.
         """
-        done, saved = self._resume()
+        done = self._resume()
         while done < self.plan.job.steps:
             record, stopped = self._step(done)
             done = record["step"]
             if stopped or done == self.plan.job.steps or done % self.settings.checkpoint_every == 0:
-                self._save(done, saved)
-                saved = done
+                self._start_saving(done)
             if stopped:
+                self._finish_saving()
                 name = signal.Signals(stopped).name
                 return self._report(Status("interrupted", done, f"stopped by {name}", 128 + stopped))
+            if self.saving is not None and self.saving.done.done():
+                self._finish_saving()
+        self._finish_saving()
         return self._report(Status("running", done))
 
-    def _resume(self) -> tuple[int, int | None]:
-        checkpoint = None
-        if self.team.leads:
-            self.folder.discard_unfinished()
-            checkpoint = next(iter(reversed(self.folder.checkpoints())), None)
-        checkpoint = self.team.from_leader(checkpoint)
+    def _resume(self) -> int:
+        checkpoint = self._newest_whole()
         step = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
             before = checkpoint.meta()["data_fingerprint"]
@@ -105,18 +131,47 @@ class Loop:
                     "give it back, or start a new run with another --run.folder"
                 )
             self.parallel.load(checkpoint.path)
+            self.saved = step
         if self.team.leads:
             self.folder.truncate_metrics(step)
         self._report(Status("running", step))
-        return step, step if checkpoint is not None else None
+        return step
+
+    def _newest_whole(self) -> Checkpoint | None:
+        """The newest checkpoint whose every byte is as it was written; None in a new run. Says what it passes over.
+
+        Ranks read the files between them. Raises DamagedCheckpoints when none of several is whole.
+        """
+        if self.team.leads:
+            self.folder.discard_unfinished()
+            for name in self.folder.incomplete():
+                say(f"{name} is not complete and is passed over: a file of it is missing or cut")
+        found = self.team.from_leader(self.folder.checkpoints() if self.team.leads else None)
+        for checkpoint in reversed(found):
+            name = checkpoint.damaged_file(self.team.rank, self.team.size)
+            damaged = self.team.first_word(name)
+            if damaged is None:
+                return checkpoint
+            if self.team.leads:
+                place = self.folder.put_away(checkpoint)
+                say(f"the checkpoint of step {checkpoint.step} is damaged: {damaged} has changed since it was written; "
+                    f"it is put away as {place}, the one before is used")  # fmt: skip
+        if found:
+            raise DamagedCheckpoints(
+                f"run.folder = {str(self.folder.path)!r}: every checkpoint is damaged; give one back from a copy, or start "
+                "anew with another --run.folder"
+            )
+        return None
 
     def _step(self, index: int) -> tuple[dict[str, Any], int]:
         job, forecast = self.plan.job, self.plan.forecast
         began = time.perf_counter()
+        self.parallel.seed_step(index)
         result = self.parallel.step(self.batches(index, self.parallel.rows(job.global_batch_size)))
         stopped, memory_bytes = self.team.highest(self.stop.pending(), self.parallel.memory_bytes())
         seconds = time.perf_counter() - began
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            self._finish_saving()
             raise Diverged(
                 f"step {index + 1}: loss = {result.loss}, gradient norm = {result.grad_norm}; training stopped. Lower "
                 "job.optimizer.learning_rate, lengthen job.optimizer.warmup_steps, or use job.precision fp32"
@@ -139,23 +194,39 @@ class Loop:
             self.on_step(record)
         return record, stopped
 
-    def _save(self, step: int, previous: int | None) -> None:
-        try:
+    def _start_saving(self, step: int) -> None:
+        """Begin to write a checkpoint; it counts, and older ones go, once all of it is on the disk."""
+        self._finish_saving()
+        with self._told_when_unwritable(step):
             if self.team.leads:
                 self.folder.open_checkpoint(step)
             self.team.barrier()
-            self.parallel.save(self.folder.aside_for(step))
-            self.team.barrier()
-            if self.team.leads:
-                self.folder.commit_checkpoint(step, self._meta(), self.settings.keep)
-            self.team.barrier()
+            done = self.parallel.saver.start(self.folder.aside_for(step), partial(self._commit, step))
+            self.saving = Saving(step, done)
+
+    def _commit(self, step: int, checksums: dict[str, int]) -> None:
+        self.folder.commit_checkpoint(step, {**self._meta(), "crc32": checksums}, self.settings.keep)
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        if self.saving is None:
+            return
+        saving, self.saving = self.saving, None
+        with self._told_when_unwritable(saving.step):
+            saving.done.result()
+            self.saved = saving.step
+        self._report(Status("running", saving.step))
+
+    @contextmanager
+    def _told_when_unwritable(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
             # The free space is looked at before the unfinished files give theirs back.
-            message = self._cannot_write(f"checkpoint of step {step}", error, previous)
+            message = self._cannot_write(f"checkpoint of step {step}", error, self.saved)
             if self.team.leads:
                 self.folder.discard_unfinished()
             raise CannotWrite(message) from error
-        self._report(Status("running", step))
 
     def _meta(self) -> dict[str, Any]:
         plain = self.plan.model_dump(mode="json")

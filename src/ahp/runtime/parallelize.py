@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,6 +40,9 @@ from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.schedule.stages import layer_ranges, layers_of_stages
 from ahp.search.placement import Split
 from ahp.search.slice_model import ModelSlicing, slice_outline
+
+if TYPE_CHECKING:
+    from ahp.runtime.checkpoint import BackgroundSaver
 
 
 @dataclass(frozen=True)
@@ -275,6 +280,22 @@ class Parallel:
         from ahp.runtime.checkpoint import save
 
         save(self, Path(folder))
+
+    @cached_property
+    def saver(self) -> BackgroundSaver:
+        """Writes checkpoints while steps go on. Made at the first use, which is collective."""
+        from ahp.runtime.checkpoint import BackgroundSaver
+
+        return BackgroundSaver(self)
+
+    def seed_step(self, step: int) -> None:
+        """Let the random numbers of a step (dropout) depend on the job's seed, the step and this rank's place alone.
+
+        A run that goes on under the same layout draws what it would have drawn, so no generator's state is kept. Ranks of a
+        tensor-parallel group draw alike, others their own.
+        """
+        place = (self.plan.job.seed, step, self.mesh.data_rank, self.mesh.rank("pp"))
+        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1))
 
     def load(self, folder: str | Path) -> None:
         """Continue from what ``save`` wrote, under whatever plan. Collective."""

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -40,8 +41,19 @@ class Checkpoint:
     path: Path
 
     def meta(self) -> dict[str, Any]:
-        """Step, job, model, parallelism, data fingerprint, and the sizes of the files."""
+        """Step, job, model, parallelism, data fingerprint, and the sizes and checksums of the files."""
         return json.loads((self.path / "meta.json").read_text())
+
+    def damaged_file(self, part: int = 0, parts: int = 1) -> str | None:
+        """The first file whose bytes are not those that were written, of one part of the files; None when all are.
+
+        Reads them all, so ranks share the files: ``part`` of ``parts``.
+        """
+        checksums: dict[str, int] = self.meta().get("crc32", {})
+        for name in sorted(checksums)[part::parts]:
+            if crc32(self.path / name) != checksums[name]:
+                return name
+        return None
 
 
 class RunFolder:
@@ -127,6 +139,18 @@ class RunFolder:
                 found.append(Checkpoint(int(number), path))
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
+    def incomplete(self) -> list[str]:
+        """Names of folders that would be checkpoints if no file of theirs were missing or cut."""
+        found = (path for path in self.checkpoints_folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+        return sorted(path.name for path in found if not _is_complete(path))
+
+    def put_away(self, checkpoint: Checkpoint) -> Path:
+        """Take a damaged checkpoint out of the count; its files stay for whoever wants to look at them."""
+        place = checkpoint.path.with_name(checkpoint.path.name + ".damaged")
+        shutil.rmtree(place, ignore_errors=True)
+        checkpoint.path.rename(place)
+        return place
+
     def aside_for(self, step: int) -> Path:
         """Where the checkpoint of ``step`` is written until it is complete."""
         return self.checkpoints_folder / f"step-{step}.tmp"
@@ -139,7 +163,10 @@ class RunFolder:
         return aside
 
     def commit_checkpoint(self, step: int, meta: dict[str, Any], keep: int) -> Checkpoint:
-        """Flush the files of the open checkpoint to the disk, then rename; afterwards all but the ``keep`` newest go."""
+        """Flush the files of the open checkpoint to the disk, then rename; afterwards all but the ``keep`` newest go.
+
+        ``meta`` goes into meta.json; its key ``crc32`` has the checksums of the files by name.
+        """
         aside = self.aside_for(step)
         files = {str(f.relative_to(aside)): f.stat().st_size for f in sorted(aside.rglob("*")) if f.is_file()}
         (aside / "meta.json").write_text(json.dumps({"step": step, **meta, "files": files}, indent=1) + "\n")
@@ -203,6 +230,15 @@ def write_aside(path: Path, text: str) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def crc32(file: Path) -> int:
+    """Checksum of a file's bytes."""
+    value = 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def _is_complete(path: Path) -> bool:

@@ -82,6 +82,12 @@ class Team:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
+    def first_word(self, word: str | None) -> str | None:
+        """What the first rank said that has something to say."""
+        said: list[str | None] = [None] * self.size
+        dist.all_gather_object(said, word)
+        return next((found for found in said if found is not None), None)
+
     def decided_by_leader(self, decide: Callable[[], Result]) -> Result:
         """Let rank 0 decide and every rank know it.
 

@@ -50,6 +50,12 @@ def newest(run: RunFolder, plan: Plan) -> Path:
         return run.weights_folder
     if not checkpoints:
         raise BadInput(f"run = {str(run.path)!r}: it has no checkpoint yet; let it train on: ahp train")
+    damaged = checkpoints[-1].damaged_file()
+    if damaged is not None:
+        raise BadInput(
+            f"run = {str(run.path)!r}: its newest checkpoint is damaged ({checkpoints[-1].path.name}/{damaged}); "
+            "let it train on, which takes the one before: ahp train"
+        )
     return _convert(run, plan, checkpoints[-1].path, checkpoints[-1].step)
 
 

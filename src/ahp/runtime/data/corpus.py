@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from ahp.runtime.data import tokenizer as tokenizers
 from ahp.runtime.data.chat import fingerprint_beside, template_beside
 from ahp.runtime.data.documents import Document, Template
 from ahp.runtime.data.text import TextSource, find
+from ahp.runtime.run_folder import crc32
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -168,7 +168,7 @@ class _Maker:
             "num_tokens": num_tokens,
             "num_documents": len(starts),
             "bytes": {name: (aside / name).stat().st_size for name in names},
-            "crc32": {name: _crc32(aside / name) for name in names},
+            "crc32": {name: crc32(aside / name) for name in names},
         }
         (aside / "meta.json").write_text(json.dumps(meta, indent=1))
 
@@ -213,7 +213,7 @@ def _read(folder: Path, *, verify: bool) -> Corpus | None:
         meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
         if any((folder / name).stat().st_size != size for name, size in meta["bytes"].items()):
             return None
-        if verify and any(_crc32(folder / name) != value for name, value in meta["crc32"].items()):
+        if verify and any(crc32(folder / name) != value for name, value in meta["crc32"].items()):
             return None
         tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r", shape=(meta["num_tokens"],))
         starts = np.memmap(folder / "starts.bin", dtype=np.int64, mode="r", shape=(meta["num_documents"],))
@@ -230,11 +230,3 @@ def _read(folder: Path, *, verify: bool) -> Corpus | None:
         fingerprint=hashlib.blake2b(mark.encode(), digest_size=16).hexdigest(),
         scored=scored,
     )
-
-
-def _crc32(file: Path) -> int:
-    value = 0
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
