@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.engines.registry import names
+from ahp.plan import Forecast, Parallelism
 from ahp.search.bounds import Bounds
 from ahp.search.exact import Place
 from ahp.search.problem import Problem
@@ -34,6 +37,23 @@ def holds(asked: Problem, space: Space, places: list[Place]) -> None:
         assert forecast.fits == (needed <= most)
         if forecast.fits:
             assert bounds.block_s(space, block) <= forecast.step_time_s * ROUNDING, layout.short()
+        if 1 < layout.num_stages <= asked.graph.num_layers:
+            bounds.block_s(space, block)
+            for cut, of_cut in other_cuts(asked, layout):
+                assert blocks_s[block] <= of_cut.step_time_s * ROUNDING, cut
+                assert blocks_bytes[block] <= sum(of_cut.memory.values()) + 1, cut
+                assert not of_cut.fits or bounds.of_any_cut(block) <= of_cut.step_time_s * ROUNDING, cut
+
+
+def other_cuts(asked: Problem, layout: Parallelism) -> Iterator[tuple[Parallelism, Forecast]]:
+    """The layout with all that can be on one stage on the first, or on the last."""
+    stages = layout.num_stages
+    for longest in {0, stages - 1}:
+        layers = [1] * stages
+        layers[longest] += asked.graph.num_layers - stages
+        cut = layout.model_copy(update={"layers_per_stage": tuple(layers)})
+        if not asked.refused(cut):
+            yield cut, asked.price(cut)
 
 
 def some_rows(space: Space, data: st.DataObject, count: int) -> list[Place]:
@@ -44,7 +64,7 @@ def some_rows(space: Space, data: st.DataObject, count: int) -> list[Place]:
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems(), st.data())
 def test_bounds_are_under_the_forecast(asked: Problem, data: st.DataObject) -> None:
     space = build(asked)

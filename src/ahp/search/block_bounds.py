@@ -4,8 +4,10 @@ A step cannot take less than its arithmetic at the rate that no kernel passes, s
 forward passes that fill the pipeline before a rank of average place can start, and the collectives within a replica as
 far as nothing can hide them. Where the rate is not known to be a ceiling the arithmetic counts as nothing.
 
-The first rank cannot hold less than the states of the fewest layers that any cut gives it, and the inputs of these
-layers for the micro-batches in flight: what is kept when all else is recomputed.
+However the layers are cut, the fullest rank holds its part of their states, and of the inputs of layers for the
+micro-batches in flight: what is kept when all else is recomputed.
+
+Both hold for every cut of the layers into stages, even or not.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from ahp.forecast.units import Axes, axes_of
 from ahp.graph.operators import Operator, Segment, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
-from ahp.schedule.patterns import V_SHAPED
 from ahp.search.problem import Problem
 from ahp.search.space import Blocks, Rows, Space
-from ahp.search.splits import Splits, WeightColumns
+from ahp.search.splits import Splits
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 def block_bounds_s(asked: Problem, blocks: Blocks) -> Floats:
@@ -55,7 +57,7 @@ def block_bounds_s(asked: Problem, blocks: Blocks) -> Floats:
 
 
 def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Splits]) -> Floats:
-    """Bytes that the first rank of every row of each block needs at least, [number of blocks].
+    """Bytes that the fullest rank of every row of each block needs at least, [number of blocks].
 
     ``splits``: those of a block.
     """
@@ -63,18 +65,21 @@ def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Spli
     return np.array([found.needs_bytes(block, splits(block)) for block in range(len(space.blocks))])
 
 
-def in_flight_layers(asked: Problem, rows: Rows, pipeline: int, micro_batches: int) -> int:
-    """Layers times micro-batches of which the first rank keeps something at once, at least, whatever the schedule."""
-    layers = asked.graph.num_layers
+def fewest_in_flight(rows: Rows, pipeline: int, micro_batches: int) -> Ints:
+    """[pipes, p] Micro-batches of which each rank keeps something at once, at least, wherever in it a layer lies."""
     if pipeline == 1:
-        return layers
-    found = []
-    for pipe in rows.pipes:
-        counts = in_flight(pipe.schedule, pipeline, pipe.virtual, micro_batches)[0]
-        # The last stage, which the V schedules put on the first rank too, may hold fewer layers than any other.
-        counted = counts[0] if pipe.schedule in V_SHAPED else counts.sum()
-        found.append(int(counted) * (layers // (pipeline * pipe.virtual)))
-    return min(found)
+        return np.ones((1, 1), dtype=np.int64)
+    found = {(pipe.schedule, pipe.virtual) for pipe in rows.pipes}
+    counts = [in_flight(name, pipeline, virtual, micro_batches).min(axis=1) for name, virtual in sorted(found)]
+    return np.unique(np.stack(counts), axis=0)
+
+
+def fullest_of_any_cut(each: Floats, num_layers: int) -> Floats:
+    """What the fullest rank holds at least, however ``num_layers`` are shared among ranks that hold ``each`` [..., p] of one.
+
+    The least is where all ranks are equally full.
+    """
+    return num_layers / (1.0 / np.maximum(each, 1e-9)).sum(axis=-1)
 
 
 class _BlockNeeds:
@@ -93,7 +98,7 @@ class _BlockNeeds:
         dense = [sum(p.numel for p in parameters if p.name not in names) for names, parameters in stacked]
         experts = [sum(p.numel for p in parameters if p.name in names) for names, parameters in stacked]
         self._dense, self._experts = min(dense, default=0), min(experts, default=0)
-        self._in_flight = cache(self._in_flight_layers)
+        self._in_flight = cache(self._fewest_in_flight)
         self._states = cache(self._state_bytes)
 
     def needs_bytes(self, block: int, splits: Splits) -> float:
@@ -101,23 +106,18 @@ class _BlockNeeds:
         context, pipeline, data = (int(column[block]) for column in (of.context, of.pipeline, of.data))
         m = int(of.micro_batches[block])
         cut = context * (int(of.tensor[block]) if of.sequence_parallel[block] else 1)
-        size = int(of.micro_batch[block]) / self.graph.micro_batch_size
-        kept = self._in_flight(data, pipeline, m) * self._kept * size / cut
-        states, gradients = self._states(splits, int(of.tensor[block]), int(of.expert[block]), data, pipeline, m)
-        return float(splits.device_bytes(states + np.maximum(kept - gradients, 0.0)).min())
+        kept = self._kept * int(of.micro_batch[block]) / self.graph.micro_batch_size / cut
+        states, gradients = self._states(splits, int(of.tensor[block]), int(of.expert[block]), m)
+        in_flight = self._in_flight(data, pipeline, m)
+        each = states[..., None] + np.maximum(in_flight * kept - gradients[..., None], 0.0)
+        return float(splits.device_bytes(fullest_of_any_cut(each, self.graph.num_layers)).min())
 
-    def _in_flight_layers(self, data: int, pipeline: int, m: int) -> int:
-        return in_flight_layers(self.asked, self.space.legal_rows(data, pipeline, m), pipeline, m)
+    def _fewest_in_flight(self, data: int, pipeline: int, m: int) -> Ints:
+        return fewest_in_flight(self.space.legal_rows(data, pipeline, m), pipeline, m)
 
-    def _state_bytes(
-        self, splits: Splits, tensor: int, expert: int, data: int, pipeline: int, m: int
-    ) -> tuple[Floats, Floats]:
-        """[J, 1] Bytes of the states that each split leaves at least, and of them the gradients at m = 1."""
-        rows = self.space.legal_rows(data, pipeline, m)
-        least = self.graph.num_layers // (pipeline * max(pipe.virtual for pipe in rows.pipes))
-        dense, experts = (int(least * count / tensor) for count in (self._dense, self._experts / expert))
-        weights = WeightColumns(np.array([float(dense + experts)]), experts=np.array([float(experts)]))
-        return splits.states(weights, m)
+    def _state_bytes(self, splits: Splits, tensor: int, expert: int, m: int) -> tuple[Floats, Floats]:
+        """[J, 1] Bytes of the states that each split leaves of a layer at least, and of them the gradients at m = 1."""
+        return splits.states_of_layer(int(self._dense / tensor), int(self._experts / expert / tensor), m)
 
 
 def _keys(blocks: Blocks) -> Iterator[tuple[int, int, int, int, int]]:

@@ -17,6 +17,7 @@ from ahp.forecast.stage import Recompute, dropped_bytes, made_again
 from ahp.forecast.units import Units, axes_of
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s, ranks_stages
 from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED
+from ahp.search.block_bounds import fewest_in_flight, fullest_of_any_cut
 from ahp.search.pipelines import Cut, Pipelines, SecondRank, shape_of
 from ahp.search.problem import Problem
 from ahp.search.space import Pipe, Rows
@@ -81,24 +82,53 @@ class BlockRows:
         fits = self._may_fit(different, most_bytes)
         if not fits.any():
             return float("inf")
-        least, found = self._least_layer, float("inf")
+        (least, _), found = self._least_layer, float("inf")
         kinds = {(shape_of(pipe, self.p), pipe.virtual, different.index(second[pipe])) for pipe in self.rows.pipes}
         for schedule, virtual, at in kinds:
             if fits[:, at].any():
                 found = min(found, float(self._least_s(least, schedule, virtual)[fits[:, at]].min()))
         return (found + self._norm_s + self._tied_s) * self._slowest
 
+    def any_cut_s(self, most_bytes: float) -> float:
+        """Of all rows that fit, however the layers are cut into stages: what the ranks take on average."""
+        fits = self._fits_some_cut(most_bytes)
+        if not self.units.blocks or not fits.any():
+            return float("inf")
+        (least, mean), layers = self._least_layer, self.asked.graph.num_layers
+        # A rank of average place has so many stages before it, each with one layer at least but where an end has none.
+        before = (self.p - 1) / 2 - (self.asked.stage_ends != "hold_layers") * (self.p - 1) / self.p
+        splits_backward = any(pipe.schedule in SPLIT_BACKWARD for pipe in self.rows.pipes)
+        drain_s = 0.0 if splits_backward else before * least.backward
+        each = layers / self.p
+        work_s = each * (self.m * (mean.forward + mean.backward) + mean.first_forward)
+        work_s = work_s + np.maximum(each * mean.last_backward, drain_s) + self.m * self.stages.ends_s / self.p
+        dense = self.stages.parameters - self.stages.experts
+        update_s = self._updating_s(np.array([each * dense.min()]), np.array([each * self.stages.experts.min()]))
+        found = float((before * least.forward + work_s + update_s)[fits].min())
+        return (found + self._norm_s + self._tied_s) * self._slowest
+
+    def _fits_some_cut(self, most_bytes: float) -> Mask:
+        """[J, R] Whether some pipeline may fit, with layers as small as any of them."""
+        experts = self.stages.experts.min()
+        dense = (self.stages.parameters - self.stages.experts).min()
+        states, gradients = self.splits.states_of_layer(float(dense), float(experts), self.m)
+        in_flight = fewest_in_flight(self.rows, self.p, self.m)
+        kept = self.stages.kept.min(axis=-1)[:, None, None] * in_flight  # [R, pipes, p]
+        each = states[..., None, None] + np.maximum(kept - gradients[..., None, None], 0.0)
+        needs = fullest_of_any_cut(each, self.asked.graph.num_layers).min(axis=-1)
+        return self.splits.device_bytes(needs) <= most_bytes
+
     def _second_rank(self, pipe: Pipe) -> SecondRank:
         return self.pipelines.second_rank(self._name(pipe), self.p, pipe.virtual, self.m)
 
     @cached_property
-    def _least_layer(self) -> LeastLayer:
-        """[J, R] each."""
-        found = np.zeros((4, len(self.splits.layouts), len(self.recompute)))
+    def _least_layer(self) -> tuple[LeastLayer, LeastLayer]:
+        """[J, R] each: of the layer that adds the least, and of the mean layer."""
+        found = np.zeros((2, 4, len(self.splits.layouts), len(self.recompute)))
         for splits in self.splits.alike.values():
-            least = self.stages.least_layer(splits, self.bytes_per_s)
-            found[:, splits] = least.forward, least.backward, least.first_forward, least.last_backward
-        return LeastLayer(*found)
+            for into, one in zip(found, self.stages.least_layer(splits, self.bytes_per_s), strict=True):
+                into[:, splits] = one.forward, one.backward, one.first_forward, one.last_backward
+        return LeastLayer(*found[0]), LeastLayer(*found[1])
 
     def _least_s(self, least: LeastLayer, schedule: str, virtual: int) -> Floats:
         """[J, R] Seconds of the rank that takes longest, with its optimizer."""

@@ -32,12 +32,14 @@ FIT_PROBABILITY = 0.95
 
 
 class Bounds:
-    """Lower bounds for one problem."""
+    """Lower bounds for one problem and its space."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._pipelines = Pipelines(problem)
         self._splits: dict[tuple[int, ...], Splits] = {}
+        self._any_cut: dict[int, float] = {}
+        self._first_s: Floats | None = None
 
     def splits(self, space: Space, block: int) -> Splits:
         """Of a block; blocks that differ in the micro-batch alone share them."""
@@ -58,7 +60,34 @@ class Bounds:
 
     def block_s(self, space: Space, block: int) -> float:
         """Seconds that every row of one block that fits takes at least; infinite where none does. Prices the units."""
-        return self._rows(space, block).bound_s(self.most_that_fits_bytes())
+        rows, most_bytes = self._rows(space, block), self.most_that_fits_bytes()
+        if rows.p > 1:
+            self._any_cut[block] = rows.any_cut_s(most_bytes)
+        return rows.bound_s(most_bytes)
+
+    def first_s(self, space: Space) -> Floats:
+        """Seconds that every row of each block takes at least before its units are priced; infinite where none fits.
+
+        However its layers are cut into stages.
+        """
+        if self._first_s is None:
+            fits = self.blocks_bytes(space) <= self.most_that_fits_bytes()
+            self._first_s = np.where(fits, self.blocks_s(space), np.inf)
+        return self._first_s
+
+    def of_any_cut(self, block: int) -> float:
+        """Seconds that every row of a block with a pipeline takes, whose ``block_s`` was asked for, cut in any way."""
+        return self._any_cut[block]
+
+    def any_cut_s(self, space: Space) -> float:
+        """Seconds that every layout with a pipeline takes at least, however its layers are cut into stages.
+
+        Closer for the blocks whose units the search has priced; infinite where no cut of any fits.
+        """
+        found = self.first_s(space).copy()
+        for block in self._any_cut:
+            found[block] = max(found[block], self.of_any_cut(block))
+        return float(found[space.blocks.pipeline > 1].min(initial=np.inf))
 
     def needs_bytes(self, space: Space, block: int) -> Floats:
         """Bytes that every row of a block needs at least on its fullest rank."""

@@ -45,7 +45,7 @@ def find(
     """Price rows of the space by the method. An exact outcome may be proven; of the others the lower bounds say how far
     from the best they can be at most. ``ceiling_s``: the exact search leaves out what takes as long."""
     most_bytes = bounds.most_that_fits_bytes()
-    blocks_s = np.where(bounds.blocks_bytes(space) <= most_bytes, bounds.blocks_s(space), np.inf)
+    blocks_s = bounds.first_s(space)
 
     def price(place: Place) -> Forecast:
         return used.price(space.layout(*place))

@@ -23,7 +23,7 @@ from ahp.search.misfit import nothing_fits
 from ahp.search.nearby import Nearby
 from ahp.search.objective import Objective, ObjectiveName, Scale, Worth, objective_of
 from ahp.search.problem import Problem, problem
-from ahp.search.recut import recut
+from ahp.search.recut import Recut, recut
 from ahp.search.rows import LegalRows, legal_rows
 from ahp.search.space import Rule
 from ahp.words import seconds
@@ -54,6 +54,10 @@ class Certificate:
     """No row left can take less than this."""
     proven: bool
     """Whether no other row can be faster than the best, by this forecast."""
+    any_cut_s: float | None
+    """No layout with a pipeline can take less than this, however its layers are cut; None where the cut is fixed."""
+    found_s: float
+    """Of the best found, also among other cuts."""
     search_s: float
 
     def plain(self) -> dict[str, Any]:
@@ -72,8 +76,16 @@ class Certificate:
             return found
         bound = seconds(self.lowest_bound_left_s)
         if self.proven:
-            return f"{found} that cannot win (none under {bound})"
+            return f"{found} that cannot win (none under {bound}{self._of_cuts()})"
         return f"{found} unpriced: the best is not proven, a layout of {bound} may be among them"
+
+    def _of_cuts(self) -> str:
+        """What is known of the cuts into stages that were not tried."""
+        if self.any_cut_s is None:
+            return ""
+        if self.any_cut_s >= self.found_s:
+            return ", whatever the cut into stages"
+        return f"; with other cuts into stages none under {seconds(self.any_cut_s)}"
 
 
 @dataclass(frozen=True)
@@ -228,8 +240,9 @@ def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any
     places = {space.layout(*place): place for place, _ in found.fitting}
     better = recut(used, list(zip(places, (forecast for _, forecast in found.fitting), strict=True)))
     ranked = with_candidate(better.ranked, today, used)
-    certificate = _certificate(table, found, better.forecasts, perf_counter() - start)
     best = ranked[0][1]
+    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(space)
+    certificate = _certificate(table, found, better, any_cut_s, perf_counter() - start)
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
     row = ranked[0][0].model_copy(update={"layers_per_stage": used.constraints.layers_per_stage})
     nearby = Nearby(bounds, space, found, places.get(row, found.fitting[0][0]), best.step_time_s)
@@ -250,7 +263,9 @@ def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any
     return Ranking(tuple(plans), certificate, large, losers, table.notes, told)
 
 
-def _certificate(table: LegalRows, found: Outcome, cuts: int, search_s: float) -> Certificate:
+def _certificate(
+    table: LegalRows, found: Outcome, better: Recut, any_cut_s: float | None, search_s: float
+) -> Certificate:
     return Certificate(
         rows=table.space.size,
         rules=table.space.rules,
@@ -259,9 +274,11 @@ def _certificate(table: LegalRows, found: Outcome, cuts: int, search_s: float) -
         fit=len(found.fitting),
         left=found.left,
         forecasts=found.priced,
-        cuts=cuts,
+        cuts=better.forecasts,
         best_s=found.fitting[0][1].step_time_s,
         lowest_bound_left_s=found.lowest_bound_left_s,
         proven=found.proven,
+        any_cut_s=any_cut_s,
+        found_s=better.ranked[0][1].step_time_s,
         search_s=search_s,
     )

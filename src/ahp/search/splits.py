@@ -160,6 +160,12 @@ class Splits:
         )
         return held, gradients if micro_batches == 1 else np.zeros_like(gradients)
 
+    def states_of_layer(self, dense: float, experts: float, micro_batches: int) -> tuple[Floats, Floats]:
+        """[J, 1] each: what a layer with so many parameters adds to ``states`` of its rank at least, beside whatever others."""
+        weights = WeightColumns(np.array([dense + experts]), experts=np.array([experts]))
+        states, gradients = self.states(weights, micro_batches)
+        return np.maximum(states - 3.0, 0.0), gradients  # three of its parts are rounded up once for a rank
+
     @cached_property
     def _outside(self) -> tuple[Floats, Floats]:
         """[J, 1] Bytes that lie outside the allocator, and bytes that it holds for each one allocated."""

@@ -159,8 +159,15 @@ class BlockStages:
         """Device seconds of the head in both passes of a micro-batch."""
         return _forward_s(self.units.head) + self._backward_s(self.units.head)
 
-    def least_layer(self, splits: list[int], bytes_per_s: float) -> LeastLayer:
-        """What any layer adds to any stage at least, as if it always had neighbours to hide collectives behind."""
+    @cached_property
+    def ends_s(self) -> float:
+        """Device seconds of the embedding and the head in both passes of a micro-batch."""
+        embedding = self.units.embedding
+        return _forward_s(embedding) + self._backward_s(embedding) + self.head_s
+
+    def least_layer(self, splits: list[int], bytes_per_s: float) -> tuple[LeastLayer, LeastLayer]:
+        """What layers add to their stages at least, as if they always had neighbours to hide collectives behind: the one
+        that adds the least, and the mean of all."""
         traits = self.splits.traits[splits[0]]
         forward_s, backward_s, _, _ = self._passes
         gather, reduce, replicas, casts, copies = self._per_kind(splits, bytes_per_s)
@@ -189,8 +196,9 @@ class BlockStages:
             own_s = traits.host_operators_per_unit / 2 * self._any.operator_s
             forward, backward = forward + own_s, backward + own_s
         shape = (len(splits), len(self.recompute), len(self.units.blocks))
-        parts = (np.broadcast_to(part, shape).min(axis=-1) for part in (forward, backward, first, last))
-        return LeastLayer(*parts)
+        parts = [np.broadcast_to(part, shape) for part in (forward, backward, first, last)]
+        share = np.bincount(self._layers, minlength=shape[-1]) / len(self._layers)
+        return LeastLayer(*(part.min(axis=-1) for part in parts)), LeastLayer(*(part @ share for part in parts))
 
     def _per_kind(self, splits: list[int], bytes_per_s: float) -> tuple[Floats, Floats, Floats, Floats, Floats]:
         """Seconds of each kind of layer, [J, 1, K]: its three collectives, casts, and copies of gradients."""
