@@ -15,7 +15,6 @@ from ahp.schedule.patterns import SCHEDULES
         ({"expert_parallel_degree": 4}, {}, {}, "expert_parallel_degree = 4"),
         ({"enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
         ({"activation_checkpoint": "selective"}, {}, {}, "activation_checkpoint = 'selective'"),
-        ({}, {"precision": "fp16"}, {}, "precision = 'fp16'"),
         ({}, {"precision": "fp8"}, {}, "precision = 'fp8'"),
         ({}, {}, {"compile": True}, "engine.compile = True"),
     ],
@@ -29,7 +28,7 @@ def test_refused_by_the_users_own_key(parallelism, job, choice, key):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
     parallelism = Parallelism(
         pipeline_parallel_degree=2,
@@ -72,6 +71,7 @@ def test_the_table_of_zero_stages(zero, pipeline, forward, backward, keeps_weigh
         ("fp32", {"data_parallel_replicate_degree": 2}, 0, True, False),
         ("fp32", {"data_parallel_shard_degree": 2, "zero_stage": 2}, 4, True, True),
         ("bf16", {}, 2, True, True),
+        ("fp16", {}, 2, True, True),
     ],
 )
 def test_weights_are_wrapped_where_they_are_sharded_or_cast(precision, degrees, compute_bytes, copies, hooks):

@@ -23,8 +23,11 @@ FIRST, LAST = 2e-3, 1e-2
 another order, and the steps of AdamW carry the difference on."""
 
 
-def plain(name: str) -> Iterator[tuple[float, float]]:
+def plain(
+    name: str, dtype: torch.dtype = torch.bfloat16, scaler: torch.amp.GradScaler | None = None
+) -> Iterator[tuple[float, float]]:
     """Weights are cast on their way into the forward, so that gradients arrive at fp32 masters, in the layouts' micro-batches."""
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     model = BUILDERS[name]()
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -35,7 +38,7 @@ def plain(name: str) -> Iterator[tuple[float, float]]:
     )
     for step in range(STEPS):
         data = batch(step)
-        cast = {n: p.to(torch.bfloat16) for n, p in parameters.items()}
+        cast = {n: p.to(dtype) for n, p in parameters.items()}
         scored = (data["labels"][:, 1:] != -100).sum()
         total = 0.0
         for ids, labels in zip(data["input_ids"].split(MICRO), data["labels"].split(MICRO), strict=True):
@@ -43,10 +46,12 @@ def plain(name: str) -> Iterator[tuple[float, float]]:
             logits = output if isinstance(output, torch.Tensor) else output.logits
             scores = logits[:, :-1].reshape(-1, VOCABULARY).float()
             loss = F.cross_entropy(scores, labels[:, 1:].reshape(-1), ignore_index=-100, reduction="sum") / scored
-            loss.backward(retain_graph=True)
+            scaler.scale(loss).backward(retain_graph=True)
             total += loss.item()
+        scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["grad_clip"])
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         yield total, norm.item()
 

@@ -6,7 +6,7 @@ from ahp.engines.engine import Engine, Traits
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 ACTIVATION_CHECKPOINTS = ("none", "full")
 
 FSDP_OPERATORS, SPLIT_OPERATORS, FSDP_OF_SPLIT_OPERATORS = 60, 100, 240
@@ -68,7 +68,7 @@ class AhpEngine(Engine):
             master_weight_bytes=4,
             optimizer_state_bytes=4 if muon else 8,
             no_matrix_state_bytes=4 if muon else 0,
-            compute_weight_bytes=2 if job.precision == "bf16" else 4 if sharded else 0,
+            compute_weight_bytes=2 if job.precision in ("bf16", "fp16") else 4 if sharded else 0,
             fusion="eager",
             gradient_overlap=0.0 if pipelined else 1.0,
             parameter_gather_overlap=1.0,

@@ -85,11 +85,13 @@ def load(parallel: Parallel, folder: Path) -> None:
                     _take_over(parallel, name, like_distributed(moment, parameter), state[f"{key}.{name}"])
     parallel.held.refresh_twins()
     parallel.num_steps_done = int(state["num_steps_done"])
+    parallel.loss_scale.take_over(state)
 
 
 def _state(parallel: Parallel) -> dict[str, torch.Tensor]:
     """Name -> tensor. What is not packed shares memory with the live tensors, so loading fills them directly."""
     state: dict[str, torch.Tensor] = {"num_steps_done": torch.tensor(parallel.num_steps_done)}
+    state |= parallel.loss_scale.state()
     for name, parameter in parallel.parameters.items():
         state[f"model.{name}"] = _canonical(parallel, name, parameter.detach())
         if name in parallel.optimizer.shards:

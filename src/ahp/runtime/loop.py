@@ -34,6 +34,8 @@ class StepResult(Protocol):
     def grad_norm(self) -> float: ...
     @property
     def learning_rate(self) -> float: ...
+    @property
+    def skipped(self) -> bool: ...
 
 
 class Saver(Protocol):
@@ -170,7 +172,7 @@ class Loop:
         result = self.parallel.step(self.batches(index, self.parallel.rows(job.global_batch_size)))
         stopped, memory_bytes = self.team.highest(self.stop.pending(), self.parallel.memory_bytes())
         seconds = time.perf_counter() - began
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        if not (math.isfinite(result.loss) and (math.isfinite(result.grad_norm) or result.skipped)):
             self._finish_saving()
             raise Diverged(
                 f"step {index + 1}: loss = {result.loss}, gradient norm = {result.grad_norm}; training stopped. Lower "
@@ -179,7 +181,7 @@ class Loop:
         record = {
             "step": index + 1,
             "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "grad_norm": None if result.skipped else result.grad_norm,
             "learning_rate": result.learning_rate,
             "tokens_per_s": job.tokens_per_step / seconds,
             "step_time_s": seconds,

@@ -35,6 +35,8 @@ class Loss:
     def __init__(self, *, causal: bool, vocabulary_group: dist.ProcessGroup | None) -> None:
         self.causal, self.vocabulary_group = causal, vocabulary_group
         self.total: PendingCount | None = None
+        self.scale = 1.0
+        """What each loss is multiplied by (``ahp.runtime.loss_scale``), so that fp16 holds its gradients."""
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         assert self.total is not None
@@ -44,7 +46,7 @@ class Loss:
             loss = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
         else:
             loss = _SplitCrossEntropy.apply(logits, targets, self.vocabulary_group)
-        return loss / self.total.value()
+        return loss / self.total.value() * self.scale
 
 
 class PendingCount:

@@ -33,10 +33,9 @@ def loss_and_norm(loss: torch.Tensor, square_sum: torch.Tensor) -> tuple[float, 
     return both[0].item(), both[1].sqrt().item()
 
 
-def clip_(gradients: dict[str, torch.Tensor], norm: float, limit: float | None) -> None:
-    """Scale gradients in place by ``limit / norm`` when the norm is above it, as ``torch.nn.utils.clip_grad_norm_`` does."""
-    if limit is None:
-        return
-    factor = limit / (norm + 1.0e-6)
-    if factor < 1.0:
-        torch._foreach_mul_(list(gradients.values()), factor)
+def unscale_and_clip_(gradients: dict[str, torch.Tensor], norm: float, limit: float | None, scale: float) -> None:
+    """Divide gradients in place by the scale of the loss, and multiply them by ``limit / norm`` when the norm, which is that
+    of the unscaled ones, is above it, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    factor = 1.0 if limit is None else min(1.0, limit / (norm + 1.0e-6))
+    if factor / scale != 1.0:
+        torch._foreach_mul_(list(gradients.values()), factor / scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +24,10 @@ from ahp.runtime import layout
 from ahp.runtime.deferred import WeightGradients
 from ahp.runtime.learning_rate import learning_rate
 from ahp.runtime.loss import Loss, PendingCount, count_scored
+from ahp.runtime.loss_scale import LossScale
 from ahp.runtime.materialize import allocate_on, is_meta, materialize, materialize_buffers
 from ahp.runtime.mesh import Mesh, build_mesh
-from ahp.runtime.norm import clip_, loss_and_norm, weighted_square_sum
+from ahp.runtime.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
 from ahp.runtime.optimizer import ShardedOptimizer, matrices_of
 from ahp.runtime.ownership import Held, Names, StageTies
 from ahp.runtime.pipeline import Accumulation, Pipeline, stages_of_rank
@@ -54,6 +56,8 @@ class StepResult:
     grad_norm: float
     """Global norm of the gradient before clipping."""
     learning_rate: float
+    skipped: bool = False
+    """Whether the gradients overflowed fp16, so that nothing was updated; ``grad_norm`` is no number then."""
 
 
 def parallelize(
@@ -114,6 +118,7 @@ class Parallel:
         self.plan, self.mesh = plan, mesh
         self.config = getattr(module, "config", None)
         self.num_steps_done = 0
+        self.loss_scale = LossScale(plan.job.precision)
         p = plan.parallelism
         found = _outline(module, plan)
         ranges = layer_ranges(layers_of_stages(p, found.num_layers)) if found else (range(0),)
@@ -237,6 +242,7 @@ class Parallel:
         """
         input_ids, labels = self._checked(part)
         scored = count_scored(labels, causal=self.loss.causal)
+        self.loss.scale = scale = self.loss_scale.value
         self.loss.total = PendingCount(scored, self.mesh.data.get_group())
         loss = self.runner.run(input_ids, labels, len(input_ids) // self.plan.parallelism.micro_batch_size)
         self.sharding.finish()
@@ -244,12 +250,16 @@ class Parallel:
         self.ties.sum_(gradients, self.optimizer.shards)
         squares = weighted_square_sum(gradients, self.copies, self.mesh.device)
         mean_loss, norm = loss_and_norm(loss / self.mesh.size("tp"), squares)
-        clip_(gradients, norm, self.plan.job.optimizer.grad_clip)
+        mean_loss, norm = mean_loss / scale, norm / scale
+        skipped = not math.isfinite(norm) and self.loss_scale.can_skip()
+        self.loss_scale.update(overflowed=skipped)
         rate = learning_rate(self.plan.job.optimizer, self.num_steps_done, self.plan.job.steps)
-        self.optimizer.step(rate, gradients)
-        self.held.refresh_twins()
+        if not skipped:
+            unscale_and_clip_(gradients, norm, self.plan.job.optimizer.grad_clip, scale)
+            self.optimizer.step(rate, gradients)
+            self.held.refresh_twins()
         self.num_steps_done += 1
-        return StepResult(mean_loss, norm, rate)
+        return StepResult(mean_loss, norm, rate, skipped)
 
     def _checked(self, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         missing = {"input_ids", "labels"} - set(part)

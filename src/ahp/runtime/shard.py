@@ -21,7 +21,11 @@ from ahp.runtime.mesh import Mesh
 from ahp.runtime.replicas import Replicas
 from ahp.runtime.torch_compat import sum_gradients
 
-COMPUTE_DTYPE: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 """Precisions that the runtime computes in; master weights, reduction and optimizer are always fp32."""
 
 
