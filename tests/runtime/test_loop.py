@@ -32,7 +32,6 @@ class Result:
     loss: float
     grad_norm: float = 1.0
     skipped: bool = False
-    skipped: bool = False
     learning_rate: float = 0.1
 
 
