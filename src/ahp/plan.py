@@ -188,10 +188,10 @@ class Parallelism(Record):
             words.append(f"ep{self.expert_parallel_degree}")
         words.append(f"mb{self.micro_batch_size}")
         if self.micro_batches_per_replica is not None:
-            words.append(f"m[{_counted(map(str, self.micro_batches_per_replica))}]")
+            words.append(f"m({_counted(map(str, self.micro_batches_per_replica))})")
         if self.stages is not None:
             places = (f"{'|'.join(dict.fromkeys(s.groups(1)))}:{s.layers}" for s in self.stages)
-            words.append(f"on[{_counted(places)}]")
+            words.append(f"on({_counted(places)})")
         if self.activation_checkpoint != "none":
             words.append(self.activation_checkpoint)
         return " ".join(words)

@@ -77,6 +77,17 @@ MORE: dict[str, dict[str, Any]] = {
     "replicate-x-zero3-x-tp": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
     "replicate-x-zero2-x-gpipe": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 2, **PIPELINE["gpipe"]},
     "zero3-8-ways": {"data_parallel_shard_degree": 8},
+    "zero0-uneven": {"data_parallel_replicate_degree": 2, "micro_batch_size": 2, "micro_batches_per_replica": (3, 1)},
+    "replicate-x-zero3-uneven": {
+        "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "micro_batches_per_replica": (3, 1)
+    },
+    "replicate-x-zero1-uneven": {
+        "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 1, "micro_batches_per_replica": (1, 3)
+    },
+    "zero0+1f1b-uneven": {
+        "data_parallel_replicate_degree": 2, **PIPELINE["1f1b"], "micro_batches_per_replica": (5, 3),
+        "stages": ({"group": ("fast", "slow"), "layers": 3}, {"group": ("fast", "slow"), "layers": 2}),
+    },
     **SPLIT,
     "zero0+zbv": {**ZERO["zero0"], **SPLIT["zbv"], "micro_batch_size": 1},
     "zero3+dual-pipe-v": {**ZERO["zero3"], **SPLIT["dual-pipe-v"], "micro_batch_size": 1},
@@ -93,11 +104,12 @@ ON_ONE_MODEL = (
     *pairs(), "one-mb4", "tp-mb1", "zero3-mb1", "zero0-mb4", "zero3-recompute", "tp+1f1b-recompute", "1f1b-4-stages", "zero3-4-ways",
     "zero3-x-tp-x-interleaved", "replicate-x-zero3-x-tp", "replicate-x-zero2-x-gpipe", "zero3-8-ways", *SPLIT, "zero0+zbv",
     "zero3+dual-pipe-v", "zero3+interleaved-zero-bubble", "tp+zbv", "zbv-recompute", "sequence+zero3", "sequence+1f1b",
-    "sequence+zbv-recompute", "sequence-4-ways",
+    "sequence+zbv-recompute", "sequence-4-ways", "zero0-uneven", "replicate-x-zero3-uneven",
+    "replicate-x-zero1-uneven", "zero0+1f1b-uneven",
 )  # fmt: skip
 """Layouts whose techniques all models have gone through already, in other degrees: the models take turns."""
 LAYOUTS = {**ALONE, **pairs(), **MORE}
-FAST = {"zero0": ("llama",), "1f1b": ("gpt2",), "zero3": ("custom",), "tp": ("llama",)}
+FAST = {"zero0": ("llama",), "zero0-uneven": ("custom",), "1f1b": ("gpt2",), "zero3": ("custom",), "tp": ("llama",)}
 """Layouts and models that are compared in the fast part: each technique alone, and where weights are tied or unnamed."""
 
 

@@ -34,7 +34,7 @@ def illegal(
     return (
         refused
         or _cluster(cluster, job, parallelism)
-        or _batch(job, parallelism)
+        or batch(job, parallelism)
         or tensor(graph, parallelism)
         or sequence(graph, parallelism)
         or experts(graph, parallelism)
@@ -66,31 +66,31 @@ def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None
     return None
 
 
-def _batch(job: Job, parallelism: Parallelism) -> str | None:
+def batch(job: Job, parallelism: Parallelism) -> str | None:
+    """Whether the replicas' micro-batches are the global batch."""
     replicas, size = parallelism.data_parallel_degree, parallelism.micro_batch_size
-    batch = job.global_batch_size
+    whole = job.global_batch_size
     if parallelism.micro_batches_per_replica is not None:
-        return _uneven_batch(batch, parallelism)
-    if batch % replicas:
-        return _broken(_data_key(parallelism), replicas, f"does not divide global_batch_size {batch}", _divisors(batch))
-    if batch // replicas % size:
-        rule = f"does not divide the {batch // replicas} sequences of each of {replicas} replicas (global_batch_size {batch})"
-        return _broken("micro_batch_size", size, rule, _divisors(batch // replicas))
+        return _uneven_batch(whole, parallelism)
+    if whole % replicas:
+        return _broken(_data_key(parallelism), replicas, f"does not divide global_batch_size {whole}", _divisors(whole))
+    if whole // replicas % size:
+        rule = f"does not divide the {whole // replicas} sequences of each of {replicas} replicas (global_batch_size {whole})"
+        return _broken("micro_batch_size", size, rule, _divisors(whole // replicas))
     return None
 
 
-def _uneven_batch(batch: int, parallelism: Parallelism) -> str | None:
-    """Whether the replicas' micro-batches are the global batch."""
+def _uneven_batch(whole: int, parallelism: Parallelism) -> str | None:
     given, shard = list(parallelism.micro_batches_per_replica or ()), parallelism.data_parallel_shard_degree
     size = parallelism.micro_batch_size
     found = sum(given) * shard * size
-    if found == batch:
+    if found == whole:
         return None
-    rest = batch % (shard * size)
-    should = f"they must sum to {batch // (shard * size)}" if not rest else f"{shard * size} does not divide that"
+    rest = whole % (shard * size)
+    should = f"they must sum to {whole // (shard * size)}" if not rest else f"{shard * size} does not divide that"
     return (
         f"micro_batches_per_replica = {given}: {sum(given)} x data_parallel_shard_degree {shard} x micro_batch_size {size} = "
-        f"{found} sequences, global_batch_size is {batch}; {should}"
+        f"{found} sequences, global_batch_size is {whole}; {should}"
     )
 
 
@@ -165,8 +165,13 @@ def _stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engin
 
 
 def _schedule(job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     in_torch = get(engine.name).traits(job, parallelism, engine).torch_pipeline
+    return schedules(job, parallelism, in_torch=in_torch)
+
+
+def schedules(job: Job, parallelism: Parallelism, *, in_torch: bool) -> str | None:
+    """Whether every replica's pipeline can run its micro-batches."""
+    p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     name = parallelism.pipeline_parallel_schedule
     for micro_batches in sorted(set(parallelism.micro_batches(job))):
         if reason := schedule(name, p, v, micro_batches, in_torch=in_torch):

@@ -87,21 +87,9 @@ def _refuse(plan: Plan) -> None:
         raise NotExpressible(f"engine.name = {plan.engine.name!r}: this runtime runs plans for 'ahp' only")
     if reason := registry.get("ahp").refuses(job, p, plan.engine):
         raise NotExpressible(reason)
-    share = p.data_parallel_degree * p.micro_batch_size
-    if job.global_batch_size % share:
-        raise bad_input(
-            "global_batch_size",
-            job.global_batch_size,
-            f"must be a multiple of data_parallel degree {p.data_parallel_degree} x micro_batch_size {p.micro_batch_size} = {share}",
-            [share * n for n in range(1, job.global_batch_size // share + 3)],
-        )
+    if reason := rules.batch(job, p) or rules.sequence(job, p) or rules.schedules(job, p, in_torch=True):
+        raise BadInput(reason)
 
-    if reason := rules.sequence(job, p):
-        raise BadInput(reason)
-    micro_batches = p.num_micro_batches(job)
-    name, degree, virtual = p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank
-    if reason := rules.schedule(name, degree, virtual, micro_batches, in_torch=True):
-        raise BadInput(reason)
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
@@ -224,15 +212,24 @@ class Parallel:
         return {key: value[part].to(self.mesh.device, non_blocking=True) for key, value in global_batch.items()}
 
     def rows(self, num_rows: int) -> range:
-        """Which rows of a global batch of so many are this rank's, for a reader that reads no others."""
-        degree = self.mesh.data.size()
-        if num_rows % (degree * self.plan.parallelism.micro_batch_size):
-            raise bad_input(
-                "global_batch",
-                num_rows,
-                f"its rows must be a multiple of data_parallel degree {degree} x micro_batch_size {self.plan.parallelism.micro_batch_size}",
+        """Which rows of a global batch of so many are this rank's, for a reader that reads no others: replica by replica as many
+        as its micro-batches, and within a replica shard by shard."""
+        p, replica, shard = self.plan.parallelism, self.mesh.rank("dp_replicate"), self.mesh.rank("dp_shard")
+        counts = p.micro_batches_per_replica or (1,) * p.data_parallel_replicate_degree
+        share = sum(counts) * p.data_parallel_shard_degree
+        if num_rows % (share * p.micro_batch_size):
+            named = (
+                f"data_parallel degree {share}"
+                if p.micro_batches_per_replica is None
+                else (
+                    f"micro_batches_per_replica {list(counts)} x data_parallel_shard_degree {p.data_parallel_shard_degree}"
+                )
             )
-        return range(self.mesh.data_rank * num_rows // degree, (self.mesh.data_rank + 1) * num_rows // degree)
+            rule = f"its rows must be a multiple of {named} x micro_batch_size {p.micro_batch_size}"
+            raise bad_input("global_batch", num_rows, rule)
+        each = num_rows // share
+        start = (sum(counts[:replica]) * p.data_parallel_shard_degree + counts[replica] * shard) * each
+        return range(start, start + counts[replica] * each)
 
     def step(self, part: dict[str, torch.Tensor]) -> StepResult:
         """Forward, backward, clip, update. Collective.

@@ -66,7 +66,7 @@ def as_rank(argv: list[str]) -> Iterator[tuple[Plan, Team, Callable[[str], None]
         if ranks.leads:
             (folder / "answer").write_text(text)
 
-    with team("cuda" if device == "cuda" else "cpu") as ranks:
+    with team("cuda" if device == "cuda" else "cpu", plan) as ranks:
         try:
             yield plan, ranks, answer
         except Exception as error:

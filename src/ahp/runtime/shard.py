@@ -33,7 +33,9 @@ class Sharding:
     """How the parts of one rank are sharded, and what each micro-batch's backward must send."""
 
     def __init__(self, mesh: Mesh, zero_stage: int, precision: Precision) -> None:
-        self.mesh, self.zero_stage = mesh, zero_stage
+        self.mesh = mesh
+        # Where nothing is sharded FSDP2 still casts, and its stages would sum over the replicas at every micro-batch.
+        self.zero_stage = zero_stage if mesh.size("dp_shard") > 1 else 0
         dtype = COMPUTE_DTYPE[precision]
         self.policy = (
             MixedPrecisionPolicy()

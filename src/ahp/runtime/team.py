@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from ahp.errors import AhpError, HardwareMismatch, bad_input
 from ahp.plan import Plan
+from ahp.runtime.placement import check_device, mesh_places
+from ahp.runtime.torch_compat import default_store, launchers_store
 
 Result = TypeVar("Result")
 DeviceType = Literal["cpu", "cuda"]
@@ -21,6 +23,8 @@ BACKENDS: dict[DeviceType, str] = {"cpu": "gloo", "cuda": "nccl"}
 COLLECTIVE_S = 600.0
 """A collective that has not ended after this long ends the run, with the cause in status.json. What ranks wait for longest is
 another's part of a checkpoint or of the export; ten minutes is torch's own limit for NCCL, gloo's is thirty."""
+MESH_ORDER = "ahp/mesh-order"
+"""Prefix in the store of groups whose ranks are the places of a mesh."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -82,38 +86,13 @@ class Team:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def first_word(self, word: str | None) -> str | None:
-        """What the first rank said that has something to say."""
-        said: list[str | None] = [None] * self.size
-        dist.all_gather_object(said, word)
-        return next((found for found in said if found is not None), None)
-
-    def decided_by_leader(self, decide: Callable[[], Result]) -> Result:
-        """Let rank 0 decide and every rank know it.
-
-        When the leader's decision is an error, it raises that, and the others end with its exit code: the user is
-        told once.
-        """
-        error: AhpError | None = None
-        result: Any = None
-        if self.leads:
-            try:
-                result = decide()
-            except AhpError as reason:
-                error = reason
-        result, exit_code = self.from_leader((result, error.exit_code if error is not None else 0))
-        if error is not None:
-            raise error
-        if exit_code:
-            raise SystemExit(exit_code)
-        return result
-
 
 @contextmanager
-def team(device: DeviceType) -> Iterator[Team]:
+def team(device: DeviceType, plan: Plan | None = None) -> Iterator[Team]:
     """Join the other ranks for the length of the block, or use the group that is already there.
 
-    The launcher's variables say who and where; ``cuda`` takes the GPU of ``LOCAL_RANK``.
+    The launcher's variables say who and where; ``cuda`` takes the GPU of ``LOCAL_RANK``. With a ``plan`` whose stages lie on
+    the groups of a mixed cluster, ranks are the places of its mesh (``ahp.runtime.placement``).
     """
     where = torch.device("cpu")
     if device == "cuda":
@@ -121,13 +100,39 @@ def team(device: DeviceType) -> Iterator[Team]:
         if where.index >= torch.cuda.device_count():
             raise bad_input("LOCAL_RANK", where.index, f"this node has {torch.cuda.device_count()} GPUs")
         torch.cuda.set_device(where)
-    ours = not dist.is_initialized()
+    places = mesh_places(plan) if plan is not None else None
+    ours = not dist.is_initialized() or not (places is None or _is_in_mesh_order())
     if ours:
-        dist.init_process_group(
-            BACKENDS[device], timeout=timedelta(seconds=COLLECTIVE_S), device_id=where if device == "cuda" else None
-        )
+        _join(device, where, places)
     try:
-        yield Team(rank=dist.get_rank(), size=dist.get_world_size(), device=where)
+        rank = dist.get_rank()
+        if plan is not None:
+            check_device(plan, rank, where)
+        yield Team(rank=rank, size=dist.get_world_size(), device=where)
     finally:
-        if ours:
+        if ours and dist.is_initialized():  # not where a plan made the block inside join anew
             dist.destroy_process_group()
+
+
+def _join(device: DeviceType, where: torch.device, places: list[int] | None) -> None:
+    """Make the default group, with the places of a mesh as ranks where they are given."""
+    limits: dict[str, Any] = {
+        "timeout": timedelta(seconds=COLLECTIVE_S),
+        "device_id": where if device == "cuda" else None,
+    }
+    if places is None:
+        dist.init_process_group(BACKENDS[device], **limits)
+        return
+    if dist.is_initialized():  # in the launcher's order
+        dist.destroy_process_group()
+    store, worker = launchers_store()
+    rank = places[worker]
+    dist.init_process_group(
+        BACKENDS[device], store=dist.PrefixStore(MESH_ORDER, store), rank=rank, world_size=len(places), **limits
+    )
+    default_store().set(f"{MESH_ORDER}/{rank}", "")
+
+
+def _is_in_mesh_order() -> bool:
+    """Whether this rank has joined the present group with its place of a mesh."""
+    return default_store().check([f"{MESH_ORDER}/{dist.get_rank()}"])

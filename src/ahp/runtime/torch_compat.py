@@ -88,6 +88,14 @@ def with_weights(module: nn.Module, weights: dict[str, torch.Tensor]) -> Abstrac
     return _reparametrize_module(module, weights, tie_weights=True)
 
 
+def launchers_store() -> tuple[dist.Store, int]:
+    """The store that the launcher's variables name, and this worker's number: what init_process_group would take for itself."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, worker, _ = next(rendezvous("env://"))
+    return store, worker
+
+
 def default_store() -> dist.Store:
     """The key-value store over which the default process group found itself."""
     from torch.distributed.distributed_c10d import _get_default_store

@@ -104,7 +104,7 @@ class Trainer:
                 f"WORLD_SIZE = {world_size}: the plan {self.plan.parallelism.short()} is for "
                 f"{self.plan.parallelism.world_size} workers; start that many, or plan again"
             )
-        with team(device) as ranks:
+        with team(device, self.plan) as ranks:
             finished = ranks.decided_by_leader(self._begin)
             if finished is not None:
                 return finished

@@ -49,7 +49,7 @@ def run_rank(
 
     try:
         with (
-            team(order.device) as ranks,
+            team(order.device, plan) as ranks,
             folder.held() if ranks.leads else nullcontext(),
         ):
             return _train(plan, folder, order, stop, on_step, ranks)
