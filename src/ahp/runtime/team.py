@@ -86,6 +86,32 @@ class Team:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
+    def first_word(self, word: str | None) -> str | None:
+        """What the first rank said that has something to say."""
+        said: list[str | None] = [None] * self.size
+        dist.all_gather_object(said, word)
+        return next((found for found in said if found is not None), None)
+
+    def decided_by_leader(self, decide: Callable[[], Result]) -> Result:
+        """Let rank 0 decide and every rank know it.
+
+        When the leader's decision is an error, it raises that, and the others end with its exit code: the user is
+        told once.
+        """
+        error: AhpError | None = None
+        result: Any = None
+        if self.leads:
+            try:
+                result = decide()
+            except AhpError as reason:
+                error = reason
+        result, exit_code = self.from_leader((result, error.exit_code if error is not None else 0))
+        if error is not None:
+            raise error
+        if exit_code:
+            raise SystemExit(exit_code)
+        return result
+
 
 @contextmanager
 def team(device: DeviceType, plan: Plan | None = None) -> Iterator[Team]:
