@@ -56,6 +56,11 @@ class Cell:
             return self.index // (self.devices_per_node // self.width)
         return (self.index * self.width + offset) // self.devices_per_node
 
+    def shares_node(self, other: Cell) -> bool:
+        """Whether all workers of both are on one node."""
+        ends = {cell.node_of(offset) for cell in (self, other) for offset in (0, cell.width - 1)}
+        return self.group == other.group and len(ends) == 1
+
     def nodes(self, count: int, stride: int) -> Iterator[int]:
         """The nodes of ``count`` of its workers, ``stride`` apart, from the first on."""
         return (self.node_of(number * stride) for number in range(count))

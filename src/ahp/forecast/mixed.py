@@ -142,7 +142,7 @@ class MixedPricer:
         replicas = self._replicas(layout)
         slowest = max(replicas, key=lambda replica: replica.span.makespan_s)
         optimizer_s = self._optimizer_s(layout, replicas)
-        tied_s = max(self._tied_s(layout, replica.cells) for replica in _distinct(replicas))
+        tied_s = max(self._tied_s(layout, replica.cells) for replica in replicas)
         step = step_parts(slowest.span, slowest.stages, tied_s)
         step["optimizer"] = optimizer_s
         step_s = slowest.span.makespan_s + tied_s + optimizer_s
@@ -169,14 +169,14 @@ class MixedPricer:
         return _Layout(parallelism, traits, placement, stage_rank, cache(cost))
 
     def _replicas(self, layout: _Layout) -> list[Replica]:
-        """The pipeline of each replica; those of the same times are simulated once."""
+        """The pipeline of each replica; those that lie alike and compute as much are simulated once."""
         made: dict[tuple[object, ...], Replica] = {}
         replicas = []
         for cells, count in zip(layout.placement.cells, layout.parallelism.micro_batches(self.job), strict=True):
-            times = self._times(layout, cells, count)
-            key = (count, *(cell.group for cell in cells), *times)
+            on_node = (one.shares_node(other) for one, other in pairwise(cells[rank] for rank in layout.stage_rank))
+            key = (count, *(cell.group for cell in cells), *on_node)
             if key not in made:
-                stages = self._stages(layout, cells, count)
+                stages, times = self._stages(layout, cells, count), self._times(layout, cells, count)
                 made[key] = Replica(cells, stages, pipeline_span(layout.parallelism, count, times))
             replicas.append(replace(made[key], cells=cells))
         return replicas

@@ -72,8 +72,7 @@ class MixedNetwork:
         """Two ranks at the same place of two cells: the pair that is furthest apart."""
         if one.group != other.group:
             return self._two_groups(one.group, other.group)
-        ends = {cell.node_of(offset) for cell in (one, other) for offset in (0, cell.width - 1)}
-        return Group(2, 2, 1) if len(ends) == 1 else Group(2, 1, 2)
+        return Group(2, 2, 1) if one.shares_node(other) else Group(2, 1, 2)
 
     def _pair_of_groups(self, one: str, other: str) -> Group:
         return self._group(Counter(((one, 0), (other, 0))))
