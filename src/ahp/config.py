@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -13,6 +13,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from ahp.errors import BadInput, bad_input
 from ahp.job import Job, Record
 from ahp.plan import ActivationCheckpoint, Parallelism, ScheduleName, StagePlace, validated
+
+Tracker = Literal["tensorboard", "wandb"]
 
 
 class Constraints(Record):
@@ -61,17 +63,9 @@ class Run(Record):
     folder: str = "runs/demo"
     checkpoint_every: int = Field(default=50, ge=1)
     keep: int = Field(default=3, ge=1)
-    track: tuple[str, ...] = ()
-
-    @field_validator("track")
-    @classmethod
-    def _no_tracker_yet(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if value:
-            raise ValueError(
-                f"run.track = {list(value)}: trackers are not there yet; metrics.jsonl in the run's folder has every "
-                "figure (valid: [])"
-            )
-        return value
+    validate_every: int = Field(default=50, ge=1)
+    validation_batches: int = Field(default=4, ge=1)
+    track: tuple[Tracker, ...] = ()
 
 
 class Config(Record):
@@ -112,6 +106,7 @@ HELP: dict[str, str] = {
     "job.data": "python-stdlib, a file or folder of .txt, .jsonl or .parquet, or hub:owner/name (docs/data.md)",
     "job.data_field": "key of a row with its text or messages; null = text, prompt and completion, or messages, as there is",
     "job.packing": "packed: documents one after the other, cut into sequences; padded: one document in a sequence",
+    "job.validation": "held-out text: data as job.data, or a share of its documents such as 0.05; null = none",
     "job.sequence_length": "tokens of one sequence",
     "job.global_batch_size": "sequences of one optimizer step, over all devices",
     "job.steps": "optimizer steps of the whole job",
@@ -147,7 +142,9 @@ HELP: dict[str, str] = {
     "run.folder": "where the run leaves its files; the same folder again continues the run",
     "run.checkpoint_every": "steps between checkpoints",
     "run.keep": "newest checkpoints that are kept",
-    "run.track": "trackers beside metrics.jsonl; not there yet, leave []",
+    "run.validate_every": "steps between looks at the loss on held-out text, where job.validation gives some",
+    "run.validation_batches": "global batches of one look; the same ones each time",
+    "run.track": "beside metrics.jsonl: tensorboard, wandb (extra [track])",
 }
 """Every key of config.yaml in words; docs/config.md and ``ahp train --help`` show these."""
 

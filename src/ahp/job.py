@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -57,6 +57,8 @@ class Job(Record):
     """Key of a row that holds its text or its messages; None = by the keys that the row has."""
     packing: Packing = "packed"
     """Documents one after the other, cut into sequences; or one document in each sequence, filled up."""
+    validation: Annotated[float, Field(gt=0, lt=1)] | str | None = None
+    """Text that is held out: other data, as ``data``; or a share of the documents of ``data``, the last ones."""
     sequence_length: int = Field(default=256, ge=2)
     global_batch_size: int = Field(default=16, ge=1)
     """Sequences per optimizer step, over all devices."""

@@ -23,7 +23,7 @@ from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.runtime.data import corpus as corpora
 from ahp.runtime.data import text
-from ahp.runtime.data.batches import NOT_SCORED, PADDING, Batches, Masking, batches_for
+from ahp.runtime.data.batches import NOT_SCORED, PADDING, Batches, Masking, batches_for, validation_batches_for
 from ahp.runtime.data.corpus import Corpus, prepare
 from ahp.runtime.data.documents import conversation
 from ahp.runtime.data.tokenizer import END_OF_TEXT, MASK, mask, save_for_transformers
@@ -425,6 +425,29 @@ def test_padded_sequences_hold_one_document_each_and_lose_nothing() -> None:
         )
         seen += ids[:filled]
     assert sorted(seen) == list(range(sum(lengths)))
+
+
+def test_held_out_documents_are_the_last_and_not_trained_on() -> None:
+    corpus = made_of([40] * 10)
+    job = Job(sequence_length=8, global_batch_size=2, validation=0.2)
+    train, held_out = batches_for(job, corpus, masked=False), validation_batches_for(job, corpus, None, masked=False)
+    assert held_out is not None
+    assert (train.num_sequences, held_out.num_sequences) == (40, 10)
+    for batches, tokens in ((train, range(320)), (held_out, range(320, 400))):
+        batch = [batches(step) for step in range(batches.num_sequences // 2)]
+        assert sorted(torch.cat([b["input_ids"] for b in batch]).flatten().tolist()) == list(tokens)
+        unscored = sum((b["labels"] == NOT_SCORED).sum().item() for b in batch)
+        assert unscored == len(tokens) // 40  # the first token of each document
+    other = validation_batches_for(job.model_copy(update={"validation": "b.txt"}), corpus, made_of([80]), masked=False)
+    assert other is not None
+    assert other.num_sequences == 10
+    assert validation_batches_for(Job(), corpus, None, masked=False) is None
+    with pytest.raises(BadInput, match=r"job\.validation = 0\.01: that is no document of the 10"):
+        batches_for(job.model_copy(update={"validation": 0.01}), corpus, masked=False)
+    with pytest.raises(BadInput, match=r"job\.validation = 0\.1: .*fewer than one batch"):
+        validation_batches_for(
+            job.model_copy(update={"validation": 0.1, "global_batch_size": 6}), corpus, None, masked=False
+        )
 
 
 def test_less_text_than_one_batch_is_refused() -> None:

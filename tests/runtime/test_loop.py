@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,9 @@ class Weight:
         self.value = 0.9 * self.value + 0.01 * float(part["input_ids"].sum())
         self.steps += 1
         return Result(loss=self.value, grad_norm=self.grad_norm, skipped=self.grad_norm == float("inf"))
+
+    def evaluate(self, parts: Iterable[dict[str, torch.Tensor]]) -> float:
+        return sum(float(part["input_ids"].sum()) for part in parts)
 
     def seed_step(self, step: int) -> None:
         assert step == self.steps
@@ -164,6 +167,13 @@ def test_killed_run_continues_the_same_curve(alone: Team, folder: RunFolder, tmp
     loop(alone, folder).run()
     assert losses(folder) == losses(whole)
     assert [record["step"] for record in folder.metrics()] == list(range(1, 11))
+
+
+def test_held_out_text_is_looked_at_every_so_often_and_at_the_end(alone: Team, folder: RunFolder) -> None:
+    settings = Settings(checkpoint_every=4, keep=2, validate_every=4, validation_batches=2)
+    loop(alone, folder, settings=settings, validation=batches).run()
+    looks = {m["step"]: m["validation_loss"] for m in folder.metrics() if "validation_loss" in m}
+    assert looks == dict.fromkeys((4, 8, 10), 6.0 + 10.0)
 
 
 def test_half_written_checkpoint_is_swept_away(alone: Team, folder: RunFolder) -> None:

@@ -91,13 +91,15 @@ def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
 
 def train(request: Request, arguments: Arguments, command: str) -> int:
     """Plan, run, and report; under torchrun the first rank plans for all."""
+    from ahp.runtime import track
     from ahp.runtime.team import choose_device, is_joined, team
     from ahp.runtime.trainer import Trainer
 
+    track.check(request.run.track)
+
     def start(plan: Plan) -> Outcome:
         run = request.run
-        trainer = Trainer(plan, folder=run.folder, checkpoint_every=run.checkpoint_every, keep=run.keep)
-        return trainer.run()
+        return Trainer(plan, **dict(run)).run()
 
     if not is_joined():
         outcome = start(make_plan(request, arguments, workers=None))
@@ -141,6 +143,9 @@ def report(outcome: Outcome, arguments: Arguments, command: str) -> int:
     metrics = folder.metrics()
     if metrics:
         result |= {"first_loss": metrics[0]["loss"], "last_loss": metrics[-1]["loss"], "speed": _speed(metrics)}
+    held_out = [record["validation_loss"] for record in metrics if "validation_loss" in record]
+    if held_out:
+        result["validation_loss"] = held_out[-1]
     if outcome.status.state == "done":
         result |= _sample(folder.path)
         text = [f"ahp generate {folder.path}"] if "sample" in result else []
@@ -168,6 +173,8 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
         predicted = f", predicted {seconds(speed['predicted_s'])}" if speed["predicted_s"] is not None else ""
         lines.append(f"Loss     {result['first_loss']:.3f} -> {result['last_loss']:.3f} in {result['step']} steps")
         lines.append(f"Speed    {seconds(speed['median_s'])} a step{predicted}; {speed['tokens_per_s']:,.0f} tokens/s")
+        if "validation_loss" in result:
+            lines.append(f"Held out {result['validation_loss']:.3f}, the loss on text that it was not trained on")
     if "sample" in result:
         lines += ["Sample", *(f"  | {line}" for line in result["sample"].splitlines())]
     lines.append(f"Files    {result['folder']}/: checkpoints, metrics.jsonl, plan.yaml, status.json, log")

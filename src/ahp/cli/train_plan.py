@@ -50,7 +50,9 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     from ahp.search.ranking import search as ranked
 
     # Text, model and weights first: a wrong name is told before the machine is measured.
-    text.find(config.job.data, config.job.data_field)
+    for data in (config.job.data, config.job.validation):
+        if isinstance(data, str):
+            text.find(data, config.job.data_field)
     if config.init_from is not None:
         pretrained.check_folder(config.init_from, build_model(config.model, device="meta"))
     _say(f"analyzing {config.model if isinstance(config.model, str) else config.model.get('model_type', 'the model')}")

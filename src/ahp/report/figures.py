@@ -57,6 +57,15 @@ def loss(metrics: Sequence[Mapping[str, Any]], vocab_size: int | None) -> Figure
     figure.add_scatter(
         x=steps, y=_smooth(values), name="smoothed", mode="lines", line={"color": MEASURED, "width": 2.4}
     )
+    held_out = [m for m in metrics if m.get("validation_loss") is not None]
+    if held_out:
+        figure.add_scatter(
+            x=[m["step"] for m in held_out],
+            y=[m["validation_loss"] for m in held_out],
+            name="held-out text",
+            mode="lines+markers",
+            line={"color": PREDICTED},
+        )
     if vocab_size:
         figure.add_hline(
             y=math.log(vocab_size),

@@ -6,7 +6,7 @@ import errno
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan
-from ahp.runtime.progress import say
 from ahp.runtime.run_folder import Checkpoint, RunFolder, Status, is_full
 from ahp.runtime.stop import StopRequest
 from ahp.runtime.team import Team
@@ -48,6 +47,7 @@ class Parallel(Protocol):
     """What ``ahp.parallelize`` returns, as far as the loop needs it."""
 
     def rows(self, num_rows: int) -> range: ...
+    def evaluate(self, parts: Iterable[dict[str, Tensor]]) -> float: ...
     def step(self, part: dict[str, Tensor]) -> StepResult: ...
     def seed_step(self, step: int) -> None: ...
     @property
@@ -74,6 +74,8 @@ class Settings:
 
     checkpoint_every: int = 50
     keep: int = 3
+    validate_every: int = 50
+    validation_batches: int = 4
 
 
 @dataclass
@@ -97,6 +99,8 @@ class Loop:
     settings: Settings
     stop: StopRequest
     data_fingerprint: str
+    validation: Callable[[int, range], dict[str, Tensor]] | None = None
+    """As ``batches``, of text that is not trained on."""
     on_step: Callable[[dict[str, Any]], None] = lambda record: None
     saved: int | None = None
     """Step of the newest complete checkpoint."""
@@ -147,7 +151,7 @@ class Loop:
         if self.team.leads:
             self.folder.discard_unfinished()
             for name in self.folder.incomplete():
-                say(f"{name} is not complete and is passed over: a file of it is missing or cut")
+                self.folder.note(f"{name} is not complete and is passed over: a file of it is missing or cut")
         found = self.team.from_leader(self.folder.checkpoints() if self.team.leads else None)
         for checkpoint in reversed(found):
             name = checkpoint.damaged_file(self.team.rank, self.team.size)
@@ -156,7 +160,7 @@ class Loop:
                 return checkpoint
             if self.team.leads:
                 place = self.folder.put_away(checkpoint)
-                say(f"the checkpoint of step {checkpoint.step} is damaged: {damaged} has changed since it was written; "
+                self.folder.note(f"the checkpoint of step {checkpoint.step} is damaged: {damaged} has changed since it was written; "
                     f"it is put away as {place}, the one before is used")  # fmt: skip
         if found:
             raise DamagedCheckpoints(
@@ -187,6 +191,7 @@ class Loop:
             "step_time_s": seconds,
             "predicted_step_time_s": forecast.step_time_s if forecast is not None else None,
             "memory_bytes": memory_bytes,
+            **self._validated(index + 1),
         }
         if self.team.leads:
             try:
@@ -195,6 +200,14 @@ class Loop:
                 raise CannotWrite(self._cannot_write("metrics.jsonl", error, None)) from error
             self.on_step(record)
         return record, stopped
+
+    def _validated(self, step: int) -> dict[str, float]:
+        """``validation_loss`` where a look at the held-out text is due: after the last step, and every so often before."""
+        if self.validation is None or (step % self.settings.validate_every and step != self.plan.job.steps):
+            return {}
+        rows = self.parallel.rows(self.plan.job.global_batch_size)
+        parts = (self.validation(number, rows) for number in range(self.settings.validation_batches))
+        return {"validation_loss": self.parallel.evaluate(parts)}
 
     def _start_saving(self, step: int) -> None:
         """Begin to write a checkpoint; it counts, and older ones go, once all of it is on the disk."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,7 @@ class Parallel:
         self.plan, self.mesh = plan, mesh
         self.config = getattr(module, "config", None)
         self.num_steps_done = 0
+        self._saver: BackgroundSaver | None = None
         self.loss_scale = LossScale(plan.job.precision)
         p = plan.parallelism
         found = _outline(module, plan)
@@ -258,6 +259,15 @@ class Parallel:
         self.num_steps_done += 1
         return StepResult(mean_loss, norm, rate, skipped)
 
+    def evaluate(self, parts: Iterable[dict[str, torch.Tensor]]) -> float:
+        """Mean loss over the scored tokens of some global batches, without training on them: no dropout, no gradient.
+
+        ``parts``: for each, this rank's rows as ``shard`` gives them. Collective; the same on every rank, under every plan.
+        """
+        from ahp.runtime.validation import evaluate
+
+        return evaluate(self, (self._checked(part) for part in parts))
+
     def _checked(self, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         missing = {"input_ids", "labels"} - set(part)
         if missing:
@@ -288,12 +298,14 @@ class Parallel:
 
         save(self, Path(folder))
 
-    @cached_property
+    @property
     def saver(self) -> BackgroundSaver:
         """Writes checkpoints while steps go on. Made at the first use, which is collective."""
         from ahp.runtime.checkpoint import BackgroundSaver
 
-        return BackgroundSaver(self)
+        if self._saver is None:
+            self._saver = BackgroundSaver(self)
+        return self._saver
 
     def seed_step(self, step: int) -> None:
         """Let the random numbers of a step (dropout) depend on the job's seed, the step and this rank's place alone.

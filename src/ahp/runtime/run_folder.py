@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,7 @@ class RunFolder:
         self.checkpoints_folder = self.path / "checkpoints"
         self.weights_folder = self.path / "hf"
         self.log_folder = self.path / "log"
+        self.notes_file = self.log_folder / "notes.txt"
 
     def create(self) -> None:
         """Make the folder. Raises BadInput when that is not possible."""
@@ -103,6 +105,20 @@ class RunFolder:
 
     def write_status(self, status: Status) -> None:
         write_aside(self.status_file, json.dumps(asdict(status), indent=1) + "\n")
+
+    # notes for the user
+
+    def note(self, text: str) -> None:
+        """Say something on stderr, and keep it for whoever started this process: a worker's stderr is a file."""
+        print(text, file=sys.stderr, flush=True)
+        with self.notes_file.open("a") as file:
+            file.write(text + "\n")
+
+    def take_notes(self) -> list[str]:
+        """What was noted since the last time."""
+        lines = self.notes_file.read_text().splitlines() if self.notes_file.exists() else []
+        self.notes_file.unlink(missing_ok=True)
+        return lines
 
     # metrics.jsonl
 

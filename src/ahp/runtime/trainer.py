@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from ahp.runtime.progress import Display, following, progress, say
 from ahp.runtime.run_folder import RunFolder, Status, is_full
 from ahp.runtime.stop import StopRequest
 from ahp.runtime.team import DeviceType, Team, device_for, is_joined, team
+from ahp.runtime.track import check
 from ahp.runtime.worker import Order, run_rank
 
 WORKER = "ahp.runtime.worker"
+Texts = tuple[str, str | None]
+"""Folders of the tokenised text that is trained on, and of the held-out text where it is other text."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,29 @@ class Trainer:
     """
 
     def __init__(
-        self, plan: Plan, *, folder: str | Path = "runs/demo", checkpoint_every: int = 50, keep: int = 3
+        self,
+        plan: Plan,
+        *,
+        folder: str | Path = "runs/demo",
+        checkpoint_every: int = 50,
+        keep: int = 3,
+        validate_every: int = 50,
+        validation_batches: int = 4,
+        track: Sequence[str] = (),
     ) -> None:
-        for name, value in (("run.checkpoint_every", checkpoint_every), ("run.keep", keep)):
+        self.often = {
+            "checkpoint_every": checkpoint_every,
+            "keep": keep,
+            "validate_every": validate_every,
+            "validation_batches": validation_batches,
+        }
+        for name, value in self.often.items():
             if value < 1:
-                raise bad_input(name, value, "must be at least 1")
+                raise bad_input(f"run.{name}", value, "must be at least 1")
+        check(track)
         self.plan = plan
         self.folder = RunFolder(folder)
-        self.checkpoint_every = checkpoint_every
-        self.keep = keep
+        self.track = tuple(track)
 
     def run(self) -> Outcome:
         """Train to the last step, or until SIGINT or SIGTERM, which end it with a checkpoint.
@@ -72,7 +90,7 @@ class Trainer:
             return finished
         try:
             stopped = self._start_workers(
-                self._order(device_for(self.plan, self.plan.parallelism.world_size), self._corpus())
+                self._order(device_for(self.plan, self.plan.parallelism.world_size), self._texts())
             )
         except Exception as error:
             failure.report(self.folder, str(error), getattr(error, "exit_code", 1))
@@ -108,7 +126,7 @@ class Trainer:
             finished = ranks.decided_by_leader(self._begin)
             if finished is not None:
                 return finished
-            order = self._order(device, self._corpus_of(ranks))
+            order = self._order(device, self._texts_of(ranks))
             display = self._display() if ranks.leads else None
             try:
                 status = run_rank(self.plan, self.folder, order, stop, display.update if display else _nothing)
@@ -152,6 +170,9 @@ class Trainer:
             why = self._why(ended)
             self.folder.discard_unfinished()
             raise why from None
+        finally:
+            for line in self.folder.take_notes():
+                say(line)
 
     def _why(self, ended: launch.WorkersEnded) -> TrainingFailed:
         logs = f"the workers' output: {self.folder.log_folder}"
@@ -167,41 +188,51 @@ class Trainer:
             return TrainingFailed(f"{cause.message}\n{logs}", cause.exit_code)
         return TrainingFailed(f"workers ended with exit codes {ended.exit_codes}; {logs}")
 
-    def _order(self, device: DeviceType, corpus: Corpus) -> Order:
-        return Order(corpus=str(corpus.folder), device=device, checkpoint_every=self.checkpoint_every, keep=self.keep)
+    def _order(self, device: DeviceType, texts: Texts) -> Order:
+        corpus, validation = texts
+        return Order(corpus=corpus, device=device, validation=validation, track=self.track, **self.often)
 
-    def _corpus_of(self, ranks: Team) -> Corpus:
-        """The corpus that the first rank prepares and verifies; on a node that does not see its cache, made once more."""
-
-        def folder() -> str:
-            return str(self._corpus().folder)
-
+    def _texts_of(self, ranks: Team) -> Texts:
+        """What the first rank prepares and verifies; on a node that does not see its cache, made once more."""
+        found = ranks.decided_by_leader(self._texts)
         try:
-            return read(Path(ranks.decided_by_leader(folder)), verify=False)
+            for folder in found:
+                if folder is not None:
+                    read(Path(folder), verify=False)
         except BadInput:
-            return self._corpus()
+            return self._texts()
+        return found
 
-    def _corpus(self) -> Corpus:
-        """The tokenised text, checked against the job, so that nothing is refused after the workers were started."""
+    def _texts(self) -> Texts:
+        """The folders of the tokenised text and of the held-out one, checked against the job, so that nothing is refused after
+        the workers were started."""
         from ahp.graph.models import build_model, is_masked
-        from ahp.runtime.data.batches import batches_for
+        from ahp.runtime.data.batches import batches_for, validation_batches_for
         from ahp.runtime.pretrained import check_folder
 
         job, module = self.plan.job, build_model(self.plan.model, device="meta")
         masked = is_masked(module)
         if self.plan.init_from is not None:
             check_folder(self.plan.init_from, module)
-        corpus = prepare(
-            job.data,
+        corpus = self._prepared(job.data, masked, tokenizer_of(self.plan))
+        other = None
+        if isinstance(job.validation, str):
+            given = tokenizer_of(self.plan) or corpus.folder / "tokenizer.json"
+            other = self._prepared(job.validation, masked, given)
+        batches_for(job, corpus, masked=masked)
+        validation_batches_for(job, corpus, other, masked=masked)
+        return str(corpus.folder), None if other is None else str(other.folder)
+
+    def _prepared(self, data: str, masked: bool, tokenizer_file: Path | None) -> Corpus:
+        return prepare(
+            data,
             vocabulary_size(self.plan.model),
-            field=job.data_field,
+            field=self.plan.job.data_field,
             masked=masked,
-            tokenizer_file=tokenizer_of(self.plan),
+            tokenizer_file=tokenizer_file,
             say=say,
             progress=progress,
         )
-        batches_for(job, corpus, masked=masked)
-        return corpus
 
     def _display(self) -> Display:
         forecast = self.plan.forecast

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,11 @@ class Order:
     device: Literal["cpu", "cuda"]
     checkpoint_every: int
     keep: int
+    validation: str | None = None
+    """Folder of the tokenised held-out text, where it is not a share of the other."""
+    validate_every: int = 50
+    validation_batches: int = 4
+    track: Sequence[str] = ()
 
 
 def run_rank(
@@ -68,14 +73,24 @@ def _train(
 ) -> Status:
     from ahp.graph.models import build_model, is_masked
     from ahp.runtime.data import corpus as corpora
-    from ahp.runtime.data.batches import batches_for
+    from ahp.runtime.data.batches import batches_for, validation_batches_for
     from ahp.runtime.loop import Loop, Settings
     from ahp.runtime.parallelize import parallelize
+    from ahp.runtime.track import Trackers
 
     job = plan.job
     corpus = corpora.read(Path(order.corpus), verify=False)
     module = build_model(plan.model, device="meta", attention=plan.engine.attention)
-    batches = batches_for(job, corpus, masked=is_masked(module))
+    masked = is_masked(module)
+    batches = batches_for(job, corpus, masked=masked)
+    held_out = corpora.read(Path(order.validation), verify=False) if order.validation is not None else None
+    validation = validation_batches_for(job, corpus, held_out, masked=masked)
+    trackers = Trackers(order.track, folder.path, plan)
+
+    def tell(record: dict[str, Any]) -> None:
+        on_step(record)
+        trackers.log(record)
+
     parallel = parallelize(module, plan)
     loop = Loop(
         parallel=parallel,
@@ -83,14 +98,18 @@ def _train(
         plan=plan,
         folder=folder,
         team=ranks,
-        settings=Settings(checkpoint_every=order.checkpoint_every, keep=order.keep),
+        settings=Settings(order.checkpoint_every, order.keep, order.validate_every, order.validation_batches),
         stop=stop,
         data_fingerprint=corpus.fingerprint,
-        on_step=on_step,
+        validation=validation,
+        on_step=tell,
     )
     if ranks.leads:
         shutil.copyfile(corpus.folder / "tokenizer.json", folder.tokenizer_file)
-    status = loop.run()
+    try:
+        status = loop.run()
+    finally:
+        trackers.close()
     if status.state == "interrupted":
         return status
     _export(parallel, folder, plan, corpus, ranks)

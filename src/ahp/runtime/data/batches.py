@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ahp.errors import bad_input
+from ahp.errors import BadInput, bad_input
 from ahp.job import Job, Packing
 from ahp.runtime.data import tokenizer as tokenizers
 from ahp.runtime.data.corpus import Corpus
@@ -140,7 +140,39 @@ class Batches:
 
 
 def batches_for(job: Job, corpus: Corpus, *, masked: bool) -> Batches:
-    """The batches of a job. Raises BadInput when the text is shorter than one, or does not suit a masked model."""
+    """The batches that a job trains on. Raises BadInput when the text is shorter than one, or does not suit the model."""
+    share = _held_out(job, corpus)
+    return _batches(job, corpus.part(0, len(corpus.starts) - share) if share else corpus, masked)
+
+
+def validation_batches_for(job: Job, corpus: Corpus, other: Corpus | None, *, masked: bool) -> Batches | None:
+    """The batches of the text that a job holds out: the last documents of ``corpus``, or those of ``other``; None for neither.
+
+    Raises BadInput as ``batches_for`` does.
+    """
+    if job.validation is None:
+        return None
+    if other is None:
+        count = len(corpus.starts)
+        other = corpus.part(count - _held_out(job, corpus), count)
+    try:
+        return _batches(job, other, masked)
+    except BadInput as error:
+        raise BadInput(f"job.validation = {job.validation!r}: {error}") from None
+
+
+def _held_out(job: Job, corpus: Corpus) -> int:
+    """Documents at the end of a corpus that are not trained on, where the job holds out a share of them."""
+    if not isinstance(job.validation, float):
+        return 0
+    count = round(job.validation * len(corpus.starts))
+    if count == 0:
+        rule = f"that is no document of the {len(corpus.starts)} there are; give a larger share, or other text"
+        raise bad_input("job.validation", job.validation, rule)
+    return count
+
+
+def _batches(job: Job, corpus: Corpus, masked: bool) -> Batches:
     masking = None
     if masked:
         if job.packing == "padded":

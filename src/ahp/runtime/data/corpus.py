@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,17 @@ class Corpus:
     """Hash of the tokenizer and of the text: two corpora with one fingerprint hold the same tokens."""
     scored: np.ndarray | None = None
     """bool [num_tokens], memory-mapped: which tokens the model is trained to write; None = all of them."""
+
+    def part(self, first: int, end: int) -> Corpus:
+        """The documents ``first`` to ``end``, the last one not included."""
+        last_token = int(self.starts[end]) if end < len(self.starts) else len(self.tokens)
+        tokens = slice(int(self.starts[first]) if first < len(self.starts) else last_token, last_token)
+        return replace(
+            self,
+            tokens=self.tokens[tokens],
+            starts=self.starts[first:end] - tokens.start,
+            scored=None if self.scored is None else self.scored[tokens],
+        )
 
     def tokenizer(self) -> Tokenizer:
         from tokenizers import Tokenizer

@@ -1,0 +1,98 @@
+"""Trackers beside metrics.jsonl: TensorBoard and Weights & Biases (extra [track])."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ahp.errors import bad_input
+from ahp.plan import Plan
+
+NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}
+"""The module that each tracker is."""
+
+
+class Tracker(Protocol):
+    """Where the figures of each step go."""
+
+    def log(self, record: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in ``tensorboard/`` of the run's folder; ``tensorboard --logdir FOLDER`` shows them."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What an earlier start wrote after its checkpoint is computed again, so it is not shown.
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+
+    def log(self, record: dict[str, Any]) -> None:
+        for key, value in _figures(record).items():
+            self.writer.add_scalar(key, value, record["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """One run of the project ``ahp``, the same one when a folder's run goes on. WANDB_MODE=offline keeps it on this machine."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        identity = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()
+        config = plan.model_dump(mode="json", include={"model", "init_from", "job", "parallelism", "versions"})
+        self.run = wandb.init(
+            project="ahp", name=folder.name, dir=str(folder), id=identity, resume="allow", config=config
+        )
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.run.log(_figures(record), step=record["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse, before a worker starts, a tracker that is not installed."""
+    for name in names:
+        if name not in NEEDS:
+            raise bad_input("run.track", list(names), f"{name} is no tracker", NEEDS)
+        if importlib.util.find_spec(NEEDS[name]) is None:
+            raise bad_input(
+                "run.track", list(names), f"{name} is not installed; install the extra: pip install 'ahp[track]'"
+            )
+
+
+class Trackers:
+    """The trackers of a run; they begin with the first record, so that they know from which step on it goes on."""
+
+    def __init__(self, names: Sequence[str], folder: Path, plan: Plan) -> None:
+        self.names, self.folder, self.plan = tuple(dict.fromkeys(names)), folder, plan
+        self.started: list[Tracker] | None = None
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Hand on one step's record of metrics.jsonl."""
+        if self.started is None:
+            self.started = [self._start(name, record["step"]) for name in self.names]
+        for tracker in self.started:
+            tracker.log(record)
+
+    def close(self) -> None:
+        for tracker in self.started or ():
+            tracker.close()
+
+    def _start(self, name: str, first_step: int) -> Tracker:
+        return (
+            TensorBoard(self.folder, first_step) if name == "tensorboard" else WeightsAndBiases(self.folder, self.plan)
+        )
+
+
+def _figures(record: dict[str, Any]) -> dict[str, float]:
+    """The record without its step, and without what was not there at this one."""
+    return {key: value for key, value in record.items() if key != "step" and value is not None}
