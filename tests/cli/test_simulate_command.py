@@ -122,3 +122,22 @@ def test_what_cannot_be_is_refused(plan_file: Path, tmp_path: Path) -> None:
     Plan().save(tmp_path / "bare.yaml")
     with pytest.raises(BadInput, match="cluster = None"):
         run([str(tmp_path / "bare.yaml")])
+
+
+def test_a_mixed_plan(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is left idle is told, the track of each cell says where it lies, and memory is its own device's."""
+    groups = [
+        {"name": "new", "nodes": 2, "devices_per_node": 2, "device": "H100-SXM-80GB"},
+        {"name": "old", "nodes": 1, "devices_per_node": 4, "device": "A100-SXM-40GB"},
+    ]
+    plan = Plan.load(plan_file).model_dump(mode="json")
+    plan["cluster"] = {"groups": groups, "links": [{"between": ["new", "old"], "gbps": 100}]}
+    plan["parallelism"] |= {"stages": [{"group": "old", "layers": 1}, {"group": "new", "layers": 3}]}
+    Plan.model_validate(plan).save(plan_file)
+    trace = tmp_path / "trace.json"
+    assert run([str(plan_file), "--trace", str(trace)]) == 0
+    out = capsys.readouterr().out
+    assert "4 x H100-SXM-80GB + 4 x A100-SXM-40GB, 4 of them left idle" in out
+    assert "on(old:1 new:3)" in out
+    names = [e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"]
+    assert sorted(name.split(" (")[0] for name in names) == ["rank 0 on old", "rank 2 on new"]

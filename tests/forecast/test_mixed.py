@@ -105,7 +105,7 @@ def test_groups_of_one_kind_are_one_cluster(hand_graph, drawn, per_node, sizes, 
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=1e-9), key
     assert same.parallelism == plain.parallelism
-    assert place(mixed(*parts), layout).ranks == list(range(layout.world_size))
+    assert place(mixed(*parts), layout).workers == list(range(layout.world_size))
     assert same.span.ends_s == pytest.approx(plain.span.ends_s, rel=1e-9)
 
 
@@ -201,13 +201,14 @@ def test_uneven_micro_batches_on_a_plain_cluster_wait_for_the_most(hand_graph):
     assert uneven.tokens_per_s_per_device == pytest.approx(as_most.tokens_per_s_per_device * 32 / 48)
 
 
-def test_ranks_go_through_the_groups_in_order():
+def test_workers_go_through_the_groups_in_order_and_ranks_through_the_mesh():
     cluster = mixed(group("a", 1, 4), group("b", 2, 4))
     by_stage = layout(pipeline_parallel_degree=2, tensor_parallel_degree=2, data_parallel_replicate_degree=2, stages=[
         {"group": "b", "layers": 2}, {"group": "a", "layers": 2},
     ])  # fmt: skip
     assert place(cluster, by_stage).used == {"a": 4, "b": 4}
-    assert place(cluster, by_stage).ranks == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert place(cluster, by_stage).workers == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert [place(cluster, by_stage).group_of(rank) for rank in (0, 3, 4, 7)] == ["b", "b", "a", "a"]
     three = layout(data_parallel_replicate_degree=3, tensor_parallel_degree=2)
     assert [row[0].group for row in place(cluster, three).cells] == ["a", "a", "b"]
     assert [cells_of(group("g", 3, 4), width) for width in (1, 2, 3, 4, 6, 8, 12, 16)] == [12, 6, 3, 3, 0, 1, 1, 0]
@@ -228,7 +229,7 @@ def test_old_and_new_devices_reduce_without_ll128():
     alike, unlike = (mixed(group("a", 1, 4, name="A100"), group("b", 1, 4, name=name)) for name in ("A100", "H100"))
     times = []
     for cluster in (alike, unlike):
-        spread = MixedNetwork(cluster).replicas([Cell(name, 4, 4, 0, 0) for name in "ab"], 1, 4)
+        spread = MixedNetwork(cluster).replicas([Cell(name, 4, 4, 0, 0, 0) for name in "ab"], 1, 4)
         assert isinstance(spread, Spread)
         times.append(MixedNetwork(cluster).spread_s("all_reduce", 1e6, spread))
     assert times[0] < times[1]

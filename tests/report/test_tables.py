@@ -135,10 +135,10 @@ def test_the_fullest_rank_decides_the_capacity() -> None:
     ]
     cluster = Cluster.from_dict({"groups": groups, "links": [{"between": ["large", "small"], "gbps": 100}]})
     large, small = (group.device.memory_bytes for group in cluster.groups)
-    # Of the small group one node is used: its ranks come first or last as the stages say.
+    # Ranks are places of the mesh: the first stage's come first, wherever the cluster lists its group.
     stages = [{"group": name, "layers": 2} for name in ("small", "large")]
     layout = Parallelism.model_validate({"tensor_parallel_degree": 8, "pipeline_parallel_degree": 2, "stages": stages})
-    for rank, expected in ((0, large), (7, large), (8, small), (15, small)):
+    for rank, expected in ((0, small), (7, small), (8, large), (15, large)):
         mixed = FLAT.model_copy(
             update={"cluster": cluster.plain(), "parallelism": layout, "forecast": forecast(fullest_rank=rank)}
         )

@@ -1,9 +1,10 @@
-"""Which devices of a cluster compute what: cells, and the ranks that their workers have.
+"""Which devices of a cluster compute what: cells, their ranks, and the workers that have these.
 
 A cell is one pipeline rank of one replica: ``shard x context x tensor`` devices of one group of nodes. It lies on one node,
 or on whole nodes; devices that are left over stay idle. Within a group cells follow each other in the order of the mesh:
-pipeline ranks slowest, then replicas. Workers are numbered through the groups in the cluster's order, and through a
-group's cells; so without ``stages``, where the cells fill the groups in the order of the mesh, ranks are mesh places.
+pipeline ranks slowest, then replicas. Ranks are places of the mesh. Workers are what a launcher starts and numbers: through
+the groups in the cluster's order, and through a group's cells; so without ``stages``, where the cells fill the groups in the
+order of the mesh, a worker's number is its rank.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Cell:
     index: int
     """Among the group's cells."""
     first_rank: int
-    """Of its workers, which follow each other."""
+    first_worker: int
+    """Both go on by one from device to device."""
 
     def node_of(self, offset: int) -> int:
         """The node of the group that holds the cell's worker ``offset``."""
@@ -74,23 +76,23 @@ class Placement:
 
     @cached_property
     def used(self) -> dict[str, int]:
-        """Workers of each group that has some, in the order of their ranks."""
-        cells = sorted((cell for row in self.cells for cell in row), key=lambda cell: cell.first_rank)
-        return dict(Counter(cell.group for cell in cells for _ in range(cell.width)))
+        """Workers of each group that has some, in the order of their numbers."""
+        cells = sorted((cell for row in self.cells for cell in row), key=lambda cell: cell.first_worker)
+        used: Counter[str] = Counter()
+        for cell in cells:
+            used[cell.group] += cell.width
+        return dict(used)
 
     @property
-    def ranks(self) -> list[int]:
-        """The rank of the worker at each place of the mesh, in the mesh's order (pipeline ranks slowest)."""
+    def workers(self) -> list[int]:
+        """The number of the worker that has each rank."""
         columns = zip(*self.cells, strict=True)
-        return [cell.first_rank + i for column in columns for cell in column for i in range(cell.width)]
+        return [cell.first_worker + i for column in columns for cell in column for i in range(cell.width)]
 
     def group_of(self, rank: int) -> str:
         """The group whose device has a rank."""
-        for group, count in self.used.items():
-            if rank < count:
-                return group
-            rank -= count
-        raise IndexError(rank)
+        place, replicas = rank // self.cells[0][0].width, len(self.cells)
+        return self.cells[place % replicas][place // replicas].group
 
 
 def named_groups(cluster: Cluster, parallelism: Parallelism) -> list[tuple[str, ...]] | None:
@@ -115,16 +117,17 @@ def place(cluster: Cluster, parallelism: Parallelism) -> Placement:
     width = cell_width(parallelism)
     per_node = {group.name: group.devices_per_node for group in cluster.groups}
     counts = Counter(name for column in columns for name in column)
-    first_rank, total = {}, 0
+    first_worker, total = {}, 0
     for name in per_node:
-        first_rank[name] = total
+        first_worker[name] = total
         total += counts[name] * width
     placed: Counter[str] = Counter()
     cells: list[list[Cell]] = []
     for column in columns:
         cells.append([])
         for name in column:
-            rank = first_rank[name] + placed[name] * width
-            cells[-1].append(Cell(name, width, per_node[name], placed[name], rank))
+            worker = first_worker[name] + placed[name] * width
+            rank = placed.total() * width
+            cells[-1].append(Cell(name, width, per_node[name], placed[name], rank, worker))
             placed[name] += 1
     return Placement(tuple(zip(*cells, strict=True)))

@@ -25,9 +25,10 @@ def placement_of(plan: Plan) -> Placement | None:
 def mesh_places(plan: Plan) -> list[int] | None:
     """The place in the mesh of each worker, by its number from the launcher; None where it is that number."""
     placement = placement_of(plan)
-    if placement is None or placement.ranks == list(range(len(placement.ranks))):
+    workers = placement.workers if placement is not None else []
+    if workers == sorted(workers):
         return None
-    places = {worker: place for place, worker in enumerate(placement.ranks)}
+    places = {worker: rank for rank, worker in enumerate(workers)}
     return [places[worker] for worker in range(len(places))]
 
 
@@ -40,7 +41,7 @@ def check_device(plan: Plan, rank: int, device: torch.device) -> None:
     if placement is None or device.type != "cuda":
         return
     assert plan.cluster is not None, "else there is no placement"
-    group = placement.group_of(placement.ranks[rank])
+    group = placement.group_of(rank)
     wanted = next(one["device"]["name"] for one in plan.cluster["groups"] if one["name"] == group)
     found = torch.cuda.get_device_properties(device)
     known = catalogue.match(found.name, found.total_memory)
