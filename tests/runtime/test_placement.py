@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ahp.cluster.model import Cluster
-from ahp.errors import HardwareMismatch
+from ahp.errors import BadInput, HardwareMismatch
 from ahp.plan import Plan
 from ahp.runtime import launch
 from ahp.runtime.placement import check_device, mesh_places
@@ -59,6 +59,8 @@ def test_each_worker_takes_the_place_of_its_device() -> None:
     assert mesh_places(plan(REVERSED)) == [2, 3, 0, 1]
     assert mesh_places(plan(CROSSED)) == [1, 2, 0, 3]
     in_order = {**REVERSED, "stages": REVERSED["stages"][::-1]}
+    with pytest.raises(BadInput, match=r"stages.group = 'young': no group"):
+        mesh_places(plan({**REVERSED, "stages": [{"group": "young", "layers": 4}, {"group": "old", "layers": 1}]}))
     for ordered in (plan(in_order), plan(REVERSED, None), plan({"data_parallel_replicate_degree": 4})):
         assert mesh_places(ordered) is None
 

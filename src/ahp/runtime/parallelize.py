@@ -31,6 +31,7 @@ from ahp.runtime.norm import loss_and_norm, unscale_and_clip_, weighted_square_s
 from ahp.runtime.optimizer import ShardedOptimizer, matrices_of
 from ahp.runtime.ownership import Held, Names, StageTies
 from ahp.runtime.pipeline import Accumulation, Pipeline, stages_of_rank
+from ahp.runtime.placement import check_device
 from ahp.runtime.preflight import preflight
 from ahp.runtime.pretrained import Pretrained, fill
 from ahp.runtime.recompute import recompute
@@ -77,6 +78,7 @@ def parallelize(
     checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
     _refuse(checked)
     mesh = build_mesh(checked.parallelism, _device(device))
+    check_device(checked, dist.get_rank(), mesh.device)
     preflight(mesh)
     return Parallel(module, checked, mesh)
 

@@ -12,14 +12,19 @@ import torch
 from ahp.cluster import catalogue
 from ahp.cluster.cells import Placement, place
 from ahp.cluster.model import Cluster
-from ahp.errors import HardwareMismatch
+from ahp.errors import BadInput, HardwareMismatch
+from ahp.forecast.mixed_rules import illegal_placement
 from ahp.plan import Plan
 
 
 def placement_of(plan: Plan) -> Placement | None:
-    """The cells of a plan for a mixed cluster, None for any other."""
+    """The cells of a plan for a mixed cluster, None for any other. Raises BadInput when they do not go on it."""
     cluster = Cluster.resolve(plan.cluster) if plan.cluster is not None else None
-    return place(cluster, plan.parallelism) if cluster is not None and cluster.is_mixed else None
+    if cluster is None or not cluster.is_mixed:
+        return None
+    if reason := illegal_placement(cluster, plan.job, plan.parallelism):
+        raise BadInput(reason)
+    return place(cluster, plan.parallelism)
 
 
 def mesh_places(plan: Plan) -> list[int] | None:

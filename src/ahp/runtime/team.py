@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ahp.errors import AhpError, HardwareMismatch, bad_input
 from ahp.plan import Plan
-from ahp.runtime.placement import check_device, mesh_places
+from ahp.runtime.placement import mesh_places
 from ahp.runtime.torch_compat import default_store, launchers_store
 
 Result = TypeVar("Result")
@@ -131,10 +131,7 @@ def team(device: DeviceType, plan: Plan | None = None) -> Iterator[Team]:
     if ours:
         _join(device, where, places)
     try:
-        rank = dist.get_rank()
-        if plan is not None:
-            check_device(plan, rank, where)
-        yield Team(rank=rank, size=dist.get_world_size(), device=where)
+        yield Team(rank=dist.get_rank(), size=dist.get_world_size(), device=where)
     finally:
         if ours and dist.is_initialized():  # not where a plan made the block inside join anew
             dist.destroy_process_group()
