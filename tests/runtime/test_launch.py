@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,6 +150,28 @@ def test_missing_data_is_refused_before_any_worker_starts(folder: RunFolder) -> 
     assert status is not None
     assert (status.state, status.exit_code) == ("failed", 2)
     assert "job.data" in (status.cause or "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({}, r"fewer than one batch of job\.global_batch_size"),
+        ({"validation": 0.5, "global_batch_size": 1, "sequence_length": 16}, r"job\.validation = 0\.5"),
+        ({"packing": "padded"}, "fewer than one batch"),
+    ],
+)
+def test_too_little_text_is_refused_before_any_worker_starts(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], rule: str
+) -> None:
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: pytest.fail("a worker was started"))
+    (tmp_path / "short.txt").write_text("a few words")
+    job = Job.model_validate({"data": str(tmp_path / "short.txt"), **changes})
+    with pytest.raises(ValueError, match=rule):
+        Trainer(Plan(job=job), folder=folder.path).run()
+    status = folder.status()
+    assert status is not None
+    assert (status.state, status.exit_code) == ("failed", 2)
 
 
 def test_plan_for_gpus_is_refused_where_there_are_too_few(folder: RunFolder) -> None:

@@ -48,6 +48,7 @@ class Parallel(Protocol):
 
     def rows(self, num_rows: int) -> range: ...
     def evaluate(self, parts: Iterable[dict[str, Tensor]]) -> float: ...
+    def find_fault(self, part: dict[str, Tensor]) -> str: ...
     def step(self, part: dict[str, Tensor]) -> StepResult: ...
     def seed_step(self, step: int) -> None: ...
     @property
@@ -173,14 +174,22 @@ class Loop:
         job, forecast = self.plan.job, self.plan.forecast
         began = time.perf_counter()
         self.parallel.seed_step(index)
-        result = self.parallel.step(self.batches(index, self.parallel.rows(job.global_batch_size)))
+        part = self.batches(index, self.parallel.rows(job.global_batch_size))
+        result = self.parallel.step(part)
         stopped, memory_bytes = self.team.highest(self.stop.pending(), self.parallel.memory_bytes())
         seconds = time.perf_counter() - began
         if not (math.isfinite(result.loss) and (math.isfinite(result.grad_norm) or result.skipped)):
             self._finish_saving()
+            self.parallel.seed_step(index)
+            kept = (
+                f"the checkpoint of step {self.saved} is kept"
+                if self.saved is not None
+                else "there was no checkpoint yet"
+            )
             raise Diverged(
-                f"step {index + 1}: loss = {result.loss}, gradient norm = {result.grad_norm}; training stopped. Lower "
-                "job.optimizer.learning_rate, lengthen job.optimizer.warmup_steps, or use job.precision fp32"
+                f"step {index + 1}: loss = {result.loss}, gradient norm = {result.grad_norm}; "
+                f"{self.parallel.find_fault(part)}. Training stopped, {kept}. Lower job.optimizer.learning_rate, lengthen "
+                "job.optimizer.warmup_steps, or use job.precision fp32"
             )
         record = {
             "step": index + 1,

@@ -109,6 +109,8 @@ class Parallel:
         self.config = getattr(module, "config", None)
         self.num_steps_done = 0
         self._saver: BackgroundSaver | None = None
+        self.bad_gradients: tuple[str, ...] = ()
+        """Of this rank, those that were no numbers at the last step."""
         self.loss_scale = LossScale(plan.job.precision)
         p = plan.parallelism
         found = _outline(module, plan)
@@ -235,7 +237,7 @@ class Parallel:
         return range(start, start + counts[replica] * each)
 
     def step(self, part: dict[str, torch.Tensor]) -> StepResult:
-        """Forward, backward, clip, update. Collective.
+        """Forward, backward, clip, update. Collective. Where the gradient is no number, no weight changes.
 
         ``part``: as ``shard`` gives it, ``labels`` unshifted, -100 = not scored. Ranks may hold different numbers of
         scored tokens: the loss is the mean over all of them.
@@ -254,7 +256,10 @@ class Parallel:
         skipped = not math.isfinite(norm) and self.loss_scale.can_skip()
         self.loss_scale.update(overflowed=skipped)
         rate = learning_rate(self.plan.job.optimizer, self.num_steps_done, self.plan.job.steps)
-        if not skipped:
+        self.bad_gradients = (
+            () if math.isfinite(norm) else tuple(n for n, g in gradients.items() if not g.isfinite().all())
+        )
+        if math.isfinite(norm):
             unscale_and_clip_(gradients, norm, self.plan.job.optimizer.grad_clip, scale)
             self.optimizer.step(rate, gradients)
             self.held.refresh_twins()
@@ -269,6 +274,15 @@ class Parallel:
         from ahp.runtime.validation import evaluate
 
         return evaluate(self, (self._checked(part) for part in parts))
+
+    def find_fault(self, part: dict[str, torch.Tensor]) -> str:
+        """After a step whose loss or norm is no number, and which left the weights as they were: what it comes from, in words.
+
+        ``part``: as ``step`` had it. Collective; the same on every rank.
+        """
+        from ahp.runtime.diagnose import find_fault
+
+        return find_fault(self, *self._checked(part))
 
     def _checked(self, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         missing = {"input_ids", "labels"} - set(part)

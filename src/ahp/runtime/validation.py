@@ -47,13 +47,13 @@ def _batch(parallel: Parallel, input_ids: torch.Tensor, labels: torch.Tensor) ->
     parallel.loss.total = scored
     size = parallel.plan.parallelism.micro_batch_size
     pairs = zip(input_ids.split(size), labels.split(size), strict=True)
-    share = sum((_micro_batch(parallel, *pair) for pair in pairs), torch.zeros((), device=mesh.device))
+    share = sum((micro_batch_loss(parallel, *pair) for pair in pairs), torch.zeros((), device=mesh.device))
     mean = (share / mesh.size("tp")).double()
     dist.all_reduce(mean)
     return mean.item(), int(scored.value())
 
 
-def _micro_batch(parallel: Parallel, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def micro_batch_loss(parallel: Parallel, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """This rank's share of the loss: 0 where the last stage is elsewhere. Stages run one after the other.
 
     Every rank goes through them in the same order, so that whoever sends is waited for; nothing waits in a circle.
