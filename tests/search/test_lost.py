@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ahp.cluster.model import Cluster
 from ahp.plan import Plan
-from ahp.search.lost import one_lost
+from ahp.search.lost import _still_there, _without_one, one_lost
 from ahp.search.problem import Problem, with_devices
 from ahp.search.ranking import search
 from tests.search.small import graph, small, with_memory
@@ -21,7 +22,6 @@ def best(asked: Problem) -> Plan:
 def test_a_node_fewer_is_a_search_on_the_rest() -> None:
     asked = small(cluster="2x2xH100-SXM-80GB", batch=32, constraints=FIXED)
     lost = one_lost(asked, best(asked))
-    assert lost is not None
     rest = best(asked.on(with_devices(asked.cluster, 2)))
     assert rest.forecast is not None
     assert (lost.left, lost.plan, lost.step_time_s) == (2, rest.parallelism, rest.forecast.step_time_s)
@@ -32,7 +32,6 @@ def test_a_node_fewer_is_a_search_on_the_rest() -> None:
 def test_of_what_is_left_not_all_must_be_used() -> None:
     asked = small(cluster="4xH100-SXM-80GB", batch=32, constraints=FIXED)
     lost = one_lost(asked, best(asked))
-    assert lost is not None
     assert lost.plan is not None
     assert lost.plan.world_size == 2
     assert "on 2 of the 3 devices left" in lost.verdict
@@ -41,7 +40,6 @@ def test_of_what_is_left_not_all_must_be_used() -> None:
 def test_what_is_fixed_and_cannot_be_kept_is_freed_and_told() -> None:
     asked = small(cluster="2x2xH100-SXM-80GB", constraints={"data_parallel_shard_degree": 4, "micro_batch_size": 2})
     lost = one_lost(asked, best(asked))
-    assert lost is not None
     assert lost.plan is not None
     assert lost.verdict.endswith("with data_parallel_shard_degree, micro_batch_size free")
 
@@ -49,30 +47,44 @@ def test_what_is_fixed_and_cannot_be_kept_is_freed_and_told() -> None:
 def test_devices_that_are_not_used_take_over() -> None:
     asked = small(cluster="2x2xH100-SXM-80GB")
     plan = best(asked.on(with_devices(asked.cluster, 2)))
+    assert not _still_there(best(asked), with_devices(asked.cluster, 2))
     lost = one_lost(asked, plan)
-    assert lost is not None
     assert lost.plan == plan.parallelism
-    assert "2 devices left are enough for the same plan" in lost.verdict
+    assert "2 devices left are enough for the same plan, which takes 2" in lost.verdict
 
 
 def test_nothing_left_and_nothing_that_fits_are_told() -> None:
     alone = small(cluster="H100-SXM-80GB")
     lost = one_lost(alone, best(alone))
-    assert lost is not None
     assert lost.words() == "If the only device were lost: nothing is left to run on"
     pair = small(cluster="2xH100-SXM-80GB")
     tight = pair.on(with_memory(pair.cluster, 1_000_000))
     lost = one_lost(tight, best(pair))
-    assert lost is not None
     assert lost.plan is None
     assert lost.verdict.startswith("no plan of the same batch fits on what is left; the nearest, dp1x1")
     assert "does not fit: " in lost.verdict
+
+
+def test_of_a_mixed_cluster_a_node_of_the_largest_group_is_lost() -> None:
+    groups = [
+        {"name": "new", "nodes": 2, "devices_per_node": 1, "device": "H100-SXM-80GB"},
+        {"name": "old", "nodes": 1, "devices_per_node": 1, "device": "A100-SXM-80GB"},
+    ]
+    cluster = Cluster.from_dict({"groups": groups, "links": [{"between": ["new", "old"], "gbps": 100}]})
+    what, left = _without_one(cluster)
+    assert what == "one of 2 nodes of new"
+    assert left is not None
+    assert [(group.name, group.nodes) for group in left.groups] == [("new", 1), ("old", 1)]
+    what, last = _without_one(left)
+    assert what == "the node of new"
+    assert last is not None
+    assert [group.name for group in last.groups] == ["old"]
+    assert last.links == ()
 
 
 @pytest.mark.parametrize("cluster", ["3x1xH100-SXM-80GB", "3xH100-SXM-80GB"])
 def test_a_batch_that_what_is_left_cannot_divide(cluster: str) -> None:
     asked = small(cluster=cluster, batch=3, constraints={"data_parallel_shard_degree": 3})
     lost = one_lost(asked, best(asked))
-    assert lost is not None
     assert lost.plan is not None
     assert lost.plan.num_micro_batches(asked.job) * lost.plan.data_parallel_degree * lost.plan.micro_batch_size == 3

@@ -131,6 +131,7 @@ def test_a_bound_ends_what_cannot_be_among_the_first(monkeypatch: pytest.MonkeyP
         ("fewest-devices", "target_tokens_per_s = None"),
         ({"name": "speed", "restart_s": 5}, "objective.restart_s = 5.0: the objective speed does not read it"),
         ({"name": "cost", "price_per_device_hour": -1.0}, "price_per_device_hour"),
+        ({"name": "cost", "price_per_device_hour": "two"}, "price_per_device_hour = 'two': must be a price above 0"),
         ({"name": "cost", "price": 1.0}, "unknown key"),
         ({"name": "cost", "price_per_device_hour": {"A100": 1.0}}, "no such device .valid: H100-SXM-80GB"),
         ({"name": "cost", "price_per_device_hour": {}}, "no price for H100-SXM-80GB"),

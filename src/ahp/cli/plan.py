@@ -78,7 +78,7 @@ class Found:
     """Keys of the job that were chosen, not given."""
     ranking: Ranking
     lost: Lost | None = None
-    """What would fit if a node were lost; None where that was not asked or is not worked out."""
+    """What would fit if a node were lost; None where that was not asked."""
 
 
 def run(argv: list[str]) -> int:

@@ -222,7 +222,7 @@ def _out_of_reach(scale: Scale, asked: Problem, best: Pair) -> NothingFits:
     target = scale.objective.target_tokens_per_s or 0.0
     speed = asked.job.tokens_per_step / best[1].step_time_s
     devices = asked.cluster.num_devices
-    missed = f"{best[0].short()}, makes {speed:,.0f} tokens/s, {percent(1 - speed / target)} too few"
+    missed = f"{best[0].short()}, makes {speed:,.0f} tokens/s, {percent(speed / target)} of it"
     rule = f"out of reach: the fastest layout of {devices} devices, {missed}"
     lines = [f"objective.target_tokens_per_s = {target:g}: {rule}"]
     for words, larger in more_nodes(asked):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ahp.errors import BadInput
+from ahp.errors import BadInput, NotExpressible, NothingFits
 from ahp.plan import Forecast, Parallelism
 from ahp.search.bounds import Bounds
 from ahp.search.method import Method, find
@@ -31,6 +31,8 @@ def fastest(asked: Problem, ceiling_s: float = float("inf")) -> Fastest | None:
 
     ``ceiling_s``: layouts that take as long are not wanted, which makes the search short where there is none below it.
     """
+    if asked.cluster.is_mixed:
+        return _over_groups(asked)
     try:
         space = build(asked)
     except BadInput:
@@ -43,3 +45,20 @@ def fastest(asked: Problem, ceiling_s: float = float("inf")) -> Fastest | None:
         return Fastest(asked, None, left_s)
     pairs = [(space.layout(*place), forecast) for place, forecast in found.fitting]
     return Fastest(asked, recut(asked, pairs).ranked[0], min(left_s, pairs[0][1].step_time_s))
+
+
+def _over_groups(asked: Problem) -> Fastest | None:
+    """Of a cluster of several kinds of devices, which has a search of its own."""
+    from ahp.search.ranking import search  # a ranking asks for the fastest on fewer devices itself
+
+    arguments = asked.graph, asked.cluster, asked.job
+    try:
+        found = search(*arguments, constraints=asked.constraints, engine=asked.engine, keep=1)
+    except (BadInput, NotExpressible):
+        return None
+    except NothingFits:
+        return Fastest(asked, None, float("inf"))
+    best, left_s = found.best, found.certificate.lowest_bound_left_s
+    assert best.forecast is not None, "plans of a search have one"
+    least_s = best.forecast.step_time_s if left_s is None else min(left_s, best.forecast.step_time_s)
+    return Fastest(asked, (best.parallelism, best.forecast), least_s)

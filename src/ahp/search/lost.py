@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.plan import Parallelism, Plan
 from ahp.search.counts import smaller
@@ -41,24 +42,21 @@ class Lost:
         return f"If {self.what} were lost: {self.verdict}"
 
 
-def one_lost(asked: Problem, best: Plan) -> Lost | None:
-    """What the job would run on when one node of ``asked.cluster`` is gone; None for a cluster of several kinds.
+def one_lost(asked: Problem, best: Plan) -> Lost:
+    """What the job would run on when one node of ``asked.cluster`` is gone, of a mixed one a node of its largest group.
 
     ``asked``: all that there is, with what the user has fixed. What is fixed and cannot be kept any more is freed.
     """
-    if asked.cluster.is_mixed:
-        return None
-    group, assumed = asked.cluster.groups[0], best.forecast
+    assumed = best.forecast
     assert assumed is not None, "a plan of the search has a forecast"
-    per_node = group.devices_per_node
-    lost, what = (per_node, f"one of {group.nodes} nodes") if group.nodes > 1 else (1, f"one of {per_node} devices")
-    left = asked.cluster.num_devices - lost
-    if left == 0:
-        return Lost("the only device", 0, None, None, "nothing is left to run on")
-    if best.parallelism.world_size <= left:
-        verdict = f"the {left} devices left are enough for the same plan, {best.parallelism.world_size} are used"
+    what, cluster = _without_one(asked.cluster)
+    if cluster is None:
+        return Lost(what, 0, None, None, "nothing is left to run on")
+    left = cluster.num_devices
+    if _still_there(best, cluster):
+        verdict = f"the {left} devices left are enough for the same plan, which takes {best.parallelism.world_size}"
         return Lost(what, left, best.parallelism, assumed.step_time_s, verdict)
-    remains = asked.on(with_devices(asked.cluster, left))
+    remains = asked.on(cluster)
     found, freed = _fastest(remains), ""
     if found is None and asked.constraints.given:
         found = _fastest(replace(remains, constraints=Constraints()))
@@ -73,12 +71,39 @@ def one_lost(asked: Problem, best: Plan) -> Lost | None:
     return Lost(what, left, layout, forecast.step_time_s, verdict)
 
 
+def _still_there(best: Plan, cluster: Cluster) -> bool:
+    """Whether the devices of the plan are there, or others of the same groups in their place."""
+    assert best.cluster is not None, "a plan of the search has a cluster"
+    there = {group.name: group.num_devices for group in cluster.groups}
+    return all(group.num_devices <= there.get(group.name, 0) for group in Cluster.resolve(best.cluster).groups)
+
+
+def _without_one(cluster: Cluster) -> tuple[str, Cluster | None]:
+    """What is lost, in words, and what is left of the cluster; None when that is nothing."""
+    if cluster.num_devices == 1:
+        return "the only device", None
+    if not cluster.is_mixed:
+        group = cluster.groups[0]
+        nodes, per_node = group.nodes, group.devices_per_node
+        lost, what = (per_node, f"one of {nodes} nodes") if nodes > 1 else (1, f"one of {per_node} devices")
+        return what, with_devices(cluster, cluster.num_devices - lost)
+    largest = max(cluster.groups, key=lambda group: group.num_devices)
+    what = f"one of {largest.nodes} nodes of {largest.name}" if largest.nodes > 1 else f"the node of {largest.name}"
+    fewer = largest.model_copy(update={"nodes": largest.nodes - 1}) if largest.nodes > 1 else None
+    groups = tuple(fewer if group is largest else group for group in cluster.groups if group is not largest or fewer)
+    names = {group.name for group in groups if group is not None}
+    links = tuple(link for link in cluster.links if set(link.between) <= names)
+    return what, cluster.model_copy(update={"groups": groups, "links": links})
+
+
 def _fastest(remains: Problem) -> Fastest | None:
     """The shortest step on all or some of the devices; None where none of these numbers of devices has a plan that fits.
 
     From the most devices on; a number of them is left as soon as its bounds are above the best of a larger one, and
     those below half of what is left are looked at only where no larger one has a plan.
     """
+    if remains.cluster.is_mixed:
+        return fastest(remains)  # groups alone are among its layouts
     found: Fastest | None = None
     for cluster in smaller(remains.cluster)[::-1]:
         best_s = found.best[1].step_time_s if found is not None and found.best is not None else float("inf")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, bad_input
@@ -48,6 +48,17 @@ class Objective(Record):
     """Seconds from a failure until the job trains again; None = reliability.yaml."""
     target_tokens_per_s: Positive | None = None
     """Of all devices together."""
+
+    @field_validator("price_per_device_hour", mode="before")
+    @classmethod
+    def _one_price_or_one_each(cls, value: Any) -> Any:
+        for price in value.values() if isinstance(value, dict) else [value]:
+            if value is not None and (isinstance(price, bool) or not isinstance(price, (int, float)) or not price > 0):
+                raise ValueError(
+                    f"objective.price_per_device_hour = {value!r}: must be a price above 0, or a mapping of device names "
+                    "to such prices"
+                )
+        return value
 
     def words(self) -> str:
         """``cost: price_per_device_hour 2.5``: the name with what was given."""
