@@ -14,7 +14,6 @@ from ahp.schedule.patterns import SCHEDULES
         ({"context_parallel_degree": 2}, {}, {}, "context_parallel_degree = 2"),
         ({"expert_parallel_degree": 4}, {}, {}, "expert_parallel_degree = 4"),
         ({"enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
-        ({"activation_checkpoint": "selective"}, {}, {}, "activation_checkpoint = 'selective'"),
         ({}, {"precision": "fp8"}, {}, "precision = 'fp8'"),
         ({}, {}, {"compile": True}, "engine.compile = True"),
     ],
@@ -27,7 +26,7 @@ def test_refused_by_the_users_own_key(parallelism, job, choice, key):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
     parallelism = Parallelism(

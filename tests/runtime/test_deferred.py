@@ -38,7 +38,7 @@ def test_weights_wait_and_are_the_same() -> None:
         later, model = WeightGradients(), Mixed()
         x.grad = None
         if again:
-            recompute(model, lambda later=later: Deferring(later))
+            recompute(model, "full", lambda later=later: Deferring(later))
         with Deferring(later):
             loss = model(x).square().sum()
         loss.backward()

@@ -98,13 +98,16 @@ MORE: dict[str, dict[str, Any]] = {
     "sequence+zero3": {**ZERO["zero3"], **SEQUENCE["sequence"], "micro_batch_size": 2},
     "sequence+1f1b": {**PIPELINE["1f1b"], **SEQUENCE["sequence"], "micro_batch_size": 2},
     "sequence+zbv-recompute": {**SPLIT["zbv"], **SEQUENCE["sequence"], "micro_batch_size": 2, "activation_checkpoint": "full"},
+    "zero3-selective": {**ZERO["zero3"], "activation_checkpoint": "selective"},
+    "tp-selective": {**TENSOR["tp"], "activation_checkpoint": "selective"},
+    "sequence+zbv-selective": {**SPLIT["zbv"], **SEQUENCE["sequence"], "micro_batch_size": 2, "activation_checkpoint": "selective"},
     "sequence-4-ways": {"tensor_parallel_degree": 4, "enable_sequence_parallel": True, "micro_batch_size": 4},
 }  # fmt: skip
 ON_ONE_MODEL = (
     *pairs(), "one-mb4", "tp-mb1", "zero3-mb1", "zero0-mb4", "zero3-recompute", "tp+1f1b-recompute", "1f1b-4-stages", "zero3-4-ways",
     "zero3-x-tp-x-interleaved", "replicate-x-zero3-x-tp", "replicate-x-zero2-x-gpipe", "zero3-8-ways", *SPLIT, "zero0+zbv",
     "zero3+dual-pipe-v", "zero3+interleaved-zero-bubble", "tp+zbv", "zbv-recompute", "sequence+zero3", "sequence+1f1b",
-    "sequence+zbv-recompute", "sequence-4-ways", "zero0-uneven", "replicate-x-zero3-uneven",
+    "sequence+zbv-recompute", "sequence-4-ways", "zero3-selective", "tp-selective", "sequence+zbv-selective", "zero0-uneven", "replicate-x-zero3-uneven",
     "replicate-x-zero1-uneven", "zero0+1f1b-uneven",
 )  # fmt: skip
 """Layouts whose techniques all models have gone through already, in other degrees: the models take turns."""

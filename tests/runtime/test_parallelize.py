@@ -32,7 +32,6 @@ IN_PARTS = {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}
         (1, {"tensor_parallel_degree": 2}, {}, "HardwareMismatch", "start 2 workers"),
         (2, {"data_parallel_replicate_degree": 2, "micro_batch_size": 3}, {}, "BadInput", "global_batch_size 8"),
         (2, {"pipeline_parallel_degree": 2, "layers_per_stage": (2, 2)}, {}, "BadInput", "layers_per_stage"),
-        (1, {"activation_checkpoint": "selective"}, {}, "NotExpressible", "activation_checkpoint"),
         (1, {}, {"precision": "fp8"}, "NotExpressible", "precision"),
         (2, {"context_parallel_degree": 2}, {}, "NotExpressible", "context_parallel_degree"),
         (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}, {}, "BadInput", "valid: 2"),

@@ -69,11 +69,10 @@ def test_rules_count_the_rows_that_break_them() -> None:
         "batch": sum(12 % (x.data_parallel_degree * x.micro_batch_size) != 0 for x in combinations),
         "layers": sum(x.num_stages > 4 for x in combinations),
         "engine: context_parallel_degree": sum(x.context_parallel_degree > 1 for x in combinations),
-        "engine: activation_checkpoint": sum(x.activation_checkpoint == "selective" for x in combinations),
     }
     assert {name: rules[name].broken for name in counted} == counted
     assert "does not divide num_key_value_heads 2" in rules["tensor"].says
-    assert "the ahp engine cannot run this" in rules["engine: activation_checkpoint"].says
+    assert "the ahp engine cannot run this" in rules["engine: context_parallel_degree"].says
 
 
 @pytest.mark.parametrize(

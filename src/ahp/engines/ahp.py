@@ -7,7 +7,6 @@ from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-ACTIVATION_CHECKPOINTS = ("none", "full")
 
 FSDP_OPERATORS, SPLIT_OPERATORS, FSDP_OF_SPLIT_OPERATORS = 60, 100, 240
 """Host time of FSDP2's hooks at a unit, of a block that tensor parallelism has rewritten, and of FSDP2 on split weights,
@@ -36,11 +35,6 @@ class AhpEngine(Engine):
             return f"expert_parallel_degree = {p.expert_parallel_degree}: {cannot} (valid: 1)"
         if p.enable_sequence_parallel and p.tensor_parallel_degree == 1:
             return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
-        if p.activation_checkpoint not in ACTIVATION_CHECKPOINTS:
-            return (
-                f"activation_checkpoint = {p.activation_checkpoint!r}: {cannot} "
-                f"(valid: {', '.join(ACTIVATION_CHECKPOINTS)})"
-            )
         if job.precision not in PRECISIONS:
             return f"precision = {job.precision!r}: {cannot} (valid: {', '.join(PRECISIONS)})"
         if choice.compile:

@@ -149,9 +149,9 @@ class Parallel:
             if sliced is not None:
                 splits = slice_module(stage.model, sliced, layers, mesh.whole["tp"])
                 self.splits.update({self.names.of[name]: split for name, split in splits.items()})
-            if p.activation_checkpoint == "full":
+            if p.activation_checkpoint in ("selective", "full"):
                 for block in layers.values():
-                    recompute(block, stage.around)
+                    recompute(block, p.activation_checkpoint, stage.around)
             if streamed and not self.sharding.uses_fsdp:  # whose hooks sit on the parameters themselves
                 allocate_on(stage, mesh.device)
             self.sharding.apply(stage, list(layers.values()))

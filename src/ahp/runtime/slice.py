@@ -23,6 +23,7 @@ from ahp.graph.capture import TensorLike, capture, tensor_leaves, weights_of
 from ahp.graph.outline import block_input
 from ahp.runtime.collectives import cut_segments, cut_sequence, gather_sequence, sum_gradient, sum_over_ranks
 from ahp.runtime.rewrite import rewrite
+from ahp.runtime.torch_compat import outside_modes
 from ahp.search.placement import Placement, Split
 from ahp.search.slice_model import ModelSlicing
 from ahp.search.slicing import Slicing, solve
@@ -150,7 +151,8 @@ class SlicedForward:
         activations = tensor_leaves(args, kwargs)
         key = self._key(args, kwargs, weights)
         if key not in self.programs:
-            self.programs[key] = self._program(args, kwargs, weights)
+            with outside_modes():
+                self.programs[key] = self._program(args, kwargs, weights)
         program, output_spec = self.programs[key]
         local = [w.to_local() if isinstance(w, DTensor) else w for w in weights.values()]
         return pytree.tree_unflatten(program(local, activations), output_spec)

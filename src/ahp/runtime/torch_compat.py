@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
@@ -81,6 +82,11 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """The matrix with its singular values brought near 1, in bf16, exactly as ``torch.optim.Muon`` does it by default."""
     return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
+
+
+def outside_modes() -> AbstractContextManager[object]:
+    """Within, operators run as they are, unseen by the mode that selective recompute watches them with."""
+    return _disable_current_modes()
 
 
 def with_weights(module: nn.Module, weights: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
