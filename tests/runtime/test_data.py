@@ -243,6 +243,10 @@ def test_hub_data_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert asked == [("owner/name", "small", "validation"), ("owner/name", None, "train")]
     with pytest.raises(BadInput, match=r"job\.data = 'hub:no/such'.*ConnectionError: offline"):
         text.find("hub:no/such")
+    monkeypatch.setattr(HubRows, "cache_files", [], raising=False)
+    monkeypatch.setattr(HubRows, "__init__", lambda self, rows, file: None)
+    with pytest.raises(BadInput, match="it lies in no file"):
+        text.find("hub:owner/name")
     with pytest.raises(BadInput, match="expected hub:owner/name"):
         text.find("hub:")
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -144,6 +144,7 @@ class Trainer:
             return Outcome(self.folder.path, status, already_done=True)
         with self.folder.held():
             failure.forget(self.folder)
+            self.folder.take_notes()
             saved = self.folder.checkpoints()
             step = saved[-1].step if saved else 0
             self.folder.truncate_metrics(step)

@@ -135,7 +135,10 @@ def _hub(data: str, field: str | None) -> TextSource:
         rows = datasets.load_dataset(path, configuration, split=split or "train")
     except Exception as error:  # the library raises whatever its readers and the network raise
         raise bad_input("job.data", data, f"it cannot be loaded ({type(error).__name__}: {error})") from None
-    return _source(data, [Path(part["filename"]) for part in rows.cache_files], field, rows)
+    files = [Path(part["filename"]) for part in rows.cache_files]
+    if not files:  # whose bytes tell one version of it from another
+        raise bad_input("job.data", data, "it lies in no file; save it as .jsonl or .parquet")
+    return _source(data, files, field, rows)
 
 
 def _standard_library() -> list[Path]:
