@@ -107,6 +107,14 @@ def test_step_time_shows_the_forecast_and_its_band() -> None:
     assert figures.step_time([{"step": 1, "step_time_s": 0.55}], None).layout.shapes == ()
 
 
+def test_loss_shows_held_out_text_where_it_was_looked_at() -> None:
+    metrics: list[dict[str, Any]] = [{"step": step, "loss": 4.0 / step} for step in range(1, 5)]
+    assert all(line.name != "held-out text" for line in figures.loss(metrics, None).data)
+    metrics[1]["validation_loss"], metrics[3]["validation_loss"] = 2.5, 1.5
+    (line,) = (line for line in figures.loss(metrics, None).data if line.name == "held-out text")
+    assert (list(line.x), list(line.y)) == ([2, 4], [2.5, 1.5])
+
+
 def test_shares_leave_out_nothing_but_nothing() -> None:
     figure = figures.step_parts(FORECAST)
     assert [(bar.name, bar.x[0]) for bar in figure.data] == [("forward", 0.1), ("backward", 0.3)]
