@@ -72,27 +72,26 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        logits = logits.float()
         rows = logits.shape[-1]
         first = group.rank() * rows
-        largest = logits.max(dim=-1).values
+        largest = logits.amax(dim=-1).float()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        shifted_logits = logits - largest.unsqueeze(-1)
-        exponentials = shifted_logits.exp()
+        # One full-size temporary: whatever is not done in place here costs as much as the exponential itself.
+        fresh = logits.to(torch.float32, copy=True)
+        exponentials = fresh.sub_(largest.unsqueeze(-1)).exp_()
         scored = targets != IGNORED
         here = scored & (targets >= first) & (targets < first + rows)
         column = (targets - first).clamp(0, rows - 1)
-        picked = shifted_logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) * here
+        picked = (logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float() - largest) * here
         sums = torch.stack((exponentials.sum(dim=-1), picked))
         dist.all_reduce(sums, group=group)
-        probabilities = exponentials.div_(sums[0].unsqueeze(-1))
-        ctx.save_for_backward(probabilities, column, here, scored)
+        ctx.save_for_backward(exponentials, sums[0], column, here, scored)
         return ((sums[0].log() - sums[1]) * scored).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        probabilities, column, here, scored = ctx.saved_tensors
+        exponentials, total, column, here, scored = ctx.saved_tensors
         gradient = gradients[0]
-        grad = probabilities * (scored * gradient).unsqueeze(-1)
+        grad = exponentials * (scored * gradient / total).unsqueeze(-1)
         grad.scatter_add_(-1, column.unsqueeze(-1), -(here * gradient).unsqueeze(-1))
         return grad, None, None
