@@ -35,6 +35,7 @@ class Constraints(Record):
     expert_parallel_degree: int | None = Field(default=None, ge=1)
     micro_batch_size: int | None = Field(default=None, ge=1)
     activation_checkpoint: ActivationCheckpoint | None = None
+    recomputed_layers_per_stage: tuple[int, ...] | None = None
     """``auto`` is the same as not given: the lightest that fits is the fastest that fits."""
 
     @field_validator("activation_checkpoint", mode="after")
@@ -139,6 +140,7 @@ HELP: dict[str, str] = {
     "parallelism.expert_parallel_degree": "devices that share the experts",
     "parallelism.micro_batch_size": "sequences that one replica computes at a time",
     "parallelism.activation_checkpoint": "what is recomputed in backward: none, selective, full, auto",
+    "parallelism.recomputed_layers_per_stage": "of each stage, how many blocks are recomputed, such as [2, 1, 0]",
     "run.folder": "where the run leaves its files; the same folder again continues the run",
     "run.checkpoint_every": "steps between checkpoints",
     "run.keep": "newest checkpoints that are kept",

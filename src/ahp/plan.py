@@ -61,6 +61,9 @@ class Parallelism(Record):
     micro_batch_size: int = Field(default=1, ge=1)
     """Sequences that one replica computes at a time."""
     activation_checkpoint: ActivationCheckpoint = "none"
+    recomputed_layers_per_stage: tuple[int, ...] | None = None
+    """Of each stage in pipeline order, so many blocks, the first ones, are recomputed as ``activation_checkpoint`` says; the
+    others keep their activations. None = all of every stage."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,6 +101,7 @@ class Parallelism(Record):
                 )
         self._check_stages()
         self._check_micro_batches()
+        self._check_recomputed()
         return self
 
     def _check_stages(self) -> None:
@@ -137,6 +141,24 @@ class Parallelism(Record):
             )
         if min(given) < 1:
             raise ValueError(f"micro_batches_per_replica = {list(given)}: every replica needs at least one")
+
+    def _check_recomputed(self) -> None:
+        given = self.recomputed_layers_per_stage
+        if given is None:
+            return
+        if len(given) != self.num_stages:
+            raise ValueError(
+                f"recomputed_layers_per_stage = {list(given)}: {len(given)} numbers, pipeline_parallel_degree "
+                f"{self.pipeline_parallel_degree} x virtual_stages_per_rank {self.virtual_stages_per_rank} are "
+                f"{self.num_stages} stages; it needs one for each"
+            )
+        if min(given) < 0:
+            raise ValueError(f"recomputed_layers_per_stage = {list(given)}: no stage can recompute fewer than 0 blocks")
+        if self.activation_checkpoint not in ("selective", "full"):
+            raise ValueError(
+                f"recomputed_layers_per_stage = {list(given)}: activation_checkpoint {self.activation_checkpoint} does not say "
+                "what of these blocks is recomputed (valid: activation_checkpoint selective or full; or leave it out)"
+            )
 
     @property
     def data_parallel_degree(self) -> int:
@@ -193,7 +215,8 @@ class Parallelism(Record):
             places = (f"{'|'.join(dict.fromkeys(s.groups(1)))}:{s.layers}" for s in self.stages)
             words.append(f"on({_counted(places)})")
         if self.activation_checkpoint != "none":
-            words.append(self.activation_checkpoint)
+            some = self.recomputed_layers_per_stage
+            words.append(self.activation_checkpoint + ("" if some is None else f"({_counted(map(str, some))})"))
         return " ".join(words)
 
 

@@ -68,6 +68,7 @@ MORE: dict[str, dict[str, Any]] = {
     "zero0-mb4": {"data_parallel_replicate_degree": 2, "micro_batch_size": 4},
     "zero3-recompute": {"data_parallel_shard_degree": 2, "activation_checkpoint": "full", "micro_batch_size": 2},
     "tp+1f1b-recompute": {**TENSOR["tp"], **PIPELINE["1f1b"], "activation_checkpoint": "full"},
+    "1f1b-some-recomputed": {**PIPELINE["1f1b"], "activation_checkpoint": "full", "recomputed_layers_per_stage": (2, 1)},
     "1f1b-uneven": {**PIPELINE["1f1b"], "layers_per_stage": (1, 4)},
     "interleaved-uneven": {**PIPELINE["interleaved"], "layers_per_stage": (2, 1, 1, 1), "micro_batch_size": 2},
     "1f1b-4-stages": {"pipeline_parallel_degree": 4},
@@ -105,6 +106,7 @@ MORE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ON_ONE_MODEL = (
     *pairs(), "one-mb4", "tp-mb1", "zero3-mb1", "zero0-mb4", "zero3-recompute", "tp+1f1b-recompute", "1f1b-4-stages", "zero3-4-ways",
+    "1f1b-some-recomputed",
     "zero3-x-tp-x-interleaved", "replicate-x-zero3-x-tp", "replicate-x-zero2-x-gpipe", "zero3-8-ways", *SPLIT, "zero0+zbv",
     "zero3+dual-pipe-v", "zero3+interleaved-zero-bubble", "tp+zbv", "zbv-recompute", "sequence+zero3", "sequence+1f1b",
     "sequence+zbv-recompute", "sequence-4-ways", "zero3-selective", "tp-selective", "sequence+zbv-selective", "zero0-uneven", "replicate-x-zero3-uneven",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ahp.engines.registry import names
@@ -64,7 +64,7 @@ def some_rows(space: Space, data: st.DataObject, count: int) -> list[Place]:
     return found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # models are traced within
 @given(problems(), st.data())
 def test_bounds_are_under_the_forecast(asked: Problem, data: st.DataObject) -> None:
     space = build(asked)

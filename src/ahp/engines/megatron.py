@@ -13,9 +13,11 @@ SUPPORT = Support(
     schedules=("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
     zero_stages_in_pipeline=(1,),
     compile=False,
+    recomputed_layers="the same",
 )
 """Megatron-Core d98e8a6: 1F1B and interleaved in core/pipeline_parallel/schedules.py, zero-bubble in its published fork
-(sail-sg/zero-bubble-pipeline-parallelism). Stage 1 is the distributed optimizer, 2 and 3 are Megatron-FSDP
+(sail-sg/zero-bubble-pipeline-parallelism). Of a stage's blocks the first ``--recompute-num-layers`` can be recomputed in full
+(``--recompute-method block``). Stage 1 is the distributed optimizer, 2 and 3 are Megatron-FSDP
 (optim_grads, optim_grads_params), which has no pipeline. Stage 3 is priced as its only published runs, Megatron's model under
 DeepSpeed: weights gathered one by one, behind nothing (arXiv 2104.04473, table 2)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ahp.errors import nearest
 from ahp.job import Job
@@ -28,6 +29,8 @@ class Support:
     context: bool = True
     expert: bool = True
     compile: bool = True
+    recomputed_layers: Literal["none", "the same"] = "none"
+    """Whether a stage can recompute some of its blocks alone: none does, or all stages the same number of them in full."""
 
     def refuses(self, engine: str, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The first thing that the engine cannot express, as ``key = value: rule (valid: ...)``."""
@@ -56,6 +59,8 @@ class Support:
             return _cannot(engine, "data_parallel_replicate_degree", p.data_parallel_replicate_degree, [1])
         if p.activation_checkpoint not in (*self.activation_checkpoints, "auto"):
             return _cannot(engine, "activation_checkpoint", p.activation_checkpoint, self.activation_checkpoints)
+        if reason := self._refuses_recomputed(engine, p):
+            return reason
         if job.precision not in self.precisions:
             return _cannot(engine, "precision", job.precision, self.precisions)
         if job.optimizer.name != "adamw":
@@ -63,6 +68,19 @@ class Support:
         if choice.compile and not self.compile:
             return _cannot(engine, "engine.compile", True, [False])
         return None
+
+    def _refuses_recomputed(self, engine: str, p: Parallelism) -> str | None:
+        some = p.recomputed_layers_per_stage
+        if some is None or (
+            self.recomputed_layers == "the same" and p.activation_checkpoint == "full" and len(set(some)) == 1
+        ):
+            return None
+        valid = "null"
+        if self.recomputed_layers == "the same":
+            valid = "null; or the same number for every stage, with activation_checkpoint full"
+        return (
+            f"recomputed_layers_per_stage = {list(some)}: {engine} cannot run this (valid: {valid}; or engine.name ahp)"
+        )
 
 
 def _refuses_placement(engine: str, p: Parallelism) -> str | None:

@@ -142,14 +142,17 @@ class Pricer:
         units = self.units(parallelism)
         data = self.data_parallel(parallelism, traits)
         ranges = self.ranges(parallelism)
-        made: dict[tuple[tuple[int, ...], bool, bool], StageCost] = {}
+        made: dict[tuple[tuple[int, ...], bool, bool, int | None], StageCost] = {}
+        some = parallelism.recomputed_layers_per_stage or (None,) * len(ranges)
         stages = []
         for index, layers in enumerate(ranges):
             first, last = index == 0, index == len(ranges) - 1
-            kinds = tuple(self.graph.layers[i] for i in layers), first, last
+            kinds = tuple(self.graph.layers[i] for i in layers), first, last, some[index]
             if kinds not in made:
                 recompute = recompute_of(parallelism, traits, units)
-                made[kinds] = self.stage_cost(units, layers, data, recompute, first=first, last=last)
+                made[kinds] = self.stage_cost(
+                    units, layers, data, recompute, first=first, last=last, recomputed_layers=some[index]
+                )
             stages.append(made[kinds])
         return tuple(stages), units
 
@@ -178,11 +181,13 @@ class Pricer:
         first: bool,
         last: bool,
         network: Times | None = None,
+        recomputed_layers: int | None = None,
     ) -> StageCost:
         """Price one stage on these nodes; ``network``: what prices its collectives, where not these nodes' own."""
         return stage_cost(
             units, layers, first=first, last=last, recompute=recompute, data=data,
             network=network or self.network, bytes_per_s=self.unit_pricer.rates.bytes_per_s,
+            recomputed_layers=recomputed_layers,
         )  # fmt: skip
 
     def ranges(self, parallelism: Parallelism) -> tuple[range, ...]:

@@ -13,6 +13,7 @@ from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.patterns import illegal as illegal_pattern
 from ahp.schedule.patterns import illegal_in_torch
+from ahp.schedule.stages import layers_of_stages
 
 TENSOR_PARALLEL_FACTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """What of the model tensor_parallel_degree must divide, where the graph knows it."""
@@ -45,6 +46,11 @@ def illegal(
 
 def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
     if cluster.is_mixed:
+        if parallelism.recomputed_layers_per_stage is not None:
+            return (
+                f"recomputed_layers_per_stage = {list(parallelism.recomputed_layers_per_stage)}: on a mixed cluster every block "
+                "is recomputed alike (valid: null)"
+            )
         return illegal_placement(cluster, job, parallelism)
     if parallelism.stages is not None:
         named = [stage.group for stage in parallelism.stages]
@@ -161,7 +167,19 @@ def _stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engin
     if given is not None and sum(given) != layers:
         key = "layers_per_stage" if parallelism.stages is None else "stages.layers"
         return f"{key} = {list(given)}: sums to {sum(given)}, the model has {layers} layers"
-    return None
+    return recomputed(layers, job, parallelism, engine)
+
+
+def recomputed(num_layers: int, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """Whether every stage has the layers that it is to recompute; the stages go round."""
+    some = parallelism.recomputed_layers_per_stage
+    if some is None:
+        return None
+    ends = get(engine.name).traits(job, parallelism, engine).stage_ends
+    there = layers_of_stages(parallelism, num_layers, ends=ends)
+    if all(count <= most for count, most in zip(some, there, strict=True)):
+        return None
+    return f"recomputed_layers_per_stage = {list(some)}: the stages have {list(there)} layers (valid: as many at most)"
 
 
 def _schedule(job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:

@@ -117,25 +117,31 @@ def stage_cost(
     data: DataParallel,
     network: Times,
     bytes_per_s: float,
+    recomputed_layers: int | None = None,
 ) -> StageCost:
-    """Price the stage that holds ``layers``, the embedding if ``first``, the head if ``last``."""
+    """Price the stage that holds ``layers``, the embedding if ``first``, the head if ``last``.
+
+    ``recomputed_layers``: so many of its first layers are recomputed; None = all.
+    """
     blocks = [units.blocks[units.layers[i]] for i in layers]
+    some = len(blocks) if recomputed_layers is None else recomputed_layers
+    recomputes: list[Recompute] = [recompute if i < some else "none" for i in range(len(blocks))]
     ends = ([units.embedding] if first else []) + ([units.head] if last else [])
     outside = sum(u.parameters for u in ends) + (units.tied_parameters if last and not first else 0)
     total = outside + sum(u.parameters for u in blocks)
     experts = sum(u.experts for u in blocks)
     forward = _forward([*blocks, *ends])
-    backward = _backward(blocks, ends, recompute, data)
+    backward = _backward(blocks, ends, recomputes, data)
     first_forward: dict[str, float] = {}
     last_backward: dict[str, float] = {}
     # FSDP2's units in the order of the forward pass: what is in no block is one unit, and it comes first.
     sizes = [Weights(outside), *(Weights.of(u) for u in blocks)]
-    _add_gathers(forward, backward, first_forward, sizes, blocks, recompute, data, network, bytes_per_s)
+    _add_gathers(forward, backward, first_forward, sizes, blocks, recomputes, data, network, bytes_per_s)
     if data.traits.gathers_at_start and not first:
         first_forward["weight_gather"] = 0.0  # done while the pipeline fills
-    _add_reductions(backward, last_backward, sizes, blocks, recompute, data, network, bytes_per_s)
+    _add_reductions(backward, last_backward, sizes, blocks, recomputes, data, network, bytes_per_s)
     launches = (len(blocks) + 1) * data.traits.host_operators_per_unit / 2
-    again = _sum(recomputed(u, recompute) for u in blocks)
+    again = _sum(map(recomputed, blocks, recomputes))
     passes = (
         (forward, _sum(u.times.forward for u in (*blocks, *ends)), sum(u.tensor_launches for u in (*blocks, *ends))),
         (
@@ -146,7 +152,7 @@ def stage_cost(
     )
     for parts, work, collectives in passes:
         _add_host(parts, work.launches + collectives, launches, data)
-    kept, temporary = _activations(units, blocks, first=first, last=last, recompute=recompute)
+    kept, temporary = _activations(units, blocks, recomputes, first=first, last=last)
     weight_s = sum(u.times.weight_gradient.device_s for u in (*blocks, *ends))
     return StageCost(forward, backward, weight_s, first_forward, last_backward, total, experts, kept, temporary)
 
@@ -172,7 +178,10 @@ def _forward(everything: list[Unit]) -> dict[str, float]:
     }
 
 
-def _backward(blocks: list[Unit], ends: list[Unit], recompute: Recompute, data: DataParallel) -> dict[str, float]:
+def _backward(
+    blocks: list[Unit], ends: list[Unit], recomputes: list[Recompute], data: DataParallel
+) -> dict[str, float]:
+    """``recomputes``: of each block."""
     everything = [*blocks, *ends]
     parts = {
         "backward": sum(u.times.backward_s for u in everything),
@@ -180,12 +189,12 @@ def _backward(blocks: list[Unit], ends: list[Unit], recompute: Recompute, data: 
         "context_parallel": sum(u.context_backward_s for u in everything),
         "expert_parallel": sum(u.expert_s for u in everything),
     }
-    if recompute != "none":
-        parts["recompute"] = sum(recomputed(u, recompute).device_s for u in blocks)
-    if recompute == "full":
-        parts["tensor_parallel"] += sum(u.tensor_forward_s for u in blocks)
-        parts["context_parallel"] += sum(u.context_forward_s for u in blocks)
-        parts["expert_parallel"] += sum(u.expert_s for u in blocks)
+    if any(kind != "none" for kind in recomputes):
+        parts["recompute"] = sum(work.device_s for work in map(recomputed, blocks, recomputes))
+    whole = [u for u, kind in zip(blocks, recomputes, strict=True) if kind == "full"]
+    parts["tensor_parallel"] += sum(u.tensor_forward_s for u in whole)
+    parts["context_parallel"] += sum(u.context_forward_s for u in whole)
+    parts["expert_parallel"] += sum(u.expert_s for u in whole)
     return parts
 
 
@@ -205,12 +214,19 @@ def _add_host(parts: dict[str, float], launches: float, own_launches: float, dat
     parts["host"] = max(0.0, host_s - sum(parts.values()))
 
 
-def _work(blocks: list[Unit], *, backward: bool, recompute: Recompute) -> list[float]:
+def _work_forward(blocks: list[Unit]) -> list[float]:
     """Seconds between the arrival of one unit's weights and the next's."""
-    if not backward:
-        return [u.times.forward_s + u.tensor_forward_s for u in blocks]
-    again = [recomputed(u, recompute).device_s + (u.tensor_forward_s if recompute == "full" else 0.0) for u in blocks]
-    return [u.times.backward_s + u.tensor_backward_s + a for u, a in zip(blocks, again, strict=True)]
+    return [u.times.forward_s + u.tensor_forward_s for u in blocks]
+
+
+def _work_backward(blocks: list[Unit], recomputes: list[Recompute]) -> list[float]:
+    """The same of the backward pass, in the order of the layers."""
+    return [
+        u.times.backward_s
+        + u.tensor_backward_s
+        + (recomputed(u, kind).device_s + (u.tensor_forward_s if kind == "full" else 0.0))
+        for u, kind in zip(blocks, recomputes, strict=True)
+    ]
 
 
 def _add_gathers(
@@ -219,7 +235,7 @@ def _add_gathers(
     first_forward: dict[str, float],
     sizes: list[Weights],
     blocks: list[Unit],
-    recompute: Recompute,
+    recomputes: list[Recompute],
     data: DataParallel,
     network: Times,
     bytes_per_s: float,
@@ -231,13 +247,13 @@ def _add_gathers(
     each = traits.forward_gathers == "per_micro_batch"
     target = forward if each else first_forward
     # The unit outside the blocks and the first block have nothing before them to hide behind.
-    ahead = exposed_ahead_s(gathers[1:], _work(blocks, backward=False, recompute=recompute), overlap)
+    ahead = exposed_ahead_s(gathers[1:], _work_forward(blocks), overlap)
     target["weight_gather"] = gathers[0] + ahead if traits.forward_gathers != "never" else 0.0
     target["casts"] = target.get("casts", 0.0) + cast_s
     if traits.backward_gathers == "per_micro_batch":
         # The unit outside the blocks is kept from forward to backward.
         order = gathers[:0:-1]
-        work = _work(blocks, backward=True, recompute=recompute)[::-1]
+        work = _work_backward(blocks, recomputes)[::-1]
         backward["weight_gather"] = exposed_ahead_s(order, work, overlap)
         backward["casts"] = sum(w.total for w in sizes[1:]) * cast_bytes(data) / bytes_per_s
 
@@ -247,7 +263,7 @@ def _add_reductions(
     last_backward: dict[str, float],
     sizes: list[Weights],
     blocks: list[Unit],
-    recompute: Recompute,
+    recomputes: list[Recompute],
     data: DataParallel,
     network: Times,
     bytes_per_s: float,
@@ -255,7 +271,7 @@ def _add_reductions(
     traits = data.traits
     overlap = data.overlap * traits.gradient_overlap
     order = sizes[:0:-1] + sizes[:1]
-    work = [*_work(blocks, backward=True, recompute=recompute)[::-1], 0.0]
+    work = [*_work_backward(blocks, recomputes)[::-1], 0.0]
     reduces = [data.reduce_s(size, network) for size in order]
     replicas = [data.replicas_s(size, network) for size in order]
     if traits.reduces_every_micro_batch:
@@ -294,15 +310,19 @@ def gradient_copy_bytes(data: DataParallel) -> float:
     return (first + (data.micro_batches - 1) * later) / data.micro_batches
 
 
-def _activations(units: Units, blocks: list[Unit], *, first: bool, last: bool, recompute: Recompute) -> tuple[int, int]:
+def _activations(
+    units: Units, blocks: list[Unit], recomputes: list[Recompute], *, first: bool, last: bool
+) -> tuple[int, int]:
     """Bytes kept per micro-batch, and the largest further need of one backward pass."""
 
     kept = units.embedding.memory.saved if first else 0
     kept += units.head.memory.saved if last else 0
-    kept += sum(u.memory.saved - dropped_bytes(u, units, recompute) for u in blocks)
+    dropped = [dropped_bytes(u, units, kind) for u, kind in zip(blocks, recomputes, strict=True)]
+    kept += sum(u.memory.saved for u in blocks) - sum(dropped)
     kept += 0 if last else units.hidden_bytes
     freed = units.head.memory.saved if last else 0
-    in_block = [u.memory.backward_extra + made_again(u, recompute, dropped_bytes(u, units, recompute)) for u in blocks]
+    again = map(made_again, blocks, recomputes, dropped)
+    in_block = [u.memory.backward_extra + more for u, more in zip(blocks, again, strict=True)]
     at_head = max(units.head.memory.forward_extra, units.head.memory.backward_extra) if last else 0
     return kept, max([0, at_head, *(need - freed for need in in_block)])
 

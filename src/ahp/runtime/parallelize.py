@@ -115,6 +115,8 @@ class Parallel:
         p = plan.parallelism
         found = _outline(module, plan)
         ranges = layer_ranges(layers_of_stages(p, found.num_layers)) if found else (range(0),)
+        if found and (reason := rules.recomputed(found.num_layers, plan.job, p, plan.engine)):
+            raise BadInput(reason)
         sliced = _sliced(found, p)
         self.names = Names(module)
         matrices = matrices_of(module, plan.job.optimizer)
@@ -150,7 +152,8 @@ class Parallel:
                 splits = slice_module(stage.model, sliced, layers, mesh.whole["tp"])
                 self.splits.update({self.names.of[name]: split for name, split in splits.items()})
             if p.activation_checkpoint in ("selective", "full"):
-                for block in layers.values():
+                some = p.recomputed_layers_per_stage
+                for block in list(layers.values())[: None if some is None else some[index]]:
                     recompute(block, p.activation_checkpoint, stage.around)
             if streamed and not self.sharding.uses_fsdp:  # whose hooks sit on the parameters themselves
                 allocate_on(stage, mesh.device)

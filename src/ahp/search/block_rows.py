@@ -67,7 +67,9 @@ class BlockRows:
         self.units: Units = self.pricer.unit_pricer.units(size, axes, traits)
         kinds = [self.any.model_copy(update={"activation_checkpoint": kind}) for kind in rows.recompute]
         self.recompute: list[Recompute] = [recompute_of(layout, traits, self.units) for layout in kinds]
-        self.stages = BlockStages(self.units, self.recompute, splits, m)
+        self.some_layers = asked.constraints.recomputed_layers_per_stage is not None
+        """Whether not all layers are recomputed."""
+        self.stages = BlockStages(self.units, self.recompute, splits, m, some_layers=self.some_layers)
         self._update_s = cache(self._updated)
         self._beside = cache(self._beside_activations)
 
@@ -308,6 +310,6 @@ class BlockRows:
             )
             return min(needs, default=0)
 
-        of_block = np.array([[least(kind)] for kind in self.recompute])
+        of_block = np.array([[least("none" if self.some_layers else kind)] for kind in self.recompute])
         in_block = np.where(stages.layers > 0, of_block - head.saved * stages.last, 0)
         return np.maximum(np.maximum(in_block, max(head.forward_extra, head.backward_extra) * stages.last), 0)

@@ -48,7 +48,7 @@ class Bounds:
         key = tuple(int(column[block]) for column in columns)
         if key not in self._splits:
             rows, engine = space.rows(block), get(asked.engine.name)
-            layouts = [space.layout_of(block, split, rows.pipes[0], "none") for split in rows.splits]
+            layouts = [space.layout_of(block, split, rows.pipes[0], rows.recompute[0]) for split in rows.splits]
             traits = [engine.traits(asked.job, layout, asked.engine) for layout in layouts]
             self._splits[key] = Splits(layouts, traits, asked.pricer.nodes, asked.pricer.network)
         return self._splits[key]

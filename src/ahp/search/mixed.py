@@ -211,6 +211,7 @@ def _certificate(
         left=over.left + sum(c.left for c in of_groups),
         forecasts=over.forecasts + sum(c.forecasts for c in of_groups),
         cuts=sum(c.cuts for c in of_groups),
+        lightened=sum(c.lightened for c in of_groups),
         best_s=best_s,
         lowest_bound_left_s=floor_s if floor_s < float("inf") else None,
         proven=floor_s >= best_s,

@@ -18,12 +18,13 @@ from ahp.search.bounds import Bounds
 from ahp.search.counts import Choice, choose, of_size
 from ahp.search.current import Current, compared, today_of, with_candidate
 from ahp.search.exact import Outcome
+from ahp.search.lighten import lighten
 from ahp.search.method import Method, MethodName, find
 from ahp.search.misfit import nothing_fits
 from ahp.search.nearby import Nearby
 from ahp.search.objective import Objective, ObjectiveName, Scale, Worth, objective_of
 from ahp.search.problem import Problem, problem
-from ahp.search.recut import Recut, recut
+from ahp.search.recut import recut
 from ahp.search.rows import LegalRows, legal_rows
 from ahp.search.space import Rule
 from ahp.words import seconds
@@ -48,6 +49,8 @@ class Certificate:
     forecasts: int
     cuts: int
     """Forecasts beside these, of the fastest pipelines with their stages cut otherwise than as even as can be."""
+    lightened: int
+    """Forecasts beside these, of the fastest that recompute with fewer layers recomputed."""
     best_s: float
     """Of the rows, whose stages are as even as can be."""
     lowest_bound_left_s: float | None
@@ -72,6 +75,8 @@ class Certificate:
         )
         if self.cuts:
             found += f" ({self.cuts} other cuts into stages of the fastest)"
+        if self.lightened:
+            found += f" ({self.lightened} with fewer layers recomputed)"
         if self.lowest_bound_left_s is None:
             return found
         bound = seconds(self.lowest_bound_left_s)
@@ -239,19 +244,24 @@ def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any
         raise nothing_fits(used)
     places = {space.layout(*place): place for place, _ in found.fitting}
     better = recut(used, list(zip(places, (forecast for _, forecast in found.fitting), strict=True)))
-    ranked = with_candidate(better.ranked, today, used)
+    lighter = lighten(used, better.ranked)
+    ranked = with_candidate(lighter.ranked, today, used)
     best = ranked[0][1]
     any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(space)
-    certificate = _certificate(table, found, better, any_cut_s, perf_counter() - start)
+    tried = better.forecasts, lighter.forecasts
+    found_s = lighter.ranked[0][1].step_time_s
+    certificate = _certificate(table, found, tried, found_s, any_cut_s, perf_counter() - start)
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
-    row = ranked[0][0].model_copy(update={"layers_per_stage": used.constraints.layers_per_stage})
+    row = ranked[0][0].model_copy(
+        update={key: getattr(used.constraints, key) for key in ("layers_per_stage", "recomputed_layers_per_stage")}
+    )
     nearby = Nearby(bounds, space, found, places.get(row, found.fitting[0][0]), best.step_time_s)
     misfits += telling.priced(used, space, nearby.misfits_to_price())
     large = telling.too_large(misfits, best, used.capacity_bytes)
     lost = tuple(telling.runner_up(pair, best) for pair in ranked[1:])
     why = (
         *telling.why(used, ranked, misfits, certificate.words(), nearby.floors()),
-        *filter(None, [better.words]),
+        *filter(None, [better.words, lighter.words]),
         *table.notes,
     )
     plans = [telling.plan(used, ranked[0], why, (*lost[: keep - 1], *large))]
@@ -264,8 +274,14 @@ def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any
 
 
 def _certificate(
-    table: LegalRows, found: Outcome, better: Recut, any_cut_s: float | None, search_s: float
+    table: LegalRows,
+    found: Outcome,
+    tried: tuple[int, int],
+    found_s: float,
+    any_cut_s: float | None,
+    search_s: float,
 ) -> Certificate:
+    """``tried``: forecasts of other cuts, and with fewer layers recomputed."""
     return Certificate(
         rows=table.space.size,
         rules=table.space.rules,
@@ -274,11 +290,12 @@ def _certificate(
         fit=len(found.fitting),
         left=found.left,
         forecasts=found.priced,
-        cuts=better.forecasts,
+        cuts=tried[0],
+        lightened=tried[1],
         best_s=found.fitting[0][1].step_time_s,
         lowest_bound_left_s=found.lowest_bound_left_s,
         proven=found.proven,
         any_cut_s=any_cut_s,
-        found_s=better.ranked[0][1].step_time_s,
+        found_s=found_s,
         search_s=search_s,
     )

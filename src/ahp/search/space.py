@@ -157,6 +157,7 @@ class Space:
             expert_parallel_degree=int(of.expert[block]),
             micro_batch_size=int(of.micro_batch[block]),
             activation_checkpoint=recompute,  # type: ignore[arg-type]
+            recomputed_layers_per_stage=self._choices.given.get("recomputed_layers_per_stage"),
         )
 
     def __iter__(self) -> Iterator[Parallelism]:
@@ -198,7 +199,8 @@ class _Choices:
     def __init__(self, asked: Problem) -> None:
         self.asked, self.given = asked, asked.constraints.given
         self.world = asked.cluster.num_devices
-        self.recompute = self._values("activation_checkpoint", RECOMPUTE)
+        some = "recomputed_layers_per_stage" in self.given
+        self.recompute = self._values("activation_checkpoint", RECOMPUTE[1:] if some else RECOMPUTE)
         self.micro_batch = self._values("micro_batch_size", divisors(asked.job.global_batch_size))
         self.splits = cache(self._splits)
         self.pipes = cache(self._pipes)
@@ -295,11 +297,15 @@ class _Choices:
         """Why the engine cannot run a schedule."""
         if self.refused(pipeline_parallel_degree=pipeline):
             return None
-        return self.refused(
-            pipeline_parallel_degree=pipeline,
-            pipeline_parallel_schedule=pipe.schedule,
-            virtual_stages_per_rank=pipe.virtual,
-        )
+        keys: dict[str, Any] = {
+            "pipeline_parallel_degree": pipeline,
+            "pipeline_parallel_schedule": pipe.schedule,
+            "virtual_stages_per_rank": pipe.virtual,
+        }
+        some = self.given.get("recomputed_layers_per_stage")
+        if some is not None and len(some) == pipeline * pipe.virtual:
+            keys |= {"recomputed_layers_per_stage": some, "activation_checkpoint": self.recompute[-1]}
+        return self.refused(**keys)
 
     def _bad_stages(self, pipe: Pipe, pipeline: int) -> str | None:
         """Whether the layers go round."""
@@ -314,7 +320,25 @@ class _Choices:
                 f"layers_per_stage = {list(given)}: pipeline_parallel_degree x virtual_stages_per_rank must be the "
                 f"{len(given)} entries of it"
             )
-        return None
+        return self._bad_recomputed(pipe, pipeline)
+
+    def _bad_recomputed(self, pipe: Pipe, pipeline: int) -> str | None:
+        some = self.given.get("recomputed_layers_per_stage")
+        if some is None:
+            return None
+        if len(some) != pipeline * pipe.virtual:
+            return (
+                f"recomputed_layers_per_stage = {list(some)}: pipeline_parallel_degree x virtual_stages_per_rank must be the "
+                f"{len(some)} entries of it"
+            )
+        layout = Parallelism(
+            pipeline_parallel_degree=pipeline,
+            virtual_stages_per_rank=pipe.virtual,
+            layers_per_stage=self.given.get("layers_per_stage"),
+            activation_checkpoint="full",
+            recomputed_layers_per_stage=some,
+        )
+        return rules.recomputed(self.asked.graph.num_layers, self.asked.job, layout, self.asked.engine)
 
     def _bad_schedule(self, pipe: Pipe, pipeline: int, micro_batches: int) -> str | None:
         if micro_batches == 0:

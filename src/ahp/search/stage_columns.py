@@ -72,8 +72,19 @@ class LeastLayer:
 class BlockStages:
     """The layers of a model, priced for one block's axes and micro-batch, cut into stages in any way."""
 
-    def __init__(self, units: Units, recompute: Sequence[Recompute], splits: Splits, micro_batches: int) -> None:
+    def __init__(
+        self,
+        units: Units,
+        recompute: Sequence[Recompute],
+        splits: Splits,
+        micro_batches: int,
+        *,
+        some_layers: bool = False,
+    ) -> None:
+        """``some_layers``: not all are recomputed: they keep as much as if all were, and take as long as if none was."""
         self.units, self.recompute, self.splits, self.m = units, recompute, splits, micro_batches
+        none: Recompute = "none"
+        self._timed: list[Recompute] = [none if some_layers else kind for kind in recompute]
         self._layers = np.array(units.layers, dtype=np.int64)
         self._any = splits.data(0, micro_batches)
 
@@ -81,9 +92,9 @@ class BlockStages:
         """[K]"""
         return np.array([figure(unit) for unit in self.units.blocks], dtype=float)
 
-    def _kinds_recomputed(self, figure: Callable[[Unit, Recompute], float]) -> Floats:
+    def _kinds_recomputed(self, figure: Callable[[Unit, Recompute], float], recompute: Sequence[Recompute]) -> Floats:
         """[R, K]"""
-        found = [[figure(unit, kind) for unit in self.units.blocks] for kind in self.recompute]
+        found = [[figure(unit, kind) for unit in self.units.blocks] for kind in recompute]
         return np.array(found, dtype=float).reshape(len(self.recompute), len(self.units.blocks))
 
     def _stages(self, sums: Floats, stages: Stages, of_end: Callable[[Unit], float] | None = None) -> Floats:
@@ -110,7 +121,7 @@ class BlockStages:
             again_s = recomputed(u, kind).device_s + (u.tensor_forward_s if kind == "full" else 0.0)
             return u.times.backward_s + u.tensor_backward_s + again_s
 
-        return self._kinds_recomputed(work_s)
+        return self._kinds_recomputed(work_s, self._timed)
 
     @cached_property
     def parameters(self) -> Floats:
@@ -125,7 +136,9 @@ class BlockStages:
     @cached_property
     def kept(self) -> Floats:
         """[R, K] Bytes of activations that a layer keeps of one micro-batch."""
-        return self._kinds_recomputed(lambda u, kind: u.memory.saved - dropped_bytes(u, self.units, kind))
+        return self._kinds_recomputed(
+            lambda u, kind: u.memory.saved - dropped_bytes(u, self.units, kind), self.recompute
+        )
 
     @cached_property
     def _parameter_sums(self) -> tuple[Floats, Floats]:
@@ -141,9 +154,9 @@ class BlockStages:
 
         return (
             self._kinds(_forward_s),
-            self._kinds_recomputed(backward_s),
+            self._kinds_recomputed(backward_s, self._timed),
             self._kinds(_forward_launches),
-            self._kinds_recomputed(lambda u, kind: _backward_launches(u) + recomputed(u, kind).launches),
+            self._kinds_recomputed(lambda u, kind: _backward_launches(u) + recomputed(u, kind).launches, self._timed),
         )
 
     @cached_property

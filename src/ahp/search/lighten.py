@@ -1,0 +1,142 @@
+"""The best layouts with no more layers recomputed than memory asks for, stage by stage.
+
+In the table all layers are recomputed or none is. Here each stage recomputes its first layers only, as few as fit: the first
+ranks of a pipeline hold more micro-batches than the last. Recomputing one layer less never makes a pass longer, so that
+with one stage on each rank the fewest of every rank are also the fastest. Of several stages on a rank those that hold the
+most micro-batches recompute first; that no other choice among them would be faster is not proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ahp.engines.registry import get
+from ahp.errors import BadInput, NotExpressible
+from ahp.forecast import memory
+from ahp.forecast.assembly import in_flight_bytes, ranks_of_stages
+from ahp.plan import Forecast, Parallelism
+from ahp.schedule.stages import layers_of_stages
+from ahp.search.bounds import FIT_PROBABILITY
+from ahp.search.problem import Problem
+from ahp.search.stages import WORTH_S
+from ahp.words import percent
+
+Pair = tuple[Parallelism, Forecast]
+
+Fill = Callable[[Sequence[int]], tuple[int, ...]]
+"""The recomputed layers of each stage, from a count for each rank, or for all stages."""
+
+LAYOUTS = 3
+"""So many layouts, the fastest that recompute, are looked at: each costs some ten forecasts."""
+
+
+@dataclass(frozen=True)
+class Lightened:
+    """A ranking with fewer layers recomputed, and what was tried for it."""
+
+    ranked: list[Pair]
+    forecasts: int
+    words: str | None
+    """What it is worth to the first, where it is one of them."""
+
+
+def lighten(asked: Problem, ranked: list[Pair]) -> Lightened:
+    """Let the fastest layouts that recompute do so in as few layers as fit, unless the user has said what is recomputed."""
+    if {"activation_checkpoint", "recomputed_layers_per_stage"} & asked.constraints.given.keys():
+        return Lightened(ranked, 0, None)
+    found, forecasts, gains = list(ranked), 0, {}
+    for at in [at for at, (layout, _) in enumerate(ranked) if layout.activation_checkpoint != "none"][:LAYOUTS]:
+        layout, all_of_them = ranked[at]
+        fewest = _Fewest(asked, layout)
+        better = fewest.found()
+        forecasts += fewest.forecasts
+        if better is None or better[1].step_time_s > all_of_them.step_time_s * (1 - WORTH_S):
+            continue
+        found[at] = better
+        gains[better[0]] = all_of_them.step_time_s / better[1].step_time_s - 1
+    found.sort(key=lambda pair: pair[1].step_time_s)
+    first = found[0][0]
+    return Lightened(found, forecasts, _words(first, gains[first]) if first in gains else None)
+
+
+def _words(first: Parallelism, gain: float) -> str:
+    layers = ", ".join(map(str, first.recomputed_layers_per_stage or ()))
+    return f"{layers} layers of the stages recomputed: {percent(gain)} faster than all"
+
+
+class _Fewest:
+    """The fewest recomputed layers of each stage of one layout with which every rank fits."""
+
+    def __init__(self, asked: Problem, layout: Parallelism) -> None:
+        self.asked, self.layout = asked, layout
+        self.layers = layers_of_stages(layout, asked.graph.num_layers, ends=asked.stage_ends)
+        self.forecasts = 0
+        self._rank_of = ranks_of_stages(layout)
+        self._traits = get(asked.engine.name).traits(asked.job, layout, asked.engine)
+
+    def found(self) -> Pair | None:
+        """With numbers for each rank, or, where the engine has only one for all stages, with that; None where it has none."""
+        by_rank = [sum(self._own(rank)) for rank in range(self.layout.pipeline_parallel_degree)]
+        if self._runs(self._by_rank([0, *by_rank[1:]])):
+            return self._least(self._by_rank, by_rank)
+        alike = [min(self.layers)]
+        return self._least(self._alike, alike) if self._runs(self._alike(alike)) else None
+
+    def _runs(self, recomputed: tuple[int, ...]) -> bool:
+        return self.asked.refused(self._with(recomputed)) is None
+
+    def _own(self, rank: int) -> list[int]:
+        """The layers of each of its stages, lowest first."""
+        return [count for count, holder in zip(self.layers, self._rank_of, strict=True) if holder == rank]
+
+    def _by_rank(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Of each stage: the count of its rank goes to the lowest stages first, which hold the most micro-batches."""
+        left, found = list(counts), []
+        for layers, rank in zip(self.layers, self._rank_of, strict=True):
+            found.append(min(layers, left[rank]))
+            left[rank] -= found[-1]
+        return tuple(found)
+
+    def _alike(self, counts: Sequence[int]) -> tuple[int, ...]:
+        return tuple(counts) * len(self.layers)
+
+    def _with(self, recomputed: tuple[int, ...]) -> Parallelism:
+        return self.layout.model_copy(update={"recomputed_layers_per_stage": recomputed})
+
+    def _least(self, fill: Fill, most: list[int]) -> Pair | None:
+        """Halve what each count may be, for all at once, until one is left. With none recomputed nothing is made again for
+        a backward pass: that is looked at apart."""
+        none = self._fitting(fill([0] * len(most)), len(most))
+        low, high = [1] * len(most), list(most)
+        for at, fits in enumerate(none):
+            if fits:
+                low[at] = high[at] = 0
+        while any(a < b for a, b in zip(low, high, strict=True)):
+            middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
+            for at, fits in enumerate(self._fitting(fill(middle), len(most))):
+                if low[at] < high[at]:
+                    low[at], high[at] = (low[at], middle[at]) if fits else (middle[at] + 1, high[at])
+        if not any(high):
+            return None  # the layout that recomputes nothing is in the table
+        layout = self._with(fill(high))
+        try:
+            self.forecasts += 1
+            forecast = self.asked.price(layout)
+        except (BadInput, NotExpressible):
+            return None
+        return (layout, forecast) if forecast.fits else None
+
+    def _fitting(self, recomputed: tuple[int, ...], num_counts: int) -> list[bool]:
+        """Whether each rank fits; of one count for all stages, whether all do."""
+        self.forecasts += 1
+        layout, pricer = self._with(recomputed), self.asked.pricer
+        priced = pricer.price(layout)
+        kept = in_flight_bytes(priced.span, priced.stages)
+        traits, units = self._traits, pricer.units(layout)
+        needs = (
+            pricer.rank_memory(layout, traits, priced.span, rank, kept[rank], priced.stages, units).total
+            for rank in range(priced.span.p)
+        )
+        fits = [memory.fit_probability(need, self.asked.capacity_bytes) >= FIT_PROBABILITY for need in needs]
+        return fits if num_counts == len(fits) else [all(fits)]
