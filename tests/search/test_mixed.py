@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +15,11 @@ from hypothesis import strategies as st
 from ahp.cluster.cells import cells_of
 from ahp.cluster.model import Cluster
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
+from ahp.forecast import rules
 from ahp.plan import Parallelism, StagePlace
+from ahp.search.mixed_balance import share
 from ahp.search.mixed_find import Budget, Finder
+from ahp.search.mixed_matrices import families, matrices
 from ahp.search.mixed_space import Alike, MixedSpace, Shape, layout_of
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import Ranking, search
@@ -185,7 +189,7 @@ def test_the_best_is_the_best_of_every_placement(batch: int, memory: dict[str, i
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems(most_cells=4))
 def test_the_best_is_the_best_of_every_placement_on_more_cells(asked: Problem) -> None:
     equals_brute_force(asked)
@@ -195,7 +199,7 @@ def floors_of(asked: Problem) -> tuple[Finder, dict[Shape, float]]:
     """The floor of every shape that the memory does not rule out."""
     space = MixedSpace(asked)
     finder = Finder(asked, space, Budget(), float("inf"))
-    return finder, {shape: floor for alike in space.alike for floor, shape in finder.floors(alike)}
+    return finder, {entry.shape: entry.floor_s for alike in space.alike for entry in finder.floors(alike)}
 
 
 @settings(max_examples=5, deadline=None)
@@ -271,3 +275,132 @@ def test_more_generous_hardware_is_never_slower(asked: Problem, kind: str) -> No
         )
         cluster = cluster.model_copy(update={"links": links})
     assert best_s(ranking_of(asked.on(cluster), keep=1)) <= before * ROUNDING
+
+
+def on_two(**constraints: Any) -> Problem:
+    cluster = cluster_of((H100, 1, 2), (A100, 1, 1), gbps=100)
+    return mixed(cluster, batch=6, constraints={"micro_batch_size": 1, **constraints})
+
+
+def test_what_is_fixed_is_kept() -> None:
+    stages = [{"group": "b", "layers": 1}, {"group": "a", "layers": 3}]
+    best = ranking_of(on_two(pipeline_parallel_degree=2, stages=stages)).best.parallelism
+    assert [(stage.group, stage.layers) for stage in best.stages or ()] == [("b", 1), ("a", 3)]
+    shares = ranking_of(on_two(data_parallel_replicate_degree=3, micro_batches_per_replica=[1, 4, 1])).best.parallelism
+    assert shares.micro_batches_per_replica == (1, 4, 1)
+    cut = ranking_of(on_two(pipeline_parallel_degree=2, layers_per_stage=[3, 1])).best.parallelism
+    assert cut.given_layers == (3, 1)
+
+
+def test_the_faster_device_gets_more() -> None:
+    ranking = ranking_of(on_two(pipeline_parallel_degree=1, data_parallel_shard_degree=1, tensor_parallel_degree=1))
+    shared: Counter[str] = Counter()
+    best = ranking.best.parallelism
+    assert best.stages is not None
+    groups = best.stages[0].groups(best.data_parallel_replicate_degree)
+    for group, m in zip(groups, best.micro_batches(on_two().job), strict=True):
+        shared[group] += m
+    assert shared["a"] > shared["b"]
+    told = " ".join(ranking.best.why)
+    assert "a: all stages (4 of 4 layers) of 2 of 3 replicas" in told
+    assert "a alone:" in told
+    assert "of the work on" in told
+
+
+def test_what_runs_today_is_priced_beside_the_best() -> None:
+    slow = {"data_parallel_replicate_degree": 3, "stages": [{"group": ["a", "a", "b"], "layers": 4}]}
+    today = ranking_of(on_two(), current={**slow, "micro_batches_per_replica": [1, 1, 4]}).current
+    assert today is not None
+    assert today.forecast is not None
+    assert "slower" in today.words()
+
+
+def test_an_engine_that_cannot_place_stages_uses_one_group() -> None:
+    asked = on_two()
+    ranking = search(asked.graph, asked.cluster, asked.job, engine={"name": "megatron"})
+    assert all(plan.cluster is not None and len(plan.cluster["groups"]) == 1 for plan in ranking.plans)
+    assert "no layout over several groups" in " ".join(ranking.notes)
+    stages = [{"group": "b", "layers": 1}, {"group": "a", "layers": 3}]
+    with pytest.raises(NotExpressible, match="stages"):
+        search(
+            asked.graph, asked.cluster, asked.job, engine={"name": "megatron"},
+            constraints={"pipeline_parallel_degree": 2, "stages": stages},
+        )  # fmt: skip
+
+
+def test_devices_without_the_precision_are_left_out() -> None:
+    asked = mixed(cluster_of(("V100-SXM-32GB", 1, 1), (A100, 1, 2), gbps=100))
+    ranking = ranking_of(asked)
+    assert "a is left out: V100-SXM-32GB has no units for precision bf16" in ranking.notes
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_every_group_says_why() -> None:
+    asked = mixed(cluster_of((H100, 1, 1), (A100, 1, 1), gbps=100, memory={"a": 10**6, "b": 10**6}), batch=2)
+    with pytest.raises(NothingFits) as refusal:
+        ranking_of(asked)
+    words = str(refusal.value)
+    assert "a alone:" in words
+    assert "b alone:" in words
+    assert "over several groups" in words
+    assert "does not fit either" in words or "would fit" in words
+
+
+def test_annealing_is_refused() -> None:
+    with pytest.raises(BadInput, match="method"):
+        ranking_of(on_two(), method="anneal")
+
+
+def test_a_gap_is_told_where_placements_are_many() -> None:
+    fixed = {"micro_batch_size": 1, "activation_checkpoint": "full", "tensor_parallel_degree": 1}
+    asked = mixed(cluster_of((H100, 1, 8), (A100, 1, 8), gbps=100), batch=64, constraints=fixed)
+    ranking = ranking_of(asked)
+    floor_s = ranking.certificate.lowest_bound_left_s
+    assert floor_s is not None
+    assert floor_s <= best_s(ranking)
+    assert ranking.certificate.proven or "within" in ranking.certificate.words()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.floats(0.1, 3.0), st.floats(0.0, 2.0)), min_size=1, max_size=3),
+    st.integers(1, 7),
+)
+def test_no_sharing_has_a_faster_slowest_replica(kinds: list[tuple[int, float, float]], total: int) -> None:
+    counts = [count for count, _, _ in kinds]
+    times = [np.asarray(start + each * np.arange(1, total + 1), dtype=np.float64) for _, each, start in kinds]
+    found = share(counts, total, 1, times)
+    owners = [kind for kind, count in enumerate(counts) for _ in range(count)]
+    if sum(counts) > total:
+        assert found is None
+        return
+    assert found is not None
+    assert [len(each) for each in found] == counts
+    assert sum(map(sum, found)) == total
+    longest = max(times[kind][m - 1] for kind, each in enumerate(found) for m in each)
+    best = min(
+        max(times[kind][m - 1] for kind, m in zip(owners, shared, strict=True)) for shared in sums(total, len(owners))
+    )
+    assert longest == pytest.approx(best)
+
+
+def test_every_matrix_once() -> None:
+    found = list(matrices((2, 3), 2, 2))
+    assert len(found) == len(set(found))
+    ordered = {
+        tuple(sorted((names[:2], names[2:])))
+        for names in product((0, 1), repeat=4)
+        if names.count(0) <= 2 and names.count(1) <= 3
+    }
+    assert {tuple(kind for kind, count in matrix for _ in range(count)) for matrix in found} == ordered
+    members = families((2, 3), 2, 2, (0, 1))
+    assert set(members) <= set(found)
+    assert len(members) > 2
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "GPipe"])
+def test_allowed_micro_batches_are_those_of_the_rules(schedule: str) -> None:
+    space = MixedSpace(on_two())
+    for p in (2, 3, 5):
+        legal = [rules.schedule(schedule, p, 1, m, in_torch=True) is None for m in range(1, 24)]
+        assert space.allowed(p, schedule, 23).tolist() == [False, *legal]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -25,23 +24,34 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+Kind = tuple[int, ...]
+"""The number of the group of each stage."""
+
+PRECISION = 1e-6
+"""Of the bisection, relative."""
+
+TINY_S = 1e-12
+"""Seconds that a layer takes at least, so that a stage without layers of its own can be divided by."""
+
 ROUNDS = 4
 """Layers and micro-batches are balanced in turn so many times at most; a second round already changes little."""
 
 
 class StageTables(Protocol):
-    """Seconds and room of a stage for every run of layers, [L + 1, L + 1]: the first layer, and the one after the last."""
+    """What a stage costs on each group."""
 
-    def forward_s(self, group: int, stage: int) -> Floats:
-        """Forward pass of one micro-batch; infinite where a run has no layer."""
+    @property
+    def lines(self) -> Floats:
+        """[4, G, S] Seconds of one micro-batch: forward beside the layers and of a layer, both passes beside and of a layer.
+        Where layers differ, of the mean one."""
         ...
 
-    def whole_s(self, group: int, stage: int) -> Floats:
-        """Both passes."""
+    def most_layers(self, micro_batches: int) -> Ints:
+        """[G, S] Layers that a device of the group can hold in a stage, at most."""
         ...
 
-    def fits(self, group: int, stage: int, micro_batches: int) -> NDArray[np.bool_]:
-        """Whether the group's device holds it."""
+    def stage_s(self, kind: Kind, layers: tuple[int, ...]) -> tuple[Floats, Floats]:
+        """[S] Seconds of a replica's stages with these layers for one micro-batch: both passes, and the forward one."""
         ...
 
 
@@ -112,11 +122,14 @@ def share(counts: Sequence[int], total: int, least: int, times_s: Sequence[Float
     left = total - least * sum(counts)
     if left < 0:
         return None
-    queue = np.concatenate([np.repeat(times[1:], count) for times, count in zip(times_s, counts, strict=True)])
-    owner = np.repeat(np.arange(len(counts)), [(len(t) - 1) * count for t, count in zip(times_s, counts, strict=True)])
-    taken = np.bincount(owner[np.argsort(queue, kind="stable")[:left]], minlength=len(counts))
-    if taken.sum() < left:
-        return None
+    times = np.concatenate([of_kind[1:] for of_kind in times_s])
+    owner = np.repeat(np.arange(len(counts)), [len(of_kind) - 1 for of_kind in times_s])
+    order = np.argsort(times, kind="stable")
+    takes = np.asarray(counts)[owner[order]]  # every replica of the kind
+    done = np.minimum(np.cumsum(takes), left)
+    if not len(done) or done[-1] < left:
+        return [[least] * count for count in counts] if left == 0 else None
+    taken = np.bincount(owner[order], weights=np.diff(done, prepend=0), minlength=len(counts))
     each = [divmod(int(more), count) for more, count in zip(taken, counts, strict=True)]
     return [
         [least + whole + (replica < rest) for replica in range(count)]
@@ -124,32 +137,11 @@ def share(counts: Sequence[int], total: int, least: int, times_s: Sequence[Float
     ]
 
 
-def shortest_longest(stages: Sequence[Floats]) -> tuple[float, tuple[int, ...]] | None:
-    """The cut whose longest stage is shortest, from [L + 1, L + 1] seconds of each stage for every run of layers.
-
-    Infinite entries are runs that may not be; None where no cut is left.
-    """
-    edges = len(stages[0])
-    longest = np.full(edges, np.inf)
-    longest[0] = 0.0
-    chosen: list[Ints] = []
-    for table in stages:
-        reached = np.maximum(longest[:, None], table)
-        chosen.append(reached.argmin(axis=0))
-        longest = reached.min(axis=0)
-    if not np.isfinite(longest[-1]):
-        return None
-    at = [edges - 1]
-    for starts in reversed(chosen):
-        at.append(int(starts[at[-1]]))
-    at.reverse()
-    return float(longest[-1]), tuple(end - start for start, end in pairwise(at))
-
-
 def balance(
-    kinds: Sequence[tuple[int, ...]],
+    kinds: Sequence[Kind],
     counts: Sequence[int],
     tables: StageTables,
+    num_layers: int,
     total: int,
     allowed: Bools,
     *,
@@ -168,12 +160,12 @@ def balance(
     for _ in range(ROUNDS):
         if micro_batches is None:
             break
-        layers = fixed or _cut(kinds, tables, [each[0] for each in micro_batches], ways_s, splits=splits)
+        layers = fixed or _cut(kinds, tables, num_layers, [each[0] for each in micro_batches], ways_s, splits=splits)
         if layers is None:
             break
-        whole, forward = _of_cut(kinds, tables, layers)
-        ways_s = (forward if splits else whole).sum(axis=1)
-        times_s = [ends_s(whole[kind], forward[kind], numbers, splits=splits) for kind in range(len(kinds))]
+        stages = [tables.stage_s(kind, layers) for kind in kinds]
+        ways_s = np.array([(forward if splits else whole).sum() for whole, forward in stages])
+        times_s = [ends_s(*of_kind, numbers, splits=splits) for of_kind in stages]
         shared = share(counts, total, least, times_s)
         assert shared is not None, "the first share had enough"
         shared = round_down(shared, allowed, times_s, least)
@@ -187,37 +179,45 @@ def balance(
     return best
 
 
-def _by_speed(kinds: Sequence[tuple[int, ...]], tables: StageTables, numbers: Ints) -> list[Floats]:
+def _by_speed(kinds: Sequence[Kind], tables: StageTables, numbers: Ints) -> list[Floats]:
     """Seconds of each kind by micro-batches, as if the layers of a replica were spread over its cells by their speed."""
-    groups = sorted({group for kind in kinds for group in kind})
-    last = len(kinds[0]) - 1
-    everything = {group: float(tables.whole_s(group, last)[0, -1]) for group in groups}
-    return [numbers / sum(1.0 / everything[group] for group in kind) for kind in kinds]
+    layer_s = tables.lines[3].max(axis=1) + tables.lines[2].min(axis=1)
+    return [numbers / float((1.0 / layer_s[list(kind)]).sum()) for kind in kinds]
 
 
 def _cut(
-    kinds: Sequence[tuple[int, ...]], tables: StageTables, most: Sequence[int], ways_s: Floats, *, splits: bool
+    kinds: Sequence[Kind], tables: StageTables, num_layers: int, most: Sequence[int], ways_s: Floats, *, splits: bool
 ) -> tuple[int, ...] | None:
-    """The cut with the earliest end by the formula, the ways through the replicas as they were in the last round."""
-    stages, num_stages = [], len(kinds[0])
-    for stage in range(num_stages):
-        table: Floats | None = None
-        for kind, m, way_s in dict.fromkeys(zip((k[stage] for k in kinds), most, ways_s.tolist(), strict=True)):
-            early = min(num_stages - stage, m) - 1 + splits
-            times = m if splits else max(m - 1, 0.5)
-            end_s = way_s + times * tables.whole_s(kind, stage) - early * tables.forward_s(kind, stage)
-            end_s = np.where(tables.fits(kind, stage, m), end_s, np.inf)
-            table = end_s if table is None else np.maximum(table, end_s)
-        assert table is not None, "a stage is on some group"
-        stages.append(table)
-    found = shortest_longest(stages)
-    return None if found is None else found[1]
+    """The cut with the earliest end by the formula, the ways through the replicas as they were in the last round.
 
+    A stage of n layers ends at a line in n for each kind of replica: in T seconds it has room for so many, and the least T
+    whose stages have room for all layers is found by bisection.
+    """
+    num_stages = len(kinds[0])
+    at, stages = np.array(kinds), np.arange(num_stages)
+    forward_beside, forward, beside, layer = tables.lines[:, at, stages]
+    m = np.array(most)[:, None]
+    early = np.minimum(num_stages - stages, m) - 1 + splits
+    times = m if splits else np.maximum(m - 1, 0.5)
+    start = np.array(ways_s)[:, None] + times * beside - early * forward_beside
+    each = np.maximum(times * layer - early * forward, TINY_S)
+    room = np.min([tables.most_layers(of)[kind, stages] for kind, of in zip(at, most, strict=True)], axis=0)
+    if room.min() < 1 or room.sum() < num_layers:
+        return None
 
-def _of_cut(kinds: Sequence[tuple[int, ...]], tables: StageTables, layers: tuple[int, ...]) -> tuple[Floats, Floats]:
-    """[K, S] Seconds of the stages of each kind, both passes and forward."""
-    edges = np.cumsum([0, *layers]).tolist()
-    runs = list(enumerate(pairwise(edges)))
-    whole = [[tables.whole_s(kind[s], s)[run] for s, run in runs] for kind in kinds]
-    forward = [[tables.forward_s(kind[s], s)[run] for s, run in runs] for kind in kinds]
-    return np.array(whole), np.array(forward)
+    def fit(seconds: float) -> Ints:
+        return np.minimum(np.floor((seconds - start) / each).min(axis=0), room).astype(np.int64)
+
+    low = float((start + each).max())
+    high = float((start + each * num_layers).max())
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2
+        if fit(middle).sum() >= num_layers:
+            high = middle
+        else:
+            low = middle
+    layers = np.maximum(fit(high), 1)
+    while (over := int(layers.sum()) - num_layers) > 0:
+        ends = np.where(layers > 1, (start + each * layers).max(axis=0), -np.inf)
+        layers[np.argsort(-ends, kind="stable")[: min(over, int((layers > 1).sum()))]] -= 1
+    return tuple(layers.tolist())

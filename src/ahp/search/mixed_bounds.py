@@ -114,6 +114,8 @@ def can_hold(
         found = [of.most_layers(place, held, m, room) for of, room in zip(cells, rooms, strict=True)]
         return np.max(found, axis=0)
 
+    if layers(2, np.ones((1, 1), dtype=np.int64)).max() < 1 and layers(3, np.ones_like(m)).max() < num_layers:
+        return np.zeros(len(most), dtype=bool)
     alone = layers(3, np.ones_like(m))[:, 0] >= num_layers
     first, between, last = layers(0, held), layers(1, held), layers(2, held[:, :1])
     sums = np.cumsum(np.where(depth > 1, between, 0), axis=1)  # of the stages that are not the last, up to a depth
@@ -131,7 +133,7 @@ def columns_hold(tables: LayoutTables, cells: Sequence[int], shape: tuple[int, i
     """
     stages, replicas = shape
     groups = [group for group, count in enumerate(cells) if count]
-    layers = np.array([[tables.most_layers(group, stage, most) for stage in range(stages)] for group in groups])
+    layers = tables.most_layers(most)[groups]
     by_room = sorted(range(len(groups)), key=lambda at: layers[at].sum())
     for weak in range(1, len(groups) + 1):
         limit = layers[by_room[:weak]].max(axis=0)

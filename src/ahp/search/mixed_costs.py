@@ -7,9 +7,10 @@ the states of its weights and the activations that its micro-batches in flight k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
@@ -65,6 +66,11 @@ class Work:
         """
         found = _runs(self.layers[passes]) + self.beside[place][passes]
         return np.where(np.tri(len(found), dtype=bool), np.inf if passes else 0.0, found)
+
+    def line(self, place: int) -> tuple[float, float, float, float]:
+        """Forward beside the layers, of the mean layer; the same of both passes."""
+        (forward, both), beside = self.layers, self.beside[place]
+        return beside[0], float(forward.mean()), beside[1], float(both.mean())
 
 
 class GroupCells:
@@ -228,39 +234,52 @@ class GroupCells:
 
 
 class LayoutTables:
-    """``StageTables`` of one layout on several groups."""
+    """What the stages of one layout cost on each group."""
 
-    def __init__(self, groups: dict[int, GroupCells], layout: Parallelism) -> None:
+    def __init__(self, groups: Sequence[GroupCells], layout: Parallelism) -> None:
         self.groups, self.layout = groups, layout
-        self.num_stages = layout.pipeline_parallel_degree
-        self._room = {group: cells.room_bytes(layout) for group, cells in groups.items()}
+        self.num_layers, self.num_stages = len(groups[0].units.layers), layout.pipeline_parallel_degree
+        self._room = [cells.room_bytes(layout) for cells in groups]
+        self._places = [place_of(stage, self.num_stages) for stage in range(self.num_stages)]
+        self.most_layers = cache(self._most_layers)
         self.fits = cache(self._fits)
 
-    def forward_s(self, group: int, stage: int) -> Floats:
-        """Forward pass of one micro-batch."""
-        return self.groups[group].over_runs(place_of(stage, self.num_stages), 0)
-
-    def whole_s(self, group: int, stage: int) -> Floats:
-        """Both passes."""
-        return self.groups[group].over_runs(place_of(stage, self.num_stages), 1)
-
     @property
-    def num_layers(self) -> int:
-        return len(next(iter(self.groups.values())).units.layers)
+    def lines(self) -> Floats:
+        """[4, G, S] Of a stage's seconds: forward beside its layers, of a layer; both passes beside, of a layer."""
+        return self._lines
 
-    def _held(self, stage: int, micro_batches: int) -> int:
+    @cached_property
+    def _lines(self) -> Floats:
+        found = [[of.work.line(place) for place in range(4)] for of in self.groups]
+        return np.moveaxis(np.array(found)[:, self._places], 2, 0)
+
+    def stage_s(self, kind: tuple[int, ...], layers: tuple[int, ...]) -> tuple[Floats, Floats]:
+        """[S] Seconds of a replica's stages for one micro-batch: both passes, and the forward one."""
+        runs = pairwise(np.cumsum([0, *layers]).tolist())
+        at = list(zip(kind, self._places, runs, strict=True))
+        whole = [self.groups[group].over_runs(place, 1)[run] for group, place, run in at]
+        return np.array(whole), np.array([self.groups[group].over_runs(place, 0)[run] for group, place, run in at])
+
+    def _held(self, micro_batches: int) -> Ints:
+        """[S] Micro-batches that each stage keeps at once."""
         name = self.layout.pipeline_parallel_schedule if self.num_stages > 1 else "1F1B"
-        return int(in_flight(name, self.num_stages, 1, micro_batches)[stage, 0])
+        return in_flight(name, self.num_stages, 1, micro_batches)[:, 0]
 
-    def most_layers(self, group: int, stage: int, micro_batches: int) -> int:
-        """Layers that the group's device can hold at most in a stage."""
-        held, m = np.array(self._held(stage, micro_batches)), np.array(micro_batches)
-        return int(self.groups[group].most_layers(place_of(stage, self.num_stages), held, m, self._room[group]))
+    def _most_layers(self, micro_batches: int) -> Ints:
+        """[G, S] Layers that a device of the group can hold in a stage, at most."""
+        held, m = self._held(micro_batches), np.array(micro_batches)
+        found = np.zeros((len(self.groups), self.num_stages), dtype=np.int64)
+        for place in set(self._places):
+            at = [stage for stage, of in enumerate(self._places) if of == place]
+            for group, (cells, room) in enumerate(zip(self.groups, self._room, strict=True)):
+                found[group, at] = cells.most_layers(place, held[at], m, room)
+        return found
 
     def _fits(self, group: int, stage: int, micro_batches: int) -> NDArray[np.bool_]:
-        """Whether the group's device holds it, as far as the lower bound of its need tells."""
-        place = place_of(stage, self.num_stages)
-        return self.groups[group].needs(place, self._held(stage, micro_batches), micro_batches) <= self._room[group]
+        """[L + 1, L + 1] Whether the group's device holds each run of layers, as far as the lower bound of its need tells."""
+        held = int(self._held(micro_batches)[stage])
+        return self.groups[group].needs(self._places[stage], held, micro_batches) <= self._room[group]
 
 
 def _runs(layers: Floats) -> Floats:

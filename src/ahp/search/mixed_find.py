@@ -9,9 +9,10 @@ far from the best the search may be: the gap.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
 from ahp.search.mixed_bounds import can_hold, columns_hold, floors_alone_s, floors_s, speeds
 from ahp.search.mixed_costs import GroupCells, LayoutTables, Work
-from ahp.search.mixed_solve import Task
+from ahp.search.mixed_solve import Placement, Solved, Task
 from ahp.search.mixed_space import Alike, MixedSpace, Shape, layout_of
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
@@ -39,8 +40,24 @@ class Budget:
     """How much is placed where the best cannot be proven."""
 
     shapes: int = 150
-    """Shapes whose placements are too many to look at each."""
-    forecasts: int = 4000
+    """Shapes whose placements are too many to look at each, with a pipeline and without."""
+    forecasts: int = 40
+    """Forecasts of these, the most promising first."""
+    exact: int = 4000
+    """Forecasts of the others."""
+
+
+SLACK = 1.15
+"""Shapes of which no placement can win, but is slower by less than this, are placed until the ranking is long enough."""
+
+
+class Entry(NamedTuple):
+    """A shape in the queue."""
+
+    promise_s: float
+    """What it takes where everything goes round; not a bound."""
+    floor_s: float
+    shape: Shape
 
 
 @dataclass
@@ -81,33 +98,46 @@ class Finder:
         self.best_s = best_s
         rules = tuple(space.rules.values())
         self.outcome = MixedOutcome(rules=rules, size=space.legal, broken=space.size - space.legal)
-        self.floor_s = float("inf")
-        self._heap: list[tuple[float, int, int, int]] = []
-        """(floor, 0 = units, 1 = a shape; alike; position of the shape)."""
-        self._shapes: dict[int, list[tuple[float, Shape]]] = {}
         self.cells = cache(self._cells)
         self._units_work = cache(self._of_units)
-        self._hard = 0
+        self._waiting: list[tuple[float, int, Task, list[Placement]]] = []
+        """Shapes with their most promising placements, not priced yet: (its bound, a number of their own, ...)."""
 
     def run(self, keep: int) -> MixedOutcome:
-        """Place shapes until no floor is below the best, ``keep`` fit, or the budget is spent."""
-        for index, alike in enumerate(self.space.alike):
-            heapq.heappush(self._heap, (self.least_s(alike), 0, index, 0))
-        while self._heap:
-            floor_s, kind, index, at = self._heap[0]
-            if floor_s >= self.best_s and len(self.outcome.fitting) >= keep:
-                break
-            if self._hard >= self.budget.shapes or self.outcome.forecasts >= self.budget.forecasts:
-                break
-            heapq.heappop(self._heap)
-            if kind == 0:
-                self._open(index)
-            else:
-                self._place(index, at)
-        left = self._heap[0][0] if self._heap else float("inf")
-        self.outcome.floor_s = min(self.floor_s, left)
+        """Place shapes until none left can win, or the budget is spent: first those without a pipeline."""
+        for entries in (self.alone, self.piped):
+            self._queue(entries, keep)
+        self._price_waiting(keep)
         self.outcome.fitting.sort(key=lambda pair: pair[1].step_time_s)
         return self.outcome
+
+    def _queue(self, entries: Callable[[Alike], Iterator[Entry]], keep: int) -> None:
+        """Place the shapes of one kind in the order of their promise."""
+        heap: list[tuple[float, int, int]] = [(self.least_s(alike), i, -1) for i, alike in enumerate(self.space.alike)]
+        heapq.heapify(heap)
+        opened: dict[int, list[Entry]] = {}
+        hard = 0
+        while heap and hard < self.budget.shapes and self.outcome.forecasts < self.budget.exact:
+            least_s, index, at = heapq.heappop(heap)
+            if at < 0:
+                if least_s < self._limit_s(keep):
+                    opened[index] = sorted(
+                        self._may_win(entries(self.space.alike[index]), keep), key=lambda entry: entry[:2]
+                    )
+            elif self._may_win([opened[index][at]], keep):
+                hard += self._place(opened[index][at])
+            if at + 1 < len(opened.get(index, ())):
+                heapq.heappush(heap, (opened[index][at + 1].promise_s, index, at + 1))
+        for least_s, index, at in heap:
+            left = [entry.floor_s for entry in opened[index][at:]] if at >= 0 else [least_s]
+            self.outcome.floor_s = min([self.outcome.floor_s, *left])
+
+    def _limit_s(self, keep: int) -> float:
+        """Floors above this are of no interest."""
+        return self.best_s if len(self.outcome.fitting) + len(self._waiting) >= keep else self.best_s * SLACK
+
+    def _may_win(self, entries: Iterable[Entry], keep: int) -> list[Entry]:
+        return [entry for entry in entries if entry.floor_s < self._limit_s(keep)]
 
     def _slowest(self, devices: int) -> float:
         """What the forecast adds for the slowest of so many devices."""
@@ -134,26 +164,15 @@ class Finder:
         layout = layout_of(alike, 2 if pipelined else 1)
         return [GroupCells(self.pricer, name, layout, least) for name in self.names]
 
-    def _open(self, index: int) -> None:
-        """Floors of the shapes of one alike, the lowest first."""
-        alike = self.space.alike[index]
-        found = sorted(self.floors(alike), key=lambda pair: pair[0])
-        self._shapes[index] = found
-        self._push(index, 0)
+    def floors(self, alike: Alike) -> Iterator[Entry]:
+        """The shapes of one alike that the memory does not rule out."""
+        yield from self.alone(alike)
+        yield from self.piped(alike)
 
-    def _push(self, index: int, at: int) -> None:
-        if at < len(self._shapes[index]):
-            heapq.heappush(self._heap, (self._shapes[index][at][0], 1, index, at))
-
-    def floors(self, alike: Alike) -> Iterator[tuple[float, Shape]]:
-        """Of the shapes that the memory does not rule out."""
+    def alone(self, alike: Alike) -> Iterator[Entry]:
+        """Those without a pipeline."""
         grid = self.space.grid(alike.width, self.space.micro_batches(alike))
-        alone = grid.pipeline == 1
-        yield from self._floors_alone(alike, grid.replicas[alone])
-        for schedule in self.space.schedules(2):
-            yield from self._floors_of(alike, schedule, grid.pipeline[~alone], grid.replicas[~alone])
-
-    def _floors_alone(self, alike: Alike, replicas: Ints) -> Iterator[tuple[float, Shape]]:
+        replicas = grid.replicas[grid.pipeline == 1]
         ones, schedule = np.ones_like(replicas), self.space.schedules(1)[0]
         holds = self._hold(alike, schedule, ones, replicas)
         if not holds.any():
@@ -162,22 +181,28 @@ class Finder:
         whole = np.array([work.beside[3][1] for work in works])
         floors = floors_alone_s(whole, self.space.cells(alike.width), total, replicas[holds])
         floors = floors + min(work.once for work in works)
-        yield from self._shapes_of(alike, schedule, floors, ones[holds], replicas[holds])
+        yield from self._entries(alike, schedule, floors, floors, ones[holds], replicas[holds])
 
-    def _floors_of(self, alike: Alike, schedule: str, pipeline: Ints, replicas: Ints) -> Iterator[tuple[float, Shape]]:
-        total = self.space.micro_batches(alike)
-        enough = total >= replicas * self._least(pipeline, schedule)
-        pipeline, replicas = pipeline[enough], replicas[enough]
-        holds = self._hold(alike, schedule, pipeline, replicas)
-        if not holds.any():
-            return
-        pipeline, replicas = pipeline[holds], replicas[holds]
-        # Where a replica may have a single micro-batch stages are not priced for it before they are placed.
-        rough = self.space.least(2, schedule) < 2
-        works = self._work_of_units(alike) if rough else [of.work for of in self.cells(alike, True, 2)]
-        cells = self.space.cells(alike.width)
-        floors = floors_s(speeds(works), cells, total, pipeline, replicas, schedule)
-        yield from self._shapes_of(alike, schedule, floors, pipeline, replicas)
+    def piped(self, alike: Alike) -> Iterator[Entry]:
+        """Those with one."""
+        total, cells = self.space.micro_batches(alike), self.space.cells(alike.width)
+        grid = self.space.grid(alike.width, total)
+        several = grid.pipeline > 1
+        for schedule in self.space.schedules(2):
+            pipeline, replicas = grid.pipeline[several], grid.replicas[several]
+            enough = total >= replicas * self._least(pipeline, schedule)
+            pipeline, replicas = pipeline[enough], replicas[enough]
+            holds = self._hold(alike, schedule, pipeline, replicas)
+            if not holds.any():
+                continue
+            pipeline, replicas = pipeline[holds], replicas[holds]
+            # Where a replica may have a single micro-batch stages are not priced for it before they are placed.
+            rough = self.space.least(2, schedule) < 2
+            works = self._work_of_units(alike) if rough else [of.work for of in self.cells(alike, True, 2)]
+            found = speeds(works)
+            floors = floors_s(found, cells, total, pipeline, replicas, schedule)
+            promise = floors_s(found, cells, total, pipeline, replicas, "GPipe")
+            yield from self._entries(alike, schedule, promise, floors, pipeline, replicas)
 
     def _least(self, pipeline: Ints, schedule: str) -> Ints:
         found = {p: self.space.least(p, schedule) for p in np.unique(pipeline).tolist()}
@@ -200,25 +225,53 @@ class Finder:
         self.outcome.too_large += int((~holds).sum())
         return holds
 
-    def _shapes_of(
-        self, alike: Alike, schedule: str, floors: Floats, pipeline: Ints, replicas: Ints
-    ) -> Iterator[tuple[float, Shape]]:
+    def _entries(
+        self, alike: Alike, schedule: str, promise: Floats, floors: Floats, pipeline: Ints, replicas: Ints
+    ) -> Iterator[Entry]:
         share = cache(self._slowest)
-        for floor_s, p, r in zip(floors.tolist(), pipeline.tolist(), replicas.tolist(), strict=True):
-            if np.isfinite(floor_s):
-                yield floor_s * (1.0 + share(p * r * alike.width)), Shape(alike, p, r, schedule)
+        of_shapes = zip(promise.tolist(), floors.tolist(), pipeline.tolist(), replicas.tolist(), strict=True)
+        for promise_s, floor_s, p, r in of_shapes:
+            if floor_s < float("inf"):
+                more = 1.0 + share(p * r * alike.width)
+                yield Entry(promise_s * more, floor_s * more, Shape(alike, p, r, schedule))
 
     # -- placing ----------------------------------------------------------------------------------------------------
 
-    def _place(self, index: int, at: int) -> None:
-        floor_s, shape = self._shapes[index][at]
-        self._push(index, at + 1)
-        task = self.task(shape)
+    def _place(self, entry: Entry) -> bool:
+        """Place one shape; whether its placements were too many to look at each."""
+        task = self.task(entry.shape)
         if not self.columns_hold(task):
             self.outcome.too_large += 1
-            return
-        solved = task.solve(self.asked.price, self.best_s)
+            return False
         self.outcome.placed += 1
+        wins = entry.floor_s < self.best_s
+        if wins and task.few():
+            solved = task.solve(self.asked.price, self.best_s)
+            self._note(solved)
+            if not solved.proven:
+                self.outcome.floor_s = min(self.outcome.floor_s, entry.floor_s)
+            return False
+        self.outcome.floor_s = min(self.outcome.floor_s, entry.floor_s)
+        found = task.promising()
+        if found:
+            at_least_s = found[0].at_least_s
+            if wins and at_least_s < min([self.best_s, *(waits[0] for waits in self._waiting)]):
+                self._note(task.first_that_fits(self.asked.price, found))
+            else:
+                heapq.heappush(self._waiting, (at_least_s, self.outcome.placed, task, found))
+        return wins
+
+    def _price_waiting(self, keep: int) -> None:
+        """Price what was put off, the most promising first."""
+        for _ in range(self.budget.forecasts):
+            if not self._waiting:
+                return
+            at_least_s, _, task, found = heapq.heappop(self._waiting)
+            if at_least_s >= self.best_s and len(self.outcome.fitting) >= keep:
+                return
+            self._note(task.first_that_fits(self.asked.price, found))
+
+    def _note(self, solved: Solved) -> None:
         self.outcome.forecasts += solved.forecasts
         if solved.refused is not None:
             self.outcome.refused.append(solved.refused)
@@ -227,9 +280,6 @@ class Finder:
         if solved.best is not None:
             self.outcome.fitting.append(solved.best)
             self.best_s = min(self.best_s, solved.best[1].step_time_s)
-        if not solved.proven:
-            self._hard += 1
-            self.floor_s = min(self.floor_s, floor_s)
 
     def columns_hold(self, task: Task) -> bool:
         """Whether the cells that there are of each group can hold the model."""
@@ -245,7 +295,7 @@ class Finder:
         whole = [float(of.over_runs(3 if shape.pipeline == 1 else 2, 1)[0, -1]) for of in of_groups]
         return Task(
             shape=shape,
-            tables=LayoutTables(dict(enumerate(of_groups)), shape.layout()),
+            tables=LayoutTables(of_groups, shape.layout()),
             cells=self.space.cells(alike.width),
             names=self.names,
             total=self.space.micro_batches(alike),

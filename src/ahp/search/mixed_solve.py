@@ -26,7 +26,7 @@ ORDERS = 24
 """Orders of a layout's replicas that are priced at most, where all placements are: they differ only in which lie on a node."""
 
 PRICED = 3
-"""Forecasts of one shape, of the families' members with the lowest bounds, unless the first does not fit."""
+"""Members of the families that are priced for one shape at most, until one fits."""
 
 EXACT = 300
 """The same where all placements are looked at; past it the best of the shape is not proven."""
@@ -89,19 +89,31 @@ class Task:
     fixed: Fixed
 
     def solve(self, price: Price, beat_s: float) -> Solved:
-        """Price placements that may take less than ``beat_s``."""
-        few = self.few()
-        found = sorted(self.all() if few else self.of_families(), key=lambda placement: placement.at_least_s)
-        solved = Solved(proven=few)
+        """Price every placement that may take less than ``beat_s``, in the order of the bound; only where they are few."""
+        found = sorted(self.all(), key=lambda placement: placement.at_least_s)
+        solved = Solved(proven=True)
         for placement in found:
             limit_s = beat_s if solved.best is None else min(beat_s, solved.best[1].step_time_s)
             if placement.at_least_s >= limit_s:
                 break
-            if solved.forecasts >= (EXACT if few else PRICED):
+            if solved.forecasts >= EXACT:
                 solved.proven = False
                 break
-            for layout in self._orders(placement) if few else [placement.of(self.shape, self.names)]:
+            for layout in self._orders(placement):
                 self._price(price, layout, solved)
+        return solved
+
+    def promising(self) -> list[Placement]:
+        """The members of the families with the lowest bounds."""
+        return sorted(self.of_families(), key=lambda placement: placement.at_least_s)[:PRICED]
+
+    def first_that_fits(self, price: Price, found: list[Placement]) -> Solved:
+        """Price placements until one fits."""
+        solved = Solved()
+        for placement in found:
+            self._price(price, placement.of(self.shape, self.names), solved)
+            if solved.best is not None:
+                break
         return solved
 
     def _price(self, price: Price, layout: Parallelism, solved: Solved) -> None:
@@ -132,7 +144,7 @@ class Task:
 
     @property
     def _num_layers(self) -> int:
-        return len(next(iter(self.tables.groups.values())).units.layers)
+        return self.tables.num_layers
 
     def _matrices(self, *, all_: bool) -> list[Matrix]:
         shape = self.shape
@@ -153,7 +165,7 @@ class Task:
         for matrix in self._matrices(all_=True):
             kinds = [kind for kind, count in matrix for _ in range(count)]
             for cut in layers:
-                times_s = {kind: ends_s(*self._stages(kind, cut), numbers, splits=splits) for kind in set(kinds)}
+                times_s = {kind: ends_s(*self.tables.stage_s(kind, cut), numbers, splits=splits) for kind in set(kinds)}
                 for share in shares:
                     if self._repeats(kinds, share) or not self._fit(kinds, cut, share):
                         continue
@@ -189,13 +201,6 @@ class Task:
             if all(self.allowed[least + more] for more in share):
                 yield tuple(least + more for more in share)
 
-    def _stages(self, kind: Kind, cut: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        edges = np.cumsum([0, *cut]).tolist()
-        runs = list(pairwise(edges))
-        whole = np.array([self.tables.whole_s(group, s)[runs[s]] for s, group in enumerate(kind)])
-        forward = np.array([self.tables.forward_s(group, s)[runs[s]] for s, group in enumerate(kind)])
-        return whole, forward
-
     def _orders(self, placement: Placement) -> list[Parallelism]:
         if self.fixed.rows is not None or self.fixed.micro_batches is not None:
             return [placement.of(self.shape, self.names)]
@@ -211,8 +216,9 @@ class Task:
         for matrix in self._matrices(all_=False):
             kinds, counts = [kind for kind, _ in matrix], [count for _, count in matrix]
             found = balance(
-                kinds, counts, self.tables, self.total, self.allowed, splits=self._splits, fixed=self.fixed.layers
-            )
+                kinds, counts, self.tables, self._num_layers, self.total, self.allowed,
+                splits=self._splits, fixed=self.fixed.layers,
+            )  # fmt: skip
             if found is None:
                 continue
             rows = tuple((kind, m) for kind, shared in zip(kinds, found.micro_batches, strict=True) for m in shared)

@@ -23,6 +23,15 @@ SCHEDULES = ("1F1B", "InterleavedZeroBubble", "GPipe")
 """Those with one stage per rank, which is what ``stages`` can place."""
 
 
+PLACED = frozenset({
+    "data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage", "tensor_parallel_degree",
+    "enable_sequence_parallel", "pipeline_parallel_degree", "pipeline_parallel_schedule", "layers_per_stage",
+    "context_parallel_degree", "expert_parallel_degree", "micro_batch_size", "activation_checkpoint", "stages",
+    "micro_batches_per_replica",
+})  # fmt: skip
+"""Keys that a layout over several groups may have."""
+
+
 class Alike(NamedTuple):
     """What all cells of a layout have in common."""
 
@@ -119,10 +128,11 @@ class MixedSpace:
 
     def _allowed(self, pipeline: int, schedule: str, total: int) -> NDArray[np.bool_]:
         """[M + 1] Whether a replica may have so many micro-batches."""
-        in_torch = self.asked.torch_pipeline
-        numbers = range(1, total + 1)
-        legal = [rules.schedule(schedule, pipeline, 1, m, in_torch=in_torch) is None for m in numbers]
-        return np.array([False, *legal])
+        numbers = np.arange(total + 1)
+        found = numbers >= max(self.least(pipeline, schedule), 1)
+        if pipeline > 1 and schedule == "InterleavedZeroBubble" and self.asked.torch_pipeline:
+            found &= numbers % np.maximum(numbers // pipeline, 1) == 0  # whole rounds: patterns.illegal_in_torch
+        return found
 
     def schedules(self, pipeline: int) -> tuple[str, ...]:
         """Those that the engine has; without a pipeline there is nothing to order."""
@@ -181,6 +191,14 @@ class MixedSpace:
     def _values(self, key: str, free: list[Any]) -> list[Any]:
         return [self.given[key]] if key in self.given else free
 
+    def _not_placed(self) -> str | None:
+        """A given key that layouts over several groups do not have, in words."""
+        for key, value in self.given.items():
+            plain = 1 if key == "virtual_stages_per_rank" else None
+            if key not in PLACED and value != plain:
+                return f"{key} = {value!r}: layouts over several groups of devices do not have it (valid: {plain})"
+        return None
+
     def _legal(self, alike: Alike) -> bool:
         graph, batch = self.asked.graph, self.asked.job.global_batch_size
         size, wrong = self._count(alike.width, max(self.micro_batches(alike), 1))
@@ -190,6 +208,7 @@ class MixedSpace:
             return self._breaks("batch", rule, size)
         layout = layout_of(alike, 1)
         for name, says in (
+            ("not placed", self._not_placed()),
             ("tensor", rules.tensor(graph, layout)),
             ("sequence", rules.sequence(graph, layout)),
             ("experts", rules.experts(graph, layout)),
