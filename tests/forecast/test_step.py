@@ -152,10 +152,12 @@ def test_fp32_replicas_copy_nothing_but_what_they_send(tiny):
 def test_auto_is_the_lightest_that_fits(tiny):
     layout = {"micro_batch_size": 32, "activation_checkpoint": "auto"}
     assert price_on_one_node(tiny, layout).parallelism.activation_checkpoint == "none"
-    need = price_on_one_node(tiny, {"micro_batch_size": 32}).forecast.memory_reserved_bytes
-    small = price_on_one_node(tiny, layout, memory_bytes=need)
-    assert small.parallelism.activation_checkpoint == "full"
-    assert small.forecast.fits
+    for heavier, lighter in (("selective", "none"), ("full", "selective")):
+        given = {"micro_batch_size": 32, "activation_checkpoint": lighter}
+        need = price_on_one_node(tiny, given).forecast.memory_reserved_bytes
+        small = price_on_one_node(tiny, layout, memory_bytes=need)
+        assert small.parallelism.activation_checkpoint == heavier
+        assert small.forecast.fits
 
 
 PLAIN = {

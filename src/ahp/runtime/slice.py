@@ -165,14 +165,12 @@ class SlicedForward:
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
         self.template.train(self.block.training)
         shapes = {n: TensorLike(tuple(w.shape), w.dtype, w.device, w.requires_grad) for n, w in weights.items()}
+        hidden, permission = None, self.solution.permission
         if self.in_parts:
-            args, kwargs, hidden = self._whole_sequence(args, kwargs)
+            (args, kwargs, hidden), permission = self._whole_sequence(args, kwargs), None
         captured = capture(self.template, args, kwargs, shapes)
         pinned = {name: placement for name, placement in self.solution.weights.items() if name in captured.names}
-        if self.in_parts:
-            solution = solve(captured, self.group.size(), pinned, hidden=hidden)
-        else:
-            solution = solve(captured, self.group.size(), pinned, permission=self.solution.permission)
+        solution = solve(captured, self.group.size(), pinned, hidden=hidden, permission=permission)
         return rewrite(captured, solution, self.group), captured.output_spec
 
     def _whole_sequence(
