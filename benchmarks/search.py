@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine
+from mixed import GROUPS, mixed_cluster
 from page import require, table, write
 from plot import Line, log_plot
 
@@ -34,7 +35,7 @@ GROWING = "torchtitan"
 
 @dataclass(frozen=True)
 class Case:
-    """One search: 8,192 tokens a sequence, bf16."""
+    """One search: 8,192 tokens a sequence, bf16. Groups of a mixed cluster are joined by ``+``."""
 
     model: str
     cluster: str
@@ -71,7 +72,7 @@ CASES = [
         ("llama3-405b", "2048x8xH100-SXM-80GB", 2048),
     )
     for engine in ENGINES
-]
+] + [Case("llama3-70b", "+".join(GROUPS), 1024, "ahp")]
 BY_DEVICES = [
     Case("llama3-405b", f"{nodes}x8xH100-SXM-80GB", 2048, GROWING) for nodes in (32, 64, 128, 256, 512, 1024, 2048)
 ]
@@ -96,7 +97,9 @@ def one(case: Case) -> Measured:
         config = load_config(case.model)
         assert config is not None, "models of the catalogue have a config"
         model = config.to_dict() | {"num_hidden_layers": case.layers}
-    graph, cluster = ahp.analyze(model, job), ahp.Cluster.parse(case.cluster)
+    mixed = case.cluster.split("+")
+    graph = ahp.analyze(model, job)
+    cluster = ahp.Cluster.parse(case.cluster) if len(mixed) == 1 else mixed_cluster(tuple(mixed))
     start = time.perf_counter()
     method = Method(case.method, seed=case.seed)  # type: ignore[arg-type]
     ranking = ahp.search(graph, cluster, job, engine={"name": case.engine}, method=method)
