@@ -13,7 +13,7 @@ Both hold for every cut of the layers into stages, even or not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ from ahp.graph.operators import Operator, Segment, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
 from ahp.search.problem import Problem
-from ahp.search.space import Blocks, Rows, Space
+from ahp.search.space import Blocks, Pipe, Space
 from ahp.search.splits import Splits
 
 Floats = NDArray[np.float64]
@@ -65,12 +65,12 @@ def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Spli
     return np.array([found.needs_bytes(block, splits(block)) for block in range(len(space.blocks))])
 
 
-def fewest_in_flight(rows: Rows, pipeline: int, micro_batches: int) -> Ints:
+@lru_cache(maxsize=1 << 12)
+def fewest_in_flight(pipes: tuple[Pipe, ...], pipeline: int, micro_batches: int) -> Ints:
     """[pipes, p] Micro-batches of which each rank keeps something at once, at least, wherever in it a layer lies."""
     if pipeline == 1:
         return np.ones((1, 1), dtype=np.int64)
-    found = {(pipe.schedule, pipe.virtual) for pipe in rows.pipes}
-    counts = [in_flight(name, pipeline, virtual, micro_batches).min(axis=1) for name, virtual in sorted(found)]
+    counts = [in_flight(name, pipeline, virtual, micro_batches).min(axis=1) for name, virtual in pipes]
     return np.unique(np.stack(counts), axis=0)
 
 
@@ -113,7 +113,7 @@ class _BlockNeeds:
         return float(splits.device_bytes(fullest_of_any_cut(each, self.graph.num_layers)).min())
 
     def _fewest_in_flight(self, data: int, pipeline: int, m: int) -> Ints:
-        return fewest_in_flight(self.space.legal_rows(data, pipeline, m), pipeline, m)
+        return fewest_in_flight(self.space.legal_rows(data, pipeline, m).pipes, pipeline, m)
 
     def _state_bytes(self, splits: Splits, tensor: int, expert: int, m: int) -> tuple[Floats, Floats]:
         """[J, 1] Bytes of the states that each split leaves of a layer at least, and of them the gradients at m = 1."""

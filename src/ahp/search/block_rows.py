@@ -114,7 +114,7 @@ class BlockRows:
         experts = self.stages.experts.min()
         dense = (self.stages.parameters - self.stages.experts).min()
         states, gradients = self.splits.states_of_layer(float(dense), float(experts), self.m)
-        in_flight = fewest_in_flight(self.rows, self.p, self.m)
+        in_flight = fewest_in_flight(self.rows.pipes, self.p, self.m)
         kept = self.stages.kept.min(axis=-1)[:, None, None] * in_flight  # [R, pipes, p]
         each = states[..., None, None] + np.maximum(kept - gradients[..., None, None], 0.0)
         needs = fullest_of_any_cut(each, self.asked.graph.num_layers).min(axis=-1)
