@@ -15,7 +15,14 @@ from ahp.schedule.patterns import SCHEDULES
         ({"expert_parallel_degree": 4}, {}, {}, "expert_parallel_degree = 4"),
         ({"enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
         ({}, {"precision": "fp8"}, {}, "precision = 'fp8'"),
-        ({}, {}, {"compile": True}, "engine.compile = True"),
+        ({"tensor_parallel_degree": 2}, {}, {"compile": True}, "tensor_parallel_degree = 2"),
+        ({"activation_checkpoint": "selective"}, {}, {"compile": True}, "activation_checkpoint = 'selective'"),
+        (
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"},
+            {},
+            {"compile": True},
+            "pipeline_parallel_schedule = 'InterleavedZeroBubble'",
+        ),
     ],
 )
 def test_refused_by_the_users_own_key(parallelism, job, choice, key):
@@ -80,6 +87,11 @@ def test_weights_are_wrapped_where_they_are_sharded_or_cast(precision, degrees, 
     split = Parallelism(**degrees, tensor_parallel_degree=2)
     more = AhpEngine().traits(Job(precision=precision), split, EngineChoice())
     assert more.host_operators_per_unit > traits.host_operators_per_unit
+
+
+def test_compiled_blocks_are_fused():
+    traits = [AhpEngine().traits(Job(), Parallelism(), EngineChoice(compile=compiled)) for compiled in (False, True)]
+    assert [t.fusion for t in traits] == ["eager", "fused"]
 
 
 def test_engines_by_name():

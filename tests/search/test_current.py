@@ -58,7 +58,7 @@ def test_one_that_does_not_fit_is_priced_all_the_same() -> None:
 
 def test_one_that_the_space_has_not_is_a_candidate() -> None:
     uneven = Parallelism(pipeline_parallel_degree=4, layers_per_stage=(1, 1, 1, 1), pipeline_parallel_schedule="GPipe")
-    found = ranking(uneven, pipeline_parallel_degree=4)
+    found = ranking(uneven, pipeline_parallel_degree=4, micro_batch_size=1, virtual_stages_per_rank=1)
     assert uneven in [plan.parallelism for plan in found]
 
 

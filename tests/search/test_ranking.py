@@ -151,9 +151,8 @@ def test_a_graph_of_another_job_is_refused() -> None:
     ("given", "engine", "told"),
     [
         ({"context_parallel_degree": 2}, {}, r"context_parallel_degree = 2"),
-        ({"activation_checkpoint": "selective"}, {}, r"activation_checkpoint = 'selective'"),
         ({"expert_parallel_degree": 2}, {"name": "accelerate"}, "accelerate"),
-        ({}, {"compile": True}, r"compile = True"),
+        ({"tensor_parallel_degree": 2}, {"compile": True}, r"compile = True"),
     ],
     ids=str,
 )

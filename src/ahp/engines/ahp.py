@@ -5,6 +5,7 @@ from __future__ import annotations
 from ahp.engines.engine import Engine, Traits
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
+from ahp.schedule.patterns import SPLIT_BACKWARD, WHOLE_BACKWARD
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -37,9 +38,7 @@ class AhpEngine(Engine):
             return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
         if job.precision not in PRECISIONS:
             return f"precision = {job.precision!r}: {cannot} (valid: {', '.join(PRECISIONS)})"
-        if choice.compile:
-            return f"engine.compile = True: {cannot} (valid: False)"
-        return None
+        return _refuses_compiled(p) if choice.compile else None
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
@@ -63,7 +62,7 @@ class AhpEngine(Engine):
             optimizer_state_bytes=4 if muon else 8,
             no_matrix_state_bytes=4 if muon else 0,
             compute_weight_bytes=2 if job.precision in ("bf16", "fp16") else 4 if sharded else 0,
-            fusion="eager",
+            fusion="fused" if choice.compile else "eager",
             gradient_overlap=0.0 if pipelined else 1.0,
             parameter_gather_overlap=1.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
@@ -78,3 +77,16 @@ class AhpEngine(Engine):
             host_operators_per_unit=host_operators,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )
+
+
+def _refuses_compiled(p: Parallelism) -> str | None:
+    """What blocks cannot do once they are compiled: their operators are no longer seen one by one."""
+    rule = "does not go with engine.compile = True"
+    if p.tensor_parallel_degree > 1:
+        return f"tensor_parallel_degree = {p.tensor_parallel_degree}: {rule} (valid: 1)"
+    if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD:
+        valid = ", ".join(WHOLE_BACKWARD)
+        return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} (valid: {valid})"
+    if p.activation_checkpoint == "selective":
+        return f"activation_checkpoint = 'selective': {rule} (valid: none, full)"
+    return None

@@ -21,6 +21,7 @@ from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
 from ahp.plan import Parallelism, Plan, validated
 from ahp.runtime import layout
+from ahp.runtime.compiled import compile_block, refuse_without_compiler
 from ahp.runtime.deferred import WeightGradients
 from ahp.runtime.learning_rate import learning_rate
 from ahp.runtime.loss import Loss, PendingCount, count_scored
@@ -77,6 +78,8 @@ def parallelize(
     """
     checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
     _refuse(checked)
+    if checked.engine.compile:
+        refuse_without_compiler(_device(device))
     mesh = build_mesh(checked.parallelism, _device(device))
     check_device(checked, dist.get_rank(), mesh.device)
     preflight(mesh)
@@ -151,6 +154,8 @@ class Parallel:
             if sliced is not None:
                 splits = slice_module(stage.model, sliced, layers, mesh.whole["tp"])
                 self.splits.update({self.names.of[name]: split for name, split in splits.items()})
+            for block in layers.values() if plan.engine.compile else ():
+                compile_block(block)
             if p.activation_checkpoint in ("selective", "full"):
                 some = p.recomputed_layers_per_stage
                 for block in list(layers.values())[: None if some is None else some[index]]:

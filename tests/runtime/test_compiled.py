@@ -1,0 +1,51 @@
+"""Compiled blocks compute what the eager ones do, under sharding, in a pipeline and recomputed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ahp.errors import HardwareMismatch
+from ahp.runtime.compiled import CPU_COMPILERS, refuse_without_compiler
+from tests.runtime.models import BUILDERS, JOB, batch
+from tests.runtime.test_equality import PIPELINE, ZERO, assert_same_curve, world_size
+from tests.runtime.workers import Pool
+
+STEPS = 10
+
+
+def train(rank: int, world: int, layout: dict[str, Any]) -> dict[str, Any]:
+    from ahp.runtime.parallelize import parallelize
+
+    plan = {"job": JOB, "parallelism": layout, "engine": {"compile": True}}
+    parallel = parallelize(BUILDERS["llama"](), plan)
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(STEPS)]
+    return {
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize(
+    "layout", [ZERO["zero3"], {**PIPELINE["1f1b"], "micro_batch_size": 2, "activation_checkpoint": "full"}], ids=str
+)
+def test_compiled_blocks_equal_one_process(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: dict[str, Any]
+) -> None:
+    for found in pool.run(train, world_size(layout), layout):
+        assert found["graphs"] > 0, "nothing was compiled"
+        assert_same_curve(found, plain_run("llama", STEPS))
+
+
+def test_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(HardwareMismatch, match=r"engine.compile = True.*no-such-compiler"):
+        refuse_without_compiler(torch.device("cpu"))
+    refuse_without_compiler(torch.device("cuda"))
