@@ -107,6 +107,7 @@ def main() -> None:
     here = machine(1)
     text = f"`python benchmarks/mixed.py`: {model} on {' + '.join(groups)}, {batch:,} sequences of {length:,} tokens, bf16; "
     text += f"forecasts; {here.cpu}, one thread, {here.date}\n\n"
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]  # a bar would end the cell
     text += table(["planned for", "layout", "a step", "times the first"], rows) + f"\n\n{told}"
     print(text)
     if args.markdown:
