@@ -160,6 +160,16 @@ def test_auto_is_the_lightest_that_fits(tiny):
         assert small.forecast.fits
 
 
+@pytest.mark.parametrize(("engine", "again"), [("ahp", True), ("torchtitan", False)])
+def test_selective_recompute_sends_again_where_the_engine_does(tiny, engine, again):
+    def sent_s(kind):
+        layout = {"tensor_parallel_degree": 2, "micro_batch_size": 32, "activation_checkpoint": kind}
+        priced = price(tiny, make_cluster(per_node=2), JOB, Parallelism(**layout), EngineChoice(name=engine))
+        return priced.forecast.step["tensor_parallel"]
+
+    assert (sent_s("selective") > 1.2 * sent_s("none")) == again
+
+
 PLAIN = {
     "cluster": {"nodes": 1, "devices_per_node": 2, "device": "A100-SXM-80GB"},
     "job": {"sequence_length": 128, "global_batch_size": 4},

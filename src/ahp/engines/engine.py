@@ -80,6 +80,8 @@ class Traits:
     selective_keeps_products: bool = False
     """What ``selective`` recomputes: everything but weight products and fused attention; False = the attention core
     (scores, softmax, dropout, their product with the values) alone where it is not fused, else norms and activations."""
+    selective_sends_again: bool = False
+    """Whether ``selective`` runs the tensor-parallel collectives of a block again."""
     attention_kernel: Literal["flash1", "flash2", "cudnn"] | None = None
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
     fused_loss: bool = False

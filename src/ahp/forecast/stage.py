@@ -192,10 +192,17 @@ def _backward(
     if any(kind != "none" for kind in recomputes):
         parts["recompute"] = sum(work.device_s for work in map(recomputed, blocks, recomputes))
     whole = [u for u, kind in zip(blocks, recomputes, strict=True) if kind == "full"]
-    parts["tensor_parallel"] += sum(u.tensor_forward_s for u in whole)
+    parts["tensor_parallel"] += sum(
+        u.tensor_forward_s for u, kind in zip(blocks, recomputes, strict=True) if sends_again(kind, data)
+    )
     parts["context_parallel"] += sum(u.context_forward_s for u in whole)
     parts["expert_parallel"] += sum(u.expert_s for u in whole)
     return parts
+
+
+def sends_again(recompute: Recompute, data: DataParallel) -> bool:
+    """Whether the tensor-parallel collectives of a block's forward run a second time."""
+    return recompute == "full" or (recompute != "none" and data.traits.selective_sends_again)
 
 
 def tensor_backward_s(unit: Unit, data: DataParallel) -> float:
@@ -219,12 +226,12 @@ def _work_forward(blocks: list[Unit]) -> list[float]:
     return [u.times.forward_s + u.tensor_forward_s for u in blocks]
 
 
-def _work_backward(blocks: list[Unit], recomputes: list[Recompute]) -> list[float]:
+def _work_backward(blocks: list[Unit], recomputes: list[Recompute], data: DataParallel) -> list[float]:
     """The same of the backward pass, in the order of the layers."""
     return [
         u.times.backward_s
         + u.tensor_backward_s
-        + (recomputed(u, kind).device_s + (u.tensor_forward_s if kind == "full" else 0.0))
+        + (recomputed(u, kind).device_s + (u.tensor_forward_s if sends_again(kind, data) else 0.0))
         for u, kind in zip(blocks, recomputes, strict=True)
     ]
 
@@ -253,7 +260,7 @@ def _add_gathers(
     if traits.backward_gathers == "per_micro_batch":
         # The unit outside the blocks is kept from forward to backward.
         order = gathers[:0:-1]
-        work = _work_backward(blocks, recomputes)[::-1]
+        work = _work_backward(blocks, recomputes, data)[::-1]
         backward["weight_gather"] = exposed_ahead_s(order, work, overlap)
         backward["casts"] = sum(w.total for w in sizes[1:]) * cast_bytes(data) / bytes_per_s
 
@@ -271,7 +278,7 @@ def _add_reductions(
     traits = data.traits
     overlap = data.overlap * traits.gradient_overlap
     order = sizes[:0:-1] + sizes[:1]
-    work = [*_work_backward(blocks, recomputes)[::-1], 0.0]
+    work = [*_work_backward(blocks, recomputes, data)[::-1], 0.0]
     reduces = [data.reduce_s(size, network) for size in order]
     replicas = [data.replicas_s(size, network) for size in order]
     if traits.reduces_every_micro_batch:
