@@ -13,6 +13,7 @@ from ahp.search.method import Method, find
 from ahp.search.problem import Problem, with_devices
 from ahp.search.ranking import Ranking, search
 from ahp.search.rows import legal_rows
+from ahp.search.stages import WORTH_S
 from tests.examples import many
 
 from .small import problems, small, with_memory
@@ -102,7 +103,8 @@ def test_more_generous_hardware_is_never_slower(asked: Problem, kind: str) -> No
     assert before.best.forecast is not None
     assert after.best.forecast is not None
     assert after.best.parallelism.world_size >= before.best.parallelism.world_size
-    assert after.best.forecast.step_time_s <= before.best.forecast.step_time_s * (1 + 1e-9)
+    # A cut into stages that shortens the step by less than WORTH_S is not taken.
+    assert after.best.forecast.step_time_s <= before.best.forecast.step_time_s * (1 + WORTH_S)
 
 
 @pytest.mark.parametrize("devices", [1, 5, 7, 13])
