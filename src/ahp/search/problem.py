@@ -50,9 +50,7 @@ class Problem:
         found = pricer(self.graph, self.cluster, self.job, self.engine)
         if not isinstance(found, Pricer):
             names = [group.name for group in self.cluster.groups]
-            raise BadInput(
-                f"cluster.groups = {names}: this is asked of one group of devices alone"
-            )
+            raise BadInput(f"cluster.groups = {names}: this is asked of one group of devices alone")
         return found
 
     @property
