@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ahp.errors import BadInput, NotExpressible, NothingFits
 from ahp.plan import Forecast, Parallelism
 from ahp.search.bounds import Bounds
+from ahp.search.lighten import lighten
 from ahp.search.method import Method, find
 from ahp.search.problem import Problem
 from ahp.search.recut import recut
@@ -23,7 +24,7 @@ class Fastest:
     best: Pair | None
     """None where nothing fits, or nothing that can take less than the ceiling."""
     at_least_s: float
-    """Seconds that no layout with stages as even as can be goes below; infinite where none fits."""
+    """Seconds that no layout goes below with stages as even as can be and blocks recomputed alike; infinite where none fits."""
 
 
 def fastest(asked: Problem, ceiling_s: float = float("inf")) -> Fastest | None:
@@ -44,7 +45,8 @@ def fastest(asked: Problem, ceiling_s: float = float("inf")) -> Fastest | None:
     if not found.fitting:
         return Fastest(asked, None, left_s)
     pairs = [(space.layout(*place), forecast) for place, forecast in found.fitting]
-    return Fastest(asked, recut(asked, pairs).ranked[0], min(left_s, pairs[0][1].step_time_s))
+    best = lighten(asked, recut(asked, pairs).ranked).ranked[0]
+    return Fastest(asked, best, min(left_s, pairs[0][1].step_time_s))
 
 
 def _over_groups(asked: Problem) -> Fastest | None:
