@@ -220,7 +220,9 @@ def parse() -> argparse.Namespace:
         default=[1, 2, 4],
         help="numbers of workers (default: 1 2 4)",
     )
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16", help="default: bf16, as ahp train")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16"], help="default: as ahp train, bf16 where the CPU computes in it"
+    )
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens (default: 256)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of the global batch (default: 8)")
     parser.add_argument("--steps", type=int, default=6, help="steps of each layout in a round (default: 6)")
@@ -251,16 +253,15 @@ def main() -> int:
     names, counts, length = arguments.models, arguments.workers, arguments.sequence_length
     if arguments.quick:
         pace, names, counts, length = Pace(warmup=1, steps=2, rounds=1), ["small"], [2], 64
-    tasks = [
-        Task(model=name, sequence_length=length, global_batch_size=arguments.batch_size, precision=arguments.precision)
-        for name in names
-    ]
+    tasks: list[Task] = []
     found: list[list[Row]] = []
     where = []
     for count in counts:
         where.append(machine(count).words())
         print(where[-1], file=sys.stderr, flush=True)
         cluster = ahp.Cluster.load(arguments.cluster) if arguments.cluster else ahp.probe(quick=True, workers=count)
+        precision = arguments.precision or ("bf16" if "bf16" in cluster.groups[0].device.peak_flops_per_s else "fp32")
+        tasks = [Task(name, length, arguments.batch_size, precision) for name in names]
         found += [one_model(task, cluster, count, pace, few=arguments.quick) for task in tasks]
     text = markdown(found, tasks[0], pace, where, " ".join(["python", *sys.argv]))
     if arguments.json:

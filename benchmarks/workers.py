@@ -6,8 +6,10 @@ They are forked from a server that has imported torch and transformers already, 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -110,6 +112,13 @@ class Pool:
         theirs.close()
         return process, ours
 
+    def _ask_where(self) -> None:
+        """Let every worker write its stack to stderr."""
+        for process, _ in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+
     def _collect(self, pipes: list[Connection]) -> list[Any]:
         results: list[Any] = [None] * len(pipes)
         pending = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -117,6 +126,7 @@ class Pool:
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                self._ask_where()
                 raise WorkerFailed(f"workers {sorted(pending.values())} did not finish within {self.timeout_s:.0f} s")
             for pipe in ready:
                 rank = pending.pop(pipe)  # type: ignore[call-overload]
@@ -146,6 +156,7 @@ def _serve(pipe: Connection, threads: int) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGUSR1)  # on stderr, where this process is: `_collect` asks
     torch.set_num_threads(threads)
     while True:
         try:

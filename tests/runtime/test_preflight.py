@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
+from multiprocessing.connection import Connection
 from unittest import mock
 
 import torch
@@ -11,7 +14,8 @@ import torch.distributed as dist
 
 from ahp.plan import Parallelism
 from ahp.runtime.mesh import build_mesh
-from ahp.runtime.preflight import NoAnswer, preflight
+from ahp.runtime.preflight import Hosts, NoAnswer, _exchange, preflight
+from ahp.runtime.team import team
 from tests.runtime.workers import Pool
 
 
@@ -33,6 +37,24 @@ def meet(rank: int, world: int, trouble: str) -> str:
     return ""
 
 
+def fail_alone(rank: int, port: int, tell: Connection) -> None:
+    """One of two ranks. The other never comes to the exchange, and stays; rank 0 tells the error once its team has ended."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {key: str(value) for key, value in variables.items()}
+    try:
+        with team("cpu"):
+            mesh = build_mesh(Parallelism(tensor_parallel_degree=2), torch.device("cpu"))
+            preflight(mesh)
+            hosts = Hosts(mesh)
+            if rank == 1:
+                signal.pause()
+            hosts.meet(30.0)
+            _exchange(mesh, "tp", hosts, 1.0)
+    except NoAnswer as error:
+        tell.send(str(error))
+        signal.pause()
+
+
 def test_all_answer(pool: Pool) -> None:
     assert pool.run(meet, 2, "none") == ["", ""]
 
@@ -43,6 +65,29 @@ def test_a_rank_that_does_not_come_is_named(pool: Pool) -> None:
     assert socket.gethostname() in said
 
 
-def test_an_axis_that_does_not_carry_is_named(pool: Pool) -> None:
-    said = pool.run(meet, 4, "silent")[0]
+def test_an_axis_that_does_not_carry_is_named() -> None:
+    """On workers of its own: gloo waits for the exchange that hangs when Python collects the group that it is of."""
+    pool = Pool()
+    try:
+        said = pool.run(meet, 4, "silent")[0]
+    finally:
+        pool.close()
     assert said.startswith(f"axis tp, ranks 0, 1 on {socket.gethostname()}: an all-reduce of one number did not end")
+
+
+def test_an_error_is_told_though_an_exchange_hangs() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = Pool().context
+    ours, theirs = context.Pipe()
+    ranks = [context.Process(target=fail_alone, args=(rank, port, theirs)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        assert ours.poll(60.0), "rank 0 waits for the exchange that hangs"
+        assert ours.recv().startswith("axis tp, ranks 0, 1 on")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()

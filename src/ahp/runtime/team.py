@@ -119,6 +119,9 @@ def team(device: DeviceType, plan: Plan | None = None) -> Iterator[Team]:
 
     The launcher's variables say who and where; ``cuda`` takes the GPU of ``LOCAL_RANK``. With a ``plan`` whose stages lie on
     the groups of a mixed cluster, ranks are the places of its mesh (``ahp.runtime.placement``).
+
+    When the block fails, ranks stay joined until their processes end: another may be in an exchange that does not end, and
+    gloo waits for its own exchanges when a group is left.
     """
     where = torch.device("cpu")
     if device == "cuda":
@@ -130,10 +133,13 @@ def team(device: DeviceType, plan: Plan | None = None) -> Iterator[Team]:
     ours = not dist.is_initialized() or not (places is None or _is_in_mesh_order())
     if ours:
         _join(device, where, places)
+    alone = dist.get_world_size() == 1
+    well = False
     try:
         yield Team(rank=dist.get_rank(), size=dist.get_world_size(), device=where)
+        well = True
     finally:
-        if ours and dist.is_initialized():  # not where a plan made the block inside join anew
+        if ours and (well or alone) and dist.is_initialized():  # not where a plan made the block inside join anew
             dist.destroy_process_group()
 
 
