@@ -232,6 +232,8 @@ class EngineChoice(Record):
     name: Literal["ahp", "torchtitan", "megatron", "deepspeed", "accelerate"] = "ahp"
     attention: Literal["flash", "math"] = "flash"
     compile: bool = False
+    loss_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of which the logits, their loss and their gradient exist at a time; None = all of a micro-batch."""
 
 
 class Forecast(Record):

@@ -74,6 +74,7 @@ class AhpEngine(Engine):
             gathers_inputs_again=False,  # autograd keeps what the product read
             tensor_copies=True,  # runtime/collectives.py joins and cuts parts along the sequence
             selective_sends_again=True,
+            loss_chunk_tokens=choice.loss_chunk_tokens,
             torch_pipeline=True,
             host_operators_per_unit=host_operators,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",

@@ -86,6 +86,8 @@ class Traits:
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
     fused_loss: bool = False
     """Whether cross-entropy is one kernel that keeps nothing beside the logits."""
+    loss_chunk_tokens: int | None = None
+    """Tokens of which the logits, their loss and their gradient exist at a time; None = all of a micro-batch."""
     torch_pipeline: bool = False
     """Whether torch's pipeline runtime runs the stages: it allocates what a stage receives for every micro-batch."""
     stage_ends: Ends = "hold_layers"

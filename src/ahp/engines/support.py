@@ -67,6 +67,8 @@ class Support:
             return _cannot(engine, "job.optimizer.name", job.optimizer.name, ["adamw"])
         if choice.compile and not self.compile:
             return _cannot(engine, "engine.compile", True, [False])
+        if choice.loss_chunk_tokens is not None:
+            return _cannot(engine, "engine.loss_chunk_tokens", choice.loss_chunk_tokens, ["null; or engine.name ahp"])
         return None
 
     def _refuses_recomputed(self, engine: str, p: Parallelism) -> str | None:

@@ -10,7 +10,8 @@ from ahp.engines.engine import Traits
 from ahp.forecast.communication import Group, Times
 from ahp.forecast.compute import Work
 from ahp.forecast.overlap import exposed_ahead_s, exposed_behind_s, shown_s
-from ahp.forecast.units import ALONE, Unit, Units
+from ahp.forecast.unit import Unit
+from ahp.forecast.units import ALONE, Units
 
 
 class Weights(NamedTuple):

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import Traits
+from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Group, Kind, Network, axis_group, strided_group
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
 from ahp.forecast.division import GROUPED, Division, expert_parameters
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
 from ahp.forecast.kernels import Fusion, kernels
-from ahp.forecast.memory import Held, SegmentMemory
+from ahp.forecast.memory import Held
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.split import Role, Split, split
+from ahp.forecast.unit import Unit
 from ahp.graph.operators import ModelGraph, Segment, TensorSpec
 from ahp.plan import Parallelism
+from ahp.schedule.chunks import chunks
 
 ALONE = Group(1, 1, 1)
 
@@ -41,33 +44,6 @@ def axes_of(parallelism: Parallelism, devices_per_node: int) -> Axes:
         context=axis_group(parallelism, "cp", devices_per_node),
         expert=strided_group(parallelism.expert_parallel_degree, tensor, devices_per_node),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """One segment on one rank, for one micro-batch."""
-
-    times: SegmentTimes
-    memory: SegmentMemory
-    tensor_forward_s: float
-    """Tensor-parallel collectives of the forward pass, as far as they show."""
-    tensor_backward_s: float
-    """The same of the backward pass, before products for weight gradients hide any."""
-    tensor_launches: int
-    """Tensor-parallel collectives of one pass."""
-    context_forward_s: float
-    """Keys and values of the other context-parallel ranks, as far as the wait for them shows."""
-    context_backward_s: float
-    expert_s: float
-    """Tokens sent to their experts and back, in one pass."""
-    tensors: int
-    """Weights that it has."""
-    parameters: int
-    """Elements of its weights that the rank holds, before sharding over data ranks."""
-    experts: int
-    """Of them, those of experts, which fewer data ranks hold alike."""
-    shapes: int
-    """Of them, one of each shape: all but those of every expert but one."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +74,9 @@ class How(NamedTuple):
     gathers_again: bool
     tensor_copies: bool
     context_ring: bool
+    loss_chunk_tokens: int | None
+    weight_bytes: int
+    """Of one weight element in the type that computes."""
 
 
 class _Run(NamedTuple):
@@ -143,6 +122,8 @@ class UnitPricer:
             gathers_again=traits.gathers_inputs_again,
             tensor_copies=traits.tensor_copies,
             context_ring=traits.context_ring and not self._on_cpu,
+            loss_chunk_tokens=traits.loss_chunk_tokens,
+            weight_bytes=traits.compute_weight_bytes or traits.master_weight_bytes,
         )
         key = micro_batch_size, axes, how
         if key not in self._units:
@@ -163,10 +144,26 @@ class UnitPricer:
             embedding=embedding,
             blocks=tuple(self._unit(graph, block, "block", i, axes, how) for i, block in enumerate(graph.blocks)),
             layers=graph.layers,
-            head=self._unit(graph, graph.head, "head", 0, axes, how),
+            head=self._head(graph, axes, how, hidden_bytes // axes.context.size),
             tied_parameters=_tied_parameters(graph) // axes.tensor.size,
             hidden_bytes=hidden_bytes // cut,
             forward_flops=graph.flops("forward"),
+        )
+
+    def _head(self, graph: ModelGraph, axes: Axes, how: How, hidden_bytes: int) -> Unit:
+        if how.loss_chunk_tokens is None:
+            return self._unit(graph, graph.head, "head", 0, axes, how)
+        count = len(chunks(graph.micro_batch_size, graph.sequence_length // axes.context.size, how.loss_chunk_tokens))
+        # A chunk is to the micro-batch as the part of a context-parallel rank is.
+        context = replace(axes.context, size=axes.context.size * count)
+        one = self._unit(graph, graph.head, "head", 0, replace(axes, context=context), how)
+        return chunked_head(
+            one,
+            count,
+            weights=one.parameters + _tied_parameters(graph) // axes.tensor.size,
+            weight_bytes=how.weight_bytes,
+            hidden_bytes=hidden_bytes,
+            rates=self.rates,
         )
 
     def _unit(

@@ -103,6 +103,8 @@ class _Record:
         self.first_block_at: int | None = None
         self.block_output = "tensor"
         self.last_output: torch.Tensor | None = None
+        self.outputs: list[torch.Tensor] = []
+        """Of the blocks, in the order in which they ran."""
         self.shared: list[torch.Tensor] | None = None
         self.uncuttable: str | None = None
         inside = {id(m) for block in self.blocks for m in block.modules()}
@@ -143,7 +145,9 @@ class _Record:
 
     def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.block_output = "tuple" if isinstance(output, tuple) else "tensor"
-        self.last_output = output[0] if isinstance(output, tuple) else output
+        hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        self.last_output = hidden
+        self.outputs.append(hidden)
 
     def outline(self, logits: torch.Tensor, mode: FakeTensorMode) -> Outline:
         if self.first_block_at is None:
@@ -164,9 +168,24 @@ class _Record:
             logits=TensorLike.of(logits),
             block_output=self.block_output,
             shares_inputs=bool(self.shared),
-            uncuttable=self.uncuttable,
+            uncuttable=self.uncuttable or self._reads_earlier(before, logits),
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )
+
+    def _reads_earlier(self, before: list[Any], logits: torch.Tensor) -> str | None:
+        """Whether the logits depend on what was before the last block's output by another way than through it."""
+        *earlier, last = self.outputs
+        made = {x.grad_fn for x in (*earlier, *tensor_leaves(tuple(out for *_, out in before), {})) if x.grad_fn}
+        waiting, seen = [logits.grad_fn], {last.grad_fn}
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            if node in made:
+                return f"what follows {self.blocks_path} reads more than the output of the last block"
+            seen.add(node)
+            waiting += [source for source, _ in node.next_functions]
+        return None
 
     def _token_embedding(self, before: list[Any], logits: torch.Tensor) -> str | None:
         """The embedding with a row for each token; position and type embeddings have other sizes."""

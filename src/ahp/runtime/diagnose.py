@@ -29,7 +29,9 @@ def find_fault(parallel: Parallel, input_ids: torch.Tensor, labels: torch.Tensor
     with ExitStack() as hooks, torch.no_grad():
         for index, stage in parallel.stages.items():
             for name, module in stage.model.named_modules():
-                hooks.callback(module.register_forward_hook(_watch(seen, index, name)).remove)
+                # First of all hooks: one of the last block may leave the model there (runtime/chunked_loss.py).
+                watch = module.register_forward_hook(_watch(seen, index, name), prepend=True)
+                hooks.callback(watch.remove)
         size = parallel.plan.parallelism.micro_batch_size
         for ids, targets in zip(input_ids.split(size), labels.split(size), strict=True):
             micro_batch_loss(parallel, ids, targets)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from ahp.runtime.chunked_loss import Tail
 
 IGNORED = -100
 """Label of a token that is not scored, as in transformers."""
@@ -28,19 +31,26 @@ def count_scored(labels: torch.Tensor, *, causal: bool) -> torch.Tensor:
 class Loss:
     """Callable(logits [batch, sequence, vocabulary or this rank's part], labels [batch, sequence]) -> scalar.
 
+    With a ``tail`` it is given hidden states [batch, sequence, hidden] in the place of logits, and makes these in chunks.
     ``total`` is set before each step: the number of scored tokens in the global batch. Every rank's losses then add up
     to the mean, and gradients only ever need summing, whatever the layout.
     """
 
     def __init__(self, *, causal: bool, vocabulary_group: dist.ProcessGroup | None) -> None:
         self.causal, self.vocabulary_group = causal, vocabulary_group
+        self.tail: Tail | None = None
         self.total: PendingCount | None = None
         self.scale = 1.0
         """What each loss is multiplied by (``ahp.runtime.loss_scale``), so that fp16 holds its gradients."""
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        targets = shifted(labels) if self.causal else labels
+        return self._share(output, targets) if self.tail is None else self.tail.loss(output, targets, self._share)
+
+    def _share(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Of the mean over the global batch, what these tokens are; ``targets`` [batch, sequence] of the same tokens."""
         assert self.total is not None
-        targets = (shifted(labels) if self.causal else labels).reshape(-1)
+        targets = targets.reshape(-1)
         logits = logits.reshape(-1, logits.shape[-1])
         if self.vocabulary_group is None:
             loss = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")

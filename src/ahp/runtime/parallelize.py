@@ -21,6 +21,7 @@ from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
 from ahp.plan import Parallelism, Plan, validated
 from ahp.runtime import layout
+from ahp.runtime.chunked_loss import Tail
 from ahp.runtime.compiled import compile_block, refuse_without_compiler
 from ahp.runtime.deferred import WeightGradients
 from ahp.runtime.learning_rate import learning_rate
@@ -120,6 +121,8 @@ class Parallel:
         ranges = layer_ranges(layers_of_stages(p, found.num_layers)) if found else (range(0),)
         if found and (reason := rules.recomputed(found.num_layers, plan.job, p, plan.engine)):
             raise BadInput(reason)
+        if plan.engine.loss_chunk_tokens is not None:
+            _refuse_chunks(plan.engine.loss_chunk_tokens, found)
         sliced = _sliced(found, p)
         self.names = Names(module)
         matrices = matrices_of(module, plan.job.optimizer)
@@ -180,6 +183,10 @@ class Parallel:
         )
         vocabulary = bool(sliced and sliced.vocabulary)
         self.loss = Loss(causal=not is_masked(module), vocabulary_group=mesh.group("tp") if vocabulary else None)
+        last = self.stages.get(p.num_stages - 1)
+        if plan.engine.loss_chunk_tokens is not None and last is not None:
+            assert found is not None
+            self.loss.tail = Tail(last.model, found, dtype, plan.engine.loss_chunk_tokens)
         self.runner = self._runner(found, vocabulary)
         self.copies = {name: self._num_copies(name) for name in self.parameters}
 
@@ -200,6 +207,7 @@ class Parallel:
             else found.logits
         )
         hidden = found.hidden
+        outputs = logits if self.plan.engine.loss_chunk_tokens is None else hidden
         if p.enable_sequence_parallel:
             batch, sequence, *rest = hidden.shape
             hidden = replace(hidden, shape=(batch, sequence // p.tensor_parallel_degree, *rest))
@@ -210,7 +218,7 @@ class Parallel:
             self.loss,
             self.mesh,
             hidden=hidden,
-            logits=logits,
+            outputs=outputs,
         )
 
     def _num_copies(self, name: str) -> int:
@@ -369,6 +377,17 @@ def _outline(module: nn.Module, plan: Plan) -> Outline | None:
         sequence_length=plan.job.sequence_length,
         dtype=COMPUTE_DTYPE[plan.job.precision],
     )
+
+
+def _refuse_chunks(tokens: int, found: Outline | None) -> None:
+    """The logits of some tokens alone need a model whose blocks end before them."""
+    reason = (
+        "the model has no blocks, and what follows them is what it computes in chunks"
+        if found is None
+        else found.uncuttable
+    )
+    if reason is not None:
+        raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {reason} (valid: null)")
 
 
 def _sliced(found: Outline | None, p: Parallelism) -> ModelSlicing | None:

@@ -49,11 +49,12 @@ class Pipeline:
         mesh: Mesh,
         *,
         hidden: TensorLike,
-        logits: TensorLike,
+        outputs: TensorLike,
     ) -> None:
+        """``hidden``: what passes between stages; ``outputs``: what the last one gives to the loss."""
         self.stages, self.num_stages, self.loss, self.mesh = stages, num_stages, loss, mesh
         self.kind = get_schedule_class(schedule)
-        self.hidden, self.logits = hidden, logits
+        self.hidden, self.outputs = hidden, outputs
         self.schedules: dict[int, Any] = {}
 
     def run(self, input_ids: torch.Tensor, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
@@ -85,7 +86,7 @@ class Pipeline:
         shape = self.hidden.shape
         ids = torch.empty(shape[:2], dtype=torch.int64, device="meta")
         hidden = torch.empty(shape, dtype=self.hidden.dtype, device="meta")
-        logits = torch.empty(self.logits.shape, dtype=self.logits.dtype, device="meta")
+        outputs = torch.empty(self.outputs.shape, dtype=self.outputs.dtype, device="meta")
         stage = self.stages[index]
         return PipelineStage(
             stage,
@@ -93,7 +94,7 @@ class Pipeline:
             self.num_stages,
             self.mesh.device,
             input_args=(ids,) if index == 0 else (hidden.clone().requires_grad_(),),
-            output_args=((logits if last else hidden).clone().requires_grad_(),),
+            output_args=((outputs if last else hidden).clone().requires_grad_(),),
             group=self.mesh.group("pp"),
             dw_builder=None if stage.later is None else lambda: _weight_gradients(stage),
         )

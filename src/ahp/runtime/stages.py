@@ -123,30 +123,34 @@ def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) ->
         elif number >= layers.stop:
             _stand_in(blocks, number, Stop())
     if not first and not found.shares_inputs:
-        for path in _separate(found.before, found.blocks_path):
-            if (nothing := _nothing(model.get_submodule(path), dtype)) is not None:
+        for path in separate(found.before, found.blocks_path):
+            if (nothing := nothing_for(model.get_submodule(path), dtype)) is not None:
                 _put(model, path, nothing)
     if not last:
-        for path in _separate(found.after, found.blocks_path):
+        for path in separate(found.after, found.blocks_path):
             _put(model, path, nn.Identity())
     return Stage(model, receive)
 
 
-def _stand_in(blocks: nn.Module, number: int, module: nn.Module) -> None:
-    """Put ``module`` in the place of a block, with the plain attributes that the model may ask a block for."""
+def _stand_in(blocks: nn.Module, number: int, module: Pass | Stop) -> None:
     name = str(number)
-    for key, value in vars(blocks.get_submodule(name)).items():
+    blocks._modules[name] = in_place_of(blocks.get_submodule(name), module)
+
+
+def in_place_of(block: nn.Module, module: Pass | Stop) -> nn.Module:
+    """``module`` with the plain attributes that the model may ask the block for."""
+    for key, value in vars(block).items():
         if isinstance(value, (str, int, float)) and not hasattr(module, key):
             setattr(module, key, value)
-    blocks._modules[name] = module
+    return module
 
 
-def _separate(paths: tuple[str, ...], blocks_path: str) -> list[str]:
+def separate(paths: tuple[str, ...], blocks_path: str) -> list[str]:
     """Modules that can be taken out: not those that contain the blocks (their own parameters stay on every stage)."""
     return [path for path in paths if path and not blocks_path.startswith(f"{path}.")]
 
 
-def _nothing(module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
+def nothing_for(module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
     """What stands in for a module before the blocks; None when its output's shape is not known from its class: then it
     stays on every stage, where it works in vain but right."""
     if isinstance(module, nn.Embedding):

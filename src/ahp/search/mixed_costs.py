@@ -31,7 +31,8 @@ from ahp.forecast.stage import (
     recomputed,
     tensor_backward_s,
 )
-from ahp.forecast.units import Unit, Units
+from ahp.forecast.unit import Unit
+from ahp.forecast.units import Units
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
 from ahp.search.bounds import FIT_PROBABILITY

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.errors import BadInput, NotExpressible
-from ahp.forecast.units import Unit
+from ahp.forecast.unit import Unit
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.bounds import lower_bound_s
 from ahp.schedule.patterns import SPLIT_BACKWARD

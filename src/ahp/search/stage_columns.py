@@ -25,7 +25,8 @@ from ahp.forecast.stage import (
     recomputed,
     tensor_backward_s,
 )
-from ahp.forecast.units import Unit, Units
+from ahp.forecast.unit import Unit
+from ahp.forecast.units import Units
 from ahp.search.splits import Splits
 
 Floats = NDArray[np.float64]

@@ -1,0 +1,35 @@
+"""The record of what one segment costs on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ahp.forecast.compute import SegmentTimes
+from ahp.forecast.memory import SegmentMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One segment on one rank, for one micro-batch."""
+
+    times: SegmentTimes
+    memory: SegmentMemory
+    tensor_forward_s: float
+    """Tensor-parallel collectives of the forward pass, as far as they show."""
+    tensor_backward_s: float
+    """The same of the backward pass, before products for weight gradients hide any."""
+    tensor_launches: int
+    """Tensor-parallel collectives of one pass."""
+    context_forward_s: float
+    """Keys and values of the other context-parallel ranks, as far as the wait for them shows."""
+    context_backward_s: float
+    expert_s: float
+    """Tokens sent to their experts and back, in one pass."""
+    tensors: int
+    """Weights that it has."""
+    parameters: int
+    """Elements of its weights that the rank holds, before sharding over data ranks."""
+    experts: int
+    """Of them, those of experts, which fewer data ranks hold alike."""
+    shapes: int
+    """Of them, one of each shape: all but those of every expert but one."""
