@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ahp.errors import BadInput
-from ahp.plan import Parallelism, Plan
+from ahp.plan import Parallelism, Plan, validated
 
 PLAN = Plan(model="tiny", parallelism=Parallelism(tensor_parallel_degree=2), why=("groß genug",))
 
@@ -31,3 +31,30 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, content: bytes | None, told:
         (tmp_path / "plan.yaml").write_bytes(content)
     with pytest.raises(BadInput, match=told):
         Plan.load(tmp_path)
+
+
+DEGREES = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}
+
+
+def test_the_usual_order_of_axes_is_null() -> None:
+    assert Parallelism(**DEGREES, mesh_order=("pp", "dp_shard", "tp")) == Parallelism(**DEGREES)
+    assert Parallelism(mesh_order=()).mesh_order is None
+    assert Parallelism(**DEGREES).axes == ("pp", "dp_shard", "tp")
+    turned = Parallelism(**DEGREES, mesh_order=("tp", "dp_shard", "pp"))
+    assert Parallelism(**turned.model_dump(mode="json")) == turned
+    assert turned.short().endswith("order(tp>dp_shard>pp)")
+
+
+@pytest.mark.parametrize(
+    ("order", "valid"),
+    [
+        (("pp", "tp"), "['pp', 'dp_shard', 'tp']"),
+        (("tp", "pp"), "['dp_shard', 'tp', 'pp']"),
+        (("tp", "cp", "dp_shard", "pp"), "['tp', 'dp_shard', 'pp']"),
+        (("tp", "tp", "dp_shard"), "['pp', 'tp', 'dp_shard']"),
+    ],
+)
+def test_an_order_names_every_axis_once(order: tuple[str, ...], valid: str) -> None:
+    with pytest.raises(BadInput, match=r"mesh_order = .* must name each axis with a degree above 1 once") as refused:
+        validated(Parallelism, {**DEGREES, "mesh_order": order}, "plan.yaml")
+    assert f"(valid: {valid})" in str(refused.value)

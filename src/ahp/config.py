@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ahp.errors import BadInput, bad_input
 from ahp.job import Job, Record
-from ahp.plan import ActivationCheckpoint, Parallelism, ScheduleName, StagePlace, validated
+from ahp.plan import ActivationCheckpoint, Axis, Parallelism, ScheduleName, StagePlace, validated
 
 Tracker = Literal["tensorboard", "wandb"]
 
@@ -35,8 +35,10 @@ class Constraints(Record):
     expert_parallel_degree: int | None = Field(default=None, ge=1)
     micro_batch_size: int | None = Field(default=None, ge=1)
     activation_checkpoint: ActivationCheckpoint | None = None
-    recomputed_layers_per_stage: tuple[int, ...] | None = None
     """``auto`` is the same as not given: the lightest that fits is the fastest that fits."""
+    recomputed_layers_per_stage: tuple[int, ...] | None = None
+    mesh_order: tuple[Axis, ...] | None = None
+    """Says with it which axes have a degree above 1."""
 
     @field_validator("activation_checkpoint", mode="after")
     @classmethod
@@ -55,7 +57,9 @@ class Constraints(Record):
 
     def admits(self, parallelism: Parallelism) -> bool:
         """Whether a layout keeps to everything that is fixed."""
-        return all(getattr(parallelism, key) == value for key, value in self.given.items())
+        given = self.given
+        order = given.pop("mesh_order", parallelism.axes)
+        return order == parallelism.axes and all(getattr(parallelism, key) == value for key, value in given.items())
 
 
 class Run(Record):
@@ -141,6 +145,8 @@ HELP: dict[str, str] = {
     "parallelism.micro_batch_size": "sequences that one replica computes at a time",
     "parallelism.activation_checkpoint": "what is recomputed in backward: none, selective, full, auto",
     "parallelism.recomputed_layers_per_stage": "of each stage, how many blocks are recomputed, such as [2, 1, 0]",
+    "parallelism.mesh_order": "mesh axes with a degree above 1, outermost first, such as [dp_shard, pp, tp]; neighbouring ranks differ in "
+    "the last",
     "run.folder": "where the run leaves its files; the same folder again continues the run",
     "run.checkpoint_every": "steps between checkpoints",
     "run.keep": "newest checkpoints that are kept",

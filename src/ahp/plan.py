@@ -15,6 +15,10 @@ from ahp.job import Job, Record
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 ActivationCheckpoint = Literal["none", "selective", "full", "auto"]
+Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+
+AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes in their usual order, outermost first: neighbouring ranks differ in ``tp``, because it sends the most."""
 
 PLAN_SCHEMA_VERSION = 1
 
@@ -35,8 +39,8 @@ class StagePlace(Record):
 class Parallelism(Record):
     """The degrees and choices of one layout, under torchtitan's names.
 
-    World size = replicate x shard x tensor x pipeline x context. Mesh axes in order, slowest first:
-    ``pp, dp_replicate, dp_shard, cp, tp``: neighbouring ranks share a tensor-parallel group.
+    World size = replicate x shard x tensor x pipeline x context. Ranks are numbered along the mesh axes, the last one
+    fastest: ``pp, dp_replicate, dp_shard, cp, tp``, or as ``mesh_order`` says; and they fill the nodes in order.
     """
 
     data_parallel_replicate_degree: int = Field(default=1, ge=1)
@@ -64,6 +68,9 @@ class Parallelism(Record):
     recomputed_layers_per_stage: tuple[int, ...] | None = None
     """Of each stage in pipeline order, so many blocks, the first ones, are recomputed as ``activation_checkpoint`` says; the
     others keep their activations. None = all of every stage."""
+    mesh_order: tuple[Axis, ...] | None = None
+    """The mesh axes with a degree above 1, outermost first; the last is that of neighbouring ranks. None = their usual order,
+    which an order that is given becomes too where it is the same."""
 
     @model_validator(mode="before")
     @classmethod
@@ -79,6 +86,11 @@ class Parallelism(Record):
             data["pipeline_parallel_schedule"] = (
                 "Interleaved1F1B" if isinstance(virtual, int) and virtual > 1 else "1F1B"
             )
+        order = data.get("mesh_order")
+        if isinstance(order, (list, tuple)) and list(order) == [
+            axis for axis in AXES if data.get(_DEGREE[axis], 1) != 1
+        ]:
+            data["mesh_order"] = None
         return data
 
     @model_validator(mode="after")
@@ -102,6 +114,7 @@ class Parallelism(Record):
         self._check_stages()
         self._check_micro_batches()
         self._check_recomputed()
+        self._check_order()
         return self
 
     def _check_stages(self) -> None:
@@ -160,6 +173,30 @@ class Parallelism(Record):
                 "what of these blocks is recomputed (valid: activation_checkpoint selective or full; or leave it out)"
             )
 
+    def _check_order(self) -> None:
+        given = self.mesh_order
+        axes: list[Axis] = [axis for axis in AXES if self.degree(axis) > 1]
+        if given is None or sorted(given) == sorted(axes):
+            return
+        nearest: list[Axis] = [axis for axis in dict.fromkeys(given) if axis in axes]
+        for axis in axes:
+            if axis not in nearest:
+                later = (at for at, other in enumerate(nearest) if AXES.index(other) > AXES.index(axis))
+                nearest.insert(next(later, len(nearest)), axis)
+        raise ValueError(
+            f"mesh_order = {list(given)}: must name each axis with a degree above 1 once, outermost first; these are "
+            f"{', '.join(axes) or 'none'} (valid: {nearest or 'null'})"
+        )
+
+    def degree(self, axis: Axis) -> int:
+        """Ranks along a mesh axis."""
+        return getattr(self, _DEGREE[axis])
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The mesh axes with a degree above 1 in the order in which ranks are numbered, outermost first."""
+        return self.mesh_order or tuple(axis for axis in AXES if self.degree(axis) > 1)
+
     @property
     def data_parallel_degree(self) -> int:
         """Replicas that see different sequences: replicate x shard."""
@@ -217,7 +254,18 @@ class Parallelism(Record):
         if self.activation_checkpoint != "none":
             some = self.recomputed_layers_per_stage
             words.append(self.activation_checkpoint + ("" if some is None else f"({_counted(map(str, some))})"))
+        if self.mesh_order is not None:
+            words.append(f"order({'>'.join(self.mesh_order)})")
         return " ".join(words)
+
+
+_DEGREE: dict[Axis, str] = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
 
 
 def _counted(words: Iterable[str]) -> str:

@@ -30,6 +30,32 @@ def test_refused_by_the_users_own_key(name, layout, job, choice, key):
     assert reason.startswith(f"{key}: {name} cannot run this (valid: ")
 
 
+@pytest.mark.parametrize(
+    ("name", "order", "valid"),
+    [
+        ("ahp", ("tp", "dp_shard", "pp"), None),
+        ("megatron", ("dp_shard", "pp", "tp"), None),
+        ("megatron", ("tp", "dp_shard", "pp"), "['pp', 'dp_shard', 'tp'], or ['dp_shard', 'pp', 'tp']"),
+        ("torchtitan", ("dp_shard", "pp", "tp"), "['pp', 'dp_shard', 'tp']"),
+    ],
+)
+def test_orders_of_ranks(name, order, valid):
+    degrees = {
+        "data_parallel_shard_degree": 2,
+        "tensor_parallel_degree": 2,
+        "pipeline_parallel_degree": 2,
+        "zero_stage": 1,
+    }
+    reason = get(name).refuses(Job(), Parallelism(**degrees, mesh_order=order), EngineChoice(name=name))
+    if valid is None:
+        assert reason is None
+    else:
+        words = (
+            f"mesh_order = {list(order)}: {name} numbers ranks in a fixed order (valid: {valid}; or engine.name ahp)"
+        )
+        assert reason == words
+
+
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [2, 3])

@@ -6,6 +6,7 @@ import sys
 from itertools import permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,11 +19,10 @@ from ahp.forecast.communication import (
     INTRA_NODE_EFFICIENCY,
     Group,
     Network,
-    axis_group,
     interpolate,
-    pair_group,
     strided_group,
 )
+from ahp.forecast.mesh import PipelineAxis, axis_group, group_of, pipeline_axis, runs
 from ahp.forecast.nccl import Nccl, constants
 from ahp.plan import Parallelism
 
@@ -71,10 +71,43 @@ def test_axes_lie_along_the_mesh():
 
 def test_pairs_of_pipeline_places():
     # Eight places of one rank on one node, the first and the last too.
-    assert pair_group(0, 7, 1, 8) == Group(2, 2, 1)
-    assert pair_group(3, 4, 2, 8) == Group(2, 1, 2)
-    assert pair_group(2, 3, 2, 8) == Group(2, 2, 1)
-    assert pair_group(0, 1, 8, 8) == Group(2, 1, 2)
+    assert PipelineAxis(8, 1, 8).pair(0, 7, 8) == Group(2, 2, 1)
+    four = PipelineAxis(6, 2, 12)
+    assert four.pair(3, 4, 8) == Group(2, 1, 2)
+    assert four.pair(2, 3, 8) == Group(2, 2, 1)
+    assert PipelineAxis(2, 8, 16).pair(0, 1, 8) == Group(2, 1, 2)
+
+
+def test_axes_lie_as_mesh_order_says():
+    degrees = {"pipeline_parallel_degree": 4, "data_parallel_shard_degree": 4, "tensor_parallel_degree": 2}
+    layout = Parallelism(**degrees, mesh_order=("dp_shard", "pp", "tp"))
+    assert axis_group(layout, "tp", 8) == Group(2, 2, 1)
+    assert axis_group(layout, "dp_shard", 8) == Group(4, 1, 4)
+    assert axis_group(layout, "pp", 8) == Group(4, 4, 1)
+    pipeline = pipeline_axis(layout)
+    assert pipeline.offsets == (0, 1, 8, 9, 16, 17, 24, 25)
+    assert pipeline.pair(0, 3, 8) == Group(2, 2, 1), "a pipeline fills a node"
+    usual = pipeline_axis(Parallelism(**degrees))
+    assert usual.offsets == tuple(range(8))
+    assert usual.pair(0, 1, 8) == Group(2, 1, 2), "a stage fills a node"
+
+
+@given(st.permutations(["pp", "dp_replicate", "dp_shard", "tp"]), st.sampled_from([2, 4, 8, 16]), st.data())
+def test_groups_are_those_of_the_ranks_themselves(order, per_node, data):
+    """Against ranks written out: how many of a group lie on its first rank's node, and which pairs of places share one."""
+    keys = {"pp": "pipeline_parallel_degree", "dp_replicate": "data_parallel_replicate_degree",
+            "dp_shard": "data_parallel_shard_degree", "tp": "tensor_parallel_degree"}  # fmt: skip
+    degrees = {axis: data.draw(st.sampled_from([2, 4])) for axis in order}
+    layout = Parallelism(**{keys[axis]: degree for axis, degree in degrees.items()}, mesh_order=tuple(order))
+    ranks = np.arange(layout.world_size).reshape([degrees[axis] for axis in order])
+    for axes in (("tp",), ("dp_shard",), ("dp_replicate", "dp_shard"), ("dp_shard", "tp")):
+        first = ranks[tuple(slice(None) if axis in axes else 0 for axis in order)].reshape(-1)
+        local = int((first // per_node == 0).sum())
+        assert group_of(runs(layout, axes), per_node) == Group(first.size, local, -(-first.size // local))
+    places = np.moveaxis(ranks, order.index("pp"), 0).reshape(degrees["pp"], -1)
+    assert sorted(places[0].tolist()) == list(pipeline_axis(layout).offsets)
+    apart = (places[0] // per_node != places[1] // per_node).any()
+    assert pipeline_axis(layout).pair(0, 1, per_node) == (Group(2, 1, 2) if apart else Group(2, 2, 1))
 
 
 def test_a_ring_of_cpu_workers_is_the_closed_form():

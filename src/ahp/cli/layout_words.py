@@ -23,6 +23,7 @@ SHORT_NAMES = {
     "ep": "expert_parallel_degree",
     "mb": "micro_batch_size",
     "recompute": "activation_checkpoint",
+    "order": "mesh_order",
 }
 
 DATA = "dp"
@@ -31,6 +32,7 @@ DATA = "dp"
 _PRINTED = re.compile(
     r"dp(?P<dp>\d+x\d+)|zero(?P<zero>\d)|tp(?P<tp>\d+)(?P<sp>\+sp)?|cp(?P<cp>\d+)|ep(?P<ep>\d+)|mb(?P<mb>\d+)"
     r"|pp(?P<pp>\d+)(x(?P<virtual>\d+))?\((?P<schedule>\w+)\)|(?P<recompute>none|selective|full)"
+    r"|order\((?P<order>[\w>]+)\)"
 )
 """The words of ``Parallelism.short``."""
 
@@ -61,6 +63,8 @@ def _said(word: str, option: str) -> dict[str, Any]:
             found |= _replicas(value, option)
         elif printed is not None and key == "sp":
             found[SHORT_NAMES[key]] = True
+        elif printed is not None and key == "order":
+            found[SHORT_NAMES[key]] = value.split(">")
         else:
             found[SHORT_NAMES.get(key, key.replace("-", "_"))] = parse_yaml(value)
     return found

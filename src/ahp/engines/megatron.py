@@ -6,7 +6,7 @@ from ahp.engines import steps
 from ahp.engines.engine import Engine, Traits
 from ahp.engines.support import Support
 from ahp.job import Job
-from ahp.plan import EngineChoice, Parallelism
+from ahp.plan import AXES, EngineChoice, Parallelism
 
 SUPPORT = Support(
     precisions=("fp32", "bf16", "fp16", "fp8"),
@@ -14,10 +14,12 @@ SUPPORT = Support(
     zero_stages_in_pipeline=(1,),
     compile=False,
     recomputed_layers="the same",
+    mesh_orders=(AXES, ("dp_replicate", "dp_shard", "pp", "cp", "tp")),
 )
 """Megatron-Core d98e8a6: 1F1B and interleaved in core/pipeline_parallel/schedules.py, zero-bubble in its published fork
 (sail-sg/zero-bubble-pipeline-parallelism). Of a stage's blocks the first ``--recompute-num-layers`` can be recomputed in full
-(``--recompute-method block``). Stage 1 is the distributed optimizer, 2 and 3 are Megatron-FSDP
+(``--recompute-method block``). Ranks are numbered tp-cp-ep-dp-pp, innermost first, or tp-cp-ep-pp-dp under
+``--use-tp-pp-dp-mapping`` (training/initialize.py). Stage 1 is the distributed optimizer, 2 and 3 are Megatron-FSDP
 (optim_grads, optim_grads_params), which has no pipeline. Stage 3 is priced as its only published runs, Megatron's model under
 DeepSpeed: weights gathered one by one, behind nothing (arXiv 2104.04473, table 2)."""
 

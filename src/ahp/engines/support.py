@@ -8,7 +8,7 @@ from typing import Literal
 
 from ahp.errors import nearest
 from ahp.job import Job
-from ahp.plan import EngineChoice, Parallelism
+from ahp.plan import AXES, Axis, EngineChoice, Parallelism
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Support:
     context: bool = True
     expert: bool = True
     compile: bool = True
+    mesh_orders: tuple[tuple[Axis, ...], ...] = (AXES,)
+    """Orders in which it can number ranks, of which the axes with a degree of 1 are left out."""
     recomputed_layers: Literal["none", "the same"] = "none"
     """Whether a stage can recompute some of its blocks alone: none does, or all stages the same number of them in full."""
 
@@ -59,7 +61,7 @@ class Support:
             return _cannot(engine, "data_parallel_replicate_degree", p.data_parallel_replicate_degree, [1])
         if p.activation_checkpoint not in (*self.activation_checkpoints, "auto"):
             return _cannot(engine, "activation_checkpoint", p.activation_checkpoint, self.activation_checkpoints)
-        if reason := self._refuses_recomputed(engine, p):
+        if reason := self._refuses_recomputed(engine, p) or self._refuses_order(engine, p):
             return reason
         if job.precision not in self.precisions:
             return _cannot(engine, "precision", job.precision, self.precisions)
@@ -70,6 +72,16 @@ class Support:
         if choice.loss_chunk_tokens is not None:
             return _cannot(engine, "engine.loss_chunk_tokens", choice.loss_chunk_tokens, ["null; or engine.name ahp"])
         return None
+
+    def _refuses_order(self, engine: str, p: Parallelism) -> str | None:
+        if p.mesh_order is None:
+            return None
+        orders = [[axis for axis in order if axis in p.axes] for order in self.mesh_orders]
+        if list(p.axes) in orders:
+            return None
+        valid = ", or ".join(map(str, dict.fromkeys(map(tuple, orders))))
+        valid = valid.replace("(", "[").replace(",)", "]").replace(")", "]")
+        return f"mesh_order = {list(p.mesh_order)}: {engine} numbers ranks in a fixed order (valid: {valid}; or engine.name ahp)"
 
     def _refuses_recomputed(self, engine: str, p: Parallelism) -> str | None:
         some = p.recomputed_layers_per_stage

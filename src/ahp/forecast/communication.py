@@ -17,13 +17,8 @@ from ahp.cluster.model import Link, NodeGroup
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.nccl import Nccl
 from ahp.forecast.tables import interpolate
-from ahp.plan import Parallelism
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
-Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
-
-MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Mesh axes, slowest first: neighbouring ranks differ in ``tp``."""
 
 INTRA_NODE_EFFICIENCY = 0.78
 """Of a CPU worker's link: bus bandwidth of a ring over what the link carries. [Empirical] only what the measured tables
@@ -48,35 +43,10 @@ class Group:
     nodes: int
 
 
-def axis_group(parallelism: Parallelism, axis: Axis, devices_per_node: int) -> Group:
-    """The group of one mesh axis; ranks are numbered along the mesh and fill the nodes in order."""
-    degrees = dict(
-        zip(
-            MESH,
-            (
-                parallelism.pipeline_parallel_degree,
-                parallelism.data_parallel_replicate_degree,
-                parallelism.data_parallel_shard_degree,
-                parallelism.context_parallel_degree,
-                parallelism.tensor_parallel_degree,
-            ),
-            strict=True,
-        )
-    )
-    stride = math.prod(degrees[a] for a in MESH[MESH.index(axis) + 1 :])
-    return strided_group(degrees[axis], stride, devices_per_node)
-
-
 def strided_group(size: int, stride: int, devices_per_node: int) -> Group:
     """``size`` ranks, ``stride`` apart, on nodes of ``devices_per_node`` devices."""
     local = min(size, max(1, devices_per_node // stride))
     return Group(size, local, math.ceil(size / local))
-
-
-def pair_group(first: int, second: int, width: int, devices_per_node: int) -> Group:
-    """Two ranks of pipeline places ``first`` and ``second``, each ``width`` ranks wide: the pair that is furthest apart."""
-    nodes = [(place * width + offset) // devices_per_node for place in (first, second) for offset in (0, width - 1)]
-    return Group(2, 2, 1) if len(set(nodes)) == 1 else Group(2, 1, 2)
 
 
 class Times(Protocol):

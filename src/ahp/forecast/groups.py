@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ahp.forecast.communication import Group, strided_group
+from ahp.forecast.communication import Group
+from ahp.forecast.mesh import Run, first_of, group_of, runs
 from ahp.plan import Parallelism
 
 
@@ -13,24 +14,31 @@ def shard_ranks(parallelism: Parallelism) -> int:
     return parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
 
 
+def data_ranks(parallelism: Parallelism) -> tuple[Run, ...]:
+    """The ranks that hold the same weights but for sharding: those of a replica first, then the replicas."""
+    within, between = runs(parallelism, ("dp_shard", "cp")), runs(parallelism, ("dp_replicate",))
+    if within and between and within[-1].size * within[-1].stride == between[0].stride:
+        joined = Run(within[-1].size * between[0].size, within[-1].stride)
+        return (*within[:-1], joined)
+    return within + between
+
+
 def data_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group, Group]:
     """The ranks over which weights are sharded, and those that replicate them; context ranks belong to either."""
-    tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
-    inner = shard_ranks(parallelism)
-    replicas = parallelism.data_parallel_degree * context // inner
-    return strided_group(inner, tensor, devices_per_node), strided_group(replicas, tensor * inner, devices_per_node)
+    shards, replicas = first_of(data_ranks(parallelism), shard_ranks(parallelism))
+    return group_of(shards, devices_per_node), group_of(replicas, devices_per_node)
+
+
+def expert_ranks(parallelism: Parallelism) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """Ranks that share the experts, and those that hold the same ones: neighbours of the data and context axes share them."""
+    return first_of(data_ranks(parallelism), parallelism.expert_parallel_degree)
 
 
 def expert_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group, Group]:
     """``data_groups`` of the weights of experts: the ranks of an expert-parallel group hold different ones."""
-    tensor, expert = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
-    ranks = parallelism.data_parallel_degree * parallelism.context_parallel_degree
-    inner = max(1, shard_ranks(parallelism) // expert)
-    replicas = max(1, ranks // (inner * expert))
-    return (
-        strided_group(inner, tensor * expert, devices_per_node),
-        strided_group(replicas, tensor * expert * inner, devices_per_node),
-    )
+    _, alike = expert_ranks(parallelism)
+    shards, replicas = first_of(alike, max(1, shard_ranks(parallelism) // parallelism.expert_parallel_degree))
+    return group_of(shards, devices_per_node), group_of(replicas, devices_per_node)
 
 
 def replica_members(parallelism: Parallelism) -> tuple[tuple[int, int], tuple[int, int]]:

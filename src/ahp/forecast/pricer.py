@@ -32,9 +32,10 @@ from ahp.forecast.assembly import (
     step_flops,
     step_parts,
 )
-from ahp.forecast.communication import Network, Times, pair_group, strided_group
+from ahp.forecast.communication import Network, Times, strided_group
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
+from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.rules import illegal
 from ahp.forecast.stage import DataParallel, Recompute, StageCost, stage_cost
 from ahp.forecast.units import UnitPricer, Units, axes_of
@@ -209,8 +210,7 @@ class Pricer:
         """Seconds to hand one micro-batch's hidden states from one pipeline rank to another."""
         if source == target:
             return 0.0
-        width = parallelism.world_size // parallelism.pipeline_parallel_degree
-        group = pair_group(source, target, width, self.nodes.devices_per_node)
+        group = pipeline_axis(parallelism).pair(source, target, self.nodes.devices_per_node)
         return self.network.time_s("send_recv", message_bytes(parallelism, traits, units), group)
 
     def _optimizer_s(
@@ -239,8 +239,7 @@ class Pricer:
         p = parallelism.pipeline_parallel_degree
         if p == 1 or units.tied_parameters == 0:
             return 0.0
-        width = parallelism.world_size // p
-        group = pair_group(0, p - 1, width, self.nodes.devices_per_node)
+        group = pipeline_axis(parallelism).pair(0, p - 1, self.nodes.devices_per_node)
         return self.network.time_s("all_reduce", TIED_BYTES * units.tied_parameters, group)
 
     def _fullest(
@@ -326,7 +325,7 @@ class Pricer:
             fits=probability >= 0.95,
             step=step,
             memory=used.parts,
-            fullest_rank=rank * (world // parallelism.pipeline_parallel_degree),
+            fullest_rank=rank * pipeline_axis(parallelism).stride,
         )
 
 

@@ -46,6 +46,11 @@ def illegal(
 
 def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
     if cluster.is_mixed:
+        if parallelism.mesh_order is not None:
+            return (
+                f"mesh_order = {list(parallelism.mesh_order)}: on a mixed cluster the devices of a stage of a replica lie together, "
+                "the stages outermost (valid: null)"
+            )
         if parallelism.recomputed_layers_per_stage is not None:
             return (
                 f"recomputed_layers_per_stage = {list(parallelism.recomputed_layers_per_stage)}: on a mixed cluster every block "

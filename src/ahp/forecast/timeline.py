@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ahp.errors import bad_input
+from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.pricer import Priced, Replica
 from ahp.forecast.stage import StageCost
 from ahp.forecast.trace_events import Event, arrow, free_lane, named, span
@@ -40,6 +41,9 @@ STREAM_OF = {
 
 MOST_PLACES = 64
 """Places of the pipeline that are drawn, half of them from either end: more tracks than that nobody reads."""
+
+MOST_NAMED = 4
+"""Ranks that a track names of those that it stands for, where they do not follow each other."""
 
 MOST_EVENTS = 150_000
 """What 20 MB hold: an event takes 60 to 130 bytes."""
@@ -115,8 +119,8 @@ class _Pipeline:
     stages: tuple[StageCost, ...]
     first_rank: tuple[int, ...]
     """Of each place of the pipeline."""
-    width: int
-    """Ranks at one place; they follow each other."""
+    offsets: tuple[int, ...]
+    """The ranks of one place, from the first of them on."""
     groups: tuple[str, ...] = ()
     """On a mixed cluster, where each place lies."""
     num_replicas: int = 1
@@ -125,9 +129,9 @@ class _Pipeline:
 
 def _pipelines(priced: Priced, *, all_ranks: bool) -> list[_Pipeline]:
     if not priced.replicas:
-        width = priced.parallelism.world_size // priced.span.p
-        first = tuple(place * width for place in range(priced.span.p))
-        return [_Pipeline(priced.span, priced.stages, first, width)]
+        axis = pipeline_axis(priced.parallelism)
+        first = tuple(place * axis.stride for place in range(priced.span.p))
+        return [_Pipeline(priced.span, priced.stages, first, axis.offsets)]
     alike: dict[tuple[object, ...], list[Replica]] = {}
     for number, replica in enumerate(priced.replicas):
         kind = number if all_ranks else (replica.span.m, replica.span.times, *(cell.group for cell in replica.cells))
@@ -137,7 +141,7 @@ def _pipelines(priced: Priced, *, all_ranks: bool) -> list[_Pipeline]:
             replicas[0].span,
             replicas[0].stages,
             tuple(cell.first_rank for cell in replicas[0].cells),
-            replicas[0].cells[0].width,
+            tuple(range(replicas[0].cells[0].width)),
             tuple(cell.group for cell in replicas[0].cells),
             len(replicas),
         )
@@ -160,15 +164,15 @@ class _Drawing:
         return self.pipeline.span.timeline
 
     @property
-    def width(self) -> int:
-        return self.pipeline.width
+    def offsets(self) -> tuple[int, ...]:
+        return self.pipeline.offsets
 
     @cached_property
     def ranks(self) -> list[tuple[int, int]]:
         """(rank, its place in the pipeline) of what is drawn."""
         places, first = range(len(self.timeline.starts_s)), self.pipeline.first_rank
         if self.all_ranks:
-            return [(first[place] + offset, place) for place in places for offset in range(self.width)]
+            return [(first[place] + offset, place) for place in places for offset in self.offsets]
         if len(places) > MOST_PLACES:
             places = [*places[: MOST_PLACES // 2], *places[-MOST_PLACES // 2 :]]
         return [(first[place], place) for place in places]
@@ -202,17 +206,24 @@ class _Drawing:
 
     def names(self) -> Iterator[Event]:
         """What the ranks are called, and in which order they are shown."""
-        places, width = len(self.timeline.starts_s), self.width
+        places = len(self.timeline.starts_s)
         for rank, place in self.ranks:
             stages = [s for s, holder in enumerate(self.timeline.schedule.stage_rank) if holder == place]
             held = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
             where = f" (pipeline place {place + 1} of {places}, {held})" if places > 1 else ""
-            others = width > 1 and not self.all_ranks
-            for_whom = f", stands for ranks {rank} to {rank + width - 1} ({width})" if others else ""
+            for_whom = "" if self.all_ranks or len(self.offsets) == 1 else f", stands for {self._alike(rank)}"
             on = f" on {self.pipeline.groups[place]}" if self.pipeline.groups else ""
             alike = f", one of {self.pipeline.num_replicas} replicas alike" if self.pipeline.num_replicas > 1 else ""
             yield named("process_name", rank, None, name=f"rank {rank}{on}{where}{for_whom}{alike}")
             yield named("process_sort_index", rank, None, sort_index=rank)
+
+    def _alike(self, rank: int) -> str:
+        """The ranks of the place that ``rank`` is the first of."""
+        count, last = len(self.offsets), rank + self.offsets[-1]
+        if self.offsets[-1] == count - 1:
+            return f"ranks {rank} to {last} ({count})"
+        shown = ", ".join(str(rank + offset) for offset in self.offsets[:MOST_NAMED])
+        return f"ranks {shown}{f' .. {last}' if count > MOST_NAMED else ''} ({count})"
 
     def rank(self, rank: int, place: int) -> Iterator[Event]:
         """The spans of one rank."""
@@ -304,7 +315,7 @@ class _Drawing:
             arrives_s = done.leaves_s + (times.send_forward_s if done.forward else times.send_backward_s)
             lane = free_lane(lanes.setdefault(done.place, []), done.leaves_s, arrives_s)
             needs = found.get((done.forward, stage, done.action.micro_batch))
-            for offset in range(self.width if self.all_ranks else 1):
+            for offset in self.offsets if self.all_ranks else (0,):
                 sender, receiver = (self.pipeline.first_rank[at] + offset for at in (done.place, target))
                 if arrives_s > done.leaves_s:
                     name = f"{done.action} to rank {receiver}"

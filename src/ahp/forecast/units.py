@@ -8,13 +8,15 @@ from typing import NamedTuple
 from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import Traits
 from ahp.forecast.chunked_head import chunked_head
-from ahp.forecast.communication import Group, Kind, Network, axis_group, strided_group
+from ahp.forecast.communication import Group, Kind, Network
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
 from ahp.forecast.division import GROUPED, Division, expert_parameters
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
+from ahp.forecast.groups import expert_ranks
 from ahp.forecast.kernels import Fusion, kernels
 from ahp.forecast.memory import Held
+from ahp.forecast.mesh import axis_group, group_of
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.split import Role, Split, split
 from ahp.forecast.unit import Unit
@@ -36,13 +38,13 @@ class Axes:
 
 
 def axes_of(parallelism: Parallelism, devices_per_node: int) -> Axes:
-    """The groups of a layout; experts are shared by neighbouring ranks of the data and context axes."""
+    """The groups of a layout."""
     tensor = parallelism.tensor_parallel_degree
     return Axes(
         tensor=axis_group(parallelism, "tp", devices_per_node),
         sequence_parallel=parallelism.enable_sequence_parallel and tensor > 1,
         context=axis_group(parallelism, "cp", devices_per_node),
-        expert=strided_group(parallelism.expert_parallel_degree, tensor, devices_per_node),
+        expert=group_of(expert_ranks(parallelism)[0], devices_per_node),
     )
 
 

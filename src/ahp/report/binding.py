@@ -26,6 +26,13 @@ FOLLOWS = {
     "layers_per_stage": ("pipeline_parallel_degree", "virtual_stages_per_rank"),
     "stages": ("pipeline_parallel_degree", "virtual_stages_per_rank", "data_parallel_replicate_degree"),
     "micro_batches_per_replica": ("data_parallel_replicate_degree", "data_parallel_shard_degree", "micro_batch_size"),
+    "mesh_order": (
+        "data_parallel_replicate_degree",
+        "data_parallel_shard_degree",
+        "tensor_parallel_degree",
+        "pipeline_parallel_degree",
+        "context_parallel_degree",
+    ),
 }
 """Keys that count what others decide: where those change they are left out, which means the usual."""
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ahp.errors import BadInput, HardwareMismatch
-from ahp.plan import Parallelism
+from ahp.plan import Axis, Parallelism
 from ahp.runtime.torch_compat import flatten_axes
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""Slowest first: neighbouring ranks share a tensor-parallel group, because it sends the most."""
+AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
+"""As the dims of the mesh follow each other whatever the order in which ranks are numbered: FSDP2 wants ``dp_shard`` before ``tp``."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,19 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
             f"parallelism: its degrees multiply to {parallelism.world_size} ranks, but {world} are running "
             f"({parallelism.short()}); start {parallelism.world_size} workers or plan again for {world}"
         )
-    sizes = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.data_parallel_replicate_degree,
-        parallelism.data_parallel_shard_degree,
-        parallelism.tensor_parallel_degree,
-    )
-    whole = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    whole = DeviceMesh(device.type, _numbered(parallelism), mesh_dim_names=AXES)
     ranks = {axis: whole.get_local_rank(axis) for axis in AXES}
     return Mesh(
         device,
         whole,
         flatten_axes(whole, ("dp_replicate", "dp_shard"), "dp"),
-        dict(zip(AXES, sizes, strict=True)),
+        {axis: parallelism.degree(axis) for axis in AXES},
         ranks,
     )
+
+
+def _numbered(parallelism: Parallelism) -> torch.Tensor:
+    """The rank at each place of the mesh, with one dim for each axis: ranks are numbered as ``mesh_order`` says."""
+    numbered: list[Axis] = [*(axis for axis in AXES if parallelism.degree(axis) == 1), *parallelism.axes]
+    ranks = torch.arange(parallelism.world_size).view([parallelism.degree(axis) for axis in numbered])
+    return ranks.permute([numbered.index(axis) for axis in AXES])

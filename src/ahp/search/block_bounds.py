@@ -168,6 +168,7 @@ class _BlockBounds:
                 context_parallel_degree=context,
                 expert_parallel_degree=expert,
                 enable_sequence_parallel=bool(sequence),
+                data_parallel_replicate_degree=expert,  # ranks to share the experts
             )
             axes = axes_of(layout, self._nodes.devices_per_node)
             choice = self.asked.engine

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.forecast.communication import strided_group
+from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.pricer import recompute_of
 from ahp.forecast.stage import Recompute, dropped_bytes, made_again
 from ahp.forecast.units import Units, axes_of
@@ -217,8 +218,8 @@ class BlockRows:
 
     def _sends(self, pipe: Pipe) -> tuple[Floats, Floats]:
         """[1, S] Seconds on the way forward and back, as the forecast has them."""
-        width = self.any.world_size // self.p
-        pairs, at = self.pipelines.links(pipe.schedule in V_SHAPED and self.p > 1, self.p, pipe.virtual, width)
+        axis = pipeline_axis(self.any)
+        pairs, at = self.pipelines.links(pipe.schedule in V_SHAPED and self.p > 1, axis, pipe.virtual)
         sent = [self.pricer.send_s(self.any, self.splits.traits[0], a, b, self.units) for a, b in pairs]
         between = np.array(sent, dtype=float)[at]
         return np.append(between, 0.0)[None], np.append(0.0, between)[None]

@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.forecast.communication import Group, pair_group
+from ahp.forecast.communication import Group
+from ahp.forecast.mesh import PipelineAxis
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight, ranks_stages
 from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
@@ -113,17 +114,14 @@ class Pipelines:
         received = int(((own > 0) * 1 + (own < p * v - 1)).sum())
         return SecondRank(int(layers.sum()), held, received if p > 1 else 0)
 
-    def _links(self, v_shaped: bool, p: int, v: int, width: int) -> tuple[tuple[Pair, ...], Ints]:
-        """Pairs of ranks that stand for all neighbouring stages, and which of them each stage sends to the next as, [S - 1].
-
-        ``width``: ranks of one stage.
-        """
-        holders = stage_ranks(V_SHAPED[0] if v_shaped else "1F1B", p, v)
+    def _links(self, v_shaped: bool, axis: PipelineAxis, v: int) -> tuple[tuple[Pair, ...], Ints]:
+        """Pairs of ranks that stand for all neighbouring stages, and which of them each stage sends to the next as, [S - 1]."""
+        holders = stage_ranks(V_SHAPED[0] if v_shaped else "1F1B", axis.places, v)
         per_node = self._problem.pricer.nodes.devices_per_node
         found: dict[Group | None, tuple[int, Pair]] = {}
         at = []
         for a, b in pairwise(holders):
-            group = None if a == b else pair_group(a, b, width, per_node)
+            group = None if a == b else axis.pair(a, b, per_node)
             at.append(found.setdefault(group, (len(found), (a, b)))[0])
         return tuple(pair for _, pair in found.values()), np.array(at, dtype=np.int64)
 

@@ -94,6 +94,9 @@ class Problem:
             if key in given and not self.cluster.is_mixed:
                 rule = "the search treats the replicas and stages of a cluster of one group alike"
                 raise bad_input(f"parallelism.{key}", given[key], rule, [None])
+        if "mesh_order" in given:
+            rule = "the search numbers ranks in the usual order; a plan.yaml may have another"
+            raise bad_input("parallelism.mesh_order", list(given["mesh_order"]), rule, [None])
         layout = Parallelism(**{key: given[key] for key in (*alone, *degrees) if key in given})
         if reason := self.refused(layout):
             raise NotExpressible(reason)

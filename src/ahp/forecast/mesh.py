@@ -1,0 +1,96 @@
+"""Where the ranks of a layout lie: ranks are numbered along the mesh axes, the last one fastest, and fill the nodes in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+from ahp.forecast.communication import Group
+from ahp.plan import Axis, Parallelism
+
+
+class Run(NamedTuple):
+    """Ranks at equal distances."""
+
+    size: int
+    stride: int
+
+
+def runs(parallelism: Parallelism, axes: Collection[Axis]) -> tuple[Run, ...]:
+    """The ranks that differ along some mesh axes alone, as runs of runs, the innermost first; axes side by side are one run."""
+    found: list[Run] = []
+    stride = 1
+    for axis in reversed(parallelism.axes):
+        degree = parallelism.degree(axis)
+        if axis in axes:
+            if found and found[-1].size * found[-1].stride == stride:
+                found[-1] = Run(found[-1].size * degree, found[-1].stride)
+            else:
+                found.append(Run(degree, stride))
+        stride *= degree
+    return tuple(found)
+
+
+def first_of(ranks: tuple[Run, ...], count: int) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """The ``count`` innermost of ranks that are runs of runs, and what has these as its members.
+
+    Where a run has a part of them alone, as many of its ranks belong to them as divide both.
+    """
+    first: list[Run] = []
+    rest: list[Run] = []
+    for number, run in enumerate(ranks):
+        last = number == len(ranks) - 1
+        part = count if last or run.size % count == 0 else math.gcd(run.size, count)
+        first.append(Run(part, run.stride))
+        rest.append(Run(max(1, run.size // part), run.stride * part))
+        count //= part
+    return tuple(first), tuple(rest)
+
+
+def group_of(ranks: tuple[Run, ...], devices_per_node: int) -> Group:
+    """Runs of runs as the group of a collective."""
+    size = math.prod(run.size for run in ranks)
+    local = math.prod(min(run.size, max(1, devices_per_node // run.stride)) for run in ranks)
+    return Group(size, local, math.ceil(size / local))
+
+
+def axis_group(parallelism: Parallelism, axis: Axis, devices_per_node: int) -> Group:
+    """The group of one mesh axis."""
+    return group_of(runs(parallelism, (axis,)), devices_per_node)
+
+
+class PipelineAxis(NamedTuple):
+    """How the places of a pipeline are numbered."""
+
+    places: int
+    stride: int
+    """Ranks from one place to the next; so many side by side have the same place."""
+    world: int
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The ranks of one place, from the first of them on."""
+        periods = range(0, self.world, self.places * self.stride)
+        return tuple(start + offset for start in periods for offset in range(self.stride))
+
+    def pair(self, first: int, second: int, devices_per_node: int) -> Group:
+        """Two ranks of places ``first`` and ``second`` that send to each other: of all such pairs one that is furthest apart."""
+        period = self.places * self.stride
+        # Where a period begins within a node comes again after so many of them.
+        different = min(self.world // period, devices_per_node // math.gcd(devices_per_node, period))
+        for start in range(0, different * period, period):
+            ranks = (
+                start + place * self.stride + offset for place in (first, second) for offset in (0, self.stride - 1)
+            )
+            if len({rank // devices_per_node for rank in ranks}) > 1:
+                return Group(2, 1, 2)
+        return Group(2, 2, 1)
+
+
+def pipeline_axis(parallelism: Parallelism) -> PipelineAxis:
+    """The pipeline axis of a layout."""
+    places = parallelism.pipeline_parallel_degree
+    found = runs(parallelism, ("pp",))
+    stride = found[0].stride if found else parallelism.world_size
+    return PipelineAxis(places, stride, parallelism.world_size)
