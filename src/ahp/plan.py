@@ -282,6 +282,8 @@ class EngineChoice(Record):
     compile: bool = False
     loss_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens of which the logits, their loss and their gradient exist at a time; None = all of a micro-batch."""
+    offload_optimizer: bool = False
+    """Whether AdamW's moments are kept in host memory and come to the device for each update."""
 
 
 class Forecast(Record):

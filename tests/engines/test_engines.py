@@ -14,6 +14,7 @@ from ahp.plan import EngineChoice, Parallelism
         ("megatron", {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 3}, {}, {}, "zero_stage = 3"),
         ("megatron", {}, {}, {"compile": True}, "engine.compile = True"),
         ("torchtitan", {}, {}, {"loss_chunk_tokens": 512}, "engine.loss_chunk_tokens = 512"),
+        ("deepspeed", {}, {}, {"offload_optimizer": True}, "engine.offload_optimizer = True"),
         ("torchtitan", {}, {"precision": "fp16"}, {}, "precision = 'fp16'"),
         ("deepspeed", {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}, {}, {}, "data_parallel_replicate_degree = 2"),
         ("deepspeed", {"activation_checkpoint": "selective"}, {}, {}, "activation_checkpoint = 'selective'"),

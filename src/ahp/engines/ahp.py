@@ -38,6 +38,9 @@ class AhpEngine(Engine):
             return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
         if job.precision not in PRECISIONS:
             return f"precision = {job.precision!r}: {cannot} (valid: {', '.join(PRECISIONS)})"
+        if choice.offload_optimizer and job.optimizer.name != "adamw":
+            rule = "its momentum stays on the device, as the products that it goes into"
+            return f"job.optimizer.name = {job.optimizer.name!r}: {rule}; engine.offload_optimizer is for adamw (valid: adamw)"
         return _refuses_compiled(p) if choice.compile else None
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:

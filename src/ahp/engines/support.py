@@ -69,6 +69,8 @@ class Support:
             return _cannot(engine, "job.optimizer.name", job.optimizer.name, ["adamw"])
         if choice.compile and not self.compile:
             return _cannot(engine, "engine.compile", True, [False])
+        if choice.offload_optimizer:
+            return _cannot(engine, "engine.offload_optimizer", True, ["False; or engine.name ahp"])
         if choice.loss_chunk_tokens is not None:
             return _cannot(engine, "engine.loss_chunk_tokens", choice.loss_chunk_tokens, ["null; or engine.name ahp"])
         return None

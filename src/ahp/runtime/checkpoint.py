@@ -112,8 +112,10 @@ def _canonical(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Ten
     """The tensor in the hub's order; a packed one is gathered for it and then spread over the shard axis again."""
     if not _is_packed(parallel, name):
         return tensor
+    # From the device: its backend may carry nothing that lies in host memory (engine.offload_optimizer).
+    there = like_distributed(local_tensor(tensor).to(parallel.mesh.device), tensor)
     return distribute_tensor(
-        whole(parallel, name, tensor), parallel.mesh.whole["dp_shard"], [Shard(0)], src_data_rank=None
+        whole(parallel, name, there), parallel.mesh.whole["dp_shard"], [Shard(0)], src_data_rank=None
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.graph.blocks import NoBlocks, find_blocks
 from ahp.job import Optimizer as Settings
+from ahp.runtime.offload import HostMoments
 from ahp.runtime.torch_compat import local_tensor, orthogonalized
 
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
@@ -48,9 +49,11 @@ class ShardedOptimizer:
         settings: Settings,
         *,
         matrices: Collection[str] = (),
+        offload: bool = False,
         gather: Gather = lambda _, part: part,
         cut: Cut = lambda _, whole: whole,
     ) -> None:
+        """``matrices``: what Muon updates. ``offload``: whether AdamW's moments are kept in host memory."""
         self.settings, self.gather, self.cut = settings, gather, cut
         self.parameters = parameters
         self.shards = {
@@ -67,6 +70,7 @@ class ShardedOptimizer:
             eps=settings.eps,
             fused=True,
         )
+        self.host = HostMoments(self.adamw) if offload else None
 
     def _groups(self) -> list[dict[str, object]]:
         """AdamW's parameters by whether they decay: vectors (norms, biases) only where the settings say so."""
@@ -83,7 +87,7 @@ class ShardedOptimizer:
             shard.grad = gradients.get(name)
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        self.adamw.step()
+        (self.adamw if self.host is None else self.host).step()
         for name, momentum in self.momentum.items():
             self._orthogonal_step(name, momentum, rate)
         for shard in self.shards.values():
@@ -105,6 +109,8 @@ class ShardedOptimizer:
         """States of one parameter's shard, made if no step was taken yet: tensors like it and, of AdamW, ``step``."""
         if name in self.momentum:
             return {"momentum_buffer": self.momentum[name]}
+        if self.host is not None:
+            self.host.wait()
         shard = self.shards[name]
         state = self.adamw.state[shard]
         if not state:

@@ -30,6 +30,7 @@ from ahp.runtime.loss_scale import LossScale
 from ahp.runtime.materialize import allocate_on, is_meta, materialize, materialize_buffers
 from ahp.runtime.mesh import Mesh, build_mesh
 from ahp.runtime.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
+from ahp.runtime.offload import refuse_without_host
 from ahp.runtime.optimizer import ShardedOptimizer, matrices_of
 from ahp.runtime.ownership import Held, Names, StageTies
 from ahp.runtime.pipeline import Accumulation, Pipeline, stages_of_rank
@@ -81,6 +82,8 @@ def parallelize(
     _refuse(checked)
     if checked.engine.compile:
         refuse_without_compiler(_device(device))
+    if checked.engine.offload_optimizer:
+        refuse_without_host(_device(device))
     mesh = build_mesh(checked.parallelism, _device(device))
     check_device(checked, dist.get_rank(), mesh.device)
     preflight(mesh)
@@ -178,6 +181,7 @@ class Parallel:
             self.parameters,
             plan.job.optimizer,
             matrices=matrices,
+            offload=plan.engine.offload_optimizer,
             gather=lambda name, part: layout.whole(self, name, like_distributed(part, self.parameters[name])),
             cut=lambda name, all_of_it: layout.own_part(self, name, all_of_it),
         )
