@@ -13,6 +13,19 @@ from ahp.schedule.patterns import SCHEDULES
     [
         ({"context_parallel_degree": 2}, {}, {}, "context_parallel_degree = 2"),
         ({"expert_parallel_degree": 4}, {}, {}, "expert_parallel_degree = 4"),
+        ({"expert_parallel_degree": 4, "data_parallel_shard_degree": 2}, {}, {}, "expert_parallel_degree = 4"),
+        (
+            {"expert_parallel_degree": 2, "data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+            {},
+            {},
+            "expert_parallel_degree = 2",
+        ),
+        (
+            {"expert_parallel_degree": 2, "data_parallel_shard_degree": 2},
+            {},
+            {"compile": True},
+            "expert_parallel_degree = 2",
+        ),
         ({"enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
         ({}, {"precision": "fp8"}, {}, "precision = 'fp8'"),
         ({}, {"optimizer": "muon"}, {"offload_optimizer": True}, "job.optimizer.name = 'muon'"),
@@ -46,7 +59,11 @@ def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
         enable_sequence_parallel=True,
         activation_checkpoint=recompute,
     )
-    assert AhpEngine().refuses(Job(precision=precision), parallelism, EngineChoice()) is None
+    experts = parallelism.model_copy(
+        update={"expert_parallel_degree": 2, "tensor_parallel_degree": 1, "enable_sequence_parallel": False}
+    )
+    for layout in (parallelism, experts):
+        assert AhpEngine().refuses(Job(precision=precision), layout, EngineChoice()) is None
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ class AhpEngine(Engine):
         cannot = "the ahp engine cannot run this yet"
         if p.context_parallel_degree > 1:
             return f"context_parallel_degree = {p.context_parallel_degree}: {cannot} (valid: 1)"
-        if p.expert_parallel_degree > 1:
-            return f"expert_parallel_degree = {p.expert_parallel_degree}: {cannot} (valid: 1)"
+        if reason := _refuses_experts(p, choice):
+            return reason
         if p.enable_sequence_parallel and p.tensor_parallel_degree == 1:
             return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
         if job.precision not in PRECISIONS:
@@ -82,6 +82,22 @@ class AhpEngine(Engine):
             host_operators_per_unit=host_operators,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )
+
+
+def _refuses_experts(p: Parallelism, choice: EngineChoice) -> str | None:
+    """Ranks that hold different experts are a part of those that ZeRO shards over."""
+    degree, shard = p.expert_parallel_degree, p.data_parallel_shard_degree
+    if degree == 1:
+        return None
+    key = f"expert_parallel_degree = {degree}"
+    if shard % degree:
+        valid = ", ".join(str(d) for d in range(1, shard + 1) if shard % d == 0)
+        return f"{key}: must divide data_parallel_shard_degree {shard}, whose ranks share the experts (valid: {valid})"
+    if p.tensor_parallel_degree > 1:
+        return f"{key}: does not go with tensor_parallel_degree {p.tensor_parallel_degree} in the ahp engine (valid: 1)"
+    if choice.compile:
+        return f"{key}: does not go with engine.compile = True (valid: 1)"
+    return None
 
 
 def _refuses_compiled(p: Parallelism) -> str | None:

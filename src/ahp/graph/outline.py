@@ -18,6 +18,7 @@ from ahp.errors import BadInput
 from ahp.graph.blocks import find_blocks
 from ahp.graph.call import call_model, logits_of
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
+from ahp.graph.experts import Watch
 from ahp.graph.fake_mode import as_on_data
 
 
@@ -48,6 +49,8 @@ class Outline:
     """Why the model cannot be cut between its blocks, None when it can."""
     captures: tuple[Capture | BadInput, ...] = field(repr=False)
     """For each kind of block its forward graph, or why it cannot be traced."""
+    experts: tuple[str, ...] = ()
+    """Modules of the blocks that hold a mixture's experts (``ahp.graph.experts``)."""
 
     @property
     def num_layers(self) -> int:
@@ -107,6 +110,7 @@ class _Record:
         """Of the blocks, in the order in which they ran."""
         self.shared: list[torch.Tensor] | None = None
         self.uncuttable: str | None = None
+        self.experts = Watch(fake, [f"{blocks_path}.{number}" for number in range(len(self.blocks))])
         inside = {id(m) for block in self.blocks for m in block.modules()}
         for name, module in fake.named_modules():
             if id(module) not in inside and next(module.parameters(recurse=False), None) is not None:
@@ -169,6 +173,7 @@ class _Record:
             block_output=self.block_output,
             shares_inputs=bool(self.shared),
             uncuttable=self.uncuttable or self._reads_earlier(before, logits),
+            experts=self.experts.found(),
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )
 

@@ -143,6 +143,40 @@ def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _Gather.apply(x, Split(1, (x.shape[1] * group.size(),)), group)  # type: ignore[no-any-return]
 
 
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows: ``sent[r]`` of each tensor's rows go to rank ``r``, ``received[r]`` come from it; in backward the
+    gradients go back. Several tensors in one node of the graph, so that every rank sends them in the same order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent: list[int], received: list[int], group: dist.ProcessGroup, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return tuple(_exchanged(x, sent, received, group) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[3:]
+        back = (
+            _exchanged(g, ctx.received, ctx.sent, ctx.group) if needed else None
+            for g, needed in zip(gradients, wanted, strict=True)
+        )
+        return None, None, None, *back
+
+
+def _exchanged(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
+def exchange_rows(
+    tensors: tuple[torch.Tensor, ...], sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> tuple[torch.Tensor, ...]:
+    """Rows to the ranks of a group, and theirs to this one, in the order of the ranks; numbers of rows for each rank."""
+    return _Exchange.apply(sent, received, group, *tensors)  # type: ignore[no-any-return]
+
+
 def step_function(step: Step, group: dist.ProcessGroup) -> TensorFunction:
     """The collective of one step of a conversion, as a function of the tensor alone."""
     if step.kind == "sum":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from ahp.runtime.collectives import join_segments
+from ahp.runtime.mesh import EXPERT_AXES
 from ahp.runtime.torch_compat import local_tensor
 from ahp.search.placement import Split
 
@@ -21,12 +22,18 @@ Ranges = list[tuple[int, int]]
 
 
 def held_ranges(
-    shape: tuple[int, ...], split: Split | None, tensor: tuple[int, int], shard: tuple[int, int]
+    shape: tuple[int, ...],
+    split: Split | None,
+    tensor: tuple[int, int],
+    shard: tuple[int, int],
+    *,
+    expert: tuple[int, int] = (0, 1),
+    shard_dim: int = 0,
 ) -> dict[int, Ranges]:
-    """Which part of a parameter a rank holds, by dim. ``tensor`` and ``shard`` are (rank, size) on those axes.
+    """Which part of a parameter a rank holds, by dim. ``tensor``, ``shard`` and ``expert`` are (rank, size) on those axes.
 
-    A tensor-parallel rank has its share of each segment of the split dim; of the rows of that, FSDP2 gives a shard rank one of
-    equal chunks, the last ones shorter or empty.
+    A tensor-parallel rank has its share of each segment of the split dim, an expert-parallel rank one of equal chunks of the
+    experts; of the rows of that, FSDP2 gives a shard rank one of equal chunks, the last ones shorter or empty.
     """
     ranges: dict[int, Ranges] = {}
     if not shape:
@@ -36,12 +43,12 @@ def held_ranges(
         ends = list(itertools.accumulate(split.segments))
         shares = [(end - whole, whole // size) for end, whole in zip(ends, split.segments, strict=True)]
         ranges[split.dim] = [(first + rank * share, first + (rank + 1) * share) for first, share in shares]
-    rank, size = shard
-    if size > 1:
-        rows = ranges.get(0, [(0, shape[0])])
-        count = sum(end - first for first, end in rows)
-        chunk = -(-count // size)
-        ranges[0] = _between(rows, min(rank * chunk, count), min((rank + 1) * chunk, count))
+    for (rank, size), dim in ((expert, 0), (shard, shard_dim)):
+        if size > 1:
+            rows = ranges.get(dim, [(0, shape[dim])])
+            count = sum(end - first for first, end in rows)
+            chunk = -(-count // size)
+            ranges[dim] = _between(rows, min(rank * chunk, count), min((rank + 1) * chunk, count))
     return ranges
 
 
@@ -58,10 +65,22 @@ def _between(ranges: Ranges, low: int, high: int) -> Ranges:
 
 def ranges_of(parallel: Parallel, name: str) -> dict[int, Ranges]:
     """Which part of a parameter this rank holds."""
-    mesh = parallel.mesh
-    shard = (mesh.rank("dp_shard"), mesh.size("dp_shard")) if parallel.sharding.uses_fsdp else (0, 1)
+    mesh, shape, split = parallel.mesh, parallel.names.shapes[name], parallel.splits.get(name)
     tensor = (mesh.rank("tp"), mesh.size("tp"))
-    return held_ranges(parallel.names.shapes[name], parallel.splits.get(name), tensor, shard)
+    if name in parallel.experts:
+        shard, expert = ((mesh.rank(axis), mesh.size(axis)) for axis in EXPERT_AXES)
+        return held_ranges(shape, split, tensor, shard, expert=expert, shard_dim=_shard_dim(parallel, name))
+    shard = (mesh.rank("dp_shard"), mesh.size("dp_shard")) if parallel.sharding.uses_fsdp else (0, 1)
+    return held_ranges(shape, split, tensor, shard)
+
+
+def _shard_dim(parallel: Parallel, name: str) -> int:
+    """The dim along which FSDP2 has divided the weights of experts."""
+    parameter = parallel.parameters[name]
+    assert isinstance(parameter, DTensor)
+    assert parameter.device_mesh.mesh_dim_names is not None
+    placement: Any = parameter.placements[parameter.device_mesh.mesh_dim_names.index("efsdp")]
+    return placement.dim  # of a Shard, or of its strided kin, which is no public class
 
 
 def own_part(parallel: Parallel, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -74,24 +93,35 @@ def own_part(parallel: Parallel, name: str, whole: torch.Tensor) -> torch.Tensor
 
 def whole(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """All of a parameter (or of its moment) on every rank that holds a part of it. Collective among those."""
-    mesh, split = parallel.mesh, parallel.splits.get(name)
-    if split is None:
+    mesh, split, expert = parallel.mesh, parallel.splits.get(name), name in parallel.experts
+    if split is None and not expert:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     # Axis by axis: what DTensor itself would do for rows that are split twice, without its warning about it.
     shape = list(parallel.names.shapes[name])
-    shape[split.dim] //= mesh.size("tp")
+    if split is not None:
+        shape[split.dim] //= mesh.size("tp")
+    if expert:
+        shape[0] //= mesh.size("ep")
+    axis = "efsdp" if expert else "dp_shard"
     rows = DTensor.from_local(
         local_tensor(tensor),
-        mesh.whole["dp_shard"],
-        [Shard(0)],
+        mesh.holding(axis)[axis],
+        [Shard(_shard_dim(parallel, name) if expert else 0)],
         run_check=False,
         shape=torch.Size(shape),
         stride=_contiguous(shape),
     )
     mine = rows.full_tensor().contiguous()
-    parts = [torch.empty_like(mine) for _ in range(mesh.size("tp"))]
-    dist.all_gather(parts, mine, group=mesh.group("tp"))
-    return join_segments(parts, split.dim, split.segments)
+    if expert:
+        mine = torch.cat(_parts(mine, mesh.group("ep")))
+    return mine if split is None else join_segments(_parts(mine, mesh.group("tp")), split.dim, split.segments)
+
+
+def _parts(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The parts of all ranks, which are alike in shape."""
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine, group=group)
+    return parts
 
 
 def _contiguous(shape: list[int]) -> tuple[int, ...]:

@@ -10,10 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ahp.errors import BadInput, HardwareMismatch
 from ahp.plan import Axis, Parallelism
-from ahp.runtime.torch_compat import flatten_axes
+from ahp.runtime.torch_compat import flatten_axes, unflatten_axis
 
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
 """As the dims of the mesh follow each other whatever the order in which ranks are numbered: FSDP2 wants ``dp_shard`` before ``tp``."""
+
+EXPERT_AXES = ("efsdp", "ep")
+"""What ``dp_shard`` is to the weights of experts: neighbouring ranks hold different ones and send each other their tokens;
+those that hold the same ones shard them. torchtitan's names."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Mesh:
     sizes: dict[str, int]
     ranks: dict[str, int]
     """This rank's coordinate on each axis. Both kept here because DeviceMesh makes a new mesh at every question."""
+    experts: DeviceMesh | None
+    """``whole`` with ``EXPERT_AXES`` in the place of ``dp_shard``; None where every rank has all experts."""
 
     def size(self, axis: str) -> int:
         return self.sizes[axis]
@@ -36,7 +42,14 @@ class Mesh:
         return self.ranks[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        return self.whole.get_group(axis)
+        return self.holding(axis).get_group(axis)
+
+    def holding(self, axis: str) -> DeviceMesh:
+        """The mesh that has an axis."""
+        if axis not in EXPERT_AXES:
+            return self.whole
+        assert self.experts is not None
+        return self.experts
 
     @property
     def data_rank(self) -> int:
@@ -60,12 +73,17 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
         )
     whole = DeviceMesh(device.type, _numbered(parallelism), mesh_dim_names=AXES)
     ranks = {axis: whole.get_local_rank(axis) for axis in AXES}
+    degree, shard = parallelism.expert_parallel_degree, parallelism.degree("dp_shard")
+    experts = unflatten_axis(whole, "dp_shard", (shard // degree, degree), EXPERT_AXES) if degree > 1 else None
+    if experts is not None:
+        ranks |= {axis: experts.get_local_rank(axis) for axis in EXPERT_AXES}
     return Mesh(
         device,
         whole,
         flatten_axes(whole, ("dp_replicate", "dp_shard"), "dp"),
-        {axis: parallelism.degree(axis) for axis in AXES},
+        {**{axis: parallelism.degree(axis) for axis in AXES}, "efsdp": shard // degree, "ep": degree},
         ranks,
+        experts,
     )
 
 

@@ -24,6 +24,7 @@ from ahp.runtime import layout
 from ahp.runtime.chunked_loss import Tail
 from ahp.runtime.compiled import compile_block, refuse_without_compiler
 from ahp.runtime.deferred import WeightGradients
+from ahp.runtime.experts import check_experts, divide_experts
 from ahp.runtime.learning_rate import learning_rate
 from ahp.runtime.loss import Loss, PendingCount, count_scored
 from ahp.runtime.loss_scale import LossScale
@@ -126,6 +127,7 @@ class Parallel:
             raise BadInput(reason)
         if plan.engine.loss_chunk_tokens is not None:
             _refuse_chunks(plan.engine.loss_chunk_tokens, found)
+        check_experts(module, found, p.expert_parallel_degree)
         sliced = _sliced(found, p)
         self.names = Names(module)
         matrices = matrices_of(module, plan.job.optimizer)
@@ -152,6 +154,8 @@ class Parallel:
         self.sharding = Sharding(mesh, p.zero_stage, plan.job.precision)
         self.splits: dict[str, Split] = {}
         """Parameters that are split over the tensor-parallel axis, and how."""
+        self.experts: set[str] = set()
+        """Parameters that are divided over the expert-parallel axis."""
         for index, stage in self.stages.items():
             stage.train()
             if not streamed:
@@ -160,6 +164,11 @@ class Parallel:
             if sliced is not None:
                 splits = slice_module(stage.model, sliced, layers, mesh.whole["tp"])
                 self.splits.update({self.names.of[name]: split for name, split in splits.items()})
+            experts: dict[str, nn.Module] = {}
+            if found and p.expert_parallel_degree > 1:
+                experts = divide_experts(stage.model, found, mesh)
+                named = (f"{path}.{name}" for path, held in experts.items() for name, _ in held.named_parameters())
+                self.experts.update(self.names.of[name] for name in named)
             for block in layers.values() if plan.engine.compile else ():
                 compile_block(block)
             if p.activation_checkpoint in ("selective", "full"):
@@ -168,7 +177,7 @@ class Parallel:
                     recompute(block, p.activation_checkpoint, stage.around)
             if streamed and not self.sharding.uses_fsdp:  # whose hooks sit on the parameters themselves
                 allocate_on(stage, mesh.device)
-            self.sharding.apply(stage, list(layers.values()))
+            self.sharding.apply(stage, list(layers.values()), list(experts.values()))
             if streamed and self.sharding.uses_fsdp:
                 allocate_on(stage, mesh.device)
         self.held = Held([stage.model for stage in self.stages.values()], self.names)

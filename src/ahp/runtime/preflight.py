@@ -36,7 +36,7 @@ def preflight(mesh: Mesh, *, answer_s: float = ANSWER_S, exchange_s: float = EXC
     """
     hosts = Hosts(mesh)
     hosts.meet(answer_s)
-    for axis in AXES:
+    for axis in (*AXES, "ep"):
         if mesh.size(axis) > 1:
             _exchange(mesh, axis, hosts, exchange_s)
 

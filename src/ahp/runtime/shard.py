@@ -12,14 +12,17 @@ by ``replicas`` alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from ahp.job import Precision
 from ahp.runtime.mesh import Mesh
 from ahp.runtime.replicas import Replicas
-from ahp.runtime.torch_compat import sum_gradients
+from ahp.runtime.torch_compat import local_tensor, sum_gradients
 
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -49,20 +52,38 @@ class Sharding:
         self.roots: list[FSDPModule] = []
         self._set_for_last: bool | None = None
 
-    def apply(self, root: nn.Module, blocks: list[nn.Module]) -> None:
-        """Shard each block as a unit, then what is left of ``root``, and sum over replicas in the same units."""
+    def apply(self, root: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) -> None:
+        """Shard each block as a unit, then what is left of ``root``, and sum over replicas in the same units.
+
+        ``experts``: modules inside the blocks whose weights are divided over the ``ep`` axis, and sharded over the rest of
+        the shard axis, each as a unit of its own.
+        """
         if not self.uses_fsdp:
             if self.replicas is not None:
                 self.replicas.watch([*blocks, root])
             return
+        for module in experts:
+            self._shard_experts(module)
         for module in [*blocks, root]:
             keep_whole = self.zero_stage < 3 or module is root
             fully_shard(module, mesh=self.fsdp_mesh, mp_policy=self.policy, reshard_after_forward=not keep_whole)
         assert isinstance(root, FSDPModule)
-        for module in [*blocks, root]:
+        for module in [*experts, *blocks, root]:
             assert isinstance(module, FSDPModule)
             sum_gradients(module, self.replicas.start if self.replicas else None)
         self.roots.append(root)
+
+    def _shard_experts(self, module: nn.Module) -> None:
+        mesh = self.mesh.experts
+        assert mesh is not None
+        fully_shard(
+            module,
+            mesh=mesh["dp_replicate", "efsdp"] if self.mesh.size("dp_replicate") > 1 else mesh["efsdp"],
+            # The router's weights stay in the precision that the router gave them.
+            mp_policy=replace(self.policy, cast_forward_inputs=False),
+            reshard_after_forward=self.zero_stage == 3,
+            shard_placement_fn=lambda parameter: shard_of_experts(parameter, self.mesh.size("efsdp")),
+        )
 
     def before_backward(self, *, last: bool) -> None:
         """Set what the backward of one micro-batch sends and frees."""
@@ -81,3 +102,9 @@ class Sharding:
         """Wait until every gradient is the sum over all replicas."""
         if self.replicas is not None:
             self.replicas.finish()
+
+
+def shard_of_experts(parameter: torch.Tensor, ranks: int) -> Shard:
+    """The dim along which ``ranks`` divide a rank's experts: the experts, or where they do not go round, their rows."""
+    shape = local_tensor(parameter).shape
+    return Shard(1) if shape[0] % ranks and len(shape) > 1 and shape[1] % ranks == 0 else Shard(0)

@@ -45,7 +45,7 @@ def slice_module(
         prefix = f"{slicing.outline.blocks_path}.{number}."
         template = meta_copy(block)
         for name, split in _splits(solution.weights):
-            _replace(block, name, split, tp, replaced)
+            replace_parameter(block, name, split, tp, replaced)
             cuts[prefix + name] = split
         run = SlicedForward(block, template, solution, tp.get_group(), programs.setdefault(kind, {}))
         block.forward = run  # type: ignore[method-assign]
@@ -57,7 +57,7 @@ def slice_module(
             continue
         for name, parameter in list(part.named_parameters(recurse=False)):
             split = Split(0, (parameter.shape[0],))
-            _replace(part, name, split, tp, replaced)
+            replace_parameter(part, name, split, tp, replaced)
             cuts[f"{path}.{name}"] = split
         local = _embed if isinstance(part, nn.Embedding) else _project
         part.forward = _bound(local, part, type(part).forward, tp.get_group())  # type: ignore[method-assign]
@@ -71,7 +71,9 @@ def _splits(placed: dict[str, Placement]) -> Iterator[tuple[str, Split]]:
             yield name, placement
 
 
-def _replace(module: nn.Module, name: str, split: Split, tp: DeviceMesh, replaced: dict[int, nn.Parameter]) -> None:
+def replace_parameter(
+    module: nn.Module, name: str, split: Split, tp: DeviceMesh, replaced: dict[int, nn.Parameter]
+) -> None:
     """Put this rank's part in the place of a parameter; tied parameters stay tied."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
@@ -205,7 +207,7 @@ def _embed(
 ) -> torch.Tensor:
     """Each rank looks up the tokens of its rows; the sum over ranks is the whole embedding."""
     padding = module.padding_idx
-    with _local_weights(module) as rows:
+    with local_weights(module) as rows:
         first = group.rank() * rows
         elsewhere = (ids < first) | (ids >= first + rows)
         try:
@@ -219,12 +221,12 @@ def _embed(
 
 def _project(module: nn.Linear, forward: Callable[..., Any], group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
     """Each rank computes the logits of its rows of the vocabulary; they stay where they are."""
-    with _local_weights(module):
+    with local_weights(module):
         return forward(module, sum_gradient(x, group))
 
 
 @contextmanager
-def _local_weights(module: nn.Module) -> Iterator[int]:
+def local_weights(module: nn.Module) -> Iterator[int]:
     """Within, the module's own parameters are this rank's plain tensors; yields their number of rows."""
     whole = dict(module._parameters)
     rows = 0

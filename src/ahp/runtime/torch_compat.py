@@ -22,6 +22,11 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     return mesh[axes]._flatten(name)
 
 
+def unflatten_axis(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh with several axes, slowest first, in the place of one; the others keep their process groups."""
+    return mesh._unflatten(axis, sizes, names)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, sharing memory; outside autograd. ``to_local`` would make a new view at each call."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -40,7 +45,7 @@ def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor], None]
     gloo has no pre-multiplied sum, which any other divide factor would ask for.
     """
     for group in _parameter_groups(module):
-        if group._reduce_scatter_process_group.size() > 1:
+        if group._reduce_scatter_process_group.size() > 1 or group._is_hsdp:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if on_reduced is not None:
