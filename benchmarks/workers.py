@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,8 +27,9 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
-    "transformers.models.gpt2",
-    "transformers.models.llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "ahp.runtime.checkpoint",
     "ahp.runtime.parallelize",
 ]
 JOIN_TIMEOUT_S = 120
@@ -69,10 +70,12 @@ def _without_place(rank: int, num_workers: int, function: Callable[..., Any], ar
 class Pool:
     """Workers that are started when first needed and kept until ``close``; a new gloo group for each ``run``."""
 
+    PRELOAD: Sequence[str] = PRELOAD
+
     def __init__(self, *, threads: int = 1, timeout_s: float = 300.0) -> None:
         self.threads, self.timeout_s = threads, timeout_s
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOAD)
+        self.context.set_forkserver_preload(list(self.PRELOAD))
         self.workers: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from ahp.cluster.model import Cluster, GroupLink, Link, Measurements
 from ahp.forecast import margins
 from ahp.forecast.memory import fit_probability
 from ahp.forecast.step import price
+from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -27,11 +28,15 @@ def two_kinds() -> Cluster:
     return Cluster(groups=tuple(groups), links=(GroupLink(between=("a", "b"), link=link),))
 
 
-def forecasts():
+@pytest.fixture(scope="module")
+def graph() -> ModelGraph:
+    model = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return analyze(model | {"intermediate_size": 128, "vocab_size": 256}, JOB)
+
+
+def forecasts(graph: ModelGraph):
     """On GPUs of the catalogue, on GPUs and CPU workers that were measured, on two kinds of GPUs, and of a device that is
     nearly full."""
-    model = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    graph = analyze(model | {"intermediate_size": 128, "vocab_size": 256}, JOB)
     layout = Parallelism(data_parallel_replicate_degree=2)
     clusters = (
         make_cluster(per_node=2),
@@ -44,15 +49,15 @@ def forecasts():
 
 
 @pytest.mark.parametrize("name", list(margins.margins()))
-def test_every_margin_enters_a_forecast(name: str) -> None:
-    before = forecasts()
+def test_every_margin_enters_a_forecast(name: str, graph: ModelGraph) -> None:
+    before = forecasts(graph)
     margin = margins.margins()[name]
     assert len(margin.derivation) > 40
     assert margin.unit
     assert margin.meaning
     changed = {**margins.margins(), name: replace(margin, value=1.5 * margin.value)}
     with patch.object(margins, "margins", return_value=changed):
-        assert forecasts() != before
+        assert forecasts(graph) != before
 
 
 def test_a_margin_of_nothing_is_refused() -> None:

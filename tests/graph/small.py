@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -44,6 +45,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mixtral": _GROUPED | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+
+
+IN_FAST = ("llama", "gpt2", "mixtral")
+"""The fast part runs these: grouped keys, packed projections, experts."""
+
+
+def marked(name: str, *more: Any) -> Any:
+    """A case for one of ``CONFIGS``, slow where the fast part leaves it out."""
+    return pytest.param(name, *more, marks=[] if name in IN_FAST else pytest.mark.slow)
 
 
 class Block(nn.Module):

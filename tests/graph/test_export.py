@@ -12,10 +12,10 @@ from ahp.errors import BadInput
 from ahp.graph.export import from_json, to_dot, to_json
 from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
-from tests.graph.small import SEQUENCE, Custom, traced
+from tests.graph.small import SEQUENCE, Custom, marked, traced
 
 
-@pytest.fixture(scope="module", params=["gpt2", "gemma3", "custom"])
+@pytest.fixture(scope="module", params=["gpt2", marked("gemma3"), "custom"])
 def graph(request: pytest.FixtureRequest) -> ModelGraph:
     if request.param == "custom":
         return analyze(Custom(), {"sequence_length": SEQUENCE})

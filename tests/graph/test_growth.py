@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from ahp.errors import BadInput
 from ahp.graph.growth import _Law
 from ahp.graph.trace import analyze
-from tests.graph.small import CONFIGS, SEQUENCE, Plain, traced
+from tests.graph.small import CONFIGS, SEQUENCE, Plain, marked, traced
 
 JOB = {"sequence_length": SEQUENCE}
 
 
-@pytest.mark.parametrize(("name", "base"), [*((name, 1) for name in CONFIGS), ("llama", 2)])
+@pytest.mark.parametrize(("name", "base"), [*(marked(name, 1) for name in CONFIGS), ("llama", 2)])
 def test_at_equals_a_true_trace(name: str, base: int) -> None:
     assert traced(name, batch=base).at(4) == traced(name, batch=4)
 

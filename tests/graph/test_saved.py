@@ -13,7 +13,7 @@ from ahp.graph.fake_run import next_token_loss
 from ahp.graph.models import build_model, is_masked
 from ahp.graph.trace import analyze
 from ahp.job import Job
-from tests.graph.small import CONFIGS, SEQUENCE, VOCABULARY, Custom, traced
+from tests.graph.small import CONFIGS, SEQUENCE, VOCABULARY, Custom, marked, traced
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -47,7 +47,7 @@ def saved(model: Any, precision: str, **more: Any) -> int:
     return sum(part.saved_bytes for part in graph.segments())
 
 
-EVERY_FAMILY = [(name, *way, 2) for name in CONFIGS for way in (("fp32", "flash"), ("bf16", "math"))]
+EVERY_FAMILY = [marked(name, *way, 2) for name in CONFIGS for way in (("fp32", "flash"), ("bf16", "math"))]
 EVERY_WAY = [("llama", *way) for way in product(DTYPES, ("flash", "math"), (1, 3))]
 
 

@@ -13,7 +13,7 @@ from ahp.errors import BadInput
 from ahp.graph.operators import Segment
 from ahp.graph.trace import analyze
 from ahp.job import Job
-from tests.graph.small import CONFIGS, SEQUENCE, VOCABULARY, Block, Custom, Plain, traced
+from tests.graph.small import CONFIGS, SEQUENCE, VOCABULARY, Block, Custom, Plain, marked, traced
 
 JOB = {"sequence_length": SEQUENCE, "precision": "fp32"}
 
@@ -141,7 +141,7 @@ def test_the_job_sets_the_dtype(precision: str, dtype: str) -> None:
     assert loss.outputs[0].dtype == "float32"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [marked(name) for name in CONFIGS])
 def test_one_block_of_a_kind_gives_what_all_blocks_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     short = traced(name)
     ran: list[int] = []

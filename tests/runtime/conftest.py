@@ -31,30 +31,34 @@ def plain_run() -> Callable[..., dict[str, Any]]:
     return cache(reference)
 
 
-COMPARED = pytest.StashKey[dict[tuple[str, str], str]]()
-"""By family and technique: the largest relative difference that its test found, or what went wrong."""
+class Compared:
+    """By family and technique: the largest relative difference that its test found, or what went wrong."""
+
+    def __init__(self, page: Path) -> None:
+        self.page = page
+        self.found: dict[tuple[str, str], str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        facts = dict(report.user_properties)
+        if report.when == "call" and "family" in facts:
+            worst = f"{facts['worst']:.0e}" if "worst" in facts else "does not run"
+            key = str(facts["family"]), str(facts["technique"])
+            self.found[key] = worst if report.passed else f"**{worst}**"
+
+    def pytest_sessionfinish(self) -> None:
+        if not self.found:
+            return
+        from tests.runtime.test_families import TECHNIQUES
+
+        techniques = [name for name in TECHNIQUES if any(name == technique for _, technique in self.found)]
+        rows = [
+            [family, *(self.found.get((family, technique), "") for technique in techniques)]
+            for family in sorted({family for family, _ in self.found})
+        ]
+        write(self.page, "families", table(["family", *techniques], rows))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[COMPARED] = {}
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    report: pytest.TestReport = yield
-    facts = dict(item.user_properties)
-    if report.when == "call" and "family" in facts:
-        worst = f"{facts['worst']:.0e}" if "worst" in facts else "does not run"
-        item.config.stash[COMPARED][facts["family"], facts["technique"]] = worst if report.passed else f"**{worst}**"
-    return report
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    page, found = os.environ.get("AHP_FAMILIES_PAGE"), session.config.stash[COMPARED]
-    if page and found:
-        techniques = list(dict.fromkeys(technique for _, technique in found))
-        rows = [
-            [family, *(found.get((family, technique), "") for technique in techniques)]
-            for family in sorted({family for family, _ in found})
-        ]
-        write(Path(page), "families", table(["family", *techniques], rows))
+    page = os.environ.get("AHP_FAMILIES_PAGE")
+    if page and not hasattr(config, "workerinput"):  # a process that only runs tests reports to the one that writes
+        config.pluginmanager.register(Compared(Path(page)))

@@ -1,5 +1,7 @@
-"""The pool of processes that tests of distributed code share: that of the benchmarks."""
+"""The pool of processes that tests of distributed code share: that of the benchmarks, with what these tests import."""
 
-from benchmarks.workers import Pool
+from benchmarks import workers
 
-__all__ = ["Pool"]
+
+class Pool(workers.Pool):
+    PRELOAD = (*workers.PRELOAD, "tests.runtime.test_families")

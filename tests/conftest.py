@@ -1,0 +1,16 @@
+"""How many processes run the tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.workers import num_cores
+
+MOST_PROCESSES = 4
+"""[Empirical] Each may have eight workers of its own, of some 0.5 GB: on machines of many cores their memory is the limit."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One for each core where all tests run; none beside this one where files or tests are named, which so start at once."""
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    return 0 if named or num_cores() == 1 else min(num_cores(), MOST_PROCESSES)
