@@ -56,12 +56,15 @@ def small(
     batch: int = 8,
     constraints: Any = None,
     memory_bytes: int | None = None,
+    optimizer: str = "adamw",
+    loss_chunk_tokens: int | None = None,
 ) -> Problem:
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if memory_bytes is not None:
         where = with_memory(where, memory_bytes)
-    job = Job(sequence_length=SEQUENCE, global_batch_size=batch)
-    return problem(graph(model), where, job, constraints, {"name": engine})
+    job = Job.model_validate({"sequence_length": SEQUENCE, "global_batch_size": batch, "optimizer": optimizer})
+    choice = {"name": engine, "loss_chunk_tokens": loss_chunk_tokens}
+    return problem(graph(model), where, job, constraints, choice)
 
 
 def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
@@ -84,10 +87,14 @@ def problems(draw: st.DrawFn, clusters: tuple[str, ...] = CLUSTERS, *, constrain
             "data_parallel_replicate_degree": st.just(1),
         }
         given = draw(st.fixed_dictionaries({}, optional=free))
+    engine = draw(st.sampled_from(names()))
+    own = engine == "ahp"  # which alone has them
     return small(
         draw(st.sampled_from(list(MODELS))),
         draw(st.sampled_from(clusters)),
-        engine=draw(st.sampled_from(names())),
+        engine=engine,
+        optimizer=draw(st.sampled_from(["adamw", "muon"] if own else ["adamw"])),
+        loss_chunk_tokens=draw(st.sampled_from([None, 24] if own else [None])),
         batch=draw(st.sampled_from([1, 4, 6, 16])),
         constraints=given,
         memory_bytes=draw(st.sampled_from([None, None, 2_000_000_000, 2_010_000_000, 2_050_000_000])),

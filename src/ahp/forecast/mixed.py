@@ -215,6 +215,11 @@ class MixedPricer:
             self.groups[cell.group].update_s(
                 optimized(replica.span, replica.stages, rank, layout.parallelism), layout.traits
             )
+            + self.groups[cell.group].orthogonal_s(
+                layout.parallelism,
+                layout.traits,
+                self.groups[cell.group].layers_of_rank(layout.parallelism, replica.span, rank),
+            )
             for replica in _distinct(replicas)
             for rank, cell in enumerate(replica.cells)
         )

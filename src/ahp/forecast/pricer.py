@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +37,7 @@ from ahp.forecast.communication import Network, Times, strided_group
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.mesh import pipeline_axis
+from ahp.forecast.muon import Muon
 from ahp.forecast.rules import illegal
 from ahp.forecast.stage import DataParallel, Recompute, StageCost, stage_cost
 from ahp.forecast.units import UnitPricer, Units, axes_of
@@ -100,6 +102,8 @@ class Pricer:
         self.network = Network(self.nodes)
         self.slowest_share = 0.0 if is_cpu(self.nodes.device) else slowest_share(cluster.num_devices)
         self.unit_pricer = UnitPricer(graph, self.nodes, self.network, job.precision)
+        self.muon = Muon(graph, self.unit_pricer.rates, self.network) if job.optimizer.name == "muon" else None
+        """Prices its updates; None where AdamW updates everything."""
         self._ranges: dict[tuple[int, tuple[int, ...] | None, Ends], tuple[range, ...]] = {}
 
     def price(self, parallelism: Parallelism) -> Priced:
@@ -216,10 +220,28 @@ class Pricer:
     def _optimizer_s(
         self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: tuple[StageCost, ...]
     ) -> float:
-        """Norm, clipping and AdamW on the shard of the fullest rank, and the one collective of loss and norm."""
-        shard = max(optimized(span, stages, rank, parallelism) for rank in range(span.p))
+        """Norm, clipping and update on the rank where they take longest, and the one collective of loss and norm."""
+        update_s = max(
+            self.update_s(optimized(span, stages, rank, parallelism), traits)
+            + self.orthogonal_s(parallelism, traits, self.layers_of_rank(parallelism, span, rank))
+            for rank in range(span.p)
+        )
         world = strided_group(parallelism.world_size, 1, self.nodes.devices_per_node)
-        return self.update_s(shard, traits) + self.network.time_s("all_reduce", LOSS_AND_NORM_BYTES, world)
+        return update_s + self.network.time_s("all_reduce", LOSS_AND_NORM_BYTES, world)
+
+    def layers_of_rank(self, parallelism: Parallelism, span: Makespan, rank: int) -> list[int]:
+        """The layers that a pipeline rank holds."""
+        ranges = self.ranges(parallelism)
+        return [layer for stage in own_stages(span, rank) for layer in ranges[stage]]
+
+    def orthogonal_s(self, parallelism: Parallelism, traits: Traits, layers: list[int]) -> float:
+        """What Muon's updates of these layers take beyond an element-wise pass; 0 under AdamW."""
+        if self.muon is None:
+            return 0.0
+        tensor = axes_of(parallelism, self.nodes.devices_per_node).tensor
+        shard, _ = data_groups(parallelism, self.nodes.devices_per_node)
+        count = Counter(self.graph.layers[layer] for layer in layers)
+        return sum(n * self.muon.block_s(kind, tensor, shard, traits) for kind, n in count.items())
 
     def update_s(self, parameters: float, traits: Traits) -> float:
         """Norm, clipping and AdamW of so many parameters on one device."""

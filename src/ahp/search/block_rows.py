@@ -106,7 +106,9 @@ class BlockRows:
         work_s = each * (self.m * (mean.forward + mean.backward) + mean.first_forward)
         work_s = work_s + np.maximum(each * mean.last_backward, drain_s) + self.m * self.stages.ends_s / self.p
         dense = self.stages.parameters - self.stages.experts
-        update_s = self._updating_s(np.array([each * dense.min()]), np.array([each * self.stages.experts.min()]))
+        update_s = self._updating_s(
+            np.array([each * dense.min()]), np.array([each * self.stages.experts.min()]), np.array([each])
+        )
         found = float((before * least.forward + work_s + update_s)[fits].min())
         return (found + self._norm_s + self._tied_s) * self._slowest
 
@@ -147,7 +149,7 @@ class BlockRows:
         layers = max(load.layers for load in loads)
         experts = self.stages.experts.min()
         dense = (self.stages.parameters - self.stages.experts).min()
-        return found + self._updating_s(np.array([layers * dense]), np.array([layers * experts]))
+        return found + self._updating_s(np.array([layers * dense]), np.array([layers * experts]), np.array([layers]))
 
     def _may_fit(self, second: list[SecondRank], most_bytes: float) -> Mask:
         """[J, W, R] Whether the second rank of some pipelines may fit, with the smallest layers that there are."""
@@ -242,13 +244,16 @@ class BlockRows:
         """[J, 1] Clipping and AdamW."""
         own = self._own(virtual, v_shaped)
         blocks, experts = (part[self._cut.of[virtual]][own].sum(axis=1) for part in self._in_stages)
-        return self._updating_s(blocks - experts, experts)
+        layers = self._cut.stages.layers[self._cut.of[virtual]][own].sum(axis=1)
+        return self._updating_s(blocks - experts, experts, layers)
 
-    def _updating_s(self, dense: Floats, experts: Floats) -> Floats:
-        """[J, 1] The same of ranks with so many parameters [p]: of the one that takes longest."""
+    def _updating_s(self, dense: Floats, experts: Floats, layers: Floats) -> Floats:
+        """[J, 1] The same of ranks with so many parameters and layers [p], of the one that takes longest; of Muon, which
+        works on whole matrices, the least that it takes for them."""
         moved = np.array([[self.pricer.optimizer_bytes(traits)] for traits in self.splits.traits])
-        most = self.splits.optimized(dense, experts).max(axis=1, keepdims=True)
-        return most * moved / self.bytes_per_s
+        each_s = 0.0 if self.pricer.muon is None else self.pricer.muon.least_s()
+        taken = self.splits.optimized(dense, experts) * moved / self.bytes_per_s + layers * each_s
+        return taken.max(axis=1, keepdims=True)
 
     @cached_property
     def _in_stages(self) -> tuple[Floats, Floats]:
