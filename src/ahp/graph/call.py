@@ -11,10 +11,13 @@ from ahp.errors import BadInput
 
 
 def model_arguments(module: nn.Module, input_ids: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of ``module`` for token ids [B, S]: nothing else, and no cache of keys."""
-    if hasattr(getattr(module, "config", None), "use_cache") and hasattr(module, "prepare_inputs_for_generation"):
-        return (), {"input_ids": input_ids, "use_cache": False}
-    return (input_ids,), {}
+    """Positional and keyword arguments of ``module`` for token ids [B, S]: nothing else, no cache of keys, and no balance loss of
+    a mixture of experts (the runtime makes it from what the routers say)."""
+    config = getattr(module, "config", None)
+    if not hasattr(config, "use_cache") or not hasattr(module, "prepare_inputs_for_generation"):
+        return (input_ids,), {}
+    no_balance = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
+    return (), {"input_ids": input_ids, "use_cache": False, **no_balance}
 
 
 def call_model(module: nn.Module, input_ids: torch.Tensor) -> Any:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from ahp.runtime.balance import Balance
     from ahp.runtime.chunked_loss import Tail
 
 IGNORED = -100
@@ -34,16 +35,28 @@ class Loss:
     With a ``tail`` it is given hidden states [batch, sequence, hidden] in the place of logits, and makes these in chunks.
     ``total`` is set before each step: the number of scored tokens in the global batch. Every rank's losses then add up
     to the mean, and gradients only ever need summing, whatever the layout.
+
+    With a ``balance`` and where gradients are made, it is given the sums of the balance loss beside the logits.
     """
 
     def __init__(self, *, causal: bool, vocabulary_group: dist.ProcessGroup | None) -> None:
         self.causal, self.vocabulary_group = causal, vocabulary_group
         self.tail: Tail | None = None
         self.total: PendingCount | None = None
+        self.balance: Balance | None = None
+        self.num_micro_batches = 1
+        """Of the global batch, over all replicas: balance losses add up to their mean."""
         self.scale = 1.0
         """What each loss is multiplied by (``ahp.runtime.loss_scale``), so that fp16 holds its gradients."""
 
-    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def __call__(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+        if self.balance is None or not torch.is_grad_enabled():
+            return self._of_tokens(output, labels)
+        output, sums = output
+        balance = self.balance.loss(sums) / self.num_micro_batches * self.scale
+        return self._of_tokens(output, labels) + balance
+
+    def _of_tokens(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         targets = shifted(labels) if self.causal else labels
         return self._share(output, targets) if self.tail is None else self.tail.loss(output, targets, self._share)
 

@@ -21,6 +21,7 @@ from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
 from ahp.plan import Parallelism, Plan, validated
 from ahp.runtime import layout
+from ahp.runtime.balance import Routers, balance_of
 from ahp.runtime.chunked_loss import Tail
 from ahp.runtime.compiled import compile_block, refuse_without_compiler
 from ahp.runtime.deferred import WeightGradients
@@ -57,7 +58,8 @@ class StepResult:
     """What one step gave; the same on every rank."""
 
     loss: float
-    """Mean cross-entropy over the scored tokens of the global batch, before the update."""
+    """Mean cross-entropy over the scored tokens of the global batch, before the update; and the weighted balance loss of a
+    mixture of experts, where the model's config asks for it (docs/runtime.md)."""
     grad_norm: float
     """Global norm of the gradient before clipping."""
     learning_rate: float
@@ -128,6 +130,9 @@ class Parallel:
         if plan.engine.loss_chunk_tokens is not None:
             _refuse_chunks(plan.engine.loss_chunk_tokens, found)
         check_experts(module, found, p.expert_parallel_degree)
+        balance = balance_of(module)
+        if balance is not None:
+            _refuse_balance(plan)
         sliced = _sliced(found, p)
         self.names = Names(module)
         matrices = matrices_of(module, plan.job.optimizer)
@@ -169,6 +174,8 @@ class Parallel:
                 experts = divide_experts(stage.model, found, mesh)
                 named = (f"{path}.{name}" for path, held in experts.items() for name, _ in held.named_parameters())
                 self.experts.update(self.names.of[name] for name in named)
+            if balance is not None:
+                stage.routers = Routers(stage.model, balance)
             for block in layers.values() if plan.engine.compile else ():
                 compile_block(block)
             if p.activation_checkpoint in ("selective", "full"):
@@ -196,6 +203,7 @@ class Parallel:
         )
         vocabulary = bool(sliced and sliced.vocabulary)
         self.loss = Loss(causal=not is_masked(module), vocabulary_group=mesh.group("tp") if vocabulary else None)
+        self.loss.balance = balance
         last = self.stages.get(p.num_stages - 1)
         if plan.engine.loss_chunk_tokens is not None and last is not None:
             assert found is not None
@@ -265,6 +273,13 @@ class Parallel:
         start = (sum(counts[:replica]) * p.data_parallel_shard_degree + counts[replica] * shard) * each
         return range(start, start + counts[replica] * each)
 
+    def _micro_batches(self, num_rows: int) -> int:
+        """Of the global batch, over all replicas and shards, where this rank has so many rows."""
+        p = self.plan.parallelism
+        counts = p.micro_batches_per_replica or (1,) * p.data_parallel_replicate_degree
+        mine = counts[self.mesh.rank("dp_replicate")]
+        return num_rows // p.micro_batch_size * sum(counts) * p.data_parallel_shard_degree // mine
+
     def step(self, part: dict[str, torch.Tensor]) -> StepResult:
         """Forward, backward, clip, update. Collective. Where the gradient is no number, no weight changes.
 
@@ -274,6 +289,7 @@ class Parallel:
         input_ids, labels = self._checked(part)
         scored = count_scored(labels, causal=self.loss.causal)
         self.loss.scale = scale = self.loss_scale.value
+        self.loss.num_micro_batches = self._micro_batches(len(input_ids))
         self.loss.total = PendingCount(scored, self.mesh.data.get_group())
         loss = self.runner.run(input_ids, labels, len(input_ids) // self.plan.parallelism.micro_batch_size)
         self.sharding.finish()
@@ -401,6 +417,18 @@ def _refuse_chunks(tokens: int, found: Outline | None) -> None:
     )
     if reason is not None:
         raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {reason} (valid: null)")
+
+
+def _refuse_balance(plan: Plan) -> None:
+    """The routers' logits are seen where a block runs the model's own modules."""
+    says = "output_router_logits = True: the balance loss"
+    if plan.parallelism.tensor_parallel_degree > 1:
+        raise BadInput(
+            f"{says} does not go with tensor_parallel_degree {plan.parallelism.tensor_parallel_degree} (valid: "
+            "tensor_parallel_degree 1, or output_router_logits false in the model's config)"
+        )
+    if plan.engine.compile:
+        raise BadInput(f"{says} does not go with engine.compile = True (valid: False, or output_router_logits false)")
 
 
 def _sliced(found: Outline | None, p: Parallelism) -> ModelSlicing | None:

@@ -51,7 +51,8 @@ class Pipeline:
         hidden: TensorLike,
         outputs: TensorLike,
     ) -> None:
-        """``hidden``: what passes between stages; ``outputs``: what the last one gives to the loss."""
+        """``hidden``: what passes between stages; ``outputs``: what the last one gives to the loss. Both beside the sums of the
+        balance loss, where there is one."""
         self.stages, self.num_stages, self.loss, self.mesh = stages, num_stages, loss, mesh
         self.kind = get_schedule_class(schedule)
         self.hidden, self.outputs = hidden, outputs
@@ -87,14 +88,15 @@ class Pipeline:
         ids = torch.empty(shape[:2], dtype=torch.int64, device="meta")
         hidden = torch.empty(shape, dtype=self.hidden.dtype, device="meta")
         outputs = torch.empty(self.outputs.shape, dtype=self.outputs.dtype, device="meta")
-        stage = self.stages[index]
+        stage, balance = self.stages[index], self.loss.balance
+        sums = () if balance is None else (balance.nothing(torch.device("meta")),)
         return PipelineStage(
             stage,
             index,
             self.num_stages,
             self.mesh.device,
-            input_args=(ids,) if index == 0 else (hidden.clone().requires_grad_(),),
-            output_args=((outputs if last else hidden).clone().requires_grad_(),),
+            input_args=(ids,) if index == 0 else (hidden.clone().requires_grad_(), *sums),
+            output_args=((outputs if last else hidden).clone().requires_grad_(), *sums),
             group=self.mesh.group("pp"),
             dw_builder=None if stage.later is None else lambda: _weight_gradients(stage),
         )

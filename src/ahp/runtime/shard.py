@@ -66,7 +66,9 @@ class Sharding:
             self._shard_experts(module)
         for module in [*blocks, root]:
             keep_whole = self.zero_stage < 3 or module is root
-            fully_shard(module, mesh=self.fsdp_mesh, mp_policy=self.policy, reshard_after_forward=not keep_whole)
+            # What the root is given is of the right type, but for the fp32 sums of the balance loss.
+            policy = replace(self.policy, cast_forward_inputs=module is not root)
+            fully_shard(module, mesh=self.fsdp_mesh, mp_policy=policy, reshard_after_forward=not keep_whole)
         assert isinstance(root, FSDPModule)
         for module in [*experts, *blocks, root]:
             assert isinstance(module, FSDPModule)

@@ -17,12 +17,16 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.graph.call import call_model, logits_of
 from ahp.graph.outline import Outline, block_input
+from ahp.runtime.balance import Routers
 from ahp.runtime.deferred import Deferring, WeightGradients
 
 
 class Stage(nn.Module):
     """One stage: ``forward(x, input_ids=...)`` takes hidden states (token ids on the first stage) and gives hidden
-    states (logits on the last)."""
+    states (logits on the last).
+
+    With ``routers``, and where gradients are made, it takes and gives the sums of the balance loss beside them.
+    """
 
     def __init__(self, model: nn.Module, receive: Receive | None) -> None:
         super().__init__()
@@ -30,12 +34,21 @@ class Stage(nn.Module):
         self.receive = [receive] if receive is not None else []  # in a list: not a submodule a second time
         self.later: WeightGradients | None = None
         """Where the gradients of weights wait, under a schedule that splits the backward."""
+        self.routers: Routers | None = None
 
     def around(self) -> AbstractContextManager[object]:
         """What the model's forward runs within, also when it runs again for backward."""
         return nullcontext() if self.later is None else Deferring(self.later)
 
-    def forward(self, x: torch.Tensor, *, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *earlier: torch.Tensor, input_ids: torch.Tensor) -> Any:
+        if self.routers is None or not torch.is_grad_enabled():
+            return self._run(x, input_ids)
+        self.routers.begin()
+        output = self._run(x, input_ids)
+        start = earlier[0] if earlier else self.routers.balance.nothing(x.device)
+        return output, self.routers.end(start)
+
+    def _run(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
         if self.receive:
             self.receive[0].value = x
         try:

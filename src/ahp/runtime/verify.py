@@ -6,7 +6,9 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from ahp.graph.models import build_model, is_masked
 from ahp.job import Optimizer
 from ahp.plan import Plan
 from ahp.runtime import rehearsal
+from ahp.runtime.balance import balance_of
 from ahp.runtime.learning_rate import learning_rate
 from ahp.runtime.optimizer import matrices_of
 from ahp.runtime.shard import COMPUTE_DTYPE
@@ -97,11 +100,11 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
         total = 0.0
         size = plan.parallelism.micro_batch_size
         for ids, wanted in zip(data["input_ids"].split(size), targets.split(size), strict=True):
-            logits = _logits(model, ids, COMPUTE_DTYPE[job.precision])
-            loss = (
-                F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=-100, reduction="sum")
-                / scored
+            logits, balance = _outputs(model, ids, COMPUTE_DTYPE[job.precision])
+            of_tokens = F.cross_entropy(
+                logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=-100, reduction="sum"
             )
+            loss = of_tokens / scored + balance * len(ids) / len(targets)
             scaler.scale(loss).backward()
             total += loss.item()
         limit = settings.grad_clip if settings.grad_clip is not None else float("inf")
@@ -140,13 +143,17 @@ def plain_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.
     return found
 
 
-def _logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """With weights cast to ``dtype`` on their way in: fp32 masters receive the gradients."""
-    if dtype is torch.float32:
-        return logits_of(call_model(model, ids))
-    cast = {name: p.to(dtype) for name, p in model.named_parameters()}
-    with with_weights(model, cast):
-        return logits_of(call_model(model, ids))
+def _outputs(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+    """Logits, and the weighted balance loss where the model's config asks for one, as transformers computes it (else 0).
+
+    With weights cast to ``dtype`` on their way in: fp32 masters receive the gradients.
+    """
+    cast = {name: p.to(dtype) for name, p in model.named_parameters()} if dtype is not torch.float32 else {}
+    with with_weights(model, cast) if cast else nullcontext():
+        if (balance := balance_of(model)) is None:
+            return logits_of(call_model(model, ids)), 0.0
+        output = model(input_ids=ids, use_cache=False)
+        return logits_of(output), balance.coefficient * output.aux_loss
 
 
 def _refuse_too_large(plan: Plan) -> None:
