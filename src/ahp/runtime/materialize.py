@@ -1,4 +1,4 @@
-"""Give a model built on the meta device its initial weights: the same ones whatever the plan."""
+"""Memory for a model built on the meta device, and its initial weights: the same ones whatever the plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput
+from ahp.runtime.initial import InitialWeights
 from ahp.runtime.torch_compat import allocate
 
 
@@ -14,38 +15,50 @@ def is_meta(module: nn.Module) -> bool:
 
 
 def materialize(module: nn.Module, *, seed: int) -> None:
-    """Allocate a meta module on the CPU in fp32 and initialise it, in place, from ``seed`` alone.
+    """Allocate a meta module on the CPU and initialise it whole, in place, from ``seed`` alone. See ``initial_weights``."""
+    initial = initial_weights(module, seed=seed)
+    allocate_on(module, torch.device("cpu"))
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, value in initial.values(set(parameters)):
+            parameters[name].copy_(value)
 
-    Every rank makes the whole model and then keeps its part, so each draws the same numbers. A transformers model is
-    initialised by its own rules, another by ``reset_parameters`` of its modules. Raises BadInput when some module has
-    parameters and no way to initialise them.
+
+def initial_weights(module: nn.Module, *, seed: int) -> InitialWeights:
+    """What the parameters of a meta module start from; it gets its buffers (rotary tables, masks), in place, and no more.
+
+    A transformers model is initialised by its own rules, another by ``reset_parameters`` of its modules. Raises BadInput when
+    some module has parameters and no way to initialise them.
     """
-    tied = _tied(module)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if hasattr(module, "_init_weights") and hasattr(module, "config"):
-            module.to_empty(device="cpu")
-            _retie(module, tied)
-            _initialize_hub_model(module)
-        else:
-            _refuse_without_rule(module)
-            module.to_empty(device="cpu")
-            _retie(module, tied)
-            for child in module.modules():
-                if callable(getattr(child, "reset_parameters", None)):
-                    child.reset_parameters()  # type: ignore[operator]
+    _allocate_buffers(module)
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    without = [p for p in module.parameters() if p.is_meta]
+    if not _is_hub_model(module):
+        _refuse_without_rule(module)
+    return InitialWeights(names, without, seed, lambda: _initialize(module))
 
 
 def materialize_buffers(module: nn.Module) -> None:
-    """Give a meta module its buffers (rotary tables, masks), in place; its parameters stay without memory.
+    """Give a meta module its buffers, in place, by the same rules; its parameters stay without memory."""
+    _allocate_buffers(module)
+    _initialize(module)
 
-    They are made by the same rules as in ``materialize``, which write nothing to parameters that have no memory.
-    """
+
+def _allocate_buffers(module: nn.Module) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 child._buffers[name] = torch.empty_like(buffer, device="cpu")
-    if hasattr(module, "_init_weights") and hasattr(module, "config"):
+
+
+def _is_hub_model(module: nn.Module) -> bool:
+    return hasattr(module, "_init_weights") and hasattr(module, "config")
+
+
+def _initialize(module: nn.Module) -> None:
+    if _is_hub_model(module):
         _initialize_hub_model(module)
         return
     for child in module.modules():

@@ -26,10 +26,11 @@ from ahp.runtime.chunked_loss import Tail
 from ahp.runtime.compiled import compile_block, refuse_without_compiler
 from ahp.runtime.deferred import WeightGradients
 from ahp.runtime.experts import check_experts, divide_experts
+from ahp.runtime.initial import fill_initial
 from ahp.runtime.learning_rate import learning_rate
 from ahp.runtime.loss import Loss, PendingCount, count_scored
 from ahp.runtime.loss_scale import LossScale
-from ahp.runtime.materialize import allocate_on, is_meta, materialize, materialize_buffers
+from ahp.runtime.materialize import allocate_on, initial_weights, is_meta, materialize_buffers
 from ahp.runtime.mesh import Mesh, build_mesh
 from ahp.runtime.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
 from ahp.runtime.offload import refuse_without_host
@@ -138,13 +139,13 @@ class Parallel:
         matrices = matrices_of(module, plan.job.optimizer)
         given = Pretrained(plan.init_from) if plan.init_from is not None else None
         stored = given.check(module) if given is not None else {}
-        streamed = given is not None and is_meta(module)
+        streamed = is_meta(module)
         """Whether parameters get memory only once they are cut, so that no rank ever holds the whole model."""
-        if streamed:
+        initial = None
+        if streamed and given is not None:
             materialize_buffers(module)
-        elif is_meta(module):
-            materialize(module, seed=plan.job.seed)
-            self.names = Names(module)
+        elif streamed:
+            initial = initial_weights(module, seed=plan.job.seed)
         dtype = COMPUTE_DTYPE[plan.job.precision]
         if p.num_stages == 1:
             cuts = [Stage(module, None)]
@@ -193,6 +194,8 @@ class Parallel:
         if given is not None:
             fill(self, given, stored)
             self.bytes_read = given.bytes_read
+        elif initial is not None:
+            fill_initial(self, initial)
         self.optimizer = ShardedOptimizer(
             self.parameters,
             plan.job.optimizer,

@@ -1,0 +1,184 @@
+"""From the launch of two workers to the end of their first step: AHP beside plain PyTorch and other engines, in turns.
+
+    python benchmarks/startup.py                       plain PyTorch: replicas, and ZeRO-3
+    python benchmarks/startup.py --engines             DeepSpeed and Accelerate (benchmarks/rivals says how to install)
+    python benchmarks/startup.py --quick               a smoke run
+
+Every side is the same script under torchrun: it imports what it needs, builds the same model, splits it and takes one step on
+the same batch. The ratio is the other side's seconds over AHP's: 1 or more means that AHP is there first. Sides whose first
+loss or gradient norm differ are refused. stdout: the table; stderr: progress.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from machine import machine
+from page import require, table, write
+from side_by_side import NUM_WORKERS, TOLERANCE, Layout, UnlikeThings, engine_layouts, interval, layouts, ours, rival
+from task import MODELS, Task
+from workers import threads_each
+
+MARKER = "startup"
+PLAIN, ENGINES = ("ddp", "zero3"), ("accelerate-ddp", "deepspeed-zero1", "deepspeed-zero3")
+SIDES = ("plain", "ahp")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One launch: seconds from it until the worker has imported torch, until the model is split, until the first step is done."""
+
+    imported_s: float
+    ready_s: float
+    stepped_s: float
+    loss: float
+    grad_norm: float
+
+
+def work(side: str, layout: Layout, task: Task, launched_at_s: float) -> None:
+    """In each worker: everything that a training script does until its first step is done."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads_each(NUM_WORKERS))
+    dist.init_process_group("gloo")
+    imported_s = time.time() - launched_at_s
+    step = ours(layout, task, 1) if side == "ahp" else rival(layout, task)
+    ready_s = time.time() - launched_at_s
+    loss, norm = step(task.batch(0))
+    stepped_s = time.time() - launched_at_s
+    if dist.get_rank() == 0:
+        print(json.dumps(asdict(Start(imported_s, ready_s, stepped_s, loss, norm))), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(side: str, layout: Layout, task: Task) -> Start:
+    """Start the workers of one side and wait for them."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS}", __file__,
+        "--worker", side, "--only", layout.name, "--model", task.model, "--sequence-length", str(task.sequence_length),
+        "--batch-size", str(task.global_batch_size), "--launched-at", repr(time.time()),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    if result.returncode or not lines:
+        raise RuntimeError(f"{layout.name}, {side}: {result.stderr[-2000:]}")
+    return Start(**json.loads(lines[-1]))
+
+
+def measure(layout: Layout, task: Task, rounds: int) -> dict[str, list[Start]]:
+    """Both sides in turns, after one start of each that fills the caches of files."""
+    found: dict[str, list[Start]] = {side: [] for side in SIDES}
+    for number in range(rounds + 1):
+        for side in SIDES if number % 2 else SIDES[::-1]:  # a drift favours neither
+            start = launch(side, layout, task)
+            if number:
+                found[side].append(start)
+    return found
+
+
+def row(layout: Layout, found: dict[str, list[Start]]) -> dict[str, Any]:
+    """Figures of a layout. Raises UnlikeThings where the first steps differ."""
+    for what in ("loss", "grad_norm"):
+        plain, own = (getattr(found[side][0], what) for side in SIDES)
+        if not abs(plain - own) <= TOLERANCE[layout.precision] * abs(plain):
+            raise UnlikeThings(
+                f"{layout.name}: {what} of the first step is {plain} and {own}: not the same computation"
+            )
+    times = {side: [start.stepped_s for start in found[side]] for side in SIDES}
+    low, high = interval(times["plain"], times["ahp"])
+    medians = {
+        f"{side}_{what}": statistics.median(getattr(start, what) for start in found[side])
+        for side in SIDES
+        for what in ("imported_s", "ready_s", "stepped_s")
+    }
+    ratio = medians["plain_stepped_s"] / medians["ahp_stepped_s"]
+    return {"layout": layout.name, **medians, "ratio": ratio, "ratio_low": low, "ratio_high": high}
+
+
+def markdown(rows: list[dict[str, Any]], task: Task, rounds: int, where: str, command: str) -> str:
+    """The table with what it was measured on."""
+    head = [
+        "layout",
+        "other side, s",
+        "AHP, s",
+        "other / AHP",
+        "90 % interval",
+        "other: torch there, split",
+        "AHP: torch there, split",
+    ]
+    cells = [
+        [r["layout"], f"{r['plain_stepped_s']:.2f}", f"{r['ahp_stepped_s']:.2f}", f"{r['ratio']:.3f}",
+         f"{r['ratio_low']:.3f} to {r['ratio_high']:.3f}",
+         *(f"{r[f'{side}_imported_s']:.2f}, {r[f'{side}_ready_s']:.2f}" for side in SIDES)]
+        for r in rows
+    ]  # fmt: skip
+    about = (
+        f"Seconds from the launch of {NUM_WORKERS} workers to the end of their first step; LLaMA {task.model!r}, "
+        f"{task.global_batch_size} sequences of {task.sequence_length} tokens; medians of {rounds} launches of each side, in turns."
+    )
+    return f"`{command}`\n\n{about}\n\n{where}\n\n{table(head, cells)}\n"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [layout.name for layout in (*layouts(), *engine_layouts())]
+    parser.add_argument("--engines", action="store_true", help="beside other engines instead of plain PyTorch")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"layouts: {', '.join(names)}")
+    parser.add_argument("--model", choices=list(MODELS), default="tiny", help="size of the LLaMA (default: tiny)")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens (default: 256)")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences of the global batch (default: 8)")
+    parser.add_argument("--rounds", type=int, default=7, help="launches of each side (default: 7)")
+    parser.add_argument("--quick", action="store_true", help="smallest model, one launch: do the sides start alike")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="also write the table between PAGE's markers")
+    parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--launched-at", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error("--rounds: at least 1")
+    if arguments.quick:
+        arguments.rounds, arguments.model, arguments.sequence_length = 1, "small", 64
+    if arguments.markdown:
+        require(arguments.markdown, MARKER)
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    task = Task(
+        model=arguments.model, sequence_length=arguments.sequence_length, global_batch_size=arguments.batch_size
+    )
+    by_name = {layout.name: layout for layout in (*layouts(), *engine_layouts())}
+    wanted = [by_name[name] for name in arguments.only or (ENGINES if arguments.engines else PLAIN)]
+    if arguments.worker:
+        work(arguments.worker, wanted[0], task, arguments.launched_at)
+        return 0
+    where = machine(NUM_WORKERS)
+    print(where.words(), file=sys.stderr)
+    rows = []
+    for layout in wanted:
+        rows.append(row(layout, measure(layout, task, arguments.rounds)))
+        print(f"{layout.name:<18} {rows[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
+    command = f"python benchmarks/startup.py {' '.join(sys.argv[1:])}".strip()
+    text = markdown(rows, task, arguments.rounds, where.words(), command)
+    if arguments.markdown:
+        write(arguments.markdown, MARKER, text)
+    print(
+        json.dumps({"machine": where.plain(), "task": asdict(task), "rows": rows}, indent=2) if arguments.json else text
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
