@@ -3,6 +3,7 @@
 import pytest
 
 from ahp.forecast.rules import illegal
+from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -86,3 +87,19 @@ def test_each_engine_has_its_own_rules(hand_graph):
     assert reason(hand_graph, split, cluster=cluster, engine=EngineChoice(name="megatron")) is None
     refused = reason(hand_graph, split, cluster=cluster, engine=EngineChoice(name="deepspeed"))
     assert "enable_sequence_parallel" in str(refused)
+
+
+def test_experts_that_no_grouped_product_shows_are_not_shared():
+    keys = {"model_type": "llama4_text", "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64}
+    keys |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "vocab_size": 64,
+    }
+    job = Job(sequence_length=16, global_batch_size=4, precision="bf16")
+    layout = Parallelism(data_parallel_shard_degree=2, expert_parallel_degree=2)
+    reason = illegal(analyze(keys, job), make_cluster(per_node=2), job, layout, EngineChoice())
+    assert reason is not None
+    assert reason.startswith("expert_parallel_degree = 2: no block of the model multiplies tokens with stacked experts")

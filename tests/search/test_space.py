@@ -143,3 +143,14 @@ def test_a_large_table_is_counted_not_written_out() -> None:
 def test_divisors() -> None:
     assert [divisors(n) for n in (1, 7, 12)] == [[1], [1, 7], [1, 2, 3, 4, 6, 12]]
     assert divisors(16384) == [2**k for k in range(15)]
+
+
+def test_the_native_engine_shares_experts_among_ranks_that_shard() -> None:
+    space = build(small("experts", "4xH100-SXM-80GB", batch=8))
+    degrees = {layout.expert_parallel_degree: layout for layout in space if layout.expert_parallel_degree > 1}
+    assert set(degrees) == {2, 4}
+    for layout in space:
+        assert layout.data_parallel_shard_degree % layout.expert_parallel_degree == 0
+    given = small("experts", "4xH100-SXM-80GB", batch=8, constraints=Constraints(expert_parallel_degree=4))
+    given.check()
+    assert {layout.data_parallel_shard_degree for layout in build(given)} == {4}

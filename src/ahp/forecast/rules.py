@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.errors import AhpError, nearest
+from ahp.forecast.division import expert_parameters
 from ahp.forecast.mixed_rules import illegal_placement
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -159,6 +160,9 @@ def experts(graph: ModelGraph, parallelism: Parallelism) -> str | None:
     if ranks % degree:
         rule = f"does not divide the {ranks} ranks of the data and context axes, which share the experts"
         return _broken("expert_parallel_degree", degree, rule, [d for d in _divisors(ranks) if experts % d == 0])
+    if not any(map(expert_parameters, graph.blocks)):
+        rule = "no block of the model multiplies tokens with stacked experts chosen for them, which ranks could share"
+        return _broken("expert_parallel_degree", degree, rule, [1])
     return None
 
 

@@ -103,17 +103,19 @@ class _BlockNeeds:
 
     def needs_bytes(self, block: int, splits: Splits) -> float:
         of = self.space.blocks
-        context, pipeline, data = (int(column[block]) for column in (of.context, of.pipeline, of.data))
+        context, pipeline, data, expert = (
+            int(column[block]) for column in (of.context, of.pipeline, of.data, of.expert)
+        )
         m = int(of.micro_batches[block])
         cut = context * (int(of.tensor[block]) if of.sequence_parallel[block] else 1)
         kept = self._kept * int(of.micro_batch[block]) / self.graph.micro_batch_size / cut
-        states, gradients = self._states(splits, int(of.tensor[block]), int(of.expert[block]), m)
-        in_flight = self._in_flight(data, pipeline, m)
+        states, gradients = self._states(splits, int(of.tensor[block]), expert, m)
+        in_flight = self._in_flight(data, expert, pipeline, m)
         each = states[..., None] + np.maximum(in_flight * kept - gradients[..., None], 0.0)
         return float(splits.device_bytes(fullest_of_any_cut(each, self.graph.num_layers)).min())
 
-    def _fewest_in_flight(self, data: int, pipeline: int, m: int) -> Ints:
-        return fewest_in_flight(self.space.legal_rows(data, pipeline, m).pipes, pipeline, m)
+    def _fewest_in_flight(self, data: int, expert: int, pipeline: int, m: int) -> Ints:
+        return fewest_in_flight(self.space.legal_rows(data, expert, pipeline, m).pipes, pipeline, m)
 
     def _state_bytes(self, splits: Splits, tensor: int, expert: int, m: int) -> tuple[Floats, Floats]:
         """[J, 1] Bytes of the states that each split leaves of a layer at least, and of them the gradients at m = 1."""

@@ -81,6 +81,17 @@ class Problem:
         """Why the engine cannot express a layout, or None."""
         return get(self.engine.name).refuses(self.job, parallelism, self.engine)
 
+    def refused_experts(self, degree: int, **keys: Any) -> str | None:
+        """Why the engine cannot share experts among so many ranks, however they share other weights; or None."""
+        return self.refused(self._sharing_experts({**keys, "expert_parallel_degree": degree}))
+
+    def _sharing_experts(self, keys: Mapping[str, Any]) -> Parallelism:
+        """A layout with these keys, and of those one that the engine can express, if it can any: to some, ranks that share
+        experts share other weights too."""
+        degrees = dict.fromkeys((1, keys.get("expert_parallel_degree", 1)))
+        layouts = [Parallelism(**keys, data_parallel_shard_degree=shard) for shard in degrees]
+        return next((layout for layout in layouts if not self.refused(layout)), layouts[0])
+
     def check(self) -> None:
         """Raise when no layout at all can run, whatever is searched.
 
@@ -97,7 +108,7 @@ class Problem:
         if "mesh_order" in given:
             rule = "the search numbers ranks in the usual order; a plan.yaml may have another"
             raise bad_input("parallelism.mesh_order", list(given["mesh_order"]), rule, [None])
-        layout = Parallelism(**{key: given[key] for key in (*alone, *degrees) if key in given})
+        layout = self._sharing_experts({key: given[key] for key in (*alone, *degrees) if key in given})
         if reason := self.refused(layout):
             raise NotExpressible(reason)
         reasons = []

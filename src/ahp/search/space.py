@@ -128,11 +128,11 @@ class Space:
     def rows(self, block: int) -> Rows:
         """The legal rows of one block."""
         of, at = self.blocks, block
-        return self.legal_rows(int(of.data[at]), int(of.pipeline[at]), int(of.micro_batches[at]))
+        return self.legal_rows(int(of.data[at]), int(of.expert[at]), int(of.pipeline[at]), int(of.micro_batches[at]))
 
-    def legal_rows(self, data: int, pipeline: int, micro_batches: int) -> Rows:
-        """The legal rows of every block with so many replicas, pipeline ranks and micro-batches."""
-        return self._choices.legal_rows(data, pipeline, micro_batches)
+    def legal_rows(self, data: int, expert: int, pipeline: int, micro_batches: int) -> Rows:
+        """The legal rows of every block with so many replicas, expert ranks, pipeline ranks and micro-batches."""
+        return self._choices.legal_rows(data, expert, pipeline, micro_batches)
 
     def layout(self, block: int, row: int) -> Parallelism:
         """One row of one block as a layout."""
@@ -276,9 +276,9 @@ class _Choices:
         kept = [pipe for pipe in found if name in (None, pipe.schedule) and virtual in (None, pipe.virtual)]
         return tuple(kept) or (Pipe(name or "1F1B", virtual or 1),)
 
-    def _legal_rows(self, data: int, pipeline: int, micro_batches: int) -> Rows:
+    def _legal_rows(self, data: int, expert: int, pipeline: int, micro_batches: int) -> Rows:
         return Rows(
-            tuple(split for split in self.splits(data) if not self.bad_split(split, pipeline)),
+            tuple(split for split in self.splits(data) if not self.bad_split(split, expert, pipeline)),
             tuple(pipe for pipe in self.pipes(pipeline) if not self.bad_pipe(pipe, pipeline, micro_batches)),
             tuple(kind for kind in self.recompute if not self.refused(activation_checkpoint=kind)),
         )
@@ -287,11 +287,21 @@ class _Choices:
         """Why the engine cannot run a layout with these keys, whatever the others are."""
         return self.asked.refused(Parallelism(**keys))
 
-    def _bad_split(self, split: Split, pipeline: int) -> str | None:
+    def refused_experts(self, expert: int, tensor: int) -> str | None:
+        """Why the engine cannot share experts among so many ranks, whatever else they share."""
+        if self.refused(tensor_parallel_degree=tensor):
+            tensor = 1
+        return self.asked.refused_experts(expert, tensor_parallel_degree=tensor)
+
+    def _bad_split(self, split: Split, expert: int, pipeline: int) -> str | None:
         keys = {"data_parallel_replicate_degree": split.replicate, "data_parallel_shard_degree": split.shard}
         if self.refused(pipeline_parallel_degree=pipeline):
             pipeline = 1
-        return self.refused(**keys, zero_stage=split.zero, pipeline_parallel_degree=pipeline)
+        if self.refused_experts(expert, 1):
+            expert = 1
+        return self.refused(
+            **keys, zero_stage=split.zero, expert_parallel_degree=expert, pipeline_parallel_degree=pipeline
+        )
 
     def refused_pipe(self, pipe: Pipe, pipeline: int) -> str | None:
         """Why the engine cannot run a schedule."""
@@ -385,14 +395,14 @@ class _Counted:
         self._of_mesh("context", lambda layout: rules.sequence(graph, layout), "context_parallel_degree")
         ranks = ("data_parallel_replicate_degree", "context_parallel_degree")
         self._of_mesh("experts", lambda layout: rules.experts(graph, layout), "expert_parallel_degree", *ranks)
-        alone = (
-            "tensor_parallel_degree",
-            "context_parallel_degree",
-            "expert_parallel_degree",
-            "pipeline_parallel_degree",
-        )
-        for key in alone:
+        for key in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
             self._of_mesh(f"engine: {key}", asked.refused, key)
+        self._of_mesh(
+            "engine: expert_parallel_degree",
+            lambda layout: self.choices.refused_experts(layout.expert_parallel_degree, layout.tensor_parallel_degree),
+            "expert_parallel_degree",
+            "tensor_parallel_degree",
+        )
         tensor_too = ("tensor_parallel_degree", "enable_sequence_parallel")
         self._of_mesh("engine: enable_sequence_parallel", self._refused_with_sequence, *tensor_too)
         splits, pipes, recompute = self._good_splits(), self._good_pipes(), self._good_recompute()
@@ -432,16 +442,16 @@ class _Counted:
     def _good_splits(self) -> Ints:
         """[M] Splits that the engine can express."""
         found = {}
-        weight: dict[tuple[int, int], int] = {}
+        weight: dict[tuple[int, int, int], int] = {}
         for mesh, pipes in zip(self.meshes, self.num_pipes, strict=True):
-            key = mesh[5], mesh[2]
+            key = mesh[5], mesh[3], mesh[2]
             weight[key] = weight.get(key, 0) + int(pipes) * self.num_recompute * self.micro_batches.shape[1]
-        for (data, pipeline), rows in weight.items():
-            reasons = [self.choices.bad_split(split, pipeline) for split in self.choices.splits(data)]
-            found[data, pipeline] = reasons.count(None)
+        for (data, expert, pipeline), rows in weight.items():
+            reasons = [self.choices.bad_split(split, expert, pipeline) for split in self.choices.splits(data)]
+            found[data, expert, pipeline] = reasons.count(None)
             for text in filter(None, reasons):
                 self._count(f"engine: {text.split(' = ')[0]}", text, rows)
-        return np.array([found[mesh[5], mesh[2]] for mesh in self.meshes])
+        return np.array([found[mesh[5], mesh[3], mesh[2]] for mesh in self.meshes])
 
     def _good_pipes(self) -> Ints:
         """[M, K] Ways to run the pipeline that the engine can express, the layers allow and the micro-batches suit."""
