@@ -20,7 +20,7 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The scripts' own folder, where python puts it when one of them is started."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("side_by_side", "predicted", "workers", "machine", "page", "task"):
+    for name in ("side_by_side", "startup", "predicted", "workers", "machine", "page", "task"):
         sys.modules.pop(name, None)
 
 
@@ -40,6 +40,28 @@ def test_side_by_side_compares_like_with_like() -> None:
     for row in found["rows"]:
         assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
         assert row["ratio"] == pytest.approx(row["plain_s"] / row["ahp_s"])
+
+
+@pytest.mark.slow
+def test_start_up_is_that_of_the_same_first_step() -> None:
+    (row,) = run("startup.py", "--only", "ddp")["rows"]
+    for side in ("plain", "ahp"):
+        assert 0 < row[f"{side}_imported_s"] < row[f"{side}_ready_s"] < row[f"{side}_stepped_s"]
+    assert row["ratio"] == pytest.approx(row["plain_stepped_s"] / row["ahp_stepped_s"])
+
+
+@pytest.mark.usefixtures("on_path")
+def test_starts_of_unlike_steps_are_refused() -> None:
+    import side_by_side
+    import startup
+
+    layout = side_by_side.layouts()[0]
+    one = startup.Start(imported_s=1.0, ready_s=2.0, stepped_s=3.0, loss=8.3, grad_norm=1.0)
+    slower = startup.Start(imported_s=1.0, ready_s=2.0, stepped_s=6.0, loss=8.3, grad_norm=1.0)
+    other = startup.Start(imported_s=1.0, ready_s=2.0, stepped_s=3.0, loss=8.3, grad_norm=2.0)
+    assert startup.row(layout, {"plain": [slower, slower], "ahp": [one, one]})["ratio"] == 2.0
+    with pytest.raises(side_by_side.UnlikeThings, match="grad_norm of the first step"):
+        startup.row(layout, {"plain": [one], "ahp": [other]})
 
 
 @pytest.mark.slow
