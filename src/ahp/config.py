@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ahp.errors import BadInput, bad_input
 from ahp.job import Job, Record
-from ahp.plan import ActivationCheckpoint, Axis, Parallelism, ScheduleName, StagePlace, validated
+from ahp.plan import ActivationCheckpoint, Axis, ContextMethod, Parallelism, ScheduleName, StagePlace, validated
 
 Tracker = Literal["tensorboard", "wandb"]
 
@@ -32,6 +32,7 @@ class Constraints(Record):
     stages: tuple[StagePlace, ...] | None = None
     micro_batches_per_replica: tuple[int, ...] | None = None
     context_parallel_degree: int | None = Field(default=None, ge=1)
+    context_parallel_method: ContextMethod | None = None
     expert_parallel_degree: int | None = Field(default=None, ge=1)
     micro_batch_size: int | None = Field(default=None, ge=1)
     activation_checkpoint: ActivationCheckpoint | None = None
@@ -141,6 +142,7 @@ HELP: dict[str, str] = {
     "group may name one for each replica",
     "parallelism.micro_batches_per_replica": "micro-batches of one step for each replica of the pipeline, such as [3, 1]",
     "parallelism.context_parallel_degree": "devices that share one sequence",
+    "parallelism.context_parallel_method": "how they compute attention: ring (keys and values go round) or all-to-all (each some heads)",
     "parallelism.expert_parallel_degree": "devices that share the experts",
     "parallelism.micro_batch_size": "sequences that one replica computes at a time",
     "parallelism.activation_checkpoint": "what is recomputed in backward: none, selective, full, auto",

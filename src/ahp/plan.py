@@ -19,6 +19,7 @@ Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes in their usual order, outermost first: neighbouring ranks differ in ``tp``, because it sends the most."""
+ContextMethod = Literal["ring", "all-to-all"]
 
 PLAN_SCHEMA_VERSION = 1
 
@@ -61,6 +62,9 @@ class Parallelism(Record):
     micro_batches_per_replica: tuple[int, ...] | None = None
     """Micro-batches of one step for each replica, data_parallel_replicate_degree of them; None = as many for each."""
     context_parallel_degree: int = Field(default=1, ge=1)
+    context_parallel_method: ContextMethod | None = None
+    """How the ranks that share a sequence compute attention. ring: keys and values go round. all-to-all: each has some heads of
+    the whole sequence. None = chosen: by the search what is faster, by the runtime all-to-all where the heads divide."""
     expert_parallel_degree: int = Field(default=1, ge=1)
     micro_batch_size: int = Field(default=1, ge=1)
     """Sequences that one replica computes at a time."""
@@ -99,6 +103,10 @@ class Parallelism(Record):
             raise ValueError(
                 f"data_parallel_shard_degree = {self.data_parallel_shard_degree}: zero_stage 0 shards nothing; "
                 "use data_parallel_replicate_degree, or zero_stage 1, 2 or 3"
+            )
+        if self.context_parallel_method is not None and self.context_parallel_degree == 1:
+            raise ValueError(
+                f"context_parallel_method = {self.context_parallel_method!r}: needs a context_parallel_degree above 1 (valid: null)"
             )
         if self.layers_per_stage is not None:
             if len(self.layers_per_stage) != self.num_stages:
@@ -203,6 +211,16 @@ class Parallelism(Record):
         return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
 
     @property
+    def weight_shards(self) -> int:
+        """Ranks over which ZeRO divides: those of the context axis hold the same weights and count as well."""
+        return 1 if self.zero_stage == 0 else self.data_parallel_shard_degree * self.context_parallel_degree
+
+    @property
+    def weight_replicas(self) -> int:
+        """Ranks that hold the same part of the weights, or all of them."""
+        return self.data_parallel_degree * self.context_parallel_degree // self.weight_shards
+
+    @property
     def world_size(self) -> int:
         return (
             self.data_parallel_degree
@@ -242,7 +260,8 @@ class Parallelism(Record):
             virtual = f"x{self.virtual_stages_per_rank}" if self.virtual_stages_per_rank > 1 else ""
             words.append(f"pp{self.pipeline_parallel_degree}{virtual}({self.pipeline_parallel_schedule})")
         if self.context_parallel_degree > 1:
-            words.append(f"cp{self.context_parallel_degree}")
+            method = "" if self.context_parallel_method is None else f"({self.context_parallel_method})"
+            words.append(f"cp{self.context_parallel_degree}{method}")
         if self.expert_parallel_degree > 1:
             words.append(f"ep{self.expert_parallel_degree}")
         words.append(f"mb{self.micro_batch_size}")

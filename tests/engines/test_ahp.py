@@ -11,7 +11,8 @@ from ahp.schedule.patterns import SCHEDULES
 @pytest.mark.parametrize(
     ("parallelism", "job", "choice", "key"),
     [
-        ({"context_parallel_degree": 2}, {}, {}, "context_parallel_degree = 2"),
+        ({"context_parallel_degree": 2}, {}, {"compile": True}, "context_parallel_degree = 2"),
+        ({"context_parallel_degree": 2}, {}, {"attention": "math"}, "attention = 'math'"),
         ({"expert_parallel_degree": 4}, {}, {}, "expert_parallel_degree = 4"),
         ({"expert_parallel_degree": 4, "data_parallel_shard_degree": 2}, {}, {}, "expert_parallel_degree = 4"),
         (
@@ -57,10 +58,16 @@ def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
         data_parallel_shard_degree=2,
         tensor_parallel_degree=2,
         enable_sequence_parallel=True,
+        context_parallel_degree=2,
         activation_checkpoint=recompute,
     )
     experts = parallelism.model_copy(
-        update={"expert_parallel_degree": 2, "tensor_parallel_degree": 1, "enable_sequence_parallel": False}
+        update={
+            "expert_parallel_degree": 2,
+            "tensor_parallel_degree": 1,
+            "enable_sequence_parallel": False,
+            "context_parallel_degree": 1,
+        }
     )
     for layout in (parallelism, experts):
         assert AhpEngine().refuses(Job(precision=precision), layout, EngineChoice()) is None

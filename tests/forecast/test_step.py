@@ -204,9 +204,9 @@ def test_simulate_refuses_by_key(tiny, change, words):
 
 
 def test_simulate_refuses_what_the_engine_cannot_run(tiny):
-    context = {**PLAIN, "parallelism": {"context_parallel_degree": 2}}
-    with pytest.raises(NotExpressible, match="context_parallel_degree = 2"):
-        simulate(model=tiny, **context)
+    expert = {**PLAIN, "parallelism": {"expert_parallel_degree": 2}}
+    with pytest.raises(NotExpressible, match="expert_parallel_degree = 2"):
+        simulate(model=tiny, **expert)
     assert simulate(model=tiny, engine={"name": "megatron"}, **PLAIN).step_time_s > 0
 
 

@@ -33,7 +33,7 @@ IN_PARTS = {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}
         (2, {"data_parallel_replicate_degree": 2, "micro_batch_size": 3}, {}, "BadInput", "global_batch_size 8"),
         (2, {"pipeline_parallel_degree": 2, "layers_per_stage": (2, 2)}, {}, "BadInput", "layers_per_stage"),
         (1, {}, {"precision": "fp8"}, "NotExpressible", "precision"),
-        (2, {"context_parallel_degree": 2}, {}, "NotExpressible", "context_parallel_degree"),
+        (2, {"context_parallel_degree": 2}, {"sequence_length": 18}, "BadInput", "context_parallel_degree"),
         (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}, {}, "BadInput", "valid: 2"),
         (1, {"enable_sequence_parallel": True}, {}, "NotExpressible", "tensor_parallel_degree above 1"),
         (2, IN_PARTS, {"sequence_length": 15}, "BadInput", "does not divide sequence_length 15"),

@@ -86,11 +86,12 @@ def sums(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 def every_alike(asked: Problem) -> Iterator[Alike]:
     """What the ahp engine can give all cells, written out without the search's own rules."""
     fixed = asked.constraints.given
-    for tensor, sequence, shard, size, kind in product(
-        [1, 2, 4], [False, True], [1, 2, 3, 4], divisors(asked.job.global_batch_size), ["none", "full"]
+    shared = [(1, None), (2, "ring"), (2, "all-to-all")]
+    for tensor, sequence, shard, size, kind, (context, method) in product(
+        [1, 2, 4], [False, True], [1, 2, 3, 4], divisors(asked.job.global_batch_size), ["none", "full"], shared
     ):
         for zero in [1, 2, 3] if shard > 1 else [0]:
-            alike = Alike(tensor, sequence, 1, 1, size, shard, zero, kind)
+            alike = Alike(tensor, sequence, context, 1, size, shard, zero, kind, method)  # type: ignore[arg-type]
             layout = layout_of(alike, 1)
             if all(getattr(layout, key) == value for key, value in fixed.items()):
                 yield alike

@@ -103,7 +103,7 @@ def test_one_device() -> None:
         ("7xH100-SXM-80GB", 16, 6),
         ("3x4xH100-SXM-80GB", 16, 12),
         ("13xH100-SXM-80GB", 1, 12),
-        ("64x8xH100-SXM-80GB", 1, 16),
+        ("64x8xH100-SXM-80GB", 1, 512),
     ],
 )
 def test_devices_that_nothing_can_use_are_left_and_told(cluster: str, batch: int, used: int) -> None:
@@ -150,7 +150,7 @@ def test_a_graph_of_another_job_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "engine", "told"),
     [
-        ({"context_parallel_degree": 2}, {}, r"context_parallel_degree = 2"),
+        ({"context_parallel_degree": 2}, {"compile": True}, r"context_parallel_degree = 2"),
         ({"expert_parallel_degree": 2}, {"name": "accelerate"}, "accelerate"),
         ({"expert_parallel_degree": 2}, {"compile": True}, r"expert_parallel_degree = 2"),
         ({"tensor_parallel_degree": 2}, {"compile": True}, r"compile = True"),

@@ -61,6 +61,15 @@ def test_a_row_is_what_its_block_says(asked: Problem, data: st.DataObject) -> No
     assert reason(asked, layout) is None
 
 
+def test_a_method_is_of_layouts_that_share_sequences() -> None:
+    found = list(build(small(cluster="4xH100-SXM-80GB", constraints={"context_parallel_method": "all-to-all"})))
+    assert {(x.context_parallel_degree, x.context_parallel_method) for x in found} == {
+        (2, "all-to-all"),
+        (4, "all-to-all"),
+    }
+    assert max(x.context_parallel_degree * x.tensor_parallel_degree for x in found) == 4  # of 4 heads
+
+
 def test_rules_count_the_rows_that_break_them() -> None:
     asked = small("llama", "8xH100-SXM-80GB", batch=12)
     rules, combinations = {rule.name: rule for rule in build(asked).rules}, everything(asked)
@@ -68,11 +77,9 @@ def test_rules_count_the_rows_that_break_them() -> None:
         "tensor": sum(x.tensor_parallel_degree > 2 for x in combinations),
         "batch": sum(12 % (x.data_parallel_degree * x.micro_batch_size) != 0 for x in combinations),
         "layers": sum(x.num_stages > 4 for x in combinations),
-        "engine: context_parallel_degree": sum(x.context_parallel_degree > 1 for x in combinations),
     }
     assert {name: rules[name].broken for name in counted} == counted
     assert "does not divide num_key_value_heads 2" in rules["tensor"].says
-    assert "the ahp engine cannot run this" in rules["engine: context_parallel_degree"].says
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ SHORT_NAMES = {
     "virtual": "virtual_stages_per_rank",
     "layers": "layers_per_stage",
     "cp": "context_parallel_degree",
+    "cp_method": "context_parallel_method",
     "ep": "expert_parallel_degree",
     "mb": "micro_batch_size",
     "recompute": "activation_checkpoint",
@@ -30,7 +31,7 @@ DATA = "dp"
 """Replicas, replicate x shard degree: no key of a layout but the product of two."""
 
 _PRINTED = re.compile(
-    r"dp(?P<dp>\d+x\d+)|zero(?P<zero>\d)|tp(?P<tp>\d+)(?P<sp>\+sp)?|cp(?P<cp>\d+)|ep(?P<ep>\d+)|mb(?P<mb>\d+)"
+    r"dp(?P<dp>\d+x\d+)|zero(?P<zero>\d)|tp(?P<tp>\d+)(?P<sp>\+sp)?|cp(?P<cp>\d+)(\((?P<cp_method>[a-z-]+)\))?|ep(?P<ep>\d+)|mb(?P<mb>\d+)"
     r"|pp(?P<pp>\d+)(x(?P<virtual>\d+))?\((?P<schedule>\w+)\)|(?P<recompute>none|selective|full)"
     r"|order\((?P<order>[\w>]+)\)"
 )

@@ -30,8 +30,8 @@ class AhpEngine(Engine):
         """The reason why the runtime cannot run the layout (key, value, rule), or None."""
         p = parallelism
         cannot = "the ahp engine cannot run this yet"
-        if p.context_parallel_degree > 1:
-            return f"context_parallel_degree = {p.context_parallel_degree}: {cannot} (valid: 1)"
+        if p.context_parallel_degree > 1 and (reason := _refuses_context(p, choice)):
+            return reason
         if reason := _refuses_experts(p, choice):
             return reason
         if p.enable_sequence_parallel and p.tensor_parallel_degree == 1:
@@ -45,11 +45,12 @@ class AhpEngine(Engine):
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
-        zero = parallelism.zero_stage if parallelism.data_parallel_shard_degree > 1 else 0
+        sharded = parallelism.weight_shards > 1
+        zero = parallelism.zero_stage if sharded else 0
+        method = parallelism.context_parallel_method
         muon = job.optimizer.name == "muon"
         pipelined = parallelism.pipeline_parallel_degree > 1
         every = zero >= 2 and not pipelined
-        sharded = parallelism.data_parallel_shard_degree > 1
         wrapped = sharded or job.precision != "fp32"
         if parallelism.tensor_parallel_degree > 1:
             host_operators = FSDP_OF_SPLIT_OPERATORS + SPLIT_OPERATORS if wrapped else SPLIT_OPERATORS
@@ -73,11 +74,13 @@ class AhpEngine(Engine):
             keeps_gathered_weights=zero < 3 or pipelined,
             reduces_every_micro_batch=every,
             keeps_whole_gradients=not every,
-            reduce_copies=wrapped or parallelism.data_parallel_replicate_degree > 1,
+            reduce_copies=wrapped or parallelism.weight_replicas > 1,
             gathers_inputs_again=False,  # autograd keeps what the product read
             tensor_copies=True,  # runtime/collectives.py joins and cuts parts along the sequence
             selective_sends_again=True,
             loss_chunk_tokens=choice.loss_chunk_tokens,
+            context_ways=("all-to-all", "ring") if method is None else (method,),
+            context_sums_bytes=4,  # runtime/ring_attention.py
             torch_pipeline=True,
             host_operators_per_unit=host_operators,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
@@ -100,9 +103,28 @@ def _refuses_experts(p: Parallelism, choice: EngineChoice) -> str | None:
     return None
 
 
+def _refuses_context(p: Parallelism, choice: EngineChoice) -> str | None:
+    """What ranks cannot do that share sequences."""
+    if choice.attention != "flash":
+        return f"attention = {choice.attention!r}: context_parallel_degree above 1 needs fused attention (valid: flash)"
+    if p.expert_parallel_degree > 1:
+        rule = "does not go with context_parallel_degree above 1 yet"
+        return f"expert_parallel_degree = {p.expert_parallel_degree}: {rule} (valid: 1)"
+    if p.mesh_order is not None and p.data_parallel_shard_degree > 1:
+        order = list(p.axes)
+        if order.index("cp") < order.index(
+            "dp_shard"
+        ):  # the two are one axis to FSDP2, and torch numbers its ranks upwards
+            rule = "weights are sharded over dp_shard and cp together, with cp the inner one"
+            return f"mesh_order = {order}: {rule} (valid: dp_shard before cp)"
+    return None
+
+
 def _refuses_compiled(p: Parallelism) -> str | None:
     """What blocks cannot do once they are compiled: their operators are no longer seen one by one."""
     rule = "does not go with engine.compile = True"
+    if p.context_parallel_degree > 1:
+        return f"context_parallel_degree = {p.context_parallel_degree}: {rule} (valid: 1)"
     if p.tensor_parallel_degree > 1:
         return f"tensor_parallel_degree = {p.tensor_parallel_degree}: {rule} (valid: 1)"
     if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD:

@@ -10,6 +10,7 @@ from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.stages import Ends
 
+ContextWay = Literal["gather", "ring", "all-to-all"]
 Fusion = Literal["eager", "modules", "fused"]
 Gathers = Literal["never", "per_step", "per_micro_batch"]
 
@@ -72,16 +73,19 @@ class Traits:
     gathered tensor is kept."""
     tensor_copies: bool = False
     """Whether the collectives of sequence parallelism copy what they gather or scatter, because sequences are its second dim."""
-    context_ring: bool = False
-    """Whether keys and values go round the context ranks while attention computes on those that are there; else all are
-    gathered first."""
+    context_ways: tuple[ContextWay, ...] = ("gather",)
+    """How attention sees tokens of other context ranks; of several, the fastest is taken. gather: all keys and values are
+    gathered first. ring: they go round while attention computes on those that are there. all-to-all: tokens are exchanged for
+    heads, and back."""
+    context_sums_bytes: int = 0
+    """Bytes of one element of the gradients of keys and values that go round a ring; 0 = as keys and values."""
     sends_split_by_tensor: bool = False
     """Whether a pipeline message is cut over the tensor-parallel ranks, sent in parts and gathered (Megatron's scatter-gather)."""
     selective_keeps_products: bool = False
     """What ``selective`` recomputes: everything but weight products and fused attention; False = the attention core
     (scores, softmax, dropout, their product with the values) alone where it is not fused, else norms and activations."""
     selective_sends_again: bool = False
-    """Whether ``selective`` runs the tensor-parallel collectives of a block again."""
+    """Whether ``selective`` runs the collectives of a block again, those of tensor and of context parallelism."""
     attention_kernel: Literal["flash1", "flash2", "cudnn"] | None = None
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
     fused_loss: bool = False

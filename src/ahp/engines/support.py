@@ -48,6 +48,8 @@ class Support:
                 return _cannot(engine, key, degree, [1])
         if reason := _refuses_placement(engine, p):
             return reason
+        if p.context_parallel_method is not None:
+            return _cannot(engine, "context_parallel_method", p.context_parallel_method, [None])
         if p.enable_sequence_parallel and not self.sequence:
             return _cannot(engine, "enable_sequence_parallel", True, [False])
         if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule not in self.schedules:

@@ -89,6 +89,14 @@ def product_shape(op: Operator) -> tuple[float, float, float, float]:
     return batch, out.numel / (batch * n), n, op.flops / (2.0 * out.numel)
 
 
+def attention_heads(segment: Segment) -> int:
+    """Query heads of its fused attention; 0 where it has none."""
+    for op in segment.phase("forward"):
+        if "attention" in op.name and len(op.inputs[0].shape) == 4:
+            return op.inputs[0].shape[1]
+    return 0
+
+
 def num_experts(op: Operator) -> int:
     """Of a grouped product: the first dim of its stacked weights, or of their gradient."""
     return next(s.shape[0] for s in (*op.outputs, *op.inputs) if len(s.shape) == 3)

@@ -9,9 +9,7 @@ from ahp.plan import Parallelism
 
 def shard_ranks(parallelism: Parallelism) -> int:
     """Ranks over which ZeRO divides: those of the context axis hold the same weights and count as well."""
-    if parallelism.zero_stage == 0:
-        return 1
-    return parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+    return parallelism.weight_shards
 
 
 def data_ranks(parallelism: Parallelism) -> tuple[Run, ...]:

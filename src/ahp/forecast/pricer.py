@@ -75,7 +75,7 @@ class Priced:
 
     forecast: Forecast
     parallelism: Parallelism
-    """As given, with activation_checkpoint ``auto`` decided."""
+    """As given, with activation_checkpoint ``auto`` and context_parallel_method decided."""
     span: Makespan
     """How long the schedule takes, rank by rank."""
     stages: tuple[StageCost, ...]
@@ -129,7 +129,7 @@ class Pricer:
         rank, used = self._fullest(parallelism, traits, span, stages, units)
         return Priced(
             self._forecast(parallelism, step_s, step, rank, used, units),
-            parallelism, span, stages, optimizer_s,
+            self.decided(parallelism), span, stages, optimizer_s,
         )  # fmt: skip
 
     def stage_times(self, parallelism: Parallelism) -> list[StageTimes]:
@@ -142,6 +142,15 @@ class Pricer:
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
         axes = axes_of(parallelism, self.nodes.devices_per_node)
         return self.unit_pricer.units(parallelism.micro_batch_size, axes, traits)
+
+    def decided(self, parallelism: Parallelism) -> Parallelism:
+        """The layout with the context_parallel_method that it is priced with, where the engine has several."""
+        if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
+            return parallelism
+        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
+        if len(traits.context_ways) == 1:
+            return parallelism
+        return parallelism.model_copy(update={"context_parallel_method": self.units(parallelism).context})
 
     def _stages(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], Units]:
         units = self.units(parallelism)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.errors import AhpError, nearest
-from ahp.forecast.division import expert_parameters
+from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.mixed_rules import illegal_placement
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -39,6 +39,7 @@ def illegal(
         or batch(job, parallelism)
         or tensor(graph, parallelism)
         or sequence(graph, parallelism)
+        or context(graph, parallelism, engine)
         or experts(graph, parallelism)
         or _stages(graph, job, parallelism, engine)
         or _schedule(job, parallelism, engine)
@@ -144,6 +145,24 @@ def sequence(graph: ModelGraph | Job, parallelism: Parallelism) -> str | None:
         return _broken(
             "context_parallel_degree", context, rule, [d for d in _divisors(length) if length % (2 * d) == 0]
         )
+    return None
+
+
+def context(graph: ModelGraph, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """Whether ahp's own runtime can share the sequences of the model: it knows fused attention alone, and heads must divide."""
+    degree, method = parallelism.context_parallel_degree, parallelism.context_parallel_method
+    if degree == 1 or engine.name != "ahp":
+        return None
+    heads = [attention_heads(block) for block in graph.blocks]
+    if not all(heads):
+        rule = "some blocks of the model have no fused attention, which alone may read tokens of other ranks"
+        return _broken("context_parallel_degree", degree, rule, [1])
+    ranks = degree * parallelism.tensor_parallel_degree
+    if method == "all-to-all" and any(count % ranks for count in heads):
+        rule = (
+            f"context_parallel_degree x tensor_parallel_degree = {ranks} does not divide {min(heads)} attention heads"
+        )
+        return _broken("context_parallel_method", method, rule, ["ring"])
     return None
 
 

@@ -193,16 +193,15 @@ def _backward(
     if any(kind != "none" for kind in recomputes):
         parts["recompute"] = sum(work.device_s for work in map(recomputed, blocks, recomputes))
     whole = [u for u, kind in zip(blocks, recomputes, strict=True) if kind == "full"]
-    parts["tensor_parallel"] += sum(
-        u.tensor_forward_s for u, kind in zip(blocks, recomputes, strict=True) if sends_again(kind, data)
-    )
-    parts["context_parallel"] += sum(u.context_forward_s for u in whole)
+    again = [u for u, kind in zip(blocks, recomputes, strict=True) if sends_again(kind, data)]
+    parts["tensor_parallel"] += sum(u.tensor_forward_s for u in again)
+    parts["context_parallel"] += sum(u.context_forward_s for u in again)
     parts["expert_parallel"] += sum(u.expert_s for u in whole)
     return parts
 
 
 def sends_again(recompute: Recompute, data: DataParallel) -> bool:
-    """Whether the tensor-parallel collectives of a block's forward run a second time."""
+    """Whether the collectives of a block's forward run a second time, those of tensor and of context parallelism."""
     return recompute == "full" or (recompute != "none" and data.traits.selective_sends_again)
 
 

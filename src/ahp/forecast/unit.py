@@ -21,7 +21,7 @@ class Unit:
     tensor_launches: int
     """Tensor-parallel collectives of one pass."""
     context_forward_s: float
-    """Keys and values of the other context-parallel ranks, as far as the wait for them shows."""
+    """What attention needs of the other context-parallel ranks, as far as the wait for it shows."""
     context_backward_s: float
     expert_s: float
     """Tokens sent to their experts and back, in one pass."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
-from ahp.engines.engine import Traits
+from ahp.engines.engine import ContextWay, Traits
 from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Group, Kind, Network
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
-from ahp.forecast.division import GROUPED, Division, expert_parameters
+from ahp.forecast.division import GROUPED, Division, attention_heads, expert_parameters
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
 from ahp.forecast.groups import expert_ranks
@@ -20,7 +21,7 @@ from ahp.forecast.mesh import axis_group, group_of
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.split import Role, Split, split
 from ahp.forecast.unit import Unit
-from ahp.graph.operators import ModelGraph, Segment, TensorSpec
+from ahp.graph.operators import DTYPE_BYTES, ModelGraph, Segment, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.chunks import chunks
 
@@ -62,6 +63,14 @@ class Units:
     """What a rank holds of the hidden states between two blocks, and sends to the next stage."""
     forward_flops: int
     """Of the whole model and one micro-batch."""
+    context: ContextWay
+    """How attention sees tokens of other context ranks."""
+
+    @property
+    def context_s(self) -> float:
+        """Seconds of that in all layers, forward and backward."""
+        blocks = [self.blocks[kind] for kind in self.layers]
+        return sum(unit.context_forward_s + unit.context_backward_s for unit in blocks)
 
 
 class How(NamedTuple):
@@ -75,7 +84,8 @@ class How(NamedTuple):
     tensor_in_pieces: bool
     gathers_again: bool
     tensor_copies: bool
-    context_ring: bool
+    context: ContextWay
+    context_sums_bytes: int
     loss_chunk_tokens: int | None
     weight_bytes: int
     """Of one weight element in the type that computes."""
@@ -114,6 +124,17 @@ class UnitPricer:
 
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it."""
+        ways: tuple[ContextWay, ...] = traits.context_ways
+        if len(ways) > 1:
+            ways = tuple(way for way in ways if self._can(way, axes)) if axes.context.size > 1 else ways[:1]
+        return min((self._units_by(way, micro_batch_size, axes, traits) for way in ways), key=lambda u: u.context_s)
+
+    def _can(self, way: ContextWay, axes: Axes) -> bool:
+        """Whether every rank can have as many heads."""
+        ranks = axes.context.size * axes.tensor.size
+        return way != "all-to-all" or not any(attention_heads(block) % ranks for block in self._graph.blocks)
+
+    def _units_by(self, way: ContextWay, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         fusion: Fusion = "traced" if self._on_cpu else traits.fusion
         how = How(
             fusion=fusion,
@@ -123,7 +144,8 @@ class UnitPricer:
             tensor_in_pieces=traits.tensor_in_pieces and not self._on_cpu,
             gathers_again=traits.gathers_inputs_again,
             tensor_copies=traits.tensor_copies,
-            context_ring=traits.context_ring and not self._on_cpu,
+            context=way,
+            context_sums_bytes=traits.context_sums_bytes,
             loss_chunk_tokens=traits.loss_chunk_tokens,
             weight_bytes=traits.compute_weight_bytes or traits.master_weight_bytes,
         )
@@ -150,6 +172,7 @@ class UnitPricer:
             tied_parameters=_tied_parameters(graph) // axes.tensor.size,
             hidden_bytes=hidden_bytes // cut,
             forward_flops=graph.flops("forward"),
+            context=how.context,
         )
 
     def _head(self, graph: ModelGraph, axes: Axes, how: How, hidden_bytes: int) -> Unit:
@@ -196,7 +219,7 @@ class UnitPricer:
             accumulates=how.accumulates,
         )
         tensor = self._tensor(parts, axes, times, how, fp8=precision is not None, sequences=graph.micro_batch_size)
-        context_s = self._context_s(segment, division, axes, times, ring=how.context_ring)
+        context_s = self._context_s(segment, division, axes, times, how)
         return Unit(
             times=times,
             memory=memory.on(division, keeps_gathered=not how.gathers_again),
@@ -262,30 +285,46 @@ class UnitPricer:
         return 2 * self._network.time_s("all_to_all", sent, axes.expert)
 
     def _context_s(
-        self, segment: Segment, division: Division, axes: Axes, times: SegmentTimes, *, ring: bool
+        self, segment: Segment, division: Division, axes: Axes, times: SegmentTimes, how: How
     ) -> tuple[float, float]:
-        """Seconds, forward and backward, that a rank waits for the keys and values of the others.
+        """Seconds, forward and backward, that a rank waits for what attention needs of the other context ranks.
 
-        Their gradients take as long again. ``ring``: they go round while attention computes on those that are there, so that
-        all but the last part of the computation can hide them.
+        Keys and values are gathered or go round; in the backward pass again, and their gradients with them. Around a ring they
+        go while attention computes on those that are there, so that all but the last part of the computation can hide
+        them. By all-to-all, queries, keys, values and results are exchanged, and so are their gradients.
         """
         ranks = axes.context.size
         if ranks == 1:
             return 0.0, 0.0
-        keys_s = 0.0
+        forward = backward = 0.0
         for op in segment.phase("forward"):
-            if "attention" in op.name:
-                share = 1.0 / division.tensor if op.index in division.split.divided else 1.0
-                keys_s += self._network.time_s(
-                    "all_gather", sum(spec.bytes for spec in op.inputs[1:3]) * share, axes.context
-                )
-        if not ring:
-            return keys_s, 2 * keys_s
+            if "attention" not in op.name:
+                continue
+            share = 1.0 / division.tensor if op.index in division.split.divided else 1.0
+            if how.context == "all-to-all":
+                seconds = sum(self._exchange_s(spec, share, axes) for spec in (*op.inputs[:3], op.outputs[0]))
+                forward, backward = forward + seconds, backward + seconds
+            else:
+                keys = op.inputs[1:3]
+                seconds = self._network.time_s("all_gather", sum(spec.bytes for spec in keys) * share, axes.context)
+                forward += seconds
+                backward += seconds + seconds * (how.context_sums_bytes / DTYPE_BYTES[keys[0].dtype] or 1.0)
+        if how.context != "ring" or self._on_cpu:
+            return forward, backward
         beside = 1.0 - 1.0 / ranks
         return (
-            shown_s(keys_s, beside * times.attention.device_s, 1.0),
-            shown_s(2 * keys_s, beside * times.attention_backward.device_s, 1.0),
+            shown_s(forward, beside * times.attention.device_s, 1.0),
+            shown_s(backward, beside * times.attention_backward.device_s, 1.0),
         )
+
+    def _exchange_s(self, spec: TensorSpec, share: float, axes: Axes) -> float:
+        """An all-to-all of [batch, heads, sequence, width], put in order before it and after it. Of fewer heads than ranks, each
+        goes as often as it takes."""
+        ranks, heads = axes.context.size, max(1, round(spec.shape[1] * share))
+        times = ranks // math.gcd(heads, ranks)
+        sent = spec.bytes * share * times / ranks
+        copies_s = 2 * self.rates.element_wise_s(2 * sent, 0.0, spec.dtype)
+        return self._network.time_s("all_to_all", sent, axes.context) + copies_s
 
 
 def _held(numel: int, parts: Split, name: str, degree: int) -> int:

@@ -115,7 +115,7 @@ def _canonical(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Ten
     # From the device: its backend may carry nothing that lies in host memory (engine.offload_optimizer).
     there = like_distributed(local_tensor(tensor).to(parallel.mesh.device), tensor)
     return distribute_tensor(
-        whole(parallel, name, there), parallel.mesh.whole["dp_shard"], [Shard(0)], src_data_rank=None
+        whole(parallel, name, there), parallel.mesh.weights["dp_shard"], [Shard(0)], src_data_rank=None
     )
 
 
@@ -137,7 +137,7 @@ def export_hf(parallel: Parallel, folder: Path) -> None:
     tensors = {n: whole(parallel, n, p.detach()).contiguous().cpu() for n, p in sorted(parallel.parameters.items())}
     pp, degree = mesh.rank("pp"), mesh.size("pp")
     tensors = {n: t for n, t in tensors.items() if parallel.ties.holders[n][0] == pp}
-    writes = mesh.data_rank == 0 and mesh.rank("tp") == 0
+    writes = mesh.token_rank == 0 and mesh.rank("tp") == 0
     file = "model.safetensors" if degree == 1 else f"model-{pp + 1:05d}-of-{degree:05d}.safetensors"
     if writes:
         save_file(tensors, folder / file, metadata={"format": "pt"})

@@ -70,7 +70,7 @@ def ranges_of(parallel: Parallel, name: str) -> dict[int, Ranges]:
     if name in parallel.experts:
         shard, expert = ((mesh.rank(axis), mesh.size(axis)) for axis in EXPERT_AXES)
         return held_ranges(shape, split, tensor, shard, expert=expert, shard_dim=_shard_dim(parallel, name))
-    shard = (mesh.rank("dp_shard"), mesh.size("dp_shard")) if parallel.sharding.uses_fsdp else (0, 1)
+    shard = mesh.shards if parallel.sharding.uses_fsdp else (0, 1)
     return held_ranges(shape, split, tensor, shard)
 
 
@@ -105,7 +105,7 @@ def whole(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Tensor:
     axis = "efsdp" if expert else "dp_shard"
     rows = DTensor.from_local(
         local_tensor(tensor),
-        mesh.holding(axis)[axis],
+        mesh.holding(axis)[axis] if expert else mesh.weights[axis],
         [Shard(_shard_dim(parallel, name) if expert else 0)],
         run_check=False,
         shape=torch.Size(shape),

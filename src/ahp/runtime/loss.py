@@ -11,6 +11,7 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from ahp.runtime.balance import Balance
     from ahp.runtime.chunked_loss import Tail
+    from ahp.runtime.context import Context
 
 IGNORED = -100
 """Label of a token that is not scored, as in transformers."""
@@ -39,9 +40,14 @@ class Loss:
     With a ``balance`` and where gradients are made, it is given the sums of the balance loss beside the logits.
     """
 
-    def __init__(self, *, causal: bool, vocabulary_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, *, causal: bool, vocabulary_group: dist.ProcessGroup | None, context: Context | None = None
+    ) -> None:
         self.causal, self.vocabulary_group = causal, vocabulary_group
         self.tail: Tail | None = None
+        self.context = context
+        """The ranks that share each sequence: logits are of this rank's tokens, labels of all, because the label of its last
+        token is the next rank's first."""
         self.total: PendingCount | None = None
         self.balance: Balance | None = None
         self.num_micro_batches = 1
@@ -58,6 +64,8 @@ class Loss:
 
     def _of_tokens(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         targets = shifted(labels) if self.causal else labels
+        if self.context is not None:
+            targets = self.context.own(targets, 1)
         return self._share(output, targets) if self.tail is None else self.tail.loss(output, targets, self._share)
 
     def _share(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

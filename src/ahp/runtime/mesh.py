@@ -12,12 +12,16 @@ from ahp.errors import BadInput, HardwareMismatch
 from ahp.plan import Axis, Parallelism
 from ahp.runtime.torch_compat import flatten_axes, unflatten_axis
 
-AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
+AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """As the dims of the mesh follow each other whatever the order in which ranks are numbered: FSDP2 wants ``dp_shard`` before ``tp``."""
 
 EXPERT_AXES = ("efsdp", "ep")
 """What ``dp_shard`` is to the weights of experts: neighbouring ranks hold different ones and send each other their tokens;
 those that hold the same ones shard them. torchtitan's names."""
+
+WEIGHT_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""Where weights lie. The ranks of the context axis hold the same ones, so they are further shards, or further replicas where
+nothing is sharded (torchtitan's ``fsdp`` axis)."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,18 @@ class Mesh:
 
     device: torch.device
     whole: DeviceMesh
+    """The same ranks by ``AXES``."""
+    weights: DeviceMesh
+    """The same ranks by ``WEIGHT_AXES``: ``dp_replicate`` and ``dp_shard`` are what FSDP2 is given, context ranks included."""
     data: DeviceMesh
     """The flattened ``dp_replicate x dp_shard``: ranks that see different sequences."""
     sizes: dict[str, int]
     ranks: dict[str, int]
     """This rank's coordinate on each axis. Both kept here because DeviceMesh makes a new mesh at every question."""
+    shards: tuple[int, int]
+    """(rank, size) on the ``dp_shard`` axis of the weights."""
+    num_replicas: int
+    """Size of the ``dp_replicate`` axis of the weights."""
     experts: DeviceMesh | None
     """``whole`` with ``EXPERT_AXES`` in the place of ``dp_shard``; None where every rank has all experts."""
 
@@ -55,6 +66,11 @@ class Mesh:
     def data_rank(self) -> int:
         return self.data.get_local_rank()
 
+    @property
+    def token_rank(self) -> int:
+        """Among the ranks that see different tokens: ``data x cp``."""
+        return self.data_rank * self.size("cp") + self.rank("cp")
+
     def __str__(self) -> str:
         return f"rank {dist.get_rank()}: " + " ".join(f"{axis} {self.rank(axis)}/{self.size(axis)}" for axis in AXES)
 
@@ -71,7 +87,14 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
             f"parallelism: its degrees multiply to {parallelism.world_size} ranks, but {world} are running "
             f"({parallelism.short()}); start {parallelism.world_size} workers or plan again for {world}"
         )
-    whole = DeviceMesh(device.type, _numbered(parallelism), mesh_dim_names=AXES)
+    numbered = _numbered(parallelism)
+    whole = DeviceMesh(device.type, numbered, mesh_dim_names=AXES)
+    weights = whole
+    if parallelism.context_parallel_degree > 1:
+        # dp_shard and cp are neighbours, and a layout that shards nothing has a dp_shard of 1: so either is a reshape.
+        p = parallelism
+        shape = p.pipeline_parallel_degree, p.weight_replicas, p.weight_shards, p.tensor_parallel_degree
+        weights = DeviceMesh(device.type, numbered.reshape(shape), mesh_dim_names=WEIGHT_AXES)
     ranks = {axis: whole.get_local_rank(axis) for axis in AXES}
     degree, shard = parallelism.expert_parallel_degree, parallelism.degree("dp_shard")
     experts = unflatten_axis(whole, "dp_shard", (shard // degree, degree), EXPERT_AXES) if degree > 1 else None
@@ -80,9 +103,12 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
     return Mesh(
         device,
         whole,
+        weights,
         flatten_axes(whole, ("dp_replicate", "dp_shard"), "dp"),
         {**{axis: parallelism.degree(axis) for axis in AXES}, "efsdp": shard // degree, "ep": degree},
         ranks,
+        (weights.get_local_rank("dp_shard"), parallelism.weight_shards),
+        parallelism.weight_replicas,
         experts,
     )
 

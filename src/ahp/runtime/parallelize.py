@@ -24,6 +24,7 @@ from ahp.runtime import layout
 from ahp.runtime.balance import Routers, balance_of
 from ahp.runtime.chunked_loss import Tail
 from ahp.runtime.compiled import compile_block, refuse_without_compiler
+from ahp.runtime.context_blocks import SharedTokens
 from ahp.runtime.deferred import WeightGradients
 from ahp.runtime.experts import check_experts, divide_experts
 from ahp.runtime.initial import fill_initial
@@ -135,6 +136,12 @@ class Parallel:
         if balance is not None:
             _refuse_balance(plan)
         sliced = _sliced(found, p)
+        self.tokens = (
+            SharedTokens(module, found, p, mesh, plan.job.sequence_length)
+            if found and p.context_parallel_degree > 1
+            else None
+        )
+        """How sequences are cut over the context ranks, None where they are not."""
         self.names = Names(module)
         matrices = matrices_of(module, plan.job.optimizer)
         given = Pretrained(plan.init_from) if plan.init_from is not None else None
@@ -168,7 +175,7 @@ class Parallel:
                 stage.to(mesh.device)
             layers = _layers(stage.model, found, ranges[index])
             if sliced is not None:
-                splits = slice_module(stage.model, sliced, layers, mesh.whole["tp"])
+                splits = slice_module(stage.model, sliced, layers, mesh.weights["tp"], p.context_parallel_degree)
                 self.splits.update({self.names.of[name]: split for name, split in splits.items()})
             experts: dict[str, nn.Module] = {}
             if found and p.expert_parallel_degree > 1:
@@ -177,12 +184,18 @@ class Parallel:
                 self.experts.update(self.names.of[name] for name in named)
             if balance is not None:
                 stage.routers = Routers(stage.model, balance)
+            if self.tokens is not None:
+                for block in layers.values():
+                    self.tokens.attend(block)
             for block in layers.values() if plan.engine.compile else ():
                 compile_block(block)
             if p.activation_checkpoint in ("selective", "full"):
                 some = p.recomputed_layers_per_stage
                 for block in list(layers.values())[: None if some is None else some[index]]:
                     recompute(block, p.activation_checkpoint, stage.around)
+            if self.tokens is not None:
+                for number, block in layers.items():
+                    self.tokens.give_own_tokens(block, number)
             if streamed and not self.sharding.uses_fsdp:  # whose hooks sit on the parameters themselves
                 allocate_on(stage, mesh.device)
             self.sharding.apply(stage, list(layers.values()), list(experts.values()))
@@ -205,7 +218,11 @@ class Parallel:
             cut=lambda name, all_of_it: layout.own_part(self, name, all_of_it),
         )
         vocabulary = bool(sliced and sliced.vocabulary)
-        self.loss = Loss(causal=not is_masked(module), vocabulary_group=mesh.group("tp") if vocabulary else None)
+        self.loss = Loss(
+            causal=not is_masked(module),
+            vocabulary_group=mesh.group("tp") if vocabulary else None,
+            context=None if self.tokens is None else self.tokens.context,
+        )
         self.loss.balance = balance
         last = self.stages.get(p.num_stages - 1)
         if plan.engine.loss_chunk_tokens is not None and last is not None:
@@ -225,22 +242,20 @@ class Parallel:
             return Accumulation(self.stages[0], self.loss, self.sharding)
         assert found is not None
         shape = found.logits.shape
-        logits = (
-            replace(found.logits, shape=(*shape[:-1], shape[-1] // p.tensor_parallel_degree))
-            if vocabulary
-            else found.logits
-        )
-        hidden = found.hidden
+        context, part = p.context_parallel_degree, shape[-1] // (p.tensor_parallel_degree if vocabulary else 1)
+        batch, sequence, *rest = found.hidden.shape
+        logits = replace(found.logits, shape=(batch, sequence // context, part))
+        hidden = replace(found.hidden, shape=(batch, sequence // context, *rest))
         outputs = logits if self.plan.engine.loss_chunk_tokens is None else hidden
         if p.enable_sequence_parallel:
-            batch, sequence, *rest = hidden.shape
-            hidden = replace(hidden, shape=(batch, sequence // p.tensor_parallel_degree, *rest))
+            hidden = replace(hidden, shape=(batch, sequence // context // p.tensor_parallel_degree, *rest))
         return Pipeline(
             self.stages,
             p.num_stages,
             p.pipeline_parallel_schedule,
             self.loss,
             self.mesh,
+            ids=(batch, found.hidden.shape[1]),
             hidden=hidden,
             outputs=outputs,
         )
@@ -248,7 +263,7 @@ class Parallel:
     def _num_copies(self, name: str) -> int:
         """Ranks that hold the very same elements of a parameter as this one, itself included."""
         tensor = 1 if name in self.splits else self.mesh.size("tp")
-        return self.mesh.size("dp_replicate") * tensor * self.ties.num_holders(name)
+        return self.mesh.num_replicas * tensor * self.ties.num_holders(name)
 
     def shard(self, global_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's part of ``{"input_ids", "labels"}`` int64 [global batch, sequence]: rows by data-parallel rank."""
@@ -375,9 +390,9 @@ class Parallel:
         """Let the random numbers of a step (dropout) depend on the job's seed, the step and this rank's place alone.
 
         A run that goes on under the same layout draws what it would have drawn, so no generator's state is kept. Ranks of a
-        tensor-parallel group draw alike, others their own.
+        tensor-parallel group draw alike, others their own, those that share a sequence too: each has its own tokens.
         """
-        place = (self.plan.job.seed, step, self.mesh.data_rank, self.mesh.rank("pp"))
+        place = (self.plan.job.seed, step, self.mesh.token_rank, self.mesh.rank("pp"))
         torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1))
 
     def load(self, folder: str | Path) -> None:
@@ -399,7 +414,7 @@ def _outline(module: nn.Module, plan: Plan) -> Outline | None:
     try:
         find_blocks(module)
     except NoBlocks as error:
-        for key in ("pipeline_parallel_degree", "tensor_parallel_degree"):
+        for key in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):
             if getattr(p, key) > 1:
                 raise BadInput(f"{key} = {getattr(p, key)}: {error}") from None
         return None
@@ -429,6 +444,11 @@ def _refuse_balance(plan: Plan) -> None:
         raise BadInput(
             f"{says} does not go with tensor_parallel_degree {plan.parallelism.tensor_parallel_degree} (valid: "
             "tensor_parallel_degree 1, or output_router_logits false in the model's config)"
+        )
+    if plan.parallelism.context_parallel_degree > 1:
+        raise BadInput(
+            f"{says} does not go with context_parallel_degree {plan.parallelism.context_parallel_degree} (valid: "
+            "context_parallel_degree 1, or output_router_logits false in the model's config)"
         )
     if plan.engine.compile:
         raise BadInput(f"{says} does not go with engine.compile = True (valid: False, or output_router_logits false)")

@@ -48,6 +48,7 @@ class Pipeline:
         loss: Loss,
         mesh: Mesh,
         *,
+        ids: tuple[int, int],
         hidden: TensorLike,
         outputs: TensorLike,
     ) -> None:
@@ -55,7 +56,7 @@ class Pipeline:
         balance loss, where there is one."""
         self.stages, self.num_stages, self.loss, self.mesh = stages, num_stages, loss, mesh
         self.kind = get_schedule_class(schedule)
-        self.hidden, self.outputs = hidden, outputs
+        self.ids, self.hidden, self.outputs = ids, hidden, outputs
         self.schedules: dict[int, Any] = {}
 
     def run(self, input_ids: torch.Tensor, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
@@ -85,7 +86,7 @@ class Pipeline:
         """With all shapes given, so that torch need not run the stage on made-up data to find them."""
         last = index == self.num_stages - 1
         shape = self.hidden.shape
-        ids = torch.empty(shape[:2], dtype=torch.int64, device="meta")
+        ids = torch.empty(self.ids, dtype=torch.int64, device="meta")
         hidden = torch.empty(shape, dtype=self.hidden.dtype, device="meta")
         outputs = torch.empty(self.outputs.shape, dtype=self.outputs.dtype, device="meta")
         stage, balance = self.stages[index], self.loss.balance

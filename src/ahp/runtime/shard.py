@@ -38,17 +38,19 @@ class Sharding:
     def __init__(self, mesh: Mesh, zero_stage: int, precision: Precision) -> None:
         self.mesh = mesh
         # Where nothing is sharded FSDP2 still casts, and its stages would sum over the replicas at every micro-batch.
-        self.zero_stage = zero_stage if mesh.size("dp_shard") > 1 else 0
+        replicated, sharded = mesh.num_replicas > 1, mesh.shards[1] > 1
+        self.zero_stage = zero_stage if sharded else 0
         dtype = COMPUTE_DTYPE[precision]
         self.policy = (
             MixedPrecisionPolicy()
             if dtype is torch.float32
             else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         )
-        replicated, sharded = mesh.size("dp_replicate") > 1, mesh.size("dp_shard") > 1
-        self.fsdp_mesh = mesh.whole["dp_replicate", "dp_shard"] if replicated and sharded else mesh.whole["dp_shard"]
+        self.fsdp_mesh = (
+            mesh.weights["dp_replicate", "dp_shard"] if replicated and sharded else mesh.weights["dp_shard"]
+        )
         self.uses_fsdp = sharded or dtype is not torch.float32
-        self.replicas = Replicas(mesh.group("dp_replicate")) if replicated and not sharded else None
+        self.replicas = Replicas(mesh.weights.get_group("dp_replicate")) if replicated and not sharded else None
         self.roots: list[FSDPModule] = []
         self._set_for_last: bool | None = None
 

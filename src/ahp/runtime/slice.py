@@ -30,10 +30,11 @@ from ahp.search.slicing import Slicing, solve
 
 
 def slice_module(
-    module: nn.Module, slicing: ModelSlicing, layers: dict[int, nn.Module], tp: DeviceMesh
+    module: nn.Module, slicing: ModelSlicing, layers: dict[int, nn.Module], tp: DeviceMesh, context_degree: int = 1
 ) -> dict[str, Split]:
     """Slice, in place, the given layers (number -> block of ``module``) and the modules split by vocabulary.
 
+    ``context_degree``: of how many parts of the sequence the blocks will be given one, beside masks of all of it.
     Returns for every sliced parameter, under its name in ``module``, how it was cut.
     """
     cuts: dict[str, Split] = {}
@@ -47,7 +48,7 @@ def slice_module(
         for name, split in _splits(solution.weights):
             replace_parameter(block, name, split, tp, replaced)
             cuts[prefix + name] = split
-        run = SlicedForward(block, template, solution, tp.get_group(), programs.setdefault(kind, {}))
+        run = SlicedForward(block, template, solution, tp.get_group(), programs.setdefault(kind, {}), context_degree)
         block.forward = run  # type: ignore[method-assign]
         if slicing.sequence_parallel:
             run.split_sequence(first=number == 0, last=number == slicing.outline.num_layers - 1)
@@ -126,8 +127,10 @@ class SlicedForward:
         solution: Slicing,
         group: dist.ProcessGroup,
         programs: dict[Any, Any],
+        context_degree: int,
     ) -> None:
         self.block, self.template, self.solution, self.group, self.programs = block, template, solution, group, programs
+        self.context_degree = context_degree
         self.in_parts = self.first = self.last = False
 
     def split_sequence(self, *, first: bool, last: bool) -> None:
@@ -170,6 +173,8 @@ class SlicedForward:
         hidden, permission = None, self.solution.permission
         if self.in_parts:
             (args, kwargs, hidden), permission = self._whole_sequence(args, kwargs), None
+        if self.context_degree > 1:
+            args, kwargs = self._masks_of_own_tokens(args, kwargs)
         captured = capture(self.template, args, kwargs, shapes)
         pinned = {name: placement for name, placement in self.solution.weights.items() if name in captured.names}
         solution = solve(captured, self.group.size(), pinned, hidden=hidden, permission=permission)
@@ -184,6 +189,21 @@ class SlicedForward:
         batch, sequence, *rest = part.shape
         whole = part.new_zeros(()).expand(batch, sequence * self.group.size(), *rest)
         return *with_block_input(args, kwargs, whole.detach().requires_grad_(part.requires_grad)), number
+
+    def _masks_of_own_tokens(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with masks of this rank's tokens alone and no memory: attention is traced on those, and given the whole."""
+        own = block_input(args, kwargs).shape[1]
+        whole = own * self.context_degree
+
+        def part(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.shape[-1] != whole:
+                return leaf
+            shape = [own if size == whole and dim >= leaf.dim() - 2 else size for dim, size in enumerate(leaf.shape)]
+            return leaf.detach().new_zeros(()).expand(shape).requires_grad_(leaf.requires_grad)
+
+        return pytree.tree_map(part, (args, kwargs))
 
 
 def with_block_input(

@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.engines.engine import Traits
+from ahp.engines.engine import ContextWay, Traits
 from ahp.engines.registry import get
 from ahp.forecast.communication import Kind
 from ahp.forecast.compute import is_causal
@@ -212,10 +212,19 @@ class _BlockBounds:
         if axes.context.size > 1:
             for op in block.phase("forward"):
                 if "attention" in op.name:
-                    keys = size * sum(spec.bytes for spec in op.inputs[1:3]) / axes.tensor.size
-                    shown = CONTENTION if traits.context_ring else 1.0
-                    seconds += 3 * shown * self._network.time_s("all_gather", keys, axes.context)
+                    seconds += min(self._context_s(op, way, axes, size) for way in traits.context_ways)
         if axes.expert.size > 1 and (first := next((op for op in block.phase("forward") if op.name in GROUPED), None)):
             cut = axes.context.size * (axes.tensor.size if axes.sequence_parallel else 1)
             seconds += 4 * self._network.time_s("all_to_all", size * first.inputs[0].bytes / cut, axes.expert)
         return seconds
+
+    def _context_s(self, op: Operator, way: ContextWay, axes: Axes, size: float) -> float:
+        """What attention of both passes needs of other context ranks, at least."""
+        if way == "all-to-all":
+            sent = [
+                size * spec.bytes / axes.tensor.size / axes.context.size for spec in (*op.inputs[:3], op.outputs[0])
+            ]
+            return 2 * sum(self._network.time_s("all_to_all", amount, axes.context) for amount in sent)
+        keys = size * sum(spec.bytes for spec in op.inputs[1:3]) / axes.tensor.size
+        shown = CONTENTION if way == "ring" else 1.0
+        return 3 * shown * self._network.time_s("all_gather", keys, axes.context)

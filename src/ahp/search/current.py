@@ -55,7 +55,9 @@ def with_candidate(ranked: list[Pair], today: Current | None, used: Problem) -> 
     as with uneven stages."""
     if today is None or today.forecast is None or not today.forecast.fits:
         return ranked
-    if not used.constraints.admits(today.parallelism) or any(layout == today.parallelism for layout, _ in ranked):
+    if not used.constraints.admits(today.parallelism):
+        return ranked
+    if any(used.decided(layout) == today.parallelism for layout, _ in ranked):
         return ranked
     return sorted([*ranked, (today.parallelism, today.forecast)], key=lambda pair: pair[1].step_time_s)
 
@@ -64,7 +66,7 @@ def compared(today: Current, best: Pair, used: Problem) -> Current:
     """Today's layout with the reason why it lost."""
     if today.forecast is None:
         return today
-    if today.parallelism == best[0]:
+    if today.parallelism == used.decided(best[0]):
         return replace(today, against_best="it is the best")
     if not today.forecast.fits:
         return replace(today, against_best=reasons.does_not_fit(today.forecast, used.capacity_bytes))

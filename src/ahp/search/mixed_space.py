@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.cluster.cells import cells_of
+from ahp.engines.registry import get
 from ahp.errors import BadInput
 from ahp.forecast import rules
-from ahp.plan import Parallelism, StagePlace
+from ahp.plan import ContextMethod, Parallelism, StagePlace
 from ahp.search.problem import Problem
 from ahp.search.space import RECOMPUTE, Rule, divisors
 
@@ -26,7 +27,7 @@ SCHEDULES = ("1F1B", "InterleavedZeroBubble", "GPipe")
 PLACED = frozenset({
     "data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage", "tensor_parallel_degree",
     "enable_sequence_parallel", "pipeline_parallel_degree", "pipeline_parallel_schedule", "layers_per_stage",
-    "context_parallel_degree", "expert_parallel_degree", "micro_batch_size", "activation_checkpoint", "stages",
+    "context_parallel_degree", "context_parallel_method", "expert_parallel_degree", "micro_batch_size", "activation_checkpoint", "stages",
     "micro_batches_per_replica",
 })  # fmt: skip
 """Keys that a layout over several groups may have."""
@@ -43,6 +44,8 @@ class Alike(NamedTuple):
     shard: int
     zero: int
     recompute: str
+    method: ContextMethod | None = None
+    """How context ranks compute attention, where the engine has a choice."""
 
     @property
     def width(self) -> int:
@@ -75,6 +78,7 @@ def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = "1
         pipeline_parallel_degree=pipeline,
         pipeline_parallel_schedule=schedule,  # type: ignore[arg-type]
         context_parallel_degree=alike.context,
+        context_parallel_method=alike.method,
         expert_parallel_degree=alike.expert,
         micro_batch_size=alike.micro_batch,
         activation_checkpoint=alike.recompute,  # type: ignore[arg-type]
@@ -171,6 +175,8 @@ class MixedSpace:
         degrees = sorted({d for group in self.asked.cluster.groups for d in divisors(group.num_devices)})
         for tensor in self._values("tensor_parallel_degree", [d for d in degrees if d <= widest]):
             for context in self._values("context_parallel_degree", [d for d in degrees if d * tensor <= widest]):
+                if context == 1 and "context_parallel_method" in self.given:
+                    continue
                 for shard in self._values("data_parallel_shard_degree", divisors(batch)):
                     width = tensor * context * shard
                     if width > world or not any(self.cells(width)):
@@ -186,7 +192,18 @@ class MixedSpace:
                 for expert in self._values("expert_parallel_degree", experts):
                     for micro_batch in self._values("micro_batch_size", divisors(batch)):
                         for recompute in self._values("activation_checkpoint", list(RECOMPUTE)):
-                            yield Alike(tensor, bool(sequence), context, expert, micro_batch, shard, zero, recompute)
+                            for method in self.methods(context):
+                                yield Alike(
+                                    tensor, bool(sequence), context, expert, micro_batch, shard, zero, recompute, method
+                                )  # fmt: skip
+
+    def methods(self, context: int) -> list[ContextMethod | None]:
+        """How so many ranks may share a sequence."""
+        if context == 1:
+            return [None]
+        layout = Parallelism(context_parallel_degree=context)
+        ways = get(self.asked.engine.name).traits(self.asked.job, layout, self.asked.engine).context_ways
+        return self._values("context_parallel_method", [w for w in ways if w != "gather"] if len(ways) > 1 else [None])
 
     def _values(self, key: str, free: list[Any]) -> list[Any]:
         return [self.given[key]] if key in self.given else free
@@ -211,6 +228,7 @@ class MixedSpace:
             ("not placed", self._not_placed()),
             ("tensor", rules.tensor(graph, layout)),
             ("sequence", rules.sequence(graph, layout)),
+            ("context", rules.context(graph, layout, self.asked.engine)),
             ("experts", rules.experts(graph, layout)),
             ("engine", self.asked.refused(layout)),
         ):

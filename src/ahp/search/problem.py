@@ -58,6 +58,10 @@ class Problem:
         """Stages that the layers can be cut into on this engine."""
         return self.graph.num_layers + 2 * (self.stage_ends != "hold_layers")
 
+    def decided(self, layout: Parallelism) -> Parallelism:
+        """A layout with everything said that the forecast decides."""
+        return layout if self.cluster.is_mixed else self.pricer.decided(layout)
+
     @property
     def stage_ends(self) -> Ends:
         """What the engine's first and last stage hold."""
@@ -75,7 +79,12 @@ class Problem:
     def can_divide(self, tensor: int, context: int) -> bool:
         """Whether model and engine allow a replica to be cut so many ways."""
         layout = Parallelism(tensor_parallel_degree=tensor, context_parallel_degree=context)
-        return not (rules.tensor(self.graph, layout) or rules.sequence(self.graph, layout) or self.refused(layout))
+        return not (
+            rules.tensor(self.graph, layout)
+            or rules.sequence(self.graph, layout)
+            or rules.context(self.graph, layout, self.engine)
+            or self.refused(layout)
+        )
 
     def refused(self, parallelism: Parallelism) -> str | None:
         """Why the engine cannot express a layout, or None."""
@@ -108,6 +117,8 @@ class Problem:
         if "mesh_order" in given:
             rule = "the search numbers ranks in the usual order; a plan.yaml may have another"
             raise bad_input("parallelism.mesh_order", list(given["mesh_order"]), rule, [None])
+        if given.get("context_parallel_degree", 1) > 1:
+            alone = (*alone, "context_parallel_method")
         layout = self._sharing_experts({key: given[key] for key in (*alone, *degrees) if key in given})
         if reason := self.refused(layout):
             raise NotExpressible(reason)

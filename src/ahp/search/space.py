@@ -154,6 +154,7 @@ class Space:
             virtual_stages_per_rank=pipe.virtual,
             layers_per_stage=self._choices.given.get("layers_per_stage"),
             context_parallel_degree=int(of.context[block]),
+            context_parallel_method=self._choices.given.get("context_parallel_method"),
             expert_parallel_degree=int(of.expert[block]),
             micro_batch_size=int(of.micro_batch[block]),
             activation_checkpoint=recompute,  # type: ignore[arg-type]
@@ -225,14 +226,18 @@ class _Choices:
             "expert_parallel_degree", divisors(num_experts) if isinstance(num_experts, int) else (1,)
         )
         degrees = (self._values(key, divisors(self.world)) for key in (DEGREES[2], DEGREES[4], DEGREES[3]))
+        shared = "context_parallel_method" in self.given
         found = [
             (t, c, p, e, sequence, data)
             for t, c, p in product(*degrees)
+            if c > 1 or not shared
             if self.world % (t * c * p) == 0 and self.splits(data := self.world // (t * c * p))
             for e, sequence in product(experts, self._sequence_parallel(t))
         ]
         if not found:
-            fixed = {key: self.given[key] for key in (*DEGREES, "zero_stage") if key in self.given}
+            fixed = {
+                key: self.given[key] for key in (*DEGREES, "zero_stage", "context_parallel_method") if key in self.given
+            }
             words = ", ".join(f"{key} {value}" for key, value in fixed.items())
             raise BadInput(f"parallelism: no layout of {self.world} devices has {words}; free one of them")
         return found
@@ -287,17 +292,19 @@ class _Choices:
         """Why the engine cannot run a layout with these keys, whatever the others are."""
         return self.asked.refused(Parallelism(**keys))
 
-    def refused_experts(self, expert: int, tensor: int) -> str | None:
+    def refused_experts(self, expert: int, tensor: int, context: int) -> str | None:
         """Why the engine cannot share experts among so many ranks, whatever else they share."""
         if self.refused(tensor_parallel_degree=tensor):
             tensor = 1
-        return self.asked.refused_experts(expert, tensor_parallel_degree=tensor)
+        if self.refused(context_parallel_degree=context):
+            context = 1
+        return self.asked.refused_experts(expert, tensor_parallel_degree=tensor, context_parallel_degree=context)
 
     def _bad_split(self, split: Split, expert: int, pipeline: int) -> str | None:
         keys = {"data_parallel_replicate_degree": split.replicate, "data_parallel_shard_degree": split.shard}
         if self.refused(pipeline_parallel_degree=pipeline):
             pipeline = 1
-        if self.refused_experts(expert, 1):
+        if self.refused_experts(expert, 1, 1):
             expert = 1
         return self.refused(
             **keys, zero_stage=split.zero, expert_parallel_degree=expert, pipeline_parallel_degree=pipeline
@@ -393,15 +400,20 @@ class _Counted:
             "enable_sequence_parallel",
         )
         self._of_mesh("context", lambda layout: rules.sequence(graph, layout), "context_parallel_degree")
+        both = ("tensor_parallel_degree", "context_parallel_degree")
+        self._of_mesh("attention", self._bad_attention, *both)
         ranks = ("data_parallel_replicate_degree", "context_parallel_degree")
         self._of_mesh("experts", lambda layout: rules.experts(graph, layout), "expert_parallel_degree", *ranks)
         for key in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
             self._of_mesh(f"engine: {key}", asked.refused, key)
         self._of_mesh(
             "engine: expert_parallel_degree",
-            lambda layout: self.choices.refused_experts(layout.expert_parallel_degree, layout.tensor_parallel_degree),
+            lambda layout: self.choices.refused_experts(
+                layout.expert_parallel_degree, layout.tensor_parallel_degree, layout.context_parallel_degree
+            ),
             "expert_parallel_degree",
             "tensor_parallel_degree",
+            "context_parallel_degree",
         )
         tensor_too = ("tensor_parallel_degree", "enable_sequence_parallel")
         self._of_mesh("engine: enable_sequence_parallel", self._refused_with_sequence, *tensor_too)
@@ -432,6 +444,11 @@ class _Counted:
         broken = int(self.per_micro_batch[wrong].sum()) * self.micro_batches.shape[1]
         self._count(name, next(filter(None, reasons.values()), None), broken)
         self.wrong_mesh |= wrong
+
+    def _bad_attention(self, layout: Parallelism) -> str | None:
+        asked = self.choices.asked
+        method = self.choices.given.get("context_parallel_method")
+        return rules.context(asked.graph, layout.model_copy(update={"context_parallel_method": method}), asked.engine)
 
     def _refused_with_sequence(self, layout: Parallelism) -> str | None:
         if not layout.enable_sequence_parallel:

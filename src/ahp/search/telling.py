@@ -24,7 +24,7 @@ def plan(used: Problem, pair: Pair, why: tuple[str, ...], rejected: tuple[Reject
         job=used.job,
         cluster=used.cluster.plain(),
         engine=used.engine,
-        parallelism=pair[0],
+        parallelism=used.decided(pair[0]),
         fixed=used.constraints.model_dump(mode="json", exclude_none=True),
         forecast=pair[1],
         why=why,

@@ -1,0 +1,145 @@
+"""Attention over a part of the keys, with the log-sum-exp that joins parts, on the fused kernels of PyTorch.
+
+Shapes: B batch, H query heads, G key heads (H a multiple of G), Q queries, K keys, D width of a head.
+The parts are joined as in Ring Attention (arXiv 2310.01889), by the softmax of FlashAttention (arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which keys a query sees, and by what its products are multiplied."""
+
+    scale: float
+    causal: bool = False
+    """Query i sees the keys up to i; there are as many keys as queries."""
+    mask: torch.Tensor | None = None
+    """[1 or B, 1 or H, Q, K], added to the products. Finite: a row with no key to see has a weight of 0 in the whole."""
+
+
+def hidden_value(dtype: torch.dtype) -> float:
+    """What a mask adds where a key is not seen: so low that its weight is 0, and finite, so that no row is without a number."""
+    return torch.finfo(dtype).min / 2
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, H, Q, D], k and v [B, G, K, D] -> attention [B, H, Q, D] and the log-sum-exp of the products, fp32 [B, H, Q]."""
+    if not _is_fused(q, v):
+        return _forward(q, *_for_each_query_head(q, k, v), rule)
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, rule.causal, attn_mask=rule.mask, scale=rule.scale
+        )
+    if _takes_flash(q, rule):
+        out, sums, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, rule.causal, scale=rule.scale)
+        return out, sums
+    k, v = _for_each_query_head(q, k, v)
+    bias = _aligned(rule.mask, q)
+    out, sums, *_ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, rule.causal, scale=rule.scale
+    )
+    return out, sums[..., : q.shape[2]]  # the kernel pads to 32 queries
+
+
+def backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    rule: Rule,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of q, k and v, what these keys add to their gradients, from ``out`` and ``sums`` [B, H, Q] over all keys there are."""
+    if not _is_fused(q, v):
+        return _summed(_backward(gradient, q, *_for_each_query_head(q, k, v), out, sums, rule), k)
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, sums, 0.0, rule.causal, attn_mask=rule.mask, scale=rule.scale
+        )
+    none = torch.empty(0, dtype=torch.int64, device=q.device)  # random numbers of a dropout that there is not
+    if _takes_flash(q, rule):
+        return aten._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, out, sums, None, None, q.shape[2], k.shape[2], 0.0, rule.causal, none, none, scale=rule.scale
+        )  # fmt: skip
+    whole_k, whole_v = _for_each_query_head(q, k, v)
+    queries = q.shape[2]
+    padded = torch.nn.functional.pad(sums, (0, -queries % 32))
+    found = aten._scaled_dot_product_efficient_attention_backward(
+        gradient, q, whole_k, whole_v, _aligned(rule.mask, q), out, padded, none, none, 0.0, [True, True, True, False],
+        rule.causal, scale=rule.scale,
+    )  # fmt: skip
+    return _summed(found[:3], k)
+
+
+def _is_fused(q: torch.Tensor, v: torch.Tensor) -> bool:
+    return q.shape[-1] == v.shape[-1] and q.device.type in ("cpu", "cuda")
+
+
+def _takes_flash(q: torch.Tensor, rule: Rule) -> bool:
+    """FlashAttention takes half precision, heads of up to 256 in steps of 8, and no mask."""
+    return rule.mask is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] in range(8, 257, 8)
+
+
+def _aligned(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """The mask as the efficient kernel reads it: for every head, its rows 8 elements apart in memory."""
+    if mask is None:
+        return None
+    keys = mask.shape[-1]
+    padded = torch.nn.functional.pad(mask, (0, -keys % 8))[..., :keys]
+    return padded.expand(q.shape[0], q.shape[1], q.shape[2], keys)
+
+
+def _for_each_query_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    times = q.shape[1] // k.shape[1]
+    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+
+
+def _summed(
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor], k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of keys and values that were repeated for each query head, added up for each key head."""
+    of_q, of_k, of_v = gradients
+    if of_k.shape[1] == k.shape[1]:
+        return gradients
+    groups = (k.shape[1], -1)
+    return of_q, of_k.unflatten(1, groups).sum(2), of_v.unflatten(1, groups).sum(2)
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    products = _products(q, k, rule)
+    sums = products.logsumexp(-1)
+    return ((products - sums.unsqueeze(-1)).exp() @ v.float()).to(q.dtype), sums
+
+
+def _backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    rule: Rule,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FlashAttention's backward (arXiv 2205.14135, algorithm 4), written out."""
+    weights = (_products(q, k, rule) - sums.unsqueeze(-1)).exp()
+    gradient, dtype = gradient.float(), q.dtype
+    of_v = weights.transpose(-1, -2) @ gradient
+    of_weights = gradient @ v.float().transpose(-1, -2)
+    of_products = weights * (of_weights - (gradient * out).sum(-1, keepdim=True)) * rule.scale
+    return (of_products @ k.float()).to(dtype), (of_products.transpose(-1, -2) @ q.float()).to(dtype), of_v.to(dtype)
+
+
+def _products(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> torch.Tensor:
+    products = q.float() @ k.float().transpose(-1, -2) * rule.scale
+    if rule.causal:
+        unseen = torch.ones(products.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        products = products.masked_fill(unseen, hidden_value(products.dtype))
+    return products if rule.mask is None else products + rule.mask

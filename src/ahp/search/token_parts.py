@@ -1,0 +1,163 @@
+"""Whether a graph computes each token by itself, but for attention: then ranks can hold parts of each sequence.
+
+Every operator must be able to work on tokens apart by the rules that slicing goes by (``ahp.search.strategies``), one token
+on each of as many ranks as there are; attention alone reads all of them. Routers put the tokens of all sequences in one row and
+sort them to their experts: what happens to such a row is not looked at, because across sequences nothing may mix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch.fx import Node
+
+from ahp.errors import BadInput
+from ahp.graph.capture import Capture
+from ahp.search.placement import (
+    Context,
+    Placement,
+    R,
+    Split,
+    Tokens,
+    args_of,
+    argument,
+    is_tensor,
+    shape_of,
+    tensor_inputs,
+)
+from ahp.search.strategies import strategies
+
+aten = torch.ops.aten
+ATTENTION = aten.scaled_dot_product_attention.default
+
+BATCH = 2
+"""Sequences to trace with: of one alone, a row of all tokens would look like a sequence."""
+
+UNIFORM = {
+    aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+}  # fmt: skip
+"""Tensors of one value: a part of one is as the whole."""
+
+
+class Special(Enum):
+    """What is neither whole nor in parts by token."""
+
+    ROW = "holds the tokens of all sequences in a row, or was made of such"
+    MADE = "was made of the sequence's length, so of a part it would be something else"
+
+
+ROW, MADE = Special.ROW, Special.MADE
+Place = Placement | Special
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What its calls in a graph are like."""
+
+    heads: tuple[int, ...]
+    """Of the queries, for each call."""
+    drops: bool
+    trainable_mask: bool
+
+
+@dataclass(frozen=True)
+class TokenParts:
+    """How one kind of block is run on a part of the tokens."""
+
+    dims: tuple[int | None, ...]
+    """Of each tensor that it is given, the dim that holds tokens; None where it is whole: masks, and what has no tokens."""
+    attention: Attention
+
+
+def traced_length(shapes: set[int], most: int) -> int:
+    """A length near ``most`` that no size of the model is, or half of one: then a dim that long holds tokens. A prime, because
+    sizes that are computed are products."""
+    for length in range(most, 2, -1):
+        if all(length % d for d in range(2, int(length**0.5) + 1)) and not {length, BATCH * length} & shapes:
+            return length
+    raise BadInput(f"context_parallel_degree: a sequence_length of {most} is too short to share (valid: 1)")
+
+
+def token_parts(capture: Capture | BadInput, length: int) -> TokenParts:
+    """How a block, traced with ``BATCH`` sequences of ``length`` tokens, is run on a part of them.
+
+    Raises BadInput when it mixes tokens in another way than attention, or makes something of their places.
+    """
+    if isinstance(capture, BadInput):
+        raise BadInput(f"context_parallel_degree: {capture}")
+    dims = tuple(_token_dim(shape_of(node), length) for node in capture.activation_nodes())
+    check_tokens_apart(capture, dims, length)
+    calls = [node for node in capture.nodes if node.target is ATTENTION]
+    trainable = capture.with_gradient()
+    return TokenParts(
+        dims,
+        Attention(
+            heads=tuple(shape_of(args_of(node)[0])[1] for node in calls),
+            drops=any(argument(node, 4, "dropout_p", 0.0) for node in calls),
+            trainable_mask=any(argument(node, 3, "attn_mask") in trainable for node in calls),
+        ),
+    )
+
+
+def _token_dim(shape: tuple[int, ...], length: int) -> int | None:
+    """A tensor with one dim of the sequence's length is of tokens; with two it is a mask."""
+    dims = [dim for dim, size in enumerate(shape) if size == length]
+    return dims[0] if len(dims) == 1 else None
+
+
+def check_tokens_apart(capture: Capture, dims: tuple[int | None, ...], length: int) -> None:
+    """Raises BadInput, which names the operator, when a graph mixes tokens. ``dims`` as ``TokenParts.dims``."""
+    context = Context(length, tokens=Tokens(BATCH, length, (1,)))
+    placed: dict[Node, Place] = {node: R for node in capture.nodes if node.op in ("placeholder", "get_attr")}
+    for node, dim in zip(capture.activation_nodes(), dims, strict=True):
+        placed[node] = R if dim is None else Split(dim, (length,), tokens=True)
+    for node in capture.nodes:
+        if node.op == "call_function":
+            place = _placed(node, [placed[i] for i in tensor_inputs(node)], context)
+            if place is None:
+                raise BadInput(
+                    f"context_parallel_degree: {node.target} reads other tokens than its own, or makes something of their "
+                    "places, so that it cannot run on a part of the sequence; attention alone may, as "
+                    "torch.nn.functional.scaled_dot_product_attention (valid: 1)"
+                )
+            placed[node] = place
+
+
+def _placed(node: Node, inputs: list[Place], context: Context) -> Place | None:
+    """Where the output of a call lies; None when it cannot be made of parts."""
+    length = context.degree
+    if not is_tensor(node):
+        return R
+    if ROW in inputs:
+        dim = _token_dim(shape_of(node), length)
+        return ROW if dim is None else Split(dim, (length,), tokens=True)
+    if all(place in (R, MADE) for place in inputs):
+        return MADE if MADE in inputs else _made(node, length)
+    if node.target is ATTENTION:
+        return _attended(inputs, length)
+    for strategy in strategies(node, context):
+        if strategy.inputs == tuple(inputs) and isinstance(strategy.output, Split):
+            return strategy.output
+    in_a_row = any(isinstance(place, Split) and len(place.segments) > 1 for place in inputs)
+    return ROW if in_a_row else None
+
+
+def _made(node: Node, length: int) -> Place:
+    """What is made of whole tensors, or of nothing."""
+    shape = shape_of(node)
+    if BATCH * length in shape:
+        return ROW
+    if length not in shape or any(length in shape_of(i) for i in tensor_inputs(node)):  # the latter: of a mask
+        return R
+    dim = _token_dim(shape, length)
+    return Split(dim, (length,), tokens=True) if dim is not None and node.target in UNIFORM else MADE
+
+
+def _attended(inputs: list[Place], length: int) -> Place | None:
+    """Attention of queries to keys and values of the same tokens; the mask is whole, or of single keys."""
+    tokens = Split(2, (length,), tokens=True)
+    masks = (R, Split(3, (length,), tokens=True))
+    return tokens if inputs[:3] == [tokens] * 3 and all(place in masks for place in inputs[3:]) else None
