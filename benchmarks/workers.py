@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -177,6 +178,7 @@ def _serve(pipe: Connection, threads: int) -> None:
             value = function(rank, num_workers, *args)
             dist.barrier()
             dist.destroy_process_group()
+            gc.collect()  # cycles keep groups alive, whose gloo threads wake a hundred times a second: hundreds of them fill a core
             pipe.send((True, value))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
