@@ -38,6 +38,11 @@ JOIN_TIMEOUT_S = 120
 is to be told before whoever waits for the whole gives up."""
 
 
+RUNS_OF_A_WORKER = 16
+"""[Empirical] Process groups that a run leaves behind keep gloo threads, which wake a hundred times a second: after a hundred layouts
+a worker had 500 of them, and the machine did little else. A new worker takes a third of a second."""
+
+
 class WorkerFailed(AssertionError):
     """A worker ended without a result; the message holds its traceback."""
 
@@ -69,7 +74,7 @@ def _without_place(rank: int, num_workers: int, function: Callable[..., Any], ar
 
 
 class Pool:
-    """Workers that are started when first needed and kept until ``close``; a new gloo group for each ``run``."""
+    """Workers that are started when first needed and kept for some runs; a new gloo group for each ``run``."""
 
     PRELOAD: Sequence[str] = PRELOAD
 
@@ -78,6 +83,7 @@ class Pool:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(list(self.PRELOAD))
         self.workers: list[tuple[Any, Connection]] = []
+        self.num_runs = 0
 
     def run(self, function: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:
         """``function(rank, num_workers, *args)`` on each of so many workers; their results by rank.
@@ -85,6 +91,9 @@ class Pool:
         ``function`` is a module's own, so that the processes can find it. Raises WorkerFailed with the traceback of the
         first worker that fails, or when they take longer than ``timeout_s``; all workers are ended then.
         """
+        if self.num_runs == RUNS_OF_A_WORKER:
+            self.close()
+        self.num_runs += 1
         while len(self.workers) < num_workers:
             self.workers.append(self._start())
         with tempfile.TemporaryDirectory(prefix="ahp-workers-") as folder:
@@ -104,6 +113,7 @@ class Pool:
             process.kill()
             process.join()
         self.workers.clear()
+        self.num_runs = 0
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self.context.Pipe()
@@ -178,7 +188,7 @@ def _serve(pipe: Connection, threads: int) -> None:
             value = function(rank, num_workers, *args)
             dist.barrier()
             dist.destroy_process_group()
-            gc.collect()  # cycles keep groups alive, whose gloo threads wake a hundred times a second: hundreds of them fill a core
+            gc.collect()  # most groups are kept alive by cycles alone
             pipe.send((True, value))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
