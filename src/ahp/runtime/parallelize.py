@@ -13,41 +13,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ahp.engines import registry
-from ahp.errors import BadInput, NotExpressible, bad_input
-from ahp.forecast import rules
+from ahp.errors import BadInput, bad_input
 from ahp.graph.blocks import NoBlocks, find_blocks
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
 from ahp.plan import Parallelism, Plan, validated
 from ahp.runtime import layout
-from ahp.runtime.balance import Routers, balance_of
+from ahp.runtime.balance import Balance, balance_of
 from ahp.runtime.chunked_loss import Tail
-from ahp.runtime.compiled import compile_block, refuse_without_compiler
 from ahp.runtime.context_blocks import SharedTokens
-from ahp.runtime.deferred import WeightGradients
-from ahp.runtime.experts import check_experts, divide_experts
-from ahp.runtime.initial import fill_initial
 from ahp.runtime.learning_rate import learning_rate
 from ahp.runtime.loss import Loss, PendingCount, count_scored
 from ahp.runtime.loss_scale import LossScale
-from ahp.runtime.materialize import allocate_on, initial_weights, is_meta, materialize_buffers
 from ahp.runtime.mesh import Mesh, build_mesh
 from ahp.runtime.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
-from ahp.runtime.offload import refuse_without_host
 from ahp.runtime.optimizer import ShardedOptimizer, matrices_of
 from ahp.runtime.ownership import Held, Names, StageTies
 from ahp.runtime.pipeline import Accumulation, Pipeline, stages_of_rank
 from ahp.runtime.placement import check_device
 from ahp.runtime.preflight import preflight
-from ahp.runtime.pretrained import Pretrained, fill
-from ahp.runtime.recompute import recompute
+from ahp.runtime.prepare import Preparation, cut_stages
+from ahp.runtime.refuse import refuse_model, refuse_plan
 from ahp.runtime.shard import COMPUTE_DTYPE, Sharding
-from ahp.runtime.slice import slice_module
-from ahp.runtime.stages import Stage, cut
+from ahp.runtime.start import Start
 from ahp.runtime.torch_compat import like_distributed
-from ahp.schedule.patterns import SPLIT_BACKWARD
-from ahp.schedule.stages import layer_ranges, layers_of_stages
 from ahp.search.placement import Split
 from ahp.search.slice_model import ModelSlicing, slice_outline
 
@@ -84,25 +73,11 @@ def parallelize(
     a rank does not come or an axis of the mesh does not carry.
     """
     checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
-    _refuse(checked)
-    if checked.engine.compile:
-        refuse_without_compiler(_device(device))
-    if checked.engine.offload_optimizer:
-        refuse_without_host(_device(device))
+    refuse_plan(checked, _device(device))
     mesh = build_mesh(checked.parallelism, _device(device))
     check_device(checked, dist.get_rank(), mesh.device)
     preflight(mesh)
     return Parallel(module, checked, mesh)
-
-
-def _refuse(plan: Plan) -> None:
-    p, job = plan.parallelism, plan.job
-    if plan.engine.name != "ahp":
-        raise NotExpressible(f"engine.name = {plan.engine.name!r}: this runtime runs plans for 'ahp' only")
-    if reason := registry.get("ahp").refuses(job, p, plan.engine):
-        raise NotExpressible(reason)
-    if reason := rules.batch(job, p) or rules.sequence(job, p) or rules.schedules(job, p, in_torch=True):
-        raise BadInput(reason)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -125,16 +100,8 @@ class Parallel:
         """Of this rank, those that were no numbers at the last step."""
         self.loss_scale = LossScale(plan.job.precision)
         p = plan.parallelism
-        found = _outline(module, plan)
-        ranges = layer_ranges(layers_of_stages(p, found.num_layers)) if found else (range(0),)
-        if found and (reason := rules.recomputed(found.num_layers, plan.job, p, plan.engine)):
-            raise BadInput(reason)
-        if plan.engine.loss_chunk_tokens is not None:
-            _refuse_chunks(plan.engine.loss_chunk_tokens, found)
-        check_experts(module, found, p.expert_parallel_degree)
-        balance = balance_of(module)
-        if balance is not None:
-            _refuse_balance(plan)
+        found, balance = _outline(module, plan), balance_of(module)
+        refuse_model(module, found, balance, plan)
         sliced = _sliced(found, p)
         self.tokens = (
             SharedTokens(module, found, p, mesh, plan.job.sequence_length)
@@ -144,90 +111,26 @@ class Parallel:
         """How sequences are cut over the context ranks, None where they are not."""
         self.names = Names(module)
         matrices = matrices_of(module, plan.job.optimizer)
-        given = Pretrained(plan.init_from) if plan.init_from is not None else None
-        stored = given.check(module) if given is not None else {}
-        streamed = is_meta(module)
-        """Whether parameters get memory only once they are cut, so that no rank ever holds the whole model."""
-        initial = None
-        if streamed and given is not None:
-            materialize_buffers(module)
-        elif streamed:
-            initial = initial_weights(module, seed=plan.job.seed)
-        dtype = COMPUTE_DTYPE[plan.job.precision]
-        if p.num_stages == 1:
-            cuts = [Stage(module, None)]
-        else:
-            assert found is not None
-            cuts = [cut(module, found, layers, dtype) for layers in ranges]
-            if p.pipeline_parallel_schedule in SPLIT_BACKWARD:
-                for stage in cuts:
-                    stage.later = WeightGradients()
-        self.ties = StageTies([self.names.on(stage.model) for stage in cuts], mesh, p)
-        self.stages = {i: cuts[i] for i in stages_of_rank(mesh.rank("pp"), p)}
+        start = Start(module, plan)
+        stages = cut_stages(module, found, plan)
+        self.ties = StageTies([self.names.on(stage.model) for stage in stages], mesh, p)
+        self.stages = {i: stages[i] for i in stages_of_rank(mesh.rank("pp"), p)}
         self.sharding = Sharding(mesh, p.zero_stage, plan.job.precision)
-        self.splits: dict[str, Split] = {}
-        """Parameters that are split over the tensor-parallel axis, and how."""
-        self.experts: set[str] = set()
-        """Parameters that are divided over the expert-parallel axis."""
+        prepare = Preparation(
+            plan, mesh, self.names, self.sharding, found, sliced, balance, self.tokens, start.streamed
+        )
         for index, stage in self.stages.items():
-            stage.train()
-            if not streamed:
-                stage.to(mesh.device)
-            layers = _layers(stage.model, found, ranges[index])
-            if sliced is not None:
-                splits = slice_module(stage.model, sliced, layers, mesh.weights["tp"], p.context_parallel_degree)
-                self.splits.update({self.names.of[name]: split for name, split in splits.items()})
-            experts: dict[str, nn.Module] = {}
-            if found and p.expert_parallel_degree > 1:
-                experts = divide_experts(stage.model, found, mesh)
-                named = (f"{path}.{name}" for path, held in experts.items() for name, _ in held.named_parameters())
-                self.experts.update(self.names.of[name] for name in named)
-            if balance is not None:
-                stage.routers = Routers(stage.model, balance)
-            if self.tokens is not None:
-                for block in layers.values():
-                    self.tokens.attend(block)
-            for block in layers.values() if plan.engine.compile else ():
-                compile_block(block)
-            if p.activation_checkpoint in ("selective", "full"):
-                some = p.recomputed_layers_per_stage
-                for block in list(layers.values())[: None if some is None else some[index]]:
-                    recompute(block, p.activation_checkpoint, stage.around)
-            if self.tokens is not None:
-                for number, block in layers.items():
-                    self.tokens.give_own_tokens(block, number)
-            if streamed and not self.sharding.uses_fsdp:  # whose hooks sit on the parameters themselves
-                allocate_on(stage, mesh.device)
-            self.sharding.apply(stage, list(layers.values()), list(experts.values()))
-            if streamed and self.sharding.uses_fsdp:
-                allocate_on(stage, mesh.device)
+            prepare(index, stage)
+        self.splits: dict[str, Split] = prepare.splits
+        """Parameters that are split over the tensor-parallel axis, and how."""
+        self.experts: set[str] = prepare.experts
+        """Parameters that are divided over the expert-parallel axis."""
         self.held = Held([stage.model for stage in self.stages.values()], self.names)
-        self.bytes_read = 0
+        self.bytes_read = start.fill(self)
         """Of ``plan.init_from``, by this rank."""
-        if given is not None:
-            fill(self, given, stored)
-            self.bytes_read = given.bytes_read
-        elif initial is not None:
-            fill_initial(self, initial)
-        self.optimizer = ShardedOptimizer(
-            self.parameters,
-            plan.job.optimizer,
-            matrices=matrices,
-            offload=plan.engine.offload_optimizer,
-            gather=lambda name, part: layout.whole(self, name, like_distributed(part, self.parameters[name])),
-            cut=lambda name, all_of_it: layout.own_part(self, name, all_of_it),
-        )
+        self.optimizer = self._optimizer(matrices)
         vocabulary = bool(sliced and sliced.vocabulary)
-        self.loss = Loss(
-            causal=not is_masked(module),
-            vocabulary_group=mesh.group("tp") if vocabulary else None,
-            context=None if self.tokens is None else self.tokens.context,
-        )
-        self.loss.balance = balance
-        last = self.stages.get(p.num_stages - 1)
-        if plan.engine.loss_chunk_tokens is not None and last is not None:
-            assert found is not None
-            self.loss.tail = Tail(last.model, found, dtype, plan.engine.loss_chunk_tokens)
+        self.loss = self._loss(found, vocabulary, balance, causal=not is_masked(module))
         self.runner = self._runner(found, vocabulary)
         self.copies = {name: self._num_copies(name) for name in self.parameters}
 
@@ -235,6 +138,29 @@ class Parallel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of which this rank holds a part, by the hub's names; DTensors where they are split."""
         return self.held.parameters
+
+    def _optimizer(self, matrices: frozenset[str]) -> ShardedOptimizer:
+        return ShardedOptimizer(
+            self.parameters,
+            self.plan.job.optimizer,
+            matrices=matrices,
+            offload=self.plan.engine.offload_optimizer,
+            gather=lambda name, part: layout.whole(self, name, like_distributed(part, self.parameters[name])),
+            cut=lambda name, all_of_it: layout.own_part(self, name, all_of_it),
+        )
+
+    def _loss(self, found: Outline | None, vocabulary: bool, balance: Balance | None, *, causal: bool) -> Loss:
+        loss = Loss(
+            causal=causal,
+            vocabulary_group=self.mesh.group("tp") if vocabulary else None,
+            context=None if self.tokens is None else self.tokens.context,
+        )
+        loss.balance = balance
+        chunk, last = self.plan.engine.loss_chunk_tokens, self.stages.get(self.plan.parallelism.num_stages - 1)
+        if chunk is not None and last is not None:
+            assert found is not None, "refused for a model without blocks"
+            loss.tail = Tail(last.model, found, COMPUTE_DTYPE[self.plan.job.precision], chunk)
+        return loss
 
     def _runner(self, found: Outline | None, vocabulary: bool) -> Accumulation | Pipeline:
         p = self.plan.parallelism
@@ -426,48 +352,8 @@ def _outline(module: nn.Module, plan: Plan) -> Outline | None:
     )
 
 
-def _refuse_chunks(tokens: int, found: Outline | None) -> None:
-    """The logits of some tokens alone need a model whose blocks end before them."""
-    reason = (
-        "the model has no blocks, and what follows them is what it computes in chunks"
-        if found is None
-        else found.uncuttable
-    )
-    if reason is not None:
-        raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {reason} (valid: null)")
-
-
-def _refuse_balance(plan: Plan) -> None:
-    """The routers' logits are seen where a block runs the model's own modules."""
-    says = "output_router_logits = True: the balance loss"
-    if plan.parallelism.tensor_parallel_degree > 1:
-        raise BadInput(
-            f"{says} does not go with tensor_parallel_degree {plan.parallelism.tensor_parallel_degree} (valid: "
-            "tensor_parallel_degree 1, or output_router_logits false in the model's config)"
-        )
-    if plan.parallelism.context_parallel_degree > 1:
-        raise BadInput(
-            f"{says} does not go with context_parallel_degree {plan.parallelism.context_parallel_degree} (valid: "
-            "context_parallel_degree 1, or output_router_logits false in the model's config)"
-        )
-    if plan.engine.compile:
-        raise BadInput(f"{says} does not go with engine.compile = True (valid: False, or output_router_logits false)")
-
-
 def _sliced(found: Outline | None, p: Parallelism) -> ModelSlicing | None:
     """How the model is split over the tensor-parallel ranks, None where it is not."""
     if found is None or p.tensor_parallel_degree == 1:
         return None
-    if p.enable_sequence_parallel and found.uncuttable is not None:
-        raise BadInput(
-            f"enable_sequence_parallel: {found.uncuttable}, which would meet a part of the sequence (valid: False)"
-        )
     return slice_outline(found, p.tensor_parallel_degree, enable_sequence_parallel=p.enable_sequence_parallel)
-
-
-def _layers(model: nn.Module, found: Outline | None, layers: range) -> dict[int, nn.Module]:
-    """The blocks that are on a stage, by their number in the whole model."""
-    if found is None:
-        return {}
-    blocks = model.get_submodule(found.blocks_path)
-    return {number: blocks.get_submodule(str(number)) for number in layers}

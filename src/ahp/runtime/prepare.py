@@ -1,0 +1,121 @@
+"""A stage made ready to take steps: sliced, its experts divided, compiled, recomputed, sharded, in the one order that works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ahp.graph.outline import Outline
+from ahp.plan import Plan
+from ahp.runtime.balance import Balance, Routers
+from ahp.runtime.compiled import compile_block
+from ahp.runtime.context_blocks import SharedTokens
+from ahp.runtime.deferred import WeightGradients
+from ahp.runtime.experts import divide_experts
+from ahp.runtime.materialize import allocate_on
+from ahp.runtime.mesh import Mesh
+from ahp.runtime.ownership import Names
+from ahp.runtime.recompute import recompute
+from ahp.runtime.shard import COMPUTE_DTYPE, Sharding
+from ahp.runtime.slice import slice_module
+from ahp.runtime.stages import Stage, cut
+from ahp.schedule.patterns import SPLIT_BACKWARD
+from ahp.schedule.stages import layer_ranges, layers_of_stages
+from ahp.search.placement import Split
+from ahp.search.slice_model import ModelSlicing
+
+
+def cut_stages(module: nn.Module, found: Outline | None, plan: Plan) -> list[Stage]:
+    """The model as the stages of its pipeline, on every rank all of them."""
+    p = plan.parallelism
+    if p.num_stages == 1:
+        return [Stage(module, None)]
+    assert found is not None, "a model without blocks is not cut"
+    ranges = layer_ranges(layers_of_stages(p, found.num_layers))
+    stages = [cut(module, found, layers, COMPUTE_DTYPE[plan.job.precision]) for layers in ranges]
+    if p.pipeline_parallel_schedule in SPLIT_BACKWARD:
+        for stage in stages:
+            stage.later = WeightGradients()
+    return stages
+
+
+@dataclass
+class Preparation:
+    """What a rank's stages have in common, and what was found out about their parameters on the way."""
+
+    plan: Plan
+    mesh: Mesh
+    names: Names
+    sharding: Sharding
+    found: Outline | None
+    sliced: ModelSlicing | None
+    balance: Balance | None
+    tokens: SharedTokens | None
+    streamed: bool
+    """Whether parameters are on the meta device till they are cut."""
+    splits: dict[str, Split] = field(default_factory=dict)
+    """Parameters that are split over the tensor-parallel axis, and how."""
+    experts: set[str] = field(default_factory=set)
+    """Parameters that are divided over the expert-parallel axis."""
+
+    def __call__(self, index: int, stage: Stage) -> None:
+        """In place. Collective."""
+        layers = self._layers(index, stage)
+        stage.train()
+        if not self.streamed:
+            stage.to(self.mesh.device)
+        self._slice(stage, layers)
+        experts = self._divide_experts(stage)
+        self._wrap_blocks(index, stage, layers)
+        if self.streamed and not self.sharding.uses_fsdp:  # whose hooks sit on the parameters themselves
+            allocate_on(stage, self.mesh.device)
+        self.sharding.apply(stage, list(layers.values()), experts)
+        if self.streamed and self.sharding.uses_fsdp:
+            allocate_on(stage, self.mesh.device)
+
+    def _layers(self, index: int, stage: Stage) -> dict[int, nn.Module]:
+        """The blocks that are on a stage, by their number in the whole model."""
+        if self.found is None:
+            return {}
+        blocks = stage.model.get_submodule(self.found.blocks_path)
+        layers = layer_ranges(layers_of_stages(self.plan.parallelism, self.found.num_layers))[index]
+        return {number: blocks.get_submodule(str(number)) for number in layers}
+
+    def _slice(self, stage: Stage, layers: dict[int, nn.Module]) -> None:
+        if self.sliced is None:
+            return
+        group, context = self.mesh.weights["tp"], self.plan.parallelism.context_parallel_degree
+        splits = slice_module(stage.model, self.sliced, layers, group, context)
+        self.splits.update({self.names.of[name]: split for name, split in splits.items()})
+
+    def _divide_experts(self, stage: Stage) -> list[nn.Module]:
+        if self.found is None or self.plan.parallelism.expert_parallel_degree == 1:
+            return []
+        experts = divide_experts(stage.model, self.found, self.mesh)
+        self.experts.update(self.names.of[name] for name in _parameter_names(experts))
+        return list(experts.values())
+
+    def _wrap_blocks(self, index: int, stage: Stage, layers: dict[int, nn.Module]) -> None:
+        """What surrounds the forward of each block, from the inside out."""
+        p = self.plan.parallelism
+        if self.balance is not None:
+            stage.routers = Routers(stage.model, self.balance)
+        if self.tokens is not None:
+            for block in layers.values():
+                self.tokens.attend(block)
+        for block in layers.values() if self.plan.engine.compile else ():
+            compile_block(block)
+        if p.activation_checkpoint in ("selective", "full"):
+            some = p.recomputed_layers_per_stage
+            for block in list(layers.values())[: None if some is None else some[index]]:
+                recompute(block, p.activation_checkpoint, stage.around)
+        if self.tokens is not None:
+            for number, block in layers.items():
+                self.tokens.give_own_tokens(block, number)
+
+
+def _parameter_names(modules: dict[str, nn.Module]) -> Iterator[str]:
+    """By the names of the model that they are in."""
+    return (f"{path}.{name}" for path, module in modules.items() for name, _ in module.named_parameters())

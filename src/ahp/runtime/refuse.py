@@ -1,0 +1,73 @@
+"""What a plan asks of this runtime, its devices and a model that they cannot do, told before anything is changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ahp.engines import registry
+from ahp.errors import BadInput, NotExpressible
+from ahp.forecast import rules
+from ahp.graph.outline import Outline
+from ahp.plan import Plan
+from ahp.runtime.balance import Balance
+from ahp.runtime.compiled import refuse_without_compiler
+from ahp.runtime.experts import check_experts
+from ahp.runtime.offload import refuse_without_host
+from ahp.schedule.stages import layers_of_stages
+
+
+def refuse_plan(plan: Plan, device: torch.device) -> None:
+    """Raises NotExpressible or BadInput for a plan that no model could run under on this device."""
+    p, job = plan.parallelism, plan.job
+    if plan.engine.name != "ahp":
+        raise NotExpressible(f"engine.name = {plan.engine.name!r}: this runtime runs plans for 'ahp' only")
+    if reason := registry.get("ahp").refuses(job, p, plan.engine):
+        raise NotExpressible(reason)
+    if reason := rules.batch(job, p) or rules.sequence(job, p) or rules.schedules(job, p, in_torch=True):
+        raise BadInput(reason)
+    if plan.engine.compile:
+        refuse_without_compiler(device)
+    if plan.engine.offload_optimizer:
+        refuse_without_host(device)
+
+
+def refuse_model(module: nn.Module, found: Outline | None, balance: Balance | None, plan: Plan) -> None:
+    """Raises BadInput for a model that cannot run under this plan. ``found``: None for a model without blocks."""
+    p = plan.parallelism
+    if found:
+        layers_of_stages(p, found.num_layers)  # raises where they do not go round
+        if reason := rules.recomputed(found.num_layers, plan.job, p, plan.engine):
+            raise BadInput(reason)
+    if plan.engine.loss_chunk_tokens is not None:
+        _refuse_chunks(plan.engine.loss_chunk_tokens, found)
+    check_experts(module, found, p.expert_parallel_degree)
+    if balance is not None:
+        _refuse_balance(plan)
+    if found and p.tensor_parallel_degree > 1 and p.enable_sequence_parallel and found.uncuttable is not None:
+        raise BadInput(
+            f"enable_sequence_parallel: {found.uncuttable}, which would meet a part of the sequence (valid: False)"
+        )
+
+
+def _refuse_chunks(tokens: int, found: Outline | None) -> None:
+    """The logits of some tokens alone need a model whose blocks end before them."""
+    reason = (
+        "the model has no blocks, and what follows them is what it computes in chunks"
+        if found is None
+        else found.uncuttable
+    )
+    if reason is not None:
+        raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {reason} (valid: null)")
+
+
+def _refuse_balance(plan: Plan) -> None:
+    """The routers' logits are seen where a block runs the model's own modules."""
+    says = "output_router_logits = True: the balance loss"
+    for key in ("tensor_parallel_degree", "context_parallel_degree"):
+        if (degree := getattr(plan.parallelism, key)) > 1:
+            raise BadInput(
+                f"{says} does not go with {key} {degree} (valid: {key} 1, or output_router_logits false in the model's config)"
+            )
+    if plan.engine.compile:
+        raise BadInput(f"{says} does not go with engine.compile = True (valid: False, or output_router_logits false)")
