@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from ahp.errors import BadInput, bad_input
+from ahp.runtime.collectives import exchange_rows
 from ahp.runtime.context import Context
 from ahp.runtime.ring_attention import Mask, ring_attention
 
@@ -92,7 +93,7 @@ def _by_heads(
     times = ranks // math.gcd(key.shape[1], ranks)
     if times > 1:
         key, value = (x.repeat_interleave(times, 1) for x in (key, value))
-    q, k, v = (_TokensForHeads.apply(x, context.group) for x in (query, key, value))
+    q, k, v = _tokens_for_heads((query, key, value), context.group)
     whole = mask.whole
     if whole is not None and whole.shape[1] == heads > 1:
         whole = whole.chunk(ranks, 1)[context.rank]
@@ -100,50 +101,22 @@ def _by_heads(
         q, k, v, attn_mask=whole, dropout_p=dropout_p, is_causal=mask.causal, scale=scale,
         enable_gqa=k.shape[1] != q.shape[1],
     )  # fmt: skip
-    return _HeadsForTokens.apply(out, context.group)  # type: ignore[no-any-return]
+    return _heads_for_tokens(out, context.group)
 
 
-class _TokensForHeads(torch.autograd.Function):
-    """[B, heads, S / ranks, D] -> [B, heads / ranks, S, D]"""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _tokens_for_heads(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _heads_for_tokens(gradients[0], ctx.group), None
-
-
-class _HeadsForTokens(torch.autograd.Function):
-    """[B, heads / ranks, S, D] -> [B, heads, S / ranks, D]"""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _heads_for_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _tokens_for_heads(gradients[0], ctx.group), None
-
-
-def _tokens_for_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    found = _exchanged(
-        x.unflatten(1, (group.size(), -1)).movedim(1, 0), group
-    )  # [ranks, B, heads / ranks, S / ranks, D]
-    return found.movedim(0, 2).flatten(2, 3)
+def _tokens_for_heads(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+    """Of each tensor [B, heads, S / ranks, D] -> [B, heads / ranks, S, D]"""
+    found = _exchanged(tuple(x.unflatten(1, (group.size(), -1)).movedim(1, 0) for x in tensors), group)
+    return tuple(x.movedim(0, 2).flatten(2, 3) for x in found)
 
 
 def _heads_for_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    found = _exchanged(x.unflatten(2, (group.size(), -1)).movedim(2, 0), group)
+    """[B, heads / ranks, S, D] -> [B, heads, S / ranks, D]"""
+    (found,) = _exchanged((x.unflatten(2, (group.size(), -1)).movedim(2, 0),), group)
     return found.movedim(0, 1).flatten(1, 2)
 
 
-def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``parts[r]`` goes to rank r; what comes from rank r is the r-th of the result."""
-    parts = parts.contiguous()
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=group)
-    return found
+def _exchanged(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+    """Of each, ``x[r]`` goes to rank r; what comes from rank r is the r-th of the result."""
+    each = [1] * group.size()
+    return exchange_rows(tensors, each, each, group)
