@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+import shutil
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.runtime.balance import balance_of
+from ahp.runtime.compiled import CPU_COMPILERS
 from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.workers import Pool
@@ -31,10 +33,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "data_parallel_shard_degree": 2, "expert_parallel_degree": 2,
     },
     "uneven": {"data_parallel_replicate_degree": 2, "micro_batches_per_replica": [3, 1]},
+    "tensor": {"tensor_parallel_degree": 2},
+    "sequence-selective": {
+        "tensor_parallel_degree": 2, "enable_sequence_parallel": True, "activation_checkpoint": "selective",
+    },
+    "tensor-zero1-1f1b": {
+        "tensor_parallel_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 1, "pipeline_parallel_degree": 2,
+        "activation_checkpoint": "full",
+    },
+    "ring": {"context_parallel_degree": 2, "context_parallel_method": "ring"},
+    "heads-zbv": {
+        "context_parallel_degree": 2, "context_parallel_method": "all-to-all", "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "ZBVZeroBubble", "virtual_stages_per_rank": 2,
+    },
+    "ring-sequence": {
+        "context_parallel_degree": 2, "context_parallel_method": "ring", "tensor_parallel_degree": 2,
+        "enable_sequence_parallel": True, "activation_checkpoint": "full",
+    },
 }  # fmt: skip
 CASES = [
     ("one", "mixtral"), ("ep2", "mixtral"), ("ep2", "qwen3_moe"), ("zero1", "qwen2_moe"), ("replicas", "mixtral"),
     ("1f1b", "qwen3_moe"), ("ep2-zbv", "mixtral"), ("uneven", "qwen3_moe"),
+    ("tensor", "mixtral"), ("sequence-selective", "qwen3_moe"), ("tensor-zero1-1f1b", "qwen2_moe"), ("ring", "qwen3_moe"),
+    ("heads-zbv", "mixtral"), ("ring-sequence", "qwen3_moe"),
 ]  # fmt: skip
 FAST = {("one", "mixtral")}
 
@@ -86,6 +107,30 @@ def test_the_balance_loss_equals_one_process(pool: Pool, layout: str, name: str)
     results = pool.run(train_balanced, world_size(LAYOUTS[layout]), name, layout)
     assert_same_curve(results[0], plain(name))
     assert_same_weights(results, plain(name))
+
+
+def train_compiled(rank: int, world: int, name: str) -> dict[str, Any]:
+    """Traced and differentiated as torch.compile does it, and run without kernels of its own: those take minutes."""
+    from ahp.runtime.parallelize import parallelize
+
+    plan = {"job": JOB, "parallelism": {"micro_batch_size": SIZE}, "engine": {"compile": True}}
+    compile_ = torch.compile
+    torch.compile = partial(compile_, backend="aot_eager")
+    try:
+        parallel = parallelize(balanced(name), plan, device="cpu")
+        results = [parallel.step(parallel.shard(batch(step))) for step in range(STEPS)]
+    finally:
+        torch.compile = compile_
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "graphs": graphs}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_blocks_tell_their_routers(pool: Pool) -> None:
+    found = pool.run(train_compiled, 1, "mixtral")[0]
+    assert found["graphs"] > 0, "nothing was compiled"
+    assert_same_curve(found, plain("mixtral"))
 
 
 def test_a_config_that_asks_for_none_has_none() -> None:

@@ -179,8 +179,7 @@ FAST = {("ring", "llama"), ("all-to-all", "packed")}
 def test_context_parallel_equals_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str, model: str
 ) -> None:
-    world = world_size(LAYOUTS[layout]) * LAYOUTS[layout]["context_parallel_degree"]
-    results = pool.run(run, world, model, LAYOUTS[layout], STEPS)
+    results = pool.run(run, world_size(LAYOUTS[layout]), model, LAYOUTS[layout], STEPS)
     expected = plain_run(model, STEPS, EPS)
     for result in results:
         assert result["losses"] == results[0]["losses"], "ranks disagree about the loss"

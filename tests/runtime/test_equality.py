@@ -139,6 +139,7 @@ def world_size(layout: dict[str, Any]) -> int:
         "data_parallel_shard_degree",
         "tensor_parallel_degree",
         "pipeline_parallel_degree",
+        "context_parallel_degree",
     ):
         size *= layout.get(key, 1)
     return size

@@ -6,18 +6,24 @@ Transformer, arXiv 2101.03961, equations 4 to 6). Here a call is a micro-batch: 
 
 Both means are of sums over layers, [2, experts] numbers: they go from stage to stage of a pipeline beside the hidden states,
 and the gradient of the second comes back the same way. So the product is of all layers, as on one device.
+
+Ranks that share sequences see some tokens of a call each. The loss is linear in the probabilities, so each rank takes its own share
+of it, by the counts of all of them: one sum of [experts] numbers, and no gradient to send.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ahp.errors import BadInput
+from ahp.runtime.slice import SlicedForward
+from ahp.runtime.telling import Noting, Telling
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,13 @@ class Balance:
         """The sums before the first layer; trainable, because torch's pipeline sends gradients back for all that came."""
         return torch.zeros((2, self.num_experts), device=device, requires_grad=True)
 
-    def loss(self, sums: torch.Tensor) -> torch.Tensor:
-        """The weighted balance loss of a micro-batch, from the sums over its layers."""
+    def loss(self, sums: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """The weighted balance loss of a micro-batch, from the sums over its layers; of the ranks of ``group``, which have a part of
+        its tokens each, this one's share."""
         counts, probabilities = sums[0].detach(), sums[1]
+        if group is not None:
+            counts = counts.clone()
+            dist.all_reduce(counts, group=group)
         rows = counts.sum() / self.num_chosen  # tokens x layers
         return self.coefficient * self.num_experts * (counts / rows * (probabilities / rows)).sum()
 
@@ -51,18 +61,24 @@ class Balance:
 class Routers:
     """Adds up what the routers of one stage say during a forward pass."""
 
-    def __init__(self, model: nn.Module, balance: Balance) -> None:
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], balance: Balance) -> None:
+        """``blocks``: of the stage's ``model``, sliced if they are to be, and not yet compiled or made to recompute."""
         self.balance = balance
         self._found: list[torch.Tensor] | None = None
-        for router, index in _routers(model):
-            router.register_forward_hook(self._note(index))
+        routers = {id(router): index for router, index in _routers(model)}
+        for block in blocks:
+            outputs = {path: routers.pop(id(module)) for path, module in block.named_modules() if id(module) in routers}
+            if not outputs:
+                continue
+            if isinstance(block.forward, SlicedForward):
+                block.forward.tell(outputs, self._note)
+            else:
+                block.forward = Noting(Telling(block, outputs), self._note)  # type: ignore[method-assign]
+        assert not routers, "a router outside of the blocks would be left out"
 
-    def _note(self, index: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if self._found is not None:  # not when a block runs again for its backward
-                self._found.append(output[index] if isinstance(output, tuple) else output)
-
-        return hook
+    def _note(self, logits: torch.Tensor) -> None:
+        if self._found is not None:  # not when a block runs again for its backward
+            self._found.append(logits)
 
     def begin(self) -> None:
         """Before a forward pass."""

@@ -59,7 +59,8 @@ class Loss:
         if self.balance is None or not torch.is_grad_enabled():
             return self._of_tokens(output, labels)
         output, sums = output
-        balance = self.balance.loss(sums) / self.num_micro_batches * self.scale
+        group = None if self.context is None else self.context.group
+        balance = self.balance.loss(sums, group) / self.num_micro_batches * self.scale
         return self._of_tokens(output, labels) + balance
 
     def _of_tokens(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ class Parallel:
         self.loss_scale = LossScale(plan.job.precision)
         p = plan.parallelism
         found, balance = _outline(module, plan), balance_of(module)
-        refuse_model(module, found, balance, plan)
+        refuse_model(module, found, plan)
         sliced = _sliced(found, p)
         self.tokens = (
             SharedTokens(module, found, p, mesh, plan.job.sequence_length)

@@ -101,7 +101,7 @@ class Preparation:
         """What surrounds the forward of each block, from the inside out."""
         p = self.plan.parallelism
         if self.balance is not None:
-            stage.routers = Routers(stage.model, self.balance)
+            stage.routers = Routers(stage.model, layers.values(), self.balance)
         if self.tokens is not None:
             for block in layers.values():
                 self.tokens.attend(block)

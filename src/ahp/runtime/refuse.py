@@ -10,7 +10,6 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import rules
 from ahp.graph.outline import Outline
 from ahp.plan import Plan
-from ahp.runtime.balance import Balance
 from ahp.runtime.compiled import refuse_without_compiler
 from ahp.runtime.experts import check_experts
 from ahp.runtime.offload import refuse_without_host
@@ -32,7 +31,7 @@ def refuse_plan(plan: Plan, device: torch.device) -> None:
         refuse_without_host(device)
 
 
-def refuse_model(module: nn.Module, found: Outline | None, balance: Balance | None, plan: Plan) -> None:
+def refuse_model(module: nn.Module, found: Outline | None, plan: Plan) -> None:
     """Raises BadInput for a model that cannot run under this plan. ``found``: None for a model without blocks."""
     p = plan.parallelism
     if found:
@@ -42,8 +41,6 @@ def refuse_model(module: nn.Module, found: Outline | None, balance: Balance | No
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, found)
     check_experts(module, found, p.expert_parallel_degree)
-    if balance is not None:
-        _refuse_balance(plan)
     if found and p.tensor_parallel_degree > 1 and p.enable_sequence_parallel and found.uncuttable is not None:
         raise BadInput(
             f"enable_sequence_parallel: {found.uncuttable}, which would meet a part of the sequence (valid: False)"
@@ -59,15 +56,3 @@ def _refuse_chunks(tokens: int, found: Outline | None) -> None:
     )
     if reason is not None:
         raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {reason} (valid: null)")
-
-
-def _refuse_balance(plan: Plan) -> None:
-    """The routers' logits are seen where a block runs the model's own modules."""
-    says = "output_router_logits = True: the balance loss"
-    for key in ("tensor_parallel_degree", "context_parallel_degree"):
-        if (degree := getattr(plan.parallelism, key)) > 1:
-            raise BadInput(
-                f"{says} does not go with {key} {degree} (valid: {key} 1, or output_router_logits false in the model's config)"
-            )
-    if plan.engine.compile:
-        raise BadInput(f"{says} does not go with engine.compile = True (valid: False, or output_router_logits false)")

@@ -23,6 +23,7 @@ from ahp.graph.capture import TensorLike, capture, tensor_leaves, weights_of
 from ahp.graph.outline import block_input
 from ahp.runtime.collectives import cut_segments, cut_sequence, gather_sequence, sum_gradient, sum_over_ranks
 from ahp.runtime.rewrite import rewrite
+from ahp.runtime.telling import Telling
 from ahp.runtime.torch_compat import outside_modes
 from ahp.search.placement import Placement, Split
 from ahp.search.slice_model import ModelSlicing
@@ -132,10 +133,19 @@ class SlicedForward:
         self.block, self.template, self.solution, self.group, self.programs = block, template, solution, group, programs
         self.context_degree = context_degree
         self.in_parts = self.first = self.last = False
+        self.note: Callable[[torch.Tensor], None] | None = None
 
     def split_sequence(self, *, first: bool, last: bool) -> None:
         """Work on parts of the sequence. ``first``, ``last``: whether this block begins or ends the row of them."""
         self.in_parts, self.first, self.last = True, first, last
+
+    def tell(self, outputs: dict[str, int], note: Callable[[torch.Tensor], None]) -> None:
+        """Give ``note``, at each call, what modules of the block return: in the rewritten graph they are not called.
+
+        ``outputs``: by the path of a module in the block which of its outputs, if it has several.
+        """
+        self.note = note
+        self.template.forward = Telling(self.template, outputs)  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.in_parts:
@@ -160,7 +170,12 @@ class SlicedForward:
                 self.programs[key] = self._program(args, kwargs, weights)
         program, output_spec = self.programs[key]
         local = [w.to_local() if isinstance(w, DTensor) else w for w in weights.values()]
-        return pytree.tree_unflatten(program(local, activations), output_spec)
+        out = pytree.tree_unflatten(program(local, activations), output_spec)
+        if self.note is None:
+            return out
+        for told in out[1]:
+            self.note(told)
+        return out[0]
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -198,7 +213,10 @@ class SlicedForward:
         whole = own * self.context_degree
 
         def part(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.shape[-1] != whole:
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
+                return leaf
+            rows, keys = leaf.shape[-2:]
+            if keys != whole or rows not in (1, whole):  # a rotary table may be as wide as the sequence is long
                 return leaf
             shape = [own if size == whole and dim >= leaf.dim() - 2 else size for dim, size in enumerate(leaf.shape)]
             return leaf.detach().new_zeros(()).expand(shape).requires_grad_(leaf.requires_grad)
