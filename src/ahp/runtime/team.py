@@ -151,15 +151,17 @@ def _join(device: DeviceType, where: torch.device, places: list[int] | None) -> 
     }
     if places is None:
         dist.init_process_group(BACKENDS[device], **limits)
-        return
-    if dist.is_initialized():  # in the launcher's order
-        dist.destroy_process_group()
-    store, worker = launchers_store()
-    rank = places[worker]
-    dist.init_process_group(
-        BACKENDS[device], store=dist.PrefixStore(MESH_ORDER, store), rank=rank, world_size=len(places), **limits
-    )
-    default_store().set(f"{MESH_ORDER}/{rank}", "")
+    else:
+        if dist.is_initialized():  # in the launcher's order
+            dist.destroy_process_group()
+        store, worker = launchers_store()
+        rank = places[worker]
+        dist.init_process_group(
+            BACKENDS[device], store=dist.PrefixStore(MESH_ORDER, store), rank=rank, world_size=len(places), **limits
+        )
+        default_store().set(f"{MESH_ORDER}/{rank}", "")
+    if device == "cpu":  # A rank that left now would close what another one still connects to.
+        dist.barrier()
 
 
 def _is_in_mesh_order() -> bool:
