@@ -148,7 +148,7 @@ def _show(plan: Plan, path: str, binds: tuple[str, str], moves: list[Move], othe
 
     def told(title: str, lines: Iterable[str]) -> None:
         console.print(f"\n{title}")
-        console.print(tables.Hanging([("  -", line) for line in lines]))
+        console.print(tables.bulleted(lines))
 
     console.print(f"{plan.parallelism.short()} for {_model_name(plan)}\n", markup=False)
     console.print(tables.time_bar(forecast))

@@ -213,10 +213,10 @@ def show(found: Found, out: str) -> None:
 
 
 def _listed(console: Console, title: str, lines: Iterable[str]) -> None:
-    from ahp.report.tables import Hanging
+    from ahp.report.tables import bulleted
 
     console.print(f"\n{title}")
-    console.print(Hanging([("  -", line) for line in lines]))
+    console.print(bulleted(lines))
 
 
 def table(found: Found) -> Group:

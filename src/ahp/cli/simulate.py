@@ -185,8 +185,8 @@ def _show(plan: Plan, found: Binding, trace: str | None, following: list[str]) -
     tell("")
     console.print(tables.memory_bar(forecast, tables.capacity_bytes(plan)))
     tell("", "What binds")
-    console.print(tables.Hanging([("  -", line) for line in _told(found)]))
-    console.print(tables.Hanging([("      *", line) for line in _in_vain(found)]))
+    console.print(tables.bulleted(_told(found)))
+    console.print(tables.bulleted(_in_vain(found), "      *"))
     tell("", "What the parts are")
     console.print(tables.meanings(forecast))
     if trace is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 from typing import IO
@@ -80,16 +80,22 @@ class Hanging:
     """Lines with something before them, under which they do not wrap."""
 
     rows: Sequence[tuple[str, str]]
+    gap: int = 2
+    """Columns between the two."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         longest = max((len(lead) for lead, _ in self.rows), default=0)
         for lead, words in self.rows:
-            margin = max(options.max_width - longest - 2, LEAST_WORDS)
+            margin = max(options.max_width - longest - self.gap, LEAST_WORDS)
             wrapped = wrap(words, margin, break_long_words=False, break_on_hyphens=False)
             for number, line in enumerate(wrapped or [""]):
-                yield Text(
-                    f"{lead if number == 0 else '':<{longest}}  {line}".rstrip(), no_wrap=True, overflow="ignore"
-                )
+                before = f"{lead if number == 0 else '':<{longest + self.gap}}"
+                yield Text(f"{before}{line}".rstrip(), no_wrap=True, overflow="ignore")
+
+
+def bulleted(lines: Iterable[str], mark: str = "  -") -> Hanging:
+    """Lines with a mark before each."""
+    return Hanging([(mark, line) for line in lines], gap=1)
 
 
 def part_by_part(other: Forecast, forecast: Forecast) -> Table:
