@@ -42,6 +42,8 @@ class Compared:
         facts = dict(report.user_properties)
         if report.when == "call" and "family" in facts:
             worst = f"{facts['worst']:.0e}" if "worst" in facts else "does not run"
+            if report.passed and "refused" in facts:
+                worst = "refused"
             key = str(facts["family"]), str(facts["technique"])
             self.found[key] = worst if report.passed else f"**{worst}**"
 

@@ -56,8 +56,12 @@ def plain(
         yield total, norm.item()
 
 
+CONTEXT = {
+    method: {"context_parallel_degree": 2, "context_parallel_method": method} for method in ("ring", "all-to-all")
+}
 EVERY = (
     "one", "zero0", "zero1", "zero2", "zero3", "tp", "1f1b", "interleaved", "zero3-x-tp-x-interleaved", "zero-bubble",
+    *CONTEXT,
 )  # fmt: skip
 TYPICAL = ("zero3", "tp", "1f1b")
 """What casts differently: gathered weights, split weights, weights of a stage. That the other layouts cast as these
@@ -70,7 +74,7 @@ def test_layouts_stay_within_rounding(pool: Pool, model: str) -> None:
     expected = list(plain(model))
     job: dict[str, Any] = {**JOB, "precision": "bf16", "optimizer": {**OPTIMIZER, "learning_rate": RATE}}
     for layout in EVERY if model == "llama" else TYPICAL:
-        parallelism = {**LAYOUTS[layout], "micro_batch_size": MICRO}
+        parallelism = {**(LAYOUTS | CONTEXT)[layout], "micro_batch_size": MICRO}
         got = pool.run(train, world_size(parallelism), model, parallelism, STEPS, job)[0]
         for step, (loss, norm) in enumerate(expected):
             allowed = FIRST + (LAST - FIRST) * step / 19

@@ -244,9 +244,8 @@ def refused(rank: int, world: int, model: str, layout: dict[str, Any], job: dict
         ("averaged", RING, {}, ("context_parallel_degree", "aten.mean.dim")),
         ("biased", RING, {}, ("context_parallel_method = 'ring'", "trainable", "all-to-all")),
         ("llama", {**HEADS, "context_parallel_degree": 8}, {}, ("context_parallel_method = 'all-to-all'", "4 attention heads", "ring")),
-        ("family gemma2", RING, {}, ("context_parallel_degree", "aten.matmul", "scaled_dot_product_attention")),
     ],
-    ids=["order", "uneven", "positions", "mixed after the blocks", "trainable", "heads", "unfused"],
+    ids=["order", "uneven", "positions", "mixed after the blocks", "trainable", "heads"],
 )  # fmt: skip
 def test_what_cannot_be_shared_is_refused(
     pool: Pool, model: str, layout: dict[str, Any], job: dict[str, Any], words: tuple[str, ...]

@@ -137,6 +137,7 @@ def world_size(layout: dict[str, Any]) -> int:
     for key in (
         "data_parallel_replicate_degree",
         "data_parallel_shard_degree",
+        "context_parallel_degree",
         "tensor_parallel_degree",
         "pipeline_parallel_degree",
         "context_parallel_degree",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from ahp.errors import AhpError
 from tests.runtime.models import BUILDERS, JOB
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.workers import Pool
@@ -27,6 +28,8 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"data_parallel_shard_degree": 2, "micro_batch_size": 2},
     "tensor": {"tensor_parallel_degree": 2, "micro_batch_size": 4},
     "pipeline": {"pipeline_parallel_degree": 2, "micro_batch_size": 2},
+    "context": {"context_parallel_degree": 2, "micro_batch_size": 4},
+    "expert": {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "micro_batch_size": 2},
     "ZeRO-1 x tensor x pipeline": {
         "data_parallel_shard_degree": 2, "zero_stage": 1, "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2,
         "micro_batch_size": 2,
@@ -37,6 +40,15 @@ EPS = 1e-6
 make full steps of the rounding that is its gradient."""
 CALM = {**JOB, "optimizer": {**JOB["optimizer"], "eps": EPS}}
 FAST = {("bert", "tensor")}
+REFUSED = {("gemma2", "context"): ("context_parallel_degree", "aten.matmul", "scaled_dot_product_attention")}
+"""What a family cannot do, and words of the reason."""
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
+CASES = [
+    (name, technique)
+    for name in FAMILIES
+    for technique in TECHNIQUES
+    if (name, technique) not in REFUSED and (technique != "expert" or name in WITH_EXPERTS)
+]
 
 
 def family(model_type: str) -> nn.Module:
@@ -63,8 +75,7 @@ def worst(got: dict[str, Any], expected: dict[str, Any]) -> float:
     ("model_type", "technique"),
     [
         pytest.param(name, technique, marks=[] if (name, technique) in FAST else pytest.mark.slow)
-        for name in FAMILIES
-        for technique in TECHNIQUES
+        for name, technique in CASES
     ],
 )
 def test_a_family_under_a_technique_equals_one_process(
@@ -82,3 +93,24 @@ def test_a_family_under_a_technique_equals_one_process(
     record_property("worst", worst(results[0], expected))
     assert_same_curve(results[0], expected)
     assert_same_weights(results, expected)
+
+
+def refused(rank: int, world: int, name: str, technique: str) -> str:
+    """Runs in each worker; why it cannot be."""
+    from ahp.runtime.parallelize import parallelize
+
+    with pytest.raises(AhpError) as error:
+        parallelize(BUILDERS[name](), {"job": CALM, "parallelism": TECHNIQUES[technique]})
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "technique"), list(REFUSED))
+def test_what_a_family_cannot_do_is_refused(
+    pool: Pool, record_property: Callable[[str, object], None], model_type: str, technique: str
+) -> None:
+    record_property("family", model_type)
+    record_property("technique", technique)
+    record_property("refused", True)
+    message = pool.run(refused, world_size(TECHNIQUES[technique]), f"family {model_type}", technique)[0]
+    assert all(word in message for word in REFUSED[model_type, technique]), message
