@@ -140,7 +140,6 @@ def world_size(layout: dict[str, Any]) -> int:
         "context_parallel_degree",
         "tensor_parallel_degree",
         "pipeline_parallel_degree",
-        "context_parallel_degree",
     ):
         size *= layout.get(key, 1)
     return size
