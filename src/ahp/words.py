@@ -14,6 +14,7 @@ PARTS: dict[str, str] = {
     "casts": "casts and copies",
     "host": "waiting for the host",
     "optimizer": "optimizer and clipping",
+    "offload": "optimizer states from the host and back",
     "slowest_rank": "waiting for the slowest rank",
 }
 """Parts of ``Forecast.step`` and ``Forecast.memory`` whose key alone does not say it."""

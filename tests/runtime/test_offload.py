@@ -13,8 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-import ahp
-from ahp.errors import BadInput, HardwareMismatch
+from ahp.errors import HardwareMismatch
 from ahp.runtime.offload import MOMENTS, HostMoments, refuse_without_host
 from tests.runtime.models import BUILDERS, JOB, batch
 from tests.runtime.test_checkpoint import PLANS
@@ -107,10 +106,3 @@ def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(HardwareMismatch, match=r"engine.offload_optimizer = True: on a CPU.*valid: False"):
         refuse_without_host(torch.device("cpu"))
     refuse_without_host(torch.device("cuda"))
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "cluster": "8xH100-SXM-80GB",
-        "job": {"sequence_length": 256, "global_batch_size": 8},
-    }
-    with pytest.raises(BadInput, match=r"engine.offload_optimizer = True: it runs, but no forecast"):
-        ahp.simulate(**asked, parallelism={"data_parallel_shard_degree": 8}, engine={"offload_optimizer": True})

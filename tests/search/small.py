@@ -58,12 +58,13 @@ def small(
     memory_bytes: int | None = None,
     optimizer: str = "adamw",
     loss_chunk_tokens: int | None = None,
+    offload: bool = False,
 ) -> Problem:
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if memory_bytes is not None:
         where = with_memory(where, memory_bytes)
     job = Job.model_validate({"sequence_length": SEQUENCE, "global_batch_size": batch, "optimizer": optimizer})
-    choice = {"name": engine, "loss_chunk_tokens": loss_chunk_tokens}
+    choice = {"name": engine, "loss_chunk_tokens": loss_chunk_tokens, "offload_optimizer": offload}
     return problem(graph(model), where, job, constraints, choice)
 
 
@@ -89,11 +90,13 @@ def problems(draw: st.DrawFn, clusters: tuple[str, ...] = CLUSTERS, *, constrain
         given = draw(st.fixed_dictionaries({}, optional=free))
     engine = draw(st.sampled_from(names()))
     own = engine == "ahp"  # which alone has them
+    optimizer = draw(st.sampled_from(["adamw", "muon"] if own else ["adamw"]))
     return small(
         draw(st.sampled_from(list(MODELS))),
         draw(st.sampled_from(clusters)),
         engine=engine,
-        optimizer=draw(st.sampled_from(["adamw", "muon"] if own else ["adamw"])),
+        optimizer=optimizer,
+        offload=own and optimizer == "adamw" and draw(st.booleans()),
         loss_chunk_tokens=draw(st.sampled_from([None, 24] if own else [None])),
         batch=draw(st.sampled_from([1, 4, 6, 16])),
         constraints=given,

@@ -125,6 +125,7 @@ def _entry(name: str, raw: dict[str, Any], data: dict[str, Any]) -> Entry:
         power_limit_w=raw["power_w"],
         rated_power_w=raw["power_w"],
         kernel_launch_s=data["kernel_launch_s"],
+        host_bandwidth_bytes_per_s=raw["host_gb_per_s"] * 1e9,
         reserved_memory_bytes=held_by_driver_bytes + int(data["context_bytes"]),
         source="; ".join(f"{keys}: {source}" for keys, source in sources.items()),
     )

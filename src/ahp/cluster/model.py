@@ -28,6 +28,8 @@ class Device(Record):
     kernel_launch_s: float = Field(default=5.0e-6, ge=0)
     """Time that every operator takes at least. On a GPU the launch of a kernel; on a CPU what Python, dispatch and
     autograd take for one operator of a training step, which nothing hides there."""
+    host_bandwidth_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Between its memory and the host's, one way at a time, while all devices of the node copy; None = nobody says."""
     reserved_memory_bytes: int = 0
     """Held by the driver and the context before the first tensor."""
     source: str = ""

@@ -34,6 +34,7 @@ class DeviceOverrides(Record):
     base: str
     memory_bytes: int | None = Field(default=None, gt=0)
     memory_bandwidth_bytes_per_s: Positive | None = None
+    host_bandwidth_bytes_per_s: Positive | None = None
     power_limit_w: Positive | None = None
 
 

@@ -16,6 +16,11 @@ takes time: thread time of a micro-batch with 8 blocks less that with 2, over wh
 takes (13 us). One run on a busy machine: good to a factor of 1.5."""
 
 
+OFFLOAD_BUCKET_BYTES = 256 * 2**20
+"""Moments that are on the device at once under ``engine.offload_optimizer``, at least one parameter's: enough to keep a link of
+tens of GB/s busy for milliseconds, little beside what is saved."""
+
+
 class AhpEngine(Engine):
     """What AHP's own runtime can run, and how it behaves.
 
@@ -65,6 +70,8 @@ class AhpEngine(Engine):
             master_weight_bytes=4,
             optimizer_state_bytes=4 if muon else 8,
             no_matrix_state_bytes=4 if muon else 0,
+            host_state_bytes=8 if choice.offload_optimizer else 0,  # runtime/offload.py: both moments, in fp32
+            host_bucket_bytes=OFFLOAD_BUCKET_BYTES if choice.offload_optimizer else 0,
             compute_weight_bytes=2 if job.precision in ("bf16", "fp16") else 4 if sharded else 0,
             fusion="fused" if choice.compile else "eager",
             gradient_overlap=0.0 if pipelined else 1.0,

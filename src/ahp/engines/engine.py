@@ -103,6 +103,15 @@ class Traits:
     fused_gradient_accumulation: bool = False
     """Whether the products that make weight gradients add them to the fp32 ones directly. The gradients that autograd asks
     for lie in memory beside them, of one block and the head, in the compute type, with nothing in them."""
+    host_state_bytes: int = 0
+    """Of ``optimizer_state_bytes``, those that lie in host memory: for each update they come to the device, and go back."""
+    host_bucket_bytes: int = 0
+    """So many of them are on the device at once; all of one weight, where it has more."""
+
+    @property
+    def device_state_bytes(self) -> int:
+        """Of ``optimizer_state_bytes``, those that stay on the device."""
+        return self.optimizer_state_bytes - self.host_state_bytes
 
 
 class Engine(ABC):

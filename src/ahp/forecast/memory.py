@@ -153,6 +153,12 @@ class RankWeights:
     """Of the total, weights of experts: an expert-parallel group holds them once, so that fewer ranks divide their states."""
     shapes: int = 0
     """One weight of each shape in a block, of the block where they are the most: experts have the same shapes."""
+    largest_weight: int = 0
+    """Of the total, those of the largest weight."""
+
+    def updated(self, shards: int, expert_ranks: int) -> float:
+        """Of the total, those that the rank updates: experts are divided by fewer ranks."""
+        return (self.total - self.experts) / shards + self.experts / max(1.0, shards / expert_ranks)
 
 
 def state_bytes(
@@ -169,7 +175,7 @@ def state_bytes(
         gathered = total if traits.keeps_gathered_weights else weights.outside_blocks + 2 * weights.largest_block
         gathered = min(gathered, total) * traits.compute_weight_bytes
     waits_whole = traits.keeps_whole_gradients and micro_batches > 1
-    part = (total - weights.experts) / shards + weights.experts / max(1.0, shards / expert_ranks)
+    part = weights.updated(shards, expert_ranks)
     no_matrix = weights.outside_blocks / shards + weights.experts / max(1.0, shards / expert_ranks)
     unit = max(weights.largest_block, weights.outside_blocks)
     # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
@@ -179,11 +185,18 @@ def state_bytes(
         buffers += (weights.shapes + weights.head) * traits.compute_weight_bytes
     return {
         "parameters": math.ceil(part * traits.master_weight_bytes),
-        "optimizer_states": math.ceil(part * traits.optimizer_state_bytes + no_matrix * traits.no_matrix_state_bytes),
+        "optimizer_states": math.ceil(part * traits.device_state_bytes + no_matrix * traits.no_matrix_state_bytes),
         "gathered_weights": gathered,
         "gradients": math.ceil((total if waits_whole else part) * traits.gradient_bytes),
         "reduce_buffers": buffers,
     }
+
+
+def visiting_bytes(weights: RankWeights, traits: Traits, *, shards: int, expert_ranks: int = 1) -> int:
+    """Bytes of states from host memory that are on the device at once while the weights are updated, at most."""
+    most = weights.largest_weight / (max(1.0, shards / expert_ranks) if weights.experts else shards)
+    at_once = max(traits.host_bucket_bytes, most * traits.host_state_bytes)
+    return math.ceil(min(at_once, weights.updated(shards, expert_ranks) * traits.host_state_bytes))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from ahp.forecast.assembly import (
     NORMAL_90,
     in_flight_bytes,
     message_bytes,
-    optimized,
     pipeline_span,
     ranks_of_stages,
     recompute_of,
@@ -141,10 +140,13 @@ class MixedPricer:
         layout = self._layout(parallelism, legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice))
         replicas = self._replicas(layout)
         slowest = max(replicas, key=lambda replica: replica.span.makespan_s)
-        optimizer_s = self._optimizer_s(layout, replicas)
+        update_s, offload_s = self._optimizer_s(layout, replicas)
+        optimizer_s = update_s + offload_s
         tied_s = max(self._tied_s(layout, replica.cells) for replica in replicas)
         step = step_parts(slowest.span, slowest.stages, tied_s)
-        step["optimizer"] = optimizer_s
+        step["optimizer"] = update_s
+        if offload_s:
+            step["offload"] = offload_s
         step_s = slowest.span.makespan_s + tied_s + optimizer_s
         if slowest_s := step_s * self._slowest_share(layout.placement.used, parallelism.world_size):
             step["slowest_rank"] = slowest_s
@@ -209,22 +211,20 @@ class MixedPricer:
         times = self.network.times(self.groups[one.group].network)
         return times.time_s(kind, num_bytes, self.network.pair(one, other))
 
-    def _optimizer_s(self, layout: _Layout, replicas: list[Replica]) -> float:
-        """The update on the device where it takes longest, and the one collective of loss and norm."""
-        update_s = max(
-            self.groups[cell.group].update_s(
-                optimized(replica.span, replica.stages, rank, layout.parallelism), layout.traits
-            )
-            + self.groups[cell.group].orthogonal_s(
-                layout.parallelism,
-                layout.traits,
-                self.groups[cell.group].layers_of_rank(layout.parallelism, replica.span, rank),
+    def _optimizer_s(self, layout: _Layout, replicas: list[Replica]) -> tuple[float, float]:
+        """The update on the device where it takes longest, with the one collective of loss and norm; and what fetches states
+        from host memory there and brings them back."""
+        each = (
+            self.groups[cell.group].rank_optimizer_s(
+                layout.parallelism, layout.traits, replica.span, replica.stages, rank
             )
             for replica in _distinct(replicas)
             for rank, cell in enumerate(replica.cells)
         )
+        update_s, offload_s = max(each, key=sum)
         times = self.network.times(self.groups[replicas[0].cells[0].group].network)
-        return update_s + times.time_s("all_reduce", LOSS_AND_NORM_BYTES, self.network.world(layout.placement))
+        norm_s = times.time_s("all_reduce", LOSS_AND_NORM_BYTES, self.network.world(layout.placement))
+        return update_s + norm_s, offload_s
 
     def _slowest_share(self, names: Iterable[str], num_ranks: int) -> float:
         on_cpu = any(is_cpu(self.groups[name].nodes.device) for name in names)

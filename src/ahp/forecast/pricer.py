@@ -12,7 +12,7 @@ from ahp.cluster.cells import Cell
 from ahp.cluster.model import Cluster
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
-from ahp.errors import BadInput, NotExpressible
+from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import memory
 from ahp.forecast.assembly import (
     FLOP_CONVENTION,
@@ -102,6 +102,8 @@ class Pricer:
         self.network = Network(self.nodes)
         self.slowest_share = 0.0 if is_cpu(self.nodes.device) else slowest_share(cluster.num_devices)
         self.unit_pricer = UnitPricer(graph, self.nodes, self.network, job.precision)
+        if choice.offload_optimizer:
+            self._refuse_without_host_link()
         self.muon = Muon(graph, self.unit_pricer.rates, self.network) if job.optimizer.name == "muon" else None
         """Prices its updates; None where AdamW updates everything."""
         self._ranges: dict[tuple[int, tuple[int, ...] | None, Ends], tuple[range, ...]] = {}
@@ -118,12 +120,15 @@ class Pricer:
         stages, units = self._stages(parallelism, traits)
         times = self._stage_times(parallelism, traits, stages, units)
         span = pipeline_span(parallelism, parallelism.num_micro_batches(self.job), times)
-        optimizer_s = self._optimizer_s(parallelism, traits, span, stages)
+        update_s, offload_s = self._optimizer_s(parallelism, traits, span, stages)
+        optimizer_s = update_s + offload_s
         tied_s = self.tied_s(parallelism, units)
         slowest_s = (span.makespan_s + tied_s + optimizer_s) * self.slowest_share
         step_s = span.makespan_s + tied_s + optimizer_s + slowest_s
         step = step_parts(span, stages, tied_s)
-        step["optimizer"] = optimizer_s
+        step["optimizer"] = update_s
+        if offload_s:
+            step["offload"] = offload_s
         if slowest_s:
             step["slowest_rank"] = slowest_s
         rank, used = self._fullest(parallelism, traits, span, stages, units)
@@ -228,15 +233,23 @@ class Pricer:
 
     def _optimizer_s(
         self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: tuple[StageCost, ...]
-    ) -> float:
-        """Norm, clipping and update on the rank where they take longest, and the one collective of loss and norm."""
-        update_s = max(
-            self.update_s(optimized(span, stages, rank, parallelism), traits)
-            + self.orthogonal_s(parallelism, traits, self.layers_of_rank(parallelism, span, rank))
-            for rank in range(span.p)
+    ) -> tuple[float, float]:
+        """Norm, clipping and update on the rank where they take longest, with the one collective of loss and norm; and what
+        fetches states from host memory and brings them back."""
+        update_s, offload_s = max(
+            (self.rank_optimizer_s(parallelism, traits, span, stages, rank) for rank in range(span.p)), key=sum
         )
         world = strided_group(parallelism.world_size, 1, self.nodes.devices_per_node)
-        return update_s + self.network.time_s("all_reduce", LOSS_AND_NORM_BYTES, world)
+        return update_s + self.network.time_s("all_reduce", LOSS_AND_NORM_BYTES, world), offload_s
+
+    def rank_optimizer_s(
+        self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: tuple[StageCost, ...], rank: int
+    ) -> tuple[float, float]:
+        """Of a pipeline rank on one of these devices: norm, clipping and update, and the copies from and to host memory."""
+        parameters = optimized(span, stages, rank, parallelism)
+        layers = self.layers_of_rank(parallelism, span, rank)
+        update_s = self.update_s(parameters, traits) + self.orthogonal_s(parallelism, traits, layers)
+        return update_s, self.offload_s(parameters, traits)
 
     def layers_of_rank(self, parallelism: Parallelism, span: Makespan, rank: int) -> list[int]:
         """The layers that a pipeline rank holds."""
@@ -255,6 +268,25 @@ class Pricer:
     def update_s(self, parameters: float, traits: Traits) -> float:
         """Norm, clipping and AdamW of so many parameters on one device."""
         return parameters * self.optimizer_bytes(traits) / self.unit_pricer.rates.bytes_per_s
+
+    def offload_s(self, parameters: float, traits: Traits) -> float:
+        """States of so many parameters from host memory to one device and back, one way after the other: copies and updates
+        are in one stream (runtime/offload.py)."""
+        if not traits.host_state_bytes:
+            return 0.0
+        bytes_per_s = self.nodes.device.host_bandwidth_bytes_per_s
+        assert bytes_per_s is not None, "refused when this was made"
+        return 2 * parameters * traits.host_state_bytes / bytes_per_s
+
+    def _refuse_without_host_link(self) -> None:
+        """Raises BadInput where nothing says how fast these devices reach their host's memory."""
+        device = self.nodes.device
+        if is_cpu(device):
+            rule = "on a CPU the optimizer's states are in the host's memory already"
+            raise bad_input("engine.offload_optimizer", True, rule, [False])
+        if device.host_bandwidth_bytes_per_s is None:
+            rule = f"nothing says how fast a {device.name} reaches its host's memory; give device.host_bandwidth_bytes_per_s"
+            raise bad_input("engine.offload_optimizer", True, rule, [False])
 
     def optimizer_bytes(self, traits: Traits) -> int:
         """Bytes moved for each parameter by norm, clipping and AdamW."""
@@ -310,8 +342,16 @@ class Pricer:
         parts["activations"] = round(in_flight)
         parts["temporaries"] = max(stages[s].temporary_bytes for s in own)
         parts["pipeline_buffers"] = pipeline_buffers(span, own, units.hidden_bytes, traits)
+        whole_gradients = parts["gradients"]
         if span.m == 1:
             parts = one_backward(parts)
+        if traits.host_state_bytes:
+            visiting = memory.visiting_bytes(
+                weights, traits, shards=shard_ranks(parallelism), expert_ranks=parallelism.expert_parallel_degree
+            )
+            # They come when the activations are gone.
+            gone = parts["activations"] + parts["temporaries"] + parts["gradients"] - whole_gradients
+            parts["optimizer_states"] += max(0, visiting - gone)
         return memory.rank_memory(parts, self.nodes.device, num_groups(parallelism))
 
     def _rank_weights(self, parallelism: Parallelism, units: Units, own: list[int], total: int) -> memory.RankWeights:
@@ -327,6 +367,7 @@ class Pricer:
             head=head,
             experts=sum(unit.experts for unit in blocks),
             shapes=max((unit.shapes for unit in blocks), default=0),
+            largest_weight=max((unit.largest for unit in (*blocks, units.embedding, units.head)), default=0),
         )
 
     def _forecast(

@@ -44,14 +44,6 @@ def pricer(
 
     Raises BadInput for what nothing is known of that a price could rest on.
     """
-    if engine.offload_optimizer:
-        raise bad_input(
-            "engine.offload_optimizer",
-            True,
-            "it runs, but no forecast is made of it: no cluster says how fast a device reaches its host's memory; plan without "
-            "it, then set it in plan.yaml",
-            [False],
-        )
     return _pricer(_Same(graph), _Same(cluster), job.model_dump_json(), engine.model_dump_json())
 
 

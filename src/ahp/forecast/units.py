@@ -233,6 +233,7 @@ class UnitPricer:
             parameters=sum(held.values()),
             experts=sum(count for name, count in held.items() if name in stacked),
             shapes=sum((held | alone).values()),
+            largest=max(held.values(), default=0),
         )
 
     def _tensor(

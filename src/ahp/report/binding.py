@@ -193,6 +193,7 @@ def _faster(layout: Parallelism, part: str) -> list[Change]:
         "weight_gather": _shard_less,
         "gradient_reduce": _shard_less,
         "optimizer": _shard_more,
+        "offload": _shard_more,
     }
     return list(changes.get(part, _more_at_once)(layout))
 

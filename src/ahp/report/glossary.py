@@ -18,6 +18,7 @@ STEP: dict[str, str] = {
     "bubble": "the rank waits for other ranks of the pipeline",
     "slowest_rank": "equal devices are not equally fast, and all wait for the last",
     "optimizer": "norm and clipping of the gradients, update of the weights",
+    "offload": "the optimizer's states come from host memory for their update, and go back",
 }
 """Parts of ``Forecast.step``."""
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from ahp.engines.ahp import OFFLOAD_BUCKET_BYTES
 from ahp.errors import HardwareMismatch
-
-BUCKET_BYTES = 256 * 2**20
-"""Moments that are on the device at once, at least one parameter's: enough to keep a link of tens of GB/s busy for
-milliseconds, little beside what is saved."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -28,7 +25,7 @@ def refuse_without_host(device: torch.device) -> None:
 class HostMoments:
     """Keeps the moments of an AdamW in host memory, pinned where the device is a GPU, and takes its steps."""
 
-    def __init__(self, adamw: torch.optim.AdamW, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, adamw: torch.optim.AdamW, *, bucket_bytes: int = OFFLOAD_BUCKET_BYTES) -> None:
         self.adamw = adamw
         shards: list[torch.Tensor] = [shard for group in adamw.param_groups for shard in group["params"]]
         for shard in shards:

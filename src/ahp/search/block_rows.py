@@ -250,9 +250,10 @@ class BlockRows:
     def _updating_s(self, dense: Floats, experts: Floats, layers: Floats) -> Floats:
         """[J, 1] The same of ranks with so many parameters and layers [p], of the one that takes longest; of Muon, which
         works on whole matrices, the least that it takes for them."""
-        moved = np.array([[self.pricer.optimizer_bytes(traits)] for traits in self.splits.traits])
+        by_split = ((self.pricer.update_s(1.0, one) + self.pricer.offload_s(1.0, one)) for one in self.splits.traits)
+        of_one_s = np.array(list(by_split))[:, None]
         each_s = 0.0 if self.pricer.muon is None else self.pricer.muon.least_s()
-        taken = self.splits.optimized(dense, experts) * moved / self.bytes_per_s + layers * each_s
+        taken = self.splits.optimized(dense, experts) * of_one_s + layers * each_s
         return taken.max(axis=1, keepdims=True)
 
     @cached_property

@@ -100,7 +100,7 @@ class GroupCells:
             none, cost = np.zeros(num_layers), self._cost(num_layers, 3)
             updated = (cost.parameters - cost.experts) / shard_ranks(self.layout)
             once = sum(cost.first_forward.values()) + sum(cost.last_backward.values())
-            once += self.pricer.update_s(updated, self.traits)
+            once += self.pricer.update_s(updated, self.traits) + self.pricer.offload_s(updated, self.traits)
             once += self.pricer.orthogonal_s(self.layout, self.traits, list(range(num_layers)))
             return Work((none, none), ((0.0, 0.0),) * 3 + (_seconds(cost),), once)
         if len(set(self.units.layers)) > 1 or num_layers < 2:

@@ -121,10 +121,10 @@ class Splits:
 
     @cached_property
     def _bytes(self) -> tuple[Floats, Floats, Floats]:
-        """[J, 1] each: of master weights, optimizer states and gradients of one parameter."""
+        """[J, 1] each: of master weights, optimizer states on the device and gradients of one parameter."""
         return (
             self._of_traits("master_weight_bytes"),
-            self._of_traits("optimizer_state_bytes"),
+            self._of_traits("device_state_bytes"),
             self._of_traits("gradient_bytes"),
         )
 
