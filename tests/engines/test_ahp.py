@@ -66,7 +66,6 @@ def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
             "expert_parallel_degree": 2,
             "tensor_parallel_degree": 1,
             "enable_sequence_parallel": False,
-            "context_parallel_degree": 1,
         }
     )
     for layout in (parallelism, experts):

@@ -46,6 +46,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "context_parallel_degree": 2, "context_parallel_method": "all-to-all", "pipeline_parallel_degree": 2,
         "pipeline_parallel_schedule": "ZBVZeroBubble", "virtual_stages_per_rank": 2,
     },
+    "ep2-ring": {
+        "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "context_parallel_degree": 2,
+        "context_parallel_method": "ring",
+    },
     "ring-sequence": {
         "context_parallel_degree": 2, "context_parallel_method": "ring", "tensor_parallel_degree": 2,
         "enable_sequence_parallel": True, "activation_checkpoint": "full",
@@ -55,7 +59,7 @@ CASES = [
     ("one", "mixtral"), ("ep2", "mixtral"), ("ep2", "qwen3_moe"), ("zero1", "qwen2_moe"), ("replicas", "mixtral"),
     ("1f1b", "qwen3_moe"), ("ep2-zbv", "mixtral"), ("uneven", "qwen3_moe"),
     ("tensor", "mixtral"), ("sequence-selective", "qwen3_moe"), ("tensor-zero1-1f1b", "qwen2_moe"), ("ring", "qwen3_moe"),
-    ("heads-zbv", "mixtral"), ("ring-sequence", "qwen3_moe"),
+    ("heads-zbv", "mixtral"), ("ring-sequence", "qwen3_moe"), ("ep2-ring", "mixtral"),
 ]  # fmt: skip
 FAST = {("one", "mixtral")}
 

@@ -49,6 +49,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "micro_batch_size": 2,
         "activation_checkpoint": "selective",
     },
+    "ep2-ring": {
+        "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "context_parallel_degree": 2,
+        "context_parallel_method": "ring", "micro_batch_size": 2,
+    },
+    "ep2-heads-1f1b": {
+        "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "context_parallel_degree": 2, "zero_stage": 1,
+        "context_parallel_method": "all-to-all", "pipeline_parallel_degree": 2, "micro_batch_size": 2,
+        "activation_checkpoint": "full",
+    },
     "zero3": {"data_parallel_shard_degree": 2, "micro_batch_size": 2},
     "one": {"micro_batch_size": 4},
 }  # fmt: skip

@@ -114,9 +114,6 @@ def _refuses_context(p: Parallelism, choice: EngineChoice) -> str | None:
     """What ranks cannot do that share sequences."""
     if choice.attention != "flash":
         return f"attention = {choice.attention!r}: context_parallel_degree above 1 needs fused attention (valid: flash)"
-    if p.expert_parallel_degree > 1:
-        rule = "does not go with context_parallel_degree above 1 yet"
-        return f"expert_parallel_degree = {p.expert_parallel_degree}: {rule} (valid: 1)"
     if p.mesh_order is not None and p.data_parallel_shard_degree > 1:
         order = list(p.axes)
         if order.index("cp") < order.index(

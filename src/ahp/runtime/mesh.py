@@ -16,7 +16,7 @@ AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """As the dims of the mesh follow each other whatever the order in which ranks are numbered: FSDP2 wants ``dp_shard`` before ``tp``."""
 
 EXPERT_AXES = ("efsdp", "ep")
-"""What ``dp_shard`` is to the weights of experts: neighbouring ranks hold different ones and send each other their tokens;
+"""What ``dp_shard`` of the weights is to those of experts: neighbouring ranks hold different ones and send each other their tokens;
 those that hold the same ones shard them. torchtitan's names."""
 
 WEIGHT_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -43,7 +43,7 @@ class Mesh:
     num_replicas: int
     """Size of the ``dp_replicate`` axis of the weights."""
     experts: DeviceMesh | None
-    """``whole`` with ``EXPERT_AXES`` in the place of ``dp_shard``; None where every rank has all experts."""
+    """``weights`` with ``EXPERT_AXES`` in the place of ``dp_shard``; None where every rank has all experts."""
 
     def size(self, axis: str) -> int:
         return self.sizes[axis]
@@ -96,8 +96,8 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
         shape = p.pipeline_parallel_degree, p.weight_replicas, p.weight_shards, p.tensor_parallel_degree
         weights = DeviceMesh(device.type, numbered.reshape(shape), mesh_dim_names=WEIGHT_AXES)
     ranks = {axis: whole.get_local_rank(axis) for axis in AXES}
-    degree, shard = parallelism.expert_parallel_degree, parallelism.degree("dp_shard")
-    experts = unflatten_axis(whole, "dp_shard", (shard // degree, degree), EXPERT_AXES) if degree > 1 else None
+    degree, shards = parallelism.expert_parallel_degree, parallelism.weight_shards
+    experts = unflatten_axis(weights, "dp_shard", (shards // degree, degree), EXPERT_AXES) if degree > 1 else None
     if experts is not None:
         ranks |= {axis: experts.get_local_rank(axis) for axis in EXPERT_AXES}
     return Mesh(
@@ -105,9 +105,9 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
         whole,
         weights,
         flatten_axes(whole, ("dp_replicate", "dp_shard"), "dp"),
-        {**{axis: parallelism.degree(axis) for axis in AXES}, "efsdp": shard // degree, "ep": degree},
+        {**{axis: parallelism.degree(axis) for axis in AXES}, "efsdp": shards // degree, "ep": degree},
         ranks,
-        (weights.get_local_rank("dp_shard"), parallelism.weight_shards),
+        (weights.get_local_rank("dp_shard"), shards),
         parallelism.weight_replicas,
         experts,
     )

@@ -82,7 +82,7 @@ class Sharding:
         assert mesh is not None
         fully_shard(
             module,
-            mesh=mesh["dp_replicate", "efsdp"] if self.mesh.size("dp_replicate") > 1 else mesh["efsdp"],
+            mesh=mesh["dp_replicate", "efsdp"] if self.mesh.num_replicas > 1 else mesh["efsdp"],
             # The router's weights stay in the precision that the router gave them.
             mp_policy=replace(self.policy, cast_forward_inputs=False),
             reshard_after_forward=self.zero_stage == 3,
