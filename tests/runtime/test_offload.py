@@ -73,7 +73,7 @@ def train(
 ) -> dict[str, Any]:
     from ahp.runtime.parallelize import parallelize
 
-    with mock.patch("ahp.runtime.parallelize.refuse_without_host"):
+    with mock.patch("ahp.runtime.refuse.refuse_without_host"):
         plan = {"job": JOB, "parallelism": layout, "engine": {"offload_optimizer": offload}}
         parallel = parallelize(BUILDERS["gpt2"](), plan)
     if load is not None:
