@@ -49,7 +49,8 @@ class Constraints(Record):
     @classmethod
     def exactly(cls, parallelism: Parallelism) -> Constraints:
         """Constraints that leave only this layout."""
-        return cls(**parallelism.model_dump())
+        keys: dict[str, Any] = {**parallelism.model_dump(), "mesh_order": parallelism.axes or None}
+        return cls(**keys)
 
     @property
     def given(self) -> dict[str, Any]:

@@ -21,6 +21,15 @@ AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes in their usual order, outermost first: neighbouring ranks differ in ``tp``, because it sends the most."""
 ContextMethod = Literal["ring", "all-to-all"]
 
+DEGREE: dict[Axis, str] = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+"""The key of each axis."""
+
 PLAN_SCHEMA_VERSION = 1
 
 
@@ -92,7 +101,7 @@ class Parallelism(Record):
             )
         order = data.get("mesh_order")
         if isinstance(order, (list, tuple)) and list(order) == [
-            axis for axis in AXES if data.get(_DEGREE[axis], 1) != 1
+            axis for axis in AXES if data.get(DEGREE[axis], 1) != 1
         ]:
             data["mesh_order"] = None
         return data
@@ -198,7 +207,7 @@ class Parallelism(Record):
 
     def degree(self, axis: Axis) -> int:
         """Ranks along a mesh axis."""
-        return getattr(self, _DEGREE[axis])
+        return getattr(self, DEGREE[axis])
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -276,15 +285,6 @@ class Parallelism(Record):
         if self.mesh_order is not None:
             words.append(f"order({'>'.join(self.mesh_order)})")
         return " ".join(words)
-
-
-_DEGREE: dict[Axis, str] = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-}
 
 
 def _counted(words: Iterable[str]) -> str:

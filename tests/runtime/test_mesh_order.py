@@ -26,14 +26,14 @@ def groups(rank: int, world: int, layout: dict[str, Any]) -> dict[str, list[int]
     from ahp.runtime.mesh import AXES, build_mesh
 
     mesh = build_mesh(Parallelism(**layout), torch.device("cpu"))
-    return {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in AXES if mesh.size(axis) > 1}
+    return {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in (*AXES, "ep") if mesh.size(axis) > 1}
 
 
 def test_neighbours_differ_in_the_last_axis(pool: Pool) -> None:
-    degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
+    degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "expert_parallel_degree": 2}
     found = pool.run(groups, 4, {**degrees, "mesh_order": ("dp_shard", "dp_replicate")})
-    assert found[0] == {"dp_replicate": [0, 1], "dp_shard": [0, 2]}
-    assert found[3] == {"dp_replicate": [2, 3], "dp_shard": [1, 3]}
+    assert found[0] == {"dp_replicate": [0, 1], "dp_shard": [0, 2], "ep": [0, 2]}
+    assert found[3] == {"dp_replicate": [2, 3], "dp_shard": [1, 3], "ep": [1, 3]}
 
 
 def train_and_move(rank: int, world: int, model: str, folder: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
+from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, divisors
 from ahp.search.problem import Problem, problem
-from ahp.search.space import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, divisors
 
 SEQUENCE = 64
 _SIZES = {

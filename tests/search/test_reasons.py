@@ -72,6 +72,7 @@ def test_choices_in_words() -> None:
         "pipeline 4",
         "1F1B",
         "ZeRO-3 over 8, 2 replicas",
+        "mesh order pp > dp_replicate > dp_shard",
         "micro-batch 3",
         "no recompute",
     ]

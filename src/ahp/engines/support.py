@@ -37,6 +37,8 @@ class Support:
     def refuses(self, engine: str, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The first thing that the engine cannot express, as ``key = value: rule (valid: ...)``."""
         p = parallelism
+        if reason := self._refuses_order(engine, p):
+            return reason
         degrees = (
             ("tensor_parallel_degree", p.tensor_parallel_degree, self.tensor),
             ("context_parallel_degree", p.context_parallel_degree, self.context),
@@ -63,7 +65,7 @@ class Support:
             return _cannot(engine, "data_parallel_replicate_degree", p.data_parallel_replicate_degree, [1])
         if p.activation_checkpoint not in (*self.activation_checkpoints, "auto"):
             return _cannot(engine, "activation_checkpoint", p.activation_checkpoint, self.activation_checkpoints)
-        if reason := self._refuses_recomputed(engine, p) or self._refuses_order(engine, p):
+        if reason := self._refuses_recomputed(engine, p):
             return reason
         if job.precision not in self.precisions:
             return _cannot(engine, "precision", job.precision, self.precisions)

@@ -14,7 +14,10 @@ def shard_ranks(parallelism: Parallelism) -> int:
 
 def data_ranks(parallelism: Parallelism) -> tuple[Run, ...]:
     """The ranks that hold the same weights but for sharding: those of a replica first, then the replicas."""
-    within, between = runs(parallelism, ("dp_shard", "cp")), runs(parallelism, ("dp_replicate",))
+    return _joined(runs(parallelism, ("dp_shard", "cp")), runs(parallelism, ("dp_replicate",)))
+
+
+def _joined(within: tuple[Run, ...], between: tuple[Run, ...]) -> tuple[Run, ...]:
     if within and between and within[-1].size * within[-1].stride == between[0].stride:
         joined = Run(within[-1].size * between[0].size, within[-1].stride)
         return (*within[:-1], joined)
@@ -30,6 +33,13 @@ def data_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group,
 def expert_ranks(parallelism: Parallelism) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
     """Ranks that share the experts, and those that hold the same ones: neighbours of the data and context axes share them."""
     return first_of(data_ranks(parallelism), parallelism.expert_parallel_degree)
+
+
+def expert_ranks_of(
+    within: tuple[Run, ...], between: tuple[Run, ...], degree: int
+) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """``expert_ranks`` where the ranks of a replica and the replicas are known."""
+    return first_of(_joined(within, between), degree)
 
 
 def expert_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group, Group]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from ahp.forecast.communication import Group
@@ -19,10 +19,15 @@ class Run(NamedTuple):
 
 def runs(parallelism: Parallelism, axes: Collection[Axis]) -> tuple[Run, ...]:
     """The ranks that differ along some mesh axes alone, as runs of runs, the innermost first; axes side by side are one run."""
+    return numbered_runs(parallelism.axes, parallelism.degree, axes)
+
+
+def numbered_runs(order: Sequence[Axis], degree_of: Callable[[Axis], int], axes: Collection[Axis]) -> tuple[Run, ...]:
+    """``runs`` of ranks that are numbered along the axes of ``order``, outermost first."""
     found: list[Run] = []
     stride = 1
-    for axis in reversed(parallelism.axes):
-        degree = parallelism.degree(axis)
+    for axis in reversed(order):
+        degree = degree_of(axis)
         if axis in axes:
             if found and found[-1].size * found[-1].stride == stride:
                 found[-1] = Run(found[-1].size * degree, found[-1].stride)

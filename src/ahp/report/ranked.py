@@ -114,8 +114,10 @@ def _degrees(layouts: Sequence[Parallelism], *, narrow: bool) -> Columns:
         "ep": [str(p.expert_parallel_degree) for p in layouts],
         "mb": [str(p.micro_batch_size) for p in layouts],
         "recompute": [p.activation_checkpoint for p in layouts],
+        "order": ["usual" if p.mesh_order is None else ">".join(p.mesh_order) for p in layouts],
     }
-    return {title: cells for title, cells in columns.items() if title not in ("cp", "ep") or set(cells) != {"1"}}
+    plain = {"cp": {"1"}, "ep": {"1"}, "order": {"usual"}}
+    return {title: cells for title, cells in columns.items() if set(cells) != plain.get(title)}
 
 
 def _pipeline(layout: Parallelism) -> str:

@@ -12,7 +12,7 @@ Both hold for every cut of the layers into stages, even or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, lru_cache
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ahp.engines.engine import ContextWay, Traits
 from ahp.engines.registry import get
-from ahp.forecast.communication import Kind
+from ahp.forecast.communication import Group, Kind
 from ahp.forecast.compute import is_causal
 from ahp.forecast.division import GROUPED, expert_parameters
 from ahp.forecast.efficiency import is_cpu
@@ -28,24 +28,27 @@ from ahp.forecast.kernels import Fusion, kernels
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.split import split
 from ahp.forecast.tables import PRECISION_OF
-from ahp.forecast.units import Axes, axes_of
+from ahp.forecast.units import Axes
 from ahp.graph.operators import Operator, Segment, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
+from ahp.search.choices import Pipe
 from ahp.search.problem import Problem
-from ahp.search.space import Blocks, Pipe, Space
+from ahp.search.space import Space
 from ahp.search.splits import Splits
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def block_bounds_s(asked: Problem, blocks: Blocks) -> Floats:
+def block_bounds_s(asked: Problem, space: Space) -> Floats:
     """Seconds that every row of each block takes at least, [number of blocks]."""
-    found = _BlockBounds(asked)
+    found, blocks = _BlockBounds(asked), space.blocks
     layers = asked.graph.num_layers
     pipeline, m = blocks.pipeline, blocks.micro_batches
-    per_layer = np.array([found.collectives_s(*key) for key in _keys(blocks)])
+    columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, blocks.micro_batch
+    keys, at = _different(*columns, *space.local(blocks.mesh))
+    per_layer = np.array([found.collectives_s(*key) for key in keys.tolist()])[at]
     arithmetic_s = found.arithmetic_s() / asked.cluster.num_devices
     # Mean over the ranks: work, and the forwards of the stages before, each with as few layers as any cut leaves it.
     shortest = layers // (pipeline * np.maximum(asked.most_stages // pipeline, 1))
@@ -59,10 +62,15 @@ def block_bounds_s(asked: Problem, blocks: Blocks) -> Floats:
 def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Splits]) -> Floats:
     """Bytes that the fullest rank of every row of each block needs at least, [number of blocks].
 
-    ``splits``: those of a block.
+    ``splits``: those of a block and of all that differ from it in where ranks lie.
     """
-    found = _BlockNeeds(asked, space)
-    return np.array([found.needs_bytes(block, splits(block)) for block in range(len(space.blocks))])
+    found, of = _BlockNeeds(asked, space), space.blocks
+    # Where ranks lie changes no memory.
+    columns = of.tensor, of.context, of.pipeline, of.expert, of.sequence_parallel, of.data, of.micro_batch
+    keys, at = _different(*columns)
+    first = np.zeros(len(keys), dtype=np.int64)
+    first[at[::-1]] = np.arange(len(of))[::-1]
+    return np.array([found.needs_bytes(block, splits(block)) for block in first.tolist()])[at]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -98,33 +106,28 @@ class _BlockNeeds:
         dense = [sum(p.numel for p in parameters if p.name not in names) for names, parameters in stacked]
         experts = [sum(p.numel for p in parameters if p.name in names) for names, parameters in stacked]
         self._dense, self._experts = min(dense, default=0), min(experts, default=0)
-        self._in_flight = cache(self._fewest_in_flight)
         self._states = cache(self._state_bytes)
 
     def needs_bytes(self, block: int, splits: Splits) -> float:
         of = self.space.blocks
-        context, pipeline, data, expert = (
-            int(column[block]) for column in (of.context, of.pipeline, of.data, of.expert)
-        )
+        context, pipeline = int(of.context[block]), int(of.pipeline[block])
         m = int(of.micro_batches[block])
         cut = context * (int(of.tensor[block]) if of.sequence_parallel[block] else 1)
         kept = self._kept * int(of.micro_batch[block]) / self.graph.micro_batch_size / cut
-        states, gradients = self._states(splits, int(of.tensor[block]), expert, m)
-        in_flight = self._in_flight(data, expert, pipeline, m)
+        states, gradients = self._states(splits, int(of.tensor[block]), int(of.expert[block]), m)
+        in_flight = fewest_in_flight(self.space.pipes(block), pipeline, m)
         each = states[..., None] + np.maximum(in_flight * kept - gradients[..., None], 0.0)
         return float(splits.device_bytes(fullest_of_any_cut(each, self.graph.num_layers)).min())
-
-    def _fewest_in_flight(self, data: int, expert: int, pipeline: int, m: int) -> Ints:
-        return fewest_in_flight(self.space.legal_rows(data, expert, pipeline, m).pipes, pipeline, m)
 
     def _state_bytes(self, splits: Splits, tensor: int, expert: int, m: int) -> tuple[Floats, Floats]:
         """[J, 1] Bytes of the states that each split leaves of a layer at least, and of them the gradients at m = 1."""
         return splits.states_of_layer(int(self._dense / tensor), int(self._experts / expert / tensor), m)
 
 
-def _keys(blocks: Blocks) -> Iterator[tuple[int, int, int, int, int]]:
-    columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, blocks.micro_batch
-    yield from zip(*(column.tolist() for column in columns), strict=True)
+def _different(*columns: Ints) -> tuple[Ints, Ints]:
+    """The rows of a table that differ, and which of them each row is."""
+    keys, at = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    return keys, at.reshape(-1)
 
 
 class _BlockBounds:
@@ -138,7 +141,6 @@ class _BlockBounds:
         share = np.bincount(self.graph.layers, minlength=len(self.graph.blocks)) / max(self.graph.num_layers, 1)
         self._share = share.tolist()
         """Of all layers, those of each kind."""
-        self._known: dict[tuple[int, int, int, int, int], float] = {}
 
     def arithmetic_s(self) -> float:
         """Seconds of one device alone for the products and the attention of a step."""
@@ -161,26 +163,29 @@ class _BlockBounds:
         rates = [self.rates.fastest(name, attention=fused) for name in {precision, self.asked.job.precision}]
         return op.flops * (0.5 if fused and self._causal else 1.0) / max(rates)
 
-    def collectives_s(self, tensor: int, context: int, expert: int, sequence: int, micro_batch: int) -> float:
-        """Seconds of the collectives that a layer of average kind shows at least, for one micro-batch."""
-        key = tensor, context, expert, sequence, micro_batch
-        if key not in self._known:
-            layout = Parallelism(
-                tensor_parallel_degree=tensor,
-                context_parallel_degree=context,
-                expert_parallel_degree=expert,
-                enable_sequence_parallel=bool(sequence),
-                data_parallel_replicate_degree=expert,  # ranks to share the experts
-            )
-            axes = axes_of(layout, self._nodes.devices_per_node)
-            choice = self.asked.engine
-            traits = get(choice.name).traits(self.asked.job, layout, choice)
-            size = micro_batch / self.graph.micro_batch_size
-            self._known[key] = sum(
-                share * (self._tensor_s(kind, axes, traits, size) + self._others_s(block, axes, traits, size))
-                for kind, (block, share) in enumerate(zip(self.graph.blocks, self._share, strict=True))
-            )
-        return self._known[key]
+    def collectives_s(
+        self, tensor: int, context: int, expert: int, sequence: int, micro_batch: int, *local: int
+    ) -> float:
+        """Seconds of the collectives that a layer of average kind shows at least, for one micro-batch.
+
+        ``local``: how many ranks of the tensor, the context and the expert group share a node.
+        """
+        layout = Parallelism(
+            tensor_parallel_degree=tensor,
+            context_parallel_degree=context,
+            expert_parallel_degree=expert,
+            enable_sequence_parallel=bool(sequence),
+        )
+        groups = (Group(size, on, -(-size // on)) for size, on in zip((tensor, context, expert), local, strict=True))
+        of_tensor, of_context, of_experts = groups
+        axes = Axes(of_tensor, layout.enable_sequence_parallel and tensor > 1, of_context, of_experts)
+        choice = self.asked.engine
+        traits = get(choice.name).traits(self.asked.job, layout, choice)
+        size = micro_batch / self.graph.micro_batch_size
+        return sum(
+            share * (self._tensor_s(kind, axes, traits, size) + self._others_s(block, axes, traits, size))
+            for kind, (block, share) in enumerate(zip(self.graph.blocks, self._share, strict=True))
+        )
 
     def _time_s(self, kind: Kind, tensors: tuple[TensorSpec, ...], axes: Axes, size: float) -> float:
         # Weight products in 8 bits may gather what they read in 8 bits.

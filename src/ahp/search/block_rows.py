@@ -19,9 +19,10 @@ from ahp.forecast.units import Units, axes_of
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s, ranks_stages
 from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED
 from ahp.search.block_bounds import fewest_in_flight, fullest_of_any_cut
+from ahp.search.choices import Pipe
 from ahp.search.pipelines import Cut, Pipelines, SecondRank, shape_of
 from ahp.search.problem import Problem
-from ahp.search.space import Pipe, Rows
+from ahp.search.space import Rows
 from ahp.search.splits import Splits, WeightColumns
 from ahp.search.stage_columns import BlockStages, LeastLayer, PassTimes
 

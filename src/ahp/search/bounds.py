@@ -20,6 +20,7 @@ from ahp.engines.registry import get
 from ahp.forecast import memory
 from ahp.search.block_bounds import block_bounds_s, block_needs_bytes
 from ahp.search.block_rows import BlockRows, RowBounds
+from ahp.search.choices import Split
 from ahp.search.pipelines import Pipelines
 from ahp.search.problem import Problem
 from ahp.search.space import Space
@@ -37,18 +38,20 @@ class Bounds:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._pipelines = Pipelines(problem)
-        self._splits: dict[tuple[int, ...], Splits] = {}
+        self._splits: dict[tuple[object, ...], Splits] = {}
         self._any_cut: dict[int, float] = {}
         self._first_s: Floats | None = None
 
     def splits(self, space: Space, block: int) -> Splits:
         """Of a block; blocks that differ in the micro-batch alone share them."""
-        of, asked = space.blocks, self.problem
-        columns = of.tensor, of.sequence_parallel, of.context, of.expert, of.pipeline, of.data
-        key = tuple(int(column[block]) for column in columns)
+        return self._shared(space, block, space.rows(block).splits)
+
+    def _shared(self, space: Space, block: int, ways: tuple[Split, ...]) -> Splits:
+        asked, mesh = self.problem, space.mesh(block)
+        key = *mesh[:5], ways
         if key not in self._splits:
             rows, engine = space.rows(block), get(asked.engine.name)
-            layouts = [space.layout_of(block, split, rows.pipes[0], rows.recompute[0]) for split in rows.splits]
+            layouts = [space.layout_of(block, split, rows.pipes[0], rows.recompute[0]) for split in ways]
             traits = [engine.traits(asked.job, layout, asked.engine) for layout in layouts]
             self._splits[key] = Splits(layouts, traits, asked.pricer.nodes, asked.pricer.network)
         return self._splits[key]
@@ -104,8 +107,8 @@ class Bounds:
 
     def blocks_s(self, space: Space) -> Floats:
         """Seconds that every row of each block takes at least."""
-        return block_bounds_s(self.problem, space.blocks)
+        return block_bounds_s(self.problem, space)
 
     def blocks_bytes(self, space: Space) -> Floats:
         """Bytes that every row of each block needs at least."""
-        return block_needs_bytes(self.problem, space, lambda block: self.splits(space, block))
+        return block_needs_bytes(self.problem, space, lambda block: self._shared(space, block, space.states(block)))

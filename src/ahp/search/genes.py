@@ -20,8 +20,9 @@ from ahp.search.space import Space
 
 Floats = NDArray[np.float64]
 
-COLUMNS = ("pipeline", "tensor", "context", "expert", "sequence_parallel", "micro_batch")
-"""Of a block, in the order of choosing: what decides most about time and memory first. The replicas are what is left."""
+COLUMNS = ("pipeline", "tensor", "context", "expert", "sequence_parallel", "mesh", "micro_batch")
+"""Of a block, in the order of choosing: what decides most about time and memory first. Of all these a mesh still has where ranks
+lie; the replicas are what is left."""
 
 NUM_GENES = len(COLUMNS) + 3
 """And how replicas share states, the schedule, and the recompute."""

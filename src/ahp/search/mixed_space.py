@@ -15,8 +15,9 @@ from ahp.engines.registry import get
 from ahp.errors import BadInput
 from ahp.forecast import rules
 from ahp.plan import ContextMethod, Parallelism, StagePlace
+from ahp.search.choices import RECOMPUTE, divisors
 from ahp.search.problem import Problem
-from ahp.search.space import RECOMPUTE, Rule, divisors
+from ahp.search.space import Rule
 
 Ints = NDArray[np.int64]
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.search.bounds import Bounds
+from ahp.search.choices import Pipe, Split
 from ahp.search.exact import Outcome, Place
 from ahp.search.space import Rows, Space
 
@@ -53,7 +54,7 @@ class Nearby:
             if name == "sequence":
                 other &= blocks.tensor > 1
             floors[name] = float(self.found.bounds_s[other].min(initial=np.inf))
-        for name in ("schedule", "data", "recompute"):
+        for name in ("schedule", "data", "order", "recompute"):
             floors[name] = self._row_floor_s(name)
         return floors
 
@@ -62,6 +63,8 @@ class Nearby:
         bounds = self.found.bounds_s.copy()
         if name == "schedule":
             bounds[self.space.blocks.pipeline == 1] = np.inf
+        if name == "order" and not self.space.has_orders:
+            return float("inf")
         for block, times_s in self.found.opened.items():
             if np.isfinite(bounds[block]):
                 bounds[block] = times_s[self._otherwise(name, block)].min(initial=np.inf)
@@ -73,14 +76,16 @@ class Nearby:
         split, pipe, recompute = self._of(self.best)
         found = np.zeros(rows.shape, dtype=bool)
         if name == "data":
-            found[[s != split for s in rows.splits]] = True
+            found[[s[:3] != split[:3] for s in rows.splits]] = True
+        elif name == "order":
+            found[[s.order != split.order for s in rows.splits]] = True
         elif name == "schedule":
             found[:, [p != pipe for p in rows.pipes]] = True
         else:
             found[:, :, [kind != recompute for kind in rows.recompute]] = True
         return found.reshape(-1)
 
-    def _of(self, place: Place) -> tuple[object, object, str]:
+    def _of(self, place: Place) -> tuple[Split, Pipe, str]:
         rows = self.space.rows(place[0])
         split, pipe, recompute = (int(i) for i in np.unravel_index(place[1], rows.shape))
         return rows.splits[split], rows.pipes[pipe], rows.recompute[recompute]
@@ -132,7 +137,7 @@ class Nearby:
         split, pipe, recompute = self._of(self.best)
         if split not in rows.splits or pipe not in rows.pipes or recompute not in rows.recompute:
             return None
-        at = rows.splits.index(split), rows.pipes.index(pipe), rows.recompute.index(recompute)  # type: ignore[arg-type]
+        at = rows.splits.index(split), rows.pipes.index(pipe), rows.recompute.index(recompute)
         return block, int(np.ravel_multi_index(at, rows.shape))
 
     def _faster(self) -> list[Place]:

@@ -18,8 +18,8 @@ from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight, ranks_stages
 from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
 from ahp.schedule.stages import layers_of_stages
+from ahp.search.choices import LOOPED, Pipe
 from ahp.search.problem import Problem
-from ahp.search.space import LOOPED, Pipe
 from ahp.search.stage_columns import Stages
 
 Ints = NDArray[np.int64]

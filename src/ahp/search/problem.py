@@ -17,7 +17,7 @@ from ahp.forecast.pricer import Priced, Pricer
 from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
-from ahp.plan import EngineChoice, Forecast, Parallelism, validated
+from ahp.plan import AXES, DEGREE, Axis, EngineChoice, Forecast, Parallelism, validated
 from ahp.schedule.stages import Ends
 
 
@@ -101,6 +101,12 @@ class Problem:
         layouts = [Parallelism(**keys, data_parallel_shard_degree=shard) for shard in degrees]
         return next((layout for layout in layouts if not self.refused(layout)), layouts[0])
 
+    def refused_order(self, order: tuple[Axis, ...]) -> str | None:
+        """Why the engine cannot number ranks in this order, whatever the degrees of the axes."""
+        degrees: dict[str, Any] = {DEGREE[axis]: 2 for axis in order}
+        refused = self.refused(Parallelism(**degrees, mesh_order=order))
+        return refused if refused and refused.startswith("mesh_order") else None
+
     def check(self) -> None:
         """Raise when no layout at all can run, whatever is searched.
 
@@ -114,9 +120,13 @@ class Problem:
             if key in given and not self.cluster.is_mixed:
                 rule = "the search treats the replicas and stages of a cluster of one group alike"
                 raise bad_input(f"parallelism.{key}", given[key], rule, [None])
-        if "mesh_order" in given:
-            rule = "the search numbers ranks in the usual order; a plan.yaml may have another"
-            raise bad_input("parallelism.mesh_order", list(given["mesh_order"]), rule, [None])
+        order = given.get("mesh_order", ())
+        usual = [axis for axis in AXES if axis in order]
+        if sorted(usual) != sorted(order):
+            raise bad_input("parallelism.mesh_order", list(order), "must name each axis once", [usual])
+        if self.cluster.is_mixed and list(order) != usual:
+            rule = "on a mixed cluster ranks are numbered in the usual order"
+            raise bad_input("parallelism.mesh_order", list(order), rule, [usual])
         if given.get("context_parallel_degree", 1) > 1:
             alone = (*alone, "context_parallel_method")
         layout = self._sharing_experts({key: given[key] for key in (*alone, *degrees) if key in given})

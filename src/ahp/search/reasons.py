@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ahp.forecast.mesh import axis_group
 from ahp.plan import Forecast, Parallelism
 from ahp.words import gib, of_gib, part_words, percent, seconds
 
@@ -16,6 +17,7 @@ CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pipeline", ("pipeline_parallel_degree",)),
     ("schedule", ("pipeline_parallel_schedule", "virtual_stages_per_rank")),
     ("data", ("data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage")),
+    ("order", ("mesh_order",)),
     ("micro-batch", ("micro_batch_size",)),
     ("recompute", ("activation_checkpoint",)),
 )
@@ -26,6 +28,8 @@ def decides(layout: Parallelism, name: str) -> bool:
     """Whether a layout has that decision to make: a schedule orders nothing without a pipeline."""
     if name == "schedule":
         return layout.pipeline_parallel_degree > 1
+    if name == "order":
+        return len(layout.axes) > 1
     return name != "sequence" or layout.tensor_parallel_degree > 1
 
 
@@ -52,6 +56,12 @@ def slower_because(other: Forecast, best: Forecast) -> str:
         what = f"{part_words(part)} {seconds(whole_s)}"
     gap = f", {seconds(more_s)} more" if whole_s > more_s * (1 + TIE) else ""
     return f"{percent(slower)} slower: {what}{gap}"
+
+
+def on_a_node(layout: Parallelism, devices_per_node: int) -> str:
+    """``a node holds tp 2 x pp 4``: how many ranks of each axis are neighbours on one node."""
+    groups = {axis: axis_group(layout, axis, devices_per_node) for axis in reversed(layout.axes)}
+    return "a node holds " + " x ".join(f"{axis} {group.local}" for axis, group in groups.items() if group.local > 1)
 
 
 def does_not_fit(forecast: Forecast, capacity_bytes: int) -> str:
@@ -91,6 +101,8 @@ def choice_words(layout: Parallelism, name: str) -> str:
             return replicas
         sharded = f"ZeRO-{layout.zero_stage} over {layout.data_parallel_shard_degree}"
         return sharded if layout.data_parallel_replicate_degree == 1 else f"{sharded}, {replicas}"
+    if name == "order":
+        return f"mesh order {' > '.join(layout.axes)}"
     if name == "micro-batch":
         return f"micro-batch {layout.micro_batch_size}"
     return "no recompute" if layout.activation_checkpoint == "none" else f"{layout.activation_checkpoint} recompute"

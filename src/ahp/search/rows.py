@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ahp.errors import BadInput, NotExpressible
+from ahp.search.choices import DEGREES, divisors
 from ahp.search.problem import Problem, with_devices
-from ahp.search.space import DEGREES, Rule, Space, build, divisors
+from ahp.search.space import Rule, Space, build
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,14 @@ def why(
         f"memory: {of_gib(reasons.needed_bytes(best), used.capacity_bytes)} on the fullest rank, "
         f"fits with probability {best.fit_probability:.2f}"
     )
+    if layout.mesh_order is not None:
+        yield f"mesh order {' > '.join(layout.axes)}: {reasons.on_a_node(layout, used.cluster.groups[0].devices_per_node)}"
     for name, keys in reasons.CHOICES:
         if not reasons.decides(layout, name):
             continue
         words = reasons.choice_words(layout, name)
-        rival = next((p for p in ranked if _differs(p[0], layout, keys) and reasons.decides(p[0], name)), None)
+        others = (pair for pair in ranked if _differs(pair[0], layout, keys) and reasons.decides(pair[0], name))
+        rival = next((p for p in others if name != "order" or set(p[0].axes) == set(layout.axes)), None)
         if rival is not None:
             lost = reasons.slower_because(rival[1], best)
             yield f"{words}: the best with {reasons.choice_words(rival[0], name)} is {lost}"

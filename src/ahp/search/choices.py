@@ -1,0 +1,273 @@
+"""The values that each key of a layout may have, one by one, and why single ones are impossible."""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+from ahp.errors import BadInput, bad_input
+from ahp.forecast import rules
+from ahp.plan import Parallelism
+from ahp.schedule import patterns
+from ahp.search.orders import Degrees, Order, Orders, Within
+from ahp.search.problem import Problem
+
+DEEPEST_UNEVEN_VIRTUAL = 8
+"""Virtual stages per rank are tried up to here whatever the number of layers; beyond only where all stages are even.
+The bubble shrinks as 1/v while messages grow as v (arXiv 2104.04473, section 2.2): the gain is below 2 % of a step
+from v = 8 to v = 9 even when pipeline degree and micro-batches are equal."""
+
+RECOMPUTE = ("none", "selective", "full")
+LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
+"""Schedules with any number of virtual stages."""
+
+DEGREES = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "context_parallel_degree",
+)
+"""The keys whose product is the number of devices."""
+
+
+class Split(NamedTuple):
+    """How replicas share the states of the model, and how they lie on nodes."""
+
+    replicate: int
+    shard: int
+    zero: int
+    order: Order | None = None
+    """The ``mesh_order``."""
+
+
+class Pipe(NamedTuple):
+    """How a pipeline is run."""
+
+    schedule: str
+    virtual: int
+
+
+class Mesh(NamedTuple):
+    """What a block's layouts have in common but for the micro-batch."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    expert: int
+    sequence_parallel: int
+    data: int
+    within: Within
+    splits: tuple[Split, ...]
+    """Ways to share states that lie so, legal or not."""
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+class Choices:
+    """The values that each key may have, and why single values are impossible."""
+
+    def __init__(self, asked: Problem) -> None:
+        self.asked, self.given = asked, asked.constraints.given
+        self.world = asked.cluster.num_devices
+        some = "recomputed_layers_per_stage" in self.given
+        self.recompute = self._values("activation_checkpoint", RECOMPUTE[1:] if some else RECOMPUTE)
+        self.micro_batch = self._values("micro_batch_size", divisors(asked.job.global_batch_size))
+        self.orders = Orders(asked.cluster.groups[0].devices_per_node, asked.refused_order)
+        self.splits = cache(self._splits)
+        self.lying = cache(self._lying)
+        self.pipes = cache(self._pipes)
+        self.legal_splits = cache(self._legal_splits)
+        self.legal_states = cache(self._legal_states)
+        self.legal_pipes = cache(self._legal_pipes)
+        self.refused = cache(self._refused)
+        self.bad_split = cache(self._bad_split)
+        self.bad_stages = cache(self._bad_stages)
+        self.bad_schedule = cache(self._bad_schedule)
+        self.bad_pipe = cache(self._bad_pipe)
+
+    def _values(self, key: str, free: Any) -> tuple[Any, ...]:
+        return (self.given[key],) if key in self.given else tuple(free)
+
+    def meshes(self) -> list[Mesh]:
+        """Those whose degrees multiply to the devices."""
+        for key in DEGREES:
+            if key in self.given and self.world % self.given[key]:
+                rule = f"must divide the {self.world} devices"
+                raise bad_input(f"parallelism.{key}", self.given[key], rule, divisors(self.world))
+        num_experts = self.asked.graph.config.get("num_experts")
+        experts = self._values(
+            "expert_parallel_degree", divisors(num_experts) if isinstance(num_experts, int) else (1,)
+        )
+        degrees = (self._values(key, divisors(self.world)) for key in (DEGREES[2], DEGREES[4], DEGREES[3]))
+        shared = "context_parallel_method" in self.given
+        found = [
+            Mesh(t, c, p, e, sequence, data, within, splits)
+            for t, c, p in product(*degrees)
+            if c > 1 or not shared
+            if self.world % (t * c * p) == 0 and self.splits(data := self.world // (t * c * p))
+            for e, sequence in product(experts, self._sequence_parallel(t))
+            for within, splits in self.lying(t, c, p, e, data)
+        ]
+        if not found:
+            keys = (*DEGREES, "zero_stage", "context_parallel_method", "mesh_order")
+            fixed = {key: self.given[key] for key in keys if key in self.given}
+            words = ", ".join(f"{key} {value}" for key, value in fixed.items())
+            raise BadInput(f"parallelism: no layout of {self.world} devices has {words}; free one of them")
+        return found
+
+    def _sequence_parallel(self, tensor: int) -> tuple[int, ...]:
+        return tuple(map(int, self._values("enable_sequence_parallel", (False, True) if tensor > 1 else (False,))))
+
+    def _splits(self, data: int) -> tuple[Split, ...]:
+        """Ways to make ``data`` replicas share states."""
+        replicate, shard, _, _, _ = (self._values(key, ()) for key in DEGREES)
+        return tuple(
+            Split(data // s, s, zero)
+            for s in shard or divisors(data)
+            if data % s == 0 and (not replicate or data // s in replicate)
+            for zero in self._zero_stages(s)
+        )
+
+    def _lying(
+        self, tensor: int, context: int, pipeline: int, expert: int, data: int
+    ) -> tuple[tuple[Within, tuple[Split, ...]], ...]:
+        """The same by where the devices of a replica lie, the usual place first."""
+        found: dict[Within, list[Split]] = {}
+        expert = expert if data * context % expert == 0 else 1  # no legal layout else
+        for split in self.splits(data):
+            degrees = Degrees((pipeline, split.replicate, split.shard, context, tensor), expert)
+            for order, within in self.orders.different(degrees, self.given.get("mesh_order")):
+                found.setdefault(within, []).append(split._replace(order=order))
+        return tuple((within, tuple(splits)) for within, splits in found.items())
+
+    def _zero_stages(self, shard: int) -> list[int]:
+        stage = self.given.get("zero_stage")
+        if shard > 1:
+            return [1, 2, 3] if stage is None else [stage] if stage > 0 else []
+        # A shard degree of 1 shards nothing whatever the stage says: kept only where the user's own degrees leave no other.
+        if not stage:
+            return [0]
+        return [stage] if self.given.get("data_parallel_shard_degree") == 1 else []
+
+    def _pipes(self, degree: int) -> tuple[Pipe, ...]:
+        """Ways to run a pipeline of one degree; without one the schedule has nothing to order."""
+        name, virtual = self.given.get("pipeline_parallel_schedule"), self.given.get("virtual_stages_per_rank")
+        if degree == 1:
+            return (Pipe(name or "1F1B", virtual or 1),)
+        layers, most = self.asked.graph.num_layers, self.asked.most_stages
+        depths = [
+            v
+            for v in range(2, max(most // degree, 1) + 1)
+            if v <= DEEPEST_UNEVEN_VIRTUAL or 0 in (layers % (degree * v), most % (degree * v))
+        ]
+        found = [Pipe("GPipe", 1), Pipe("1F1B", 1), Pipe("InterleavedZeroBubble", 1)]
+        found += [Pipe(schedule, v) for schedule in LOOPED for v in (depths if virtual is None else [virtual]) if v > 1]
+        found += [Pipe(schedule, 2) for schedule in patterns.V_SHAPED]
+        kept = [pipe for pipe in found if name in (None, pipe.schedule) and virtual in (None, pipe.virtual)]
+        return tuple(kept) or (Pipe(name or "1F1B", virtual or 1),)
+
+    def _legal_splits(self, splits: tuple[Split, ...], expert: int, pipeline: int) -> tuple[Split, ...]:
+        return tuple(split for split in splits if not self.refused_split(split, expert, pipeline))
+
+    def _legal_states(self, tensor: int, context: int, pipeline: int, expert: int, data: int) -> tuple[Split, ...]:
+        found: dict[Split, Split] = {}
+        for _, splits in self.lying(tensor, context, pipeline, expert, data):
+            for split in self.legal_splits(splits, expert, pipeline):
+                found.setdefault(split._replace(order=None), split)
+        return tuple(found.values())
+
+    def _legal_pipes(self, pipeline: int, micro_batches: int) -> tuple[Pipe, ...]:
+        return tuple(pipe for pipe in self.pipes(pipeline) if not self.bad_pipe(pipe, pipeline, micro_batches))
+
+    @cached_property
+    def legal_recompute(self) -> tuple[str, ...]:
+        return tuple(kind for kind in self.recompute if not self.refused(activation_checkpoint=kind))
+
+    def refused_experts(self, expert: int, tensor: int, context: int) -> str | None:
+        """Why the engine cannot share experts among so many ranks, whatever else they share."""
+        if self.refused(tensor_parallel_degree=tensor):
+            tensor = 1
+        if self.refused(context_parallel_degree=context):
+            context = 1
+        return self.asked.refused_experts(expert, tensor_parallel_degree=tensor, context_parallel_degree=context)
+
+    def refused_split(self, split: Split, expert: int, pipeline: int) -> str | None:
+        """Why the engine cannot share states or number ranks so."""
+        refused = self.bad_split(split[:3], expert, pipeline)
+        return refused or (None if split.order is None else self.orders.refused(split.order))
+
+    def _refused(self, **keys: Any) -> str | None:
+        """Why the engine cannot run a layout with these keys, whatever the others are."""
+        return self.asked.refused(Parallelism(**keys))
+
+    def _bad_split(self, split: tuple[int, int, int], expert: int, pipeline: int) -> str | None:
+        keys = {"data_parallel_replicate_degree": split[0], "data_parallel_shard_degree": split[1]}
+        if self.refused(pipeline_parallel_degree=pipeline):
+            pipeline = 1
+        if self.refused_experts(expert, 1, 1):
+            expert = 1
+        return self.refused(
+            **keys, zero_stage=split[2], expert_parallel_degree=expert, pipeline_parallel_degree=pipeline
+        )
+
+    def refused_pipe(self, pipe: Pipe, pipeline: int) -> str | None:
+        """Why the engine cannot run a schedule."""
+        if self.refused(pipeline_parallel_degree=pipeline):
+            return None
+        keys: dict[str, Any] = {
+            "pipeline_parallel_degree": pipeline,
+            "pipeline_parallel_schedule": pipe.schedule,
+            "virtual_stages_per_rank": pipe.virtual,
+        }
+        some = self.given.get("recomputed_layers_per_stage")
+        if some is not None and len(some) == pipeline * pipe.virtual:
+            keys |= {"recomputed_layers_per_stage": some, "activation_checkpoint": self.recompute[-1]}
+        return self.refused(**keys)
+
+    def _bad_stages(self, pipe: Pipe, pipeline: int) -> str | None:
+        """Whether the layers go round."""
+        stages, given = pipeline * pipe.virtual, self.given.get("layers_per_stage")
+        if stages > max(self.asked.most_stages, 1):
+            layers = self.asked.graph.num_layers
+            return f"pipeline_parallel_degree x virtual_stages_per_rank must not exceed {layers} layers"
+        if given is not None and sum(given) != self.asked.graph.num_layers:
+            return f"layers_per_stage = {list(given)}: must sum to the model's {self.asked.graph.num_layers} layers"
+        if given is not None and stages != len(given):
+            return (
+                f"layers_per_stage = {list(given)}: pipeline_parallel_degree x virtual_stages_per_rank must be the "
+                f"{len(given)} entries of it"
+            )
+        return self._bad_recomputed(pipe, pipeline)
+
+    def _bad_recomputed(self, pipe: Pipe, pipeline: int) -> str | None:
+        some = self.given.get("recomputed_layers_per_stage")
+        if some is None:
+            return None
+        if len(some) != pipeline * pipe.virtual:
+            return (
+                f"recomputed_layers_per_stage = {list(some)}: pipeline_parallel_degree x virtual_stages_per_rank must be the "
+                f"{len(some)} entries of it"
+            )
+        layout = Parallelism(
+            pipeline_parallel_degree=pipeline,
+            virtual_stages_per_rank=pipe.virtual,
+            layers_per_stage=self.given.get("layers_per_stage"),
+            activation_checkpoint="full",
+            recomputed_layers_per_stage=some,
+        )
+        return rules.recomputed(self.asked.graph.num_layers, self.asked.job, layout, self.asked.engine)
+
+    def _bad_schedule(self, pipe: Pipe, pipeline: int, micro_batches: int) -> str | None:
+        if micro_batches == 0:
+            return None
+        return rules.schedule(pipe.schedule, pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_pipeline)
+
+    def _bad_pipe(self, pipe: Pipe, pipeline: int, micro_batches: int) -> bool:
+        reasons = self.refused_pipe(pipe, pipeline), self.bad_stages(pipe, pipeline)
+        return any(reasons) or self.bad_schedule(pipe, pipeline, micro_batches) is not None

@@ -1,0 +1,141 @@
+"""The orders of mesh axes that differ in which ranks share a node.
+
+Only the innermost axes can: from the one on whose ranks are a node's devices apart, every rank of an axis lies on another
+node, whatever the order. So orders are written out from the inside until a node is full, the other axes follow in their
+usual order, and of several that place the ranks of every group alike one is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+from typing import NamedTuple
+
+from ahp.forecast.groups import expert_ranks_of
+from ahp.forecast.mesh import Run, first_of, numbered_runs
+from ahp.plan import AXES, Axis
+
+Order = tuple[Axis, ...]
+
+
+class Within(NamedTuple):
+    """Where the groups of one replica lie: of each, how many of its ranks share a node."""
+
+    tensor: int
+    context: int
+    expert: int
+    pipeline: tuple[int, int]
+    """The same of the pipeline; and where nodes do not begin at the same place of every pipeline, how far places are apart."""
+
+
+class Ordered(NamedTuple):
+    """One way to lay the ranks of some degrees on nodes."""
+
+    order: Order | None
+    """None = the usual one."""
+    within: Within
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each mesh axis, and how many of the data and context axes share the experts."""
+
+    of: tuple[int, ...]
+    """In the order of ``AXES``."""
+    expert: int
+
+    @property
+    def nest(self) -> bool:
+        """Whether the ranks that share experts are whole axes and an even part of one, in any order."""
+        return self.expert == 1 or all(degree & (degree - 1) == 0 for degree in (*self.of, self.expert))
+
+    def usual(self) -> Order:
+        """The axes with a degree above 1 in their usual order."""
+        return tuple(axis for axis, degree in zip(AXES, self.of, strict=True) if degree > 1)
+
+
+class Orders:
+    """The different orders on nodes of so many devices."""
+
+    def __init__(self, devices_per_node: int, refused: Callable[[Order], str | None]) -> None:
+        """``refused``: why the engine cannot number ranks so. Those orders are left out, but for the usual one."""
+        self.devices_per_node, self.refused = devices_per_node, cache(refused)
+        self._different, self._only_usual = cache(self._found), cache(self._has_only)
+
+    def different(self, degrees: Degrees, given: Order | None = None) -> tuple[Ordered, ...]:
+        """One order for each way in which ranks can lie, the usual one first; ``given``: the only one that is asked for."""
+        if given is not None:
+            usual = degrees.usual()
+            if sorted(given) != sorted(usual):
+                return ()
+            within, _ = self._lie(degrees, given)
+            return (Ordered(None if given == usual else given, within),)
+        of = degrees.of
+        if degrees.nest:  # then whole nodes of an axis more change nothing
+            of = tuple(self.devices_per_node if degree % self.devices_per_node == 0 else degree for degree in of)
+        return self._different(Degrees(of, degrees.expert), degrees.usual())
+
+    def _found(self, degrees: Degrees, usual: Order) -> tuple[Ordered, ...]:
+        if math.prod(degrees.of) <= self.devices_per_node or self._only_usual(usual):
+            return (Ordered(None, self._lie(degrees, usual)[0]),)
+        found: dict[object, Ordered] = {}
+        for order in self._from_inside(degrees, usual):
+            if order == usual or not self.refused(order):
+                place = self._lie(degrees, order)
+                found.setdefault(place, Ordered(None if order == usual else order, place[0]))
+        return tuple(found.values())
+
+    def _has_only(self, usual: Order) -> bool:
+        """Whether the engine numbers ranks along these axes in the usual order alone."""
+        return all(order == usual or self.refused(order) for order in permutations(usual))
+
+    def _from_inside(self, degrees: Degrees, usual: Order, inner: Order = (), stride: int = 1) -> Iterator[Order]:
+        outer: Order = tuple(axis for axis in usual if axis not in inner)
+        if not outer or (degrees.nest and stride >= self.devices_per_node):
+            yield outer + inner
+            return
+        for axis in reversed(outer):
+            degree = degrees.of[AXES.index(axis)]
+            yield from self._from_inside(degrees, usual, (axis, *inner), stride * degree)
+
+    def _lie(self, degrees: Degrees, order: Order) -> tuple[Within, object]:
+        """Where the ranks of a replica lie, and where those that hold the same weights do."""
+        per_node, stride, even = self.devices_per_node, 1, True
+        strides, local = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)
+        for axis in reversed(order):
+            degree = degrees.of[AXES.index(axis)]
+            strides[axis], local[axis] = min(stride, per_node), self._local(Run(degree, stride))
+            if stride < per_node:
+                whole = stride * degree
+                even &= per_node % stride == 0 and (
+                    per_node % whole == 0 if whole < per_node else whole % per_node == 0
+                )
+            stride *= degree
+        expert, alike = self._experts(degrees, order)
+        # Where every axis fills nodes evenly the numbers on a node say all; else an order is taken to be like no other.
+        within = Within(local["tp"], local["cp"], expert, (local["pp"], 0 if even else strides["pp"]))
+        data = local["dp_replicate"], local["dp_shard"]
+        return within, (data, alike, None if even and degrees.nest else order)
+
+    def _experts(self, degrees: Degrees, order: Order) -> tuple[int, tuple[int, ...]]:
+        """Of the ranks that share the experts, and of those that hold the same ones (all, sharded, replicated): how many share a
+        node."""
+        if degrees.expert == 1:
+            return 1, ()
+
+        def degree_of(axis: Axis) -> int:
+            return degrees.of[AXES.index(axis)]
+
+        def runs(*axes: Axis) -> tuple[Run, ...]:
+            return numbered_runs(order, degree_of, axes)
+
+        share, alike = expert_ranks_of(runs("dp_shard", "cp"), runs("dp_replicate"), degrees.expert)
+        shards = max(1, degree_of("dp_shard") * degree_of("cp") // degrees.expert)
+        parts = alike, *first_of(alike, shards)
+        return math.prod(map(self._local, share)), tuple(math.prod(map(self._local, part)) for part in parts)
+
+    def _local(self, run: Run) -> int:
+        return min(run.size, max(1, self.devices_per_node // run.stride))
