@@ -5,14 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from functools import cache
-from importlib import resources
 from typing import Any
-
-import yaml
 
 from ahp.cluster.model import Device, Link
 from ahp.errors import bad_input
 from ahp.job import Record
+from ahp.shipped import shipped
 
 MIB_BYTES = 2**20
 GIB_BYTES = 2**30
@@ -108,7 +106,7 @@ def _nearest(name: str) -> list[str]:
 
 @cache
 def _entries() -> dict[str, Entry]:
-    data = yaml.safe_load(resources.files("ahp.cluster").joinpath("catalogue.yaml").read_text(encoding="utf-8"))
+    data = shipped("ahp.cluster", "catalogue.yaml")
     return {name: _entry(name, raw, data) for name, raw in data["devices"].items()}
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 
-import yaml
+from ahp.shipped import shipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +30,8 @@ class StepConstant:
 @cache
 def constants() -> Mapping[str, StepConstant]:
     """All of steps.yaml by name, read once."""
-    text = resources.files("ahp.engines").joinpath("steps.yaml").read_text(encoding="utf-8")
     found = {}
-    for name, entry in yaml.safe_load(text).items():
+    for name, entry in shipped("ahp.engines", "steps.yaml").items():
         engines, derived_from = tuple(entry.pop("engines")), tuple(entry.pop("derived_from"))
         found[name] = StepConstant(engines=engines, derived_from=derived_from, **entry)
     return found

@@ -15,12 +15,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any, Literal
 
-import yaml
-
 from ahp.cluster.model import Device
+from ahp.shipped import shipped
 
 AttentionKernel = Literal["flash1", "flash2", "cudnn"]
 """FlashAttention-2 (torch's flash backend), or the vendor's own (cuDNN; FlashAttention-3 on Hopper is 4-17 % faster)."""
@@ -39,8 +37,7 @@ WIDEST_TILE = (256, 128)
 @cache
 def constants() -> dict[str, Any]:
     """kernels.yaml, read once."""
-    text = resources.files("ahp.forecast").joinpath("kernels.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    return shipped("ahp.forecast", "kernels.yaml")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 
-import yaml
+from ahp.shipped import shipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +25,7 @@ class Margin:
 @cache
 def margins() -> Mapping[str, Margin]:
     """All of margins.yaml by name, read once."""
-    text = resources.files("ahp.forecast").joinpath("margins.yaml").read_text(encoding="utf-8")
-    return {name: Margin(**entry) for name, entry in yaml.safe_load(text).items()}
+    return {name: Margin(**entry) for name, entry in shipped("ahp.forecast", "margins.yaml").items()}
 
 
 def value(name: str) -> float:

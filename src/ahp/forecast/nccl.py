@@ -12,12 +12,10 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from ahp.cluster.model import NodeGroup
+from ahp.shipped import shipped
 
 if TYPE_CHECKING:
     from ahp.forecast.communication import Group, Kind
@@ -44,7 +42,7 @@ class Choice:
 @cache
 def constants() -> Mapping[str, Any]:
     """nccl.yaml, read once."""
-    return yaml.safe_load(resources.files("ahp.forecast").joinpath("nccl.yaml").read_text(encoding="utf-8"))
+    return shipped("ahp.forecast", "nccl.yaml")
 
 
 class Nccl:

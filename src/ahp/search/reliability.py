@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from math import sqrt
-
-import yaml
 
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.plan import Parallelism
 from ahp.search.problem import Problem
+from ahp.shipped import shipped
 
 SECONDS_PER_HOUR = 3600.0
 
@@ -31,8 +29,7 @@ class Default:
 @cache
 def defaults() -> Mapping[str, Default]:
     """All of reliability.yaml by name, read once."""
-    text = resources.files("ahp.search").joinpath("reliability.yaml").read_text(encoding="utf-8")
-    return {name: Default(**entry) for name, entry in yaml.safe_load(text).items()}
+    return {name: Default(**entry) for name, entry in shipped("ahp.search", "reliability.yaml").items()}
 
 
 @dataclass(frozen=True, kw_only=True)
