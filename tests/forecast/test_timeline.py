@@ -149,7 +149,7 @@ def test_a_split_backward_has_two_halves(hand_graph: ModelGraph) -> None:
     for e in own:
         sums[e["name"]] += e["dur"]
     m, cost = priced.schedule.num_micro_batches, priced.stages[0]
-    assert sums["weight gradient"] == pytest.approx(m * cost.weight_gradient_s * 1e6, rel=1e-3)
+    assert sums["weight gradient"] == pytest.approx(m * cost.weight_gradient["weight_gradient"] * 1e6, rel=1e-3)
     together = m * cost.backward["backward"] * 1e6
     assert sums["input gradient"] + sums["weight gradient"] == pytest.approx(together, rel=1e-3)
     assert "backward" not in sums

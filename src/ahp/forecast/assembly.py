@@ -16,7 +16,7 @@ from ahp.forecast.units import Units
 from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.schedule.makespan import Makespan, makespan, peak_kept
-from ahp.schedule.patterns import stage_ranks
+from ahp.schedule.patterns import SPLIT_BACKWARD, stage_ranks
 from ahp.schedule.simulate import StageTimes
 
 NORMAL_90 = 1.645
@@ -39,8 +39,8 @@ def stage_times(stages: Sequence[StageCost], send: Sequence[float]) -> list[Stag
         StageTimes(
             forward_s=sum(cost.forward.values()),
             backward_s=sum(cost.backward.values()),
-            input_gradient_s=sum(cost.backward.values()) - cost.weight_gradient_s,
-            weight_gradient_s=cost.weight_gradient_s,
+            input_gradient_s=sum(cost.input_gradient.values()),
+            weight_gradient_s=sum(cost.weight_gradient.values()),
             send_forward_s=send[stage] if stage < count - 1 else 0.0,
             send_backward_s=send[stage - 1] if stage > 0 else 0.0,
             first_forward_extra_s=sum(cost.first_forward.values()),
@@ -144,6 +144,8 @@ def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> 
         for times, count in counted:
             for part, seconds in times.items():
                 parts[part] = parts.get(part, 0.0) + count * seconds
+    if span.name in SPLIT_BACKWARD:  # the halves may wait for the host where the whole would not
+        parts["host"] += span.busy_s[rank] - sum(parts.values())
     parts["gradient_reduce"] = parts.get("gradient_reduce", 0.0) + tied_s
     parts["bubble"] = span.idle_s[rank]
     # What is left of sums that cancel is rounding, not time.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -91,8 +90,10 @@ class StageCost:
     forward: dict[str, float]
     backward: dict[str, float]
     """The whole backward."""
-    weight_gradient_s: float
-    """Of the backward, what makes weight gradients: it can wait where a schedule splits the backward."""
+    input_gradient: dict[str, float]
+    """Where a schedule splits the backward: all of it but what makes weight gradients."""
+    weight_gradient: dict[str, float]
+    """What makes weight gradients, which can wait there. The two are launched apart, so that each waits for the host by itself."""
     first_forward: dict[str, float]
     last_backward: dict[str, float]
     parameters: int
@@ -141,25 +142,35 @@ def stage_cost(
     if data.traits.gathers_at_start and not first:
         first_forward["weight_gather"] = 0.0  # done while the pipeline fills
     _add_reductions(backward, last_backward, sizes, blocks, recomputes, data, network, bytes_per_s)
-    launches = (len(blocks) + 1) * data.traits.host_operators_per_unit / 2
-    again = _sum(map(recomputed, blocks, recomputes))
-    passes = (
-        (forward, _sum(u.times.forward for u in (*blocks, *ends)), sum(u.tensor_launches for u in (*blocks, *ends))),
-        (
-            backward,
-            _sum(u.times.input_gradient + u.times.weight_gradient for u in (*blocks, *ends)) + again,
-            sum(u.tensor_launches for u in (*blocks, *ends)),
-        ),
+    everything = [*blocks, *ends]
+    weights_s = sum(u.times.weight_gradient.device_s for u in everything)
+    weight_gradient = {"weight_gradient": weights_s}
+    rest = {part: seconds for part, seconds in backward.items() if part != "backward"}
+    input_gradient = {"input_gradient": backward["backward"] - weights_s, **rest}
+    collectives, own = (
+        sum(u.tensor_launches for u in everything),
+        (len(blocks) + 1) * data.traits.host_operators_per_unit / 2,
     )
-    for parts, work, collectives in passes:
-        _add_host(parts, work.launches + collectives, launches, data)
+    again = sum(recomputed(u, kind).launches for u, kind in zip(blocks, recomputes, strict=True))
+    of_inputs = sum(u.times.input_gradient.launches for u in everything) + again + collectives
+    of_weights = sum(u.times.weight_gradient.launches for u in everything)
+    _add_host(forward, sum(u.times.forward.launches for u in everything) + collectives, own, data)
+    _add_host(backward, of_inputs + of_weights, own, data)
+    _add_host(input_gradient, of_inputs, own, data)
+    _add_host(weight_gradient, of_weights, 0.0, data)
     kept, temporary = _activations(units, blocks, recomputes, first=first, last=last)
-    weight_s = sum(u.times.weight_gradient.device_s for u in (*blocks, *ends))
-    return StageCost(forward, backward, weight_s, first_forward, last_backward, total, experts, kept, temporary)
-
-
-def _sum(works: Iterable[Work]) -> Work:
-    return sum(works, Work())
+    return StageCost(
+        forward,
+        backward,
+        input_gradient,
+        weight_gradient,
+        first_forward,
+        last_backward,
+        total,
+        experts,
+        kept,
+        temporary,
+    )
 
 
 def recomputed(unit: Unit, recompute: Recompute) -> Work:

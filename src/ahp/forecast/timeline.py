@@ -361,10 +361,7 @@ def _backward(cost: StageCost, kind: Kind) -> dict[str, float]:
     """Parts of a backward action: of the whole, or of one of its halves."""
     if kind is Kind.BACKWARD:
         return cost.backward
-    if kind is Kind.WEIGHT_GRADIENT:
-        return {"weight_gradient": cost.weight_gradient_s}
-    rest = {part: seconds for part, seconds in cost.backward.items() if part != "backward"}
-    return {"input_gradient": cost.backward["backward"] - cost.weight_gradient_s, **rest}
+    return cost.weight_gradient if kind is Kind.WEIGHT_GRADIENT else cost.input_gradient
 
 
 def _in_order(parts: dict[str, float]) -> list[tuple[str, float]]:

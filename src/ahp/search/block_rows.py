@@ -5,7 +5,7 @@ Dims: J = splits, R = kinds of recompute, U = stages that differ, S = stages, p 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 
 import numpy as np
@@ -193,27 +193,37 @@ class BlockRows:
     def _pass_times(self, splits: Ints) -> PassTimes:
         """[J, R, U] each, of these splits."""
         shape = len(self.splits.layouts), len(self.recompute), len(self._cut.stages.start)
-        found = PassTimes(*(np.zeros(shape) for _ in range(4)))
+        found = PassTimes(*(np.zeros(shape) for _ in fields(PassTimes)))
         wanted = set(splits.tolist())
         for alike in self.splits.alike.values():
             at = [split for split in alike if split in wanted]
             if at:
                 passes = self.stages.passes(at, self._cut.stages, self.bytes_per_s)
-                found.forward[at], found.backward[at] = passes.forward, passes.backward
-                found.first_forward[at], found.last_backward[at] = passes.first_forward, passes.last_backward
+                for field in fields(PassTimes):
+                    getattr(found, field.name)[at] = getattr(passes, field.name)
         return found
 
     def _time_rows(self, times: Floats, passes: PassTimes, rows: Mask, pipes: list[int], virtual: int) -> None:
         """Write into ``times`` what the schedules of some rows [J, R] take at least."""
         split, kind = np.nonzero(rows)
         stages = self._cut.of[virtual]
-        parts = passes.forward, passes.backward, passes.first_forward, passes.last_backward
-        forward, backward, first, last = (part[split[:, None], kind[:, None], stages] for part in parts)
-        weight_s = self.stages.weight_gradient_s(self._cut.stages)[stages][None]
+        of_rows = {
+            field.name: getattr(passes, field.name)[split[:, None], kind[:, None], stages]
+            for field in fields(PassTimes)
+        }
         for index in pipes:
             pipe = self.rows.pipes[index]
             sends = self._sends(pipe)
-            columns = TimeColumns(forward, backward, backward - weight_s, weight_s, *sends, first, last)
+            columns = TimeColumns(
+                forward_s=of_rows["forward"],
+                backward_s=of_rows["backward"],
+                input_gradient_s=of_rows["input_gradient"],
+                weight_gradient_s=of_rows["weight_gradient"],
+                send_forward_s=sends[0],
+                send_backward_s=sends[1],
+                first_forward_extra_s=of_rows["first_forward"],
+                last_backward_extra_s=of_rows["last_backward"],
+            )
             times[split, index, kind] = lower_bounds_s(self._name(pipe), self.p, virtual, self.m, columns)
 
     def _name(self, pipe: Pipe) -> str:

@@ -39,6 +39,9 @@ class PassTimes:
 
     forward: Floats
     backward: Floats
+    input_gradient: Floats
+    weight_gradient: Floats
+    """The halves of the backward, where a schedule splits it."""
     first_forward: Floats
     last_backward: Floats
 
@@ -232,13 +235,13 @@ class BlockStages:
         longer = np.maximum((reduces - self._work_backward).min(axis=-1, keepdims=True), 0.0)
         return overlap * (CONTENTION * reduces + (1.0 - CONTENTION) * longer) + (1.0 - overlap) * reduces
 
-    @cached_property
-    def _weight_gradient(self) -> Floats:
-        return self._over_layers(self._kinds(lambda u: u.times.weight_gradient.device_s))
-
-    def weight_gradient_s(self, stages: Stages) -> Floats:
-        """[S] Of the backward pass, what makes weight gradients."""
-        return self._stages(self._weight_gradient, stages, lambda u: u.times.weight_gradient.device_s)
+    def _weight_gradients(self, stages: Stages) -> tuple[Floats, Floats]:
+        """[S] Of the backward pass, what makes weight gradients: device seconds, and what the host launches."""
+        seconds_s, launches = (
+            self._stages(self._over_layers(self._kinds(figure)), stages, figure)
+            for figure in (lambda u: u.times.weight_gradient.device_s, lambda u: u.times.weight_gradient.launches)
+        )
+        return seconds_s, launches
 
     def outside(self, stages: Stages) -> Floats:
         """[S] Parameters outside the blocks: of the embedding and the head."""
@@ -296,13 +299,21 @@ class BlockStages:
             last = last + self._reduced(both, stages, overlap)
         if traits.compute_weight_bytes == 0 and traits.reduce_copies:
             last = last + (parameters + outside) * 2 * traits.reduce_bytes / bytes_per_s
-        forward = self._with_host(forward, self._stages(launches, stages, _forward_launches), stages, traits)
+        own = (stages.layers + 1) * traits.host_operators_per_unit / 2
         of_backward = self._stages(backward_launches, stages, _backward_launches)
-        return PassTimes(forward, self._with_host(backward, of_backward, stages, traits), first, last)
+        weight_s, of_weights = self._weight_gradients(stages)
+        return PassTimes(
+            forward=self._with_host(forward, self._stages(launches, stages, _forward_launches), own, traits),
+            backward=self._with_host(backward, of_backward, own, traits),
+            input_gradient=self._with_host(backward - weight_s, of_backward - of_weights, own, traits),
+            weight_gradient=self._with_host(weight_s, of_weights, 0.0, traits)[None, None],
+            first_forward=first,
+            last_backward=last,
+        )
 
-    def _with_host(self, passes_s: Floats, launches: Floats, stages: Stages, traits: Traits) -> Floats:
+    def _with_host(self, passes_s: Floats, launches: Floats, own: Floats | float, traits: Traits) -> Floats:
         """A pass takes as long as the device, or as the host that launches it; on a CPU the engine's own is added."""
-        data, own = self._any, (stages.layers + 1) * traits.host_operators_per_unit / 2
+        data = self._any
         if data.host_is_device:
             return passes_s + own * data.operator_s
         return np.maximum(passes_s, (launches * traits.host_launches_per_operator + own) * data.operator_s)
