@@ -18,6 +18,7 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.graph.models import build_model
 from ahp.runtime.collectives import cut_segments
+from ahp.runtime.hub_names import as_it_is, in_files
 from ahp.runtime.layout import held_ranges
 from ahp.runtime.pretrained import Pretrained, check_folder
 from ahp.search.placement import Split
@@ -131,7 +132,8 @@ def test_parts_that_are_read_are_those_that_are_held(
     held = cut_segments(whole, dim, tuple(segments), degree, rank) if split else whole
     chunks = held.chunk(shards, 0)
     expected = chunks[shard] if shard < len(chunks) else held[:0]
-    read = Pretrained(folder).part("w", held_ranges(tuple(shape), split, (rank, degree), (shard, shards)), 2)
+    ranges = held_ranges(tuple(shape), split, (rank, degree), (shard, shards))
+    read = Pretrained(folder).part(as_it_is("w", tuple(shape)), ranges)
     assert read.equal(expected)
 
 
@@ -157,5 +159,6 @@ def test_weights_of_another_model_are_refused(folders: dict[str, Path], tmp_path
 def test_names_with_and_without_the_base_models_prefix(folders: dict[str, Path], tmp_path: Path) -> None:
     state = load_file(folders["gpt2"] / "model.safetensors")
     save_file({n.removeprefix("transformer."): t for n, t in state.items()}, tmp_path / "model.safetensors")
-    stored = Pretrained(tmp_path).check(build_model(str(folders["gpt2"]), device="meta"))
-    assert stored["transformer.h.0.ln_1.weight"] == "h.0.ln_1.weight"
+    model = build_model(str(folders["gpt2"]), device="meta")
+    found = Pretrained(tmp_path).check(model, in_files(model))
+    assert [piece.stored for piece in found["transformer.h.0.ln_1.weight"].pieces] == ["h.0.ln_1.weight"]

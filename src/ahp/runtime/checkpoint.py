@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ahp.runtime.hub_names import kept_buffers, pieces_of
 from ahp.runtime.layout import own_part, whole
 from ahp.runtime.run_folder import crc32
 from ahp.runtime.torch_compat import like_distributed, local_tensor
@@ -129,15 +130,24 @@ def _take_over(parallel: Parallel, name: str, live: torch.Tensor, loaded: torch.
 
 
 def export_hf(parallel: Parallel, folder: Path) -> None:
-    """Write model.safetensors (one file for each pipeline rank, with an index, if there are several) and config.json."""
+    """Write model.safetensors (one file for each pipeline rank, with an index, if there are several) and config.json.
+
+    Tensors have the names and shapes that ``save_pretrained`` gives them: every expert of a mixture its own, where it has.
+    """
     from safetensors.torch import save_file
 
     mesh = parallel.mesh
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {n: whole(parallel, n, p.detach()).contiguous().cpu() for n, p in sorted(parallel.parameters.items())}
     pp, degree = mesh.rank("pp"), mesh.size("pp")
-    tensors = {n: t for n, t in tensors.items() if parallel.ties.holders[n][0] == pp}
     writes = mesh.token_rank == 0 and mesh.rank("tp") == 0
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in sorted(parallel.parameters.items()):
+        tensor = whole(parallel, name, parameter.detach())  # collective
+        if writes and parallel.ties.holders[name][0] == pp:
+            tensors |= pieces_of(tensor.cpu(), parallel.in_files[name])
+    for stage in parallel.stages.values() if writes else ():
+        for name, buffer in kept_buffers(stage.model):
+            tensors |= pieces_of(buffer.cpu(), parallel.in_files[name])
     file = "model.safetensors" if degree == 1 else f"model-{pp + 1:05d}-of-{degree:05d}.safetensors"
     if writes:
         save_file(tensors, folder / file, metadata={"format": "pt"})

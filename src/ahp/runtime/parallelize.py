@@ -112,6 +112,8 @@ class Parallel:
         self.names = Names(module)
         matrices = matrices_of(module, plan.job.optimizer)
         start = Start(module, plan)
+        self.in_files = start.in_files
+        """How transformers writes each parameter."""
         stages = cut_stages(module, found, plan)
         self.ties = StageTies([self.names.on(stage.model) for stage in stages], mesh, p)
         self.stages = {i: stages[i] for i in stages_of_rank(mesh.rank("pp"), p)}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ahp.plan import Plan
+from ahp.runtime.hub_names import in_files
 from ahp.runtime.initial import fill_initial
 from ahp.runtime.materialize import initial_weights, is_meta, materialize_buffers
 from ahp.runtime.pretrained import Pretrained, fill
@@ -23,8 +24,10 @@ class Start:
         cannot be initialised."""
         self.streamed = is_meta(module)
         """Whether parameters get memory only once they are cut, so that no rank ever holds the whole model."""
+        self.in_files = in_files(module)
+        """How transformers writes the parameters, for the way back."""
         self._given = Pretrained(plan.init_from) if plan.init_from is not None else None
-        self._stored = self._given.check(module) if self._given is not None else {}
+        self._stored = self._given.check(module, self.in_files) if self._given is not None else {}
         self._initial = None
         if self.streamed and self._given is not None:
             materialize_buffers(module)

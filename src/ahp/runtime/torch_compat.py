@@ -32,6 +32,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """The same for tensors that share memory, also on the meta device, where there is none."""
+    return tensor.untyped_storage()._cdata
+
+
 def like_distributed(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """``local`` as the part of a tensor that is distributed as ``like`` is."""
     if not isinstance(like, DTensor):
