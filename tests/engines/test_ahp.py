@@ -16,12 +16,6 @@ from ahp.schedule.patterns import SCHEDULES
         ({"expert_parallel_degree": 4}, {}, {}, "expert_parallel_degree = 4"),
         ({"expert_parallel_degree": 4, "data_parallel_shard_degree": 2}, {}, {}, "expert_parallel_degree = 4"),
         (
-            {"expert_parallel_degree": 2, "data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
-            {},
-            {},
-            "expert_parallel_degree = 2",
-        ),
-        (
             {"expert_parallel_degree": 2, "data_parallel_shard_degree": 2},
             {},
             {"compile": True},
@@ -61,13 +55,7 @@ def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
         context_parallel_degree=2,
         activation_checkpoint=recompute,
     )
-    experts = parallelism.model_copy(
-        update={
-            "expert_parallel_degree": 2,
-            "tensor_parallel_degree": 1,
-            "enable_sequence_parallel": False,
-        }
-    )
+    experts = parallelism.model_copy(update={"expert_parallel_degree": 2})
     for layout in (parallelism, experts):
         assert AhpEngine().refuses(Job(precision=precision), layout, EngineChoice()) is None
 

@@ -148,3 +148,19 @@ def test_a_dense_model_has_no_experts_to_share(hand_graph):
             Parallelism(data_parallel_replicate_degree=2, expert_parallel_degree=2),
             MEGATRON,
         )
+
+
+def test_all_tokens_travel_where_they_are_gathered_first(mixture):
+    layout = {
+        "data_parallel_shard_degree": 2,
+        "zero_stage": 1,
+        "expert_parallel_degree": 2,
+        "tensor_parallel_degree": 2,
+    }
+    cluster = make_cluster(per_node=4)
+    for engine, same in ((EngineChoice(), True), (MEGATRON, False)):
+        whole, parts = (
+            price(mixture, cluster, JOB, Parallelism(**layout, enable_sequence_parallel=sequence), engine).forecast.step
+            for sequence in (False, True)
+        )
+        assert (parts["expert_parallel"] == pytest.approx(whole["expert_parallel"])) == same

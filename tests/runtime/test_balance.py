@@ -33,7 +33,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "data_parallel_shard_degree": 2, "expert_parallel_degree": 2,
     },
     "uneven": {"data_parallel_replicate_degree": 2, "micro_batches_per_replica": [3, 1]},
-    "tensor": {"tensor_parallel_degree": 2},
     "sequence-selective": {
         "tensor_parallel_degree": 2, "enable_sequence_parallel": True, "activation_checkpoint": "selective",
     },
@@ -41,14 +40,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "tensor_parallel_degree": 2, "data_parallel_shard_degree": 2, "zero_stage": 1, "pipeline_parallel_degree": 2,
         "activation_checkpoint": "full",
     },
-    "ring": {"context_parallel_degree": 2, "context_parallel_method": "ring"},
     "heads-zbv": {
         "context_parallel_degree": 2, "context_parallel_method": "all-to-all", "pipeline_parallel_degree": 2,
         "pipeline_parallel_schedule": "ZBVZeroBubble", "virtual_stages_per_rank": 2,
     },
-    "ep2-ring": {
-        "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "context_parallel_degree": 2,
-        "context_parallel_method": "ring",
+    "ep2-sequence": {
+        "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "tensor_parallel_degree": 2,
+        "enable_sequence_parallel": True,
     },
     "ring-sequence": {
         "context_parallel_degree": 2, "context_parallel_method": "ring", "tensor_parallel_degree": 2,
@@ -58,8 +56,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CASES = [
     ("one", "mixtral"), ("ep2", "mixtral"), ("ep2", "qwen3_moe"), ("zero1", "qwen2_moe"), ("replicas", "mixtral"),
     ("1f1b", "qwen3_moe"), ("ep2-zbv", "mixtral"), ("uneven", "qwen3_moe"),
-    ("tensor", "mixtral"), ("sequence-selective", "qwen3_moe"), ("tensor-zero1-1f1b", "qwen2_moe"), ("ring", "qwen3_moe"),
-    ("heads-zbv", "mixtral"), ("ring-sequence", "qwen3_moe"), ("ep2-ring", "mixtral"),
+    ("sequence-selective", "qwen3_moe"), ("tensor-zero1-1f1b", "qwen2_moe"), ("heads-zbv", "mixtral"),
+    ("ring-sequence", "qwen3_moe"), ("ep2-sequence", "qwen3_moe"),
 ]  # fmt: skip
 FAST = {("one", "mixtral")}
 

@@ -13,7 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ahp.errors import BadInput
+from ahp.graph.outline import outline
 from ahp.runtime.experts import check_experts
+from ahp.runtime.slice import meta_copy
+from ahp.runtime.sliced_experts import splits_of_experts
+from ahp.search.slice_model import slice_outline
 from tests.runtime.models import BUILDERS, JOB, VOCABULARY, batch
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.test_families import family
@@ -53,10 +57,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "context_parallel_degree": 2,
         "context_parallel_method": "ring", "micro_batch_size": 2,
     },
-    "ep2-heads-1f1b": {
-        "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "context_parallel_degree": 2, "zero_stage": 1,
-        "context_parallel_method": "all-to-all", "pipeline_parallel_degree": 2, "micro_batch_size": 2,
-        "activation_checkpoint": "full",
+    "ep2-tensor": {
+        "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "tensor_parallel_degree": 2, "micro_batch_size": 4,
+    },
+    "ep2-sequence-zbv": {
+        "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "tensor_parallel_degree": 2,
+        "enable_sequence_parallel": True, "pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble",
+        "zero_stage": 1, "micro_batch_size": 2, "activation_checkpoint": "selective",
+    },
+    "ep2-tensor-ring": {
+        "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "tensor_parallel_degree": 2, "micro_batch_size": 2,
+        "context_parallel_degree": 2, "context_parallel_method": "ring", "activation_checkpoint": "full",
     },
     "zero3": {"data_parallel_shard_degree": 2, "micro_batch_size": 2},
     "one": {"micro_batch_size": 4},
@@ -160,19 +171,22 @@ def train_other(rank: int, world: int, layout: str, other: str) -> dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
-def test_other_optimizers_and_precisions(pool: Pool, other: str) -> None:
-    (one,), (divided, *_) = pool.run(train_other, 1, "one", other), pool.run(train_other, 4, "ep2-zero3", other)
+@pytest.mark.parametrize("layout", ["ep2-zero3", "ep2-tensor"])
+def test_other_optimizers_and_precisions(pool: Pool, layout: str, other: str) -> None:
+    (one,), (divided, *_) = pool.run(train_other, 1, "one", other), pool.run(train_other, 4, layout, other)
     for key in ("losses", "norms"):
         assert divided[key] == pytest.approx(one[key], rel=OTHERS[other][1])
 
 
-def held(rank: int, world: int, layout: str) -> dict[str, tuple[list[int], dict[int, list[tuple[int, int]]]]]:
+def held(
+    rank: int, world: int, layout: str, model: str = "lopsided"
+) -> dict[str, tuple[list[int], dict[int, list[tuple[int, int]]]]]:
     """Of each parameter of this rank's experts: its shape here, and which part of the whole it is."""
     from ahp.runtime.layout import ranges_of
     from ahp.runtime.parallelize import parallelize
     from ahp.runtime.torch_compat import local_tensor
 
-    parallel = parallelize(lopsided(), {"job": JOB, "parallelism": LAYOUTS[layout]})
+    parallel = parallelize(BUILDERS[model](), {"job": JOB, "parallelism": LAYOUTS[layout]})
     names = sorted(parallel.experts)
     return {n: (list(local_tensor(parallel.parameters[n]).shape), ranges_of(parallel, n)) for n in names}
 
@@ -187,6 +201,22 @@ def test_each_rank_holds_its_part(pool: Pool) -> None:
     results = pool.run(held_under, 8, wide)
     assert [of[name][0] for of in results] == [[1, 8, 32]] * 8
     assert results[5][name][1] == {0: [(1, 2)], 1: [(8, 16)]}
+    # a half of the experts for each of two ranks, and of each of them a half of the gates and of what they let through
+    name = "model.layers.1.mlp.experts.gate_up_proj"  # [4, 2 x 96, 64]
+    results = pool.run(held, 4, "ep2-tensor", "family mixtral")
+    assert [of[name][0] for of in results] == [[2, 96, 64]] * 4
+    assert results[3][name][1] == {0: [(2, 4)], 1: [(48, 96), (144, 192)]}
+
+
+def test_experts_are_cut_where_their_own_forward_gives_a_summand() -> None:
+    """A bias after the last product would be added on every rank: such experts stay whole."""
+    for module, expected in ((family("mixtral"), {"gate_up_proj": 1, "down_proj": 2}), (lopsided(), {})):
+        found = outline(module, batch_size=2, sequence_length=16)
+        (block,) = slice_outline(found, 2).blocks
+        path = found.experts[0].removeprefix(f"{found.blocks_path}.0.")
+        stacks = meta_copy(module.get_submodule(found.experts[0]))
+        splits = splits_of_experts(stacks, path, block, found.hidden.shape[-1], 2)
+        assert {name: split.dim for name, split in splits.items()} == expected
 
 
 def held_under(rank: int, world: int, layout: dict[str, Any]) -> Any:
@@ -221,7 +251,9 @@ def blank(module: nn.Module) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved", "loaded"), [("ep2-zero3", "ep4"), ("ep4", "one"), ("zero3", "ep2-1f1b")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("ep2-zero3", "ep4"), ("ep4", "one"), ("zero3", "ep2-1f1b"), ("ep2-tensor", "ep2-ring")]
+)
 def test_a_checkpoint_is_cut_again(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], tmp_path: Path, saved: str, loaded: str
 ) -> None:
@@ -245,7 +277,7 @@ def start(rank: int, world: int, layout: str, folder: str) -> dict[str, Any]:
 def test_starts_from_given_weights(pool: Pool, plain_run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     pool.run(save, 4, "ep2-zero3", str(tmp_path))
     expected = plain_run("family mixtral", STEPS)
-    for layout in ("ep4", "ep2-zero3"):
+    for layout in ("ep4", "ep2-zero3", "ep2-tensor"):
         got = pool.run(start, 4, layout, str(tmp_path / "hf"))[0]
         for key in got:
             assert got[key] == pytest.approx(expected[key][2:3], rel=1e-5)

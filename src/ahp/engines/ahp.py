@@ -85,6 +85,7 @@ class AhpEngine(Engine):
             gathers_inputs_again=False,  # autograd keeps what the product read
             tensor_copies=True,  # runtime/collectives.py joins and cuts parts along the sequence
             selective_sends_again=True,
+            experts_gather_tokens=True,  # runtime/sliced_experts.py
             loss_chunk_tokens=choice.loss_chunk_tokens,
             context_ways=("all-to-all", "ring") if method is None else (method,),
             context_sums_bytes=4,  # runtime/ring_attention.py
@@ -103,8 +104,6 @@ def _refuses_experts(p: Parallelism, choice: EngineChoice) -> str | None:
     if shard % degree:
         valid = ", ".join(str(d) for d in range(1, shard + 1) if shard % d == 0)
         return f"{key}: must divide data_parallel_shard_degree {shard}, whose ranks share the experts (valid: {valid})"
-    if p.tensor_parallel_degree > 1:
-        return f"{key}: does not go with tensor_parallel_degree {p.tensor_parallel_degree} in the ahp engine (valid: 1)"
     if choice.compile:
         return f"{key}: does not go with engine.compile = True (valid: 1)"
     return None

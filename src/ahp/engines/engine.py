@@ -86,6 +86,8 @@ class Traits:
     (scores, softmax, dropout, their product with the values) alone where it is not fused, else norms and activations."""
     selective_sends_again: bool = False
     """Whether ``selective`` runs the collectives of a block again, those of tensor and of context parallelism."""
+    experts_gather_tokens: bool = False
+    """Whether a sequence-parallel rank sends to the experts all tokens, gathered first, or its own part."""
     attention_kernel: Literal["flash1", "flash2", "cudnn"] | None = None
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
     fused_loss: bool = False

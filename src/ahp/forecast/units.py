@@ -89,6 +89,7 @@ class How(NamedTuple):
     loss_chunk_tokens: int | None
     weight_bytes: int
     """Of one weight element in the type that computes."""
+    experts_gather_tokens: bool
 
 
 class _Run(NamedTuple):
@@ -143,6 +144,7 @@ class UnitPricer:
             accumulates=traits.fused_gradient_accumulation,
             tensor_in_pieces=traits.tensor_in_pieces and not self._on_cpu,
             gathers_again=traits.gathers_inputs_again,
+            experts_gather_tokens=traits.experts_gather_tokens,
             tensor_copies=traits.tensor_copies,
             context=way,
             context_sums_bytes=traits.context_sums_bytes,
@@ -228,7 +230,7 @@ class UnitPricer:
             tensor_launches=tensor.launches,
             context_forward_s=context_s[0],
             context_backward_s=context_s[1],
-            expert_s=self._expert_s(segment, division, axes),
+            expert_s=self._expert_s(segment, division, axes, how),
             tensors=max(1, len(held)),
             parameters=sum(held.values()),
             experts=sum(count for name, count in held.items() if name in stacked),
@@ -275,14 +277,15 @@ class UnitPricer:
         forward += total("all_reduce", rows)
         return TensorCost(forward, gathers + total("reduce_scatter", parts.backward_reduce), 2 * count)
 
-    def _expert_s(self, segment: Segment, division: Division, axes: Axes) -> float:
+    def _expert_s(self, segment: Segment, division: Division, axes: Axes, how: How) -> float:
         """Seconds to send every token to the ranks of its experts, and the answers back."""
         if axes.expert.size == 1:
             return 0.0
         first = next((op for op in segment.phase("forward") if op.name in GROUPED), None)
         if first is None:
             return 0.0
-        sent = first.inputs[0].bytes / division.context * (1 / division.tensor if division.sequence_parallel else 1)
+        parts = 1 if how.experts_gather_tokens or not division.sequence_parallel else division.tensor
+        sent = first.inputs[0].bytes / division.context / parts
         return 2 * self._network.time_s("all_to_all", sent, axes.expert)
 
     def _context_s(

@@ -24,6 +24,26 @@ def num_stacked(module: nn.Module) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
+@torch.library.custom_op("ahp::experts", mutates_args=())
+def experts(
+    tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, path: str, is_summand: bool
+) -> torch.Tensor:
+    """Stands in a traced block for the call of the experts at ``path``, tokens [T, H] -> [T, H]: it is never run.
+
+    ``is_summand``: whether a tensor-parallel rank, which has a part of each expert, gets a summand of the results.
+    """
+    raise NotImplementedError("ahp::experts: for graphs alone")
+
+
+@experts.register_fake
+def _(tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, path: str, is_summand: bool) -> torch.Tensor:
+    return torch.empty_like(tokens)
+
+
+EXPERTS = torch.ops.ahp.experts.default
+"""As it stands in a graph."""
+
+
 class Watch:
     """Notes, while a model runs, which candidates below ``paths`` are called as experts are."""
 

@@ -41,19 +41,24 @@ def check_experts(module: nn.Module, found: Outline | None, degree: int) -> None
             )
 
 
-def divide_experts(model: nn.Module, found: Outline, mesh: Mesh) -> dict[str, nn.Module]:
+def divide_experts(model: nn.Module, found: Outline, mesh: Mesh, splits: dict[str, Split]) -> dict[str, nn.Module]:
     """Give a stage's model, in place, this rank's experts and forwards that exchange tokens.
 
-    Returns its modules of experts by their paths. Their parameters are DTensors on the ``ep`` axis.
+    ``splits``: by name in ``model``, the parameters of experts that are cut over the tensor-parallel ranks too, and how.
+    Returns its modules of experts by their paths. Their parameters are DTensors on the ``ep`` axis, or on ``ep`` and ``tp``.
     """
     assert mesh.experts is not None
     here = dict(model.named_modules())
     divided = {path: here[path] for path in found.experts if path in here}  # others live on other stages
-    for module in divided.values():
+    for path, module in divided.items():
         number = num_stacked(module)
         assert number is not None
         for name, parameter in list(module.named_parameters(recurse=False)):
-            replace_parameter(module, name, Split(0, (parameter.shape[0],)), mesh.experts["ep"], {})
+            split, whole_ones = splits.get(f"{path}.{name}"), Split(0, (parameter.shape[0],))
+            if split is None:
+                replace_parameter(module, name, (whole_ones,), mesh.experts["ep"], {})
+            else:
+                replace_parameter(module, name, (whole_ones, split), mesh.experts["ep", "tp"], {})
         _count_fewer(module, number, number // mesh.size("ep"))
         module.forward = DividedExperts(module, number, mesh.group("ep"))  # type: ignore[method-assign]
     return divided

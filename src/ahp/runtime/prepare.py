@@ -66,8 +66,8 @@ class Preparation:
         stage.train()
         if not self.streamed:
             stage.to(self.mesh.device)
-        self._slice(stage, layers)
-        experts = self._divide_experts(stage)
+        splits = self._slice(stage, layers)
+        experts = self._divide_experts(stage, splits)
         self._wrap_blocks(index, stage, layers)
         if self.streamed and not self.sharding.uses_fsdp:  # whose hooks sit on the parameters themselves
             allocate_on(stage, self.mesh.device)
@@ -83,17 +83,19 @@ class Preparation:
         layers = layer_ranges(layers_of_stages(self.plan.parallelism, self.found.num_layers))[index]
         return {number: blocks.get_submodule(str(number)) for number in layers}
 
-    def _slice(self, stage: Stage, layers: dict[int, nn.Module]) -> None:
+    def _slice(self, stage: Stage, layers: dict[int, nn.Module]) -> dict[str, Split]:
         if self.sliced is None:
-            return
-        group, context = self.mesh.weights["tp"], self.plan.parallelism.context_parallel_degree
-        splits = slice_module(stage.model, self.sliced, layers, group, context)
+            return {}
+        p, group = self.plan.parallelism, self.mesh.weights["tp"]
+        experts = self.sliced.outline.experts if p.expert_parallel_degree > 1 else ()
+        splits = slice_module(stage.model, self.sliced, layers, group, p.context_parallel_degree, experts)
         self.splits.update({self.names.of[name]: split for name, split in splits.items()})
+        return splits
 
-    def _divide_experts(self, stage: Stage) -> list[nn.Module]:
+    def _divide_experts(self, stage: Stage, splits: dict[str, Split]) -> list[nn.Module]:
         if self.found is None or self.plan.parallelism.expert_parallel_degree == 1:
             return []
-        experts = divide_experts(stage.model, self.found, self.mesh)
+        experts = divide_experts(stage.model, self.found, self.mesh, splits)
         self.experts.update(self.names.of[name] for name in _parameter_names(experts))
         return list(experts.values())
 

@@ -5,7 +5,7 @@ Sizes become local, conversions between placements become collectives, and a row
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ahp.graph.capture import Capture
+from ahp.graph.experts import EXPERTS
 from ahp.runtime.collectives import step_function
 from ahp.runtime.dropout import drops, with_own_numbers
 from ahp.search.conversion import Step, steps
@@ -26,14 +27,25 @@ SIZED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, ate
 RESHAPED = {aten.flatten.using_ints, aten.unflatten.int}
 
 
-def rewrite(capture: Capture, slicing: Slicing, group: dist.ProcessGroup) -> GraphModule:
-    """The graph for one rank of ``group``; it takes the local parts of the weights, and activations as the slicing has them."""
-    return _Rewriter(capture, slicing, group).run()
+def rewrite(
+    capture: Capture, slicing: Slicing, group: dist.ProcessGroup, experts: Mapping[str, Callable[..., torch.Tensor]]
+) -> GraphModule:
+    """The graph for one rank of ``group``; it takes the local parts of the weights, and activations as the slicing has them.
+
+    ``experts``: what is called in the place of the operator that stands for them, by path.
+    """
+    return _Rewriter(capture, slicing, group, experts).run()
 
 
 class _Rewriter:
-    def __init__(self, capture: Capture, slicing: Slicing, group: dist.ProcessGroup) -> None:
-        self.capture, self.slicing, self.group = capture, slicing, group
+    def __init__(
+        self,
+        capture: Capture,
+        slicing: Slicing,
+        group: dist.ProcessGroup,
+        experts: Mapping[str, Callable[..., torch.Tensor]],
+    ) -> None:
+        self.capture, self.slicing, self.group, self.experts = capture, slicing, group, experts
         self.degree = group.size()
         self.graph = Graph()
         self.local: dict[Node, Node] = {}
@@ -66,6 +78,8 @@ class _Rewriter:
         converted = [
             self._convert(i, wanted, strategy) for i, wanted in zip(tensor_inputs(node), strategy.inputs, strict=True)
         ]
+        if node.target is EXPERTS:
+            return self.graph.call_function(_calling(self.experts[args_of(node)[3]]), tuple(converted))
         if _shares_heads(node, strategy):
             converted[1:3] = (self._shared_head(node, keys) for keys in converted[1:3])
         args = iter(converted)
@@ -134,6 +148,11 @@ def _named(function: Callable[..., torch.Tensor], name: str) -> Callable[..., to
     """fx calls targets by their name."""
     function.__name__ = name
     return function
+
+
+def _calling(experts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A module has no name that fx could call."""
+    return _named(lambda *values: experts(*values), "experts")
 
 
 def _shares_heads(node: Node, strategy: Strategy) -> bool:

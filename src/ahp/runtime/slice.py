@@ -19,10 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ahp.graph.capture import TensorLike, capture, tensor_leaves, weights_of
+from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves, weights_of
 from ahp.graph.outline import block_input
 from ahp.runtime.collectives import cut_segments, cut_sequence, gather_sequence, sum_gradient, sum_over_ranks
 from ahp.runtime.rewrite import rewrite
+from ahp.runtime.sliced_experts import leave_out, splits_of_experts
 from ahp.runtime.telling import Telling
 from ahp.runtime.torch_compat import outside_modes
 from ahp.search.placement import Placement, Split
@@ -31,25 +32,43 @@ from ahp.search.slicing import Slicing, solve
 
 
 def slice_module(
-    module: nn.Module, slicing: ModelSlicing, layers: dict[int, nn.Module], tp: DeviceMesh, context_degree: int = 1
+    module: nn.Module,
+    slicing: ModelSlicing,
+    layers: dict[int, nn.Module],
+    tp: DeviceMesh,
+    context_degree: int = 1,
+    experts: tuple[str, ...] = (),
 ) -> dict[str, Split]:
     """Slice, in place, the given layers (number -> block of ``module``) and the modules split by vocabulary.
 
     ``context_degree``: of how many parts of the sequence the blocks will be given one, beside masks of all of it.
-    Returns for every sliced parameter, under its name in ``module``, how it was cut.
+    ``experts``: paths in ``module`` of modules that are to be divided over other ranks too. Their parameters are left as they
+    are, and they are called where the graph calls them.
+    Returns for every sliced parameter, under its name in ``module``, how it was cut; or is to be, of experts.
     """
     cuts: dict[str, Split] = {}
     replaced: dict[int, nn.Parameter] = {}
     programs: dict[int, dict[Any, Any]] = {}
+    of_experts: dict[tuple[int, str], dict[str, Split]] = {}
     for number, block in layers.items():
         kind = slicing.outline.kinds[number]
         solution = slicing.blocks[kind]
         prefix = f"{slicing.outline.blocks_path}.{number}."
         template = meta_copy(block)
+        inside = {path.removeprefix(prefix) for path in experts if path.startswith(prefix)}
         for name, split in _splits(solution.weights):
-            replace_parameter(block, name, split, tp, replaced)
-            cuts[prefix + name] = split
+            if name.rpartition(".")[0] not in inside:
+                replace_parameter(block, name, (split,), tp, replaced)
+                cuts[prefix + name] = split
+        for path in inside:
+            if (kind, path) not in of_experts:
+                stacks, width = template.get_submodule(path), slicing.outline.hidden.shape[-1]
+                of_experts[kind, path] = splits_of_experts(stacks, path, solution, width, tp.size())
+            splits = of_experts[kind, path]
+            leave_out(template, path, is_summand=bool(splits))
+            cuts.update({f"{prefix}{path}.{name}": split for name, split in splits.items()})
         run = SlicedForward(block, template, solution, tp.get_group(), programs.setdefault(kind, {}), context_degree)
+        run.experts = {path: block.get_submodule(path) for path in inside}
         block.forward = run  # type: ignore[method-assign]
         if slicing.sequence_parallel:
             run.split_sequence(first=number == 0, last=number == slicing.outline.num_layers - 1)
@@ -59,7 +78,7 @@ def slice_module(
             continue
         for name, parameter in list(part.named_parameters(recurse=False)):
             split = Split(0, (parameter.shape[0],))
-            replace_parameter(part, name, split, tp, replaced)
+            replace_parameter(part, name, (split,), tp, replaced)
             cuts[f"{path}.{name}"] = split
         local = _embed if isinstance(part, nn.Embedding) else _project
         part.forward = _bound(local, part, type(part).forward, tp.get_group())  # type: ignore[method-assign]
@@ -74,9 +93,9 @@ def _splits(placed: dict[str, Placement]) -> Iterator[tuple[str, Split]]:
 
 
 def replace_parameter(
-    module: nn.Module, name: str, split: Split, tp: DeviceMesh, replaced: dict[int, nn.Parameter]
+    module: nn.Module, name: str, splits: tuple[Split, ...], mesh: DeviceMesh, replaced: dict[int, nn.Parameter]
 ) -> None:
-    """Put this rank's part in the place of a parameter; tied parameters stay tied."""
+    """Put this rank's part in the place of a parameter; tied parameters stay tied. ``splits``: one for each axis of ``mesh``."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     whole = owner._parameters[leaf]
@@ -84,11 +103,13 @@ def replace_parameter(
     if isinstance(whole, DTensor):  # its twin came first
         return
     if id(whole) not in replaced:
-        local = cut_segments(whole.detach(), split.dim, split.segments, tp.size(), tp.get_local_rank()).clone()
+        local = whole.detach()
+        for axis, split in enumerate(splits):
+            local = cut_segments(local, split.dim, split.segments, mesh.size(axis), mesh.get_local_rank(axis))
         part = DTensor.from_local(
-            local,
-            tp,
-            [Shard(split.dim)],
+            local.clone(),
+            mesh,
+            [Shard(split.dim) for split in splits],
             run_check=False,
             shape=whole.shape,
             stride=whole.detach().contiguous().stride(),
@@ -133,6 +154,9 @@ class SlicedForward:
         self.block, self.template, self.solution, self.group, self.programs = block, template, solution, group, programs
         self.context_degree = context_degree
         self.in_parts = self.first = self.last = False
+        self.experts: dict[str, nn.Module] = {}
+        """By their paths in the block, those that its graph calls: they are the block's own, and so are its programs then."""
+        self.own_programs: dict[Any, Any] = {}
         self.note: Callable[[torch.Tensor], None] | None = None
 
     def split_sequence(self, *, first: bool, last: bool) -> None:
@@ -165,10 +189,11 @@ class SlicedForward:
         weights = weights_of(self.block)
         activations = tensor_leaves(args, kwargs)
         key = self._key(args, kwargs, weights)
-        if key not in self.programs:
+        programs = self.own_programs if self.experts else self.programs
+        if key not in programs:
             with outside_modes():
-                self.programs[key] = self._program(args, kwargs, weights)
-        program, output_spec = self.programs[key]
+                programs[key] = self._program(key, args, kwargs, weights)
+        program, output_spec = programs[key]
         local = [w.to_local() if isinstance(w, DTensor) else w for w in weights.values()]
         out = pytree.tree_unflatten(program(local, activations), output_spec)
         if self.note is None:
@@ -182,7 +207,18 @@ class SlicedForward:
         facts = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
         return facts, spec, self.block.training, next(iter(weights.values())).dtype
 
-    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+    def _program(
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]
+    ) -> Any:
+        solved = ("solved", key)
+        if solved not in self.programs:
+            self.programs[solved] = self._solved(args, kwargs, weights)
+        captured, solution = self.programs[solved]
+        return rewrite(captured, solution, self.group, self.experts), captured.output_spec
+
+    def _solved(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]
+    ) -> tuple[Capture, Slicing]:
         self.template.train(self.block.training)
         shapes = {n: TensorLike(tuple(w.shape), w.dtype, w.device, w.requires_grad) for n, w in weights.items()}
         hidden, permission = None, self.solution.permission
@@ -192,8 +228,7 @@ class SlicedForward:
             args, kwargs = self._masks_of_own_tokens(args, kwargs)
         captured = capture(self.template, args, kwargs, shapes)
         pinned = {name: placement for name, placement in self.solution.weights.items() if name in captured.names}
-        solution = solve(captured, self.group.size(), pinned, hidden=hidden, permission=permission)
-        return rewrite(captured, solution, self.group), captured.output_spec
+        return captured, solve(captured, self.group.size(), pinned, hidden=hidden, permission=permission)
 
     def _whole_sequence(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

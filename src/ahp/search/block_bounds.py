@@ -219,7 +219,8 @@ class _BlockBounds:
                 if "attention" in op.name:
                     seconds += min(self._context_s(op, way, axes, size) for way in traits.context_ways)
         if axes.expert.size > 1 and (first := next((op for op in block.phase("forward") if op.name in GROUPED), None)):
-            cut = axes.context.size * (axes.tensor.size if axes.sequence_parallel else 1)
+            in_parts = axes.sequence_parallel and not traits.experts_gather_tokens
+            cut = axes.context.size * (axes.tensor.size if in_parts else 1)
             seconds += 4 * self._network.time_s("all_to_all", size * first.inputs[0].bytes / cut, axes.expert)
         return seconds
 

@@ -127,20 +127,22 @@ def solve(
     *,
     hidden: int | None = None,
     permission: Permission | None = None,
+    returns: Placement = R,
 ) -> Slicing:
-    """The cheapest placement of a block over ``degree`` ranks; its input and output are whole on every rank.
+    """The cheapest placement of a block over ``degree`` ranks; its input is whole on every rank, and so is its output.
 
     ``pinned`` fixes the placement of weights (names as in ``capture.names``). ``hidden``: the number of the activation
     that holds the hidden states [batch, sequence, hidden]; given, they and what is returned of their shape are split
-    along the sequence. ``permission``: what conversions may be used; None = as few as leave something split. Raises
-    BadInput when ``pinned`` cannot be met.
+    along the sequence. ``permission``: what conversions may be used; None = as few as leave something split. ``returns``: where
+    the output must lie instead, for a given permission and without ``hidden``. Raises BadInput when it or ``pinned`` cannot be met.
     """
     if hidden is not None:
         whole = solve(capture, degree, pinned, permission=permission)
         split = replace(whole.permission, gathers_tokens=True)
         return _solve(problem(capture, degree, whole.weights, hidden=hidden, permission=split))
     if permission is not None:
-        return _solve(problem(capture, degree, pinned, hidden=None, permission=permission))
+        task = problem(capture, degree, pinned, hidden=None, permission=permission)
+        return _solve(replace(task, outputs=tuple(returns for _ in task.outputs)))
     sparing = _solve(problem(capture, degree, pinned, hidden=None, permission=SPARING))
     if any(isinstance(place, Split) for place in sparing.weights.values()):
         return sparing
@@ -161,7 +163,8 @@ def problem(
     inputs = capture.activation_nodes()
     shape = _token_shape(capture, hidden)
     tokens = None
-    boundary: dict[Node, Placement] = dict.fromkeys(inputs, R)
+    constants = [node for node in nodes if node.op == "get_attr"]
+    boundary: dict[Node, Placement] = dict.fromkeys([*inputs, *constants], R)
     outputs: list[Placement] = [R] * len(tensor_inputs(nodes[-1]))
     if permission.gathers_tokens and shape is not None:
         tokens = Tokens(shape[0], shape[1], (1,) if hidden is not None else (0, 1))

@@ -28,6 +28,8 @@ def strategies(node: Node, context: Context) -> list[Strategy]:
     if not inputs or not is_tensor(node):
         return found
     rule = _RULES.get(_name(node.target) or node.target)
+    if rule is products.experts:
+        return list(products.experts(node, context))  # as the weights lie, and no other way
     if rule is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         rule = elements.pointwise
     if rule is not None:
@@ -61,6 +63,7 @@ _RULES: dict[Any, Callable[[Node, Context], Iterator[Strategy]]] = {
     aten.bmm.default: products.matmul,
     aten._grouped_mm.default: products.grouped,
     "transformers.grouped_mm_fallback.default": products.grouped,
+    "ahp.experts.default": products.experts,
     aten.scaled_dot_product_attention.default: products.attention,
     aten.layer_norm.default: elements.normalisation,
     aten.rms_norm.default: elements.normalisation,

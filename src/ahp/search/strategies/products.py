@@ -118,3 +118,8 @@ def _of_mask(split: Split, mask: tuple[int, ...], q: tuple[int, ...]) -> Placeme
     """A mask that is broadcast along the split dim stays whole."""
     dim = split.dim - (len(q) - len(mask))
     return split.at(dim) if dim >= 0 and mask[dim] == q[split.dim] and mask[dim] > 1 else R
+
+
+def experts(node: Node, context: Context) -> Iterator[Strategy]:
+    """ahp::experts(tokens, chosen, weights, path, is_summand): what other ranks compute too is no matter of this axis."""
+    yield Strategy((R, R, R), P if args_of(node)[4] else R)
