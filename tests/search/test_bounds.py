@@ -35,14 +35,15 @@ def holds(asked: Problem, space: Space, places: list[Place]) -> None:
         assert rows.needs_bytes[row] <= needed + 1, layout.short()
         assert blocks_bytes[block] <= needed + 1, layout.short()
         assert forecast.fits == (needed <= most)
+        assert bounds.work_s(space, block) <= forecast.step_time_s * ROUNDING, layout.short()
         if forecast.fits:
             assert bounds.block_s(space, block) <= forecast.step_time_s * ROUNDING, layout.short()
         if 1 < layout.num_stages <= asked.graph.num_layers:
-            bounds.block_s(space, block)
+            work_s, any_cut_s = bounds.work_s(space, block), bounds.of_any_cut(space, block)
             for cut, of_cut in other_cuts(asked, layout):
-                assert blocks_s[block] <= of_cut.step_time_s * ROUNDING, cut
+                assert max(blocks_s[block], work_s) <= of_cut.step_time_s * ROUNDING, cut
                 assert blocks_bytes[block] <= sum(of_cut.memory.values()) + 1, cut
-                assert not of_cut.fits or bounds.of_any_cut(block) <= of_cut.step_time_s * ROUNDING, cut
+                assert not of_cut.fits or any_cut_s <= of_cut.step_time_s * ROUNDING, cut
 
 
 def other_cuts(asked: Problem, layout: Parallelism) -> Iterator[tuple[Parallelism, Forecast]]:

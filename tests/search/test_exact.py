@@ -35,8 +35,8 @@ rows = st.lists(
 )
 """Per row: the time, the share of it that the bound knows, whether it fits and whether the bound knows that."""
 
-blocks = st.lists(st.tuples(rows, st.floats(0.0, 1.0), st.floats(0.0, 1.0)), min_size=1, max_size=8)
-"""Per block: its rows, and the shares of its lowest row's bound that are known of it before and after it is refined."""
+blocks = st.lists(st.tuples(rows, st.tuples(*[st.floats(0.0, 1.0)] * 3)), min_size=1, max_size=8)
+"""Per block: its rows, and the shares of its lowest row's bound that are known of it before it is refined, then, and at last."""
 
 
 def searched(
@@ -50,7 +50,7 @@ def searched(
     return best_first(
         np.array([lowest(block) for block in range(len(table))]),
         np.array([len(block) for block in table]),
-        lowest,
+        [lowest],
         lambda block: np.array([bound for _, bound, _ in table[block]]),
         price or (lambda place: forecast(table[place[0]][place[1]][0], fits=table[place[0]][place[1]][2])),
         limits,
@@ -60,7 +60,7 @@ def searched(
 @settings(max_examples=150, deadline=None)
 @given(blocks, st.integers(1, 5))
 def test_it_finds_what_pricing_everything_finds(
-    table: list[tuple[list[tuple[float, float, str]], float, float]], keep: int
+    table: list[tuple[list[tuple[float, float, str]], tuple[float, float, float]]], keep: int
 ) -> None:
     priced: list[Place] = []
 
@@ -73,11 +73,13 @@ def test_it_finds_what_pricing_everything_finds(
         return forecast(time, fits=kind == "fits")
 
     lowest = [float(row_bounds(block).min()) for block in range(len(table))]
-    before = np.array([low if np.isinf(low) else low * min(a, b) for low, (_, a, b) in zip(lowest, table, strict=True)])
-    after = [low * max(a, b, 0.01) for low, (_, a, b) in zip(lowest, table, strict=True)]
-    sizes = np.array([len(rows) for rows, _, _ in table])
-    outcome = best_first(before, sizes, after.__getitem__, row_bounds, price, Limits(keep=keep))
-    expected = sorted(time for rows, _, _ in table for time, _, kind in rows if kind == "fits")[:keep]
+    known = [sorted(shares) for _, shares in table]
+    before = np.array([low if np.isinf(low) else low * of[0] for low, of in zip(lowest, known, strict=True)])
+    after = [[low * max(of[at], 0.01) for low, of in zip(lowest, known, strict=True)] for at in (1, 2)]
+    sizes = np.array([len(rows) for rows, _ in table])
+    refine = [bounds.__getitem__ for bounds in after]
+    outcome = best_first(before, sizes, refine, row_bounds, price, Limits(keep=keep))
+    expected = sorted(time for rows, _ in table for time, _, kind in rows if kind == "fits")[:keep]
     assert [found.step_time_s for _, found in outcome.fitting[:keep]] == expected
     assert outcome.proven
     assert len(set(priced)) == len(priced) == outcome.priced

@@ -15,12 +15,12 @@ from ahp.forecast.communication import strided_group
 from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.pricer import recompute_of
 from ahp.forecast.stage import Recompute, dropped_bytes, made_again
-from ahp.forecast.units import Units, axes_of
+from ahp.forecast.units import Units
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s, ranks_stages
 from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED
 from ahp.search.block_bounds import fewest_in_flight, fullest_of_any_cut
 from ahp.search.choices import Pipe
-from ahp.search.pipelines import Cut, Pipelines, SecondRank, shape_of
+from ahp.search.pipelines import Cut, Loads, Pipelines, SecondRank, shape_of
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
 from ahp.search.splits import Splits, WeightColumns
@@ -65,8 +65,7 @@ class BlockRows:
         self.pricer, traits = asked.pricer, splits.traits[0]
         self.nodes, self.network = self.pricer.nodes, self.pricer.network
         self.bytes_per_s = self.pricer.unit_pricer.rates.bytes_per_s
-        axes = axes_of(self.any, self.nodes.devices_per_node)
-        self.units: Units = self.pricer.unit_pricer.units(size, axes, traits)
+        self.units: Units = self.pricer.unit_pricer.units(size, splits.axes, traits)
         kinds = [self.any.model_copy(update={"activation_checkpoint": kind}) for kind in rows.recompute]
         self.recompute: list[Recompute] = [recompute_of(layout, traits, self.units) for layout in kinds]
         self.some_layers = asked.constraints.recomputed_layers_per_stage is not None
@@ -86,12 +85,11 @@ class BlockRows:
         fits = self._may_fit(different, most_bytes)
         if not fits.any():
             return float("inf")
-        (least, _), found = self._least_layer, float("inf")
         kinds = {(shape_of(pipe, self.p), pipe.virtual, different.index(second[pipe])) for pipe in self.rows.pipes}
-        for schedule, virtual, at in kinds:
-            if fits[:, at].any():
-                found = min(found, float(self._least_s(least, schedule, virtual)[fits[:, at]].min()))
-        return (found + self._norm_s + self._tied_s) * self._slowest
+        schedule, virtual, at = zip(*sorted(kinds), strict=True)
+        found = self._least_s(self.pipelines.loads_of(self.p, tuple(zip(schedule, virtual, strict=True))))
+        fastest = float(found[np.moveaxis(fits[:, list(at)], 1, 0)].min(initial=np.inf))
+        return (fastest + self._norm_s + self._tied_s) * self._slowest
 
     def any_cut_s(self, most_bytes: float) -> float:
         """Of all rows that fit, however the layers are cut into stages: what the ranks take on average."""
@@ -136,21 +134,21 @@ class BlockRows:
                 into[:, splits] = one.forward, one.backward, one.first_forward, one.last_backward
         return LeastLayer(*found[0]), LeastLayer(*found[1])
 
-    def _least_s(self, least: LeastLayer, schedule: str, virtual: int) -> Floats:
-        """[J, R] Seconds of the rank that takes longest, with its optimizer."""
-        found = np.zeros(least.forward.shape)
-        loads = self.pipelines.loads(schedule, self.p, virtual)
-        for load in loads:
-            # Where weight gradients wait, they may fill the time in which gradients drain from the pipeline.
-            drain_s = 0.0 if schedule in SPLIT_BACKWARD else load.before * least.backward
-            work_s = self.m * load.layers * (least.forward + least.backward) + load.layers * least.first_forward
-            head_s = self.m * self.stages.head_s if load.head else 0.0
-            last_s = np.maximum(load.layers * least.last_backward, drain_s)
-            found = np.maximum(found, load.before * least.forward + work_s + head_s + last_s)
-        layers = max(load.layers for load in loads)
+    def _least_s(self, loads: Loads) -> Floats:
+        """[kinds of pipelines, J, R] Seconds of the rank that takes longest, with its optimizer."""
+        least, _ = self._least_layer
+        layers, before, head, drains = (
+            part[:, None, None] for part in (loads.layers, loads.before, loads.head, loads.drains)
+        )
+        work_s = layers * (self.m * (least.forward + least.backward) + least.first_forward)
+        # Where weight gradients wait, they may fill the time in which gradients drain from the pipeline.
+        last_s = np.maximum(layers * least.last_backward, drains * before * least.backward)
+        ranks_s = before * least.forward + work_s + head * (self.m * self.stages.head_s) + last_s
         experts = self.stages.experts.min()
         dense = (self.stages.parameters - self.stages.experts).min()
-        return found + self._updating_s(np.array([layers * dense]), np.array([layers * experts]), np.array([layers]))
+        most = loads.most_layers
+        update_s = self._updates_s(most * dense, most * experts, most).T
+        return np.maximum.reduceat(ranks_s, loads.starts, axis=0) + update_s[..., None]
 
     def _may_fit(self, second: list[SecondRank], most_bytes: float) -> Mask:
         """[J, W, R] Whether the second rank of some pipelines may fit, with the smallest layers that there are."""
@@ -259,13 +257,19 @@ class BlockRows:
         return self._updating_s(blocks - experts, experts, layers)
 
     def _updating_s(self, dense: Floats, experts: Floats, layers: Floats) -> Floats:
-        """[J, 1] The same of ranks with so many parameters and layers [p], of the one that takes longest; of Muon, which
-        works on whole matrices, the least that it takes for them."""
-        by_split = ((self.pricer.update_s(1.0, one) + self.pricer.offload_s(1.0, one)) for one in self.splits.traits)
-        of_one_s = np.array(list(by_split))[:, None]
+        """[J, 1] The same of ranks with so many parameters and layers [p], of the one that takes longest."""
+        return self._updates_s(dense, experts, layers).max(axis=1, keepdims=True)
+
+    def _updates_s(self, dense: Floats, experts: Floats, layers: Floats | Ints) -> Floats:
+        """[J, p] The same of each; of Muon, which works on whole matrices, the least that it takes for them."""
         each_s = 0.0 if self.pricer.muon is None else self.pricer.muon.least_s()
-        taken = self.splits.optimized(dense, experts) * of_one_s + layers * each_s
-        return taken.max(axis=1, keepdims=True)
+        return self.splits.optimized(dense, experts) * self._update_of_one_s + layers * each_s
+
+    @cached_property
+    def _update_of_one_s(self) -> Floats:
+        """[J, 1] Of one parameter."""
+        found = {of: self.pricer.update_s(1.0, of) + self.pricer.offload_s(1.0, of) for of in self.splits.alike}
+        return np.array([[found[of]] for of in self.splits.traits])
 
     @cached_property
     def _in_stages(self) -> tuple[Floats, Floats]:

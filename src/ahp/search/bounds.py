@@ -1,8 +1,8 @@
 """Lower bounds of step time and memory for every row of the space, from the forecast's own unit costs.
 
-Three levels. Of a whole block, before anything of it is priced: its arithmetic at the fastest that the device computes,
+Four levels. Of a whole block, before anything of it is priced: its arithmetic at the fastest that the device computes,
 the collectives within a replica, and the one pipeline fill that no schedule avoids (``block_bounds``). Of the same from
-its priced units: what the cheapest layer takes with each split and each recompute that may fit. Of each row: its stages
+its priced units: their work (``work_bounds``). Then what the cheapest layer takes with each split and each recompute that may fit. Of each row: its stages
 cost what the forecast says (``stage_columns``), and its schedule takes at least the closed form of
 ``ahp.schedule.bounds`` (``block_rows``). Memory counts states and the activations kept at one moment near the fullest.
 So a row whose bound is above the best time, or above the device, needs no forecast. Tests hold all under the forecast
@@ -25,6 +25,7 @@ from ahp.search.pipelines import Pipelines
 from ahp.search.problem import Problem
 from ahp.search.space import Space
 from ahp.search.splits import Splits
+from ahp.search.work_bounds import WorkBounds
 
 Floats = NDArray[np.float64]
 
@@ -39,7 +40,8 @@ class Bounds:
         self.problem = problem
         self._pipelines = Pipelines(problem)
         self._splits: dict[tuple[object, ...], Splits] = {}
-        self._any_cut: dict[int, float] = {}
+        self._work = WorkBounds(problem)
+        self._work_s: dict[int, float] = {}
         self._first_s: Floats | None = None
 
     def splits(self, space: Space, block: int) -> Splits:
@@ -61,12 +63,16 @@ class Bounds:
         sigma = memory.need_error()
         return self.problem.capacity_bytes * float(np.exp(-NormalDist().inv_cdf(FIT_PROBABILITY) * sigma))
 
+    def work_s(self, space: Space, block: int) -> float:
+        """Seconds that every row of one block takes at least, whatever it does beside its units' work. Prices the units."""
+        of = space.blocks
+        p, m, size = int(of.pipeline[block]), int(of.micro_batches[block]), int(of.micro_batch[block])
+        self._work_s[block] = found = self._work.seconds(self.splits(space, block), p, m, size)
+        return found
+
     def block_s(self, space: Space, block: int) -> float:
         """Seconds that every row of one block that fits takes at least; infinite where none does. Prices the units."""
-        rows, most_bytes = self._rows(space, block), self.most_that_fits_bytes()
-        if rows.p > 1:
-            self._any_cut[block] = rows.any_cut_s(most_bytes)
-        return rows.bound_s(most_bytes)
+        return self._rows(space, block).bound_s(self.most_that_fits_bytes())
 
     def first_s(self, space: Space) -> Floats:
         """Seconds that every row of each block takes at least before its units are priced; infinite where none fits.
@@ -78,9 +84,9 @@ class Bounds:
             self._first_s = np.where(fits, self.blocks_s(space), np.inf)
         return self._first_s
 
-    def of_any_cut(self, block: int) -> float:
-        """Seconds that every row of a block with a pipeline takes, whose ``block_s`` was asked for, cut in any way."""
-        return self._any_cut[block]
+    def of_any_cut(self, space: Space, block: int) -> float:
+        """Seconds that every row of a block with a pipeline takes, cut in any way; infinite where none fits."""
+        return max(self.work_s(space, block), self._rows(space, block).any_cut_s(self.most_that_fits_bytes()))
 
     def any_cut_s(self, space: Space) -> float:
         """Seconds that every layout with a pipeline takes at least, however its layers are cut into stages.
@@ -88,9 +94,14 @@ class Bounds:
         Closer for the blocks whose units the search has priced; infinite where no cut of any fits.
         """
         found = self.first_s(space).copy()
-        for block in self._any_cut:
-            found[block] = max(found[block], self.of_any_cut(block))
-        return float(found[space.blocks.pipeline > 1].min(initial=np.inf))
+        known = list(self._work_s)
+        found[known] = np.maximum(found[known], list(self._work_s.values()))
+        found[space.blocks.pipeline == 1] = np.inf
+        looser = set(known)
+        while np.isfinite(least := found.min(initial=np.inf)) and (block := int(found.argmin())) in looser:
+            looser.remove(block)
+            found[block] = max(least, self.of_any_cut(space, block))
+        return float(least)
 
     def needs_bytes(self, space: Space, block: int) -> Floats:
         """Bytes that every row of a block needs at least on its fullest rank."""

@@ -1,14 +1,14 @@
 """The proven best: rows are priced in the order of a lower bound until the bound says that no row left can win.
 
 One queue. A block stands in it with a lower bound of all its rows; when that comes up it gets a closer one, and when
-this comes up it is opened, so that each row stands for itself; a row that comes up is priced. What never comes up
-cannot win.
+the last of these comes up it is opened, so that each row stands for itself; a row that comes up is priced. What never
+comes up cannot win.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,7 +80,7 @@ class Outcome:
 def best_first(
     blocks: NDArray[np.float64],
     sizes: NDArray[np.int64],
-    refine: Refine,
+    refine: Sequence[Refine],
     open_block: Open,
     price: Price,
     limits: Limits | None = None,
@@ -93,7 +93,7 @@ def best_first(
     Args:
         blocks: seconds that every row of each block takes at least; infinite where none of them fits.
         sizes: rows of each block.
-        refine: a closer bound of one block.
+        refine: closer bounds of one block, each closer and dearer than the one before.
         open_block: bounds of one block's rows; what is below the block's own bound counts as that.
         price: forecast of one row.
         limits: how far to go.
@@ -128,7 +128,9 @@ def best_first(
 class _Queue:
     """Blocks that are not opened and rows that are not priced, by their bounds."""
 
-    def __init__(self, blocks: NDArray[np.float64], sizes: NDArray[np.int64], refine: Refine, open_block: Open) -> None:
+    def __init__(
+        self, blocks: NDArray[np.float64], sizes: NDArray[np.int64], refine: Sequence[Refine], open_block: Open
+    ) -> None:
         self.opened: dict[int, NDArray[np.float64]] = {}
         self.bounds_s = blocks.copy()
         self.too_large = int(sizes[np.isinf(blocks)].sum())
@@ -136,7 +138,7 @@ class _Queue:
         self._order = np.argsort(blocks, kind="stable")[: int(np.isfinite(blocks).sum())].tolist()[::-1]
         """Blocks as they came, the lowest bound last."""
         self._heap: list[tuple[float, int, int]] = []
-        """(bound, block, position): the next row of each opened block; position -1 is a refined block."""
+        """(bound, block, position): the next row of each opened block; position -n is a block that was refined n times."""
         self._of_block: dict[int, tuple[list[float], list[int]]] = {}
         """By block: bounds of its rows that may fit, ascending, and which rows they are."""
 
@@ -151,18 +153,25 @@ class _Queue:
         """Take what has the lowest bound: a row, or a block, of which more is known then, and which gives None."""
         if not self._heap or self._heap[0][0] > self._next_block_s():
             block = self._order.pop()
-            self.bounds_s[block] = bound = max(self._refine(block), float(self._blocks[block]))
-            if np.isinf(bound):
-                self.too_large += int(self._sizes[block])
-            else:
-                heapq.heappush(self._heap, (bound, block, -1))
+            self._refine_once(block, 0, float(self._blocks[block]))
             return None
         bound, block, at = heapq.heappop(self._heap)
-        if at < 0:
+        if at >= 0:
+            self._push(block, at + 1)
+            return block, self._of_block[block][1][at]
+        if -at < len(self._refine):
+            self._refine_once(block, -at, bound)
+        else:
             self._open_rows(block, bound)
-            return None
-        self._push(block, at + 1)
-        return block, self._of_block[block][1][at]
+        return None
+
+    def _refine_once(self, block: int, times: int, bound: float) -> None:
+        """``times``: that it was refined before."""
+        self.bounds_s[block] = bound = max(self._refine[times](block), bound)
+        if np.isinf(bound):
+            self.too_large += int(self._sizes[block])
+        else:
+            heapq.heappush(self._heap, (bound, block, -times - 1))
 
     def _open_rows(self, block: int, bound: float) -> None:
         bounds = np.maximum(self._open(block), bound)

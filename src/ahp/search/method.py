@@ -54,7 +54,7 @@ def find(
         return best_first(
             blocks_s,
             space.blocks.rows,
-            lambda block: bounds.block_s(space, block),
+            (lambda block: bounds.work_s(space, block), lambda block: bounds.block_s(space, block)),
             lambda block: bounds.rows(space, block, most_bytes).times_s,
             price,
             Limits(keep=keep, ceiling_s=ceiling_s),

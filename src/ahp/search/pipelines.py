@@ -47,6 +47,25 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Loads:
+    """Of several kinds of pipelines, one behind the other: ``Load`` of their ranks, each [N]."""
+
+    layers: Ints
+    before: Ints
+    head: Ints
+    """0 or 1."""
+    drains: Ints
+    """1 where gradients drain from the pipeline while the rank has nothing to do, 0 where weight gradients wait for that."""
+    starts: Ints
+    """The first of each kind."""
+
+    @property
+    def most_layers(self) -> Ints:
+        """Of each kind, on any rank."""
+        return np.maximum.reduceat(self.layers, self.starts)
+
+
+@dataclass(frozen=True)
 class SecondRank:
     """Of the second rank (of a single stage the first)."""
 
@@ -65,6 +84,7 @@ class Pipelines:
         self.edges = cache(self._edges)
         self.cut = cache(self._cut)
         self.loads = cache(self._loads)
+        self.loads_of = cache(self._loads_of)
         self.second_rank = cache(self._second_rank)
         self.links = cache(self._links)
 
@@ -105,6 +125,18 @@ class Pipelines:
             key = count, rank == head
             most[key] = max(most.get(key, 0), int(before[rank]))
         return tuple(Load(count, first, has_head) for (count, has_head), first in most.items())
+
+    def _loads_of(self, p: int, kinds: tuple[tuple[str, int], ...]) -> Loads:
+        """Of these schedules with these virtual stages per rank."""
+        each = [self.loads(schedule, p, v) for schedule, v in kinds]
+        rows = [
+            (load.layers, load.before, load.head, schedule not in SPLIT_BACKWARD)
+            for (schedule, _), loads in zip(kinds, each, strict=True)
+            for load in loads
+        ]
+        starts = np.cumsum([0, *map(len, each)])[:-1]
+        layers, before, head, drains = np.array(rows, dtype=np.int64).T
+        return Loads(layers, before, head, drains, starts)
 
     def _second_rank(self, schedule: str, p: int, v: int, m: int) -> SecondRank:
         rank = min(1, p - 1)

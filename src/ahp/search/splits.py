@@ -18,7 +18,8 @@ from ahp.forecast.communication import Network
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.pricer import num_groups
-from ahp.forecast.stage import DataParallel, Weights
+from ahp.forecast.stage import DataParallel, Weights, cast_bytes, gradient_copy_bytes
+from ahp.forecast.units import Axes, axes_of
 from ahp.plan import Parallelism
 
 Floats = NDArray[np.float64]
@@ -59,6 +60,12 @@ class Splits:
         """``layouts``: one for each split; all else is equal."""
         self.layouts, self.traits, self._nodes, self._network = layouts, traits, nodes, network
         self._collectives: dict[Weights, CollectiveTimes] = {}
+        self._moved: dict[int, Floats] = {}
+
+    @cached_property
+    def axes(self) -> Axes:
+        """The groups that divide a micro-batch within one stage, whatever the split."""
+        return axes_of(self.layouts[0], self._nodes.devices_per_node)
 
     @cached_property
     def alike(self) -> dict[Traits, list[int]]:
@@ -92,6 +99,17 @@ class Splits:
     def data(self, split: int, micro_batches: int) -> DataParallel:
         """What goes over the groups of one split."""
         return replace(self._data[split], micro_batches=micro_batches)
+
+    def moved_bytes(self, micro_batches: int) -> Floats:
+        """[J, 2] Bytes moved for each parameter of a micro-batch: the compute copy made, and gradients copied."""
+        if micro_batches not in self._moved:
+            kinds = {(one.traits, one.shard.size): one for one in self._data}
+            found = {}
+            for kind, one in kinds.items():
+                data = replace(one, micro_batches=micro_batches)
+                found[kind] = cast_bytes(data), gradient_copy_bytes(data)
+            self._moved[micro_batches] = np.array([found[one.traits, one.shard.size] for one in self._data])
+        return self._moved[micro_batches]
 
     def collectives(self, weights: Weights) -> CollectiveTimes:
         """Of one unit of communication with these weights, [J]."""

@@ -19,9 +19,7 @@ from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.stage import (
     Recompute,
     Weights,
-    cast_bytes,
     dropped_bytes,
-    gradient_copy_bytes,
     recomputed,
     tensor_backward_s,
 )
@@ -225,8 +223,7 @@ class BlockStages:
 
     def _moved(self, splits: list[int], bytes_per_s: float) -> tuple[Floats, Floats]:
         """[J, 1, 1] Seconds for each parameter of a micro-batch: the compute copy made, and gradients copied."""
-        data = [self.splits.data(split, self.m) for split in splits]
-        moved = np.array([[cast_bytes(one), gradient_copy_bytes(one)] for one in data]) / bytes_per_s
+        moved = self.splits.moved_bytes(self.m)[splits] / bytes_per_s
         return moved[:, 0, None, None], moved[:, 1, None, None]
 
     def _least_behind(self, reduces: Floats, traits: Traits) -> Floats:
