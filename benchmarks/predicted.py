@@ -13,17 +13,16 @@ the one is that ``ahp.search`` picks. stdout: the tables; stderr: progress.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import options
 import workers
 from machine import machine
-from page import require, table, write
+from page import require, table
 from task import MODELS, Task
 
 MARKER = "predicted"
@@ -223,16 +222,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--precision", choices=["fp32", "bf16"], help="default: as ahp train, bf16 where the CPU computes in it"
     )
-    parser.add_argument("--sequence-length", type=int, default=256, help="tokens (default: 256)")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences of the global batch (default: 8)")
+    options.add_size(parser)
     parser.add_argument("--steps", type=int, default=6, help="steps of each layout in a round (default: 6)")
     parser.add_argument("--rounds", type=int, default=2, help="rounds over all layouts (default: 2)")
-    parser.add_argument("--quick", action="store_true", help="smallest model, three layouts, few steps")
     parser.add_argument(
         "--cluster", metavar="FILE", help="a cluster.yaml of this machine instead of a probe, for one --workers"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="also write the tables between PAGE's markers")
+    options.add_output(parser, "smallest model, three layouts, few steps")
     arguments = parser.parse_args()
     if arguments.batch_size < 1 or arguments.batch_size % 8:
         parser.error(f"--batch-size {arguments.batch_size}: must be a multiple of 8, for 4 micro-batches of 2 replicas")
@@ -264,16 +260,11 @@ def main() -> int:
         tasks = [Task(name, length, arguments.batch_size, precision) for name in names]
         found += [one_model(task, cluster, count, pace, few=arguments.quick) for task in tasks]
     text = markdown(found, tasks[0], pace, where, " ".join(["python", *sys.argv]))
-    if arguments.json:
-        plain = [
-            {"summary": summary(rows), "rows": [{**asdict(r), "error": r.error, "inside": r.inside} for r in rows]}
-            for rows in found
-        ]
-        print(json.dumps({"machines": where, "pace": asdict(pace), "models": plain}, indent=1))
-    else:
-        print(text)
-    if arguments.markdown:
-        write(arguments.markdown, MARKER, text)
+    plain = [
+        {"summary": summary(rows), "rows": [{**asdict(r), "error": r.error, "inside": r.inside} for r in rows]}
+        for rows in found
+    ]
+    options.tell(arguments, MARKER, text, {"machines": where, "pace": asdict(pace), "models": plain})
     return 0
 
 

@@ -1,7 +1,7 @@
 """The same model, batch and layout hand-written in plain PyTorch and through ``ahp.parallelize``, alternating.
 
     python benchmarks/side_by_side.py                  every layout, some minutes
-    python benchmarks/side_by_side.py --engines        against DeepSpeed and Accelerate (benchmarks/rivals says how to install)
+    python benchmarks/side_by_side.py --engines        against DeepSpeed, Accelerate and torchtitan (benchmarks/rivals says how to install)
     python benchmarks/side_by_side.py --quick          a smoke run
     python benchmarks/side_by_side.py --only ddp zero3
 
@@ -13,19 +13,19 @@ whose losses or gradient norms differ is refused: its sides do not compute the s
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import options
 import workers
 from machine import machine
-from page import require, table, write
-from task import MODELS, Task
+from page import require, table
+from rivals import refuse_stale_locks, versions
+from task import Task
 
 NUM_WORKERS = 2
 MARKER, ENGINES_MARKER = "side_by_side", "side_by_side_engines"
@@ -74,7 +74,8 @@ def layouts() -> list[Layout]:
 
 
 def engine_layouts() -> list[Layout]:
-    """What other engines run on CPU workers: DeepSpeed's ZeRO stages and Accelerate's replicas."""
+    """What other engines run on CPU workers: DeepSpeed's ZeRO stages, Accelerate's replicas, torchtitan's FSDP2 and tensor
+    parallelism. It has replicas too, but divides their gradients once more than the tokens ask for."""
     zero = {"data_parallel_shard_degree": 2}
     found = [
         Layout(
@@ -84,10 +85,18 @@ def engine_layouts() -> list[Layout]:
         for suffix, count in (("", 1), ("-accumulate4", 4))
     ]
     ddp = {"data_parallel_replicate_degree": 2}
+    tp = {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}
+    zero3 = {**zero, "zero_stage": 3}
     return [
         *found,
         Layout("accelerate-ddp", "accelerate", ddp),
         Layout("accelerate-ddp-accumulate4", "accelerate", ddp, micro_batches=4),
+        Layout("torchtitan-zero2", "torchtitan-never", {**zero, "zero_stage": 2}),
+        Layout("torchtitan-zero3", "torchtitan-always", zero3),
+        Layout("torchtitan-zero3-accumulate4", "torchtitan-always", zero3, micro_batches=4),
+        Layout("torchtitan-zero3-bf16", "torchtitan-always", zero3, precision="bf16"),
+        Layout("torchtitan-tp", "torchtitan-tp", tp),
+        Layout("torchtitan-tp-accumulate4", "torchtitan-tp", tp, micro_batches=4),
     ]
 
 
@@ -117,6 +126,11 @@ def rival(layout: Layout, task: Task) -> Side:
         from rivals.zero import DeepSpeedZero
 
         return DeepSpeedZero(task, layout.micro_batches, zero_stage=int(layout.rival[-1])).step
+    if layout.rival.startswith("torchtitan"):
+        from rivals.titan import Titan
+
+        how = layout.rival.partition("-")[2]
+        return Titan(task, layout.micro_batches, tensor=how == "tp", reshard="default" if how == "tp" else how).step
     if layout.rival == "accelerate":
         from rivals.accelerated import AccelerateDDP
 
@@ -286,28 +300,22 @@ def markdown(rows: list[Row], task: Task, pace: Pace, where: str, command: str, 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [layout.name for layout in [*layouts(), *engine_layouts()]]
-    parser.add_argument("--engines", action="store_true", help="against other engines instead of plain PyTorch")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=names,
-        metavar="NAME",
-        help=f"layouts to measure (default: all): {', '.join(names)}",
-    )
-    parser.add_argument("--model", choices=list(MODELS), default="tiny", help="size of the LLaMA (default: tiny)")
-    parser.add_argument("--sequence-length", type=int, default=256, help="tokens (default: 256)")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences of the global batch (default: 8)")
+    options.add_layouts(parser, names, "all")
+    options.add_model(parser)
+    options.add_size(parser)
     parser.add_argument("--rounds", type=int, default=15, help="turns of each side (default: 15)")
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn (default: 2)")
-    parser.add_argument("--quick", action="store_true", help="smallest model, few steps: does it run, do losses agree")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="also write the table between PAGE's markers")
+    options.add_output(parser, "smallest model, few steps: does it run, do losses agree")
     arguments = parser.parse_args()
     share = NUM_WORKERS * max(layout.micro_batches for layout in layouts())
     if arguments.batch_size % share or arguments.batch_size < 1:
         parser.error(f"--batch-size {arguments.batch_size}: must be a multiple of {share}, 2 workers x 4 micro-batches")
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps: at least 1")
+    among = [layout.name for layout in (engine_layouts() if arguments.engines else layouts())]
+    if arguments.only and (other := [name for name in arguments.only if name not in among]):
+        how = "without" if arguments.engines else "with"
+        parser.error(f"--only {other[0]}: goes {how} --engines (here: {', '.join(among)})")
     if arguments.markdown:
         require(arguments.markdown, ENGINES_MARKER if arguments.engines else MARKER)
     return arguments
@@ -325,6 +333,8 @@ def main() -> int:
     rows, failed = [], []
     among = engine_layouts() if arguments.engines else layouts()
     wanted = arguments.only or [layout.name for layout in among]
+    if arguments.engines:
+        refuse_stale_locks()
     for layout in (layout for layout in among if layout.name in wanted):
         its_task = Task(**{**asdict(task), "optimizer": task.optimizer, "precision": layout.precision})
         print(f"{layout.name:<18} ", end="", file=sys.stderr, flush=True)
@@ -340,23 +350,11 @@ def main() -> int:
                 f"{r.ratio:.3f} ({r.ratio_low:.3f} to {r.ratio_high:.3f}), CPU time {r.cpu_ratio:.3f}", file=sys.stderr
             )
     rival_words, marker = ("engine", ENGINES_MARKER) if arguments.engines else ("plain", MARKER)
-    where = found.words() + (f"; {_versions()}" if arguments.engines else "")
+    where = found.words() + (f"; {versions(wanted)}" if arguments.engines else "")
     text = markdown(rows, task, pace, where, " ".join(["python", *sys.argv]), rival_words)
-    if arguments.json:
-        data = {"machine": found.plain(), "task": asdict(task), "pace": asdict(pace), "failed": failed}
-        print(json.dumps({**data, "rows": [asdict(r) for r in rows]}, indent=1))
-    else:
-        print(text)
-    if arguments.markdown and not failed:
-        write(arguments.markdown, marker, text)
+    data = {"machine": found.plain(), "task": asdict(task), "pace": asdict(pace), "failed": failed}
+    options.tell(arguments, marker, text, {**data, "rows": [asdict(r) for r in rows]}, complete=not failed)
     return 1 if failed else 0
-
-
-def _versions() -> str:
-    """What was compared with."""
-    from importlib.metadata import version
-
-    return ", ".join(f"{name} {version(name)}" for name in ("deepspeed", "accelerate"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """From the launch of two workers to the end of their first step: AHP beside plain PyTorch and other engines, in turns.
 
     python benchmarks/startup.py                       plain PyTorch: replicas, and ZeRO-3
-    python benchmarks/startup.py --engines             DeepSpeed and Accelerate (benchmarks/rivals says how to install)
+    python benchmarks/startup.py --engines             DeepSpeed, Accelerate, torchtitan (benchmarks/rivals says how to install)
     python benchmarks/startup.py --quick               a smoke run
 
 Every side is the same script under torchrun: it imports what it needs, builds the same model, splits it and takes one step on
@@ -14,23 +14,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
+import options
 from machine import machine
-from page import require, table, write
+from page import require, table
+from rivals import refuse_stale_locks, versions
 from side_by_side import NUM_WORKERS, TOLERANCE, Layout, UnlikeThings, engine_layouts, interval, layouts, ours, rival
-from task import MODELS, Task
+from task import Task
 from workers import threads_each
 
 MARKER = "startup"
-PLAIN, ENGINES = ("ddp", "zero3"), ("accelerate-ddp", "deepspeed-zero1", "deepspeed-zero3")
+PLAIN, ENGINES = ("ddp", "zero3"), ("accelerate-ddp", "deepspeed-zero1", "deepspeed-zero3", "torchtitan-zero3")
 SIDES = ("plain", "ahp")
+LONGEST_S = 600.0
+"""[Empirical] Of one launch, of which DeepSpeed's first builds an extension: a minute or two, several on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,17 @@ def launch(side: str, layout: Layout, task: Task) -> Start:
         "--worker", side, "--only", layout.name, "--model", task.model, "--sequence-length", str(task.sequence_length),
         "--batch-size", str(task.global_batch_size), "--launched-at", repr(time.time()),
     ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
-    if result.returncode or not lines:
-        raise RuntimeError(f"{layout.name}, {side}: {result.stderr[-2000:]}")
+    with subprocess.Popen(
+        command, stdout=PIPE, stderr=PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
+    ) as started:
+        try:
+            out, said = started.communicate(timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGTERM)  # torchrun ends its workers
+            raise RuntimeError(f"{layout.name}, {side}: no first step within {LONGEST_S:.0f} s") from None
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if started.returncode or not lines:
+        raise RuntimeError(f"{layout.name}, {side}: {said[-2000:]}")
     return Start(**json.loads(lines[-1]))
 
 
@@ -133,15 +145,11 @@ def markdown(rows: list[dict[str, Any]], task: Task, rounds: int, where: str, co
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [layout.name for layout in (*layouts(), *engine_layouts())]
-    parser.add_argument("--engines", action="store_true", help="beside other engines instead of plain PyTorch")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"layouts: {', '.join(names)}")
-    parser.add_argument("--model", choices=list(MODELS), default="tiny", help="size of the LLaMA (default: tiny)")
-    parser.add_argument("--sequence-length", type=int, default=256, help="tokens (default: 256)")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences of the global batch (default: 8)")
+    options.add_layouts(parser, names, ", ".join(PLAIN))
+    options.add_model(parser)
+    options.add_size(parser)
     parser.add_argument("--rounds", type=int, default=7, help="launches of each side (default: 7)")
-    parser.add_argument("--quick", action="store_true", help="smallest model, one launch: do the sides start alike")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="also write the table between PAGE's markers")
+    options.add_output(parser, "smallest model, one launch: do the sides start alike")
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--launched-at", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -164,6 +172,9 @@ def main() -> int:
     if arguments.worker:
         work(arguments.worker, wanted[0], task, arguments.launched_at)
         return 0
+    others = [layout.name for layout in wanted if layout in engine_layouts()]
+    if others:
+        refuse_stale_locks()
     where = machine(NUM_WORKERS)
     print(where.words(), file=sys.stderr)
     rows = []
@@ -171,12 +182,9 @@ def main() -> int:
         rows.append(row(layout, measure(layout, task, arguments.rounds)))
         print(f"{layout.name:<18} {rows[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
     command = f"python benchmarks/startup.py {' '.join(sys.argv[1:])}".strip()
-    text = markdown(rows, task, arguments.rounds, where.words(), command)
-    if arguments.markdown:
-        write(arguments.markdown, MARKER, text)
-    print(
-        json.dumps({"machine": where.plain(), "task": asdict(task), "rows": rows}, indent=2) if arguments.json else text
-    )
+    words = where.words() + (f"; {versions(others)}" if others else "")
+    text = markdown(rows, task, arguments.rounds, words, command)
+    options.tell(arguments, MARKER, text, {"machine": where.plain(), "task": asdict(task), "rows": rows})
     return 0
 
 

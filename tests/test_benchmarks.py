@@ -20,7 +20,7 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The scripts' own folder, where python puts it when one of them is started."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("side_by_side", "startup", "predicted", "workers", "machine", "page", "task"):
+    for name in ("side_by_side", "startup", "predicted", "workers", "machine", "options", "page", "rivals", "task"):
         sys.modules.pop(name, None)
 
 
@@ -85,6 +85,31 @@ def test_unlike_things_are_refused() -> None:
         other = {**same, "given": {"plain": [(8.3, 1.0)], "ahp": [(loss, norm)]}}
         with pytest.raises(side_by_side.UnlikeThings, match="ddp: loss differs"):
             side_by_side.row(layout, other, warmup=1)
+
+
+@pytest.mark.usefixtures("on_path")
+def test_a_lock_that_a_build_left_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import rivals
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    rivals.refuse_stale_locks()
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.touch()
+    with pytest.raises(SystemExit, match=f"{lock}: a build that was ended left this lock"):
+        rivals.refuse_stale_locks()
+
+
+@pytest.mark.usefixtures("on_path")
+def test_layouts_of_other_engines_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import side_by_side
+
+    for words in (["--only", "ddp", "torchtitan-tp"], ["--engines", "--only", "torchtitan-tp", "ddp"]):
+        monkeypatch.setattr(sys, "argv", ["side_by_side.py", *words])
+        with pytest.raises(SystemExit):
+            side_by_side.parse()
+    monkeypatch.setattr(sys, "argv", ["side_by_side.py", "--engines", "--only", "torchtitan-tp", "deepspeed-zero1"])
+    assert side_by_side.parse().only == ["torchtitan-tp", "deepspeed-zero1"]
 
 
 @pytest.mark.usefixtures("on_path")
