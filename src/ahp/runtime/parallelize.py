@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ahp.errors import BadInput, bad_input
-from ahp.graph.blocks import NoBlocks, find_blocks
+from ahp.graph.blocks import BlockList, NoBlocks, find_blocks
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
 from ahp.plan import Parallelism, Plan, validated
@@ -100,8 +100,10 @@ class Parallel:
         """Of this rank, those that were no numbers at the last step."""
         self.loss_scale = LossScale(plan.job.precision)
         p = plan.parallelism
-        found, balance = _outline(module, plan), balance_of(module)
-        refuse_model(module, found, plan)
+        blocks, balance = _blocks(module, p), balance_of(module)
+        found = _outline(module, plan) if blocks and _needs_outline(plan) else None
+        refuse_model(module, blocks, found, plan)
+        path, num_layers = (blocks.path, len(blocks)) if blocks else (None, 0)
         sliced = _sliced(found, p)
         self.tokens = (
             SharedTokens(module, found, p, mesh, plan.job.sequence_length)
@@ -119,7 +121,7 @@ class Parallel:
         self.stages = {i: stages[i] for i in stages_of_rank(mesh.rank("pp"), p)}
         self.sharding = Sharding(mesh, p.zero_stage, plan.job.precision)
         prepare = Preparation(
-            plan, mesh, self.names, self.sharding, found, sliced, balance, self.tokens, start.streamed
+            plan, mesh, self.names, self.sharding, path, num_layers, found, sliced, balance, self.tokens, start.streamed
         )
         for index, stage in self.stages.items():
             prepare(index, stage)
@@ -336,19 +338,29 @@ class Parallel:
         export_hf(self, Path(folder))
 
 
-def _outline(module: nn.Module, plan: Plan) -> Outline | None:
-    """The model's outline where the plan needs it, else at least its blocks; None for a model without blocks."""
-    p = plan.parallelism
+def _blocks(module: nn.Module, p: Parallelism) -> BlockList | None:
+    """The model's blocks, None where it has none. Raises BadInput when they are what the layout divides."""
     try:
-        find_blocks(module)
+        return find_blocks(module)
     except NoBlocks as error:
         for key in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):
             if getattr(p, key) > 1:
                 raise BadInput(f"{key} = {getattr(p, key)}: {error}") from None
         return None
+
+
+def _needs_outline(plan: Plan) -> bool:
+    """Whether what happens inside of the model matters, not only which modules are its blocks: a run on fake tensors takes most of
+    a second, which replicas and shards alone need not wait for."""
+    p = plan.parallelism
+    inside = p.pipeline_parallel_degree, p.tensor_parallel_degree, p.context_parallel_degree, p.expert_parallel_degree
+    return max(inside) > 1 or plan.engine.loss_chunk_tokens is not None
+
+
+def _outline(module: nn.Module, plan: Plan) -> Outline:
     return outline(
         module,
-        batch_size=p.micro_batch_size,
+        batch_size=plan.parallelism.micro_batch_size,
         sequence_length=plan.job.sequence_length,
         dtype=COMPUTE_DTYPE[plan.job.precision],
     )

@@ -49,7 +49,11 @@ class Preparation:
     mesh: Mesh
     names: Names
     sharding: Sharding
+    blocks_path: str | None
+    """None for a model without blocks."""
+    num_layers: int
     found: Outline | None
+    """None too where nothing is divided inside of the blocks."""
     sliced: ModelSlicing | None
     balance: Balance | None
     tokens: SharedTokens | None
@@ -77,10 +81,10 @@ class Preparation:
 
     def _layers(self, index: int, stage: Stage) -> dict[int, nn.Module]:
         """The blocks that are on a stage, by their number in the whole model."""
-        if self.found is None:
+        if self.blocks_path is None:
             return {}
-        blocks = stage.model.get_submodule(self.found.blocks_path)
-        layers = layer_ranges(layers_of_stages(self.plan.parallelism, self.found.num_layers))[index]
+        blocks = stage.model.get_submodule(self.blocks_path)
+        layers = layer_ranges(layers_of_stages(self.plan.parallelism, self.num_layers))[index]
         return {number: blocks.get_submodule(str(number)) for number in layers}
 
     def _slice(self, stage: Stage, layers: dict[int, nn.Module]) -> dict[str, Split]:

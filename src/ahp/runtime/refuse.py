@@ -8,6 +8,7 @@ from torch import nn
 from ahp.engines import registry
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import rules
+from ahp.graph.blocks import BlockList
 from ahp.graph.outline import Outline
 from ahp.plan import Plan
 from ahp.runtime.compiled import refuse_without_compiler
@@ -31,12 +32,12 @@ def refuse_plan(plan: Plan, device: torch.device) -> None:
         refuse_without_host(device)
 
 
-def refuse_model(module: nn.Module, found: Outline | None, plan: Plan) -> None:
-    """Raises BadInput for a model that cannot run under this plan. ``found``: None for a model without blocks."""
+def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | None, plan: Plan) -> None:
+    """Raises BadInput for a model that cannot run under this plan. ``found``: None too where the plan asks nothing of it."""
     p = plan.parallelism
-    if found:
-        layers_of_stages(p, found.num_layers)  # raises where they do not go round
-        if reason := rules.recomputed(found.num_layers, plan.job, p, plan.engine):
+    if blocks:
+        layers_of_stages(p, len(blocks))  # raises where they do not go round
+        if reason := rules.recomputed(len(blocks), plan.job, p, plan.engine):
             raise BadInput(reason)
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, found)
