@@ -22,7 +22,6 @@ from ahp.schedule.patterns import SCHEDULES
             "expert_parallel_degree = 2",
         ),
         ({"enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
-        ({}, {"precision": "fp8"}, {}, "precision = 'fp8'"),
         ({}, {"optimizer": "muon"}, {"offload_optimizer": True}, "job.optimizer.name = 'muon'"),
         ({"tensor_parallel_degree": 2}, {}, {"compile": True}, "tensor_parallel_degree = 2"),
         ({"activation_checkpoint": "selective"}, {}, {"compile": True}, "activation_checkpoint = 'selective'"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ahp.engines.engine import Engine, Traits
+from ahp.engines.engine import Engine, Fp8Recipe, Traits
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.patterns import SPLIT_BACKWARD, WHOLE_BACKWARD
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
 FSDP_OPERATORS, SPLIT_OPERATORS, FSDP_OF_SPLIT_OPERATORS = 60, 100, 240
 """Host time of FSDP2's hooks at a unit, of a block that tensor parallelism has rewritten, and of FSDP2 on split weights,
@@ -20,13 +20,22 @@ OFFLOAD_BUCKET_BYTES = 256 * 2**20
 """Moments that are on the device at once under ``engine.offload_optimizer``, at least one parameter's: enough to keep a link of
 tens of GB/s busy for milliseconds, little beside what is saved."""
 
+EAGER_FP8 = Fp8Recipe((33, 33), (33, 29), (2, 29), 9, in_8_bits=False, experts=False, shares_scales=True)
+"""torchao's casts, kernel by kernel: |x| and its maximum move 6 bytes of a 16-bit element; in fp32, scaled, clamped and rounded 27; a
+transpose of 8 bits 2. Scales are found once, casts of the input and the weight done again in backward (runtime/fp8_product.py).
+Two fp32 copies and the result lie in memory at once."""
+FUSED_FP8 = Fp8Recipe((5, 5), (6, 4), (0, 4), 2, in_8_bits=False, experts=False, shares_scales=True)
+"""The same where a compiler makes one kernel of the maximum and one of the cast, with its transpose."""
+EAGER_FP8_OPERATORS, FUSED_FP8_OPERATORS = 336, 70
+"""Operators beside the products, forward and backward, of a block with seven of them: 48 and about 10 for each (counted on torchao 0.18)."""
+
 
 class AhpEngine(Engine):
     """What AHP's own runtime can run, and how it behaves.
 
     Sharded or cast weights are FSDP2's, with one block as the unit of communication; in fp32 with nothing sharded the
     weights are the module's own, and replicas sum their gradients in one bucket for each block. Master weights,
-    gradients and both AdamW states are fp32; with bf16 the compute copy is apart. docs/forecast.md has the table.
+    gradients and both AdamW states are fp32; with bf16 and fp8 the compute copy is apart, of 16 bits. docs/forecast.md has the table.
     """
 
     name = "ahp"
@@ -61,6 +70,8 @@ class AhpEngine(Engine):
             host_operators = FSDP_OF_SPLIT_OPERATORS + SPLIT_OPERATORS if wrapped else SPLIT_OPERATORS
         else:
             host_operators = FSDP_OPERATORS if wrapped else 0
+        if job.precision == "fp8":
+            host_operators += FUSED_FP8_OPERATORS if choice.compile else EAGER_FP8_OPERATORS
         # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the weights
         # gathered after each backward (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync). A ZeRO-3 forward
         # then finds them gathered, and frees them, so that each backward gathers once.
@@ -72,7 +83,7 @@ class AhpEngine(Engine):
             no_matrix_state_bytes=4 if muon else 0,
             host_state_bytes=8 if choice.offload_optimizer else 0,  # runtime/offload.py: both moments, in fp32
             host_bucket_bytes=OFFLOAD_BUCKET_BYTES if choice.offload_optimizer else 0,
-            compute_weight_bytes=2 if job.precision in ("bf16", "fp16") else 4 if sharded else 0,
+            compute_weight_bytes=2 if job.precision != "fp32" else 4 if sharded else 0,
             fusion="fused" if choice.compile else "eager",
             gradient_overlap=0.0 if pipelined else 1.0,
             parameter_gather_overlap=1.0,
@@ -90,6 +101,7 @@ class AhpEngine(Engine):
             context_ways=("all-to-all", "ring") if method is None else (method,),
             context_sums_bytes=4,  # runtime/ring_attention.py
             torch_pipeline=True,
+            fp8=FUSED_FP8 if choice.compile else EAGER_FP8,
             host_operators_per_unit=host_operators,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )

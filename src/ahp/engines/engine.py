@@ -19,6 +19,33 @@ EAGER_LAUNCHES = 2.9
 work on a CPU (torch 2.13, AMD EPYC; docs/forecast.md), with the 5 us launch of a GPU in its place: (10.5 - 1.1 + 5) / 5."""
 
 
+Pair = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """How an engine computes products with a weight in 8 bits, where the job asks for it."""
+
+    forward_cast_bytes: Pair
+    """Bytes that casts move for one element of the first and of the second operand of a forward product."""
+    input_gradient_cast_bytes: Pair
+    """The same of the product for the gradient of what a weight multiplies."""
+    weight_gradient_cast_bytes: Pair
+    """The same of the product for the gradient of a weight."""
+    temporary_bytes: float
+    """Bytes of memory for one element of the largest operand while it is cast."""
+    in_8_bits: bool
+    """Whether what products read is gathered, and kept for weight gradients, in 8 bits; else in 16."""
+    experts: bool
+    """Whether products of stacked experts are among them."""
+    shares_scales: bool
+    """Whether ranks with parts of an operand agree on its scale, one number, by an all-reduce."""
+
+
+NVIDIAS_FP8 = Fp8Recipe((4, 0), (4, 0), (0, 0), 0, in_8_bits=True, experts=True, shares_scales=False)
+"""Activations and gradients are cast once by a fused kernel, which writes the transpose for the weight gradient with them."""
+
+
 @dataclass(frozen=True)
 class Traits:
     """How an engine's kernels, buffers and overlap behave, so that the forecast is for that stack.
@@ -102,6 +129,7 @@ class Traits:
     """Bytes of optimizer states more, of a parameter outside of the blocks or of stacked experts (Muon leaves them to AdamW)."""
     gathers_each_weight: bool = False
     """Whether sharded weights are gathered and their gradients reduced one tensor at a time, not a unit at once."""
+    fp8: Fp8Recipe = NVIDIAS_FP8
     fused_gradient_accumulation: bool = False
     """Whether the products that make weight gradients add them to the fp32 ones directly. The gradients that autograd asks
     for lie in memory beside them, of one block and the head, in the compute type, with nothing in them."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, fields
 
+from ahp.engines.engine import Fp8Recipe
 from ahp.forecast.division import BATCHED, GROUPED, Division, is_weight_gradient, product_bytes
 from ahp.forecast.efficiency import Rates, is_cpu, kind_of
 from ahp.forecast.gpu import AttentionKernel, ElementWiseKind
 from ahp.forecast.kernels import Kernels
 from ahp.forecast.tables import PRECISION_OF
-from ahp.graph.operators import DTYPE_BYTES, ModelGraph, Operator, Segment
+from ahp.graph.operators import ModelGraph, Operator, Segment
 
 EXPONENTIAL = ("softmax", "silu", "gelu", "sigmoid", "tanh", "exp", "logsumexp", "erf")
 """Element-wise operators that take an exponential (or as much arithmetic) of every element, by a part of their name."""
 
-FP8_BYTES = 1
 
 VIEW_LAUNCHES = 0.5
 """Host time of an operator that only makes a view, over that of one that launches a kernel: dispatch and autograd without
@@ -93,14 +93,14 @@ class Launched:
         rates: Rates,
         *,
         causal: bool,
-        precision: str | None = None,
+        fp8: Fp8Recipe | None = None,
         kernel: AttentionKernel | None = None,
         accumulates: bool = False,
     ) -> SegmentTimes:
         """Work of one rank of the groups that ``division`` describes.
 
-        Every operator takes max(FLOPs / reached FLOP/s, bytes / reached bytes/s). ``precision``: that of the weight
-        products where it is not the dtype of their inputs (fp8). ``accumulates``: products for weight gradients add to fp32.
+        Every operator takes max(FLOPs / reached FLOP/s, bytes / reached bytes/s). ``fp8``: how products
+        with a weight are computed in 8 bits, None = in the dtype of their inputs. ``accumulates``: products for weight gradients add to fp32.
         """
         seconds: dict[str, float] = defaultdict(float)
         for op, moves, sums in self._runs:
@@ -113,7 +113,7 @@ class Launched:
                     division,
                     rates,
                     causal=causal,
-                    precision=precision,
+                    fp8=fp8,
                     kernel=kernel,
                     accumulates=accumulates,
                 )
@@ -144,13 +144,13 @@ def segment_times(
     rates: Rates,
     *,
     causal: bool,
-    precision: str | None = None,
+    fp8: Fp8Recipe | None = None,
     kernel: AttentionKernel | None = None,
     accumulates: bool = False,
 ) -> SegmentTimes:
     """``Launched.times`` of a segment."""
     run = Launched(segment, kernels)
-    return run.times(division, rates, causal=causal, precision=precision, kernel=kernel, accumulates=accumulates)
+    return run.times(division, rates, causal=causal, fp8=fp8, kernel=kernel, accumulates=accumulates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def operator_s(
     rates: Rates,
     *,
     causal: bool = False,
-    precision: str | None = None,
+    fp8: Fp8Recipe | None = None,
     kernel: AttentionKernel | None = None,
     accumulates: bool = False,
 ) -> float:
@@ -213,13 +213,22 @@ def operator_s(
         moved = product_bytes(shape, dtype)
     added = {"output_bytes": 4.0, "accumulate": True} if accumulates and is_weight_gradient(op) else {}
     if op.name in GROUPED:
-        return max(rates.grouped_s(*shape, precision or named, **added), moved / rates.bytes_per_s) + host_s
-    if precision is None or op.name in BATCHED:
+        precision = "fp8" if fp8 is not None and fp8.experts else named
+        return max(rates.grouped_s(*shape, precision, **added), moved / rates.bytes_per_s) + host_s
+    if fp8 is None or op.name in BATCHED:
         return max(rates.matmul_s(*shape, named, **added), moved / rates.bytes_per_s) + host_s
-    # The operand that is an activation or its gradient is cast once, with its transpose for the weight gradient.
-    cast = 0.0 if is_weight_gradient(op) else shape[1] * shape[3] * (DTYPE_BYTES[dtype] + 2 * FP8_BYTES)
-    busy_s = max(rates.matmul_s(*shape, precision, **added), moved / 2 / rates.bytes_per_s)
-    return busy_s + cast / rates.bytes_per_s + host_s
+    busy_s = max(rates.matmul_s(*shape, "fp8", **added), moved / 2 / rates.bytes_per_s)
+    return busy_s + _cast_bytes(op, shape, fp8) / rates.bytes_per_s + host_s
+
+
+def _cast_bytes(op: Operator, shape: tuple[float, float, float, float], fp8: Fp8Recipe) -> float:
+    """What is moved to cast the operands of a product of (batch, m, n, k)."""
+    batch, m, n, k = shape
+    if is_weight_gradient(op):
+        first, second = fp8.weight_gradient_cast_bytes
+    else:
+        first, second = fp8.input_gradient_cast_bytes if op.phase == "backward" else fp8.forward_cast_bytes
+    return batch * (first * m * k + second * k * n)
 
 
 def core_attention(segment: Segment) -> frozenset[int]:

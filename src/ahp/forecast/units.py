@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
-from ahp.engines.engine import ContextWay, Traits
+from ahp.engines.engine import ContextWay, Fp8Recipe, Traits
 from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Group, Kind, Network
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
@@ -16,16 +16,17 @@ from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
 from ahp.forecast.groups import expert_ranks
 from ahp.forecast.kernels import Fusion, kernels
-from ahp.forecast.memory import Held
+from ahp.forecast.memory import Held, SegmentMemory
 from ahp.forecast.mesh import axis_group, group_of
 from ahp.forecast.overlap import shown_s
-from ahp.forecast.split import Role, Split, split
+from ahp.forecast.split import Role, Split, is_weight_product, split
 from ahp.forecast.unit import Unit
 from ahp.graph.operators import DTYPE_BYTES, ModelGraph, Segment, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.chunks import chunks
 
 ALONE = Group(1, 1, 1)
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ class How(NamedTuple):
     weight_bytes: int
     """Of one weight element in the type that computes."""
     experts_gather_tokens: bool
+    fp8: Fp8Recipe | None
+    """Of the products of blocks; None = they are not in 8 bits."""
 
 
 class _Run(NamedTuple):
@@ -117,7 +120,7 @@ class UnitPricer:
         self._graph, self._network = graph, network
         self.rates = Rates(nodes.device, nodes.measured, nodes.devices_per_node)
         self._on_cpu = is_cpu(nodes.device)
-        self._precision = "fp8" if precision == "fp8" else None
+        self._in_fp8 = precision == "fp8"
         self._causal = is_causal(graph)
         self._graphs = {graph.micro_batch_size: graph}
         self._units: dict[tuple[int, Axes, How], Units] = {}
@@ -150,6 +153,7 @@ class UnitPricer:
             context_sums_bytes=traits.context_sums_bytes,
             loss_chunk_tokens=traits.loss_chunk_tokens,
             weight_bytes=traits.compute_weight_bytes or traits.master_weight_bytes,
+            fp8=traits.fp8 if self._in_fp8 else None,
         )
         key = micro_batch_size, axes, how
         if key not in self._units:
@@ -197,10 +201,11 @@ class UnitPricer:
         self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: How,
     ) -> Unit:  # fmt: skip
         key = graph.micro_batch_size, role, number, how
-        precision = self._precision if role == "block" else None  # engines leave the head in the compute type
+        fp8 = how.fp8 if role == "block" else None  # engines leave the head in the compute type
+        in_8_bits = fp8 is not None and fp8.in_8_bits
         if key not in self._kernels:
             parts, run = split(segment, role), kernels(segment, how.fusion, fused_loss=how.fused_loss)
-            held = Held(segment, run, parts, fp8=precision is not None)
+            held = Held(segment, run, parts, fp8=in_8_bits)
             self._kernels[key] = _Run(parts, Launched(segment, run), held, expert_parameters(segment))
         parts, run, memory, stacked = self._kernels[key]
         degree = axes.tensor.size
@@ -216,15 +221,17 @@ class UnitPricer:
             division,
             self.rates,
             causal=self._causal,
-            precision=precision,
+            fp8=fp8,
             kernel=how.attention,
             accumulates=how.accumulates,
         )
-        tensor = self._tensor(parts, axes, times, how, fp8=precision is not None, sequences=graph.micro_batch_size)
+        tensor = self._tensor(parts, axes, times, how, fp8=in_8_bits, sequences=graph.micro_batch_size)
+        if fp8 is not None and fp8.shares_scales:
+            tensor = self._with_scales(tensor, parts, axes, segment)
         context_s = self._context_s(segment, division, axes, times, how)
         return Unit(
             times=times,
-            memory=memory.on(division, keeps_gathered=not how.gathers_again),
+            memory=_with_casts(memory.on(division, keeps_gathered=not how.gathers_again), segment, division, fp8),
             tensor_forward_s=tensor.forward_s,
             tensor_backward_s=tensor.backward_s,
             tensor_launches=tensor.launches,
@@ -276,6 +283,18 @@ class UnitPricer:
             forward, gathers = shown_s(forward, beside_s, overlap), shown_s(gathers, beside_s, overlap)
         forward += total("all_reduce", rows)
         return TensorCost(forward, gathers + total("reduce_scatter", parts.backward_reduce), 2 * count)
+
+    def _with_scales(self, tensor: TensorCost, parts: Split, axes: Axes, segment: Segment) -> TensorCost:
+        """And what it takes that ranks agree on the largest element of a weight, an input or a gradient that they share."""
+        column, row = len(parts.column), len(parts.row)
+        products = sum(is_weight_product(op) and op.name not in GROUPED for op in segment.phase("forward"))
+        scale_s = self._network.time_s("all_reduce", SCALE_BYTES, axes.tensor) if axes.tensor.size > 1 else 0.0
+        tokens_s = self._network.time_s("all_reduce", SCALE_BYTES, axes.context) if axes.context.size > 1 else 0.0
+        return TensorCost(
+            tensor.forward_s + (column + 2 * row) * scale_s + products * tokens_s,
+            tensor.backward_s + column * scale_s + products * tokens_s,
+            tensor.launches,
+        )
 
     def _expert_s(self, segment: Segment, division: Division, axes: Axes, how: How) -> float:
         """Seconds to send every token to the ranks of its experts, and the answers back."""
@@ -329,6 +348,16 @@ class UnitPricer:
         sent = spec.bytes * share * times / ranks
         copies_s = 2 * self.rates.element_wise_s(2 * sent, 0.0, spec.dtype)
         return self._network.time_s("all_to_all", sent, axes.context) + copies_s
+
+
+def _with_casts(memory: SegmentMemory, segment: Segment, division: Division, fp8: Fp8Recipe | None) -> SegmentMemory:
+    """And what the casts of the largest operand of a product in 8 bits need beside it."""
+    if fp8 is None or not fp8.temporary_bytes:
+        return memory
+    shapes = [division.product(op) for op in segment.operators if is_weight_product(op) and op.name not in GROUPED]
+    largest = max((max(m * k, k * n) for _, m, n, k in shapes), default=0.0)
+    more = round(largest * fp8.temporary_bytes)
+    return replace(memory, forward_extra=memory.forward_extra + more, backward_extra=memory.backward_extra + more)
 
 
 def _held(numel: int, parts: Split, name: str, degree: int) -> int:

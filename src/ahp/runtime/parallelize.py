@@ -22,6 +22,7 @@ from ahp.runtime import layout
 from ahp.runtime.balance import Balance, balance_of
 from ahp.runtime.chunked_loss import Tail
 from ahp.runtime.context_blocks import SharedTokens
+from ahp.runtime.fp8 import check_parts, refuse_device
 from ahp.runtime.learning_rate import learning_rate
 from ahp.runtime.loss import Loss, PendingCount, count_scored
 from ahp.runtime.loss_scale import LossScale
@@ -73,11 +74,18 @@ def parallelize(
     a rank does not come or an axis of the mesh does not carry.
     """
     checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
-    refuse_plan(checked, _device(device))
-    mesh = build_mesh(checked.parallelism, _device(device))
-    check_device(checked, dist.get_rank(), mesh.device)
+    if checked.job.precision == "fp8":
+        refuse_device(_device(device))
+    return rehearse(module, checked, device=device)
+
+
+def rehearse(module: nn.Module, plan: Plan, *, device: torch.device | str | None = None) -> Parallel:
+    """``parallelize`` where processor cores may stand for devices with products in 8 bits: the same products, very slowly."""
+    refuse_plan(plan, _device(device))
+    mesh = build_mesh(plan.parallelism, _device(device))
+    check_device(plan, dist.get_rank(), mesh.device)
     preflight(mesh)
-    return Parallel(module, checked, mesh)
+    return Parallel(module, plan, mesh)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -105,6 +113,8 @@ class Parallel:
         refuse_model(module, blocks, found, plan)
         path, num_layers = (blocks.path, len(blocks)) if blocks else (None, 0)
         sliced = _sliced(found, p)
+        if found and sliced and plan.job.precision == "fp8":
+            check_parts(module, found, sliced, p.tensor_parallel_degree)
         self.tokens = (
             SharedTokens(module, found, p, mesh, plan.job.sequence_length)
             if found and p.context_parallel_degree > 1

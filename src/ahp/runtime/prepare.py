@@ -1,4 +1,5 @@
-"""A stage made ready to take steps: sliced, its experts divided, compiled, recomputed, sharded, in the one order that works."""
+"""A stage made ready to take steps: sliced, its products put in 8 bits, its experts divided, compiled, recomputed, sharded, in the
+one order that works."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from ahp.runtime.compiled import compile_block
 from ahp.runtime.context_blocks import SharedTokens
 from ahp.runtime.deferred import WeightGradients
 from ahp.runtime.experts import divide_experts
+from ahp.runtime.fp8 import Fp8
 from ahp.runtime.materialize import allocate_on
 from ahp.runtime.mesh import Mesh
 from ahp.runtime.ownership import Names
@@ -70,7 +72,7 @@ class Preparation:
         stage.train()
         if not self.streamed:
             stage.to(self.mesh.device)
-        splits = self._slice(stage, layers)
+        splits = self._slice(stage, layers, self._fp8(stage))
         experts = self._divide_experts(stage, splits)
         self._wrap_blocks(index, stage, layers)
         if self.streamed and not self.sharding.uses_fsdp:  # whose hooks sit on the parameters themselves
@@ -87,14 +89,23 @@ class Preparation:
         layers = layer_ranges(layers_of_stages(self.plan.parallelism, self.num_layers))[index]
         return {number: blocks.get_submodule(str(number)) for number in layers}
 
-    def _slice(self, stage: Stage, layers: dict[int, nn.Module]) -> dict[str, Split]:
+    def _slice(self, stage: Stage, layers: dict[int, nn.Module], fp8: Fp8 | None) -> dict[str, Split]:
         if self.sliced is None:
+            if fp8 is not None:
+                for block in layers.values():
+                    fp8.convert(block)
             return {}
         p, group = self.plan.parallelism, self.mesh.weights["tp"]
         experts = self.sliced.outline.experts if p.expert_parallel_degree > 1 else ()
-        splits = slice_module(stage.model, self.sliced, layers, group, p.context_parallel_degree, experts)
+        splits = slice_module(stage.model, self.sliced, layers, group, p.context_parallel_degree, experts, fp8)
         self.splits.update({self.names.of[name]: split for name, split in splits.items()})
         return splits
+
+    def _fp8(self, stage: Stage) -> Fp8 | None:
+        """How the stage's blocks compute their linear layers in 8 bits, None where they do not."""
+        if self.plan.job.precision != "fp8":
+            return None
+        return Fp8(() if self.tokens is None else (self.mesh.group("cp"),), stage.later)
 
     def _divide_experts(self, stage: Stage, splits: dict[str, Split]) -> list[nn.Module]:
         if self.found is None or self.plan.parallelism.expert_parallel_degree == 1:

@@ -13,6 +13,7 @@ from ahp.graph.outline import Outline
 from ahp.plan import Plan
 from ahp.runtime.compiled import refuse_without_compiler
 from ahp.runtime.experts import check_experts
+from ahp.runtime.fp8 import check_linear
 from ahp.runtime.offload import refuse_without_host
 from ahp.schedule.stages import layers_of_stages
 
@@ -42,6 +43,8 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, found)
     check_experts(module, found, p.expert_parallel_degree)
+    if plan.job.precision == "fp8":
+        check_linear(blocks)
     if found and p.tensor_parallel_degree > 1 and p.enable_sequence_parallel and found.uncuttable is not None:
         raise BadInput(
             f"enable_sequence_parallel: {found.uncuttable}, which would meet a part of the sequence (valid: False)"

@@ -76,11 +76,11 @@ def as_rank(argv: list[str]) -> Iterator[tuple[Plan, Team, Callable[[str], None]
 
 def parallel_model(plan: Plan) -> tuple[Parallel, int]:
     """The plan's model, parallelized over the ranks, and the tokens it can embed."""
-    from ahp.runtime.parallelize import parallelize
+    from ahp.runtime.parallelize import rehearse
 
     module = model(plan)
     tokens = vocabulary(module)
-    return parallelize(module, plan), tokens
+    return rehearse(module, plan), tokens
 
 
 def model(plan: Plan) -> nn.Module:

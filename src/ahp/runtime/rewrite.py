@@ -6,6 +6,7 @@ Sizes become local, conversions between placements become collectives, and a row
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from ahp.graph.capture import Capture
 from ahp.graph.experts import EXPERTS
 from ahp.runtime.collectives import step_function
 from ahp.runtime.dropout import drops, with_own_numbers
+from ahp.runtime.fp8 import InGraph
 from ahp.search.conversion import Step, steps
 from ahp.search.packing import CUTS, cut_dim, cut_sizes, slice_range
 from ahp.search.placement import P, Placement, R, Split, Strategy, args_of, kwargs_of, shape_of, tensor_inputs
@@ -28,13 +30,18 @@ RESHAPED = {aten.flatten.using_ints, aten.unflatten.int}
 
 
 def rewrite(
-    capture: Capture, slicing: Slicing, group: dist.ProcessGroup, experts: Mapping[str, Callable[..., torch.Tensor]]
+    capture: Capture,
+    slicing: Slicing,
+    group: dist.ProcessGroup,
+    experts: Mapping[str, Callable[..., torch.Tensor]],
+    fp8: InGraph | None = None,
 ) -> GraphModule:
     """The graph for one rank of ``group``; it takes the local parts of the weights, and activations as the slicing has them.
 
-    ``experts``: what is called in the place of the operator that stands for them, by path.
+    ``experts``: what is called in the place of the operator that stands for them, by path. ``fp8``: which products it computes
+    in 8 bits, None = none.
     """
-    return _Rewriter(capture, slicing, group, experts).run()
+    return _Rewriter(capture, slicing, group, experts, fp8).run()
 
 
 class _Rewriter:
@@ -44,8 +51,9 @@ class _Rewriter:
         slicing: Slicing,
         group: dist.ProcessGroup,
         experts: Mapping[str, Callable[..., torch.Tensor]],
+        fp8: InGraph | None,
     ) -> None:
-        self.capture, self.slicing, self.group, self.experts = capture, slicing, group, experts
+        self.capture, self.slicing, self.group, self.experts, self.fp8 = capture, slicing, group, experts, fp8
         self.degree = group.size()
         self.graph = Graph()
         self.local: dict[Node, Node] = {}
@@ -84,10 +92,25 @@ class _Rewriter:
             converted[1:3] = (self._shared_head(node, keys) for keys in converted[1:3])
         args = iter(converted)
         new_args, new_kwargs = map_arg((args_of(node), kwargs_of(node)), lambda n: next(args))
-        new = self.graph.create_node("call_function", node.target, new_args, new_kwargs)
+        target = self._product(node, strategy, node.target)
+        new = self.graph.create_node("call_function", target, new_args, new_kwargs)
         if strategy.divides:
             return self._localised(node, new, strategy)
         return new
+
+    def _product(self, node: Node, strategy: Strategy, target: Any) -> Any:
+        """``target``, or what computes the product in 8 bits with its arguments."""
+        product = None if self.fp8 is None else self.fp8.product(self.capture, node, strategy, self.group)
+        if product is None:
+            return target
+
+        def run(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            if target is aten.addmm.default:
+                bias, x, weight = args
+                return product(x, weight, bias)
+            return product(*args, **kwargs)
+
+        return _named(run, "fp8_product")
 
     def _shared_head(self, attention: Node, whole: Node) -> Node:
         """Of fewer key heads than ranks, the one that this rank's query heads share."""
@@ -120,7 +143,7 @@ class _Rewriter:
         wanted = dict(zip(tensor_inputs(node), strategy.inputs, strict=True))
         local_x, local_weight = (self._convert(i, wanted[i], strategy) for i in (x, weight))
         product = aten.linear.default if node.target is aten.linear.default else aten.mm.default
-        result = self.graph.call_function(product, (local_x, local_weight))
+        result = self.graph.call_function(self._product(node, strategy, product), (local_x, local_weight))
         for step in steps(P, strategy.output, needs_sum=False) or ():
             result = self.graph.call_function(_named(step_function(step, self.group), step.kind), (result,))
         return self.graph.call_function(aten.add.Tensor, (result, self._convert(bias, R, strategy)))

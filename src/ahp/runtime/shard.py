@@ -28,8 +28,9 @@ COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,
 }
-"""Precisions that the runtime computes in; master weights, reduction and optimizer are always fp32."""
+"""Precisions that the runtime computes in, fp8 with products of blocks in 8 bits (``fp8``); master weights, reduction and optimizer are always fp32."""
 
 
 class Sharding:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves, weights_of
 from ahp.graph.outline import block_input
 from ahp.runtime.collectives import cut_segments, cut_sequence, gather_sequence, sum_gradient, sum_over_ranks
+from ahp.runtime.fp8 import Fp8, InGraph
 from ahp.runtime.rewrite import rewrite
 from ahp.runtime.sliced_experts import leave_out, splits_of_experts
 from ahp.runtime.telling import Telling
@@ -38,12 +39,14 @@ def slice_module(
     tp: DeviceMesh,
     context_degree: int = 1,
     experts: tuple[str, ...] = (),
+    fp8: Fp8 | None = None,
 ) -> dict[str, Split]:
     """Slice, in place, the given layers (number -> block of ``module``) and the modules split by vocabulary.
 
     ``context_degree``: of how many parts of the sequence the blocks will be given one, beside masks of all of it.
     ``experts``: paths in ``module`` of modules that are to be divided over other ranks too. Their parameters are left as they
     are, and they are called where the graph calls them.
+    ``fp8``: how the blocks compute their linear layers in 8 bits, None = they do not.
     Returns for every sliced parameter, under its name in ``module``, how it was cut; or is to be, of experts.
     """
     cuts: dict[str, Split] = {}
@@ -55,6 +58,7 @@ def slice_module(
         solution = slicing.blocks[kind]
         prefix = f"{slicing.outline.blocks_path}.{number}."
         template = meta_copy(block)
+        in_graph = None if fp8 is None else InGraph(fp8, template)
         inside = {path.removeprefix(prefix) for path in experts if path.startswith(prefix)}
         for name, split in _splits(solution.weights):
             if name.rpartition(".")[0] not in inside:
@@ -67,7 +71,9 @@ def slice_module(
             splits = of_experts[kind, path]
             leave_out(template, path, is_summand=bool(splits))
             cuts.update({f"{prefix}{path}.{name}": split for name, split in splits.items()})
-        run = SlicedForward(block, template, solution, tp.get_group(), programs.setdefault(kind, {}), context_degree)
+        run = SlicedForward(
+            block, template, solution, tp.get_group(), programs.setdefault(kind, {}), context_degree, in_graph
+        )
         run.experts = {path: block.get_submodule(path) for path in inside}
         block.forward = run  # type: ignore[method-assign]
         if slicing.sequence_parallel:
@@ -150,9 +156,10 @@ class SlicedForward:
         group: dist.ProcessGroup,
         programs: dict[Any, Any],
         context_degree: int,
+        fp8: InGraph | None,
     ) -> None:
         self.block, self.template, self.solution, self.group, self.programs = block, template, solution, group, programs
-        self.context_degree = context_degree
+        self.context_degree, self.fp8 = context_degree, fp8
         self.in_parts = self.first = self.last = False
         self.experts: dict[str, nn.Module] = {}
         """By their paths in the block, those that its graph calls: they are the block's own, and so are its programs then."""
@@ -214,7 +221,7 @@ class SlicedForward:
         if solved not in self.programs:
             self.programs[solved] = self._solved(args, kwargs, weights)
         captured, solution = self.programs[solved]
-        return rewrite(captured, solution, self.group, self.experts), captured.output_spec
+        return rewrite(captured, solution, self.group, self.experts, self.fp8), captured.output_spec
 
     def _solved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]

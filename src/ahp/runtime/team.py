@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ahp.errors import AhpError, HardwareMismatch, bad_input
 from ahp.plan import Plan
+from ahp.runtime.fp8 import refuse_without_fp8
 from ahp.runtime.placement import mesh_places
 from ahp.runtime.torch_compat import default_store, launchers_store
 
@@ -42,14 +43,16 @@ def device_for(plan: Plan, num_local_workers: int) -> DeviceType:
     """The device that a plan was made for, of which this node has enough. Raises HardwareMismatch otherwise."""
     names = [group["device"]["name"] for group in (plan.cluster or {}).get("groups", [])]
     if names and all(name.startswith("cpu") for name in names):
-        return "cpu"
-    device = choose_device(num_local_workers)
-    if device == "cpu" and names:
-        raise HardwareMismatch(
-            f"the plan was made for {', '.join(names)} and needs {num_local_workers} of them on this node, which has "
-            f"{num_gpus()} GPUs. On several nodes start ahp train with torchrun on each; for this node plan again: "
-            "ahp plan MODEL local"
-        )
+        device: DeviceType = "cpu"
+    else:
+        device = choose_device(num_local_workers)
+        if device == "cpu" and names:
+            raise HardwareMismatch(
+                f"the plan was made for {', '.join(names)} and needs {num_local_workers} of them on this node, which has "
+                f"{num_gpus()} GPUs. On several nodes start ahp train with torchrun on each; for this node plan again: "
+                "ahp plan MODEL local"
+            )
+    refuse_without_fp8(plan, device)
     return device
 
 
