@@ -79,6 +79,8 @@ def best_of_all_orders(asked: Problem) -> float:
     for layout in {one.model_copy(update={"mesh_order": None}) for one in build(asked)}:
         for order in permutations(layout.axes):
             turned = Parallelism(**layout.model_dump() | {"mesh_order": order or None})
+            if asked.refused(turned):
+                continue
             forecast = asked.price(turned)
             times += [forecast.step_time_s] * forecast.fits
     return min(times)

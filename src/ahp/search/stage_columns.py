@@ -21,6 +21,7 @@ from ahp.forecast.stage import (
     Weights,
     dropped_bytes,
     recomputed,
+    sends_again,
     tensor_backward_s,
 )
 from ahp.forecast.unit import Unit
@@ -120,7 +121,7 @@ class BlockStages:
         """[R, K]"""
 
         def work_s(u: Unit, kind: Recompute) -> float:
-            again_s = recomputed(u, kind).device_s + (u.tensor_forward_s if kind == "full" else 0.0)
+            again_s = recomputed(u, kind).device_s + (u.tensor_forward_s if sends_again(kind, self._any) else 0.0)
             return u.times.backward_s + u.tensor_backward_s + again_s
 
         return self._kinds_recomputed(work_s, self._timed)
@@ -151,8 +152,9 @@ class BlockStages:
         """Of each kind: device seconds forward [K] and backward [R, K], and what the host launches in each."""
 
         def backward_s(u: Unit, kind: Recompute) -> float:
-            full_s = _forward_s(u) - u.times.forward_s if kind == "full" else 0.0
-            return self._backward_s(u) + recomputed(u, kind).device_s + full_s
+            again_s = u.tensor_forward_s + u.context_forward_s if sends_again(kind, self._any) else 0.0
+            experts_s = u.expert_s if kind == "full" else 0.0
+            return self._backward_s(u) + recomputed(u, kind).device_s + again_s + experts_s
 
         return (
             self._kinds(_forward_s),
