@@ -14,7 +14,9 @@ class AccelerateDDP:
 
     def __init__(self, task: Task, accumulation: int) -> None:
         rank, world = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, ACCELERATE_USE_CPU="true")
+        os.environ.update(
+            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, ACCELERATE_USE_CPU="true"
+        )  # all on this machine: else it asks for the address of another
         from accelerate import Accelerator
 
         self.accumulation = accumulation
