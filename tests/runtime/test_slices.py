@@ -120,7 +120,7 @@ def run_rewritten(rank: int, world: int, kind: str) -> list[tuple[str, float]]:
     expected.backward(gradient)
     weights = [part(w.detach(), found.weights[n]).requires_grad_() for n, w in block.named_parameters()]
     mine = part(x.detach(), outer).clone().requires_grad_()
-    (out,) = rewrite(captured, found, dist.group.WORLD)(weights, [mine])
+    (out,) = rewrite(captured, found, dist.group.WORLD, {})(weights, [mine])
     out.backward(part(gradient, outer))
     pairs = [("out", out, part(expected, outer)), ("x", mine.grad, part(x.grad, outer))]  # type: ignore[arg-type]
     for weight, (name, parameter) in zip(weights, block.named_parameters(), strict=True):
