@@ -1,13 +1,18 @@
-"""How many processes run the tests."""
+"""How many processes run the tests, and how patient drawn examples are."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from benchmarks.workers import num_cores
 
 MOST_PROCESSES = 4
 """[Empirical] Each may have eight workers of its own, of some 0.5 GB: on machines of many cores their memory is the limit."""
+
+# No test is about how long an example takes: the machine may be busy. The rest is as hypothesis has it, here or in CI.
+settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
