@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
@@ -67,7 +68,7 @@ class Units:
     context: ContextWay
     """How attention sees tokens of other context ranks."""
 
-    @property
+    @cached_property
     def context_s(self) -> float:
         """Seconds of that in all layers, forward and backward."""
         blocks = [self.blocks[kind] for kind in self.layers]
@@ -105,6 +106,18 @@ class _Run(NamedTuple):
     """Weights of experts."""
 
 
+class _Divided(NamedTuple):
+    """What of a segment its degrees decide, wherever the groups lie on nodes and however context ranks see tokens."""
+
+    division: Division
+    times: SegmentTimes
+    memory: SegmentMemory
+    held: dict[str, int]
+    """Elements of each parameter that a rank holds."""
+    stacked: dict[str, int]
+    """Of weights of experts, those of one expert."""
+
+
 class TensorCost(NamedTuple):
     """Seconds of a segment's tensor-parallel collectives for one micro-batch, and how many one pass has."""
 
@@ -125,6 +138,7 @@ class UnitPricer:
         self._graphs = {graph.micro_batch_size: graph}
         self._units: dict[tuple[int, Axes, How], Units] = {}
         self._kernels: dict[tuple[int, Role, int, How], _Run] = {}
+        self._divided: dict[tuple[object, ...], _Divided] = {}
 
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it."""
@@ -200,38 +214,17 @@ class UnitPricer:
     def _unit(
         self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: How,
     ) -> Unit:  # fmt: skip
-        key = graph.micro_batch_size, role, number, how
         fp8 = how.fp8 if role == "block" else None  # engines leave the head in the compute type
         in_8_bits = fp8 is not None and fp8.in_8_bits
-        if key not in self._kernels:
-            parts, run = split(segment, role), kernels(segment, how.fusion, fused_loss=how.fused_loss)
-            held = Held(segment, run, parts, fp8=in_8_bits)
-            self._kernels[key] = _Run(parts, Launched(segment, run), held, expert_parameters(segment))
-        parts, run, memory, stacked = self._kernels[key]
-        degree = axes.tensor.size
-        division = Division(parts, degree, axes.sequence_parallel and degree > 1, axes.context.size, axes.expert.size)
-        held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}
-        held = {name: -(-count // axes.expert.size) if name in stacked else count for name, count in held.items()}
-        alone = {
-            p.name: held[p.name] // max(1, p.shape[0] // axes.expert.size)
-            for p in segment.parameters
-            if p.name in stacked
-        }
-        times = run.times(
-            division,
-            self.rates,
-            causal=self._causal,
-            fp8=fp8,
-            kernel=how.attention,
-            accumulates=how.accumulates,
-        )
+        division, times, memory, held, stacked = self._of_degrees(graph, segment, role, number, axes, how)
+        parts = division.split
         tensor = self._tensor(parts, axes, times, how, fp8=in_8_bits, sequences=graph.micro_batch_size)
         if fp8 is not None and fp8.shares_scales:
             tensor = self._with_scales(tensor, parts, axes, segment)
         context_s = self._context_s(segment, division, axes, times, how)
         return Unit(
             times=times,
-            memory=_with_casts(memory.on(division, keeps_gathered=not how.gathers_again), segment, division, fp8),
+            memory=memory,
             tensor_forward_s=tensor.forward_s,
             tensor_backward_s=tensor.backward_s,
             tensor_launches=tensor.launches,
@@ -241,9 +234,40 @@ class UnitPricer:
             tensors=max(1, len(held)),
             parameters=sum(held.values()),
             experts=sum(count for name, count in held.items() if name in stacked),
-            shapes=sum((held | alone).values()),
+            shapes=sum((held | stacked).values()),
             largest=max(held.values(), default=0),
         )
+
+    def _of_degrees(
+        self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: How
+    ) -> _Divided:
+        degree, context, experts = axes.tensor.size, axes.context.size, axes.expert.size
+        sequence_parallel = axes.sequence_parallel and degree > 1
+        alike = graph.micro_batch_size, role, number, how._replace(context="ring")
+        key = *alike, degree, sequence_parallel, context, experts
+        if key in self._divided:
+            return self._divided[key]
+        fp8 = how.fp8 if role == "block" else None
+        if alike not in self._kernels:
+            parts, run = split(segment, role), kernels(segment, how.fusion, fused_loss=how.fused_loss)
+            memory = Held(segment, run, parts, fp8=fp8 is not None and fp8.in_8_bits)
+            self._kernels[alike] = _Run(parts, Launched(segment, run), memory, expert_parameters(segment))
+        parts, run, memory, stacked = self._kernels[alike]
+        division = Division(parts, degree, sequence_parallel, context, experts)
+        held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}
+        held = {name: -(-count // experts) if name in stacked else count for name, count in held.items()}
+        one = {p.name: held[p.name] // max(1, p.shape[0] // experts) for p in segment.parameters if p.name in stacked}
+        times = run.times(
+            division,
+            self.rates,
+            causal=self._causal,
+            fp8=fp8,
+            kernel=how.attention,
+            accumulates=how.accumulates,
+        )
+        on = memory.on(division, keeps_gathered=not how.gathers_again)
+        self._divided[key] = _Divided(division, times, _with_casts(on, segment, division, fp8), held, one)
+        return self._divided[key]
 
     def _tensor(
         self, parts: Split, axes: Axes, times: SegmentTimes, how: How, *, fp8: bool, sequences: int
