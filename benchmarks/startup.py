@@ -88,10 +88,10 @@ def launch(side: str, layout: Layout, task: Task) -> Start:
     return Start(**json.loads(lines[-1]))
 
 
-def measure(layout: Layout, task: Task, rounds: int) -> dict[str, list[Start]]:
-    """Both sides in turns, after one start of each that fills the caches of files."""
+def measure(layout: Layout, task: Task, rounds: int, *, warm_up: bool) -> dict[str, list[Start]]:
+    """Both sides in turns; with ``warm_up`` after one start of each that fills the caches of files."""
     found: dict[str, list[Start]] = {side: [] for side in SIDES}
-    for number in range(rounds + 1):
+    for number in range(0 if warm_up else 1, rounds + 1):
         for side in SIDES if number % 2 else SIDES[::-1]:  # a drift favours neither
             start = launch(side, layout, task)
             if number:
@@ -179,7 +179,7 @@ def main() -> int:
     print(where.words(), file=sys.stderr)
     rows = []
     for layout in wanted:
-        rows.append(row(layout, measure(layout, task, arguments.rounds)))
+        rows.append(row(layout, measure(layout, task, arguments.rounds, warm_up=not arguments.quick)))
         print(f"{layout.name:<18} {rows[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
     command = f"python benchmarks/startup.py {' '.join(sys.argv[1:])}".strip()
     words = where.words() + (f"; {versions(others)}" if others else "")
