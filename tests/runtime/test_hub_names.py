@@ -100,6 +100,12 @@ def test_what_comes_in_goes_out_the_same(pool: Pool, tmp_path: Path, plan: str) 
     assert all(exported[name].equal(tensor) for name, tensor in files.items())
 
 
+def test_a_parameter_without_elements_is_as_it_is() -> None:
+    model = build("llama", device="meta")
+    model.register_parameter("nothing", nn.Parameter(torch.empty(3, 0, device="meta")))
+    assert in_files(model)["nothing"].shape == (3, 0)
+
+
 def test_a_missing_expert_is_told(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

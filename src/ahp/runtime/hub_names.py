@@ -120,7 +120,7 @@ class _CopiesShareMemory(TorchDispatchMode):
 
 def _piece(stored: str, view: torch.Tensor, shape: tuple[int, ...]) -> Piece | None:
     """A view of a contiguous parameter as a block of it, None when it is none."""
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    strides = [math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
     starts, rest = [], int(view.storage_offset())
     for stride in strides:
         start, rest = divmod(rest, stride)
