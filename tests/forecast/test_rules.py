@@ -1,11 +1,15 @@
 """Every rule names the user's key, its value and what would be valid."""
 
+from dataclasses import replace
+
 import pytest
 
-from ahp.forecast.rules import illegal
+from ahp.errors import BadInput
+from ahp.forecast.rules import illegal, products
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
+from ahp.search.ranking import search
 
 from .conftest import make_cluster
 
@@ -103,3 +107,42 @@ def test_experts_that_no_grouped_product_shows_are_not_shared():
     reason = illegal(analyze(keys, job), make_cluster(per_node=2), job, layout, EngineChoice())
     assert reason is not None
     assert reason.startswith("expert_parallel_degree = 2: no block of the model multiplies tokens with stacked experts")
+
+
+FP8 = Job(sequence_length=64, global_batch_size=16, precision="fp8")
+
+
+def test_parts_of_products_in_8_bits(hand_graph):
+    """The weights of the hand-made block are [128, 32] and [32, 128], so 8 parts of 16 is what it can be cut into."""
+    graph = replace(hand_graph, config={})
+    assert products(graph, FP8, Parallelism(tensor_parallel_degree=8), EngineChoice()) is None
+    text = products(graph, FP8, Parallelism(tensor_parallel_degree=16), EngineChoice())
+    assert text is not None
+    assert text.startswith("tensor_parallel_degree = 16: would cut the 128 of up.weight into parts of 8")
+    assert text.endswith("multiples of 16 (valid: 1, 2, 4, 8)")
+    assert products(graph, JOB, Parallelism(tensor_parallel_degree=16), EngineChoice()) is None
+    assert products(graph, FP8, Parallelism(tensor_parallel_degree=16), EngineChoice(name="megatron")) is None
+    of_others = replace(graph, config={"num_experts": 128})  # then up is a router, and down has no partner
+    assert products(of_others, FP8, Parallelism(tensor_parallel_degree=8), EngineChoice()) is None
+
+
+def test_a_model_without_products_in_8_bits(hand_graph, mlp_block):
+    odd = tuple(replace(p, shape=tuple(size + 1 for size in p.shape)) for p in mlp_block.parameters)
+    graph = replace(hand_graph, blocks=(replace(mlp_block, parameters=odd),))
+    text = products(graph, FP8, Parallelism(), EngineChoice())
+    assert text == (
+        "precision = 'fp8': the blocks have no linear layer whose dims are multiples of 16 (valid: bf16, fp32)"
+    )
+
+
+def test_the_search_leaves_out_what_a_worker_would_refuse():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
+    graph = analyze(
+        {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 128, **sizes}, Job(sequence_length=16)
+    )
+    job = Job(sequence_length=16, global_batch_size=8, precision="fp8")
+    found = search(graph, "1x4xH100-SXM-80GB", job, keep=1000)
+    assert {plan.parallelism.tensor_parallel_degree for plan in found.plans} == {1, 2}
+    assert "products in 8 bits" in [rule.name for rule in found.certificate.rules]
+    with pytest.raises(BadInput, match=r"tensor_parallel_degree = 4: would cut the 96 of mlp.*\(valid: 1, 2\)"):
+        search(graph, "1x4xH100-SXM-80GB", job, constraints={"tensor_parallel_degree": 4})

@@ -1,5 +1,7 @@
 """Which operators tensor parallelism divides, from the graph alone."""
 
+import pytest
+
 from ahp.forecast.split import split
 from ahp.graph.operators import Parameter, Segment
 
@@ -29,6 +31,41 @@ def test_a_product_without_a_partner_stays_whole():
     assert not parts.divided
     assert not parts.parameters
     assert not parts.forward_reduce
+
+
+def test_projections_to_a_latent_space_stay_whole():
+    """down to 16, up to 64, down to 32: a whole latent activation is what the next product splits by columns."""
+    x = spec(64, 32)
+    operators = (
+        product(0, 64, 16, 32, parameters=["a.weight"], module="a"),
+        op(1, "aten.norm", [spec(64, 16)], [spec(64, 16)], [0], module="norm"),
+        product(2, 64, 64, 16, [1], parameters=["b.weight"], module="b"),
+        product(3, 64, 32, 64, [2], parameters=["o.weight"], module="o"),
+        op(4, "aten.add", [x, x], [x], [3]),
+    )
+    weights = {"a": (16, 32), "b": (64, 16), "o": (32, 64)}
+    parts = split(
+        Segment("block", operators, tuple(Parameter(f"{n}.weight", s) for n, s in weights.items()), x), "block"
+    )
+    assert (parts.column, parts.row) == ({2}, {3})
+    assert parts.parameters == {"b.weight", "o.weight"}
+    assert [s.shape for s in parts.backward_reduce] == [(64, 16)]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_experts_that_add_a_bias_last_are_split_only_where_the_engine_can(whole):
+    from ahp.graph.trace import analyze
+    from ahp.job import Job
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    graph = analyze({"model_type": "gpt_oss", "vocab_size": 128, **sizes}, Job(sequence_length=16))
+    parts = split(graph.blocks[0], "block", whole_biased_experts=whole)
+    experts = {p.name for p in graph.blocks[0].parameters if len(p.shape) == 3}
+    assert len(experts) == 2
+    assert experts & parts.parameters == (set() if whole else experts)
+    assert "self_attn.o_proj.weight" in parts.parameters
+    assert len(parts.forward_reduce) == (1 if whole else 2)
 
 
 def test_llama(tiny):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,12 @@ from torch import nn
 from torch.func import functional_call
 
 from ahp.errors import BadInput, HardwareMismatch
+from ahp.forecast.rules import products
+from ahp.forecast.split import in_8_bits
 from ahp.graph.outline import outline
-from ahp.plan import Plan
+from ahp.graph.trace import analyze
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism, Plan
 from ahp.runtime import fp8
 from ahp.runtime.deferred import WeightGradients
 from ahp.search.slice_model import slice_outline
@@ -323,6 +328,17 @@ def test_refuses_parts_that_are_too_narrow() -> None:
         BadInput, match=r"tensor_parallel_degree = 4: would cut model.layers.0.*k_proj.*parts of 8.*\(valid: 1, 2\)"
     ):
         fp8.check_parts(model, found, slice_outline(found, 4), 4)
+
+
+def test_the_forecast_refuses_what_the_runtime_does() -> None:
+    model, job = llama(), Job(sequence_length=16, precision="fp8")
+    graph, reasons = analyze(model, job), {}
+    graph = replace(graph, config={})  # where key heads are not what refuses first
+    for degree in (1, 2, 4):
+        reasons[degree] = products(graph, job, Parallelism(tensor_parallel_degree=degree), EngineChoice())
+    assert {degree for degree, reason in reasons.items() if reason} == {4}
+    for block in graph.blocks:
+        assert {name for name, _ in in_8_bits(block, None)} == set(fp8.linear_weights(model.model.layers[0]))  # type: ignore[arg-type]
 
 
 def test_refuses_a_model_without_such_layers() -> None:

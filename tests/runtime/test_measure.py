@@ -53,6 +53,8 @@ def test_what_cannot_be_measured_here_is_refused_before_a_worker_starts() -> Non
     )
     with pytest.raises(HardwareMismatch, match=r"H100.*plan again: ahp plan MODEL local"):
         measure([elsewhere])
+    with pytest.raises(HardwareMismatch, match=r"job\.precision = 'fp8': processor cores have no products in 8 bits"):
+        measure([of().model_copy(update={"job": JOB.model_copy(update={"precision": "fp8"})})])
     with pytest.raises(BadInput, match="steps = 0"):
         measure([of()], steps=0)
     with pytest.raises(BadInput, match="--measure = -1"):

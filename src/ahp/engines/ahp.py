@@ -20,6 +20,10 @@ OFFLOAD_BUCKET_BYTES = 256 * 2**20
 """Moments that are on the device at once under ``engine.offload_optimizer``, at least one parameter's: enough to keep a link of
 tens of GB/s busy for milliseconds, little beside what is saved."""
 
+FP8_MULTIPLE = 16
+"""Of what the dims of a weight must be, whole and in parts, for a product in 8 bits (torch._scaled_mm; ATen/native/cuda/ScaledBlas.cpp).
+A layer of which a whole dim is none computes in 16 bits."""
+
 EAGER_FP8 = Fp8Recipe((33, 33), (33, 29), (2, 29), 9, in_8_bits=False, experts=False, shares_scales=True)
 """torchao's casts, kernel by kernel: |x| and its maximum move 6 bytes of a 16-bit element; in fp32, scaled, clamped and rounded 27; a
 transpose of 8 bits 2. Scales are found once, casts of the input and the weight done again in backward (runtime/fp8_product.py).
@@ -97,6 +101,7 @@ class AhpEngine(Engine):
             tensor_copies=True,  # runtime/collectives.py joins and cuts parts along the sequence
             selective_sends_again=True,
             experts_gather_tokens=True,  # runtime/sliced_experts.py
+            whole_biased_experts=True,  # their result is no summand (search/slicing.py)
             loss_chunk_tokens=choice.loss_chunk_tokens,
             context_ways=("all-to-all", "ring") if method is None else (method,),
             context_sums_bytes=4,  # runtime/ring_attention.py

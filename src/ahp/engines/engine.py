@@ -115,6 +115,8 @@ class Traits:
     """Whether ``selective`` runs the collectives of a block again, those of tensor and of context parallelism."""
     experts_gather_tokens: bool = False
     """Whether a sequence-parallel rank sends to the experts all tokens, gathered first, or its own part."""
+    whole_biased_experts: bool = False
+    """Whether experts that add a bias to their last product stay whole under tensor parallelism, computed by every rank."""
     attention_kernel: Literal["flash1", "flash2", "cudnn"] | None = None
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
     fused_loss: bool = False

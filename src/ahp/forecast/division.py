@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ahp.forecast.split import Split
+from ahp.forecast.split import GROUPED, Split
 from ahp.graph.operators import DTYPE_BYTES, Operator, Segment
-
-GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback_backward")
-"""Products of each expert's tokens with its own weights."""
 
 BATCHED = ("aten.bmm", "aten.baddbmm")
 """Products of activations with activations: the scores of unfused attention, and what follows from them."""

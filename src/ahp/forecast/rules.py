@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ahp.cluster.model import Cluster
+from ahp.engines.ahp import FP8_MULTIPLE
 from ahp.engines.registry import get
 from ahp.errors import AhpError, nearest
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.mixed_rules import illegal_placement
+from ahp.forecast.split import in_8_bits
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -38,6 +40,7 @@ def illegal(
         or _cluster(cluster, job, parallelism)
         or batch(job, parallelism)
         or tensor(graph, parallelism)
+        or products(graph, job, parallelism, engine)
         or sequence(graph, parallelism)
         or context(graph, parallelism, engine)
         or experts(graph, parallelism)
@@ -127,6 +130,31 @@ def tensor(graph: ModelGraph, parallelism: Parallelism) -> str | None:
         if size % degree:
             return _broken("tensor_parallel_degree", degree, f"does not divide {key} {size}", valid)
     return None
+
+
+def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """Whether ahp's own runtime can compute the linear layers of blocks in 8 bits, whole and in parts (runtime/fp8.py)."""
+    if job.precision != "fp8" or engine.name != "ahp":
+        return None
+    layers = [layer for block in graph.blocks for layer in in_8_bits(block, graph.config.get("num_experts"))]
+    if not layers:
+        rule = f"the blocks have no linear layer whose dims are multiples of {FP8_MULTIPLE}"
+        return _broken("precision", job.precision, rule, ["bf16", "fp32"])
+    degree = parallelism.tensor_parallel_degree
+    sizes = {size for _, size in layers if size is not None}
+    valid = [d for d in range(1, 2 * degree + 1) if all(size % (d * FP8_MULTIPLE) == 0 for size in sizes)]
+    if degree == 1 or degree in valid:
+        return None
+    name, size = next((name, size) for name, size in layers if size is not None and size % (degree * FP8_MULTIPLE))
+    rule = (
+        f"would cut the {size} of {name} into parts of {size / degree:g}, and with precision fp8 they must be multiples of "
+        f"{FP8_MULTIPLE}"
+    )
+    return _broken("tensor_parallel_degree", degree, rule, [d for d in valid if tensor(graph, _cut(d)) is None])
+
+
+def _cut(degree: int) -> Parallelism:
+    return Parallelism(tensor_parallel_degree=degree)
 
 
 def sequence(graph: ModelGraph | Job, parallelism: Parallelism) -> str | None:

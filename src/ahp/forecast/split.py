@@ -13,7 +13,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
+from ahp.engines.ahp import FP8_MULTIPLE
 from ahp.graph.operators import Operator, Segment, TensorSpec
+
+GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback_backward")
+"""Products of each expert's tokens with its own weights."""
 
 Role = Literal["block", "embedding", "head"]
 
@@ -47,14 +51,17 @@ def is_weight_product(op: Operator) -> bool:
     return op.flops > 0 and bool(op.parameters)
 
 
-def split(segment: Segment, role: Role) -> Split:
+def split(segment: Segment, role: Role, *, whole_biased_experts: bool = False) -> Split:
     """The split of one segment; see the module's words for the rule of a block.
 
     ``embedding``: the table is split by vocabulary and its output reduced. ``head``: the last weight product is
     split by vocabulary and everything after it, the loss included, works on a part of the logits.
+    ``whole_biased_experts``: see ``Traits``.
     """
     forward = list(segment.phase("forward"))
     products = {op.index for op in forward if is_weight_product(op)}
+    if whole_biased_experts:
+        products -= _of_biased_experts(forward)
     whole_before = _reached_whole(segment, forward, products)
     whole_after = _leads_to_whole(forward, products, segment.output)
     if role == "embedding":
@@ -62,10 +69,27 @@ def split(segment: Segment, role: Role) -> Split:
     if role == "head":
         return _head(segment, forward, products)
     column = products - whole_after
+    column -= _narrow(forward, column, products)
     # A product between whole activations on both sides has no partner to share a split with: it stays whole.
     row = (products & whole_after) - whole_before
     inside = {op.index for op in forward} - whole_before - whole_after
     return _finish(segment, forward, inside | column | row, column, row)
+
+
+def in_8_bits(block: Segment, num_experts: int | None) -> list[tuple[str, int | None]]:
+    """The weights of linear layers that the native engine multiplies in 8 bits, and the dim of each that tensor parallelism
+    cuts (elements; None = it stays whole). A layer that gives as many numbers as there are experts is a router."""
+    shapes, parts, found = {p.name: p.shape for p in block.parameters}, split(block, "block"), []
+    for op in block.phase("forward"):
+        name = f"{op.module}.weight"
+        if not is_weight_product(op) or name not in op.parameters or len(shapes[name]) != 2:
+            continue
+        outputs = op.outputs[0].shape[-1]
+        if outputs == num_experts or any(size % FP8_MULTIPLE for size in shapes[name]):
+            continue
+        inputs = shapes[name][0] * shapes[name][1] // outputs
+        found.append((name, outputs if op.index in parts.column else inputs if op.index in parts.row else None))
+    return found
 
 
 def _reached_whole(segment: Segment, forward: list[Operator], products: set[int]) -> set[int]:
@@ -102,10 +126,7 @@ def _activations(op: Operator, by_index: dict[int, Operator]) -> list[int]:
 
 def _leads_to_whole(forward: list[Operator], products: set[int], hidden: TensorSpec | None) -> set[int]:
     """Operators from which a path leads to the segment's output without passing another weight product."""
-    consumers: dict[int, list[int]] = defaultdict(list)
-    for op in forward:
-        for i in op.depends_on:
-            consumers[i].append(op.index)
+    consumers = _consumers(forward)
     leads: set[int] = set()
     for op in reversed(forward):
         after = consumers[op.index]
@@ -113,6 +134,38 @@ def _leads_to_whole(forward: list[Operator], products: set[int], hidden: TensorS
         if is_output or any(c in leads and c not in products for c in after):
             leads.add(op.index)
     return leads
+
+
+def _narrow(forward: list[Operator], column: set[int], products: set[int]) -> set[int]:
+    """Column products whose result another one reads whole: the projections to a latent space, and routers. They stay whole."""
+    consumers = _consumers(forward)
+    leads: set[int] = set()
+    for op in reversed(forward):
+        if any(c in column or (c in leads and c not in products) for c in consumers[op.index]):
+            leads.add(op.index)
+    return column & leads
+
+
+def _of_biased_experts(forward: list[Operator]) -> set[int]:
+    """Products of experts that add one more weight to what the last of them gives, whose result is therefore no summand."""
+    by_index = {op.index: op for op in forward}
+    last = {op.module: op.index for op in forward if op.name in GROUPED}
+    biased = {
+        op.module
+        for op in forward
+        if op.name.startswith("aten.add")
+        and last.get(op.module) in op.depends_on
+        and any(by_index[i].parameters and i != last[op.module] for i in op.depends_on)
+    }
+    return {op.index for op in forward if op.name in GROUPED and op.module in biased}
+
+
+def _consumers(forward: list[Operator]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for op in forward:
+        for i in op.depends_on:
+            found[i].append(op.index)
+    return found
 
 
 def _finish(segment: Segment, forward: list[Operator], inside: set[int], column: set[int], row: set[int]) -> Split:

@@ -92,6 +92,7 @@ class How(NamedTuple):
     weight_bytes: int
     """Of one weight element in the type that computes."""
     experts_gather_tokens: bool
+    whole_biased_experts: bool
     fp8: Fp8Recipe | None
     """Of the products of blocks; None = they are not in 8 bits."""
 
@@ -162,6 +163,7 @@ class UnitPricer:
             tensor_in_pieces=traits.tensor_in_pieces and not self._on_cpu,
             gathers_again=traits.gathers_inputs_again,
             experts_gather_tokens=traits.experts_gather_tokens,
+            whole_biased_experts=traits.whole_biased_experts,
             tensor_copies=traits.tensor_copies,
             context=way,
             context_sums_bytes=traits.context_sums_bytes,
@@ -249,7 +251,8 @@ class UnitPricer:
             return self._divided[key]
         fp8 = how.fp8 if role == "block" else None
         if alike not in self._kernels:
-            parts, run = split(segment, role), kernels(segment, how.fusion, fused_loss=how.fused_loss)
+            parts = split(segment, role, whole_biased_experts=how.whole_biased_experts)
+            run = kernels(segment, how.fusion, fused_loss=how.fused_loss)
             memory = Held(segment, run, parts, fp8=fp8 is not None and fp8.in_8_bits)
             self._kernels[alike] = _Run(parts, Launched(segment, run), memory, expert_parameters(segment))
         parts, run, memory, stacked = self._kernels[alike]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from ahp.engines.ahp import FP8_MULTIPLE
 from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.graph.blocks import BlockList
 from ahp.graph.capture import Capture
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from ahp.runtime.deferred import WeightGradients
     from ahp.runtime.fp8_product import Product
 
-MULTIPLE = 16
-"""Of what the dims of a weight must be, whole and in parts (torch._scaled_mm; ATen/native/cuda/ScaledBlas.cpp)."""
 CAPABILITY = (8, 9)
 """Ada and Hopper are the first with such products (torch._scaled_mm says so when it refuses)."""
 OTHERS = "valid: bf16, fp32"
@@ -145,7 +144,7 @@ def linear_weights(block: nn.Module) -> dict[str, bool]:
         transposed = type(module) is nn.Linear
         shape = tuple(module.weight.shape)  # type: ignore[union-attr]
         outputs = shape[0 if transposed else 1]
-        if not any(size % MULTIPLE for size in shape) and outputs not in experts:
+        if not any(size % FP8_MULTIPLE for size in shape) and outputs not in experts:
             found[f"{path}.weight"] = transposed
     return found
 
@@ -165,11 +164,11 @@ def check_parts(module: nn.Module, found: Outline, sliced: ModelSlicing, degree:
         block = blocks[str(number)]
         for name in linear_weights(block):
             placed, shape = solution.weights.get(name), tuple(block.get_parameter(name).shape)
-            if isinstance(placed, Split) and shape[placed.dim] % (degree * MULTIPLE):
+            if isinstance(placed, Split) and shape[placed.dim] % (degree * FP8_MULTIPLE):
                 size = shape[placed.dim]
-                valid = [d for d in range(1, degree) if size % (d * MULTIPLE) == 0]
+                valid = [d for d in range(1, degree) if size % (d * FP8_MULTIPLE) == 0]
                 rule = (
                     f"would cut {found.blocks_path}.{number}.{name} {list(shape)} into parts of {size / degree:g}, and with "
-                    f"job.precision 'fp8' they must be multiples of {MULTIPLE}"
+                    f"job.precision 'fp8' they must be multiples of {FP8_MULTIPLE}"
                 )
                 raise bad_input("tensor_parallel_degree", degree, rule, valid)

@@ -74,13 +74,14 @@ def as_rank(argv: list[str]) -> Iterator[tuple[Plan, Team, Callable[[str], None]
             raise
 
 
-def parallel_model(plan: Plan) -> tuple[Parallel, int]:
-    """The plan's model, parallelized over the ranks, and the tokens it can embed."""
-    from ahp.runtime.parallelize import rehearse
+def parallel_model(plan: Plan, *, on_any_device: bool = False) -> tuple[Parallel, int]:
+    """The plan's model, parallelized over the ranks, and the tokens it can embed. ``on_any_device``: processor cores may stand for
+    devices with products in 8 bits, to compute the same, not to be timed."""
+    from ahp.runtime.parallelize import parallelize, rehearse
 
     module = model(plan)
     tokens = vocabulary(module)
-    return rehearse(module, plan), tokens
+    return (rehearse if on_any_device else parallelize)(module, plan), tokens
 
 
 def model(plan: Plan) -> nn.Module:

@@ -184,7 +184,7 @@ def _refuse_too_large(plan: Plan) -> None:
 def main(argv: list[str]) -> int:
     """One rank: ``python -m ahp.runtime.verify FOLDER DEVICE STEPS`` under the launcher's variables."""
     with rehearsal.as_rank(argv) as (plan, _, answer):
-        parallel, tokens = rehearsal.parallel_model(plan)
+        parallel, tokens = rehearsal.parallel_model(plan, on_any_device=True)
         results = [parallel.step(parallel.shard(rehearsal.batch(plan, step, tokens))) for step in range(int(argv[2]))]
         answer(json.dumps([(result.loss, result.grad_norm) for result in results]))
     return 0

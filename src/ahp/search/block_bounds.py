@@ -137,7 +137,9 @@ class _BlockBounds:
         self.asked, self.graph, self.rates = asked, asked.graph, asked.pricer.unit_pricer.rates
         self._causal = is_causal(self.graph)
         self._network, self._nodes = asked.pricer.network, asked.pricer.nodes
-        self._splits = [split(block, "block") for block in self.graph.blocks]
+        traits = get(asked.engine.name).traits(asked.job, Parallelism(), asked.engine)
+        whole = traits.whole_biased_experts
+        self._splits = [split(block, "block", whole_biased_experts=whole) for block in self.graph.blocks]
         share = np.bincount(self.graph.layers, minlength=len(self.graph.blocks)) / max(self.graph.num_layers, 1)
         self._share = share.tolist()
         """Of all layers, those of each kind."""

@@ -228,6 +228,7 @@ class MixedSpace:
         for name, says in (
             ("not placed", self._not_placed()),
             ("tensor", rules.tensor(graph, layout)),
+            ("products in 8 bits", rules.products(graph, self.asked.job, layout, self.asked.engine)),
             ("sequence", rules.sequence(graph, layout)),
             ("context", rules.context(graph, layout, self.asked.engine)),
             ("experts", rules.experts(graph, layout)),

@@ -81,6 +81,7 @@ class Problem:
         layout = Parallelism(tensor_parallel_degree=tensor, context_parallel_degree=context)
         return not (
             rules.tensor(self.graph, layout)
+            or rules.products(self.graph, self.job, layout, self.engine)
             or rules.sequence(self.graph, layout)
             or rules.context(self.graph, layout, self.engine)
             or self.refused(layout)

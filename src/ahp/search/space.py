@@ -203,6 +203,11 @@ class _Counted:
         )
         self._of_mesh("tensor", lambda layout: rules.tensor(graph, layout), "tensor_parallel_degree")
         self._of_mesh(
+            "products in 8 bits",
+            lambda layout: rules.products(graph, asked.job, layout, asked.engine),
+            "tensor_parallel_degree",
+        )
+        self._of_mesh(
             "sequence",
             lambda layout: rules.sequence(graph, layout),
             "tensor_parallel_degree",
