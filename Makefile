@@ -1,6 +1,6 @@
 # Everything happens in a virtual environment of the project's own; all that is needed beforehand is Python 3.11 or newer.
 #   make train ARGS="--job.steps 20"      arguments for `ahp train`
-#   make test  ARGS="-m 'not slow'"       arguments for pytest
+#   make test  ARGS="-m 'not slow'"       arguments for pytest; -m wide: proofs on further models and layouts
 #   make train PYTHON=python3.12 VENV=/somewhere/else
 
 PYTHON ?= python3

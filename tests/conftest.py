@@ -1,4 +1,4 @@
-"""How many processes run the tests, and how patient drawn examples are."""
+"""How many processes run the tests, which of them, and how patient drawn examples are."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One for each core where all tests run; none beside this one where files or tests are named, which so start at once."""
     named = config.args_source is pytest.Config.ArgsSource.ARGS
     return 0 if named or num_cores() == 1 else min(num_cores(), MOST_PROCESSES)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is wide is slow too, so that ``-m "not slow"`` leaves it out."""
+    for item in items:
+        if item.get_closest_marker("wide"):
+            item.add_marker(pytest.mark.slow)

@@ -14,6 +14,7 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.runtime.balance import balance_of
 from ahp.runtime.compiled import CPU_COMPILERS
+from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.workers import Pool
@@ -60,6 +61,7 @@ CASES = [
     ("ring-sequence", "qwen3_moe"), ("ep2-sequence", "qwen3_moe"),
 ]  # fmt: skip
 FAST = {("one", "mixtral")}
+WIDE = {("ep2", "qwen3_moe"), ("zero1", "qwen2_moe"), ("1f1b", "qwen3_moe"), ("ep2-sequence", "qwen3_moe")}
 
 
 def balanced(name: str) -> nn.Module:
@@ -102,9 +104,7 @@ def plain(name: str) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
-@pytest.mark.parametrize(
-    ("layout", "name"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("layout", "name"), cases(CASES, fast=FAST, wide=WIDE))
 def test_the_balance_loss_equals_one_process(pool: Pool, layout: str, name: str) -> None:
     results = pool.run(train_balanced, world_size(LAYOUTS[layout]), name, layout)
     assert_same_curve(results[0], plain(name))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
+from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.test_equality import LAYOUTS, train, world_size
 from tests.runtime.workers import Pool
@@ -69,7 +70,7 @@ do is seen on one model."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "gpt2", "custom"])
+@pytest.mark.parametrize("model", cases(["llama", "gpt2", "custom"], wide=["custom"]))
 def test_layouts_stay_within_rounding(pool: Pool, model: str) -> None:
     expected = list(plain(model))
     job: dict[str, Any] = {**JOB, "precision": "bf16", "optimizer": {**OPTIMIZER, "learning_rate": RATE}}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ahp.runtime.run_folder import crc32
+from tests.marks import cases
 from tests.runtime.models import JOB, MODELS, batch
 from tests.runtime.test_equality import assert_same_curve, world_size
 from tests.runtime.workers import Pool
@@ -36,6 +37,7 @@ MOVES = [
 FAST = {("tp", "one", "gpt2")}
 CASES = [(saved, loaded, tuple(MODELS)[number % len(MODELS)]) for number, (saved, loaded) in enumerate(MOVES)]
 """Every plan is saved and loaded; the models take turns."""
+WIDE = [case for case in CASES if case[:2] in (("zero0", "tp"), ("zero3", "interleaved"), ("zero3-x-tp", "zero0"))]
 
 
 def save_after(rank: int, world: int, model: str, layout: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def saved_run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.mark.parametrize(
     ("saved", "loaded", "model"),
-    [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES],
+    cases(CASES, fast=FAST, wide=WIDE),
 )
 def test_continues_under_another_plan(
     pool: Pool,

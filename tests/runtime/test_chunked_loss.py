@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ahp.errors import BadInput
+from tests.marks import cases
 from tests.runtime.models import BATCH, BUILDERS, JOB, SEQUENCE, VOCABULARY, Custom, batch
 from tests.runtime.test_equality import LAYOUTS, assert_same_curve, world_size
 from tests.runtime.test_families import EPS, FAMILIES
@@ -32,6 +33,7 @@ CASES = {
     "a head of several modules": ("family bert", "zero3", 9),
 }
 FAST = ("tied, sharded", "split vocabulary")
+WIDE = ("two sequences at a time", "every forward before every backward")
 
 
 class Largest(TorchDispatchMode):
@@ -70,7 +72,7 @@ def train(
     }
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", cases(CASES, fast=FAST, wide=WIDE))
 def test_chunks_equal_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]], case: str) -> None:
     model, layout, chunk = CASES[case]
     expected = plain_run(model, STEPS, EPS)

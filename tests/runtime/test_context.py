@@ -13,6 +13,7 @@ from torch import nn
 
 from ahp.runtime import partial_attention
 from ahp.runtime.partial_attention import Rule, hidden_value
+from tests.marks import cases
 from tests.runtime.models import BUILDERS, SEQUENCE, VOCABULARY, Block, batch
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.test_families import CALM, EPS
@@ -171,11 +172,15 @@ MODELS_OF: dict[str, tuple[str, ...]] = {
 """LLaMA goes through the layouts that are not named."""
 CASES = [(layout, model) for layout in LAYOUTS for model in MODELS_OF.get(layout, ("llama",))]
 FAST = {("ring", "llama"), ("all-to-all", "packed")}
+WIDE = {
+    ("ring", "gpt2"), ("ring", "family mixtral"), ("all-to-all", "llama"), ("all-to-all", "custom"), ("all-to-all", "family bert"),
+    ("ring+zero0", "llama"), ("ring+replicate-x-zero1", "llama"), ("ring+tp", "gpt2"), ("ring-selective", "llama"),
+    ("all-to-all-recompute", "llama"), ("all-to-all+1f1b", "biased"),
+}  # fmt: skip
+"""Layouts whose parts others have too, and models that tests/runtime/test_families.py takes through context parallelism."""
 
 
-@pytest.mark.parametrize(
-    ("layout", "model"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("layout", "model"), cases(CASES, fast=FAST, wide=WIDE))
 def test_context_parallel_equals_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str, model: str
 ) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import cases
 from tests.runtime.models import BATCH, BUILDERS, JOB, MODELS, batch
 from tests.runtime.workers import Pool
 
-STEPS, FEWER_STEPS = 20, 10
-"""Of each technique alone on the model whose turn it is, and else."""
+STEPS, FEWER_STEPS, FEWEST_STEPS = 20, 10, 5
+"""Of each technique alone on the model whose turn it is, of layouts that every model goes through, and of the rest."""
 TOLERANCE_FIRST, TOLERANCE_LAST = 1e-5, 1e-4
 """Relative, at the first step and at the twentieth; between them it grows evenly."""
 
@@ -115,8 +116,13 @@ ON_ONE_MODEL = (
     "replicate-x-zero1-uneven", "zero0+1f1b-uneven",
 )  # fmt: skip
 """Layouts whose techniques all models have gone through already, in other degrees: the models take turns."""
+SEEN_IN_PRODUCTS = (
+    *(f"zero{stage}+{schedule}" for stage in range(4) for schedule in ("gpipe", "interleaved")),
+    "zero3-mb1",
+    "zero0-mb4",
+)
 LAYOUTS = {**ALONE, **pairs(), **MORE}
-FAST = {"zero0": ("llama",), "zero0-uneven": ("custom",), "1f1b": ("gpt2",), "zero3": ("custom",), "tp": ("llama",)}
+FAST = {("zero0", "llama"), ("zero0-uneven", "custom"), ("1f1b", "gpt2"), ("zero3", "custom"), ("tp", "llama")}
 """Layouts and models that are compared in the fast part: each technique alone, and where weights are tied or unnamed."""
 
 
@@ -130,6 +136,15 @@ def models_of(layout: str) -> tuple[str, ...]:
 
 LONG = {(layout, tuple(MODELS)[turn % len(MODELS)]) for turn, layout in enumerate([*ALONE, "dp-x-tp-x-pp"])}
 CASES = [(layout, model) for layout in LAYOUTS for model in models_of(layout)]
+TURNS = {layout: tuple(MODELS)[turn % len(MODELS)] for turn, layout in enumerate(LAYOUTS)}
+WIDE = [
+    (layout, model)
+    for layout, model in CASES
+    if (layout, model) not in FAST | LONG
+    and ((layout not in ON_ONE_MODEL and model not in ("custom", TURNS[layout])) or layout in SEEN_IN_PRODUCTS)
+]
+"""What goes through every model: all but the one that nobody prepared and the one whose turn it is, which
+tests/runtime/test_families.py has for the techniques; and pairs that are in larger products."""
 
 
 def world_size(layout: dict[str, Any]) -> int:
@@ -185,16 +200,13 @@ out of its rounding."""
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    [
-        pytest.param(layout, model, marks=[] if model in FAST.get(layout, ()) else pytest.mark.slow)
-        for layout, model in CASES
-    ],
+    cases(CASES, fast=FAST, wide=WIDE),
 )
 def test_layout_equals_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str, model: str
 ) -> None:
     world = world_size(LAYOUTS[layout])
-    steps = STEPS if (layout, model) in LONG else FEWER_STEPS
+    steps = STEPS if (layout, model) in LONG else FEWEST_STEPS if layout in ON_ONE_MODEL else FEWER_STEPS
     results = pool.run(train, world, model, LAYOUTS[layout], steps, JOB)
     expected = plain_run(model, steps)
     for result in results:

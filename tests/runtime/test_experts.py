@@ -18,6 +18,7 @@ from ahp.runtime.experts import check_experts
 from ahp.runtime.slice import meta_copy
 from ahp.runtime.sliced_experts import splits_of_experts
 from ahp.search.slice_model import slice_outline
+from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB, VOCABULARY, batch
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.test_families import family
@@ -75,6 +76,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CASES = [(layout, ("mixtral", "qwen3_moe")[number % 2]) for number, layout in enumerate(LAYOUTS) if "ep" in layout]
 CASES += [("ep2-zero3", "deepseek_v3")]
 FAST = {("ep2", "mixtral")}
+WIDE = ("ep2-zero1", "ep2-replicas", "ep2-1f1b-in-another-order", "ep2-full", "ep2-zero-bubble")
+"""Layouts whose parts others have too."""
 BUILDERS.update({f"family {name}": partial(family, name) for name in ("mixtral", "qwen3_moe", "deepseek_v3")})
 
 
@@ -139,7 +142,7 @@ def train_experts(rank: int, world: int, name: str, layout: str) -> dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("layout", "family"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
+    ("layout", "family"), cases(CASES, fast=FAST, wide=[case for case in CASES if case[0] in WIDE])
 )
 def test_divided_experts_equal_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str, family: str

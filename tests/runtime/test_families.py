@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ahp.errors import AhpError
+from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.workers import Pool
@@ -73,10 +74,7 @@ def worst(got: dict[str, Any], expected: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     ("model_type", "technique"),
-    [
-        pytest.param(name, technique, marks=[] if (name, technique) in FAST else pytest.mark.slow)
-        for name, technique in CASES
-    ],
+    cases(CASES, fast=FAST),
 )
 def test_a_family_under_a_technique_equals_one_process(
     pool: Pool,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ahp.runtime.loss_scale import LossScale
+from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, batch
 from tests.runtime.test_bf16 import MICRO, RATE, plain
 from tests.runtime.test_equality import LAYOUTS, world_size
@@ -63,7 +64,7 @@ def train(rank: int, world: int, layout: dict[str, Any], folder: str) -> dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "zero3", "tp", "1f1b", "zbv"])
+@pytest.mark.parametrize("layout", cases(["one", "zero3", "tp", "1f1b", "zbv"], wide=["tp", "1f1b"]))
 def test_layouts_leave_out_the_steps_that_one_process_does(pool: Pool, tmp_path: Path, layout: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=HIGH)
     expected = [step for step, _ in zip(plain("llama", torch.float16, scaler), range(STEPS), strict=False)]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ahp.errors import BadInput
 from ahp.job import Job, Optimizer
 from ahp.runtime.learning_rate import learning_rate
+from tests.marks import cases
 from tests.runtime.models import JOB, MODELS, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.test_checkpoint import PLANS
 from tests.runtime.test_equality import assert_same_curve, world_size
@@ -34,6 +35,7 @@ CASES = [
     ("no-decay", "zero3-x-tp", "gpt2"),
 ]
 """The models take turns."""
+WIDE = [case for case in CASES if case[:2] in (("muon", "zero0"), ("muon", "zero1"), ("muon", "interleaved"))]
 
 
 @contextmanager
@@ -110,7 +112,7 @@ def _train(kind: str, model: str, layout: dict[str, Any], load: str | None, save
 
 @pytest.mark.parametrize(
     ("kind", "plan", "model"),
-    [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES],
+    cases(CASES, fast=FAST, wide=WIDE),
 )
 def test_equals_torchs_own(pool: Pool, kind: str, plan: str, model: str) -> None:
     got = pool.run(train, world_size(PLANS[plan]), kind, model, PLANS[plan])[0]

@@ -22,12 +22,15 @@ from ahp.runtime.hub_names import as_it_is, in_files
 from ahp.runtime.layout import held_ranges
 from ahp.runtime.pretrained import Pretrained, check_folder
 from ahp.search.placement import Split
+from tests.marks import cases
 from tests.runtime.models import JOB, MODELS, batch
 from tests.runtime.test_checkpoint import PLANS
 from tests.runtime.test_equality import world_size
 from tests.runtime.workers import Pool
 
+CASES = [(plan, ("gpt2", "llama")[number % 2]) for number, plan in enumerate(PLANS)]
 FAST = {("tp", "gpt2")}
+WIDE = [case for case in CASES if case[0] in ("zero0", "zero1", "1f1b")]
 """Packed, tied and in bf16. The models take turns over the plans."""
 STEPS = 2
 """The second one comes after an update, so that what was loaded is what is trained."""
@@ -90,11 +93,7 @@ def plain(folder: Path) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(
     ("plan", "model"),
-    [
-        pytest.param(plan, model, marks=[] if (plan, model) in FAST else pytest.mark.slow)
-        for number, plan in enumerate(PLANS)
-        for model in (("gpt2", "llama")[number % 2],)
-    ],
+    cases(CASES, fast=FAST, wide=WIDE),
 )
 def test_starts_where_transformers_starts(pool: Pool, folders: dict[str, Path], plan: str, model: str) -> None:
     results = pool.run(start, world_size(PLANS[plan]), str(folders[model]), PLANS[plan])

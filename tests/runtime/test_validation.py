@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.marks import cases
 from tests.runtime.models import JOB, MODELS, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.test_checkpoint import PLANS
 from tests.runtime.test_equality import assert_same_curve, world_size
@@ -24,6 +25,7 @@ LAYOUTS = {
 }  # fmt: skip
 FAST = {("tp", "gpt2")}
 CASES = [(plan, tuple(MODELS)[number % len(MODELS)]) for number, plan in enumerate(LAYOUTS)]
+WIDE = [case for case in CASES if case[0] in ("one", "zero0", "zero1", "interleaved", "zero2-bubbles")]
 
 
 def train(rank: int, world: int, model: str, layout: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def plain(name: str) -> float:
 
 @pytest.mark.parametrize(
     ("plan", "model"),
-    [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES],
+    cases(CASES, fast=FAST, wide=WIDE),
 )
 def test_held_out_loss_is_that_of_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], plan: str, model: str

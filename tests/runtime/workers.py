@@ -4,4 +4,4 @@ from benchmarks import workers
 
 
 class Pool(workers.Pool):
-    PRELOAD = (*workers.PRELOAD, "tests.runtime.test_families")
+    PRELOAD = (*workers.PRELOAD, "tests.runtime.test_families", "tests.runtime.warm")

@@ -1,0 +1,60 @@
+"""Imported by the server of forks: what every worker would find out again is found out once, before it is forked.
+
+The outline of a model is the same on each rank and under each layout, and a run on fake tensors costs most of what setting up
+a small layout does. Workers keep outlines by all that they depend on; those of the three models of the equality tests, and
+torch's own caches that tracing fills, come with the fork.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+
+from ahp.graph.outline import Outline, outline
+from ahp.runtime import parallelize
+from ahp.runtime.hub_names import in_files
+from ahp.search.slice_model import slice_outline
+from tests.runtime.models import MODELS, SEQUENCE
+
+_kept: dict[Any, Outline] = {}
+
+
+def kept_outline(module: nn.Module, **asked: Any) -> Outline:
+    """``outline``, found once for modules that are alike."""
+    key = _likeness(module), tuple(sorted(asked.items()))
+    if key not in _kept:
+        _kept[key] = outline(module, **asked)
+    return _kept[key]
+
+
+def _likeness(module: nn.Module) -> Any:
+    """All that a module's trace may depend on but its code: its config, tensors, and each part's plain settings."""
+    config = getattr(module, "config", None)
+    settings = [
+        (name, type(part).__qualname__, *sorted((k, v) for k, v in vars(part).items() if _is_plain(v)))
+        for name, part in module.named_modules()
+    ]
+    tensors = [
+        (name, tuple(t.shape), t.dtype, t.requires_grad)
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+    ]
+    return type(module), str(config), repr(settings), repr(tensors)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+parallelize.outline = kept_outline  # type: ignore[attr-defined]
+torch.set_num_threads(1)  # a process with threads of its own must not be forked
+for build in MODELS.values():
+    for micro_batch_size in (1, 2, 4):
+        model = build()
+        found = kept_outline(model, batch_size=micro_batch_size, sequence_length=SEQUENCE, dtype=torch.float32)
+    slice_outline(found, 2)
+    in_files(model)
+gc.collect()
+gc.freeze()
