@@ -96,6 +96,16 @@ def test_time_bound_is_worth_something(model: str, engine: str) -> None:
     assert np.median(share) > 0.9
 
 
+def test_blocks_are_bounded_together_as_alone() -> None:
+    asked = small("two kinds of blocks", "2x4xH100-SXM-80GB", batch=16)
+    space, together, alone = build(asked), Bounds(asked), Bounds(asked)
+    blocks = range(0, len(space.blocks), len(space.blocks) // 30)
+    for block in blocks:
+        together.work_s(space, block)  # so that it waits for its closer bound
+    found = [together.block_s(space, block) for block in blocks]
+    assert found == pytest.approx([alone.block_s(space, block) for block in blocks], rel=1e-12)
+
+
 def test_rows_that_do_not_fit_are_not_timed() -> None:
     asked = small()
     space = build(asked)

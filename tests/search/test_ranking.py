@@ -20,6 +20,8 @@ from ahp.search.ranking import Ranking, search
 from ahp.search.rows import legal_rows
 from ahp.search.space import build
 
+from .small import small
+
 JOB = Job(sequence_length=128, global_batch_size=16)
 
 
@@ -48,6 +50,17 @@ def test_the_best_is_the_best_of_every_legal_layout() -> None:
     found = [plan.forecast.step_time_s for plan in on_eight() if plan.forecast is not None]
     assert found == pytest.approx(times[: len(found)])
     assert len(found) == 10
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_stages_of_zero_that_an_engine_runs_alike_are_forecast_once(pipeline: int) -> None:
+    asked = small(cluster="4xH100-SXM-80GB", batch=8)
+    one, two = (
+        Parallelism(data_parallel_shard_degree=4 // pipeline, zero_stage=stage, pipeline_parallel_degree=pipeline)
+        for stage in (1, 2)
+    )
+    assert (asked.price(one) is asked.price(two)) == (pipeline == 2)
+    assert asked.price(two) == asked.priced(two).forecast
 
 
 def test_the_certificate_adds_up() -> None:

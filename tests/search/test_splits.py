@@ -14,7 +14,7 @@ from ahp.forecast import memory
 from ahp.forecast.groups import shard_ranks
 from ahp.search.bounds import Bounds
 from ahp.search.space import build
-from ahp.search.splits import WeightColumns
+from ahp.search.split_columns import WeightColumns
 
 from .small import small
 
@@ -35,7 +35,7 @@ def test_states_are_the_forecasts(engine: str, data: st.DataObject) -> None:
     names_of = [field.name for field in fields(WeightColumns)]
     columns = WeightColumns(*(np.array([getattr(one, name) for one in weights], dtype=float) for name in names_of))
     for m in (1, 4):
-        states, gradients = splits.states(columns, m)
+        states, gradients = splits.columns.states(columns, m)
         for split, (layout, traits) in enumerate(zip(splits.layouts, splits.traits, strict=True)):
             for at, one in enumerate(weights):
                 parts = memory.state_bytes(

@@ -138,11 +138,18 @@ class UnitPricer:
         self._causal = is_causal(graph)
         self._graphs = {graph.micro_batch_size: graph}
         self._units: dict[tuple[int, Axes, How], Units] = {}
+        self._fastest: dict[tuple[int, Axes, Traits], Units] = {}
         self._kernels: dict[tuple[int, Role, int, How], _Run] = {}
         self._divided: dict[tuple[object, ...], _Divided] = {}
 
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it."""
+        key = micro_batch_size, axes, traits
+        if key not in self._fastest:
+            self._fastest[key] = self._fastest_units(micro_batch_size, axes, traits)
+        return self._fastest[key]
+
+    def _fastest_units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         ways: tuple[ContextWay, ...] = traits.context_ways
         if len(ways) > 1:
             ways = tuple(way for way in ways if self._can(way, axes)) if axes.context.size > 1 else ways[:1]

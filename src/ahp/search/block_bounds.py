@@ -117,11 +117,11 @@ class _BlockNeeds:
         states, gradients = self._states(splits, int(of.tensor[block]), int(of.expert[block]), m)
         in_flight = fewest_in_flight(self.space.pipes(block), pipeline, m)
         each = states[..., None] + np.maximum(in_flight * kept - gradients[..., None], 0.0)
-        return float(splits.device_bytes(fullest_of_any_cut(each, self.graph.num_layers)).min())
+        return float(splits.columns.device_bytes(fullest_of_any_cut(each, self.graph.num_layers)).min())
 
     def _state_bytes(self, splits: Splits, tensor: int, expert: int, m: int) -> tuple[Floats, Floats]:
         """[J, 1] Bytes of the states that each split leaves of a layer at least, and of them the gradients at m = 1."""
-        return splits.states_of_layer(int(self._dense / tensor), int(self._experts / expert / tensor), m)
+        return splits.columns.states_of_layer(int(self._dense / tensor), int(self._experts / expert / tensor), m)
 
 
 def _different(*columns: Ints) -> tuple[Ints, Ints]:

@@ -1,4 +1,4 @@
-"""Bounds of one block from its priced units: of all its rows at once, and of each row.
+"""Bounds of every row of one block from its priced units.
 
 Dims: J = splits, R = kinds of recompute, U = stages that differ, S = stages, p = pipeline ranks, W = some of them.
 """
@@ -11,20 +11,22 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.forecast.assembly import recompute_of
 from ahp.forecast.communication import strided_group
 from ahp.forecast.mesh import pipeline_axis
-from ahp.forecast.pricer import recompute_of
+from ahp.forecast.pricer import LOSS_AND_NORM_BYTES
 from ahp.forecast.stage import Recompute, dropped_bytes, made_again
 from ahp.forecast.units import Units
+from ahp.plan import Parallelism
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s, ranks_stages
-from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED
-from ahp.search.block_bounds import fewest_in_flight, fullest_of_any_cut
+from ahp.schedule.patterns import V_SHAPED
 from ahp.search.choices import Pipe
-from ahp.search.pipelines import Cut, Loads, Pipelines, SecondRank, shape_of
+from ahp.search.pipelines import Cut, Pipelines
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
-from ahp.search.splits import Splits, WeightColumns
-from ahp.search.stage_columns import BlockStages, LeastLayer, PassTimes
+from ahp.search.split_columns import WeightColumns
+from ahp.search.splits import Splits
+from ahp.search.stage_columns import BlockStages, PassTimes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -54,6 +56,19 @@ class Beside:
     """[W, R] Temporaries and what is received from other stages."""
 
 
+def after_s(asked: Problem, layout: Parallelism, units: Units) -> float:
+    """What comes once per step whatever the layers: the one collective of loss and norm, and the gradient of tied weights."""
+    world = strided_group(layout.world_size, 1, asked.pricer.nodes.devices_per_node)
+    norm_s = asked.pricer.network.time_s("all_reduce", LOSS_AND_NORM_BYTES, world)
+    return norm_s + asked.pricer.tied_s(layout, units)
+
+
+def recomputes(rows: Rows, splits: Splits, units: Units) -> list[Recompute]:
+    """What each kind of recompute in the rows means for these units."""
+    layouts = [splits.layouts[0].model_copy(update={"activation_checkpoint": kind}) for kind in rows.recompute]
+    return [recompute_of(layout, splits.traits[0], units) for layout in layouts]
+
+
 class BlockRows:
     """One block with its units, its rows, and what they share."""
 
@@ -66,107 +81,12 @@ class BlockRows:
         self.nodes, self.network = self.pricer.nodes, self.pricer.network
         self.bytes_per_s = self.pricer.unit_pricer.rates.bytes_per_s
         self.units: Units = self.pricer.unit_pricer.units(size, splits.axes, traits)
-        kinds = [self.any.model_copy(update={"activation_checkpoint": kind}) for kind in rows.recompute]
-        self.recompute: list[Recompute] = [recompute_of(layout, traits, self.units) for layout in kinds]
+        self.recompute = recomputes(rows, splits, self.units)
         self.some_layers = asked.constraints.recomputed_layers_per_stage is not None
         """Whether not all layers are recomputed."""
         self.stages = BlockStages(self.units, self.recompute, splits, m, some_layers=self.some_layers)
         self._update_s = cache(self._updated)
         self._beside = cache(self._beside_activations)
-
-    # Of all rows at once.
-
-    def bound_s(self, most_bytes: float) -> float:
-        """Of all rows that fit, as if every layer were the cheapest one; infinite where none fits."""
-        if not self.units.blocks:
-            return 0.0
-        second = {pipe: self._second_rank(pipe) for pipe in self.rows.pipes}
-        different = list(dict.fromkeys(second.values()))
-        fits = self._may_fit(different, most_bytes)
-        if not fits.any():
-            return float("inf")
-        kinds = {(shape_of(pipe, self.p), pipe.virtual, different.index(second[pipe])) for pipe in self.rows.pipes}
-        schedule, virtual, at = zip(*sorted(kinds), strict=True)
-        found = self._least_s(self.pipelines.loads_of(self.p, tuple(zip(schedule, virtual, strict=True))))
-        fastest = float(found[np.moveaxis(fits[:, list(at)], 1, 0)].min(initial=np.inf))
-        return (fastest + self._norm_s + self._tied_s) * self._slowest
-
-    def any_cut_s(self, most_bytes: float) -> float:
-        """Of all rows that fit, however the layers are cut into stages: what the ranks take on average."""
-        fits = self._fits_some_cut(most_bytes)
-        if not self.units.blocks or not fits.any():
-            return float("inf")
-        (least, mean), layers = self._least_layer, self.asked.graph.num_layers
-        # A rank of average place has so many stages before it, each with one layer at least but where an end has none.
-        before = (self.p - 1) / 2 - (self.asked.stage_ends != "hold_layers") * (self.p - 1) / self.p
-        splits_backward = any(pipe.schedule in SPLIT_BACKWARD for pipe in self.rows.pipes)
-        drain_s = 0.0 if splits_backward else before * least.backward
-        each = layers / self.p
-        work_s = each * (self.m * (mean.forward + mean.backward) + mean.first_forward)
-        work_s = work_s + np.maximum(each * mean.last_backward, drain_s) + self.m * self.stages.ends_s / self.p
-        dense = self.stages.parameters - self.stages.experts
-        update_s = self._updating_s(
-            np.array([each * dense.min()]), np.array([each * self.stages.experts.min()]), np.array([each])
-        )
-        found = float((before * least.forward + work_s + update_s)[fits].min())
-        return (found + self._norm_s + self._tied_s) * self._slowest
-
-    def _fits_some_cut(self, most_bytes: float) -> Mask:
-        """[J, R] Whether some pipeline may fit, with layers as small as any of them."""
-        experts = self.stages.experts.min()
-        dense = (self.stages.parameters - self.stages.experts).min()
-        states, gradients = self.splits.states_of_layer(float(dense), float(experts), self.m)
-        in_flight = fewest_in_flight(self.rows.pipes, self.p, self.m)
-        kept = self.stages.kept.min(axis=-1)[:, None, None] * in_flight  # [R, pipes, p]
-        each = states[..., None, None] + np.maximum(kept - gradients[..., None, None], 0.0)
-        needs = fullest_of_any_cut(each, self.asked.graph.num_layers).min(axis=-1)
-        return self.splits.device_bytes(needs) <= most_bytes
-
-    def _second_rank(self, pipe: Pipe) -> SecondRank:
-        return self.pipelines.second_rank(self._name(pipe), self.p, pipe.virtual, self.m)
-
-    @cached_property
-    def _least_layer(self) -> tuple[LeastLayer, LeastLayer]:
-        """[J, R] each: of the layer that adds the least, and of the mean layer."""
-        found = np.zeros((2, 4, len(self.splits.layouts), len(self.recompute)))
-        for splits in self.splits.alike.values():
-            for into, one in zip(found, self.stages.least_layer(splits, self.bytes_per_s), strict=True):
-                into[:, splits] = one.forward, one.backward, one.first_forward, one.last_backward
-        return LeastLayer(*found[0]), LeastLayer(*found[1])
-
-    def _least_s(self, loads: Loads) -> Floats:
-        """[kinds of pipelines, J, R] Seconds of the rank that takes longest, with its optimizer."""
-        least, _ = self._least_layer
-        layers, before, head, drains = (
-            part[:, None, None] for part in (loads.layers, loads.before, loads.head, loads.drains)
-        )
-        work_s = layers * (self.m * (least.forward + least.backward) + least.first_forward)
-        # Where weight gradients wait, they may fill the time in which gradients drain from the pipeline.
-        last_s = np.maximum(layers * least.last_backward, drains * before * least.backward)
-        ranks_s = before * least.forward + work_s + head * (self.m * self.stages.head_s) + last_s
-        experts = self.stages.experts.min()
-        dense = (self.stages.parameters - self.stages.experts).min()
-        most = loads.most_layers
-        update_s = self._updates_s(most * dense, most * experts, most).T
-        return np.maximum.reduceat(ranks_s, loads.starts, axis=0) + update_s[..., None]
-
-    def _may_fit(self, second: list[SecondRank], most_bytes: float) -> Mask:
-        """[J, W, R] Whether the second rank of some pipelines may fit, with the smallest layers that there are."""
-        layers, held, received = np.array([(one.layers, one.held, one.received) for one in second], dtype=float).T
-        parameters, experts = self.stages.parameters.min(), self.stages.experts.min()
-        weights = WeightColumns(np.floor(layers * parameters), experts=np.floor(layers * experts))
-        states, gradients = self.splits.states(weights, self.m)
-        kept = held[:, None] * self.stages.kept.min(axis=-1)
-        buffers = received * self._buffer_bytes
-        allocated = states[..., None] + np.maximum(kept - gradients[..., None], 0.0) + buffers[:, None]
-        return self.splits.device_bytes(allocated) <= most_bytes
-
-    @property
-    def _buffer_bytes(self) -> int:
-        """Of each stage that a rank receives from."""
-        return (self.m if self.splits.traits[0].torch_pipeline else 1) * self.units.hidden_bytes
-
-    # Of each row.
 
     def bounds(self, most_bytes: float) -> RowBounds:
         """Of every row; rows that need more than ``most_bytes`` take infinitely long."""
@@ -181,7 +101,7 @@ class BlockRows:
                     self._time_rows(times, passes, np.asarray(fits[:, pipes].any(axis=1)), pipes, virtual)
         for index, pipe in enumerate(self.rows.pipes):
             times[:, index] += self._update_s(pipe.virtual, pipe.schedule in V_SHAPED)
-        times = np.where(fits, (times + self._norm_s + self._tied_s) * self._slowest, np.inf)
+        times = np.where(fits, (times + self._after_s) * self._slowest, np.inf)
         return RowBounds(times.reshape(-1), needs.reshape(-1))
 
     @cached_property
@@ -240,14 +160,8 @@ class BlockRows:
         return 1.0 + self.pricer.slowest_share
 
     @cached_property
-    def _tied_s(self) -> float:
-        return self.pricer.tied_s(self.any, self.units)
-
-    @cached_property
-    def _norm_s(self) -> float:
-        """The one collective of loss and norm."""
-        world = strided_group(self.any.world_size, 1, self.nodes.devices_per_node)
-        return self.network.time_s("all_reduce", 16, world)
+    def _after_s(self) -> float:
+        return after_s(self.asked, self.any, self.units)
 
     def _updated(self, virtual: int, v_shaped: bool) -> Floats:
         """[J, 1] Clipping and AdamW."""
@@ -263,13 +177,9 @@ class BlockRows:
     def _updates_s(self, dense: Floats, experts: Floats, layers: Floats | Ints) -> Floats:
         """[J, p] The same of each; of Muon, which works on whole matrices, the least that it takes for them."""
         each_s = 0.0 if self.pricer.muon is None else self.pricer.muon.least_s()
-        return self.splits.optimized(dense, experts) * self._update_of_one_s + layers * each_s
-
-    @cached_property
-    def _update_of_one_s(self) -> Floats:
-        """[J, 1] Of one parameter."""
-        found = {of: self.pricer.update_s(1.0, of) + self.pricer.offload_s(1.0, of) for of in self.splits.alike}
-        return np.array([[found[of]] for of in self.splits.traits])
+        return (
+            self.splits.columns.optimized(dense, experts) * self.splits.update_of_one_s(self.pricer) + layers * each_s
+        )
 
     @cached_property
     def _in_stages(self) -> tuple[Floats, Floats]:
@@ -294,7 +204,7 @@ class BlockRows:
         own = self._cut.of[pipe.virtual][self._own(pipe.virtual, v_shaped)[beside.ranks]]
         held = (counts * kept[:, own]).sum(axis=-1).T  # [W, R]
         allocated = beside.states[..., None] + np.maximum(held - beside.gradients[..., None], 0.0) + beside.others
-        return self.splits.device_bytes(allocated.max(axis=1))
+        return self.splits.columns.device_bytes(allocated.max(axis=1))
 
     def _beside_activations(self, virtual: int, v_shaped: bool) -> Beside:
         ranks = np.array(sorted({0, min(1, self.p - 1), self.p - 1}))
@@ -303,8 +213,13 @@ class BlockRows:
         received = ((own > 0) * 1 + (own < last)).sum(axis=1) if self.p > 1 else np.zeros(len(ranks))
         at = self._cut.of[virtual][own]
         temporary = self._temporary[:, at].max(axis=-1).T
-        states, gradients = self.splits.states(self._weights(at, (own == last).any(axis=1)), self.m)
-        return Beside(ranks, states, gradients, temporary + (received * self._buffer_bytes)[:, None])
+        states, gradients = self.splits.columns.states(self._weights(at, (own == last).any(axis=1)), self.m)
+        return Beside(
+            ranks,
+            states,
+            gradients,
+            temporary + (received * self.splits.buffer_bytes(self.units.hidden_bytes, self.m))[:, None],
+        )
 
     def _weights(self, own: Ints, last: Mask) -> WeightColumns:
         """Of ranks with the stages ``own`` [W, v], as the forecast counts them; the largest block is the least that it can be."""

@@ -11,26 +11,34 @@ on rows drawn at random.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.forecast import memory
 from ahp.search.block_bounds import block_bounds_s, block_needs_bytes
-from ahp.search.block_rows import BlockRows, RowBounds
+from ahp.search.block_rows import BlockRows, RowBounds, after_s, recomputes
 from ahp.search.choices import Split
+from ahp.search.layer_bounds import LayerBounds, PricedBlock
 from ahp.search.pipelines import Pipelines
 from ahp.search.problem import Problem
 from ahp.search.space import Space
 from ahp.search.splits import Splits
+from ahp.search.stage_columns import BlockStages
 from ahp.search.work_bounds import WorkBounds
 
 Floats = NDArray[np.float64]
 
 FIT_PROBABILITY = 0.95
 """What ``Forecast.fits`` asks for."""
+
+TOGETHER = 64
+"""Blocks that are bounded by their layers at once: enough that arrays pay, few beside the thousands that come up in a large space."""
 
 
 class Bounds:
@@ -40,6 +48,13 @@ class Bounds:
         self.problem = problem
         self._pipelines = Pipelines(problem)
         self._splits: dict[tuple[object, ...], Splits] = {}
+        self._traits: dict[tuple[object, ...], Traits] = {}
+        self._same_traits: dict[Traits, Traits] = {}
+        self._stages: dict[tuple[int, int], BlockStages] = {}
+        """By units and traits. Of these no figure depends on the number of micro-batches."""
+        self._waiting: list[tuple[float, int]] = []
+        """Blocks whose work is known, a heap by its seconds."""
+        self._block_s: dict[int, float] = {}
         self._work = WorkBounds(problem)
         self._work_s: dict[int, float] = {}
         self._first_s: Floats | None = None
@@ -53,8 +68,15 @@ class Bounds:
         key = *mesh[:5], ways
         if key not in self._splits:
             rows, engine = space.rows(block), get(asked.engine.name)
-            layouts = [space.layout_of(block, split, rows.pipes[0], rows.recompute[0]) for split in ways]
-            traits = [engine.traits(asked.job, layout, asked.engine) for layout in layouts]
+            layouts = space.layouts(block, ways, rows.pipes[0], rows.recompute[0])
+            traits = []
+            for layout, way in zip(layouts, ways, strict=True):
+                # Neither the order of ranks nor the micro-batch changes how an engine behaves.
+                alike = *mesh[:5], *way[:3]
+                if alike not in self._traits:
+                    found = engine.traits(asked.job, layout, asked.engine)
+                    self._traits[alike] = self._same_traits.setdefault(found, found)
+                traits.append(self._traits[alike])
             self._splits[key] = Splits(layouts, traits, asked.pricer.nodes, asked.pricer.network)
         return self._splits[key]
 
@@ -68,11 +90,38 @@ class Bounds:
         of = space.blocks
         p, m, size = int(of.pipeline[block]), int(of.micro_batches[block]), int(of.micro_batch[block])
         self._work_s[block] = found = self._work.seconds(self.splits(space, block), p, m, size)
+        heapq.heappush(self._waiting, (found, block))
         return found
 
     def block_s(self, space: Space, block: int) -> float:
-        """Seconds that every row of one block that fits takes at least; infinite where none does. Prices the units."""
-        return self._rows(space, block).bound_s(self.most_that_fits_bytes())
+        """Seconds that every row of one block that fits takes at least; infinite where none does. Prices the units.
+
+        Blocks that have less work than others come up next, and are looked at with it.
+        """
+        if block not in self._block_s:
+            together = {block}
+            while self._waiting and len(together) < TOGETHER:
+                together |= {heapq.heappop(self._waiting)[1]} - self._block_s.keys()
+            at, layers = self._of_layers(space, together)
+            self._block_s.update(zip(at, layers.of_rows_s(self.most_that_fits_bytes()).tolist(), strict=True))
+        return self._block_s[block]
+
+    def _of_layers(self, space: Space, blocks: Iterable[int]) -> tuple[list[int], LayerBounds]:
+        """The blocks in an order in which those with the same pipelines lie side by side, and their bounds."""
+        priced = {block: self._priced(space, block) for block in sorted(blocks)}
+        order = sorted(priced, key=lambda block: (priced[block].p, id(priced[block].rows.pipes), block))
+        return order, LayerBounds(self.problem, self._pipelines, [priced[block] for block in order])
+
+    def _priced(self, space: Space, block: int) -> PricedBlock:
+        asked, of, rows, splits = self.problem, space.blocks, space.rows(block), self.splits(space, block)
+        m, size = int(of.micro_batches[block]), int(of.micro_batch[block])
+        units = asked.pricer.unit_pricer.units(size, splits.axes, splits.traits[0])
+        key = id(units), id(splits.traits[0])  # the pricer keeps its units, and this the traits
+        if key not in self._stages:
+            some = asked.constraints.recomputed_layers_per_stage is not None
+            self._stages[key] = BlockStages(units, recomputes(rows, splits, units), splits, m, some_layers=some)
+        after = after_s(asked, splits.layouts[0], units)
+        return PricedBlock(rows, splits, self._stages[key], int(of.pipeline[block]), m, after)
 
     def first_s(self, space: Space) -> Floats:
         """Seconds that every row of each block takes at least before its units are priced; infinite where none fits.
@@ -86,7 +135,12 @@ class Bounds:
 
     def of_any_cut(self, space: Space, block: int) -> float:
         """Seconds that every row of a block with a pipeline takes, cut in any way; infinite where none fits."""
-        return max(self.work_s(space, block), self._rows(space, block).any_cut_s(self.most_that_fits_bytes()))
+        return self._of_any_cut(space, [block])[block]
+
+    def _of_any_cut(self, space: Space, blocks: Iterable[int]) -> dict[int, float]:
+        at, layers = self._of_layers(space, blocks)
+        found = layers.of_any_cut_s(self.most_that_fits_bytes()).tolist()
+        return {block: max(self.work_s(space, block), one) for block, one in zip(at, found, strict=True)}
 
     def any_cut_s(self, space: Space) -> float:
         """Seconds that every layout with a pipeline takes at least, however its layers are cut into stages.
@@ -97,10 +151,13 @@ class Bounds:
         known = list(self._work_s)
         found[known] = np.maximum(found[known], list(self._work_s.values()))
         found[space.blocks.pipeline == 1] = np.inf
-        looser = set(known)
-        while np.isfinite(least := found.min(initial=np.inf)) and (block := int(found.argmin())) in looser:
-            looser.remove(block)
-            found[block] = max(least, self.of_any_cut(space, block))
+        looser = {block for block in known if np.isfinite(found[block])}
+        while np.isfinite(least := found.min(initial=np.inf)) and int(found.argmin()) in looser:
+            lowest = np.argpartition(found, min(TOGETHER, len(found) - 1))[:TOGETHER].tolist()
+            together = {int(found.argmin()), *looser.intersection(lowest)}
+            looser -= together
+            for block, closer in self._of_any_cut(space, together).items():
+                found[block] = max(found[block], closer)
         return float(least)
 
     def needs_bytes(self, space: Space, block: int) -> Floats:

@@ -76,6 +76,19 @@ class SecondRank:
     """Stages that its own receive from, in both passes."""
 
 
+@dataclass(frozen=True)
+class Fronts:
+    """Of every kind of pipeline of some blocks: the ranks that may take longest, and the second rank, whose memory is bounded."""
+
+    loads: Loads
+    layers: Ints
+    """[C] Of the second rank."""
+    held: Ints
+    """[C] Layers times micro-batches in flight there, in the pipeline of its kind that holds the fewest."""
+    received: Ints
+    """[C]"""
+
+
 class Pipelines:
     """Pipelines of one problem, their stages as even as can be or as the user has fixed them."""
 
@@ -86,6 +99,7 @@ class Pipelines:
         self.loads = cache(self._loads)
         self.loads_of = cache(self._loads_of)
         self.second_rank = cache(self._second_rank)
+        self.fronts = cache(self._fronts)
         self.links = cache(self._links)
 
     def _edges(self, p: int, v: int) -> Ints:
@@ -137,6 +151,18 @@ class Pipelines:
         starts = np.cumsum([0, *map(len, each)])[:-1]
         layers, before, head, drains = np.array(rows, dtype=np.int64).T
         return Loads(layers, before, head, drains, starts)
+
+    def _fronts(self, pipes: tuple[Pipe, ...], p: int, m: int) -> Fronts:
+        """Of these pipelines, those of one kind once."""
+        kinds: dict[tuple[str, int], list[SecondRank]] = {}
+        for pipe in pipes:
+            second = self.second_rank(pipe.schedule if p > 1 else "1F1B", p, pipe.virtual, m)
+            kinds.setdefault((shape_of(pipe, p), pipe.virtual), []).append(second)
+        layers, held, received = np.array(
+            [(one[0].layers, min(second.held for second in one), one[0].received) for one in kinds.values()],
+            dtype=np.int64,
+        ).T
+        return Fronts(self.loads_of(p, tuple(kinds)), layers, held, received)
 
     def _second_rank(self, schedule: str, p: int, v: int, m: int) -> SecondRank:
         rank = min(1, p - 1)

@@ -37,8 +37,28 @@ class Problem:
         return min(group.device.memory_bytes for group in self.cluster.groups)
 
     def price(self, parallelism: Parallelism) -> Forecast:
-        """Forecast of one layout; BadInput or NotExpressible when it is none."""
-        return self.priced(parallelism).forecast
+        """Forecast of one layout; BadInput or NotExpressible when it is none. Made once for layouts that cost the same."""
+        alike = self._first_alike(parallelism)
+        if alike not in self._forecasts:
+            self._forecasts[alike] = self.priced(alike).forecast
+        return self._forecasts[alike]
+
+    @cached_property
+    def _forecasts(self) -> dict[Parallelism, Forecast]:
+        return {}
+
+    def _first_alike(self, layout: Parallelism) -> Parallelism:
+        """The layout with the first of the ZeRO stages that the engine runs as its own: the forecast knows them by the engine's
+        traits alone (two engines do the same for stages 1 and 2 under a pipeline)."""
+        engine = get(self.engine.name)
+        if layout.zero_stage < 2 or self.cluster.is_mixed or self.refused(layout):
+            return layout
+        own = engine.traits(self.job, layout, self.engine)
+        for stage in range(1, layout.zero_stage):
+            other = layout.model_copy(update={"zero_stage": stage})
+            if not self.refused(other) and engine.traits(self.job, other, self.engine) == own:
+                return other
+        return layout
 
     def priced(self, parallelism: Parallelism) -> Priced:
         """The same with everything that it was made from, on a mixed cluster too."""

@@ -129,6 +129,21 @@ class Space:
         split, pipe, recompute = (int(i) for i in np.unravel_index(row, rows.shape))
         return self.layout_of(block, rows.splits[split], rows.pipes[pipe], rows.recompute[recompute])
 
+    def layouts(self, block: int, splits: tuple[Split, ...], pipe: Pipe, recompute: str) -> list[Parallelism]:
+        """The layouts of a block that differ in how replicas share states."""
+        first = self.layout_of(block, splits[0], pipe, recompute)
+        return [
+            first.model_copy(
+                update={
+                    "data_parallel_replicate_degree": split.replicate,
+                    "data_parallel_shard_degree": split.shard,
+                    "zero_stage": split.zero,
+                    "mesh_order": split.order,
+                }
+            )
+            for split in splits
+        ]
+
     def layout_of(self, block: int, split: Split, pipe: Pipe, recompute: str) -> Parallelism:
         """The layout of a block with these choices."""
         of = self.blocks

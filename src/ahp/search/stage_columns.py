@@ -62,16 +62,6 @@ class Stages:
         return self.end - self.start
 
 
-@dataclass(frozen=True)
-class LeastLayer:
-    """Seconds that a layer adds to its stage at least: in the passes of a micro-batch and once per step, each [J, R]."""
-
-    forward: Floats
-    backward: Floats
-    first_forward: Floats
-    last_backward: Floats
-
-
 class BlockStages:
     """The layers of a model, priced for one block's axes and micro-batch, cut into stages in any way."""
 
@@ -112,12 +102,12 @@ class BlockStages:
         return _sums(kinds[..., self._layers])
 
     @cached_property
-    def _work_forward(self) -> Floats:
+    def work_forward(self) -> Floats:
         """[K] Seconds between the arrival of one block's weights and the next's."""
         return self._kinds(lambda u: u.times.forward_s + u.tensor_forward_s)
 
     @cached_property
-    def _work_backward(self) -> Floats:
+    def work_backward(self) -> Floats:
         """[R, K]"""
 
         def work_s(u: Unit, kind: Recompute) -> float:
@@ -137,6 +127,11 @@ class BlockStages:
         return self._kinds(lambda u: u.experts)
 
     @cached_property
+    def weights(self) -> tuple[Weights, ...]:
+        """Of each kind of layer, as they are sent."""
+        return tuple(Weights.of(unit) for unit in self.units.blocks)
+
+    @cached_property
     def kept(self) -> Floats:
         """[R, K] Bytes of activations that a layer keeps of one micro-batch."""
         return self._kinds_recomputed(
@@ -144,11 +139,52 @@ class BlockStages:
         )
 
     @cached_property
+    def least_kept(self) -> Floats:
+        """[R] Of the layer that keeps the least."""
+        return self.kept.min(axis=-1)
+
+    @cached_property
+    def least_parameters(self) -> float:
+        """Of the layer that has the fewest; so of those of experts, and of the others."""
+        return float(self.parameters.min())
+
+    @cached_property
+    def least_experts(self) -> float:
+        return float(self.experts.min())
+
+    @cached_property
+    def least_dense(self) -> float:
+        return float((self.parameters - self.experts).min())
+
+    @property
+    def overlap(self) -> float:
+        """1 where collectives can run beside computation, else 0."""
+        return self._any.overlap
+
+    @property
+    def operator_s(self) -> float:
+        return self._any.operator_s
+
+    @property
+    def host_is_device(self) -> bool:
+        return self._any.host_is_device
+
+    @property
+    def forward_of_kinds(self) -> Floats:
+        """[K] Device seconds of a forward pass."""
+        return self.passes_of_kinds[0]
+
+    @property
+    def backward_of_kinds(self) -> Floats:
+        """[R, K] The same of a backward pass."""
+        return self.passes_of_kinds[1]
+
+    @cached_property
     def _parameter_sums(self) -> tuple[Floats, Floats]:
         return self._over_layers(self.parameters), self._over_layers(self.experts)
 
     @cached_property
-    def _passes(self) -> tuple[Floats, Floats, Floats, Floats]:
+    def passes_of_kinds(self) -> tuple[Floats, Floats, Floats, Floats]:
         """Of each kind: device seconds forward [K] and backward [R, K], and what the host launches in each."""
 
         def backward_s(u: Unit, kind: Recompute) -> float:
@@ -165,7 +201,7 @@ class BlockStages:
 
     @cached_property
     def _pass_sums(self) -> tuple[Floats, Floats, Floats, Floats]:
-        forward, backward, launches, backward_launches = map(self._over_layers, self._passes)
+        forward, backward, launches, backward_launches = map(self._over_layers, self.passes_of_kinds)
         return forward, backward, launches, backward_launches
 
     def _backward_s(self, u: Unit) -> float:
@@ -182,57 +218,10 @@ class BlockStages:
         embedding = self.units.embedding
         return _forward_s(embedding) + self._backward_s(embedding) + self.head_s
 
-    def least_layer(self, splits: list[int], bytes_per_s: float) -> tuple[LeastLayer, LeastLayer]:
-        """What layers add to their stages at least, as if they always had neighbours to hide collectives behind: the one
-        that adds the least, and the mean of all."""
-        traits = self.splits.traits[splits[0]]
-        forward_s, backward_s, _, _ = self._passes
-        gather, reduce, replicas, casts, copies = self._per_kind(splits, bytes_per_s)
-        forward, backward = forward_s[None, None], backward_s[None]
-        first = last = np.zeros_like(gather)
-        overlap = self._any.overlap * traits.parameter_gather_overlap
-        gathered = casts
-        if traits.forward_gathers != "never" and not traits.gathers_at_start:
-            gathered = gathered + _shown(gather, self._work_forward.max(), overlap)
-        if traits.forward_gathers == "per_micro_batch":
-            forward = forward + gathered
-        else:
-            first = gathered
-        if traits.backward_gathers == "per_micro_batch":
-            longest = self._work_backward.max(axis=-1)[:, None]
-            backward = backward + _shown(gather, longest, overlap) + casts
-        backward = backward + copies
-        if traits.reduces_every_micro_batch:
-            backward = backward + self._least_behind(reduce, traits)
-            last = self._least_behind(replicas, traits)
-        else:
-            last = self._least_behind(reduce + replicas, traits)
-        if traits.compute_weight_bytes == 0 and traits.reduce_copies:
-            last = last + self.parameters * 2 * traits.reduce_bytes / bytes_per_s
-        if self._any.host_is_device:
-            own_s = traits.host_operators_per_unit / 2 * self._any.operator_s
-            forward, backward = forward + own_s, backward + own_s
-        shape = (len(splits), len(self.recompute), len(self.units.blocks))
-        parts = [np.broadcast_to(part, shape) for part in (forward, backward, first, last)]
-        share = np.bincount(self._layers, minlength=shape[-1]) / len(self._layers)
-        return LeastLayer(*(part.min(axis=-1) for part in parts)), LeastLayer(*(part @ share for part in parts))
-
-    def _per_kind(self, splits: list[int], bytes_per_s: float) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """Seconds of each kind of layer, [J, 1, K]: its three collectives, casts, and copies of gradients."""
-        gather, reduce, replicas = self._collectives_of_kinds(splits)
-        casts, copies = self._moved(splits, bytes_per_s)
-        return gather[:, None], reduce[:, None], replicas[:, None], casts * self.parameters, copies * self.parameters
-
     def _moved(self, splits: list[int], bytes_per_s: float) -> tuple[Floats, Floats]:
         """[J, 1, 1] Seconds for each parameter of a micro-batch: the compute copy made, and gradients copied."""
         moved = self.splits.moved_bytes(self.m)[splits] / bytes_per_s
         return moved[:, 0, None, None], moved[:, 1, None, None]
-
-    def _least_behind(self, reduces: Floats, traits: Traits) -> Floats:
-        """``_reduced`` of a layer: what is sent slows computation down, and what takes longer than it shows."""
-        overlap = self._any.overlap * traits.gradient_overlap
-        longer = np.maximum((reduces - self._work_backward).min(axis=-1, keepdims=True), 0.0)
-        return overlap * (CONTENTION * reduces + (1.0 - CONTENTION) * longer) + (1.0 - overlap) * reduces
 
     def _weight_gradients(self, stages: Stages) -> tuple[Floats, Floats]:
         """[S] Of the backward pass, what makes weight gradients: device seconds, and what the host launches."""
@@ -319,14 +308,8 @@ class BlockStages:
 
     def _collectives_of_kinds(self, splits: list[int]) -> tuple[Floats, Floats, Floats]:
         """Seconds of gathering, reducing and summing over replicas of each kind of layer, [J, K]."""
-        found = [self.splits.collectives(Weights.of(unit)).at(splits) for unit in self.units.blocks]
-        parts = (
-            [one.gather for one in found],
-            [one.reduce for one in found],
-            [one.replicas for one in found],
-        )
-        gather, reduce, replicas = (np.array(part).reshape(len(found), len(splits)).T for part in parts)
-        return gather, reduce, replicas
+        found = self.splits.collectives_of_kinds(self.weights).at(splits)
+        return found.gather, found.reduce, found.replicas
 
     def _collectives(self, splits: list[int], outside: Floats) -> tuple[tuple[Floats, Floats], ...]:
         """The same of each kind [J, K], and of what is outside the blocks [J, S]."""
@@ -343,7 +326,7 @@ class BlockStages:
         """[J, S] ``exposed_ahead_s`` of the forward pass: what is outside the blocks and the first block hide behind nothing."""
         kinds, outside = gathers
         layers = kinds[..., self._layers]
-        work = self._work_forward[self._layers]
+        work = self.work_forward[self._layers]
         before = np.concatenate([[0.0], work[:-1]]) if len(work) else work
         shown = _sums(_shown(layers, before, overlap))
         start, end = stages.start, stages.end
@@ -353,7 +336,7 @@ class BlockStages:
     def _behind_neighbour(self, kinds: Floats, stages: Stages, overlap: float) -> Floats:
         """[J, R, S] The same of the backward pass, from the last block of the stage to its first."""
         layers = kinds[..., self._layers][:, None]
-        work = self._work_backward[..., self._layers]
+        work = self.work_backward[..., self._layers]
         after = np.concatenate([work[:, 1:], np.zeros((len(work), 1))], axis=-1) if work.shape[-1] else work
         shown = _sums(_shown(layers, after[None], overlap))
         start, end = stages.start, stages.end
@@ -362,7 +345,7 @@ class BlockStages:
 
     @cached_property
     def _work_backward_sums(self) -> Floats:
-        return self._over_layers(self._work_backward)
+        return self._over_layers(self.work_backward)
 
     def _reduced(self, reduces: tuple[Floats, Floats], stages: Stages, overlap: float) -> Floats:
         """[J, R, S] ``exposed_behind_s``, as if the chain were held up by its first or by its last block alone."""
@@ -371,7 +354,7 @@ class BlockStages:
         some = start < end
         blocks = self._stages(_sums(layers), stages)
         clock = self._stages(self._work_backward_sums, stages)
-        first_work = _where_blocks(self._work_backward[..., self._layers], end - 1, some)
+        first_work = _where_blocks(self.work_backward[..., self._layers], end - 1, some)
         tail = np.maximum(first_work + blocks - clock, _where_blocks(layers, start, some)) + outside
         total = blocks + outside
         return overlap * (tail + CONTENTION * (total - tail)) + (1.0 - overlap) * total

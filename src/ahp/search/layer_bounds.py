@@ -1,0 +1,239 @@
+"""Bounds of many blocks at once from what their layers take: a rank holds layers, and none adds less than the cheapest.
+
+It comes between ``work_bounds``, which knows no way to share states, and ``block_rows``, which looks at every row. Blocks are
+looked at together because most of them fall here, and each alone is too small to be worth its arrays.
+
+Dims: B = blocks, N = ways to share states of all of them, one block behind the other, R = kinds of recompute, K = kinds of
+layers, C = kinds of pipelines, L = ranks of these that may take longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.forecast.overlap import CONTENTION
+from ahp.schedule.patterns import SPLIT_BACKWARD
+from ahp.search.block_bounds import fewest_in_flight, fullest_of_any_cut
+from ahp.search.pipelines import Pipelines
+from ahp.search.problem import Problem
+from ahp.search.space import Rows
+from ahp.search.split_columns import SplitColumns, WeightColumns
+from ahp.search.splits import Splits
+from ahp.search.stage_columns import BlockStages
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class PricedBlock:
+    """One block, and its layers priced for its axes and micro-batch."""
+
+    rows: Rows
+    splits: Splits
+    stages: BlockStages
+    p: int
+    """Pipeline ranks."""
+    m: int
+    """Micro-batches."""
+    after_s: float
+    """What comes once per step whatever the layers: the norm, and the gradient of tied weights."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of what a rank receives from each stage."""
+        return self.splits.buffer_bytes(self.stages.units.hidden_bytes, self.m)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Seconds that a layer adds to its stage at least: in the passes of a micro-batch and once per step, each [N, R]."""
+
+    forward: Floats
+    backward: Floats
+    first_forward: Floats
+    last_backward: Floats
+
+    def part(self, rows: slice) -> Layer:
+        return Layer(self.forward[rows], self.backward[rows], self.first_forward[rows], self.last_backward[rows])
+
+
+class LayerBounds:
+    """Some blocks of one problem; those with the same pipelines lie side by side."""
+
+    def __init__(self, asked: Problem, pipelines: Pipelines, blocks: Sequence[PricedBlock]) -> None:
+        self.asked, self.pipelines, self.blocks = asked, pipelines, blocks
+        counts = [len(block.splits.layouts) for block in blocks]
+        self._starts = np.cumsum([0, *counts])
+        self._of = np.repeat(np.arange(len(blocks)), counts)
+        """[N] The block of each way to share states."""
+        self.ways = SplitColumns.joined([block.splits.columns for block in blocks])
+        self._m = np.array([[block.m] for block in blocks], dtype=np.int64)
+        self._update_of_one_s = np.concatenate([block.splits.update_of_one_s(asked.pricer) for block in blocks])
+
+    # Of all rows that fit.
+
+    def of_rows_s(self, most_bytes: float) -> Floats:
+        """[B] Seconds of all rows that fit, as if every layer were the cheapest one; infinite where none fits."""
+        found = np.full(len(self._of), np.inf)
+        for first, end in self._alike():
+            rows = slice(int(self._starts[first]), int(self._starts[end]))
+            found[rows] = self._least_s(first, rows, most_bytes)
+        return self._of_blocks(found)
+
+    def _alike(self) -> Iterator[tuple[int, int]]:
+        """Blocks side by side with the same pipelines: the first, and the one behind the last."""
+        first = 0
+        for at in range(1, len(self.blocks) + 1):
+            if at == len(self.blocks) or self._pipes(at) != self._pipes(first):
+                yield first, at
+                first = at
+
+    def _pipes(self, block: int) -> tuple[object, ...]:
+        return self.blocks[block].p, self.blocks[block].rows.pipes
+
+    def _of_blocks(self, found: Floats) -> Floats:
+        """[B] From the seconds of each way [N], the least of each block, with what comes after all layers."""
+        after_s = np.array([block.after_s for block in self.blocks])
+        return (np.minimum.reduceat(found, self._starts[:-1]) + after_s) * (1.0 + self.asked.pricer.slowest_share)
+
+    def _least_s(self, first: int, rows: slice, most_bytes: float) -> Floats:
+        """[rows] Of the rank that takes longest, with its optimizer, in the pipeline and with the recompute that take least."""
+        block, of = self.blocks[first], self._of[rows]
+        fronts = [self.pipelines.fronts(self.blocks[at].rows.pipes, block.p, self.blocks[at].m) for at in np.unique(of)]
+        held = np.array([one.held for one in fronts], dtype=float)[of - first]  # [rows, C]
+        fits = self._fits(rows, fronts[0].layers, held, fronts[0].received, most_bytes)
+        loads, layer = fronts[0].loads, self._layers[0].part(rows)
+        m, head_s = self._m[of], self._column("head_s")[of]
+        layers, before, drains = (part[:, None] for part in (loads.layers, loads.before, loads.drains))
+        forward, backward, first_s, last_s = (
+            part[:, None] for part in (layer.forward, layer.backward, layer.first_forward, layer.last_backward)
+        )
+        ranks_s = before * forward + layers * (m[..., None] * (forward + backward) + first_s)  # [rows, L, R]
+        ranks_s += (loads.head * (m * head_s))[..., None]
+        # Where weight gradients wait, they may fill the time in which gradients drain from the pipeline.
+        ranks_s += np.maximum(layers * last_s, drains * before * backward)
+        kinds_s = np.maximum.reduceat(ranks_s, loads.starts, axis=1)  # [rows, C, R]
+        kinds_s += self._updates_s(rows, loads.most_layers)[..., None]
+        return np.where(fits, kinds_s, np.inf).min(axis=(1, 2))
+
+    def _fits(self, rows: slice, layers: Ints, held: Floats, received: Ints, most_bytes: float) -> Mask:
+        """[rows, C, R] Whether the second rank of each kind of pipeline may fit, with the smallest layers that there are.
+
+        ``layers`` and ``received``: what ``SecondRank`` has of each kind [C]; ``held``: [rows, C].
+        """
+        of, ways = self._of[rows], self.ways.part(rows)
+        parameters, experts = (self._column(name)[of] for name in ("least_parameters", "least_experts"))
+        weights = WeightColumns(np.floor(layers * parameters), experts=np.floor(layers * experts))
+        states, gradients = ways.states(weights, self._m[of])
+        kept = held[..., None] * self._kept[of][:, None]
+        allocated = np.maximum(kept - gradients[..., None], 0.0)
+        buffers = np.array([[block.buffer_bytes] for block in self.blocks], dtype=float)[of]
+        allocated += (states + received * buffers)[..., None]
+        return ways.device_bytes(allocated) <= most_bytes
+
+    def _updates_s(self, rows: slice, layers: Floats | Ints) -> Floats:
+        """[rows, C] The update of ranks with so many layers; of Muon, which works on whole matrices, the least that it takes for them."""
+        of, muon = self._of[rows], self.asked.pricer.muon
+        dense, experts = (layers * self._column(name)[of] for name in ("least_dense", "least_experts"))
+        shards, expert_shards = self.ways.shards[rows], self.ways.expert_shards[rows]
+        update_s = (dense / shards + experts / expert_shards) * self._update_of_one_s[rows]
+        return update_s if muon is None else update_s + layers * muon.least_s()
+
+    # Of any cut into stages.
+
+    def of_any_cut_s(self, most_bytes: float) -> Floats:
+        """[B] Of all rows that fit, however the layers are cut into stages: what the ranks take on average."""
+        (least, mean), of, m = self._layers, self._of, self._m[self._of]
+        p = np.array([[block.p] for block in self.blocks], dtype=float)
+        # A rank of average place has so many stages before it, each with one layer at least but where an end has none.
+        before = ((p - 1) / 2 - (self.asked.stage_ends != "hold_layers") * (p - 1) / p)[of]
+        splits_backward = [any(pipe.schedule in SPLIT_BACKWARD for pipe in block.rows.pipes) for block in self.blocks]
+        drain_s = np.where(np.array(splits_backward)[of, None], 0.0, before * least.backward)
+        each = (self.asked.graph.num_layers / p)[of]
+        work_s = each * (m * (mean.forward + mean.backward) + mean.first_forward)
+        work_s += np.maximum(each * mean.last_backward, drain_s) + m * (self._column("ends_s") / p)[of]
+        found = before * least.forward + work_s + self._updates_s(slice(None), each)
+        fits = np.concatenate([self._fits_some_cut(block, most_bytes) for block in self.blocks])
+        return self._of_blocks(np.where(fits, found, np.inf).min(axis=1))
+
+    def _fits_some_cut(self, block: PricedBlock, most_bytes: float) -> Mask:
+        """[J, R] Whether some pipeline may fit, with layers as small as any of them."""
+        stages, columns = block.stages, block.splits.columns
+        states, gradients = columns.states_of_layer(stages.least_dense, stages.least_experts, block.m)
+        kept = stages.least_kept[:, None, None] * fewest_in_flight(block.rows.pipes, block.p, block.m)  # [R, pipes, p]
+        each = states[..., None, None] + np.maximum(kept - gradients[..., None, None], 0.0)
+        needs = fullest_of_any_cut(each, self.asked.graph.num_layers).min(axis=-1)
+        return columns.device_bytes(needs) <= most_bytes
+
+    # What layers take.
+
+    def _column(self, name: str) -> Floats:
+        """[B, 1] A figure of the blocks' layers."""
+        return np.array([[getattr(block.stages, name)] for block in self.blocks], dtype=float)
+
+    def _of_stages(self, name: str) -> Floats:
+        """[N, ...] Figures of the blocks' layers, one for each way to share states."""
+        return np.array([getattr(block.stages, name) for block in self.blocks])[self._of]
+
+    @cached_property
+    def _kept(self) -> Floats:
+        """[B, R] Bytes that a layer keeps of a micro-batch at least."""
+        return np.array([block.stages.least_kept for block in self.blocks])
+
+    @cached_property
+    def _layers(self) -> tuple[Layer, Layer]:
+        """What layers add to their stages at least, as if they always had neighbours to hide collectives behind: the one
+        that adds the least, and the mean of all."""
+        ways, any_block = self.ways, self.blocks[0].stages
+        bytes_per_s = self.asked.pricer.unit_pricer.rates.bytes_per_s
+        parameters = self._of_stages("parameters")[:, None]  # [N, 1, K]
+        moved = np.concatenate([block.splits.moved_bytes(block.m) for block in self.blocks]) / bytes_per_s
+        casts, copies = (moved[:, at, None, None] * parameters for at in (0, 1))
+        gather, reduce, replicas = self._collectives
+        overlap = any_block.overlap * ways.gather_overlap[..., None]
+        longest_s = self._of_stages("work_forward").max(axis=-1)[:, None, None]
+        gathered = casts + ways.gathers[..., None] * _shown(gather, longest_s, overlap)
+        each = ways.gathers_each[..., None]
+        forward = self._of_stages("forward_of_kinds")[:, None] + each * gathered
+        first = (1.0 - each) * gathered
+        longest_s = self._of_stages("work_backward").max(axis=-1)[..., None]
+        again = ways.gathers_again[..., None] * (_shown(gather, longest_s, overlap) + casts)
+        each = ways.reduces_each[..., None]
+        backward = self._of_stages("backward_of_kinds") + again + copies + each * self._behind(reduce)
+        last = self._behind(replicas + (1.0 - each) * reduce) + ways.last_bytes[..., None] / bytes_per_s * parameters
+        if any_block.host_is_device:
+            own_s = ways.host_operators[..., None] * any_block.operator_s
+            forward, backward = forward + own_s, backward + own_s
+        share = np.bincount(self.asked.graph.layers, minlength=parameters.shape[-1]) / self.asked.graph.num_layers
+        shape = len(self._of), backward.shape[1], len(share)
+        parts = [np.broadcast_to(part, shape) for part in (forward, backward, first, last)]
+        return Layer(*(part.min(axis=-1) for part in parts)), Layer(*(part @ share for part in parts))
+
+    @cached_property
+    def _collectives(self) -> tuple[Floats, Floats, Floats]:
+        """[N, 1, K] Seconds of each kind of layer: gathered, reduced, and summed over the replicas."""
+        found = [block.splits.collectives_of_kinds(block.stages.weights) for block in self.blocks]
+        return (
+            np.concatenate([one.gather for one in found])[:, None],
+            np.concatenate([one.reduce for one in found])[:, None],
+            np.concatenate([one.replicas for one in found])[:, None],
+        )
+
+    def _behind(self, reduces: Floats) -> Floats:
+        """Gradients sent behind the backward pass of a layer: they slow it down, and what takes longer than it shows."""
+        overlap = self.blocks[0].stages.overlap * self.ways.gradient_overlap[..., None]
+        work_s = self._of_stages("work_backward")
+        longer = np.maximum((reduces - work_s).min(axis=-1, keepdims=True), 0.0)
+        return overlap * (CONTENTION * reduces + (1.0 - CONTENTION) * longer) + (1.0 - overlap) * reduces
+
+
+def _shown(collective_s: Floats, beside_s: Floats, overlap: Floats) -> Floats:
+    """``forecast.overlap.shown_s`` on arrays."""
+    return collective_s - (1.0 - CONTENTION) * np.minimum(overlap * collective_s, beside_s)

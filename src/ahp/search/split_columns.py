@@ -1,0 +1,138 @@
+"""Ways to share states as columns of figures: ``ahp.forecast.memory`` and the traits of an engine on arrays.
+
+Dims: N = ways to share states, of one block or of several one behind the other; W = ranks (or whatever has weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.engines.engine import Traits
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class WeightColumns:
+    """``forecast.memory.RankWeights`` of several ranks, each [W] or [N, W] or one number."""
+
+    total: Floats
+    largest_block: Floats | float = 0.0
+    outside_blocks: Floats | float = 0.0
+    head: Floats | float = 0.0
+    experts: Floats | float = 0.0
+    shapes: Floats | float = 0.0
+
+
+@dataclass(frozen=True)
+class SplitColumns:
+    """What each way leaves on a rank and asks of it, each [N, 1]; what an engine does or does not is 1 or 0."""
+
+    shards: Floats
+    """Ranks that divide the states."""
+    expert_shards: Floats
+    """Ranks that divide the states of experts."""
+    outside_bytes: Floats
+    """That lie outside the allocator."""
+    held_for_each: Floats
+    """Bytes that the allocator holds for each one allocated."""
+    master_bytes: Floats
+    """Of one parameter, as ``optimizer_bytes`` and ``gradient_bytes``."""
+    optimizer_bytes: Floats
+    gradient_bytes: Floats
+    compute_bytes: Floats
+    keeps_gathered: Floats
+    buffer_bytes: Floats
+    """Of a parameter of the unit whose gradients are sent."""
+    fused_bytes: Floats
+    """Of a weight's place for gradients that are added elsewhere."""
+    keeps_whole_gradients: Floats
+    gathers: Floats
+    """Whether the forward pass waits for gathered weights on any rank."""
+    gathers_each: Floats
+    """Whether it gathers them for every micro-batch."""
+    gathers_again: Floats
+    """Whether the backward pass of every micro-batch does."""
+    reduces_each: Floats
+    gather_overlap: Floats
+    gradient_overlap: Floats
+    last_bytes: Floats
+    """Moved for each parameter after the last micro-batch."""
+    host_operators: Floats
+    """Of one pass of a unit, what the engine does itself."""
+
+    @classmethod
+    def of(
+        cls, traits: Sequence[Traits], shards: Floats, expert_shards: Floats, outside: tuple[Floats, Floats]
+    ) -> SplitColumns:
+        """``shards``, ``expert_shards`` and ``outside``: the first columns, [N, 1]."""
+        known = {id(one): _figures(one) for one in traits}
+        table = np.array([known[id(one)] for one in traits], dtype=float)
+        return cls(shards, expert_shards, *outside, *(table[:, [at]] for at in range(table.shape[1])))
+
+    @classmethod
+    def joined(cls, parts: Sequence[SplitColumns]) -> SplitColumns:
+        """One behind the other."""
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+    def part(self, rows: slice) -> SplitColumns:
+        return SplitColumns(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def optimized(self, dense: Floats, experts: Floats) -> Floats:
+        """[N, W] Parameters that a rank with so many updates."""
+        return dense / self.shards + experts / self.expert_shards
+
+    def states(self, weights: WeightColumns, micro_batches: int | Ints) -> tuple[Floats, Floats]:
+        """[N, W] Bytes that do not depend on the schedule (the sum of ``memory.state_bytes``), and of them the gradients
+        that activations may replace: with one micro-batch gradients grow as activations go. ``micro_batches``: one number or [N, 1]."""
+        total = weights.total
+        part = (total - weights.experts) / self.shards + weights.experts / self.expert_shards
+        any_gathered = (self.shards > 1) | (self.compute_bytes != self.master_bytes)
+        units = weights.outside_blocks + 2 * np.asarray(weights.largest_block)
+        gathered = np.minimum(np.where(self.keeps_gathered > 0, total, units), total)
+        gathered = gathered * np.where(any_gathered, self.compute_bytes, 0.0)
+        gradient = np.where(self.keeps_whole_gradients * (np.asarray(micro_batches) > 1) > 0, total, part)
+        buffers = np.maximum(weights.largest_block, weights.outside_blocks) * self.buffer_bytes
+        buffers = buffers + (np.asarray(weights.shapes) + weights.head) * self.fused_bytes
+        gradients = np.ceil(gradient * self.gradient_bytes)
+        held = np.ceil(part * self.master_bytes) + np.ceil(part * self.optimizer_bytes)
+        return held + gathered + gradients + buffers, np.where(np.asarray(micro_batches) == 1, gradients, 0.0)
+
+    def states_of_layer(self, dense: float, experts: float, micro_batches: int) -> tuple[Floats, Floats]:
+        """[N, 1] each: what a layer with so many parameters adds to ``states`` of its rank at least, beside whatever others."""
+        weights = WeightColumns(np.array([dense + experts]), experts=np.array([experts]))
+        states, gradients = self.states(weights, micro_batches)
+        return np.maximum(states - 3.0, 0.0), gradients  # three of its parts are rounded up once for a rank
+
+    def device_bytes(self, allocated: Floats) -> Floats:
+        """[N, ...] What a device must have for so many bytes in tensors, at least; ``allocated``: [N, ...]."""
+        shape = -1, *(1,) * (allocated.ndim - 1)
+        outside, each = self.outside_bytes.reshape(shape), self.held_for_each.reshape(shape)
+        return outside + np.floor(allocated) * each - 1.0  # a byte for the rounding
+
+
+def _figures(traits: Traits) -> tuple[float, ...]:
+    """The columns from ``master_bytes`` on."""
+    return (
+        traits.master_weight_bytes,
+        traits.device_state_bytes,
+        traits.gradient_bytes,
+        traits.compute_weight_bytes,
+        traits.keeps_gathered_weights,
+        traits.reduce_copies * (traits.compute_weight_bytes + traits.reduce_bytes),
+        traits.fused_gradient_accumulation * traits.compute_weight_bytes,
+        traits.keeps_whole_gradients,
+        traits.forward_gathers != "never" and not traits.gathers_at_start,
+        traits.forward_gathers == "per_micro_batch",
+        traits.backward_gathers == "per_micro_batch",
+        traits.reduces_every_micro_batch,
+        traits.parameter_gather_overlap,
+        traits.gradient_overlap,
+        2 * traits.reduce_bytes * (traits.compute_weight_bytes == 0 and traits.reduce_copies),
+        traits.host_operators_per_unit / 2,
+    )
