@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import _disable_current_modes
@@ -102,6 +102,28 @@ def outside_modes() -> AbstractContextManager[object]:
 def with_weights(module: nn.Module, weights: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Within, the module computes with these weights, tied ones tied. The public functional_call takes no such block."""
     return _reparametrize_module(module, weights, tie_weights=True)
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches, whose keys hold every mesh that was ever used, and so its process groups and their threads.
+
+    For a process that has left a layout and goes on: under gloo each group's three threads wake a hundred times a second.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    caches = [
+        propagator.propagate_op_sharding,
+        getattr(type(propagator), "_propagate_tensor_meta_cached", None),
+        getattr(_redistribute, "_gen_transform_infos", None),
+    ]
+    for cache in caches:
+        if hasattr(cache, "cache_clear"):
+            cache.cache_clear()
+    for clear in (
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+    ):
+        if clear is not None:
+            clear()
 
 
 def launchers_store() -> tuple[dist.Store, int]:
