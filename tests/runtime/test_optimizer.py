@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 from ahp.errors import BadInput
 from ahp.job import Job, Optimizer
+from ahp.runtime import muon
+from ahp.runtime.layout import part_of, put_part
 from ahp.runtime.learning_rate import learning_rate
 from tests.marks import cases
 from tests.runtime.models import JOB, MODELS, OPTIMIZER, VOCABULARY, batch
@@ -23,14 +25,20 @@ from tests.runtime.test_equality import assert_same_curve, world_size
 from tests.runtime.workers import Pool
 
 STEPS = 5
+LLAMA3_8B = {"q": (4096, 4096), "k": (1024, 4096), "up": (14336, 4096), "down": (4096, 14336)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "muon": {**OPTIMIZER, "name": "muon", "learning_rate": 5e-3, "weight_decay": 0.5},
     "no-decay": {**OPTIMIZER, "weight_decay": 5.0, "decay_norms_and_biases": False},
 }
 """Decay so strong that it shows within a few steps."""
+ORDERED = {
+    "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "micro_batch_size": 2,
+    "mesh_order": ("tp", "dp_replicate", "dp_shard"),
+}  # fmt: skip
+LAYOUTS = {**PLANS, "replicas-x-zero3-x-tp": ORDERED}
 FAST = {("muon", "tp", "gpt2"), ("no-decay", "one", "llama")}
 CASES = [
-    *(("muon", plan, ("gpt2", "llama")[number % 2]) for number, plan in enumerate(PLANS)),
+    *(("muon", plan, ("gpt2", "llama")[number % 2]) for number, plan in enumerate(LAYOUTS)),
     ("no-decay", "one", "llama"),
     ("no-decay", "zero3-x-tp", "gpt2"),
 ]
@@ -42,7 +50,10 @@ WIDE = [case for case in CASES if case[:2] in (("muon", "zero0"), ("muon", "zero
 def in_fp32() -> Iterator[None]:
     """Within, Muon orthogonalises in fp32. In bf16, as it always does, another order of a sum in fp32 may round an element the
     other way, by 0.4 %: then only one order of sums could be compared to the last digits."""
-    with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+    with (
+        mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone),
+        mock.patch.object(muon, "HELD_ELEMENTS", 5000),  # so that there are several rounds
+    ):
         yield
 
 
@@ -115,7 +126,7 @@ def _train(kind: str, model: str, layout: dict[str, Any], load: str | None, save
     cases(CASES, fast=FAST, wide=WIDE),
 )
 def test_equals_torchs_own(pool: Pool, kind: str, plan: str, model: str) -> None:
-    got = pool.run(train, world_size(PLANS[plan]), kind, model, PLANS[plan])[0]
+    got = pool.run(train, world_size(LAYOUTS[plan]), kind, model, LAYOUTS[plan])[0]
     assert_same_curve(got, plain(kind, model))
 
 
@@ -132,6 +143,47 @@ def test_momentum_goes_on_under_another_plan(pool: Pool, tmp_path: Path, saved: 
     before = pool.run(train, world_size(PLANS[saved]), "muon", "gpt2", PLANS[saved], None, folder)[0]
     after = pool.run(train, world_size(PLANS[loaded]), "muon", "gpt2", PLANS[loaded], folder, None)[0]
     assert_same_curve({key: before[key] + after[key] for key in before}, plain("muon", "gpt2"))
+
+
+def test_owners_have_alike_work() -> None:
+    shapes = {f"{layer}.{name}": shape for layer in range(32) for name, shape in LLAMA3_8B.items()}
+    for num_owners in (1, 7, 8, 64, 1000):
+        owners = muon.deal_out(shapes, num_owners)
+        load = [0] * num_owners
+        for name, owner in owners.items():
+            load[owner] += muon.flops(shapes[name])
+        best = max(sum(load) / num_owners, max(map(muon.flops, shapes.values())))
+        assert max(load) <= 4 / 3 * best
+        assert max(load) <= 1.05 * best or num_owners == 64
+
+
+def test_rounds_hold_what_owners_have_room_for() -> None:
+    shapes = {f"{layer}.{name}": shape for layer in range(8) for name, shape in LLAMA3_8B.items()}
+    rounds = muon.in_rounds(shapes, 4)
+    assert sorted(name for some in rounds for name in some) == sorted(shapes)
+    sizes = [sum(shapes[name][0] * shapes[name][1] for name in some) / 4 for some in rounds]
+    assert len(sizes) > 2
+    assert all(size <= muon.HELD_ELEMENTS for size in sizes)
+    assert all(size > muon.HELD_ELEMENTS / 2 for size in sizes[:-1])
+
+
+def test_the_owner_gets_every_part_once_and_from_near() -> None:
+    split = [{0: [(0, 4)]}, {0: [(4, 8)]}, {0: [(0, 4)]}, {0: [(4, 8)]}]
+    places = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert muon.sources_of(split, places, 0) == (0, 1)
+    assert muon.sources_of(split, places, 3) == (2, 3)
+    assert muon.sources_of([{}] * 4, places, 2) == (2,)
+
+
+def test_parts_of_parts_go_back_to_their_places() -> None:
+    whole = torch.arange(48.0).view(6, 8)
+    held = {1: [(0, 2), (4, 6)], 0: [(2, 5)]}
+    part = part_of(whole, held)
+    assert part.tolist() == whole[2:5, [0, 1, 4, 5]].tolist()
+    again = torch.zeros(6, 8)
+    put_part(again, held, part)
+    assert torch.equal(part_of(again, held), part)
+    assert again.count_nonzero() == part.count_nonzero()
 
 
 def test_muon_needs_blocks() -> None:

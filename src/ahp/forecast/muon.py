@@ -1,34 +1,72 @@
-"""What Muon's update of a block's matrices costs: each is gathered, orthogonalised whole, and a rank keeps its part.
+"""What Muon's update of a stage's matrices costs: each is sent to its owner, orthogonalised there, and every rank is sent its part.
 
-Every rank that holds a part of a matrix orthogonalises all of it (runtime/optimizer.py), so that neither sharding nor tensor
-parallelism divides this work; pipeline stages do.
+The matrices are dealt out over all ranks of a stage (runtime/muon.py), so that sharding, tensor parallelism and replicas divide
+this work as pipeline stages do, as far as the matrices go round.
 """
 
 from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
 
 from ahp.engines.engine import Traits
 from ahp.forecast.communication import Group, Network
 from ahp.forecast.division import product_bytes
 from ahp.forecast.efficiency import Rates, is_cpu
+from ahp.forecast.groups import data_groups, data_ranks, shard_ranks
+from ahp.forecast.mesh import axis_group, first_of, group_of, runs
 from ahp.forecast.split import split
 from ahp.graph.operators import ModelGraph, Segment
+from ahp.plan import Parallelism
 
 STEPS = 5
 """Newton-Schulz iterations (torch.optim._muon, DEFAULT_NS_STEPS)."""
 
-WHOLE_BYTES = (4 + 2) + 2 + (2 + 2) + STEPS * 2
-"""Bytes moved for each element of a whole matrix beside the products: the cast to bf16, its norm, the division by it, and
-at each iteration what is added to a product (torch.optim._muon, _zeropower_via_newtonschulz)."""
+WHOLE_BYTES = (2 + 2) + 2 + (2 + 2) + STEPS * 2 + (2 + 2)
+"""Bytes moved for each element of a whole matrix beside the products: its parts put together, its norm, the division by it, at
+each iteration what is added to a product (torch.optim._muon, _zeropower_via_newtonschulz), and the result packed."""
 
-PART_BYTES = (3 * 4) + (3 * 4) + (2 * 4) + (4 + 2 + 4)
-"""For each element of a rank's part: momentum, its mean with the gradient, weight decay, the update from bf16, each an
-operator of its own (runtime/optimizer.py)."""
+PART_BYTES = (3 * 4) + (2 * 4) + (2 + 4 + 4)
+"""For each element of a rank's part: momentum, weight decay, the update from bf16, each an operator of its own
+(runtime/optimizer.py)."""
+
+OWN_PART_BYTES = (3 * 4) + (4 + 2) + (2 + 2)
+"""And of those matrices that the rank's own replica orthogonalises: the mean of momentum and gradient, its cast, its packing."""
 
 LAUNCHES = 3 * STEPS + 12
-"""Operators that the host launches for one matrix: three products an iteration; before and after them casts, norm, copies."""
+"""Operators that the host launches for one matrix of which the rank is the owner: three products an iteration; before and after
+them norm and copies."""
 
-GATHERED_BYTES = 4
-"""Of one element of the update before it is orthogonalised."""
+PART_LAUNCHES = 6
+"""For each other one: momentum, the mean, its cast, weight decay, the update, and one of packing."""
+
+SENT_BYTES = 2
+"""Of one element, on the way to the owner and back."""
+
+
+class Places(NamedTuple):
+    """The ranks of a stage."""
+
+    tensor: Group
+    shard: Group
+    replica: Group
+    """Those of one replica, over both axes."""
+    replicas: Group
+
+    @property
+    def owners(self) -> int:
+        return self.replica.size * self.replicas.size
+
+
+def places_of(parallelism: Parallelism, devices_per_node: int) -> Places:
+    """Where the ranks that hold parts of the same matrices lie."""
+    tensor = axis_group(parallelism, "tp", devices_per_node)
+    shard, replicas = data_groups(parallelism, devices_per_node)
+    shards, _ = first_of(data_ranks(parallelism), shard_ranks(parallelism))
+    within = group_of((*runs(parallelism, ("tp",)), *shards), devices_per_node)
+    return Places(tensor, shard, within, replicas)
 
 
 class Muon:
@@ -38,26 +76,45 @@ class Muon:
         self._blocks, self._rates, self._network = graph.blocks, rates, network
         self._split = [split(block, "block").parameters for block in graph.blocks]
         self._products = [sum(self.product_s(shape) for _, shape in matrices(block)) for block in graph.blocks]
+        self._longest = lru_cache(maxsize=None)(self._longest_s)
 
-    def block_s(self, kind: int, tensor: Group, shard: Group, traits: Traits) -> float:
-        """Seconds of one block of a kind beyond what AdamW's element-wise pass over the rank's shard takes."""
-        device, found = self._rates.device, self._products[kind]
-        moved, launches, gathers_s = 0.0, 0.0, 0.0
-        for name, (rows, columns) in matrices(self._blocks[kind]):
-            numel, degree = rows * columns, tensor.size if name in self._split[kind] else 1
-            part = numel / degree / shard.size
-            priced = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
-            moved += numel * WHOLE_BYTES + part * (PART_BYTES - priced)
-            launches += LAUNCHES
-            gathers_s += self._network.time_s("all_gather", GATHERED_BYTES * numel / degree, shard)
-            gathers_s += self._network.time_s("all_gather", GATHERED_BYTES * numel, tensor) if degree > 1 else 0.0
-        busy_s = found + moved / self._rates.bytes_per_s
+    def stage_s(self, layers: Mapping[int, int], places: Places, traits: Traits) -> float:
+        """Seconds of so many blocks of each kind, beyond what AdamW's element-wise pass over the rank's shard takes."""
+        device, count, busy_s = self._rates.device, 0, self._longest(tuple(sorted(layers.items())), places.owners)
+        part = sent = back = 0.0
+        for kind, blocks in layers.items():
+            for name, (rows, columns) in matrices(self._blocks[kind]):
+                numel, degree = blocks * rows * columns, places.tensor.size if name in self._split[kind] else 1
+                count += blocks
+                part += numel / degree / places.shard.size
+                sent += numel / places.owners if degree * places.shard.size > 1 else 0.0
+                back += numel / degree / places.shard.size / places.replicas.size
+        priced = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
+        moved = part * (PART_BYTES - priced + OWN_PART_BYTES / places.replicas.size)
+        busy_s += moved / self._rates.bytes_per_s
+        launches = PART_LAUNCHES * count + LAUNCHES * -(-count // places.owners)
+        exchanged_s = sum(self._network.time_s("all_to_all", SENT_BYTES * n, places.replica) for n in (sent, back))
+        exchanged_s += self._network.time_s("all_gather", SENT_BYTES * part, places.replicas)
         if is_cpu(device):
-            return busy_s + launches * device.kernel_launch_s + gathers_s
-        return max(busy_s, launches * device.kernel_launch_s * traits.host_launches_per_operator) + gathers_s
+            return busy_s + launches * device.kernel_launch_s + exchanged_s
+        return max(busy_s, launches * device.kernel_launch_s * traits.host_launches_per_operator) + exchanged_s
+
+    def _longest_s(self, layers: tuple[tuple[int, int], ...], owners: int) -> float:
+        """Of the owner that has most to do, as the runtime deals the matrices out."""
+        each_s: list[float] = []
+        for kind, blocks in layers:
+            for _, (rows, columns) in matrices(self._blocks[kind]):
+                one_s = self.product_s((rows, columns)) + rows * columns * WHOLE_BYTES / self._rates.bytes_per_s
+                each_s += [one_s] * blocks
+        if len(each_s) <= owners:
+            return max(each_s, default=0.0)
+        load_s = [0.0] * owners
+        for one_s in sorted(each_s, reverse=True):
+            heapq.heapreplace(load_s, load_s[0] + one_s)
+        return max(load_s)
 
     def least_s(self) -> float:
-        """Of the cheapest block its products alone: no layout takes less for a layer."""
+        """Of the cheapest block its products alone, over all owners: no stage takes less for a layer than its share of them."""
         return min(self._products, default=0.0)
 
     def product_s(self, shape: tuple[int, int]) -> float:

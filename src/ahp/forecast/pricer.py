@@ -37,7 +37,7 @@ from ahp.forecast.communication import Network, Times, strided_group
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.mesh import pipeline_axis
-from ahp.forecast.muon import Muon
+from ahp.forecast.muon import Muon, places_of
 from ahp.forecast.rules import illegal
 from ahp.forecast.stage import DataParallel, Recompute, StageCost, stage_cost
 from ahp.forecast.units import UnitPricer, Units, axes_of
@@ -260,10 +260,8 @@ class Pricer:
         """What Muon's updates of these layers take beyond an element-wise pass; 0 under AdamW."""
         if self.muon is None:
             return 0.0
-        tensor = axes_of(parallelism, self.nodes.devices_per_node).tensor
-        shard, _ = data_groups(parallelism, self.nodes.devices_per_node)
         count = Counter(self.graph.layers[layer] for layer in layers)
-        return sum(n * self.muon.block_s(kind, tensor, shard, traits) for kind, n in count.items())
+        return self.muon.stage_s(count, places_of(parallelism, self.nodes.devices_per_node), traits)
 
     def update_s(self, parameters: float, traits: Traits) -> float:
         """Norm, clipping and AdamW of so many parameters on one device."""

@@ -63,15 +63,19 @@ def _between(ranges: Ranges, low: int, high: int) -> Ranges:
     return found or [(ranges[0][0], ranges[0][0])]
 
 
-def ranges_of(parallel: Parallel, name: str) -> dict[int, Ranges]:
-    """Which part of a parameter this rank holds."""
+def ranges_of(
+    parallel: Parallel, name: str, shard_rank: int | None = None, tensor_rank: int | None = None
+) -> dict[int, Ranges]:
+    """Which part of a parameter this rank holds; or the one that stands elsewhere on the shard and the tensor axis."""
     mesh, shape, split = parallel.mesh, parallel.names.shapes[name], parallel.splits.get(name)
-    tensor = (mesh.rank("tp"), mesh.size("tp"))
+    shard = mesh.shards[0] if shard_rank is None else shard_rank
+    tensor = (mesh.rank("tp") if tensor_rank is None else tensor_rank, mesh.size("tp"))
     if name in parallel.experts:
-        shard, expert = ((mesh.rank(axis), mesh.size(axis)) for axis in EXPERT_AXES)
-        return held_ranges(shape, split, tensor, shard, expert=expert, shard_dim=_shard_dim(parallel, name))
-    shard = mesh.shards if parallel.sharding.uses_fsdp else (0, 1)
-    return held_ranges(shape, split, tensor, shard)
+        ranks = divmod(shard, mesh.size("ep"))
+        sharded, expert = zip(ranks, (mesh.size(axis) for axis in EXPERT_AXES), strict=True)
+        return held_ranges(shape, split, tensor, sharded, expert=expert, shard_dim=_shard_dim(parallel, name))
+    sharded = (shard, mesh.shards[1]) if parallel.sharding.uses_fsdp else (0, 1)
+    return held_ranges(shape, split, tensor, sharded)
 
 
 def _shard_dim(parallel: Parallel, name: str) -> int:
@@ -85,10 +89,26 @@ def _shard_dim(parallel: Parallel, name: str) -> int:
 
 def own_part(parallel: Parallel, name: str, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor that is laid out as a parameter; the inverse of ``whole``."""
-    for dim, ranges in ranges_of(parallel, name).items():
+    return part_of(whole, ranges_of(parallel, name))
+
+
+def part_of(whole: torch.Tensor, held: dict[int, Ranges]) -> torch.Tensor:
+    """What the ranges hold of a tensor; a view where that is possible."""
+    for dim, ranges in held.items():
         pieces = [whole.narrow(dim, first, end - first) for first, end in ranges]
         whole = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
     return whole
+
+
+def put_part(whole: torch.Tensor, held: dict[int, Ranges], part: torch.Tensor) -> None:
+    """Write the part back to its place."""
+    if not held:
+        whole.copy_(part)
+        return
+    (dim, ranges), *others = held.items()
+    sizes = [end - first for first, end in ranges]
+    for (first, end), piece in zip(ranges, part.split(sizes, dim), strict=True):
+        put_part(whole.narrow(dim, first, end - first), dict(others), piece)
 
 
 def whole(parallel: Parallel, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -10,13 +10,9 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.graph.blocks import NoBlocks, find_blocks
 from ahp.job import Optimizer as Settings
+from ahp.runtime.muon import Alone, DealtOut
 from ahp.runtime.offload import HostMoments
-from ahp.runtime.torch_compat import local_tensor, orthogonalized
-
-Gather = Callable[[str, torch.Tensor], torch.Tensor]
-"""(parameter, this rank's part of a tensor laid out like it) -> the whole tensor. Collective among those that hold parts."""
-Cut = Callable[[str, torch.Tensor], torch.Tensor]
-"""(parameter, a whole tensor) -> this rank's part."""
+from ahp.runtime.torch_compat import local_tensor
 
 
 def matrices_of(module: nn.Module, settings: Settings) -> frozenset[str]:
@@ -40,7 +36,7 @@ class ShardedOptimizer:
 
     AdamW works element by element, so it needs no collective and no knowledge of how a tensor is spread: plain tensors that
     share memory with the shards spare DTensor's dispatch at every operator. Muon's momentum is a shard too; only its
-    update, which is orthogonalised, is gathered, one matrix after the other.
+    update is orthogonalised whole, by the owner of each matrix (``ahp.runtime.muon``).
     """
 
     def __init__(
@@ -50,11 +46,10 @@ class ShardedOptimizer:
         *,
         matrices: Collection[str] = (),
         offload: bool = False,
-        gather: Gather = lambda _, part: part,
-        cut: Cut = lambda _, whole: whole,
+        muon: Alone | DealtOut | None = None,
     ) -> None:
-        """``matrices``: what Muon updates. ``offload``: whether AdamW's moments are kept in host memory."""
-        self.settings, self.gather, self.cut = settings, gather, cut
+        """``matrices``: what Muon updates, and ``muon`` how. ``offload``: whether AdamW's moments are kept in host memory."""
+        self.settings = settings
         self.parameters = parameters
         self.shards = {
             name: nn.Parameter(local_tensor(p.detach()), p.requires_grad)
@@ -63,6 +58,7 @@ class ShardedOptimizer:
         }
         self.momentum = {name: torch.zeros_like(self.shards[name].data) for name in self.shards if name in matrices}
         """Of each matrix that Muon updates, this rank's part."""
+        self.muon = muon if muon is not None else Alone(self.momentum)
         self.adamw = torch.optim.AdamW(
             self._groups() or [nn.Parameter(torch.zeros(1))],
             lr=settings.learning_rate,
@@ -88,22 +84,25 @@ class ShardedOptimizer:
         for group in self.adamw.param_groups:
             group["lr"] = rate
         (self.adamw if self.host is None else self.host).step()
-        for name, momentum in self.momentum.items():
-            self._orthogonal_step(name, momentum, rate)
+        self._muon_step(rate)
         for shard in self.shards.values():
             shard.grad = None
 
     @torch.no_grad()
-    def _orthogonal_step(self, name: str, momentum: torch.Tensor, rate: float) -> None:
-        """As ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, on a part of the matrix."""
-        shard, beta = self.shards[name], self.settings.momentum
-        # A rank whose part is empty takes part in the gathering all the same.
-        gradient = shard.grad if shard.grad is not None else torch.zeros_like(shard)
-        momentum.lerp_(gradient, 1 - beta)
-        update = self.cut(name, orthogonalized(self.gather(name, gradient.lerp(momentum, beta))))
-        rows, columns = self.parameters[name].shape
-        shard.mul_(1 - rate * self.settings.weight_decay)
-        shard.add_(update, alpha=-rate * ADAMW_RMS * max(rows, columns) ** 0.5)
+    def _muon_step(self, rate: float) -> None:
+        """As ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, on this rank's parts of the matrices."""
+        beta = self.settings.momentum
+        # A rank whose part is empty takes part in what is exchanged all the same.
+        gradients = {
+            name: torch.zeros_like(momentum) if (found := self.shards[name].grad) is None else found
+            for name, momentum in self.momentum.items()
+        }
+        for name, momentum in self.momentum.items():
+            momentum.lerp_(gradients[name], 1 - beta)
+        for name, part in self.muon.orthogonalized(lambda name: gradients[name].lerp(self.momentum[name], beta)):
+            shard, (rows, columns) = self.shards[name], self.parameters[name].shape
+            shard.mul_(1 - rate * self.settings.weight_decay)
+            shard.add_(part, alpha=-rate * ADAMW_RMS * max(rows, columns) ** 0.5)
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
         """States of one parameter's shard, made if no step was taken yet: tensors like it and, of AdamW, ``step``."""

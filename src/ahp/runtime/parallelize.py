@@ -18,7 +18,6 @@ from ahp.graph.blocks import BlockList, NoBlocks, find_blocks
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
 from ahp.plan import Parallelism, Plan, validated
-from ahp.runtime import layout
 from ahp.runtime.balance import Balance, balance_of
 from ahp.runtime.chunked_loss import Tail
 from ahp.runtime.context_blocks import SharedTokens
@@ -27,6 +26,7 @@ from ahp.runtime.learning_rate import learning_rate
 from ahp.runtime.loss import Loss, PendingCount, count_scored
 from ahp.runtime.loss_scale import LossScale
 from ahp.runtime.mesh import Mesh, build_mesh
+from ahp.runtime.muon import DealtOut
 from ahp.runtime.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
 from ahp.runtime.optimizer import ShardedOptimizer, matrices_of
 from ahp.runtime.ownership import Held, Names, StageTies
@@ -37,7 +37,6 @@ from ahp.runtime.prepare import Preparation, cut_stages
 from ahp.runtime.refuse import refuse_model, refuse_plan
 from ahp.runtime.shard import COMPUTE_DTYPE, Sharding
 from ahp.runtime.start import Start
-from ahp.runtime.torch_compat import like_distributed
 from ahp.search.placement import Split
 from ahp.search.slice_model import ModelSlicing, slice_outline
 
@@ -154,13 +153,13 @@ class Parallel:
         return self.held.parameters
 
     def _optimizer(self, matrices: frozenset[str]) -> ShardedOptimizer:
+        ours = [name for name, p in self.parameters.items() if p.requires_grad and name in matrices]
         return ShardedOptimizer(
             self.parameters,
             self.plan.job.optimizer,
             matrices=matrices,
             offload=self.plan.engine.offload_optimizer,
-            gather=lambda name, part: layout.whole(self, name, like_distributed(part, self.parameters[name])),
-            cut=lambda name, all_of_it: layout.own_part(self, name, all_of_it),
+            muon=DealtOut(self, ours) if matrices else None,
         )
 
     def _loss(self, found: Outline | None, vocabulary: bool, balance: Balance | None, *, causal: bool) -> Loss:

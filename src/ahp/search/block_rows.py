@@ -175,8 +175,9 @@ class BlockRows:
         return self._updates_s(dense, experts, layers).max(axis=1, keepdims=True)
 
     def _updates_s(self, dense: Floats, experts: Floats, layers: Floats | Ints) -> Floats:
-        """[J, p] The same of each; of Muon, which works on whole matrices, the least that it takes for them."""
-        each_s = 0.0 if self.pricer.muon is None else self.pricer.muon.least_s()
+        """[J, p] The same of each; of Muon, which deals whole matrices out over a stage's ranks, the least that it takes for them."""
+        ranks = self.any.world_size // self.p
+        each_s = 0.0 if self.pricer.muon is None else self.pricer.muon.least_s() / ranks
         return (
             self.splits.columns.optimized(dense, experts) * self.splits.update_of_one_s(self.pricer) + layers * each_s
         )

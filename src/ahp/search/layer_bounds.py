@@ -139,12 +139,17 @@ class LayerBounds:
         return ways.device_bytes(allocated) <= most_bytes
 
     def _updates_s(self, rows: slice, layers: Floats | Ints) -> Floats:
-        """[rows, C] The update of ranks with so many layers; of Muon, which works on whole matrices, the least that it takes for them."""
+        """[rows, C] The update of ranks with so many layers; of Muon, whose matrices a stage's ranks share, the least that it takes."""
         of, muon = self._of[rows], self.asked.pricer.muon
         dense, experts = (layers * self._column(name)[of] for name in ("least_dense", "least_experts"))
         shards, expert_shards = self.ways.shards[rows], self.ways.expert_shards[rows]
         update_s = (dense / shards + experts / expert_shards) * self._update_of_one_s[rows]
-        return update_s if muon is None else update_s + layers * muon.least_s()
+        return update_s if muon is None else update_s + layers * (muon.least_s() / self._ranks_of_stage[of])
+
+    @cached_property
+    def _ranks_of_stage(self) -> Ints:
+        """[B, 1]"""
+        return np.array([[block.splits.layouts[0].world_size // block.p] for block in self.blocks], dtype=np.int64)
 
     # Of any cut into stages.
 

@@ -101,7 +101,8 @@ class GroupCells:
             updated = (cost.parameters - cost.experts) / shard_ranks(self.layout)
             once = sum(cost.first_forward.values()) + sum(cost.last_backward.values())
             once += self.pricer.update_s(updated, self.traits) + self.pricer.offload_s(updated, self.traits)
-            once += self.pricer.orthogonal_s(self.layout, self.traits, list(range(num_layers)))
+            if self.pricer.muon is not None:  # over how many replicas its matrices are dealt out is not known yet
+                once += num_layers * self.pricer.muon.least_s() / self._mixed.cluster.num_devices
             return Work((none, none), ((0.0, 0.0),) * 3 + (_seconds(cost),), once)
         if len(set(self.units.layers)) > 1 or num_layers < 2:
             return self.of_units()
