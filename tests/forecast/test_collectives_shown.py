@@ -73,6 +73,24 @@ def test_a_ring_hides_keys_and_values_behind_attention(llama):
     assert gathered.context_backward_s == 2 * gathered.context_forward_s
 
 
+@pytest.mark.parametrize(("ranks", "times_sent"), [(4, 1), (8, 2)])
+def test_all_to_all_of_heads_is_the_closed_form(llama, ranks, times_sent):
+    # 64 sequences of 256 tokens: queries and results have 8 heads of 64, keys and values 4, which 8 ranks hold twice.
+    def exchange_us(sent):
+        wire = sent * (ranks - 1) / ranks / (0.719 * 400e3)  # of NVLink with 400 GB/s, in bytes/us
+        latency = 30.9 + 8.4 + 3.4 + (ranks - 1) * 0.6  # start, base, hop, peers
+        filling = 0.26 * wire / (1 + wire / 1840)
+        copies = 2 * (1.7 + 2 * sent / (0.86 * 1e6))  # before and after: read and written, of 1 TB/s
+        return wire + latency + filling + copies
+
+    queries, keys = 64 * 256 * 8 * 64 * 2 / ranks, 64 * 256 * 4 * 64 * 2 / ranks
+    layout = Parallelism(context_parallel_degree=ranks, context_parallel_method="all-to-all")
+    found = block(llama, "ahp", layout, micro_batch=64)
+    by_hand_us = 2 * exchange_us(queries) + 2 * exchange_us(times_sent * keys)
+    assert found.context_forward_s == pytest.approx(by_hand_us * 1e-6, rel=1e-6)
+    assert found.context_backward_s == found.context_forward_s  # their gradients go the same ways
+
+
 def test_the_slowest_of_many_is_the_expected_maximum():
     assert slowest_share(1) == 0
     for ranks, expected in (

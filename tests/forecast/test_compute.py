@@ -3,7 +3,7 @@
 import pytest
 
 from ahp.cluster.model import AttentionSample, ElementWiseSample, MatmulSample, Measurements, MemorySample
-from ahp.forecast.compute import is_causal, operator_s, segment_times
+from ahp.forecast.compute import BACKWARD_LAUNCHES, is_causal, operator_s, segment_times
 from ahp.forecast.division import Division
 from ahp.forecast.efficiency import CPU_ATTENTION, Rates
 from ahp.forecast.kernels import Kernels, kernels
@@ -155,6 +155,13 @@ def test_fusion_saves_traffic_but_no_arithmetic(tiny):
     assert fused.forward_s - fused.element_wise.device_s == pytest.approx(products_only)
     assert fused.backward_s < eager.backward_s
     assert fused.forward.launches < eager.forward.launches
+
+
+def test_autograd_launches_the_backward_pass_with_less_than_modules(mlp_block):
+    found = times(mlp_block)
+    assert found.forward.launches == 5
+    assert found.input_gradient.launches == pytest.approx(4 * BACKWARD_LAUNCHES)
+    assert found.weight_gradient.launches == pytest.approx(2 * BACKWARD_LAUNCHES)
 
 
 def test_the_parts_of_the_backward_pass_are_the_whole(tiny):

@@ -68,6 +68,22 @@ def test_experts_that_add_a_bias_last_are_split_only_where_the_engine_can(whole)
     assert len(parts.forward_reduce) == (1 if whole else 2)
 
 
+def test_a_mask_with_as_many_elements_as_the_hidden_states_is_none_of_them():
+    x, scores = spec(1, 32, 32), spec(1, 4, 32, 32)  # as many tokens as channels
+    operators = (
+        product(0, 32, 32, 32, parameters=["query.weight"], module="query"),
+        op(1, "aten.bmm", [spec(32, 32)], [scores], [0], flops=2 * 32**3, module="core"),
+        op(2, "aten.add", [scores, spec(1, 1, 32, 32)], [scores], [1], module="core"),
+        op(3, "aten.bmm", [scores], [spec(32, 32)], [2], flops=2 * 32**3, module="core"),
+        product(4, 32, 32, 32, [3], parameters=["out.weight"], module="out"),
+        op(5, "aten.add", [x, x], [x], [4]),
+    )
+    weights = Parameter("query.weight", (32, 32)), Parameter("out.weight", (32, 32))
+    parts = split(Segment("block", operators, weights, x), "block")
+    assert (parts.column, parts.row) == ({0}, {4})
+    assert parts.divided == {0, 1, 2, 3, 4}
+
+
 def test_llama(tiny):
     block = tiny.blocks[0]
     parts = split(block, "block")

@@ -14,9 +14,10 @@ ContextWay = Literal["gather", "ring", "all-to-all"]
 Fusion = Literal["eager", "modules", "fused"]
 Gathers = Literal["never", "per_step", "per_micro_batch"]
 
-EAGER_LAUNCHES = 2.9
-"""Host time of one operator of eager PyTorch over a bare launch: 9 to 12 us in a module with autograd, of which 1.1 us its own
-work on a CPU (torch 2.13, AMD EPYC; docs/forecast.md), with the 5 us launch of a GPU in its place: (10.5 - 1.1 + 5) / 5."""
+EAGER_LAUNCHES = 3.5
+"""Host time of one operator of eager PyTorch's forward pass over a bare launch. Of a whole step one takes 9 to 12 us in a module with
+autograd, of which 1.1 us its own work on a CPU (torch 2.13, AMD EPYC; docs/forecast.md), with the 5 us launch of a GPU in its place:
+(10.5 - 1.1 + 5) / 5 = 2.9; one of the forward pass as much more as one of the backward pass takes less (forecast/compute.py)."""
 
 
 Pair = tuple[float, float]

@@ -164,7 +164,7 @@ class Nccl:
         Each device sends its whole buffer once, and its part of the sum: 1 + 1/n of the bytes on its link.
         """
         of = self._of
-        if of["nvls_share"] is None or self._on_pcie or group.local < 2:
+        if of["nvls_share"] is None or self._on_pcie or group.local < self._tuner["nvls_devices"]:
             return
         rate = of["nvls_share"] * of["link_share"] * self._link
         wire_us = num_bytes * (1.0 + 1.0 / group.local) / rate

@@ -112,10 +112,15 @@ def _reads_input(
     """Whether an input of the size of the hidden states comes from no operator of the segment and is no weight."""
     if hidden is None:
         return not op.depends_on
-    read = sum(spec.numel == hidden.numel for spec in op.inputs)
+    read = sum(_may_be(spec, hidden) for spec in op.inputs)
     read -= sum(weights.get(name) == hidden.numel for name in op.parameters)
-    made = sum(spec.numel == hidden.numel for i in _activations(op, by_index) for spec in by_index[i].outputs)
+    made = sum(_may_be(spec, hidden) for i in _activations(op, by_index) for spec in by_index[i].outputs)
     return read > made
+
+
+def _may_be(spec: TensorSpec, hidden: TensorSpec) -> bool:
+    """Whether a tensor has the size of the hidden states. A mask [1, 1, sequence, sequence] can, but has more dims."""
+    return spec.numel == hidden.numel and len(spec.shape) <= len(hidden.shape)
 
 
 def _activations(op: Operator, by_index: dict[int, Operator]) -> list[int]:
