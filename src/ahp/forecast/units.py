@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
@@ -22,7 +22,7 @@ from ahp.forecast.mesh import axis_group, group_of
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.split import Role, Split, is_weight_product, split
 from ahp.forecast.unit import Unit
-from ahp.graph.operators import DTYPE_BYTES, ModelGraph, Segment, TensorSpec
+from ahp.graph.operators import DTYPE_BYTES, ModelGraph, Operator, Segment, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.chunks import chunks
 
@@ -107,16 +107,27 @@ class _Run(NamedTuple):
     """Weights of experts."""
 
 
+class _Held(NamedTuple):
+    """Weights that a rank holds, in elements but for their number: ``Unit`` says which."""
+
+    tensors: int
+    parameters: int
+    experts: int
+    shapes: int
+    largest: int
+
+
 class _Divided(NamedTuple):
     """What of a segment its degrees decide, wherever the groups lie on nodes and however context ranks see tokens."""
 
     division: Division
     times: SegmentTimes
     memory: SegmentMemory
-    held: dict[str, int]
-    """Elements of each parameter that a rank holds."""
-    stacked: dict[str, int]
-    """Of weights of experts, those of one expert."""
+    weights: _Held
+    attention: tuple[Operator, ...]
+    """Fused attention of the forward pass."""
+    grouped: Operator | None
+    """The first product with stacked weights of experts."""
 
 
 class TensorCost(NamedTuple):
@@ -136,7 +147,9 @@ class UnitPricer:
         self._on_cpu = is_cpu(nodes.device)
         self._in_fp8 = precision == "fp8"
         self._causal = is_causal(graph)
+        self._heads = [attention_heads(block) for block in graph.blocks]
         self._graphs = {graph.micro_batch_size: graph}
+        self._forward_flops = cache(lambda micro_batch_size: self._at(micro_batch_size).flops("forward"))
         self._units: dict[tuple[int, Axes, How], Units] = {}
         self._fastest: dict[tuple[int, Axes, Traits], Units] = {}
         self._kernels: dict[tuple[int, Role, int, How], _Run] = {}
@@ -158,7 +171,7 @@ class UnitPricer:
     def _can(self, way: ContextWay, axes: Axes) -> bool:
         """Whether every rank can have as many heads."""
         ranks = axes.context.size * axes.tensor.size
-        return way != "all-to-all" or not any(attention_heads(block) % ranks for block in self._graph.blocks)
+        return way != "all-to-all" or not any(heads % ranks for heads in self._heads)
 
     def _units_by(self, way: ContextWay, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         fusion: Fusion = "traced" if self._on_cpu else traits.fusion
@@ -200,7 +213,7 @@ class UnitPricer:
             head=self._head(graph, axes, how, hidden_bytes // axes.context.size),
             tied_parameters=_tied_parameters(graph) // axes.tensor.size,
             hidden_bytes=hidden_bytes // cut,
-            forward_flops=graph.flops("forward"),
+            forward_flops=self._forward_flops(graph.micro_batch_size),
             context=how.context,
         )
 
@@ -225,12 +238,12 @@ class UnitPricer:
     ) -> Unit:  # fmt: skip
         fp8 = how.fp8 if role == "block" else None  # engines leave the head in the compute type
         in_8_bits = fp8 is not None and fp8.in_8_bits
-        division, times, memory, held, stacked = self._of_degrees(graph, segment, role, number, axes, how)
+        division, times, memory, weights, attention, grouped = self._of_degrees(graph, segment, role, number, axes, how)
         parts = division.split
         tensor = self._tensor(parts, axes, times, how, fp8=in_8_bits, sequences=graph.micro_batch_size)
         if fp8 is not None and fp8.shares_scales:
             tensor = self._with_scales(tensor, parts, axes, segment)
-        context_s = self._context_s(segment, division, axes, times, how)
+        context_s = self._context_s(attention, division, axes, times, how)
         return Unit(
             times=times,
             memory=memory,
@@ -239,12 +252,8 @@ class UnitPricer:
             tensor_launches=tensor.launches,
             context_forward_s=context_s[0],
             context_backward_s=context_s[1],
-            expert_s=self._expert_s(segment, division, axes, how),
-            tensors=max(1, len(held)),
-            parameters=sum(held.values()),
-            experts=sum(count for name, count in held.items() if name in stacked),
-            shapes=sum((held | stacked).values()),
-            largest=max(held.values(), default=0),
+            expert_s=self._expert_s(grouped, division, axes, how),
+            **weights._asdict(),
         )
 
     def _of_degrees(
@@ -276,7 +285,18 @@ class UnitPricer:
             accumulates=how.accumulates,
         )
         on = memory.on(division, keeps_gathered=not how.gathers_again)
-        self._divided[key] = _Divided(division, times, _with_casts(on, segment, division, fp8), held, one)
+        weights = _Held(
+            tensors=max(1, len(held)),
+            parameters=sum(held.values()),
+            experts=sum(count for name, count in held.items() if name in one),
+            shapes=sum((held | one).values()),
+            largest=max(held.values(), default=0),
+        )
+        forward = list(segment.phase("forward"))
+        attention = tuple(op for op in forward if "attention" in op.name)
+        grouped = next((op for op in forward if op.name in GROUPED), None)
+        on = _with_casts(on, segment, division, fp8)
+        self._divided[key] = _Divided(division, times, on, weights, attention, grouped)
         return self._divided[key]
 
     def _tensor(
@@ -330,19 +350,16 @@ class UnitPricer:
             tensor.launches,
         )
 
-    def _expert_s(self, segment: Segment, division: Division, axes: Axes, how: How) -> float:
+    def _expert_s(self, grouped: Operator | None, division: Division, axes: Axes, how: How) -> float:
         """Seconds to send every token to the ranks of its experts, and the answers back."""
-        if axes.expert.size == 1:
-            return 0.0
-        first = next((op for op in segment.phase("forward") if op.name in GROUPED), None)
-        if first is None:
+        if axes.expert.size == 1 or grouped is None:
             return 0.0
         parts = 1 if how.experts_gather_tokens or not division.sequence_parallel else division.tensor
-        sent = first.inputs[0].bytes / division.context / parts
+        sent = grouped.inputs[0].bytes / division.context / parts
         return 2 * self._network.time_s("all_to_all", sent, axes.expert)
 
     def _context_s(
-        self, segment: Segment, division: Division, axes: Axes, times: SegmentTimes, how: How
+        self, attention: tuple[Operator, ...], division: Division, axes: Axes, times: SegmentTimes, how: How
     ) -> tuple[float, float]:
         """Seconds, forward and backward, that a rank waits for what attention needs of the other context ranks.
 
@@ -354,9 +371,7 @@ class UnitPricer:
         if ranks == 1:
             return 0.0, 0.0
         forward = backward = 0.0
-        for op in segment.phase("forward"):
-            if "attention" not in op.name:
-                continue
+        for op in attention:
             share = 1.0 / division.tensor if op.index in division.split.divided else 1.0
             if how.context == "all-to-all":
                 seconds = sum(self._exchange_s(spec, share, axes) for spec in (*op.inputs[:3], op.outputs[0]))

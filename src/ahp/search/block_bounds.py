@@ -29,7 +29,7 @@ from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.split import split
 from ahp.forecast.tables import PRECISION_OF
 from ahp.forecast.units import Axes
-from ahp.graph.operators import Operator, Segment, TensorSpec
+from ahp.graph.operators import Operator, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
 from ahp.search.choices import Pipe
@@ -140,6 +140,9 @@ class _BlockBounds:
         traits = get(asked.engine.name).traits(asked.job, Parallelism(), asked.engine)
         whole = traits.whole_biased_experts
         self._splits = [split(block, "block", whole_biased_experts=whole) for block in self.graph.blocks]
+        forward = [list(block.phase("forward")) for block in self.graph.blocks]
+        self._attention = [[op for op in of_block if "attention" in op.name] for of_block in forward]
+        self._grouped = [next((op for op in of_block if op.name in GROUPED), None) for of_block in forward]
         share = np.bincount(self.graph.layers, minlength=len(self.graph.blocks)) / max(self.graph.num_layers, 1)
         self._share = share.tolist()
         """Of all layers, those of each kind."""
@@ -185,8 +188,8 @@ class _BlockBounds:
         traits = get(choice.name).traits(self.asked.job, layout, choice)
         size = micro_batch / self.graph.micro_batch_size
         return sum(
-            share * (self._tensor_s(kind, axes, traits, size) + self._others_s(block, axes, traits, size))
-            for kind, (block, share) in enumerate(zip(self.graph.blocks, self._share, strict=True))
+            share * (self._tensor_s(kind, axes, traits, size) + self._others_s(kind, axes, traits, size))
+            for kind, share in enumerate(self._share)
         )
 
     def _time_s(self, kind: Kind, tensors: tuple[TensorSpec, ...], axes: Axes, size: float) -> float:
@@ -213,14 +216,13 @@ class _BlockBounds:
             return CONTENTION * (forward + backward)
         return forward + (1.0 - (1.0 - CONTENTION) * traits.tensor_overlap_backward) * backward
 
-    def _others_s(self, block: Segment, axes: Axes, traits: Traits, size: float) -> float:
+    def _others_s(self, kind: int, axes: Axes, traits: Traits, size: float) -> float:
         """Keys, values and their gradients between context ranks; tokens between expert ranks."""
         seconds = 0.0
         if axes.context.size > 1:
-            for op in block.phase("forward"):
-                if "attention" in op.name:
-                    seconds += min(self._context_s(op, way, axes, size) for way in traits.context_ways)
-        if axes.expert.size > 1 and (first := next((op for op in block.phase("forward") if op.name in GROUPED), None)):
+            for op in self._attention[kind]:
+                seconds += min(self._context_s(op, way, axes, size) for way in traits.context_ways)
+        if axes.expert.size > 1 and (first := self._grouped[kind]):
             in_parts = axes.sequence_parallel and not traits.experts_gather_tokens
             cut = axes.context.size * (axes.tensor.size if in_parts else 1)
             seconds += 4 * self._network.time_s("all_to_all", size * first.inputs[0].bytes / cut, axes.expert)
