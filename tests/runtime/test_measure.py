@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ahp.cli import plan as plan_command
+from ahp.cluster.model import Cluster
 from ahp.errors import AhpError, BadInput, HardwareMismatch
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
@@ -46,8 +47,6 @@ def test_when_no_plan_runs_the_first_reason_is_told(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_cannot_be_measured_here_is_refused_before_a_worker_starts() -> None:
-    from ahp.cluster.model import Cluster
-
     elsewhere = of(data_parallel_replicate_degree=64).model_copy(
         update={"cluster": Cluster.parse("8x8xH100-SXM-80GB").plain()}
     )
@@ -74,12 +73,13 @@ def test_the_command_writes_the_plan_that_was_fastest(
         return [Measured(plan, (1.0 + number,)) for number, plan in enumerate(reversed(plans))]
 
     monkeypatch.setattr("ahp.runtime.measure.measure", backwards)
-    model, out = tmp_path / "config.json", tmp_path / "plan.yaml"
+    model, out, cluster = tmp_path / "config.json", tmp_path / "plan.yaml", tmp_path / "cluster.yaml"
     model.write_text(json.dumps(SMALL))
+    Cluster.parse("1x2xcpu").save(cluster)  # whose copies are timed when it is described: once, for both plans
     keys = ["--job.sequence-length", "16", "--job.global-batch-size", "4", "--job.precision", "fp32"]
-    assert plan_command.run([str(model), "1x2xcpu", "-o", str(out), *keys]) == 0
+    assert plan_command.run([str(model), str(cluster), "-o", str(out), *keys]) == 0
     forecast_first = Plan.load(out).parallelism
-    assert plan_command.run([str(model), "1x2xcpu", "--measure", "3", "-o", str(out), *keys]) == 0
+    assert plan_command.run([str(model), str(cluster), "--measure", "3", "-o", str(out), *keys]) == 0
     best = Plan.load(out)
     assert best.parallelism != forecast_first
     assert best.why[0].startswith("measured here: 1.00 s a step")
