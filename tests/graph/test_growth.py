@@ -28,6 +28,13 @@ def test_what_at_gives_can_grow_again() -> None:
     assert graph.at(1) is graph
 
 
+def test_each_size_is_made_once_and_a_bool_is_none() -> None:
+    graph = traced("llama", batch=2)
+    assert graph.at(1) is graph.at(1)
+    with pytest.raises(BadInput, match="micro_batch_size"):
+        graph.at(True)
+
+
 @pytest.mark.parametrize("size", [0, -1, True, 1.5])
 def test_a_size_that_is_none(size: int) -> None:
     with pytest.raises(BadInput, match="micro_batch_size"):

@@ -122,6 +122,8 @@ class ModelGraph:
     larger: ModelGraph | None = field(default=None, repr=False, compare=False)
     """The same model traced with one more sequence: two points fix what grows with the micro-batch. It has a ``larger``
     of its own when this graph runs other operators than they do. None: no law holds, ``at`` refuses."""
+    _grown: dict[int, ModelGraph] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By micro-batch size, what ``at`` has made: clusters and engines ask for the same sizes again."""
 
     @property
     def num_layers(self) -> int:
@@ -147,7 +149,12 @@ class ModelGraph:
         return self.embedding.flops(phase) + blocks + self.head.flops(phase)
 
     def at(self, micro_batch_size: int) -> ModelGraph:
-        """The same graph for another micro-batch size, see ``ahp.graph.growth``; cheap, nothing is traced."""
+        """The same graph for another micro-batch size, see ``ahp.graph.growth``; cheap, nothing is traced. Kept, and made once."""
+        if type(micro_batch_size) is int and micro_batch_size in self._grown:
+            return self._grown[micro_batch_size]
         from ahp.graph.growth import at
 
-        return at(self, micro_batch_size)
+        grown = at(self, micro_batch_size)
+        if grown is not self:
+            self._grown[micro_batch_size] = grown
+        return grown
