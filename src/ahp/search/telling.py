@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from ahp.errors import BadInput, NotExpressible
@@ -110,10 +111,14 @@ def _differs_only(one: Parallelism, other: Parallelism, keys: tuple[str, ...]) -
 
 def versions() -> dict[str, str]:
     """What the plan was made with."""
-    found = {}
-    for package in ("ahp", "torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {package: _version(package) for package in ("ahp", "torch", "transformers")}
+    return {package: number for package, number in found.items() if number is not None}
+
+
+@cache
+def _version(package: str) -> str | None:
+    """Read from the installed files once: every plan of a ranking says it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
