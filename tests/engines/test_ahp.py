@@ -23,7 +23,13 @@ from ahp.schedule.patterns import SCHEDULES
         ),
         ({"enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
         ({}, {"optimizer": "muon"}, {"offload_optimizer": True}, "job.optimizer.name = 'muon'"),
-        ({"tensor_parallel_degree": 2}, {}, {"compile": True}, "tensor_parallel_degree = 2"),
+        ({"tensor_parallel_degree": 2}, {"precision": "fp8"}, {"compile": True}, "tensor_parallel_degree = 2"),
+        (
+            {"tensor_parallel_degree": 2, "enable_sequence_parallel": True},
+            {},
+            {"compile": True},
+            "enable_sequence_parallel = True",
+        ),
         ({"activation_checkpoint": "selective"}, {}, {"compile": True}, "activation_checkpoint = 'selective'"),
         (
             {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +39,25 @@ def test_compiled_blocks_equal_one_process(pool: Pool, plain_run: Callable[..., 
     """Under one layout: compiling takes half a minute, and a pipeline's stage or a recomputed block is the same graph."""
     layout = ZERO["zero3"]
     for found in pool.run(train, world_size(layout), layout):
+        assert found["graphs"] > 0, "nothing was compiled"
+        assert_same_curve(found, plain_run("llama", STEPS))
+
+
+def train_without_kernels(rank: int, world: int, layout: dict[str, Any]) -> dict[str, Any]:
+    """Everything but the compiler of kernels, which takes long."""
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        return train(rank, world, layout)
+
+
+@pytest.mark.slow
+def test_compiled_slices_equal_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]]) -> None:
+    layout = {
+        **ZERO["zero3"],
+        "data_parallel_shard_degree": 2,
+        "tensor_parallel_degree": 2,
+        "activation_checkpoint": "full",
+    }
+    for found in pool.run(train_without_kernels, world_size(layout), layout):
         assert found["graphs"] > 0, "nothing was compiled"
         assert_same_curve(found, plain_run("llama", STEPS))
 

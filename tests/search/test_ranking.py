@@ -166,7 +166,6 @@ def test_a_graph_of_another_job_is_refused() -> None:
         ({"context_parallel_degree": 2}, {"compile": True}, r"context_parallel_degree = 2"),
         ({"expert_parallel_degree": 2}, {"name": "accelerate"}, "accelerate"),
         ({"expert_parallel_degree": 2}, {"compile": True}, r"expert_parallel_degree = 2"),
-        ({"tensor_parallel_degree": 2}, {"compile": True}, r"compile = True"),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ahp.errors import HardwareMismatch
+from ahp.runtime.slice import SlicedForward
 from ahp.runtime.telling import Noting
 
 CPU_COMPILERS = ("g++", "clang++")
@@ -27,7 +28,9 @@ def refuse_without_compiler(device: torch.device) -> None:
 def compile_block(block: nn.Module) -> None:
     """Compile a block's forward, in place, when it is first run. Hooks on the block (FSDP2's) stay outside."""
     forward = block.forward
-    if isinstance(forward, Noting):  # what it keeps for later stays outside too
+    if isinstance(forward, SlicedForward):  # its graph is known already, collectives and all
+        forward.compiled = True
+    elif isinstance(forward, Noting):  # what it keeps for later stays outside too
         forward.telling = torch.compile(forward.telling, dynamic=False)
     else:
         block.forward = torch.compile(forward, dynamic=False)  # type: ignore[method-assign]

@@ -161,6 +161,7 @@ class SlicedForward:
         self.block, self.template, self.solution, self.group, self.programs = block, template, solution, group, programs
         self.context_degree, self.fp8 = context_degree, fp8
         self.in_parts = self.first = self.last = False
+        self.compiled = False
         self.experts: dict[str, nn.Module] = {}
         """By their paths in the block, those that its graph calls: they are the block's own, and so are its programs then."""
         self.own_programs: dict[Any, Any] = {}
@@ -221,7 +222,8 @@ class SlicedForward:
         if solved not in self.programs:
             self.programs[solved] = self._solved(args, kwargs, weights)
         captured, solution = self.programs[solved]
-        return rewrite(captured, solution, self.group, self.experts, self.fp8), captured.output_spec
+        program: Any = rewrite(captured, solution, self.group, self.experts, self.fp8)
+        return torch.compile(program, dynamic=False) if self.compiled else program, captured.output_spec
 
     def _solved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]
