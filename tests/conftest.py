@@ -23,7 +23,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is wide is slow too, so that ``-m "not slow"`` leaves it out."""
+    """What is wide is slow too, so that ``-m "not slow"`` leaves it out. What starts many processes one after the other comes first: else
+    one process of the tests would end with it while the others wait."""
     for item in items:
         if item.get_closest_marker("wide"):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.name != "test_benchmarks.py")

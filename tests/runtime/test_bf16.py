@@ -61,8 +61,7 @@ CONTEXT = {
     method: {"context_parallel_degree": 2, "context_parallel_method": method} for method in ("ring", "all-to-all")
 }
 EVERY = (
-    "one", "zero0", "zero1", "zero2", "zero3", "tp", "1f1b", "interleaved", "zero3-x-tp-x-interleaved", "zero-bubble",
-    *CONTEXT,
+    "one", "zero0", "zero1", "zero2", "zero3", "tp", "1f1b", "zero3-x-tp-x-interleaved", "zero-bubble", *CONTEXT,
 )  # fmt: skip
 TYPICAL = ("zero3", "tp", "1f1b")
 """What casts differently: gathered weights, split weights, weights of a stage. That the other layouts cast as these
