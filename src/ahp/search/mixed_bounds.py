@@ -114,9 +114,11 @@ def can_hold(
         found = [of.most_layers(place, held, m, room) for of, room in zip(cells, rooms, strict=True)]
         return np.max(found, axis=0)
 
-    if layers(2, np.ones((1, 1), dtype=np.int64)).max() < 1 and layers(3, np.ones_like(m)).max() < num_layers:
-        return np.zeros(len(most), dtype=bool)
     alone = layers(3, np.ones_like(m))[:, 0] >= num_layers
+    if pipeline.max() == 1:
+        return alone[np.searchsorted(numbers, most)]
+    if not alone.any() and layers(2, np.ones((1, 1), dtype=np.int64)).max() < 1:
+        return np.zeros(len(most), dtype=bool)
     first, between, last = layers(0, held), layers(1, held), layers(2, held[:, :1])
     sums = np.cumsum(np.where(depth > 1, between, 0), axis=1)  # of the stages that are not the last, up to a depth
     whole = first[:, 1:] + sums[:, :-1] + last

@@ -189,18 +189,26 @@ class GroupCells:
 
         ``held``: micro-batches that the stage keeps at once, of ``micro_batches``.
         """
+        several = micro_batches > 1
+        if several.all():
+            return self._most_layers(place, held, micro_batches, room_bytes, 2)
+        few = self._most_layers(place, held, micro_batches, room_bytes, 1)
+        return (
+            np.where(several, self._most_layers(place, held, micro_batches, room_bytes, 2), few)
+            if several.any()
+            else few
+        )
+
+    def _most_layers(self, place: int, held: Ints, micro_batches: Ints, room_bytes: float, m: int) -> Ints:
+        """The same as if there were one micro-batch (m = 1), or several (m = 2)."""
         kept = held * float(self.kept.min(initial=np.inf))
-        outside = held * self._kept_outside(place)
-        found = []
-        for m in (1, 2):
-            # With one micro-batch gradients grow as activations go: it counts as if there were none of the rest.
-            each = kept + (self.states(place, 2)[1] * float(self.parameters.min(initial=np.inf)) if m > 1 else 0.0)
-            buffers = self._received(place) * (micro_batches if self.traits.torch_pipeline else 1)
-            beside = outside + buffers + (self._without_layers(place, 2) if m > 1 else 0.0)
-            room = room_bytes - beside
-            layers = np.floor(room / np.maximum(each, 1.0))
-            found.append(np.where(room < 0, -1, np.minimum(layers, len(self.units.layers))))
-        return np.where(micro_batches > 1, found[1], found[0]).astype(np.int64)
+        # With one micro-batch gradients grow as activations go: it counts as if there were none of the rest.
+        each = kept + (self.states(place, 2)[1] * float(self.parameters.min(initial=np.inf)) if m > 1 else 0.0)
+        buffers = self._received(place) * (micro_batches if self.traits.torch_pipeline else 1)
+        beside = held * self._kept_outside(place) + buffers + (self._without_layers(place, 2) if m > 1 else 0.0)
+        room = room_bytes - beside
+        layers = np.floor(room / np.maximum(each, 1.0))
+        return np.where(room < 0, -1, np.minimum(layers, len(self.units.layers))).astype(np.int64)
 
     def _received(self, place: int) -> float:
         """Bytes that a stage receives for a micro-batch."""

@@ -22,8 +22,8 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
-from ahp.search.mixed_bounds import can_hold, columns_hold, floors_alone_s, floors_s, speeds
-from ahp.search.mixed_costs import GroupCells, LayoutTables, Work
+from ahp.search.mixed_bounds import Speeds, can_hold, columns_hold, floors_alone_s, floors_s, speeds
+from ahp.search.mixed_costs import GroupCells, LayoutTables
 from ahp.search.mixed_solve import Placement, Solved, Task
 from ahp.search.mixed_space import Alike, MixedSpace, Shape, layout_of
 from ahp.search.problem import Problem
@@ -99,7 +99,7 @@ class Finder:
         rules = tuple(space.rules.values())
         self.outcome = MixedOutcome(rules=rules, size=space.legal, broken=space.size - space.legal)
         self.cells = cache(self._cells)
-        self._units_work = cache(self._of_units)
+        self._unit_speeds = cache(self._of_units)
         self._waiting: list[tuple[float, int, Task, list[Placement]]] = []
         """Shapes with their most promising placements, not priced yet: (its bound, a number of their own, ...)."""
 
@@ -111,7 +111,7 @@ class Finder:
         self.outcome.fitting.sort(key=lambda pair: pair[1].step_time_s)
         return self.outcome
 
-    def _queue(self, entries: Callable[[Alike], Iterator[Entry]], keep: int) -> None:
+    def _queue(self, entries: Callable[[Alike, float], Iterator[Entry]], keep: int) -> None:
         """Place the shapes of one kind in the order of their promise."""
         heap: list[tuple[float, int, int]] = [(self.least_s(alike), i, -1) for i, alike in enumerate(self.space.alike)]
         heapq.heapify(heap)
@@ -121,9 +121,8 @@ class Finder:
             least_s, index, at = heapq.heappop(heap)
             if at < 0:
                 if least_s < self._limit_s(keep):
-                    opened[index] = sorted(
-                        self._may_win(entries(self.space.alike[index]), keep), key=lambda entry: entry[:2]
-                    )
+                    found = entries(self.space.alike[index], self._limit_s(keep))
+                    opened[index] = sorted(self._may_win(found, keep), key=lambda entry: entry[:2])
             elif self._may_win([opened[index][at]], keep):
                 hard += self._place(opened[index][at])
             if at + 1 < len(opened.get(index, ())):
@@ -146,19 +145,27 @@ class Finder:
 
     # -- floors -----------------------------------------------------------------------------------------------------
 
-    def _work_of_units(self, alike: Alike) -> list[Work]:
-        return self._units_work(alike._replace(shard=1, zero=0))
+    def _speeds(self, alike: Alike) -> Speeds:
+        """Of the units alone, however states are shared: known before memory is asked for and cells are priced."""
+        return self._unit_speeds(alike._replace(shard=1, zero=0))
 
-    def _of_units(self, alike: Alike) -> list[Work]:
+    def _of_units(self, alike: Alike) -> Speeds:
         layout = layout_of(alike, 2)
-        return [GroupCells(self.pricer, name, layout, 1).of_units() for name in self.names]
+        return speeds([GroupCells(self.pricer, name, layout, 1).of_units() for name in self.names])
 
     def least_s(self, alike: Alike) -> float:
         """Seconds that everything which is so alike takes at least, from the units alone."""
-        works = self._work_of_units(alike)
-        whole = speeds(works).whole_s
+        whole = self._speeds(alike).whole_s
         cells = self.space.cells(alike.width)
         return self.space.micro_batches(alike) / float((np.array(cells) / whole).sum())
+
+    def _at_full_speed_s(self, alike: Alike, replicas: Ints) -> Floats:
+        """[N] Seconds that so many cells take at least for all micro-batches, the fastest of them."""
+        whole, cells = self._speeds(alike).whole_s, np.array(self.space.cells(alike.width))
+        order = np.argsort(whole, kind="stable")
+        ends = np.cumsum(cells[order])
+        used = np.diff(np.minimum(ends[None, :], replicas[:, None]), prepend=0, axis=1)
+        return self.space.micro_batches(alike) / (used / whole[order]).sum(axis=1)
 
     def _cells(self, alike: Alike, pipelined: bool, least: int) -> list[GroupCells]:
         layout = layout_of(alike, 2 if pipelined else 1)
@@ -169,10 +176,11 @@ class Finder:
         yield from self.alone(alike)
         yield from self.piped(alike)
 
-    def alone(self, alike: Alike) -> Iterator[Entry]:
-        """Those without a pipeline."""
+    def alone(self, alike: Alike, limit_s: float = float("inf")) -> Iterator[Entry]:
+        """Those without a pipeline whose floor may be below the limit."""
         grid = self.space.grid(alike.width, self.space.micro_batches(alike))
         replicas = grid.replicas[grid.pipeline == 1]
+        replicas = replicas[self._at_full_speed_s(alike, replicas) < limit_s]
         ones, schedule = np.ones_like(replicas), self.space.schedules(1)[0]
         holds = self._hold(alike, schedule, ones, replicas)
         if not holds.any():
@@ -183,7 +191,7 @@ class Finder:
         floors = floors + min(work.once for work in works)
         yield from self._entries(alike, schedule, floors, floors, ones[holds], replicas[holds])
 
-    def piped(self, alike: Alike) -> Iterator[Entry]:
+    def piped(self, alike: Alike, limit_s: float = float("inf")) -> Iterator[Entry]:
         """Those with one."""
         total, cells = self.space.micro_batches(alike), self.space.cells(alike.width)
         grid = self.space.grid(alike.width, total)
@@ -192,14 +200,15 @@ class Finder:
             pipeline, replicas = grid.pipeline[several], grid.replicas[several]
             enough = total >= replicas * self._least(pipeline, schedule)
             pipeline, replicas = pipeline[enough], replicas[enough]
+            near = floors_s(self._speeds(alike), cells, total, pipeline, replicas, schedule) < limit_s
+            pipeline, replicas = pipeline[near], replicas[near]
             holds = self._hold(alike, schedule, pipeline, replicas)
             if not holds.any():
                 continue
             pipeline, replicas = pipeline[holds], replicas[holds]
             # Where a replica may have a single micro-batch stages are not priced for it before they are placed.
             rough = self.space.least(2, schedule) < 2
-            works = self._work_of_units(alike) if rough else [of.work for of in self.cells(alike, True, 2)]
-            found = speeds(works)
+            found = self._speeds(alike) if rough else speeds([of.work for of in self.cells(alike, True, 2)])
             floors = floors_s(found, cells, total, pipeline, replicas, schedule)
             promise = floors_s(found, cells, total, pipeline, replicas, "GPipe")
             yield from self._entries(alike, schedule, promise, floors, pipeline, replicas)
