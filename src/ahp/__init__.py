@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ahp.runtime.parallelize import parallelize as parallelize
     from ahp.runtime.trainer import Trainer as Trainer
     from ahp.search.ranking import search as search
-    from ahp.search.slicing import slicing as slicing
+    from ahp.search.slicing.solve import slicing as slicing
 
     __version__: str
 
@@ -31,7 +31,7 @@ _HOMES = {
     "probe": "ahp.cluster.measure",
     "Cluster": "ahp.cluster.model",
     "simulate": "ahp.forecast.step",
-    "slicing": "ahp.search.slicing",
+    "slicing": "ahp.search.slicing.solve",
     "Trainer": "ahp.runtime.trainer",
     "parallelize": "ahp.runtime.parallelize",
     "Plan": "ahp.plan",

@@ -17,7 +17,7 @@ from ahp.graph.outline import outline
 from ahp.runtime.experts import check_experts
 from ahp.runtime.slice import meta_copy
 from ahp.runtime.sliced_experts import splits_of_experts
-from ahp.search.slice_model import slice_outline
+from ahp.search.slicing.model import slice_outline
 from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB, VOCABULARY, batch
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train, world_size

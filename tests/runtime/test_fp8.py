@@ -24,7 +24,7 @@ from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan
 from ahp.runtime import fp8
 from ahp.runtime.deferred import WeightGradients
-from ahp.search.slice_model import slice_outline
+from ahp.search.slicing.model import slice_outline
 from tests.runtime.models import JOB, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.test_equality import LAYOUTS, world_size
 from tests.runtime.workers import Pool

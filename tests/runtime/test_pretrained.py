@@ -21,7 +21,7 @@ from ahp.runtime.collectives import cut_segments
 from ahp.runtime.hub_names import as_it_is, in_files
 from ahp.runtime.layout import held_ranges
 from ahp.runtime.pretrained import Pretrained, check_folder
-from ahp.search.placement import Split
+from ahp.search.slicing.placement import Split
 from tests.marks import cases
 from tests.runtime.models import JOB, MODELS, batch
 from tests.runtime.test_checkpoint import PLANS

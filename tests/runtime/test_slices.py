@@ -100,8 +100,8 @@ def run_rewritten(rank: int, world: int, kind: str) -> list[tuple[str, float]]:
     from ahp.graph.capture import capture
     from ahp.runtime.collectives import cut_segments
     from ahp.runtime.rewrite import rewrite
-    from ahp.search.placement import Placement, Split
-    from ahp.search.slicing import solve
+    from ahp.search.slicing.placement import Placement, Split
+    from ahp.search.slicing.solve import solve
 
     torch.manual_seed(0)
     block = Mixing() if kind == "batch" else Block(32, 4)

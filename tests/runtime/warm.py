@@ -16,7 +16,7 @@ from torch import nn
 from ahp.graph.outline import Outline, outline
 from ahp.runtime import parallelize
 from ahp.runtime.hub_names import in_files
-from ahp.search.slice_model import slice_outline
+from ahp.search.slicing.model import slice_outline
 from tests.runtime.models import MODELS, SEQUENCE
 
 _kept: dict[Any, Outline] = {}

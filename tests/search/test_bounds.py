@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ahp.engines.registry import names
 from ahp.plan import Forecast, Parallelism
-from ahp.search.bounds import Bounds
+from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
 from ahp.search.problem import Problem
 from ahp.search.space import Space, build

@@ -12,7 +12,7 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import memory
 from ahp.plan import Parallelism
 from ahp.schedule.stages import layers_of_stages
-from ahp.search.bounds import FIT_PROBABILITY
+from ahp.search.bounds.space_bounds import FIT_PROBABILITY
 from ahp.search.lighten import lighten
 from ahp.search.problem import Problem
 

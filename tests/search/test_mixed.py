@@ -18,10 +18,10 @@ from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.forecast import rules
 from ahp.plan import Parallelism, StagePlace
 from ahp.search.choices import divisors
-from ahp.search.mixed_balance import share
-from ahp.search.mixed_find import Budget, Finder
-from ahp.search.mixed_matrices import families, matrices
-from ahp.search.mixed_space import Alike, MixedSpace, Shape, layout_of
+from ahp.search.mixed.balance import share
+from ahp.search.mixed.find import Budget, Finder
+from ahp.search.mixed.matrices import families, matrices
+from ahp.search.mixed.space import Alike, MixedSpace, Shape, layout_of
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import Ranking, search
 from ahp.search.stages import cuts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
-from ahp.search.mixed_matrices import matrices, num_matrices
+from ahp.search.mixed.matrices import matrices, num_matrices
 
 
 def by_brute_force(cells: tuple[int, ...], pipeline: int, replicas: int) -> int:

@@ -13,7 +13,7 @@ from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.units import axes_of
 from ahp.plan import AXES, DEGREE, Parallelism
-from ahp.search.bounds import Bounds
+from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.method import Method, find
 from ahp.search.orders import Degrees, Order, Orders
 from ahp.search.problem import Problem

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster, Link
 from ahp.errors import AhpError, NothingFits
-from ahp.search.bounds import Bounds
+from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.method import Method, find
 from ahp.search.problem import Problem, with_devices
 from ahp.search.ranking import Ranking, search

@@ -10,10 +10,10 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.graph.capture import capture
-from ahp.search.conversion import Permission
-from ahp.search.placement import Placement, R, Split
-from ahp.search.slice_model import slice_model
-from ahp.search.slicing import slicing, solve
+from ahp.search.slicing.conversion import Permission
+from ahp.search.slicing.model import slice_model
+from ahp.search.slicing.placement import Placement, R, Split
+from ahp.search.slicing.solve import slicing, solve
 from tests.runtime.models import custom, llama
 from tests.search.families import build
 

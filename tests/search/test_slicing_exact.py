@@ -13,10 +13,10 @@ from torch.fx import Node
 
 from ahp.errors import BadInput
 from ahp.graph.capture import Capture, capture
-from ahp.search.conversion import Permission, Step, allowed, bytes_of, steps
-from ahp.search.packing import VIEWS
-from ahp.search.placement import P, Placement, R, Split, Strategy, is_tensor, numel_of, shape_of, tensor_inputs
-from ahp.search.slicing import BYTES_FIRST, LAST_RESORT, SPARING, Problem, flops_of, problem, solve
+from ahp.search.slicing.conversion import Permission, Step, allowed, bytes_of, steps
+from ahp.search.slicing.packing import VIEWS
+from ahp.search.slicing.placement import P, Placement, R, Split, Strategy, is_tensor, numel_of, shape_of, tensor_inputs
+from ahp.search.slicing.solve import BYTES_FIRST, LAST_RESORT, SPARING, Problem, flops_of, problem, solve
 from tests.examples import many
 
 WIDTH = 4

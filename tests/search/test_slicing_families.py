@@ -10,10 +10,10 @@ import pytest
 
 from ahp.errors import BadInput
 from ahp.graph.capture import Capture
-from ahp.search.conversion import Permission
-from ahp.search.placement import Placement, R, Split, shape_of
-from ahp.search.slice_words import module_of
-from ahp.search.slicing import SPARING, Slicing, solve
+from ahp.search.slicing.conversion import Permission
+from ahp.search.slicing.placement import Placement, R, Split, shape_of
+from ahp.search.slicing.solve import SPARING, Slicing, solve
+from ahp.search.slicing.words import module_of
 from tests.search.families import families, generic, traced, written_plan
 
 FAST = ("mixtral", "phi3", "deepseek_v2")

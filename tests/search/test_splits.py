@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ahp.engines.registry import names
 from ahp.forecast import memory
 from ahp.forecast.groups import shard_ranks
-from ahp.search.bounds import Bounds
+from ahp.search.bounds.space_bounds import Bounds
+from ahp.search.bounds.split_columns import WeightColumns
 from ahp.search.space import build
-from ahp.search.split_columns import WeightColumns
 
 from .small import small
 

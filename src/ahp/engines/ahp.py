@@ -101,7 +101,7 @@ class AhpEngine(Engine):
             tensor_copies=True,  # runtime/collectives.py joins and cuts parts along the sequence
             selective_sends_again=True,
             experts_gather_tokens=True,  # runtime/sliced_experts.py
-            whole_biased_experts=True,  # their result is no summand (search/slicing.py)
+            whole_biased_experts=True,  # their result is no summand (search/slicing/solve.py)
             loss_chunk_tokens=choice.loss_chunk_tokens,
             context_ways=("all-to-all", "ring") if method is None else (method,),
             context_sums_bytes=4,  # runtime/ring_attention.py

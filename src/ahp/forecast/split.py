@@ -3,7 +3,7 @@
 A weight product is an operator with FLOPs that reads a parameter. Going through a block, the first product
 after whole activations is split by columns, the last before whole activations again is split by rows, and what
 lies between them works on a part (arXiv 1909.08053). So an operator is inside when every path to it from the
-block's input, and every path from it to the block's output, passes a weight product. ``ahp.search.slicing``
+block's input, and every path from it to the block's output, passes a weight product. ``ahp.search.slicing.solve``
 decides the real split, tensor by tensor; this rule is what the forecast needs of it.
 """
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ahp.search.conversion import Step
-from ahp.search.placement import Split
+from ahp.search.slicing.conversion import Step
+from ahp.search.slicing.placement import Split
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 

@@ -25,7 +25,7 @@ from ahp.runtime.context import Context
 from ahp.runtime.context_attention import InContext
 from ahp.runtime.mesh import Mesh
 from ahp.runtime.stages import cut
-from ahp.search.token_parts import BATCH, Attention, TokenParts, check_tokens_apart, token_parts, traced_length
+from ahp.search.slicing.token_parts import BATCH, Attention, TokenParts, check_tokens_apart, token_parts, traced_length
 
 
 class SharedTokens:

@@ -19,7 +19,7 @@ from ahp.graph.outline import Outline
 from ahp.runtime.collectives import exchange_rows
 from ahp.runtime.mesh import Mesh
 from ahp.runtime.slice import local_weights, replace_parameter
-from ahp.search.placement import Split
+from ahp.search.slicing.placement import Split
 
 
 def check_experts(module: nn.Module, found: Outline | None, degree: int) -> None:

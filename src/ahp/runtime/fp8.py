@@ -21,8 +21,8 @@ from ahp.graph.capture import Capture
 from ahp.graph.experts import num_stacked
 from ahp.graph.outline import Outline
 from ahp.plan import Plan
-from ahp.search.placement import Split, Strategy, tensor_inputs
-from ahp.search.slice_model import ModelSlicing
+from ahp.search.slicing.model import ModelSlicing
+from ahp.search.slicing.placement import Split, Strategy, tensor_inputs
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ahp.runtime.collectives import join_segments
 from ahp.runtime.mesh import EXPERT_AXES
 from ahp.runtime.torch_compat import local_tensor
-from ahp.search.placement import Split
+from ahp.search.slicing.placement import Split
 
 if TYPE_CHECKING:
     from ahp.runtime.parallelize import Parallel

@@ -37,8 +37,8 @@ from ahp.runtime.prepare import Preparation, cut_stages
 from ahp.runtime.refuse import refuse_model, refuse_plan
 from ahp.runtime.shard import COMPUTE_DTYPE, Sharding
 from ahp.runtime.start import Start
-from ahp.search.placement import Split
-from ahp.search.slice_model import ModelSlicing, slice_outline
+from ahp.search.slicing.model import ModelSlicing, slice_outline
+from ahp.search.slicing.placement import Split
 
 if TYPE_CHECKING:
     from ahp.runtime.checkpoint import BackgroundSaver

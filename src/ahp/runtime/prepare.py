@@ -25,8 +25,8 @@ from ahp.runtime.slice import slice_module
 from ahp.runtime.stages import Stage, cut
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.schedule.stages import layer_ranges, layers_of_stages
-from ahp.search.placement import Split
-from ahp.search.slice_model import ModelSlicing
+from ahp.search.slicing.model import ModelSlicing
+from ahp.search.slicing.placement import Split
 
 
 def cut_stages(module: nn.Module, found: Outline | None, plan: Plan) -> list[Stage]:

@@ -18,10 +18,10 @@ from ahp.graph.experts import EXPERTS
 from ahp.runtime.collectives import step_function
 from ahp.runtime.dropout import drops, with_own_numbers
 from ahp.runtime.fp8 import InGraph
-from ahp.search.conversion import Step, steps
-from ahp.search.packing import CUTS, cut_dim, cut_sizes, slice_range
-from ahp.search.placement import P, Placement, R, Split, Strategy, args_of, kwargs_of, shape_of, tensor_inputs
-from ahp.search.slicing import Slicing
+from ahp.search.slicing.conversion import Step, steps
+from ahp.search.slicing.packing import CUTS, cut_dim, cut_sizes, slice_range
+from ahp.search.slicing.placement import P, Placement, R, Split, Strategy, args_of, kwargs_of, shape_of, tensor_inputs
+from ahp.search.slicing.solve import Slicing
 
 aten = torch.ops.aten
 

@@ -27,9 +27,9 @@ from ahp.runtime.rewrite import rewrite
 from ahp.runtime.sliced_experts import leave_out, splits_of_experts
 from ahp.runtime.telling import Telling
 from ahp.runtime.torch_compat import outside_modes
-from ahp.search.placement import Placement, Split
-from ahp.search.slice_model import ModelSlicing
-from ahp.search.slicing import Slicing, solve
+from ahp.search.slicing.model import ModelSlicing
+from ahp.search.slicing.placement import Placement, Split
+from ahp.search.slicing.solve import Slicing, solve
 
 
 def slice_module(

@@ -17,8 +17,8 @@ from ahp.errors import BadInput
 from ahp.graph.capture import capture
 from ahp.graph.experts import experts as stand_in
 from ahp.runtime.dropout import drops
-from ahp.search.placement import P, Split, args_of, kwargs_of, tensor_inputs
-from ahp.search.slicing import Slicing, solve
+from ahp.search.slicing.placement import P, Split, args_of, kwargs_of, tensor_inputs
+from ahp.search.slicing.solve import Slicing, solve
 
 TOKENS = 8
 """To trace with: no result depends on it."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ahp.errors import BadInput, NotExpressible, NothingFits
 from ahp.plan import Forecast, Parallelism
-from ahp.search.bounds import Bounds
+from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.lighten import lighten
 from ahp.search.method import Method, find
 from ahp.search.problem import Problem

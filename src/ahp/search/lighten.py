@@ -17,7 +17,7 @@ from ahp.forecast import memory
 from ahp.forecast.assembly import in_flight_bytes, ranks_of_stages
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.stages import layers_of_stages
-from ahp.search.bounds import FIT_PROBABILITY
+from ahp.search.bounds.space_bounds import FIT_PROBABILITY
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S
 from ahp.words import percent

@@ -11,7 +11,7 @@ from ahp.cluster.model import Cluster, Link, NodeGroup
 from ahp.config import Constraints
 from ahp.errors import BadInput, NotExpressible, NothingFits
 from ahp.plan import Forecast, Parallelism
-from ahp.search.bounds import Bounds
+from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
 from ahp.search.problem import Problem
 from ahp.search.reasons import needed_bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.search.bounds import Bounds
+from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.choices import Pipe, Split
 from ahp.search.exact import Outcome, Place
 from ahp.search.space import Rows, Space

@@ -14,7 +14,7 @@ from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, Rejected
 from ahp.search import telling
-from ahp.search.bounds import Bounds
+from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.counts import Choice, choose, of_size
 from ahp.search.current import Current, compared, today_of, with_candidate
 from ahp.search.exact import Outcome
@@ -228,7 +228,7 @@ def _worth(scale: Scale, plan: Plan) -> Worth:
 def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method) -> Ranking:
     """All devices, the shortest step first."""
     if asked.cluster.is_mixed:
-        from ahp.search.mixed import mixed_ranking
+        from ahp.search.mixed.over_groups import mixed_ranking
 
         return mixed_ranking(asked, keep, current, by, lambda used: _by_speed(used, keep, None, by))
     start = perf_counter()

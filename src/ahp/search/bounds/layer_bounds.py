@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from ahp.forecast.overlap import CONTENTION
 from ahp.schedule.patterns import SPLIT_BACKWARD
-from ahp.search.block_bounds import fewest_in_flight, fullest_of_any_cut
-from ahp.search.pipelines import Pipelines
+from ahp.search.bounds.block_bounds import fewest_in_flight, fullest_of_any_cut
+from ahp.search.bounds.pipelines import Pipelines
+from ahp.search.bounds.split_columns import SplitColumns, WeightColumns
+from ahp.search.bounds.splits import Splits
+from ahp.search.bounds.stage_columns import BlockStages
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
-from ahp.search.split_columns import SplitColumns, WeightColumns
-from ahp.search.splits import Splits
-from ahp.search.stage_columns import BlockStages
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

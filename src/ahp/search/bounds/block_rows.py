@@ -20,13 +20,13 @@ from ahp.forecast.units import Units
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s, ranks_stages
 from ahp.schedule.patterns import V_SHAPED
+from ahp.search.bounds.pipelines import Cut, Pipelines
+from ahp.search.bounds.split_columns import WeightColumns
+from ahp.search.bounds.splits import Splits
+from ahp.search.bounds.stage_columns import BlockStages, PassTimes
 from ahp.search.choices import Pipe
-from ahp.search.pipelines import Cut, Pipelines
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
-from ahp.search.split_columns import WeightColumns
-from ahp.search.splits import Splits
-from ahp.search.stage_columns import BlockStages, PassTimes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

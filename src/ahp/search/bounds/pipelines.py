@@ -18,9 +18,9 @@ from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight, ranks_stages
 from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
 from ahp.schedule.stages import layers_of_stages
+from ahp.search.bounds.stage_columns import Stages
 from ahp.search.choices import LOOPED, Pipe
 from ahp.search.problem import Problem
-from ahp.search.stage_columns import Stages
 
 Ints = NDArray[np.int64]
 

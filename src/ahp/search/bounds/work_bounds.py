@@ -14,8 +14,8 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
+from ahp.search.bounds.splits import Splits
 from ahp.search.problem import Problem
-from ahp.search.splits import Splits
 
 
 class WorkBounds:

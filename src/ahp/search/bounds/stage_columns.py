@@ -26,7 +26,7 @@ from ahp.forecast.stage import (
 )
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
-from ahp.search.splits import Splits
+from ahp.search.bounds.splits import Splits
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

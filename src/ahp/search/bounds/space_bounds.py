@@ -21,16 +21,16 @@ from numpy.typing import NDArray
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.forecast import memory
-from ahp.search.block_bounds import block_bounds_s, block_needs_bytes
-from ahp.search.block_rows import BlockRows, RowBounds, after_s, recomputes
+from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes
+from ahp.search.bounds.block_rows import BlockRows, RowBounds, after_s, recomputes
+from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock
+from ahp.search.bounds.pipelines import Pipelines
+from ahp.search.bounds.splits import Splits
+from ahp.search.bounds.stage_columns import BlockStages
+from ahp.search.bounds.work_bounds import WorkBounds
 from ahp.search.choices import Split
-from ahp.search.layer_bounds import LayerBounds, PricedBlock
-from ahp.search.pipelines import Pipelines
 from ahp.search.problem import Problem
 from ahp.search.space import Space
-from ahp.search.splits import Splits
-from ahp.search.stage_columns import BlockStages
-from ahp.search.work_bounds import WorkBounds
 
 Floats = NDArray[np.float64]
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ahp.search.packing import CUTS, VIEWS
-from ahp.search.placement import Context, R, Strategy, args_of, is_tensor, tensor_inputs
-from ahp.search.strategies import elements, products, shapes
+from ahp.search.slicing.packing import CUTS, VIEWS
+from ahp.search.slicing.placement import Context, R, Strategy, args_of, is_tensor, tensor_inputs
+from ahp.search.slicing.strategies import elements, products, shapes
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
-from ahp.search.placement import (
+from ahp.search.slicing.placement import (
     Context,
     P,
     Placement,

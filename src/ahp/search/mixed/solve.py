@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, StagePlace
 from ahp.schedule.patterns import SPLIT_BACKWARD
-from ahp.search.mixed_balance import balance, ends_s
-from ahp.search.mixed_costs import LayoutTables
-from ahp.search.mixed_matrices import Kind, Matrix, families, matrices, num_matrices
-from ahp.search.mixed_space import Fixed, Shape
+from ahp.search.mixed.balance import balance, ends_s
+from ahp.search.mixed.costs import LayoutTables
+from ahp.search.mixed.matrices import Kind, Matrix, families, matrices, num_matrices
+from ahp.search.mixed.space import Fixed, Shape
 from ahp.search.stages import cuts
 
 ALL_PLACEMENTS = 20_000

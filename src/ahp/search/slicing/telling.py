@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ahp.errors import BadInput
-from ahp.search.slice_model import ModelSlicing, slice_outline
-from ahp.search.slicing import Slicing
+from ahp.search.slicing.model import ModelSlicing, slice_outline
+from ahp.search.slicing.solve import Slicing
 from ahp.words import gib, percent
 
 if TYPE_CHECKING:

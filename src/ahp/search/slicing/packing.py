@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
-from ahp.search.placement import args_of, argument, shape_of
+from ahp.search.slicing.placement import args_of, argument, shape_of
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from ahp.graph.functional import is_view
-from ahp.search.placement import args_of, tensor_inputs
+from ahp.search.slicing.placement import args_of, tensor_inputs
 
 
 def written(nodes: list[Node]) -> set[Node]:

@@ -12,9 +12,9 @@ from torch import nn
 from ahp.errors import BadInput, bad_input
 from ahp.graph.capture import Capture
 from ahp.graph.outline import Outline, outline
-from ahp.search.placement import Split, shape_of
-from ahp.search.slice_words import module_of
-from ahp.search.slicing import SPARING, Slicing, solve
+from ahp.search.slicing.placement import Split, shape_of
+from ahp.search.slicing.solve import SPARING, Slicing, solve
+from ahp.search.slicing.words import module_of
 
 if TYPE_CHECKING:
     from ahp.graph.operators import ModelGraph

@@ -2,7 +2,7 @@
 
 One queue, as in ``exact``. What all cells have alike stands in it with a floor from its units; when that comes up, its shapes
 (stages, replicas, schedule) stand for themselves, with a floor from the stages that the forecast prices; a shape that comes
-up is placed (``mixed_solve``). A shape whose placements were all looked at is done. Of the others the lowest floor says how
+up is placed (``mixed.solve``). A shape whose placements were all looked at is done. Of the others the lowest floor says how
 far from the best the search may be: the gap.
 """
 
@@ -22,10 +22,10 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
-from ahp.search.mixed_bounds import Speeds, can_hold, columns_hold, floors_alone_s, floors_s, speeds
-from ahp.search.mixed_costs import GroupCells, LayoutTables
-from ahp.search.mixed_solve import Placement, Solved, Task
-from ahp.search.mixed_space import Alike, MixedSpace, Shape, layout_of
+from ahp.search.mixed.bounds import Speeds, can_hold, columns_hold, floors_alone_s, floors_s, speeds
+from ahp.search.mixed.costs import GroupCells, LayoutTables
+from ahp.search.mixed.solve import Placement, Solved, Task
+from ahp.search.mixed.space import Alike, MixedSpace, Shape, layout_of
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
 

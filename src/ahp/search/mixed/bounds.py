@@ -1,7 +1,7 @@
 """Floors under every placement of a shape: no matrix of cells, no cut of the layers, no sharing of micro-batches goes below.
 
 Let x be a share of the model's work (of the layers and the head), z_g the seconds that a cell of group g takes at least for the
-whole of it and one micro-batch. A replica whose longest stage takes t takes W + (m - 1 - (p - 1) f) t at least (mixed_balance.py),
+whole of it and one micro-batch. A replica whose longest stage takes t takes W + (m - 1 - (p - 1) f) t at least (``mixed.balance``),
 W being its way through all stages and f the largest share of the forward pass. That is least where its k fastest cells have
 stages as long as each other and the rest nothing: (k + m - 1 - (p - 1) f) / S_k with S_k the sum of 1 / z_g over these k. So in
 T seconds it does m <= T S_k - k + 1 + (p - 1) f micro-batches, and R replicas together
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.schedule.patterns import SPLIT_BACKWARD
-from ahp.search.mixed_costs import GroupCells, LayoutTables, Work
+from ahp.search.mixed.costs import GroupCells, LayoutTables, Work
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

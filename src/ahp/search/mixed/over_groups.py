@@ -1,6 +1,6 @@
 """Searching a cluster of several groups of devices: layouts over some of them or all, and each group alone.
 
-Over several groups the devices are placed cell by cell (``mixed_find``), with one stage per pipeline rank. Each group alone is
+Over several groups the devices are placed cell by cell (``mixed.find``), with one stage per pipeline rank. Each group alone is
 searched as the plain cluster that it is, in the whole space of plain clusters; so no plan here loses to the best of one
 group.
 """
@@ -15,12 +15,13 @@ from typing import Any
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
-from ahp.search import mixed_telling, reasons, telling
+from ahp.search import reasons, telling
 from ahp.search.current import compared, today_of, with_candidate
 from ahp.search.method import Method
-from ahp.search.mixed_find import Budget, Finder, MixedOutcome
-from ahp.search.mixed_misfit import nothing_fits_anywhere
-from ahp.search.mixed_space import MixedSpace, no_shape
+from ahp.search.mixed import telling as mixed_telling
+from ahp.search.mixed.find import Budget, Finder, MixedOutcome
+from ahp.search.mixed.misfit import nothing_fits_anywhere
+from ahp.search.mixed.space import MixedSpace, no_shape
 from ahp.search.problem import Problem
 from ahp.search.ranking import Certificate, Ranking
 from ahp.search.space import Rule

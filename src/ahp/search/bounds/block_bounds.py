@@ -32,10 +32,10 @@ from ahp.forecast.units import Axes
 from ahp.graph.operators import Operator, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
+from ahp.search.bounds.splits import Splits
 from ahp.search.choices import Pipe
 from ahp.search.problem import Problem
 from ahp.search.space import Space
-from ahp.search.splits import Splits
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

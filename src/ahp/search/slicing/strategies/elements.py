@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from ahp.search.placement import (
+from ahp.search.slicing.placement import (
     Context,
     P,
     Placement,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from ahp.search.placement import Placement, Split, Strategy, args_of, shape_of, tensor_inputs
-from ahp.search.strategies import is_grouped
+from ahp.search.slicing.placement import Placement, Split, Strategy, args_of, shape_of, tensor_inputs
+from ahp.search.slicing.strategies import is_grouped
 
 aten = torch.ops.aten
 

@@ -23,10 +23,10 @@ from torch.fx import Node
 
 from ahp.errors import BadInput
 from ahp.graph.capture import Capture
-from ahp.search.aliases import written
-from ahp.search.conversion import Permission, Step, allowed, bytes_of, steps
-from ahp.search.packing import VIEWS, find_packings
-from ahp.search.placement import (
+from ahp.search.slicing.aliases import written
+from ahp.search.slicing.conversion import Permission, Step, allowed, bytes_of, steps
+from ahp.search.slicing.packing import VIEWS, find_packings
+from ahp.search.slicing.placement import (
     Context,
     P,
     Placement,
@@ -40,8 +40,8 @@ from ahp.search.placement import (
     shape_of,
     tensor_inputs,
 )
-from ahp.search.slice_words import words
-from ahp.search.strategies import is_grouped, strategies
+from ahp.search.slicing.strategies import is_grouped, strategies
+from ahp.search.slicing.words import words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -351,6 +351,6 @@ def slicing(
     split along the sequence; the norms that work on a part of it are named too. Raises BadInput for a degree below 2 or
     a model whose blocks cannot be traced.
     """
-    from ahp.search.slice_model import slice_model
+    from ahp.search.slicing.model import slice_model
 
     return slice_model(graph, tensor_parallel_degree, enable_sequence_parallel=enable_sequence_parallel).by_module()

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch.fx import Node
 
-from ahp.search.placement import Context, Partial, Placement, Replicated, Split, shape_of
+from ahp.search.slicing.placement import Context, Partial, Placement, Replicated, Split, shape_of
 
 Kind = Literal["sum", "sum_gradient", "gather", "gather_and_sum_gradient", "sum_and_cut", "cut"]
 

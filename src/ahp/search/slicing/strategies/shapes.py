@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 from torch.fx import Node
 
-from ahp.search.packing import CUTS, cut_dim, cut_sizes, dim_groups, slice_range
-from ahp.search.placement import Context, P, R, Split, Strategy, args_of, argument, shape_of, tensor_inputs
+from ahp.search.slicing.packing import CUTS, cut_dim, cut_sizes, dim_groups, slice_range
+from ahp.search.slicing.placement import Context, P, R, Split, Strategy, args_of, argument, shape_of, tensor_inputs
 
 
 def view(node: Node, context: Context) -> Iterator[Strategy]:

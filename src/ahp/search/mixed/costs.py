@@ -35,7 +35,7 @@ from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
-from ahp.search.bounds import FIT_PROBABILITY
+from ahp.search.bounds.space_bounds import FIT_PROBABILITY
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

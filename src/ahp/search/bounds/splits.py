@@ -21,7 +21,7 @@ from ahp.forecast.pricer import Pricer, num_groups
 from ahp.forecast.stage import DataParallel, Weights, cast_bytes, gradient_copy_bytes
 from ahp.forecast.units import Axes, axes_of
 from ahp.plan import Parallelism
-from ahp.search.split_columns import SplitColumns
+from ahp.search.bounds.split_columns import SplitColumns
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -1,6 +1,6 @@
 """Whether a graph computes each token by itself, but for attention: then ranks can hold parts of each sequence.
 
-Every operator must be able to work on tokens apart by the rules that slicing goes by (``ahp.search.strategies``), one token
+Every operator must be able to work on tokens apart by the rules that slicing goes by (``ahp.search.slicing.strategies``), one token
 on each of as many ranks as there are; attention alone reads all of them. Routers put the tokens of all sequences in one row and
 sort them to their experts: what happens to such a row is not looked at, because across sequences nothing may mix.
 """
@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from ahp.errors import BadInput
 from ahp.graph.capture import Capture
-from ahp.search.placement import (
+from ahp.search.slicing.placement import (
     Context,
     Placement,
     R,
@@ -27,7 +27,7 @@ from ahp.search.placement import (
     shape_of,
     tensor_inputs,
 )
-from ahp.search.strategies import strategies
+from ahp.search.slicing.strategies import strategies
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default

@@ -11,8 +11,8 @@ from ahp.config import Constraints
 from ahp.errors import AhpError, NothingFits
 from ahp.plan import Forecast, Parallelism
 from ahp.search.misfit import by_how_much, freed, nearest, shorter
-from ahp.search.mixed_find import Budget, Finder, MixedOutcome
-from ahp.search.mixed_space import MixedSpace
+from ahp.search.mixed.find import Budget, Finder, MixedOutcome
+from ahp.search.mixed.space import MixedSpace
 from ahp.search.problem import Problem
 from ahp.search.reasons import needed_bytes
 
