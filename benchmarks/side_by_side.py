@@ -16,88 +16,24 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import options
 import workers
+from layouts import NUM_WORKERS, Layout, engine_layouts, layouts, ours, rival
 from machine import machine
 from page import require, table
 from rivals import refuse_stale_locks, versions
 from task import Task
 
-NUM_WORKERS = 2
 MARKER, ENGINES_MARKER = "side_by_side", "side_by_side_engines"
-TOLERANCE = {"fp32": 1.0e-4, "bf16": 1.0e-2}
+TOLERANCE = {"fp32": 1.0e-4, "fp16": 1.0e-3, "bf16": 1.0e-2}
 """Largest relative difference of the loss, at every step, and of the gradient norm, while warming up. Both sides add
-the same numbers in another order; bf16 has 8 bits of mantissa. Later the weights have parted by as much as rounding
+the same numbers in another order; fp16 has 11 bits of mantissa, bf16 8. Later the weights have parted by as much as rounding
 makes them, and a norm follows the weights far more closely than a loss does."""
 NUM_RESAMPLES = 2000
 INTERVAL = (0.05, 0.95)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A layout by its name, for both sides."""
-
-    name: str
-    rival: str
-    """Which class of ``plain`` or ``rivals`` runs it."""
-    degrees: dict[str, Any]
-    """AHP's words for it, without the micro-batch."""
-    micro_batches: int = 1
-    precision: str = "fp32"
-
-
-def layouts() -> list[Layout]:
-    """Data parallel in every form, tensor and pipeline parallel, on two workers."""
-    ddp = {"data_parallel_replicate_degree": 2}
-    zero2 = {"data_parallel_shard_degree": 2, "zero_stage": 2}
-    zero3 = {"data_parallel_shard_degree": 2, "zero_stage": 3}
-    tp = {"tensor_parallel_degree": 2}
-    pp = {"pipeline_parallel_degree": 2}
-    return [
-        Layout("ddp", "ddp", ddp),
-        Layout("ddp-accumulate4", "ddp", ddp, micro_batches=4),
-        Layout("zero2", "zero2", zero2),
-        Layout("zero2-accumulate4", "zero2", zero2, micro_batches=4),
-        Layout("zero3", "zero3", zero3),
-        Layout("zero3-accumulate4", "zero3", zero3, micro_batches=4),
-        Layout("zero2-bf16", "zero2", zero2, precision="bf16"),
-        Layout("zero3-bf16", "zero3", zero3, precision="bf16"),
-        Layout("tp", "tp", tp),
-        Layout("tp-accumulate4", "tp", tp, micro_batches=4),
-        Layout("pp-gpipe", "GPipe", {**pp, "pipeline_parallel_schedule": "GPipe"}, micro_batches=4),
-        Layout("pp-1f1b", "1F1B", {**pp, "pipeline_parallel_schedule": "1F1B"}, micro_batches=4),
-    ]
-
-
-def engine_layouts() -> list[Layout]:
-    """What other engines run on CPU workers: DeepSpeed's ZeRO stages, Accelerate's replicas, torchtitan's FSDP2 and tensor
-    parallelism. It has replicas too, but divides their gradients once more than the tokens ask for."""
-    zero = {"data_parallel_shard_degree": 2}
-    found = [
-        Layout(
-            f"deepspeed-zero{stage}{suffix}", f"deepspeed-{stage}", {**zero, "zero_stage": stage}, micro_batches=count
-        )
-        for stage in (1, 2, 3)
-        for suffix, count in (("", 1), ("-accumulate4", 4))
-    ]
-    ddp = {"data_parallel_replicate_degree": 2}
-    tp = {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}
-    zero3 = {**zero, "zero_stage": 3}
-    return [
-        *found,
-        Layout("accelerate-ddp", "accelerate", ddp),
-        Layout("accelerate-ddp-accumulate4", "accelerate", ddp, micro_batches=4),
-        Layout("torchtitan-zero2", "torchtitan-never", {**zero, "zero_stage": 2}),
-        Layout("torchtitan-zero3", "torchtitan-always", zero3),
-        Layout("torchtitan-zero3-accumulate4", "torchtitan-always", zero3, micro_batches=4),
-        Layout("torchtitan-zero3-bf16", "torchtitan-always", zero3, precision="bf16"),
-        Layout("torchtitan-tp", "torchtitan-tp", tp),
-        Layout("torchtitan-tp-accumulate4", "torchtitan-tp", tp, micro_batches=4),
-    ]
 
 
 @dataclass(frozen=True)
@@ -114,60 +50,6 @@ class Pace:
     @property
     def total(self) -> int:
         return self.warmup + self.rounds * self.steps
-
-
-Side = Callable[[Any], tuple[float, float]]
-"""One step on the global batch: mean loss, gradient norm."""
-
-
-def rival(layout: Layout, task: Task) -> Side:
-    """The hand-written side, or another engine's."""
-    if layout.rival.startswith("deepspeed"):
-        from rivals.zero import DeepSpeedZero
-
-        return DeepSpeedZero(task, layout.micro_batches, zero_stage=int(layout.rival[-1])).step
-    if layout.rival.startswith("torchtitan"):
-        from rivals.titan import Titan
-
-        how = layout.rival.partition("-")[2]
-        return Titan(task, layout.micro_batches, tensor=how == "tp", reshard="default" if how == "tp" else how).step
-    if layout.rival == "accelerate":
-        from rivals.accelerated import AccelerateDDP
-
-        return AccelerateDDP(task, layout.micro_batches).step
-    if layout.rival == "ddp":
-        from plain.ddp import PlainDDP
-
-        return PlainDDP(task, layout.micro_batches).step
-    if layout.rival in ("zero2", "zero3"):
-        from plain.fsdp import PlainFSDP
-
-        return PlainFSDP(task, layout.micro_batches, zero_stage=int(layout.rival[-1])).step
-    if layout.rival == "tp":
-        from plain.tensor import PlainTensorParallel
-
-        return PlainTensorParallel(task, layout.micro_batches).step
-    from plain.pipeline import PlainPipeline
-
-    return PlainPipeline(task, layout.micro_batches, layout.rival).step
-
-
-def ours(layout: Layout, task: Task, num_steps: int) -> Side:
-    """The same layout through AHP."""
-    import ahp
-
-    replicas = layout.degrees.get("data_parallel_replicate_degree", 1) * layout.degrees.get(
-        "data_parallel_shard_degree", 1
-    )
-    rows = task.global_batch_size // (replicas * layout.micro_batches)
-    plan = {"job": task.job(num_steps), "parallelism": {**layout.degrees, "micro_batch_size": rows}}
-    parallel = ahp.parallelize(task.build(), plan)
-
-    def step(input_ids: Any) -> tuple[float, float]:
-        result = parallel.step(parallel.shard({"input_ids": input_ids, "labels": input_ids}))
-        return result.loss, result.grad_norm
-
-    return step
 
 
 def measure(layout: Layout, task: Task, pace: Pace) -> dict[str, Any]:
@@ -336,10 +218,9 @@ def main() -> int:
     if arguments.engines:
         refuse_stale_locks()
     for layout in (layout for layout in among if layout.name in wanted):
-        its_task = Task(**{**asdict(task), "optimizer": task.optimizer, "precision": layout.precision})
-        print(f"{layout.name:<18} ", end="", file=sys.stderr, flush=True)
+        print(f"{layout.name:<26} ", end="", file=sys.stderr, flush=True)
         try:
-            measured = workers.run(measure, layout, its_task, pace, num_workers=NUM_WORKERS)
+            measured = workers.run(measure, layout, layout.of(task), pace, num_workers=NUM_WORKERS)
             rows.append(row(layout, measured, pace.warmup))
         except (UnlikeThings, workers.WorkerFailed) as error:
             failed.append(f"{layout.name}: {error}")

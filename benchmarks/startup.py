@@ -24,10 +24,11 @@ from subprocess import PIPE
 from typing import Any
 
 import options
+from layouts import NUM_WORKERS, Layout, engine_layouts, layouts, ours, rival
 from machine import machine
 from page import require, table
 from rivals import refuse_stale_locks, versions
-from side_by_side import NUM_WORKERS, TOLERANCE, Layout, UnlikeThings, engine_layouts, interval, layouts, ours, rival
+from side_by_side import TOLERANCE, UnlikeThings, interval
 from task import Task
 from workers import threads_each
 
@@ -170,7 +171,7 @@ def main() -> int:
     by_name = {layout.name: layout for layout in (*layouts(), *engine_layouts())}
     wanted = [by_name[name] for name in arguments.only or (ENGINES if arguments.engines else PLAIN)]
     if arguments.worker:
-        work(arguments.worker, wanted[0], task, arguments.launched_at)
+        work(arguments.worker, wanted[0], wanted[0].of(task), arguments.launched_at)
         return 0
     others = [layout.name for layout in wanted if layout in engine_layouts()]
     if others:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from ahp.cluster.model import Cluster
+from ahp.engines import registry
+from ahp.plan import Plan, validated
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -20,8 +24,9 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The scripts' own folder, where python puts it when one of them is started."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("side_by_side", "startup", "predicted", "workers", "machine", "options", "page", "rivals", "task"):
-        sys.modules.pop(name, None)
+    for name, module in list(sys.modules.items()):
+        if str(FOLDER) in str(getattr(module, "__file__", None)) and not name.startswith("benchmarks"):
+            del sys.modules[name]
 
 
 def run(script: str, *arguments: str) -> dict:
@@ -33,13 +38,39 @@ def run(script: str, *arguments: str) -> dict:
 
 @pytest.mark.slow
 def test_side_by_side_compares_like_with_like() -> None:
-    names = ["ddp-accumulate4", "zero3-bf16", "pp-1f1b"]
+    names = ["ddp-accumulate4", "zero3-bf16", "pp-zbv", "cp-ring", "ep"]
     found = run("side_by_side.py", "--only", *names)
     assert found["failed"] == []
     assert [row["layout"] for row in found["rows"]] == names
     for row in found["rows"]:
         assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
         assert row["ratio"] == pytest.approx(row["plain_s"] / row["ahp_s"])
+
+
+@pytest.mark.usefixtures("on_path")
+def test_the_words_of_every_layout_are_a_plan() -> None:
+    import layouts
+    from task import Task
+
+    found = [*layouts.layouts(), *layouts.engine_layouts()]
+    assert len({layout.name for layout in found}) == len(found)
+    for layout in found:
+        plan = validated(Plan, layouts.plan(layout, layout.of(Task()), 1), "plan")
+        assert plan.parallelism.world_size == layouts.NUM_WORKERS
+        assert plan.parallelism.num_micro_batches(plan.job) == layout.micro_batches
+        assert registry.get("ahp").refuses(plan.job, plan.parallelism, plan.engine) is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_path")
+def test_every_layout_has_a_rival_that_takes_it() -> None:
+    import layouts
+    from task import Task
+
+    for layout in layouts.layouts():
+        module, name, keywords = layouts.RIVALS[layout.rival]
+        taken = inspect.signature(getattr(importlib.import_module(module), name))
+        taken.bind(layout.of(Task()), layout.micro_batches, **keywords)
 
 
 @pytest.mark.slow

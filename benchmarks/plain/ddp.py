@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from task import Task
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 
-class PlainDDP:
-    """DDP with its buckets as the gradients, which spares a copy."""
+class Updates(Protocol):
+    """What DDP's step asks of an optimizer."""
 
-    def __init__(self, task: Task, accumulation: int) -> None:
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+class PlainDDP:
+    """DDP with its buckets as the gradients, which spares a copy.
+
+    ``model``: the task's, where something is done to it first; called with ``input_ids`` and ``labels`` it gives ``loss``.
+    ``optimizer``: of its parameters, where it is not AdamW alone.
+    """
+
+    def __init__(
+        self, task: Task, accumulation: int, model: nn.Module | None = None, optimizer: Updates | None = None
+    ) -> None:
         self.accumulation = accumulation
-        self.model = DistributedDataParallel(task.build(), gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **task.optimizer.keywords())
+        self.model = DistributedDataParallel(task.build() if model is None else model, gradient_as_bucket_view=True)
+        adamw = torch.optim.AdamW(self.model.parameters(), **task.optimizer.keywords()) if optimizer is None else None
+        self.optimizer: Updates = optimizer or adamw
         self.grad_clip = task.optimizer.grad_clip
 
     def step(self, input_ids: torch.Tensor) -> tuple[float, float]:

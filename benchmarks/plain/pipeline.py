@@ -1,4 +1,5 @@
-"""Pipeline parallel: docs.pytorch.org/tutorials/intermediate/pipelining_tutorial.html, split by hand into stages."""
+"""Pipeline parallel: docs.pytorch.org/tutorials/intermediate/pipelining_tutorial.html, split by hand into stages; several on a
+worker under the schedules that take them."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from task import Task
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import LlamaForCausalLM
 
-SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 IGNORED = -100
 
 
@@ -20,10 +21,8 @@ class LlamaStage(nn.Module):
 
     def __init__(self, model: LlamaForCausalLM, index: int, num_stages: int) -> None:
         super().__init__()
-        layers = model.model.layers
-        per_stage = -(-len(layers) // num_stages)
         self.embed_tokens = model.model.embed_tokens if index == 0 else None
-        self.layers = layers[index * per_stage : (index + 1) * per_stage]
+        self.layers = model.model.layers[cut(len(model.model.layers), index, num_stages)]
         self.rotary_emb = model.model.rotary_emb
         self.norm = model.model.norm if index == num_stages - 1 else None
         self.lm_head = model.lm_head if index == num_stages - 1 else None
@@ -39,6 +38,14 @@ class LlamaStage(nn.Module):
         return hidden
 
 
+def cut(num_layers: int, index: int, num_stages: int) -> slice:
+    """The blocks of a stage: where they do not go round, the stages with embedding and head have fewer."""
+    fewest, more = divmod(num_layers, num_stages)
+    first = (num_stages - more) // 2  # of those with one more
+    start, end = (i * fewest + min(max(i - first, 0), more) for i in (index, index + 1))
+    return slice(start, end)
+
+
 def causal_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of the next token; logits [batch, sequence, vocabulary], labels [batch, sequence]."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -46,14 +53,23 @@ def causal_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class PlainPipeline:
-    """One stage per worker under one of torch's schedules."""
+    """One of torch's schedules, with one stage on each worker or two."""
 
     def __init__(self, task: Task, num_micro_batches: int, schedule: str) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        self.first, self.last = rank == 0, rank == size - 1
-        self.model = LlamaStage(task.build(), rank, size)
-        stage = PipelineStage(self.model, rank, size, torch.device("cpu"))
-        self.schedule = SCHEDULES[schedule](stage, num_micro_batches, loss_fn=causal_loss)
+        kind = get_schedule_class(schedule)
+        single = issubclass(kind, PipelineScheduleSingle)
+        folded = issubclass(kind, ScheduleZBVZeroBubble | ScheduleDualPipeV)  # down the workers and up again
+        num_stages = size if single else 2 * size
+        mine = [rank] if single else [rank, num_stages - 1 - rank] if folded else [rank, size + rank]
+        self.first, self.last = 0 in mine, num_stages - 1 in mine
+        whole = task.build()
+        self.model = nn.ModuleList(LlamaStage(whole, index, num_stages) for index in mine)
+        stages = [
+            PipelineStage(part, index, num_stages, torch.device("cpu"))
+            for part, index in zip(self.model, mine, strict=True)
+        ]
+        self.schedule = kind(stages[0] if single else stages, num_micro_batches, loss_fn=causal_loss)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **task.optimizer.keywords())
         self.grad_clip = task.optimizer.grad_clip
 
