@@ -10,26 +10,40 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.utils import counters
 
 from ahp.errors import HardwareMismatch
-from ahp.runtime.compiled import CPU_COMPILERS, refuse_without_compiler
+from ahp.runtime.compiled import CPU_COMPILERS, compile_block, refuse_without_compiler
+from tests.marks import cases
+from tests.runtime import test_experts
 from tests.runtime.models import BUILDERS, JOB, batch
-from tests.runtime.test_equality import ZERO, assert_same_curve, world_size
+from tests.runtime.test_equality import PIPELINE, ZERO, assert_same_curve, world_size
+from tests.runtime.test_fp8 import needs_torchao
 from tests.runtime.workers import Pool
 
-STEPS = 10
+STEPS, FEWER_STEPS = 10, 3
 
 
-def train(rank: int, world: int, layout: dict[str, Any]) -> dict[str, Any]:
+def train(
+    rank: int, world: int, layout: dict[str, Any], model: str = "llama", steps: int = STEPS, compiled: bool = True
+) -> dict[str, Any]:
     from ahp.runtime.parallelize import parallelize
 
-    plan = {"job": JOB, "parallelism": layout, "engine": {"compile": True}}
-    parallel = parallelize(BUILDERS["llama"](), plan)
-    results = [parallel.step(parallel.shard(batch(step))) for step in range(STEPS)]
+    torch._dynamo.reset()  # of what the worker compiled before
+    counters.clear()
+    plan = {"job": JOB, "parallelism": layout, "engine": {"compile": compiled}}
+    parallel, results, graphs = parallelize(BUILDERS[model](), plan), [], []
+    for step in range(steps):
+        parallel.seed_step(step)
+        results.append(parallel.step(parallel.shard(batch(step))))
+        graphs.append(counters["stats"]["unique_graphs"])
     return {
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
-        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "graphs": graphs,
+        "operators": counters["stats"]["calls_captured"],
+        "breaks": list(counters["graph_break"]),
     }
 
 
@@ -39,27 +53,84 @@ def test_compiled_blocks_equal_one_process(pool: Pool, plain_run: Callable[..., 
     """Under one layout: compiling takes half a minute, and a pipeline's stage or a recomputed block is the same graph."""
     layout = ZERO["zero3"]
     for found in pool.run(train, world_size(layout), layout):
-        assert found["graphs"] > 0, "nothing was compiled"
+        assert found["graphs"][-1] > 0, "nothing was compiled"
         assert_same_curve(found, plain_run("llama", STEPS))
 
 
-def train_without_kernels(rank: int, world: int, layout: dict[str, Any]) -> dict[str, Any]:
+def train_without_kernels(rank: int, world: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Everything but the compiler of kernels, which takes long."""
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        return train(rank, world, layout)
+        return train(rank, world, *args, **kwargs)
+
+
+RING = {"context_parallel_degree": 2, "context_parallel_method": "ring"}
+HEADS = {"context_parallel_degree": 2, "context_parallel_method": "all-to-all"}
+TENSOR = {"tensor_parallel_degree": 2, "micro_batch_size": 4}
+SEQUENCE = {**TENSOR, "enable_sequence_parallel": True}
+FULL = {"activation_checkpoint": "full"}
+EXPERTS = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "micro_batch_size": 4}
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "zero3-x-tp-recompute": ("llama", {**ZERO["zero3"], **TENSOR, "micro_batch_size": 2, **FULL}, 1),
+    "sequence": ("gpt2", SEQUENCE, 1),
+    "all-to-all-x-sequence": ("llama", {**HEADS, **SEQUENCE}, 1),
+    "all-to-all-1f1b-recompute": ("llama", {**HEADS, **PIPELINE["1f1b"], **FULL, "micro_batch_size": 4}, 1),
+    "ring": ("llama", {**RING, "micro_batch_size": 4}, 5),
+    "ring-x-tp": ("llama", {**RING, **TENSOR}, 2),
+    "experts": ("family mixtral", {**EXPERTS, **FULL}, 4),
+    "experts-x-sequence": ("family mixtral", {**EXPERTS, **SEQUENCE, "zero_stage": 1}, 2),
+    "mixture-x-tp": ("family qwen3_moe", TENSOR, 1),
+}
+"""The model, the layout, and in how many graphs a block comes: more than one where something stays outside."""
+WIDE = ("sequence", "mixture-x-tp")
+"""In larger products."""
+BUILDERS.update({name: build for name, build in test_experts.BUILDERS.items() if name.startswith("family")})
+
+
+@pytest.mark.parametrize("case", cases(CASES, wide=WIDE))
+def test_compiled_products_equal_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]], case: str) -> None:
+    model, layout, pieces = CASES[case]
+    for found in pool.run(train_without_kernels, world_size(layout), layout, model, FEWER_STEPS):
+        assert_same_curve(found, plain_run(model, FEWER_STEPS))
+        assert found["operators"] > 40, "what was compiled is not a block"
+        assert found["graphs"] == [pieces] * FEWER_STEPS, "compiled more than once, or not in as many parts"
+        assert bool(found["breaks"]) == (pieces > 1), found["breaks"]
+
+
+def dropping() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=32, n_layer=3, n_head=4, n_positions=64))
+
+
+BUILDERS["dropping"] = dropping
 
 
 @pytest.mark.slow
-def test_compiled_slices_equal_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]]) -> None:
-    layout = {
-        **ZERO["zero3"],
-        "data_parallel_shard_degree": 2,
-        "tensor_parallel_degree": 2,
-        "activation_checkpoint": "full",
-    }
-    for found in pool.run(train_without_kernels, world_size(layout), layout):
-        assert found["graphs"] > 0, "nothing was compiled"
-        assert_same_curve(found, plain_run("llama", STEPS))
+def test_compiled_slices_drop_what_uncompiled_ones_do(pool: Pool) -> None:
+    """Attention drops parts by each rank's own numbers, the rest of the block the same on every rank."""
+    for expected, found in zip(
+        *(pool.run(train_without_kernels, 2, TENSOR, "dropping", FEWER_STEPS, c) for c in (False, True)), strict=True
+    ):
+        assert_same_curve(found, expected)
+        assert found["graphs"][0] == found["graphs"][-1] > 0, "compiled again after the first step"
+        assert not expected["operators"]
+
+
+@needs_torchao
+def test_blocks_in_8_bits_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch compiles the same code no more than eight times, and then leaves it as it is."""
+    from ahp.runtime.fp8 import Fp8
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(10)]
+    for block in blocks:
+        Fp8().convert(block)
+        compile_block(block)
+    nn.Sequential(*blocks)(torch.ones(16, 16, requires_grad=True)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

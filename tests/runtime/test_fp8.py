@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -158,9 +159,9 @@ def steps_from(
     from ahp.runtime.shard import COMPUTE_DTYPE
     from ahp.runtime.torch_compat import local_tensor
 
-    before = COMPUTE_DTYPE["fp8"]
-    COMPUTE_DTYPE["fp8"] = torch.float32
-    try:
+    in_fp32 = mock.patch.dict(COMPUTE_DTYPE, {"fp8": torch.float32})
+    without_kernels = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    with in_fp32, without_kernels:  # the compiler of kernels takes long
         parallel = parallel_of(model, layout, engine)
         found = []
         for step, whole in enumerate(weights):
@@ -170,8 +171,6 @@ def steps_from(
             result = parallel.step(parallel.shard(batch(step)))
             found.append((result.loss, result.grad_norm))
         return found
-    finally:
-        COMPUTE_DTYPE["fp8"] = before
 
 
 def free_steps(
@@ -202,6 +201,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "split backward, recompute": ("llama", LAYOUTS["zbv-recompute"], {}),
     "tensor": ("gpt2", LAYOUTS["tp"], {}),
     "tensor and sequence, split backward, selective": ("llama", LAYOUTS["sequence+zbv-selective"], {}),
+    "sequence, compiled": ("llama", LAYOUTS["sequence"], {"compile": True}),
     "ring": ("llama", {"context_parallel_degree": 2, "context_parallel_method": "ring"}, {}),
     "tensor and context": ("llama", {"context_parallel_degree": 2, "tensor_parallel_degree": 2}, {}),
     "ZeRO-2, tensor": (

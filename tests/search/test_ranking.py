@@ -163,9 +163,8 @@ def test_a_graph_of_another_job_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "engine", "told"),
     [
-        ({"context_parallel_degree": 2}, {"compile": True}, r"context_parallel_degree = 2"),
         ({"expert_parallel_degree": 2}, {"name": "accelerate"}, "accelerate"),
-        ({"expert_parallel_degree": 2}, {"compile": True}, r"expert_parallel_degree = 2"),
+        ({"activation_checkpoint": "selective"}, {"compile": True}, r"activation_checkpoint = 'selective'"),
     ],
     ids=str,
 )

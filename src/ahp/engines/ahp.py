@@ -50,7 +50,7 @@ class AhpEngine(Engine):
         cannot = "the ahp engine cannot run this yet"
         if p.context_parallel_degree > 1 and (reason := _refuses_context(p, choice)):
             return reason
-        if reason := _refuses_experts(p, choice):
+        if reason := _refuses_experts(p):
             return reason
         if p.enable_sequence_parallel and p.tensor_parallel_degree == 1:
             return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
@@ -59,7 +59,7 @@ class AhpEngine(Engine):
         if choice.offload_optimizer and job.optimizer.name != "adamw":
             rule = "its momentum stays on the device, as the products that it goes into"
             return f"job.optimizer.name = {job.optimizer.name!r}: {rule}; engine.offload_optimizer is for adamw (valid: adamw)"
-        return _refuses_compiled(p, job.precision) if choice.compile else None
+        return _refuses_compiled(p) if choice.compile else None
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
@@ -112,7 +112,7 @@ class AhpEngine(Engine):
         )
 
 
-def _refuses_experts(p: Parallelism, choice: EngineChoice) -> str | None:
+def _refuses_experts(p: Parallelism) -> str | None:
     """Ranks that hold different experts are a part of those that ZeRO shards over."""
     degree, shard = p.expert_parallel_degree, p.data_parallel_shard_degree
     if degree == 1:
@@ -121,8 +121,6 @@ def _refuses_experts(p: Parallelism, choice: EngineChoice) -> str | None:
     if shard % degree:
         valid = ", ".join(str(d) for d in range(1, shard + 1) if shard % d == 0)
         return f"{key}: must divide data_parallel_shard_degree {shard}, whose ranks share the experts (valid: {valid})"
-    if choice.compile:
-        return f"{key}: does not go with engine.compile = True (valid: 1)"
     return None
 
 
@@ -140,16 +138,9 @@ def _refuses_context(p: Parallelism, choice: EngineChoice) -> str | None:
     return None
 
 
-def _refuses_compiled(p: Parallelism, precision: str) -> str | None:
+def _refuses_compiled(p: Parallelism) -> str | None:
     """What blocks cannot do once they are compiled: their operators are no longer seen one by one."""
     rule = "does not go with engine.compile = True"
-    if p.context_parallel_degree > 1:
-        return f"context_parallel_degree = {p.context_parallel_degree}: {rule} (valid: 1)"
-    if p.enable_sequence_parallel:
-        return f"enable_sequence_parallel = True: {rule} (valid: False)"
-    if p.tensor_parallel_degree > 1 and precision == "fp8":
-        both = "does not go with engine.compile = True and precision fp8"
-        return f"tensor_parallel_degree = {p.tensor_parallel_degree}: {both} (valid: 1)"
     if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD:
         valid = ", ".join(WHOLE_BACKWARD)
         return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} (valid: {valid})"

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ahp.runtime.uncompiled import uncompiled
+
 
 def with_own_numbers(operator: Callable[..., Any], rank: int) -> Callable[..., Any]:
     """The operator under random numbers of this rank alone; the generator that all ranks share moves on alike.
@@ -14,8 +16,11 @@ def with_own_numbers(operator: Callable[..., Any], rank: int) -> Callable[..., A
     Ranks of a tensor-parallel group start from one seed, so that what they hold whole is dropped alike. Were the parts
     dropped by the same numbers, every rank would drop the same places of its heads (Megatron-LM keeps a generator for
     each rank for this, arXiv 1909.08053, section 3).
+
+    It stays outside of compiled graphs: torch.compile would read the seed as a constant, and compile again for each.
     """
 
+    @uncompiled
     def run(*args: Any, **kwargs: Any) -> Any:
         seed = int(torch.randint(2**62, ()).item()) + rank
         devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.device.type == "cuda"}

@@ -19,6 +19,7 @@ from ahp.graph.outline import Outline
 from ahp.runtime.collectives import exchange_rows
 from ahp.runtime.mesh import Mesh
 from ahp.runtime.slice import local_weights, replace_parameter
+from ahp.runtime.uncompiled import uncompiled
 from ahp.search.slicing.placement import Split
 
 
@@ -72,11 +73,13 @@ def _count_fewer(module: nn.Module, number: int, here: int) -> None:
 
 
 class DividedExperts:
-    """Runs a module's experts on the tokens of all ranks of a group that chose them."""
+    """Runs a module's experts on the tokens of all ranks of a group that chose them. It stays outside of compiled graphs: how
+    many come is another number at each call."""
 
     def __init__(self, module: nn.Module, num_experts: int, group: dist.ProcessGroup) -> None:
         self.module, self.forward, self.num_experts, self.group = module, module.forward, num_experts, group
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         tokens_TH, chosen_TK, weights_TK = (*args, *kwargs.values())
         num_tokens, num_chosen = chosen_TK.shape

@@ -7,7 +7,8 @@ dim that is no multiple of 16. Which layers they are is seen on the whole model,
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
+from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,13 +96,19 @@ class Fp8:
         """Let the linear layers of a block that is not sliced compute in 8 bits, in place. To be done before it is compiled."""
         for name, transposed in linear_weights(block).items():
             module = block.get_submodule(name.rpartition(".")[0])
-            module.forward = partial(_forward, module, self.product(transposed=transposed))  # type: ignore[method-assign]
+            forward = _forward_by(self.product(transposed=transposed))
+            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
-def _forward(module: nn.Module, product: Product, x: torch.Tensor) -> torch.Tensor:
-    weight: Any = module.weight
-    bias: Any = module.bias
-    return product(x, weight, bias)
+def _forward_by(product: Product) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """A method, for torch.compile takes the same graph for other modules then; a ``partial`` it would compile again for each."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = module.weight
+        bias: Any = module.bias
+        return product(x, weight, bias)
+
+    return forward
 
 
 class InGraph:

@@ -119,11 +119,11 @@ class Preparation:
         p = self.plan.parallelism
         if self.balance is not None:
             stage.routers = Routers(stage.model, layers.values(), self.balance)
+        for block in layers.values() if self.plan.engine.compile else ():
+            compile_block(block)
         if self.tokens is not None:
             for block in layers.values():
                 self.tokens.attend(block)
-        for block in layers.values() if self.plan.engine.compile else ():
-            compile_block(block)
         if p.activation_checkpoint in ("selective", "full"):
             some = p.recomputed_layers_per_stage
             for block in list(layers.values())[: None if some is None else some[index]]:

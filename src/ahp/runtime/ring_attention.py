@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ahp.runtime import partial_attention
 from ahp.runtime.context import Context
 from ahp.runtime.partial_attention import Rule, hidden_value
+from ahp.runtime.uncompiled import uncompiled
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,14 @@ class Mask:
     """[B or 1, H or 1, S or 1, S]: true where a key is seen, or numbers that are added to the products."""
 
 
+@uncompiled
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, context: Context
 ) -> torch.Tensor:
     """Attention of this rank's tokens to all tokens of the sequence. Collective, forward and backward.
 
     q [B, H, S / ranks, D], k and v [B, G, S / ranks, D], of the tokens that ``context`` gives this rank. No gradient goes to
-    the mask.
+    the mask. It stays outside of compiled graphs, in which torch has no sending from rank to rank.
     """
     return _Ring.apply(q, k, v, mask.whole, mask.causal, scale, context)  # type: ignore[no-any-return]
 

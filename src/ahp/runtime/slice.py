@@ -24,7 +24,7 @@ from ahp.graph.outline import block_input
 from ahp.runtime.collectives import cut_segments, cut_sequence, gather_sequence, sum_gradient, sum_over_ranks
 from ahp.runtime.fp8 import Fp8, InGraph
 from ahp.runtime.rewrite import rewrite
-from ahp.runtime.sliced_experts import leave_out, splits_of_experts
+from ahp.runtime.sliced_experts import Called, leave_out, splits_of_experts
 from ahp.runtime.telling import Telling
 from ahp.runtime.torch_compat import outside_modes
 from ahp.search.slicing.model import ModelSlicing
@@ -53,6 +53,7 @@ def slice_module(
     replaced: dict[int, nn.Parameter] = {}
     programs: dict[int, dict[Any, Any]] = {}
     of_experts: dict[tuple[int, str], dict[str, Split]] = {}
+    called: dict[tuple[int, str], Called] = {}
     for number, block in layers.items():
         kind = slicing.outline.kinds[number]
         solution = slicing.blocks[kind]
@@ -74,7 +75,7 @@ def slice_module(
         run = SlicedForward(
             block, template, solution, tp.get_group(), programs.setdefault(kind, {}), context_degree, in_graph
         )
-        run.experts = {path: block.get_submodule(path) for path in inside}
+        run.experts = {path: (called.setdefault((kind, path), Called()), block.get_submodule(path)) for path in inside}
         block.forward = run  # type: ignore[method-assign]
         if slicing.sequence_parallel:
             run.split_sequence(first=number == 0, last=number == slicing.outline.num_layers - 1)
@@ -162,9 +163,8 @@ class SlicedForward:
         self.context_degree, self.fp8 = context_degree, fp8
         self.in_parts = self.first = self.last = False
         self.compiled = False
-        self.experts: dict[str, nn.Module] = {}
-        """By their paths in the block, those that its graph calls: they are the block's own, and so are its programs then."""
-        self.own_programs: dict[Any, Any] = {}
+        self.experts: dict[str, tuple[Called, nn.Module]] = {}
+        """By their paths in the block, those that its graph calls, and what stands for them in it."""
         self.note: Callable[[torch.Tensor], None] | None = None
 
     def split_sequence(self, *, first: bool, last: bool) -> None:
@@ -197,11 +197,12 @@ class SlicedForward:
         weights = weights_of(self.block)
         activations = tensor_leaves(args, kwargs)
         key = self._key(args, kwargs, weights)
-        programs = self.own_programs if self.experts else self.programs
-        if key not in programs:
+        if key not in self.programs:
             with outside_modes():
-                programs[key] = self._program(key, args, kwargs, weights)
-        program, output_spec = programs[key]
+                self.programs[key] = self._program(args, kwargs, weights)
+        program, output_spec = self.programs[key]
+        for called, module in self.experts.values():
+            called.module = module
         local = [w.to_local() if isinstance(w, DTensor) else w for w in weights.values()]
         out = pytree.tree_unflatten(program(local, activations), output_spec)
         if self.note is None:
@@ -215,14 +216,10 @@ class SlicedForward:
         facts = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
         return facts, spec, self.block.training, next(iter(weights.values())).dtype
 
-    def _program(
-        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]
-    ) -> Any:
-        solved = ("solved", key)
-        if solved not in self.programs:
-            self.programs[solved] = self._solved(args, kwargs, weights)
-        captured, solution = self.programs[solved]
-        program: Any = rewrite(captured, solution, self.group, self.experts, self.fp8)
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+        captured, solution = self._solved(args, kwargs, weights)
+        experts = {path: called for path, (called, _) in self.experts.items()}
+        program: Any = rewrite(captured, solution, self.group, experts, self.fp8)
         return torch.compile(program, dynamic=False) if self.compiled else program, captured.output_spec
 
     def _solved(

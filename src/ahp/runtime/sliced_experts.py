@@ -17,6 +17,7 @@ from ahp.errors import BadInput
 from ahp.graph.capture import capture
 from ahp.graph.experts import experts as stand_in
 from ahp.runtime.dropout import drops
+from ahp.runtime.uncompiled import uncompiled
 from ahp.search.slicing.placement import P, Split, args_of, kwargs_of, tensor_inputs
 from ahp.search.slicing.solve import Slicing, solve
 
@@ -51,6 +52,19 @@ def _gives_summand(found: Slicing) -> bool:
         if placed != list(strategy.inputs) or strategy.adds_bias_after_sum or dropped:
             return False
     return True
+
+
+class Called:
+    """Stands in the graph that the blocks of a kind share for the experts of whichever block runs it."""
+
+    def __init__(self) -> None:
+        self.module: nn.Module | None = None
+        """Set before each run of the graph."""
+
+    @uncompiled
+    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+        assert self.module is not None, "no block runs"
+        return self.module(*values)  # type: ignore[no-any-return]
 
 
 def leave_out(block: nn.Module, path: str, *, is_summand: bool) -> None:
