@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.workers import JOIN_TIMEOUT_S
 from tests.runtime.models import JOB, MODELS, batch
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights
 from tests.runtime.workers import Pool
@@ -27,6 +28,25 @@ def groups(rank: int, world: int, layout: dict[str, Any]) -> dict[str, list[int]
 
     mesh = build_mesh(Parallelism(**layout), torch.device("cpu"))
     return {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in (*AXES, "ep") if mesh.size(axis) > 1}
+
+
+def limits(rank: int, world: int, layout: dict[str, Any]) -> set[float]:
+    """Seconds that the collectives of each axis wait."""
+    import torch
+
+    from ahp.plan import Parallelism
+    from ahp.runtime.mesh import AXES, build_mesh
+    from ahp.runtime.torch_compat import time_limit
+
+    mesh = build_mesh(Parallelism(**layout), torch.device("cpu"))
+    groups = [mesh.data.get_group(), *map(mesh.group, (*AXES, "ep", "efsdp"))]
+    return {time_limit(mesh.device, group).total_seconds() for group in groups}
+
+
+def test_every_axis_waits_as_long_as_the_job(pool: Pool) -> None:
+    """A DeviceMesh's groups wait thirty minutes under gloo, whatever the job's own was told."""
+    layout = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "tensor_parallel_degree": 2}
+    assert pool.run(limits, 4, layout) == [{JOIN_TIMEOUT_S}] * 4
 
 
 def test_neighbours_differ_in_the_last_axis(pool: Pool) -> None:

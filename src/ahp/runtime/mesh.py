@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ahp.errors import BadInput, HardwareMismatch
 from ahp.plan import Axis, Parallelism
-from ahp.runtime.torch_compat import flatten_axes, unflatten_axis
+from ahp.runtime.torch_compat import flatten_axes, limit_time, time_limit, unflatten_axis
 
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """As the dims of the mesh follow each other whatever the order in which ranks are numbered: FSDP2 wants ``dp_shard`` before ``tp``."""
@@ -100,11 +100,16 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
     experts = unflatten_axis(weights, "dp_shard", (shards // degree, degree), EXPERT_AXES) if degree > 1 else None
     if experts is not None:
         ranks |= {axis: experts.get_local_rank(axis) for axis in EXPERT_AXES}
+    data = flatten_axes(whole, ("dp_replicate", "dp_shard"), "dp")
+    limit = time_limit(device)
+    for mesh in (whole, weights, data, *(() if experts is None else (experts,))):
+        for group in mesh.get_all_groups():
+            limit_time(group, limit)
     return Mesh(
         device,
         whole,
         weights,
-        flatten_axes(whole, ("dp_replicate", "dp_shard"), "dp"),
+        data,
         {**{axis: parallelism.degree(axis) for axis in AXES}, "efsdp": shards // degree, "ep": degree},
         ranks,
         (weights.get_local_rank("dp_shard"), shards),

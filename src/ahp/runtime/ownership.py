@@ -9,7 +9,7 @@ from torch import nn
 from ahp.plan import Parallelism
 from ahp.runtime.mesh import Mesh
 from ahp.runtime.pipeline import stages_of_rank
-from ahp.runtime.torch_compat import local_tensor
+from ahp.runtime.torch_compat import local_tensor, time_limit
 
 
 class Names:
@@ -85,7 +85,7 @@ class StageTies:
         for ranks in sorted({holders for holders in self.holders.values() if len(holders) > 1}):
             for column in range(columns.shape[1]):
                 members = [int(columns[r, column]) for r in ranks]
-                group = dist.new_group(members)
+                group = dist.new_group(members, timeout=time_limit(mesh.device))
                 if isinstance(group, dist.ProcessGroup) and dist.get_rank() in members:
                     mine[ranks] = group
         return mine

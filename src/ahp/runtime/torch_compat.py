@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _redistribute
@@ -25,6 +27,18 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
 def unflatten_axis(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """The mesh with several axes, slowest first, in the place of one; the others keep their process groups."""
     return mesh._unflatten(axis, sizes, names)
+
+
+def time_limit(device: torch.device, group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long a collective of the group, by default the whole job's, waits for the other ranks."""
+    found = group or dist.group.WORLD
+    assert found is not None
+    return found._get_backend(device).options._timeout  # type: ignore[no-any-return]
+
+
+def limit_time(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Let collectives of the group end with an error after so long. A DeviceMesh makes its groups with the backend's default."""
+    distributed_c10d._set_pg_timeout(limit, group)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
