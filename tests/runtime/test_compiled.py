@@ -14,11 +14,14 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from ahp.errors import HardwareMismatch
+from ahp.graph.blocks import find_blocks
+from ahp.graph.call import call_model, logits_of
 from ahp.runtime.compiled import CPU_COMPILERS, compile_block, refuse_without_compiler
 from tests.marks import cases
 from tests.runtime import test_experts
 from tests.runtime.models import BUILDERS, JOB, batch
 from tests.runtime.test_equality import PIPELINE, ZERO, assert_same_curve, world_size
+from tests.runtime.test_families import FAMILIES, family
 from tests.runtime.test_fp8 import needs_torchao
 from tests.runtime.workers import Pool
 
@@ -81,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "mixture-x-tp": ("family qwen3_moe", TENSOR, 1),
 }
 """The model, the layout, and in how many graphs a block comes: more than one where something stays outside."""
-WIDE = ("sequence", "mixture-x-tp")
+WIDE = ("sequence", "ring-x-tp", "mixture-x-tp")
 """In larger products."""
 BUILDERS.update({name: build for name, build in test_experts.BUILDERS.items() if name.startswith("family")})
 
@@ -94,6 +97,20 @@ def test_compiled_products_equal_one_process(pool: Pool, plain_run: Callable[...
         assert found["operators"] > 40, "what was compiled is not a block"
         assert found["graphs"] == [pieces] * FEWER_STEPS, "compiled more than once, or not in as many parts"
         assert bool(found["breaks"]) == (pieces > 1), found["breaks"]
+
+
+@pytest.mark.parametrize("name", cases(FAMILIES, wide=set(FAMILIES) - {"gemma3_text"}))
+def test_blocks_of_a_family_are_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    model = family(name)
+    for block in find_blocks(model).blocks:
+        compile_block(block)
+    for step in range(2):
+        logits_of(call_model(model.train(), batch(step)["input_ids"])).sum().backward()
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def dropping() -> nn.Module:
