@@ -52,7 +52,7 @@ def test_the_cut_is_the_best_of_all(engine: str, layout: Parallelism) -> None:
     assert found.forecast.step_time_s == best_s
     for cut, forecast in every.items():
         assert forecast is not None
-        assert costs.bound_s(cut) <= forecast.step_time_s * (1 + 1e-12)
+        assert costs.bounds_s([cut])[0] <= forecast.step_time_s * (1 + 1e-12)
     assert costs.floor_s() <= best_s
     moved = _by_moves([costs.usual(), costs.longest[1]], costs)
     assert moved is not None

@@ -1,6 +1,7 @@
 """The stage cut: against every cut there is, by the simulation of the schedule."""
 
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +34,8 @@ class Made:
         found[-1] += self.ends[1]
         return [StageTimes(forward_s=s, backward_s=2 * s, input_gradient_s=s, weight_gradient_s=s) for s in found]
 
-    def bound_s(self, cut: stages.Cut) -> float:
-        return lower_bound_s(self.name, self.p, self.v, self.m, self.times(cut))
+    def bounds_s(self, found: Sequence[stages.Cut]) -> list[float]:
+        return [lower_bound_s(self.name, self.p, self.v, self.m, self.times(cut)) for cut in found]
 
     def stage_s(self, cut: stages.Cut) -> Any:
         return np.array([t.forward_s + t.backward_s for t in self.times(cut)])

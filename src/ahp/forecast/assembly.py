@@ -15,6 +15,7 @@ from ahp.forecast.stage import Recompute, StageCost
 from ahp.forecast.units import Units
 from ahp.job import Job
 from ahp.plan import Parallelism
+from ahp.schedule.bounds import ranks_stages
 from ahp.schedule.makespan import Makespan, makespan, peak_kept
 from ahp.schedule.patterns import SPLIT_BACKWARD, stage_ranks
 from ahp.schedule.simulate import StageTimes
@@ -37,14 +38,11 @@ def stage_times(stages: Sequence[StageCost], send: Sequence[float]) -> list[Stag
     count = len(stages)
     return [
         StageTimes(
-            forward_s=sum(cost.forward.values()),
-            backward_s=sum(cost.backward.values()),
-            input_gradient_s=sum(cost.input_gradient.values()),
-            weight_gradient_s=sum(cost.weight_gradient.values()),
+            *cost.seconds[:4],
             send_forward_s=send[stage] if stage < count - 1 else 0.0,
             send_backward_s=send[stage - 1] if stage > 0 else 0.0,
-            first_forward_extra_s=sum(cost.first_forward.values()),
-            last_backward_extra_s=sum(cost.last_backward.values()),
+            first_forward_extra_s=cost.seconds[4],
+            last_backward_extra_s=cost.seconds[5],
         )
         for stage, cost in enumerate(stages)
     ]
@@ -108,7 +106,7 @@ def recompute_of(parallelism: Parallelism, traits: Traits, units: Units) -> Reco
 
 def own_stages(span: Makespan, rank: int) -> list[int]:
     """The stages of a pipeline rank."""
-    return [s for s, holder in enumerate(stage_ranks(span.name, span.p, span.v)) if holder == rank]
+    return ranks_stages(span.name, span.p, span.v)[rank].tolist()
 
 
 def optimized(span: Makespan, stages: tuple[StageCost, ...], rank: int, parallelism: Parallelism) -> float:

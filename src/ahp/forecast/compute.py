@@ -92,6 +92,7 @@ class Launched:
             moved = kernels.moved_bytes.get(op.index, 0.0)
             if moved or op.flops:
                 self._runs.append((op, None if op.flops else _Moves.of(op, kernels), sums))
+        self._moved_s: dict[tuple[float, Rates], list[float]] = {}
 
     def times(
         self,
@@ -109,9 +110,9 @@ class Launched:
         with a weight are computed in 8 bits, None = in the dtype of their inputs. ``accumulates``: products for weight gradients add to fp32.
         """
         seconds: dict[str, float] = defaultdict(float)
-        for op, moves, sums in self._runs:
+        for at, (op, moves, sums) in enumerate(self._runs):
             if moves is not None:
-                taken = moves.seconds(division.share(op), rates)
+                taken = self._moving_s(division.share(op), rates)[at]
             else:
                 taken = operator_s(
                     op,
@@ -127,6 +128,25 @@ class Launched:
                 seconds[name] += taken
         work = {name: Work(seconds[name], self._launches[name]) for name in SUMS}
         return SegmentTimes(**work)
+
+    def beside_products_s(
+        self, division: Division, rates: Rates, *, causal: bool, kernel: AttentionKernel | None = None
+    ) -> float:
+        """Of what ``times`` has in both passes, all but the products: that costs little to know."""
+        seconds = 0.0
+        for at, (op, moves, _) in enumerate(self._runs):
+            if moves is not None:
+                seconds += self._moving_s(division.share(op), rates)[at]
+            elif "attention" in op.name:
+                seconds += operator_s(op, self._kernels, division, rates, causal=causal, kernel=kernel)
+        return seconds
+
+    def _moving_s(self, share: float, rates: Rates) -> list[float]:
+        """Of each operator, where it only moves data and a rank does this share of it: many divisions leave the same share."""
+        if (share, rates) not in self._moved_s:
+            found = [0.0 if moves is None else moves.seconds(share, rates) for _, moves, _ in self._runs]
+            self._moved_s[share, rates] = found
+        return self._moved_s[share, rates]
 
 
 SUMS = tuple(field.name for field in fields(SegmentTimes))

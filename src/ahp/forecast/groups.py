@@ -44,6 +44,8 @@ def expert_ranks_of(
 
 def expert_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group, Group]:
     """``data_groups`` of the weights of experts: the ranks of an expert-parallel group hold different ones."""
+    if parallelism.expert_parallel_degree == 1:
+        return data_groups(parallelism, devices_per_node)
     _, alike = expert_ranks(parallelism)
     shards, replicas = first_of(alike, max(1, shard_ranks(parallelism) // parallelism.expert_parallel_degree))
     return group_of(shards, devices_per_node), group_of(replicas, devices_per_node)

@@ -106,7 +106,10 @@ class Pricer:
             self._refuse_without_host_link()
         self.muon = Muon(graph, self.unit_pricer.rates, self.network) if job.optimizer.name == "muon" else None
         """Prices its updates; None where AdamW updates everything."""
-        self._ranges: dict[tuple[int, tuple[int, ...] | None, Ends], tuple[range, ...]] = {}
+        self._ends: Ends = get(choice.name).traits(job, Parallelism(), choice).stage_ends
+        self._ranges: dict[tuple[int, tuple[int, ...] | None], tuple[range, ...]] = {}
+        self._made: dict[tuple[object, ...], dict[tuple[object, ...], StageCost]] = {}
+        """Stages by the layers that they hold, of what else they depend on: cuts and schedules of one layout share them."""
 
     def price(self, parallelism: Parallelism) -> Priced:
         """Price one layout. ``activation_checkpoint`` auto is the lightest that fits.
@@ -161,14 +164,14 @@ class Pricer:
         units = self.units(parallelism)
         data = self.data_parallel(parallelism, traits)
         ranges = self.ranges(parallelism)
-        made: dict[tuple[tuple[int, ...], bool, bool, int | None], StageCost] = {}
+        recompute = recompute_of(parallelism, traits, units)
+        made = self._made.setdefault((id(units), data, recompute), {})  # the unit pricer keeps its units
         some = parallelism.recomputed_layers_per_stage or (None,) * len(ranges)
         stages = []
         for index, layers in enumerate(ranges):
             first, last = index == 0, index == len(ranges) - 1
-            kinds = tuple(self.graph.layers[i] for i in layers), first, last, some[index]
+            kinds = self.graph.layers[layers.start : layers.stop], first, last, some[index]
             if kinds not in made:
-                recompute = recompute_of(parallelism, traits, units)
                 made[kinds] = self.stage_cost(
                     units, layers, data, recompute, first=first, last=last, recomputed_layers=some[index]
                 )
@@ -211,18 +214,17 @@ class Pricer:
 
     def ranges(self, parallelism: Parallelism) -> tuple[range, ...]:
         """The layers of each stage."""
-        ends = get(self.choice.name).traits(self.job, parallelism, self.choice).stage_ends
-        key = parallelism.num_stages, parallelism.given_layers, ends
+        key = parallelism.num_stages, parallelism.given_layers
         if key not in self._ranges:
-            self._ranges[key] = layer_ranges(layers_of_stages(parallelism, self.graph.num_layers, ends=ends))
+            self._ranges[key] = layer_ranges(layers_of_stages(parallelism, self.graph.num_layers, ends=self._ends))
         return self._ranges[key]
 
     def _stage_times(
         self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...], units: Units
     ) -> list[StageTimes]:
-        rank = ranks_of_stages(parallelism)
-        send = [self.send_s(parallelism, traits, source, target, units) for source, target in pairwise(rank)]
-        return stage_times(stages, send)
+        neighbours = list(pairwise(ranks_of_stages(parallelism)))
+        send = {pair: self.send_s(parallelism, traits, *pair, units) for pair in dict.fromkeys(neighbours)}
+        return stage_times(stages, [send[pair] for pair in neighbours])
 
     def send_s(self, parallelism: Parallelism, traits: Traits, source: int, target: int, units: Units) -> float:
         """Seconds to hand one micro-batch's hidden states from one pipeline rank to another."""
@@ -247,21 +249,16 @@ class Pricer:
     ) -> tuple[float, float]:
         """Of a pipeline rank on one of these devices: norm, clipping and update, and the copies from and to host memory."""
         parameters = optimized(span, stages, rank, parallelism)
-        layers = self.layers_of_rank(parallelism, span, rank)
-        update_s = self.update_s(parameters, traits) + self.orthogonal_s(parallelism, traits, layers)
+        update_s = self.update_s(parameters, traits)
+        if self.muon is not None:
+            count = Counter(self.graph.layers[layer] for layer in self.layers_of_rank(parallelism, span, rank))
+            update_s += self.muon.stage_s(count, places_of(parallelism, self.nodes.devices_per_node), traits)
         return update_s, self.offload_s(parameters, traits)
 
     def layers_of_rank(self, parallelism: Parallelism, span: Makespan, rank: int) -> list[int]:
         """The layers that a pipeline rank holds."""
         ranges = self.ranges(parallelism)
         return [layer for stage in own_stages(span, rank) for layer in ranges[stage]]
-
-    def orthogonal_s(self, parallelism: Parallelism, traits: Traits, layers: list[int]) -> float:
-        """What Muon's updates of these layers take beyond an element-wise pass; 0 under AdamW."""
-        if self.muon is None:
-            return 0.0
-        count = Counter(self.graph.layers[layer] for layer in layers)
-        return self.muon.stage_s(count, places_of(parallelism, self.nodes.devices_per_node), traits)
 
     def update_s(self, parameters: float, traits: Traits) -> float:
         """Norm, clipping and AdamW of so many parameters on one device."""

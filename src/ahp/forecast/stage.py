@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ahp.engines.engine import Traits
@@ -103,6 +104,12 @@ class StageCost:
     """Activations of one micro-batch between its forward and its backward."""
     temporary_bytes: int
     """At the peak of one backward pass, beyond those."""
+
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """The first six, summed over their parts."""
+        passes = self.forward, self.backward, self.input_gradient, self.weight_gradient
+        return tuple(sum(parts.values()) for parts in (*passes, self.first_forward, self.last_backward))
 
 
 Recompute = Literal["none", "core", "chains", "full"]

@@ -16,7 +16,7 @@ from ahp.forecast.division import GROUPED, Division, attention_heads, expert_par
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
 from ahp.forecast.groups import expert_ranks
-from ahp.forecast.kernels import Fusion, kernels
+from ahp.forecast.kernels import Fusion, Kernels, kernels
 from ahp.forecast.memory import Held, SegmentMemory
 from ahp.forecast.mesh import axis_group, group_of
 from ahp.forecast.overlap import shown_s
@@ -97,14 +97,32 @@ class How(NamedTuple):
     """Of the products of blocks; None = they are not in 8 bits."""
 
 
-class _Run(NamedTuple):
+@dataclass(frozen=True)
+class _Run:
     """What of a segment no division changes."""
 
+    segment: Segment
     split: Split
-    launched: Launched
-    held: Held
-    stacked: frozenset[str]
-    """Weights of experts."""
+    kernels: Kernels
+    in_8_bits: bool
+
+    @cached_property
+    def launched(self) -> Launched:
+        return Launched(self.segment, self.kernels)
+
+    @cached_property
+    def held(self) -> Held:
+        return Held(self.segment, self.kernels, self.split, fp8=self.in_8_bits)
+
+    @cached_property
+    def stacked(self) -> frozenset[str]:
+        """Weights of experts."""
+        return expert_parameters(self.segment)
+
+
+def _any_way(how: How) -> How:
+    """The kernels apart from how context ranks see tokens."""
+    return how._replace(context="ring")
 
 
 class _Held(NamedTuple):
@@ -173,9 +191,10 @@ class UnitPricer:
         ranks = axes.context.size * axes.tensor.size
         return way != "all-to-all" or not any(heads % ranks for heads in self._heads)
 
-    def _units_by(self, way: ContextWay, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
+    def how(self, traits: Traits, way: ContextWay) -> How:
+        """The kernels of an engine on these devices."""
         fusion: Fusion = "traced" if self._on_cpu else traits.fusion
-        how = How(
+        return How(
             fusion=fusion,
             fused_loss=traits.fused_loss,
             attention=traits.attention_kernel,
@@ -191,6 +210,9 @@ class UnitPricer:
             weight_bytes=traits.compute_weight_bytes or traits.master_weight_bytes,
             fp8=traits.fp8 if self._in_fp8 else None,
         )
+
+    def _units_by(self, way: ContextWay, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
+        how = self.how(traits, way)
         key = micro_batch_size, axes, how
         if key not in self._units:
             self._units[key] = self._price(self._at(micro_batch_size), axes, how)
@@ -256,27 +278,44 @@ class UnitPricer:
             **weights._asdict(),
         )
 
+    def beside_products_s(
+        self, micro_batch_size: int, tensor: int, sequence_parallel: bool, context: int, how: How
+    ) -> tuple[float, ...]:
+        """Of each kind of block, device seconds of both passes but for products: a part of what its unit has, soon known."""
+        graph, found = self._at(micro_batch_size), []
+        for number, block in enumerate(graph.blocks):
+            run = self._run(graph, block, "block", number, how)
+            division = Division(run.split, tensor, sequence_parallel, context)
+            found.append(
+                run.launched.beside_products_s(division, self.rates, causal=self._causal, kernel=how.attention)
+            )
+        return tuple(found)
+
+    def _run(self, graph: ModelGraph, segment: Segment, role: Role, number: int, how: How) -> _Run:
+        alike = graph.micro_batch_size, role, number, _any_way(how)
+        if alike not in self._kernels:
+            parts = split(segment, role, whole_biased_experts=how.whole_biased_experts)
+            fp8 = how.fp8 if role == "block" else None
+            run = kernels(segment, how.fusion, fused_loss=how.fused_loss)
+            self._kernels[alike] = _Run(segment, parts, run, fp8 is not None and fp8.in_8_bits)
+        return self._kernels[alike]
+
     def _of_degrees(
         self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: How
     ) -> _Divided:
         degree, context, experts = axes.tensor.size, axes.context.size, axes.expert.size
         sequence_parallel = axes.sequence_parallel and degree > 1
-        alike = graph.micro_batch_size, role, number, how._replace(context="ring")
-        key = *alike, degree, sequence_parallel, context, experts
+        key = graph.micro_batch_size, role, number, _any_way(how), degree, sequence_parallel, context, experts
         if key in self._divided:
             return self._divided[key]
         fp8 = how.fp8 if role == "block" else None
-        if alike not in self._kernels:
-            parts = split(segment, role, whole_biased_experts=how.whole_biased_experts)
-            run = kernels(segment, how.fusion, fused_loss=how.fused_loss)
-            memory = Held(segment, run, parts, fp8=fp8 is not None and fp8.in_8_bits)
-            self._kernels[alike] = _Run(parts, Launched(segment, run), memory, expert_parameters(segment))
-        parts, run, memory, stacked = self._kernels[alike]
+        run = self._run(graph, segment, role, number, how)
+        parts, stacked = run.split, run.stacked
         division = Division(parts, degree, sequence_parallel, context, experts)
         held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}
         held = {name: -(-count // experts) if name in stacked else count for name, count in held.items()}
         one = {p.name: held[p.name] // max(1, p.shape[0] // experts) for p in segment.parameters if p.name in stacked}
-        times = run.times(
+        times = run.launched.times(
             division,
             self.rates,
             causal=self._causal,
@@ -284,7 +323,7 @@ class UnitPricer:
             kernel=how.attention,
             accumulates=how.accumulates,
         )
-        on = memory.on(division, keeps_gathered=not how.gathers_again)
+        on = run.held.on(division, keeps_gathered=not how.gathers_again)
         weights = _Held(
             tensors=max(1, len(held)),
             parameters=sum(held.values()),

@@ -39,7 +39,8 @@ def at(graph: ModelGraph, micro_batch_size: int) -> ModelGraph:
         )
     # A batch of one often takes a path of its own (a dim of one needs no copy); then the law is that of two and three.
     small, large = (graph.larger, graph.larger.larger) if graph.larger.larger is not None else (graph, graph.larger)
-    return replace(_extended(small, large, micro_batch_size), larger=_extended(small, large, micro_batch_size + 1))
+    # The two traces are those of every other size as well.
+    return replace(_extended(small, large, micro_batch_size), larger=replace(small, larger=large))
 
 
 def _parts(graph: ModelGraph) -> tuple[Segment, ...]:

@@ -121,7 +121,8 @@ class ModelGraph:
     """Facts that rules need: vocab_size, num_attention_heads, num_key_value_heads, hidden_size, num_experts; absent if unknown."""
     larger: ModelGraph | None = field(default=None, repr=False, compare=False)
     """The same model traced with one more sequence: two points fix what grows with the micro-batch. It has a ``larger``
-    of its own when this graph runs other operators than they do. None: no law holds, ``at`` refuses."""
+    of its own when this graph runs other operators than they do, or was made from them by ``at``. None: no law holds, ``at``
+    refuses."""
     _grown: dict[int, ModelGraph] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By micro-batch size, what ``at`` has made: clusters and engines ask for the same sizes again."""
 

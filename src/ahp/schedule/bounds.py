@@ -36,9 +36,10 @@ class TimeColumns:
     last_backward_extra_s: Floats
 
     @classmethod
-    def of(cls, times: Sequence[StageTimes]) -> TimeColumns:
-        """One layout."""
-        return cls(**{field.name: np.array([[getattr(t, field.name) for t in times]]) for field in fields(cls)})
+    def of(cls, *layouts: Sequence[StageTimes]) -> TimeColumns:
+        """Of the stages of each, all as many."""
+        names = (field.name for field in fields(cls))
+        return cls(**{name: np.array([[getattr(t, name) for t in times] for times in layouts]) for name in names})
 
 
 def lower_bound_s(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> float:

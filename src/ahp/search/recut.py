@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.unit import Unit
 from ahp.plan import Forecast, Parallelism
-from ahp.schedule.bounds import lower_bound_s
+from ahp.schedule.bounds import TimeColumns, lower_bounds_s
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import layers_of_stages
@@ -86,14 +87,15 @@ class LayoutCosts:
     def _times(self, cut: Cut) -> list[StageTimes]:
         return self.pricer.stage_times(self._with(cut))
 
-    def bound_s(self, cut: Cut) -> float:
-        """The longest path through the schedule that has a closed form."""
+    def bounds_s(self, found: Sequence[Cut]) -> list[float]:
+        """Of each, the longest path through the schedule that has a closed form."""
         name, p, v = (
             self.layout.pipeline_parallel_schedule,
             self.layout.pipeline_parallel_degree,
             self.layout.virtual_stages_per_rank,
         )
-        return lower_bound_s(name, p, v, self.m, self._times(cut)) * (1.0 + self.pricer.slowest_share)
+        times = TimeColumns.of(*map(self._times, found))
+        return (lower_bounds_s(name, p, v, self.m, times) * (1.0 + self.pricer.slowest_share)).tolist()
 
     def stage_s(self, cut: Cut) -> NDArray[np.float64]:
         """[S] Seconds of each stage on one micro-batch, forward and backward."""

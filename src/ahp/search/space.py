@@ -10,7 +10,8 @@ share: rules are masks over their values, rows are counted by multiplication, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,10 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.tensor)
 
+    def at(self, which: Ints) -> Blocks:
+        """Some of them."""
+        return Blocks(*(getattr(self, field.name)[which] for field in fields(self)))
+
 
 class Space:
     """The legal layouts of a problem, and a count of the others by the rule that they break."""
@@ -84,6 +89,7 @@ class Space:
         self.size = size
         """Combinations whose degrees multiply to the number of devices, legal or not."""
         self.rules = broken
+        self._splits = cache(self._legal_splits)
 
     @property
     def has_orders(self) -> bool:
@@ -96,12 +102,12 @@ class Space:
 
     def rows(self, block: int) -> Rows:
         """The legal rows of one block."""
-        mesh = self.mesh(block)
-        return Rows(
-            self._choices.legal_splits(mesh.splits, mesh.expert, mesh.pipeline),
-            self.pipes(block),
-            self._choices.legal_recompute,
-        )
+        return Rows(self._splits(int(self.blocks.mesh[block])), self.pipes(block), self._choices.legal_recompute)
+
+    def _legal_splits(self, number: int) -> tuple[Split, ...]:
+        """Of one mesh."""
+        mesh = self._meshes[number]
+        return self._choices.legal_splits(mesh.splits, mesh.expert, mesh.pipeline)
 
     def mesh(self, block: int) -> Mesh:
         """What one block has in common."""

@@ -39,8 +39,8 @@ WORTH_S = 1e-4
 class Costs(Protocol):
     """What a layout's cuts cost."""
 
-    def bound_s(self, cut: Cut) -> float:
-        """Seconds that the step takes at least."""
+    def bounds_s(self, found: Sequence[Cut]) -> list[float]:
+        """Of each, seconds that the step takes at least."""
         ...
 
     def stage_s(self, cut: Cut) -> Floats:
@@ -75,7 +75,7 @@ def best_cut(num_layers: int, num_stages: int, costs: Costs, starts: Sequence[Cu
     ``starts``: cuts to begin with where there are too many to look at each.
     """
     if num_cuts(num_layers, num_stages) <= ALL_CUTS:
-        return _of_all(cuts(num_layers, num_stages), costs)
+        return _of_all(list(cuts(num_layers, num_stages)), costs)
     return _by_moves(starts, costs)
 
 
@@ -91,8 +91,8 @@ def cuts(num_layers: int, num_stages: int) -> Iterator[Cut]:
         yield tuple(after - before for before, after in pairwise(edges))
 
 
-def _of_all(found: Iterator[Cut], costs: Costs) -> BestCut | None:
-    queue = sorted((costs.bound_s(cut), cut) for cut in found)
+def _of_all(found: Sequence[Cut], costs: Costs) -> BestCut | None:
+    queue = sorted(zip(costs.bounds_s(found), found, strict=True))
     best: tuple[float, Cut, Forecast] | None = None
     forecasts = 0
     for bound_s, cut in queue:
@@ -125,7 +125,8 @@ def _by_moves(starts: Sequence[Cut], costs: Costs) -> BestCut | None:
 
 def _better(at: Cut, best: Forecast, costs: Costs, seen: dict[Cut, Forecast | None]) -> tuple[Cut, Forecast] | None:
     """The first move, in the order of bounds, whose forecast is shorter."""
-    bounds = sorted((costs.bound_s(cut), cut) for cut in moves(at, costs.stage_s(at)) if cut not in seen)
+    found = [cut for cut in moves(at, costs.stage_s(at)) if cut not in seen]
+    bounds = sorted(zip(costs.bounds_s(found), found, strict=True)) if found else []
     for bound_s, cut in bounds[:FORECASTS_A_ROUND]:
         if bound_s >= best.step_time_s * (1 - WORTH_S):
             return None

@@ -1,8 +1,8 @@
 """Lower bounds of all layouts of a block at once, of time and memory, before any of its units is priced.
 
-A step cannot take less than its arithmetic at the rate that no kernel passes, spread evenly over the devices, with the
-forward passes that fill the pipeline before a rank of average place can start, and the collectives within a replica as
-far as nothing can hide them. Where the rate is not known to be a ceiling the arithmetic counts as nothing.
+A step cannot take less than its products at the rate that no kernel passes, spread evenly over the devices, with all else that
+layers compute, the forward passes that fill the pipeline before a rank of average place can start, and the collectives within a
+replica as far as nothing can hide them. Where the rate is not known to be a ceiling the products count as nothing.
 
 However the layers are cut, the fullest rank holds its part of their states, and of the inputs of layers for the
 micro-batches in flight: what is kept when all else is recomputed.
@@ -12,7 +12,7 @@ Both hold for every cut of the layers into stages, even or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 
 import numpy as np
@@ -26,9 +26,9 @@ from ahp.forecast.division import GROUPED, expert_parameters
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.kernels import Fusion, kernels
 from ahp.forecast.overlap import CONTENTION
-from ahp.forecast.split import split
+from ahp.forecast.split import Split, split
 from ahp.forecast.tables import PRECISION_OF
-from ahp.forecast.units import Axes
+from ahp.forecast.units import How
 from ahp.graph.operators import Operator, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
@@ -41,21 +41,21 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def block_bounds_s(asked: Problem, space: Space) -> Floats:
-    """Seconds that every row of each block takes at least, [number of blocks]."""
-    found, blocks = _BlockBounds(asked), space.blocks
-    layers = asked.graph.num_layers
+def block_bounds_s(asked: Problem, space: Space, which: Ints) -> Floats:
+    """Seconds that every row of some blocks takes at least, [number of these]."""
+    found, layers = _BlockBounds(asked), asked.graph.num_layers
+    blocks = space.blocks.at(which)
     pipeline, m = blocks.pipeline, blocks.micro_batches
     columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, blocks.micro_batch
     keys, at = _different(*columns, *space.local(blocks.mesh))
-    per_layer = np.array([found.collectives_s(*key) for key in keys.tolist()])[at]
-    arithmetic_s = found.arithmetic_s() / asked.cluster.num_devices
+    per_layer = np.array([found.collectives_s(*key) + found.beside_products_s(*key[:5]) for key in keys.tolist()])[at]
+    products_s = found.products_s() / asked.cluster.num_devices
     # Mean over the ranks: work, and the forwards of the stages before, each with as few layers as any cut leaves it.
     shortest = layers // (pipeline * np.maximum(asked.most_stages // pipeline, 1))
     per_replica = blocks.tensor * blocks.context
     forward_s = found.layer_forward_s() * blocks.micro_batch / per_replica
     fill_s = (pipeline - 1) / 2 * shortest * forward_s
-    bound = arithmetic_s + fill_s + m * per_layer * layers / pipeline
+    bound = products_s + fill_s + m * per_layer * layers / pipeline
     return bound * (1.0 + asked.pricer.slowest_share)
 
 
@@ -114,7 +114,8 @@ class _BlockNeeds:
         m = int(of.micro_batches[block])
         cut = context * (int(of.tensor[block]) if of.sequence_parallel[block] else 1)
         kept = self._kept * int(of.micro_batch[block]) / self.graph.micro_batch_size / cut
-        states, gradients = self._states(splits, int(of.tensor[block]), int(of.expert[block]), m)
+        # Of the number of micro-batches a rank's states ask only whether there are several.
+        states, gradients = self._states(splits, int(of.tensor[block]), int(of.expert[block]), min(m, 2))
         in_flight = fewest_in_flight(self.space.pipes(block), pipeline, m)
         each = states[..., None] + np.maximum(in_flight * kept - gradients[..., None], 0.0)
         return float(splits.columns.device_bytes(fullest_of_any_cut(each, self.graph.num_layers)).min())
@@ -125,9 +126,13 @@ class _BlockNeeds:
 
 
 def _different(*columns: Ints) -> tuple[Ints, Ints]:
-    """The rows of a table that differ, and which of them each row is."""
-    keys, at = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    return keys, at.reshape(-1)
+    """The rows of a table that differ, and which of them each row is. (numpy's own, over rows, is many times slower.)"""
+    number = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        values, at = np.unique(column, return_inverse=True)
+        number = number * len(values) + at
+    _, first, at = np.unique(number, return_index=True, return_inverse=True)
+    return np.stack(columns, axis=1)[first], at
 
 
 class _BlockBounds:
@@ -146,11 +151,19 @@ class _BlockBounds:
         share = np.bincount(self.graph.layers, minlength=len(self.graph.blocks)) / max(self.graph.num_layers, 1)
         self._share = share.tolist()
         """Of all layers, those of each kind."""
+        self._traits, self._how = cache(self._traits_of), cache(self._how_of)
+        self._beside_products = cache(asked.pricer.unit_pricer.beside_products_s)
+        self._of_tensor, self._of_context, self._of_experts = map(
+            cache, (self._tensor_s, self._contexts_s, self._experts_s)
+        )
 
-    def arithmetic_s(self) -> float:
-        """Seconds of one device alone for the products and the attention of a step."""
+    def products_s(self) -> float:
+        """Seconds of one device alone for the products of a step."""
         whole = [*(self.graph.blocks[kind] for kind in self.graph.layers), self.graph.embedding, self.graph.head]
-        by_segment = {id(segment): sum(map(self._least_s, segment.operators)) for segment in whole}
+        by_segment = {
+            id(segment): sum(self._least_s(op) for op in segment.operators if "attention" not in op.name)
+            for segment in whole
+        }
         a_micro_batch_s = sum(by_segment[id(segment)] for segment in whole)
         return a_micro_batch_s / self.graph.micro_batch_size * self.asked.job.global_batch_size
 
@@ -168,6 +181,12 @@ class _BlockBounds:
         rates = [self.rates.fastest(name, attention=fused) for name in {precision, self.asked.job.precision}]
         return op.flops * (0.5 if fused and self._causal else 1.0) / max(rates)
 
+    def beside_products_s(self, tensor: int, context: int, expert: int, sequence: int, micro_batch: int) -> float:
+        """Seconds of all that a layer of average kind computes beside products, for one micro-batch."""
+        how = self._how(tensor, context, expert, sequence)
+        each = self._beside_products(micro_batch, tensor, bool(sequence) and tensor > 1, context, how)
+        return self._of_kinds(each.__getitem__)
+
     def collectives_s(
         self, tensor: int, context: int, expert: int, sequence: int, micro_batch: int, *local: int
     ) -> float:
@@ -175,66 +194,89 @@ class _BlockBounds:
 
         ``local``: how many ranks of the tensor, the context and the expert group share a node.
         """
+        groups = (Group(size, on, -(-size // on)) for size, on in zip((tensor, context, expert), local, strict=True))
+        of_tensor, of_context, of_experts = groups
+        in_parts, traits = bool(sequence) and tensor > 1, self._traits(tensor, context, expert, sequence)
+        size = micro_batch / self.graph.micro_batch_size
+        shown = 1.0, 1.0 - (1.0 - CONTENTION) * traits.tensor_overlap_backward
+        if traits.tensor_in_pieces:
+            shown = CONTENTION, CONTENTION
+        each_has_parts = in_parts and not traits.experts_gather_tokens
+        return (
+            self._of_tensor(of_tensor, in_parts, size / context, *shown)
+            + self._of_context(of_context, traits.context_ways, size / tensor)
+            + self._of_experts(of_experts, size / (context * (tensor if each_has_parts else 1)))
+        )
+
+    def _traits_of(self, tensor: int, context: int, expert: int, sequence: int) -> Traits:
         layout = Parallelism(
             tensor_parallel_degree=tensor,
             context_parallel_degree=context,
             expert_parallel_degree=expert,
             enable_sequence_parallel=bool(sequence),
         )
-        groups = (Group(size, on, -(-size // on)) for size, on in zip((tensor, context, expert), local, strict=True))
-        of_tensor, of_context, of_experts = groups
-        axes = Axes(of_tensor, layout.enable_sequence_parallel and tensor > 1, of_context, of_experts)
-        choice = self.asked.engine
-        traits = get(choice.name).traits(self.asked.job, layout, choice)
-        size = micro_batch / self.graph.micro_batch_size
-        return sum(
-            share * (self._tensor_s(kind, axes, traits, size) + self._others_s(kind, axes, traits, size))
-            for kind, share in enumerate(self._share)
-        )
+        return get(self.asked.engine.name).traits(self.asked.job, layout, self.asked.engine)
 
-    def _time_s(self, kind: Kind, tensors: tuple[TensorSpec, ...], axes: Axes, size: float) -> float:
+    def _how_of(self, *degrees: int) -> How:
+        traits = self._traits(*degrees)
+        return self.asked.pricer.unit_pricer.how(traits, traits.context_ways[0])
+
+    def _of_kinds(self, each_s: Callable[[int], float]) -> float:
+        """Of a layer of average kind, from what one of each kind takes."""
+        return sum(share * each_s(kind) for kind, share in enumerate(self._share))
+
+    def _time_s(self, kind: Kind, tensors: Iterable[TensorSpec], group: Group, size: float) -> float:
         # Weight products in 8 bits may gather what they read in 8 bits.
         part = 0.5 if kind == "all_gather" and self.asked.job.precision == "fp8" else 1.0
-        amounts = [part * size * spec.bytes / axes.context.size for spec in tensors]
-        return sum(self._network.time_s(kind, amount, axes.tensor) for amount in amounts)
+        return sum(self._network.time_s(kind, part * size * spec.bytes, group) for spec in tensors)
 
-    def _tensor_s(self, kind: int, axes: Axes, traits: Traits, size: float) -> float:
-        """Tensor-parallel collectives of both passes."""
-        if axes.tensor.size == 1:
-            return 0.0
-        parts = self._splits[kind]
-        if axes.sequence_parallel:
-            hidden = tuple(spec for spec in parts.forward_reduce if len(spec.shape) > 1)
-            forward = self._time_s("reduce_scatter", hidden, axes, size)
-            forward += self._time_s("all_gather", parts.backward_reduce, axes, size)
-            backward = self._time_s("all_gather", (*hidden, *parts.backward_reduce), axes, size)
-            backward += self._time_s("reduce_scatter", parts.backward_reduce, axes, size)
-        else:
-            forward = self._time_s("all_reduce", parts.forward_reduce, axes, size)
-            backward = self._time_s("all_reduce", parts.backward_reduce, axes, size)
-        if traits.tensor_in_pieces:
-            return CONTENTION * (forward + backward)
-        return forward + (1.0 - (1.0 - CONTENTION) * traits.tensor_overlap_backward) * backward
+    def _tensor_s(
+        self, group: Group, in_parts: bool, size: float, forward_shown: float, backward_shown: float
+    ) -> float:
+        """Tensor-parallel collectives of both passes.
 
-    def _others_s(self, kind: int, axes: Axes, traits: Traits, size: float) -> float:
-        """Keys, values and their gradients between context ranks; tokens between expert ranks."""
-        seconds = 0.0
-        if axes.context.size > 1:
-            for op in self._attention[kind]:
-                seconds += min(self._context_s(op, way, axes, size) for way in traits.context_ways)
-        if axes.expert.size > 1 and (first := self._grouped[kind]):
-            in_parts = axes.sequence_parallel and not traits.experts_gather_tokens
-            cut = axes.context.size * (axes.tensor.size if in_parts else 1)
-            seconds += 4 * self._network.time_s("all_to_all", size * first.inputs[0].bytes / cut, axes.expert)
-        return seconds
+        ``in_parts``: under sequence parallelism; ``size``: of the hidden states, over those traced; ``forward_shown``: the part
+        of a forward pass's collectives that shows at least.
+        """
 
-    def _context_s(self, op: Operator, way: ContextWay, axes: Axes, size: float) -> float:
+        def of_kind(kind: int) -> float:
+            forward, backward = self._passes_s(self._splits[kind], group, in_parts, size)
+            return forward_shown * forward + backward_shown * backward
+
+        return self._of_kinds(of_kind) if group.size > 1 else 0.0
+
+    def _passes_s(self, parts: Split, group: Group, in_parts: bool, size: float) -> tuple[float, float]:
+        if not in_parts:
+            forward = self._time_s("all_reduce", parts.forward_reduce, group, size)
+            return forward, self._time_s("all_reduce", parts.backward_reduce, group, size)
+        hidden = [spec for spec in parts.forward_reduce if len(spec.shape) > 1]
+        forward = self._time_s("reduce_scatter", hidden, group, size)
+        forward += self._time_s("all_gather", parts.backward_reduce, group, size)
+        backward = self._time_s("all_gather", (*hidden, *parts.backward_reduce), group, size)
+        return forward, backward + self._time_s("reduce_scatter", parts.backward_reduce, group, size)
+
+    def _contexts_s(self, group: Group, ways: tuple[ContextWay, ...], size: float) -> float:
+        """Keys, values and their gradients between context ranks. ``size``: of all ranks' together, over those traced."""
+
+        def of_kind(kind: int) -> float:
+            return sum(min(self._context_s(op, way, group, size) for way in ways) for op in self._attention[kind])
+
+        return self._of_kinds(of_kind) if group.size > 1 else 0.0
+
+    def _context_s(self, op: Operator, way: ContextWay, group: Group, size: float) -> float:
         """What attention of both passes needs of other context ranks, at least."""
         if way == "all-to-all":
-            sent = [
-                size * spec.bytes / axes.tensor.size / axes.context.size for spec in (*op.inputs[:3], op.outputs[0])
-            ]
-            return 2 * sum(self._network.time_s("all_to_all", amount, axes.context) for amount in sent)
-        keys = size * sum(spec.bytes for spec in op.inputs[1:3]) / axes.tensor.size
+            sent = (size * spec.bytes / group.size for spec in (*op.inputs[:3], op.outputs[0]))
+            return 2 * sum(self._network.time_s("all_to_all", amount, group) for amount in sent)
+        keys = size * sum(spec.bytes for spec in op.inputs[1:3])
         shown = CONTENTION if way == "ring" else 1.0
-        return 3 * shown * self._network.time_s("all_gather", keys, axes.context)
+        return 3 * shown * self._network.time_s("all_gather", keys, group)
+
+    def _experts_s(self, group: Group, size: float) -> float:
+        """Tokens to expert ranks and back, in both passes. ``size``: of what a rank sends, over what was traced."""
+
+        def of_kind(kind: int) -> float:
+            first = self._grouped[kind]
+            return 0.0 if first is None else 4 * self._network.time_s("all_to_all", size * first.inputs[0].bytes, group)
+
+        return self._of_kinds(of_kind) if group.size > 1 else 0.0

@@ -72,19 +72,19 @@ def recomputes(rows: Rows, splits: Splits, units: Units) -> list[Recompute]:
 class BlockRows:
     """One block with its units, its rows, and what they share."""
 
-    def __init__(self, asked: Problem, pipelines: Pipelines, rows: Rows, splits: Splits, m: int, size: int) -> None:
-        """``m``: micro-batches; ``size``: sequences of each."""
+    def __init__(
+        self, asked: Problem, pipelines: Pipelines, rows: Rows, splits: Splits, stages: BlockStages, m: int, size: int
+    ) -> None:
+        """``stages``: of the block's units; ``m``: micro-batches; ``size``: sequences of each."""
         self.asked, self.pipelines, self.rows, self.splits, self.m = asked, pipelines, rows, splits, m
         self.any = splits.layouts[0].model_copy(update={"micro_batch_size": size})
         self.p = self.any.pipeline_parallel_degree
-        self.pricer, traits = asked.pricer, splits.traits[0]
+        self.pricer, self.stages = asked.pricer, stages
         self.nodes, self.network = self.pricer.nodes, self.pricer.network
         self.bytes_per_s = self.pricer.unit_pricer.rates.bytes_per_s
-        self.units: Units = self.pricer.unit_pricer.units(size, splits.axes, traits)
-        self.recompute = recomputes(rows, splits, self.units)
+        self.units, self.recompute = stages.units, stages.recompute
         self.some_layers = asked.constraints.recomputed_layers_per_stage is not None
         """Whether not all layers are recomputed."""
-        self.stages = BlockStages(self.units, self.recompute, splits, m, some_layers=self.some_layers)
         self._update_s = cache(self._updated)
         self._beside = cache(self._beside_activations)
 
@@ -116,7 +116,7 @@ class BlockRows:
         for alike in self.splits.alike.values():
             at = [split for split in alike if split in wanted]
             if at:
-                passes = self.stages.passes(at, self._cut.stages, self.bytes_per_s)
+                passes = self.stages.passes(self.splits, at, self.m, self._cut.stages, self.bytes_per_s)
                 for field in fields(PassTimes):
                     getattr(found, field.name)[at] = getattr(passes, field.name)
         return found

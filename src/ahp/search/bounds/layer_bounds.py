@@ -199,8 +199,7 @@ class LayerBounds:
         ways, any_block = self.ways, self.blocks[0].stages
         bytes_per_s = self.asked.pricer.unit_pricer.rates.bytes_per_s
         parameters = self._of_stages("parameters")[:, None]  # [N, 1, K]
-        moved = np.concatenate([block.splits.moved_bytes(block.m) for block in self.blocks]) / bytes_per_s
-        casts, copies = (moved[:, at, None, None] * parameters for at in (0, 1))
+        casts, copies = (part[..., None] / bytes_per_s * parameters for part in ways.moved_bytes(self._m[self._of]))
         gather, reduce, replicas = self._collectives
         overlap = any_block.overlap * ways.gather_overlap[..., None]
         longest_s = self._of_stages("work_forward").max(axis=-1)[:, None, None]

@@ -12,7 +12,7 @@ on rows drawn at random.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from statistics import NormalDist
 
 import numpy as np
@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.forecast import memory
+from ahp.forecast.units import Axes, axes_of
+from ahp.plan import Parallelism
 from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes
 from ahp.search.bounds.block_rows import BlockRows, RowBounds, after_s, recomputes
 from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock
@@ -37,8 +39,12 @@ Floats = NDArray[np.float64]
 FIT_PROBABILITY = 0.95
 """What ``Forecast.fits`` asks for."""
 
-TOGETHER = 64
+TOGETHER = 128
 """Blocks that are bounded by their layers at once: enough that arrays pay, few beside the thousands that come up in a large space."""
+
+
+SOON = 1.02
+"""Blocks whose bounds are no more than so many times another one's come up soon after it."""
 
 
 class Bounds:
@@ -47,38 +53,62 @@ class Bounds:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._pipelines = Pipelines(problem)
-        self._splits: dict[tuple[object, ...], Splits] = {}
+        self._splits: dict[int, Splits] = {}
+        """By mesh."""
+        self._of_states: dict[tuple[int, ...], Splits] = {}
+        """By the degrees of a replica."""
+        self._firsts: dict[int, tuple[Axes, Traits]] = {}
+        """By mesh."""
         self._traits: dict[tuple[object, ...], Traits] = {}
         self._same_traits: dict[Traits, Traits] = {}
         self._stages: dict[tuple[int, int], BlockStages] = {}
-        """By units and traits. Of these no figure depends on the number of micro-batches."""
+        """By units and traits."""
         self._waiting: list[tuple[float, int]] = []
         """Blocks whose work is known, a heap by its seconds."""
         self._block_s: dict[int, float] = {}
+        self._ahead: list[int] | None = None
+        """Blocks whose work is not known, the one with the lowest bound last; some of them may have come up meanwhile."""
         self._work = WorkBounds(problem)
         self._work_s: dict[int, float] = {}
         self._first_s: Floats | None = None
 
     def splits(self, space: Space, block: int) -> Splits:
         """Of a block; blocks that differ in the micro-batch alone share them."""
-        return self._shared(space, block, space.rows(block).splits)
+        mesh = int(space.blocks.mesh[block])
+        if mesh not in self._splits:
+            self._splits[mesh] = self._made(space, block, space.rows(block).splits)
+        return self._splits[mesh]
 
-    def _shared(self, space: Space, block: int, ways: tuple[Split, ...]) -> Splits:
-        asked, mesh = self.problem, space.mesh(block)
-        key = *mesh[:5], ways
-        if key not in self._splits:
-            rows, engine = space.rows(block), get(asked.engine.name)
-            layouts = space.layouts(block, ways, rows.pipes[0], rows.recompute[0])
-            traits = []
-            for layout, way in zip(layouts, ways, strict=True):
-                # Neither the order of ranks nor the micro-batch changes how an engine behaves.
-                alike = *mesh[:5], *way[:3]
-                if alike not in self._traits:
-                    found = engine.traits(asked.job, layout, asked.engine)
-                    self._traits[alike] = self._same_traits.setdefault(found, found)
-                traits.append(self._traits[alike])
-            self._splits[key] = Splits(layouts, traits, asked.pricer.nodes, asked.pricer.network)
-        return self._splits[key]
+    def _states(self, space: Space, block: int) -> Splits:
+        """The ways to share states of a block and of all that differ from it in where ranks lie."""
+        degrees = space.mesh(block)[:5]
+        if degrees not in self._of_states:
+            self._of_states[degrees] = self._made(space, block, space.states(block))
+        return self._of_states[degrees]
+
+    def _made(self, space: Space, block: int, ways: tuple[Split, ...]) -> Splits:
+        asked, rows = self.problem, space.rows(block)
+        layouts = space.layouts(block, ways, rows.pipes[0], rows.recompute[0])
+        traits = [self._traits_of(space, block, *pair) for pair in zip(ways, layouts, strict=True)]
+        return Splits(layouts, traits, asked.pricer.nodes, asked.pricer.network)
+
+    def _traits_of(self, space: Space, block: int, way: Split, layout: Parallelism) -> Traits:
+        """Neither the order of ranks nor the micro-batch changes how an engine behaves."""
+        asked, alike = self.problem, (*space.mesh(block)[:5], *way[:3])
+        if alike not in self._traits:
+            found = get(asked.engine.name).traits(asked.job, layout, asked.engine)
+            self._traits[alike] = self._same_traits.setdefault(found, found)
+        return self._traits[alike]
+
+    def _first(self, space: Space, block: int) -> tuple[Axes, Traits]:
+        """What the units of a block depend on beside its micro-batch, from the first of its splits: most blocks need no other."""
+        mesh = int(space.blocks.mesh[block])
+        if mesh not in self._firsts:
+            rows = space.rows(block)
+            layout = space.layout_of(block, rows.splits[0], rows.pipes[0], rows.recompute[0])
+            axes = axes_of(layout, self.problem.pricer.nodes.devices_per_node)
+            self._firsts[mesh] = axes, self._traits_of(space, block, rows.splits[0], layout)
+        return self._firsts[mesh]
 
     def most_that_fits_bytes(self) -> float:
         """Bytes above which a forecast does not fit: ``forecast.memory.fit_probability`` solved for its argument."""
@@ -87,24 +117,36 @@ class Bounds:
 
     def work_s(self, space: Space, block: int) -> float:
         """Seconds that every row of one block takes at least, whatever it does beside its units' work. Prices the units."""
-        of = space.blocks
-        p, m, size = int(of.pipeline[block]), int(of.micro_batches[block]), int(of.micro_batch[block])
-        self._work_s[block] = found = self._work.seconds(self.splits(space, block), p, m, size)
-        heapq.heappush(self._waiting, (found, block))
-        return found
+        if block not in self._work_s:
+            of = space.blocks
+            p, m, size = int(of.pipeline[block]), int(of.micro_batches[block]), int(of.micro_batch[block])
+            self._work_s[block] = self._work.seconds(*self._first(space, block), p, m, size)
+            heapq.heappush(self._waiting, (self._work_s[block], block))
+        return self._work_s[block]
 
     def block_s(self, space: Space, block: int) -> float:
         """Seconds that every row of one block that fits takes at least; infinite where none does. Prices the units.
 
-        Blocks that have less work than others come up next, and are looked at with it.
+        Blocks with little more work come up soon, and are looked at with it.
         """
         if block not in self._block_s:
-            together = {block}
-            while self._waiting and len(together) < TOGETHER:
-                together |= {heapq.heappop(self._waiting)[1]} - self._block_s.keys()
+            together = {block, *self._soon(space, SOON * self.work_s(space, block))}
             at, layers = self._of_layers(space, together)
             self._block_s.update(zip(at, layers.of_rows_s(self.most_that_fits_bytes()).tolist(), strict=True))
         return self._block_s[block]
+
+    def _soon(self, space: Space, most_s: float) -> Iterator[int]:
+        """Blocks that were not looked at and have no more work than this, as far as is known; some of the next are asked."""
+        if self._ahead is None:
+            self._ahead = np.argsort(self.first_s(space), kind="stable").tolist()[::-1]
+        for _ in range(TOGETHER):
+            if self._ahead and self.first_s(space)[self._ahead[-1]] <= most_s:
+                self.work_s(space, self._ahead.pop())
+        for _ in range(TOGETHER):
+            if self._waiting and self._waiting[0][0] <= most_s:
+                block = heapq.heappop(self._waiting)[1]
+                if block not in self._block_s:
+                    yield block
 
     def _of_layers(self, space: Space, blocks: Iterable[int]) -> tuple[list[int], LayerBounds]:
         """The blocks in an order in which those with the same pipelines lie side by side, and their bounds."""
@@ -113,15 +155,20 @@ class Bounds:
         return order, LayerBounds(self.problem, self._pipelines, [priced[block] for block in order])
 
     def _priced(self, space: Space, block: int) -> PricedBlock:
-        asked, of, rows, splits = self.problem, space.blocks, space.rows(block), self.splits(space, block)
-        m, size = int(of.micro_batches[block]), int(of.micro_batch[block])
+        of, rows, splits = space.blocks, space.rows(block), self.splits(space, block)
+        stages, m = self._stages_of(space, block), int(of.micro_batches[block])
+        after = after_s(self.problem, splits.layouts[0], stages.units)
+        return PricedBlock(rows, splits, stages, int(of.pipeline[block]), m, after)
+
+    def _stages_of(self, space: Space, block: int) -> BlockStages:
+        asked, splits, size = self.problem, self.splits(space, block), int(space.blocks.micro_batch[block])
         units = asked.pricer.unit_pricer.units(size, splits.axes, splits.traits[0])
         key = id(units), id(splits.traits[0])  # the pricer keeps its units, and this the traits
         if key not in self._stages:
             some = asked.constraints.recomputed_layers_per_stage is not None
-            self._stages[key] = BlockStages(units, recomputes(rows, splits, units), splits, m, some_layers=some)
-        after = after_s(asked, splits.layouts[0], units)
-        return PricedBlock(rows, splits, self._stages[key], int(of.pipeline[block]), m, after)
+            kinds = recomputes(space.rows(block), splits, units)
+            self._stages[key] = BlockStages(units, kinds, splits.data(0, 1), some_layers=some)
+        return self._stages[key]
 
     def first_s(self, space: Space) -> Floats:
         """Seconds that every row of each block takes at least before its units are priced; infinite where none fits.
@@ -129,8 +176,9 @@ class Bounds:
         However its layers are cut into stages.
         """
         if self._first_s is None:
-            fits = self.blocks_bytes(space) <= self.most_that_fits_bytes()
-            self._first_s = np.where(fits, self.blocks_s(space), np.inf)
+            fits = np.flatnonzero(self.blocks_bytes(space) <= self.most_that_fits_bytes())
+            self._first_s = np.full(len(space.blocks), np.inf)
+            self._first_s[fits] = block_bounds_s(self.problem, space, fits)
         return self._first_s
 
     def of_any_cut(self, space: Space, block: int) -> float:
@@ -171,12 +219,13 @@ class Bounds:
     def _rows(self, space: Space, block: int) -> BlockRows:
         of, splits = space.blocks, self.splits(space, block)
         m, size = int(of.micro_batches[block]), int(of.micro_batch[block])
-        return BlockRows(self.problem, self._pipelines, space.rows(block), splits, m, size)
+        stages = self._stages_of(space, block)
+        return BlockRows(self.problem, self._pipelines, space.rows(block), splits, stages, m, size)
 
     def blocks_s(self, space: Space) -> Floats:
         """Seconds that every row of each block takes at least."""
-        return block_bounds_s(self.problem, space)
+        return block_bounds_s(self.problem, space, np.arange(len(space.blocks)))
 
     def blocks_bytes(self, space: Space) -> Floats:
         """Bytes that every row of each block needs at least."""
-        return block_needs_bytes(self.problem, space, lambda block: self._shared(space, block, space.states(block)))
+        return block_needs_bytes(self.problem, space, lambda block: self._states(space, block))

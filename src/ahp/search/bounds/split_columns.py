@@ -41,6 +41,12 @@ class SplitColumns:
     """That lie outside the allocator."""
     held_for_each: Floats
     """Bytes that the allocator holds for each one allocated."""
+    cast_bytes: Floats
+    """Moved for each parameter of a micro-batch to make the compute copy."""
+    copied_alone_bytes: Floats
+    """Moved for each parameter to copy its gradient where there is one micro-batch."""
+    copied_of_two_bytes: Floats
+    """The mean of both micro-batches where there are two."""
     master_bytes: Floats
     """Of one parameter, as ``optimizer_bytes`` and ``gradient_bytes``."""
     optimizer_bytes: Floats
@@ -67,13 +73,11 @@ class SplitColumns:
     """Of one pass of a unit, what the engine does itself."""
 
     @classmethod
-    def of(
-        cls, traits: Sequence[Traits], shards: Floats, expert_shards: Floats, outside: tuple[Floats, Floats]
-    ) -> SplitColumns:
-        """``shards``, ``expert_shards`` and ``outside``: the first columns, [N, 1]."""
+    def of(cls, traits: Sequence[Traits], *first: Floats) -> SplitColumns:
+        """``first``: the columns up to ``copied_of_two_bytes``, [N, 1] each."""
         known = {id(one): _figures(one) for one in traits}
         table = np.array([known[id(one)] for one in traits], dtype=float)
-        return cls(shards, expert_shards, *outside, *(table[:, [at]] for at in range(table.shape[1])))
+        return cls(*first, *(table[:, [at]] for at in range(table.shape[1])))
 
     @classmethod
     def joined(cls, parts: Sequence[SplitColumns]) -> SplitColumns:
@@ -82,6 +86,14 @@ class SplitColumns:
 
     def part(self, rows: slice) -> SplitColumns:
         return SplitColumns(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def moved_bytes(self, micro_batches: int | Ints) -> tuple[Floats, Floats]:
+        """[N, 1] each: moved for each parameter of a micro-batch, to make the compute copy and to copy its gradient
+        (``forecast.stage``). ``micro_batches``: one number or [N, 1]."""
+        m, alone = np.asarray(micro_batches), self.copied_alone_bytes
+        later = np.where(self.reduces_each > 0, self.copied_of_two_bytes, 2 * self.copied_of_two_bytes - alone)
+        more = np.where(self.reduces_each > 0, later, (alone + (m - 1) * later) / m)
+        return self.cast_bytes, np.where(m == 1, alone, more)
 
     def optimized(self, dense: Floats, experts: Floats) -> Floats:
         """[N, W] Parameters that a rank with so many updates."""

@@ -50,7 +50,6 @@ class Splits:
         self.layouts, self.traits, self._nodes, self._network = layouts, traits, nodes, network
         self._collectives: dict[Weights, CollectiveTimes] = {}
         self._of_kinds: dict[tuple[Weights, ...], CollectiveTimes] = {}
-        self._moved: dict[int, Floats] = {}
         self._update_s: Floats | None = None
 
     @cached_property
@@ -98,22 +97,24 @@ class Splits:
 
     def _groups(self, layout: Parallelism) -> tuple[Group, Group, tuple[Group, Group]]:
         per_node = self._nodes.devices_per_node
-        return *data_groups(layout, per_node), expert_groups(layout, per_node)
+        data = data_groups(layout, per_node)
+        return *data, data if layout.expert_parallel_degree == 1 else expert_groups(layout, per_node)
 
     def data(self, split: int, micro_batches: int) -> DataParallel:
         """What goes over the groups of one split."""
         return replace(self._data[split], micro_batches=micro_batches)
 
-    def moved_bytes(self, micro_batches: int) -> Floats:
-        """[J, 2] Bytes moved for each parameter of a micro-batch: the compute copy made, and gradients copied."""
-        if micro_batches not in self._moved:
-            kinds = {(id(one.traits), one.shard.size): one for one in self._data}
-            found = {}
-            for kind, one in kinds.items():
-                data = replace(one, micro_batches=micro_batches)
-                found[kind] = cast_bytes(data), gradient_copy_bytes(data)
-            self._moved[micro_batches] = np.array([found[id(one.traits), one.shard.size] for one in self._data])
-        return self._moved[micro_batches]
+    @cached_property
+    def _moved(self) -> tuple[Floats, ...]:
+        """[J, 1] each: bytes moved for each parameter of a micro-batch to make the compute copy, and to copy gradients of a
+        single micro-batch and, on average, of two."""
+        kinds = {(id(one.traits), one.shard.size): one for one in self._data}
+        found = {
+            kind: (cast_bytes(one), gradient_copy_bytes(one), gradient_copy_bytes(replace(one, micro_batches=2)))
+            for kind, one in kinds.items()
+        }
+        table = np.array([found[id(one.traits), one.shard.size] for one in self._data], dtype=float)
+        return table[:, [0]], table[:, [1]], table[:, [2]]
 
     def collectives(self, weights: Weights) -> CollectiveTimes:
         """Of one unit of communication with these weights, [J]."""
@@ -145,7 +146,7 @@ class Splits:
     @cached_property
     def columns(self) -> SplitColumns:
         """The figures of each split."""
-        return SplitColumns.of(self.traits, self.shards, self.expert_shards, self._outside)
+        return SplitColumns.of(self.traits, self.shards, self.expert_shards, *self._outside, *self._moved)
 
     def update_of_one_s(self, pricer: Pricer) -> Floats:
         """[J, 1] Seconds of clipping and the optimizer for one parameter that a rank updates."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ahp.engines.engine import Traits
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.stage import (
+    DataParallel,
     Recompute,
     Weights,
     dropped_bytes,
@@ -63,23 +64,17 @@ class Stages:
 
 
 class BlockStages:
-    """The layers of a model, priced for one block's axes and micro-batch, cut into stages in any way."""
+    """The layers of a model, priced for the axes and the micro-batch of some blocks, cut into stages in any way."""
 
     def __init__(
-        self,
-        units: Units,
-        recompute: Sequence[Recompute],
-        splits: Splits,
-        micro_batches: int,
-        *,
-        some_layers: bool = False,
+        self, units: Units, recompute: Sequence[Recompute], data: DataParallel, *, some_layers: bool = False
     ) -> None:
-        """``some_layers``: not all are recomputed: they keep as much as if all were, and take as long as if none was."""
-        self.units, self.recompute, self.splits, self.m = units, recompute, splits, micro_batches
+        """``data``: of any split of these blocks; ``some_layers``: not all are recomputed: they keep as much as if all were, and
+        take as long as if none was."""
+        self.units, self.recompute, self._any = units, recompute, data
         none: Recompute = "none"
         self._timed: list[Recompute] = [none if some_layers else kind for kind in recompute]
         self._layers = np.array(units.layers, dtype=np.int64)
-        self._any = splits.data(0, micro_batches)
 
     def _kinds(self, figure: Callable[[Unit], float]) -> Floats:
         """[K]"""
@@ -218,11 +213,6 @@ class BlockStages:
         embedding = self.units.embedding
         return _forward_s(embedding) + self._backward_s(embedding) + self.head_s
 
-    def _moved(self, splits: list[int], bytes_per_s: float) -> tuple[Floats, Floats]:
-        """[J, 1, 1] Seconds for each parameter of a micro-batch: the compute copy made, and gradients copied."""
-        moved = self.splits.moved_bytes(self.m)[splits] / bytes_per_s
-        return moved[:, 0, None, None], moved[:, 1, None, None]
-
     def _weight_gradients(self, stages: Stages) -> tuple[Floats, Floats]:
         """[S] Of the backward pass, what makes weight gradients: device seconds, and what the host launches."""
         seconds_s, launches = (
@@ -252,17 +242,18 @@ class BlockStages:
         kept = self._stages(self._kept_sums, stages, lambda u: u.memory.saved)
         return kept + self.units.hidden_bytes * (1 - stages.last)
 
-    def passes(self, splits: list[int], stages: Stages, bytes_per_s: float) -> PassTimes:
-        """The stages for splits with equal traits."""
-        traits = self.splits.traits[splits[0]]
+    def passes(self, splits: Splits, which: list[int], m: int, stages: Stages, bytes_per_s: float) -> PassTimes:
+        """The stages for some splits, those with equal traits, and ``m`` micro-batches."""
+        traits = splits.traits[which[0]]
         outside = self.outside(stages)
         forward_s, backward_s, launches, backward_launches = self._pass_sums
         forward = self._stages(forward_s, stages, _forward_s)[None, None]
         backward = self._stages(backward_s, stages, self._backward_s)[None]
         first = last = np.zeros((1, 1, 1))
-        gathers, reduces, replicas = self._collectives(splits, outside)
+        gathers, reduces, replicas = self._collectives(splits, which, outside)
         parameters = self._stages(self._parameter_sums[0], stages)
-        casts, copies = self._moved(splits, bytes_per_s)
+        # [J, 1, 1] Seconds for each parameter of a micro-batch: the compute copy made, and gradients copied.
+        casts, copies = (part[which, None] / bytes_per_s for part in splits.columns.moved_bytes(m))
         gather_overlap = self._any.overlap * traits.parameter_gather_overlap
         gathered = casts * (parameters + outside)
         if traits.forward_gathers != "never":
@@ -306,20 +297,17 @@ class BlockStages:
             return passes_s + own * data.operator_s
         return np.maximum(passes_s, (launches * traits.host_launches_per_operator + own) * data.operator_s)
 
-    def _collectives_of_kinds(self, splits: list[int]) -> tuple[Floats, Floats, Floats]:
-        """Seconds of gathering, reducing and summing over replicas of each kind of layer, [J, K]."""
-        found = self.splits.collectives_of_kinds(self.weights).at(splits)
-        return found.gather, found.reduce, found.replicas
-
-    def _collectives(self, splits: list[int], outside: Floats) -> tuple[tuple[Floats, Floats], ...]:
-        """The same of each kind [J, K], and of what is outside the blocks [J, S]."""
-        ends = [self.splits.collectives(Weights(int(count))).at(splits) for count in outside.tolist()]
+    def _collectives(self, splits: Splits, which: list[int], outside: Floats) -> tuple[tuple[Floats, Floats], ...]:
+        """Seconds of gathering, reducing and summing over replicas: of each kind of layer [J, K], and of what is outside the
+        blocks [J, S]."""
+        of_kinds = splits.collectives_of_kinds(self.weights).at(which)
+        ends = [splits.collectives(Weights(int(count))).at(which) for count in outside.tolist()]
         parts = (
             [one.gather for one in ends],
             [one.reduce for one in ends],
             [one.replicas for one in ends],
         )
-        kinds = self._collectives_of_kinds(splits)
+        kinds = of_kinds.gather, of_kinds.reduce, of_kinds.replicas
         return tuple((of_kind, np.array(part).T) for of_kind, part in zip(kinds, parts, strict=True))
 
     def _ahead(self, gathers: tuple[Floats, Floats], stages: Stages, overlap: float) -> Floats:
