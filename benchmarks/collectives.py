@@ -4,11 +4,11 @@
     python benchmarks/collectives.py ROWS.json --rows            and print each of them
     python benchmarks/collectives.py ROWS.json --leave-one-out   derive the constants without each publisher in turn
     python benchmarks/collectives.py ROWS.json --markdown docs/forecast.md   and write both errors there
-    python benchmarks/collectives.py ROWS.json --derive          what stands under ``derived`` in forecast/nccl.yaml
+    python benchmarks/collectives.py ROWS.json --derive          what stands under ``derived`` in forecast/nccl.yaml, and the catalogue's latency of a network
 
 ROWS.json is a list of objects with ``id, source, hardware, gpus, nodes, collective, size_bytes, time_us, busbw_GBps,
-algo``. A bandwidth without a size is taken as that of 16 GiB. Errors are forecast / measured - 1. Nothing is asserted
-and no time of this machine is taken: the same file gives the same table anywhere.
+algo``; the rows of ``collectives_p5.yaml`` are added. A bandwidth without a size is taken as that of 16 GiB. Errors are
+forecast / measured - 1. Nothing is asserted and no time of this machine is taken: the same file gives the same table anywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import math
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,8 @@ CLUSTERS: tuple[tuple[str, str], ...] = (
 PCIE_GEN6_BYTES_PER_S = 121e9
 """x16 at 64 GT/s with 242 of 256 bytes of a flit for data (PCI Express 6.0); no part in the catalogue has it."""
 
+P5 = Path(__file__).with_name("collectives_p5.yaml")
+
 GUESSED = ("not stated", "Omni-Path")
 """Hardware that a row does not state, or of which its source says that figures fluctuate: priced, but counted apart."""
 
@@ -115,7 +117,24 @@ def read(path: Path) -> tuple[list[Row], dict[str, str]]:
             skipped[raw["id"]] = reason or "hardware not in the catalogue"
             continue
         rows.append(_row(raw, short))
-    return rows, skipped
+    return rows + p5(), skipped
+
+
+def p5() -> list[Row]:
+    """Collectives over 2 to 32 nodes of H100."""
+    data = yaml.safe_load(P5.read_text(encoding="utf-8"))
+    found = []
+    for kind, by_nodes in data["gb_per_s"].items():
+        for count, rates in by_nodes.items():
+            nodes = resolve(f"{count}x{data['cluster']}").groups[0]
+            group = strided_group(nodes.num_devices, 1, nodes.devices_per_node)
+            for doublings, rate in enumerate(rates):
+                size = data["first_bytes"] << doublings
+                found.append(
+                    Row(f"p5-{count}n-{kind}-{size // MIB}MiB", data["publisher"], f"H100 x {count} nodes", kind, size,
+                        nodes, group, None, size / (rate * 1e9), guessed=False)
+                )  # fmt: skip
+    return found
 
 
 def _row(raw: Mapping[str, Any], short: str) -> Row:
@@ -151,7 +170,12 @@ def _forced(raw: Mapping[str, Any]) -> str | None:
 
 
 def forecast_s(row: Row, data: Mapping[str, Any]) -> float:
-    choices = Nccl(row.nodes, data).choices(row.kind, row.num_bytes, row.group)  # type: ignore[arg-type]
+    """``data``: nccl.yaml's, with ``network_latency_us`` among what is derived where it is not the catalogue's."""
+    nodes, latency_us = row.nodes, data["derived"].get("network_latency_us")
+    if latency_us is not None and nodes.inter_node is not None:
+        link = nodes.inter_node.model_copy(update={"latency_s": latency_us * 1e-6})
+        nodes = nodes.model_copy(update={"inter_node": link})
+    choices = Nccl(nodes, data).choices(row.kind, row.num_bytes, row.group)  # type: ignore[arg-type]
     return min(c.seconds for c in choices if row.algorithm in (None, c.algorithm))
 
 
@@ -162,43 +186,73 @@ def error(row: Row, data: Mapping[str, Any]) -> float:
 def derive(rows: Sequence[Row]) -> dict[str, Any]:
     """What ``derived`` holds: least squares on log(forecast / measured), every publisher's device with one vote.
 
-    Of rows within one node whose hardware is stated. A generation without rows keeps NCCL's own share of the link and
-    gets the mean start of the others.
+    Of rows whose hardware is stated: those within one node first, then those over RDMA. A generation without rows keeps
+    NCCL's own share of the link and gets the mean start of the others.
     """
+    known = [row for row in rows if not row.guessed and "PCIe" not in row.device]
+    within = [row for row in known if row.group.nodes == 1]
+    between = [row for row in known if row.group.nodes > 1 and row.num_bytes >= MIB and row.kind != "all_to_all"]
+    data = copy.deepcopy(dict(constants()))
+    data["derived"] = dict(data["derived"])
+    _derive_within(within, data)
+    _derive_between(between, data)
+    sources = sorted({f"{row.publisher}: {row.device}" for row in (*within, *between)})
+    seen = {Nccl(row.nodes, data).generation for row in within}
+    return data["derived"] | {"derived_from": sources, "without": sorted(set(data["generations"]) - seen)}
+
+
+def _least_squares(
+    rows: Sequence[Row], data: Mapping[str, Any], fill: Callable[[Sequence[float]], None],
+    start: Sequence[float], low: Sequence[float], high: Sequence[float],
+) -> None:  # fmt: skip
+    """Leave in ``data`` what ``fill`` puts there for the figures that come closest to the rows."""
     from scipy.optimize import least_squares
 
-    used = [row for row in rows if row.group.nodes == 1 and not row.guessed and "PCIe" not in row.device]
-    votes: dict[tuple[str, str], int] = defaultdict(int)
-    for row in used:
-        votes[row.publisher, row.device] += 1
-    weights = [votes[row.publisher, row.device] ** -0.5 for row in used]
-    data = copy.deepcopy(dict(constants()))
-    generations = list(data["generations"])
-    seen = {Nccl(row.nodes, data).generation for row in used}
-    timed = {Nccl(row.nodes, data).generation for row in used if row.num_bytes < 64 * MIB}
-
-    def fill(x: Sequence[float], figure: Callable[[float], float] = float) -> None:
-        shares, starts, rest = x[:4], x[4:8], x[8:]
-        mean = statistics.fmean(s for g, s in zip(generations, starts, strict=True) if g in timed)
-        data["derived"] = {
-            "ring_share": {g: figure(s) for g, s in zip(generations, shares, strict=True)},
-            "start_us": {g: figure(s if g in timed else mean) for g, s in zip(generations, starts, strict=True)},
-            "fill_share": figure(rest[0]),
-            "fill_us": figure(rest[1] * 1e3),
-            "peer_share": figure(rest[2]),
-        }
+    votes = Counter((row.publisher, row.device) for row in rows)
+    weights = [votes[row.publisher, row.device] ** -0.5 for row in rows]
 
     def residuals(x: Sequence[float]) -> list[float]:
         fill(x)
-        return [w * math.log(forecast_s(row, data) / row.measured_s) for w, row in zip(weights, used, strict=True)]
+        return [w * math.log(forecast_s(row, data) / row.measured_s) for w, row in zip(weights, rows, strict=True)]
+
+    found = least_squares(
+        residuals, start, bounds=(low, high), x_scale=start, loss="soft_l1", f_scale=0.05, ftol=1e-5, diff_step=1e-3
+    )
+    fill([_figure(value) for value in found.x])
+
+
+def _derive_within(rows: Sequence[Row], data: dict[str, Any]) -> None:
+    """What the links of a node carry, and what a collective takes to start and to fill them."""
+    generations = list(data["generations"])
+    timed = {Nccl(row.nodes, data).generation for row in rows if row.num_bytes < 64 * MIB}
+
+    def fill(x: Sequence[float]) -> None:
+        shares, starts, rest = x[:4], x[4:8], x[8:]
+        mean = statistics.fmean(s for g, s in zip(generations, starts, strict=True) if g in timed)
+        data["derived"] |= {
+            "ring_share": dict(zip(generations, shares, strict=True)),
+            "start_us": {g: s if g in timed else _figure(mean) for g, s in zip(generations, starts, strict=True)},
+            "fill_share": rest[0],
+            "fill_us": rest[1] * 1e3,
+            "peer_share": rest[2],
+        }
 
     start = [data["generations"][g]["link_share"] for g in generations] + [20.0] * 4 + [0.5, 0.3, 0.7]
     low = [0.3] * 4 + [0.0] * 4 + [0.0, 0.02, 0.3]
     high = [1.0] * 4 + [60.0] * 4 + [2.0, 3.0, 1.0]
-    found = least_squares(residuals, start, bounds=(low, high), x_scale=start, loss="soft_l1", f_scale=0.05, ftol=1e-5)
-    fill(list(found.x), _figure)
-    missing = sorted(set(generations) - seen)
-    return data["derived"] | {"derived_from": sorted({f"{p}: {d}" for p, d in votes}), "without": missing}
+    _least_squares(rows, data, fill, start, low, high)
+
+
+def _derive_between(rows: Sequence[Row], data: dict[str, Any]) -> None:
+    """What a hop over RDMA takes (it stands in the catalogue), and what it takes to fill a ring and a tree over nodes."""
+    names = ("network_latency_us", "network_fill_share", "network_fill_us", "tree_fill_share", "tree_fill_us")
+
+    def fill(x: Sequence[float]) -> None:
+        data["derived"] |= {name: value * scale for name, value, scale in zip(names, x, scales, strict=True)}
+
+    scales = (1.0, 1.0, 1e3, 1.0, 1e3)
+    start, low, high = [20.0, 0.3, 3.0, 0.3, 2.0], [4.0, 0.0, 0.1, 0.0, 0.1], [60.0, 2.0, 30.0, 3.0, 30.0]
+    _least_squares(rows, data, fill, start, low, high)
 
 
 def _figure(value: float) -> float:

@@ -49,6 +49,8 @@ class GroupDescription(Record):
     """A catalogue name, a catalogue name with overrides (``base`` and figures), or all the figures of a device."""
     inter_node_gbps: Positive | None = None
     """Gb/s of one node, per direction; None = what is usual for the device."""
+    inter_node_latency_us: float | None = Field(default=None, ge=0)
+    """Microseconds of one hop between nodes; None = the usual latency of a network."""
 
 
 class LinkDescription(Record):
@@ -174,6 +176,11 @@ def _group(description: GroupDescription, where: str) -> NodeGroup:
                 f"{where}: inter_node_gbps is missing: there is no usual network for {device.name}; "
                 "give the Gb/s of one node per direction, such as inter_node_gbps: 100"
             )
+    if description.inter_node_latency_us is not None:
+        if inter_node is None:
+            rule = "a single node without inter_node_gbps has no network"
+            raise bad_input(f"{where}: inter_node_latency_us", description.inter_node_latency_us, rule)
+        inter_node = _with_latency(inter_node, description.inter_node_latency_us)
     return NodeGroup(
         name=description.name,
         nodes=description.nodes,
@@ -226,7 +233,12 @@ def _mixed(description: MixedDescription, where: str) -> Cluster:
 def _given_link(link: LinkDescription, any_group: GroupDescription) -> Link:
     entry, _ = _device(any_group.device, "groups.0")
     network = entry.network(link.gbps, f"given by the user; {entry.network_source}")
-    return network if link.latency_us is None else network.model_copy(update={"latency_s": link.latency_us * 1e-6})
+    return network if link.latency_us is None else _with_latency(network, link.latency_us)
+
+
+def _with_latency(network: Link, latency_us: float) -> Link:
+    source = f"{network.source.split('; latency: ')[0]}; latency: given by the user"
+    return network.model_copy(update={"latency_s": latency_us * 1e-6, "source": source})
 
 
 def _usual_link(

@@ -1,9 +1,10 @@
 """What a collective takes on GPUs: NCCL's own tuner, on the links that the group has.
 
 NCCL reckons a time for every algorithm and protocol as latency + bytes / bandwidth and takes the least
-(src/graph/tuning.cc). The same is done here, with four additions that measured rows ask for: what the links really
-carry, the start of a kernel, the time in which a pipeline fills, and the links of nodes without a switch. Constants and
-sources: nccl.yaml. All times are microseconds inside of this file, all rates bytes per microsecond.
+(src/graph/tuning.cc). The same is done here, with additions that measured rows ask for: what the links really carry, the
+start of a kernel, the time in which a pipeline fills, what a hop over a network in use takes beyond the tuner's, and the
+links of nodes without a switch. Constants and sources: nccl.yaml. All times are microseconds inside of this file, all
+rates bytes per microsecond.
 """
 
 from __future__ import annotations
@@ -77,15 +78,14 @@ class Nccl:
     def _read_network(self, nodes: NodeGroup) -> None:
         """The node's cards: bytes/us that they carry, and what a hop takes beyond the tuner's constants."""
         given, link = self._network, nodes.inter_node
-        self._cards, self._hop_extra_us, self._on_tcp = 0.0, 0.0, False
+        self._cards, self._hop_extra_us = 0.0, 0.0
         if link is None:
             return
         nominal = link.bandwidth_bytes_per_s / 1e6
-        self._on_tcp = nominal < given["tcp_below_gb_per_s"] * BYTES_PER_US_PER_GB
-        self._cards = nominal * given["tcp_share" if self._on_tcp else "rdma_share"]
-        self._hop_extra_us = max(0.0, link.latency_s * 1e6 - given["usual_hop_us"])
-        if self._on_tcp:
-            self._hop_extra_us = max(self._hop_extra_us, given["tcp_hop_us"])
+        on_tcp = nominal < given["tcp_below_gb_per_s"] * BYTES_PER_US_PER_GB
+        self._cards = nominal * given["tcp_share" if on_tcp else "rdma_share"]
+        least_us = given["tcp_hop_us"] if on_tcp else 0.0
+        self._hop_extra_us = max(least_us, link.latency_s * 1e6 - given["tuner_hop_us"])
 
     def time_s(self, kind: Kind, num_bytes: float, group: Group) -> float:
         """Seconds of the fastest way; ``num_bytes`` as in ``Network.time_s``."""
@@ -109,16 +109,20 @@ class Nccl:
         return Choice(algorithm, PROTOCOLS[protocol], seconds)
 
     def _filling_us(self, algorithm: Algorithm, wire_us: float, group: Group) -> float:
-        """A share of the wire time while a message is short, at most ``fill_share * fill_us`` for a long one.
+        """A share of the wire time while a message is short, at most ``share * limit`` for a long one.
 
-        Links without a switch were measured to need none, and NCCL's factor for trees holds it already.
+        A tree over nodes fills level by level. Within a node NCCL's factor for trees holds it already, and links without
+        a switch were measured to need none.
         """
-        if algorithm == "tree" or (algorithm == "nvls_tree" and self.generation == "blackwell"):
-            return 0.0
-        if group.nodes == 1 and self._mesh is not None:
-            return 0.0
-        fill = self._network if group.nodes > 1 else self._fill
-        return fill["fill_share"] * wire_us / (1.0 + wire_us / fill["fill_us"])
+        fill = self._fill
+        if group.nodes == 1:
+            none = algorithm == "tree" or self._mesh is not None
+            share, limit_us = 0.0 if none else fill["fill_share"], fill["fill_us"]
+        elif algorithm in ("tree", "nvls_tree"):
+            share, limit_us = fill["tree_fill_share"] * math.log2(group.nodes), fill["tree_fill_us"]
+        else:
+            share, limit_us = fill["network_fill_share"], fill["network_fill_us"]
+        return share * wire_us / (1.0 + wire_us / limit_us)
 
     def _rings(self, kind: Kind, num_bytes: float, group: Group) -> Iterator[Choice]:
         laps = 2 if kind == "all_reduce" else 1
@@ -225,8 +229,10 @@ class Nccl:
         return self._cards * group.local / self._devices_per_node
 
     def _protocols(self, group: Group) -> tuple[int, ...]:
-        """LL128 needs stores of 128 bytes that arrive whole: NVLink within the node, RDMA between nodes."""
-        if not self._has_ll128 or (self._on_pcie and group.local > 1) or (self._on_tcp and group.nodes > 1):
+        """LL128 needs stores of 128 bytes that arrive whole: NVLink within the node, and a network that answers as the
+        tuner reckons. What was measured over slower ones are the times of Simple (nccl.yaml)."""
+        slow = group.nodes > 1 and self._hop_extra_us > 0.0
+        if slow or not self._has_ll128 or (self._on_pcie and group.local > 1):
             return LL, SIMPLE
         return LL, LL128, SIMPLE
 
