@@ -105,9 +105,12 @@ def _by_heads(
 
 
 def _tokens_for_heads(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-    """Of each tensor [B, heads, S / ranks, D] -> [B, heads / ranks, S, D]"""
-    found = _exchanged(tuple(x.unflatten(1, (group.size(), -1)).movedim(1, 0) for x in tensors), group)
-    return tuple(x.movedim(0, 2).flatten(2, 3) for x in found)
+    """Of each tensor [B, heads, S / ranks, D] -> [B, heads / ranks, S, D]; in one message where their heads are as wide."""
+    parts = tuple(x.unflatten(1, (group.size(), -1)).movedim(1, 0) for x in tensors)
+    if len({x.shape[-1] for x in parts}) > 1:
+        return tuple(x.movedim(0, 2).flatten(2, 3) for x in _exchanged(parts, group))
+    (found,) = _exchanged((torch.cat(parts, 2),), group)
+    return found.movedim(0, 2).flatten(2, 3).split([x.shape[2] for x in parts], 1)
 
 
 def _heads_for_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

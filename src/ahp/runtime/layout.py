@@ -79,10 +79,12 @@ def ranges_of(
 
 
 def _shard_dim(parallel: Parallel, name: str) -> int:
-    """The dim along which FSDP2 has divided the weights of experts."""
+    """The dim along which FSDP2 has divided the weights of experts; any where it has not."""
     parameter = parallel.parameters[name]
     assert isinstance(parameter, DTensor)
     assert parameter.device_mesh.mesh_dim_names is not None
+    if "efsdp" not in parameter.device_mesh.mesh_dim_names:
+        return 0
     placement: Any = parameter.placements[parameter.device_mesh.mesh_dim_names.index("efsdp")]
     return placement.dim  # of a Shard, or of its strided kin, which is no public class
 

@@ -51,51 +51,69 @@ class _Ring(torch.autograd.Function):
         scale: float,
         context: Context,
     ) -> torch.Tensor:
-        k, v = k.contiguous(), v.contiguous()
-        out, sums = None, None
-        held = (k, v)
+        shapes = (k.shape, v.shape)
+        held = own = _packed(k, v)
+        out = sums = torch.empty(0)
         for number in range(context.size):
             sending = Sending(held, context) if number < context.size - 1 else None
             work = _work(context, number, q, Mask(causal, mask), scale)
-            found = partial_attention.forward(
-                q[:, :, work.queries], held[0][:, :, work.keys], held[1][:, :, work.keys], work.rule
+            keys, values = _unpacked(held, shapes)
+            more, more_sums = partial_attention.forward(
+                q[:, :, work.queries], keys[:, :, work.keys], values[:, :, work.keys], work.rule
             )
-            out, sums = _joined(out, sums, *found, work.queries)
+            if number == 0:  # all queries
+                out, sums = more.float(), more_sums
+            else:
+                _join(out[:, :, work.queries], sums[:, :, work.queries], more.float(), more_sums)
             if sending is not None:
                 held = sending.received()
-        assert out is not None
-        assert sums is not None
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, sums, mask)
-        ctx.causal, ctx.scale, ctx.context = causal, scale, context
+        ctx.save_for_backward(q, own, out, sums, mask)
+        ctx.shapes, ctx.causal, ctx.scale, ctx.context = shapes, causal, scale, context
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, sums, mask = ctx.saved_tensors
+        q, held, out, sums, mask = ctx.saved_tensors
         context: Context = ctx.context
         gradient = gradients[0].contiguous()
         # Sums over rounds and ranks, so in fp32. Those of keys and values go round with them, one round behind.
-        of_q, of_k, of_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-        held, behind = (k, v), None
+        of_q = of_held = torch.empty(0)
+        behind = None
         for number in range(context.size):
             sending = Sending(held, context) if number < context.size - 1 else None
             work = _work(context, number, q, Mask(ctx.causal, mask), ctx.scale)
-            queries, keys = work.queries, work.keys
+            keys, values = _unpacked(held, ctx.shapes)
+            queries, part = work.queries, work.keys
             found = partial_attention.backward(
-                gradient[:, :, queries], q[:, :, queries], held[0][:, :, keys], held[1][:, :, keys],
+                gradient[:, :, queries], q[:, :, queries], keys[:, :, part], values[:, :, part],
                 out[:, :, queries], sums[:, :, queries].contiguous(), work.rule,
             )  # fmt: skip
-            if behind is not None:
-                of_k, of_v = behind.received()
-            for total, more, part in ((of_q, found[0], queries), (of_k, found[1], keys), (of_v, found[2], keys)):
-                total[:, :, part] += more
-            behind = Sending((of_k, of_v), context)
+            if behind is None:  # all queries, all keys
+                of_q, of_held = found[0].float(), _packed(found[1].float(), found[2].float())
+            else:
+                of_held = behind.received()
+                of_keys, of_values = _unpacked(of_held, ctx.shapes)
+                of_q[:, :, queries] += found[0]
+                of_keys[:, :, part] += found[1]
+                of_values[:, :, part] += found[2]
+            behind = Sending(of_held, context)
             if sending is not None:
                 held = sending.received()
         assert behind is not None
-        of_k, of_v = behind.received()  # after as many rounds as ranks, those of this rank's own keys are back
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
+        # After as many rounds as ranks, those of this rank's own keys are back.
+        of_k, of_v = _unpacked(behind.received(), ctx.shapes)
+        return of_q.to(q.dtype), of_k.to(q.dtype), of_v.to(q.dtype), None, None, None, None
+
+
+def _packed(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Both in one piece of memory, so that they travel as one message."""
+    return torch.cat((keys.reshape(-1), values.reshape(-1)))
+
+
+def _unpacked(held: torch.Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = held.split([shape.numel() for shape in shapes])
+    return keys.view(shapes[0]), values.view(shapes[1])
 
 
 @dataclass(frozen=True)
@@ -136,37 +154,28 @@ def _block(whole: torch.Tensor, source: int, q: torch.Tensor, context: Context) 
     return added.expand(*added.shape[:-2], q.shape[2], added.shape[-1])
 
 
-def _joined(
-    out: torch.Tensor | None,
-    sums: torch.Tensor | None,
-    more: torch.Tensor,
-    more_sums: torch.Tensor,
-    queries: slice,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over more keys for some of the queries (the last ones): each part counts by its share of the softmax."""
-    if out is None or sums is None:
-        return more.float(), more_sums
-    before = queries.start or 0
-    old, old_sums = out[:, :, before:], sums[:, :, before:]
-    new_sums = torch.logaddexp(old_sums, more_sums)
-    new = old * (old_sums - new_sums).exp().unsqueeze(-1) + more * (more_sums - new_sums).exp().unsqueeze(-1)
-    if not before:
-        return new, new_sums
-    return torch.cat((out[:, :, :before], new), 2), torch.cat((sums[:, :, :before], new_sums), 2)
+def _join(out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor) -> None:
+    """Add attention over more keys, in place: each part counts by its share of the softmax."""
+    new_sums = torch.logaddexp(sums, more_sums)
+    out.lerp_(more, (more_sums - new_sums).exp().unsqueeze(-1))
+    sums.copy_(new_sums)
 
 
 class Sending:
-    """Tensors on their way to the next rank of the ring, and such from the rank before on their way here."""
+    """A tensor on its way to the next rank of the ring, and one like it from the rank before on its way here."""
 
-    def __init__(self, tensors: tuple[torch.Tensor, torch.Tensor], context: Context) -> None:
-        self.kept = tensors  # their memory, until they are sent
-        self.coming = torch.empty_like(tensors[0]), torch.empty_like(tensors[1])
+    def __init__(self, tensor: torch.Tensor, context: Context) -> None:
+        self.kept = tensor  # its memory, until it is sent
+        self.coming = torch.empty_like(tensor)
         to, source = context.neighbours()
-        operations = [dist.P2POp(dist.isend, tensor, to, context.group) for tensor in tensors]
-        operations += [dist.P2POp(dist.irecv, tensor, source, context.group) for tensor in self.coming]
-        self.work = dist.batch_isend_irecv(operations)
+        self.work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, to, context.group),
+                dist.P2POp(dist.irecv, self.coming, source, context.group),
+            ]
+        )
 
-    def received(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def received(self) -> torch.Tensor:
         for work in self.work:
             work.wait()
         return self.coming

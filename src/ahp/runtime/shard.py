@@ -53,6 +53,7 @@ class Sharding:
         self.uses_fsdp = sharded or dtype is not torch.float32
         self.replicas = Replicas(mesh.weights.get_group("dp_replicate")) if replicated and not sharded else None
         self.roots: list[FSDPModule] = []
+        self.units: list[FSDPModule] = []
         self._set_for_last: bool | None = None
 
     def apply(self, root: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) -> None:
@@ -65,18 +66,39 @@ class Sharding:
             if self.replicas is not None:
                 self.replicas.watch([*blocks, root])
             return
+        alone: set[nn.Parameter] = set()
+        if self._experts_are_alone():
+            alone = {parameter for module in experts for parameter in module.parameters()}
+            experts = []
         for module in experts:
             self._shard_experts(module)
         for module in [*blocks, root]:
             keep_whole = self.zero_stage < 3 or module is root
             # What the root is given is of the right type, but for the fp32 sums of the balance loss.
             policy = replace(self.policy, cast_forward_inputs=module is not root)
-            fully_shard(module, mesh=self.fsdp_mesh, mp_policy=policy, reshard_after_forward=not keep_whole)
+            fully_shard(
+                module,
+                mesh=self.fsdp_mesh,
+                mp_policy=policy,
+                reshard_after_forward=not keep_whole,
+                ignored_params=alone,
+            )
         assert isinstance(root, FSDPModule)
         for module in [*experts, *blocks, root]:
             assert isinstance(module, FSDPModule)
             sum_gradients(module, self.replicas.start if self.replicas else None)
+            self.units.append(module)
         self.roots.append(root)
+
+    def _experts_are_alone(self) -> bool:
+        """Whether each expert is on one rank and in its own precision: then FSDP2 would only copy its weights and gradients."""
+        mesh = self.mesh.experts
+        return (
+            mesh is not None
+            and self.mesh.size("efsdp") == 1
+            and self.mesh.num_replicas == 1
+            and self.policy.param_dtype is None
+        )
 
     def _shard_experts(self, module: nn.Module) -> None:
         mesh = self.mesh.experts
@@ -92,16 +114,17 @@ class Sharding:
 
     def before_backward(self, *, last: bool) -> None:
         """Set what the backward of one micro-batch sends and frees."""
-        if last == self._set_for_last:  # each setter walks over every module
+        if last == self._set_for_last:
             return
         self._set_for_last = last
         if self.replicas is not None:
             self.replicas.armed = last
         for root in self.roots:
             root.set_is_last_backward(last)
-            root.set_requires_gradient_sync(last or self.zero_stage >= 2)
-            root.set_requires_all_reduce(last)
-            root.set_reshard_after_backward(last or self.zero_stage == 3)
+        for unit in self.units:  # each by itself: from the root the setters would walk over every module
+            unit.set_requires_gradient_sync(last or self.zero_stage >= 2, recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)
+            unit.set_reshard_after_backward(last or self.zero_stage == 3, recurse=False)
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over all replicas."""
