@@ -28,11 +28,14 @@ class Layout:
     experts: int = 0
     """Of the model's blocks; 0 = no mixture."""
     optimizer: str = "adamw"
+    model: str | None = None
+    """Where it is not the task's: a smaller one, where a step of that would take seconds."""
 
     def of(self, task: Task) -> Task:
         """The task with what belongs to the layout."""
         optimizer = replace(task.optimizer, name=self.optimizer)
-        return replace(task, precision=self.precision, experts=self.experts, optimizer=optimizer)
+        model = self.model or task.model
+        return replace(task, model=model, precision=self.precision, experts=self.experts, optimizer=optimizer)
 
 
 RIVALS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -84,7 +87,7 @@ def layouts() -> list[Layout]:
         Layout("zero3-accumulate4", "zero3", ZERO3, micro_batches=4),
         Layout("zero2-bf16", "zero2", ZERO2, precision="bf16"),
         Layout("zero3-bf16", "zero3", ZERO3, precision="bf16"),
-        Layout("zero2-fp16", "zero2", ZERO2, precision="fp16"),
+        Layout("zero2-fp16", "zero2", ZERO2, precision="fp16", model="small"),
         Layout("tp", "tp", TP),
         Layout("tp-accumulate4", "tp", TP, micro_batches=4),
         Layout("tp-sequence", "tp-sequence", SEQUENCE),
@@ -106,7 +109,7 @@ def layouts() -> list[Layout]:
         Layout("recompute-selective", "recompute-selective", {**DDP, "activation_checkpoint": "selective"}),
         Layout("compile", "compile", DDP, engine={"compile": True}),
         Layout("chunked-loss", "chunked-loss", DDP, engine={"loss_chunk_tokens": 64}),
-        Layout("muon", "muon", DDP, optimizer="muon"),
+        Layout("muon", "muon", DDP, optimizer="muon", model="small"),
     ]
 
 

@@ -174,9 +174,24 @@ def markdown(rows: list[Row], task: Task, pace: Pace, where: str, command: str, 
     about = (
         f"LLaMA of {size['num_hidden_layers']} blocks, hidden size {size['hidden_size']}, vocabulary {size['vocab_size']}; "
         f"{task.global_batch_size} sequences of {task.sequence_length} tokens; medians of {pace.rounds} turns of "
-        f"{pace.steps} steps after {pace.warmup} to warm up."
+        f"{pace.steps} steps after {pace.warmup} to warm up.{other_models(rows, task)}"
     )
     return f"`{command}`\n\n{about}\n\n{where}\n\n{table(head, cells)}\n"
+
+
+def other_models(rows: list[Row], task: Task) -> str:
+    """What layouts were measured on that were not measured on the task's own model, in words."""
+    by_name = {layout.name: layout for layout in layouts()}
+    others: dict[str, list[str]] = {}
+    for layout in (by_name[r.layout] for r in rows if r.layout in by_name):
+        its = layout.of(task)
+        if (its.model, its.experts) != (task.model, task.experts):
+            keys = its.model_keys()
+            experts = (
+                f" and {its.experts} experts of width {keys['intermediate_size']} in a block" if its.experts else ""
+            )
+            others.setdefault(f"hidden size {keys['hidden_size']}{experts}", []).append(f"`{layout.name}`")
+    return "".join(f" {', '.join(names)}: {words}." for words, names in others.items())
 
 
 def parse() -> argparse.Namespace:
