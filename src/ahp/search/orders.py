@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import permutations
 from typing import NamedTuple
 
@@ -47,7 +47,11 @@ class Degrees:
     """In the order of ``AXES``."""
     expert: int
 
-    @property
+    @cached_property
+    def by_axis(self) -> dict[Axis, int]:
+        return dict(zip(AXES, self.of, strict=True))
+
+    @cached_property
     def nest(self) -> bool:
         """Whether the ranks that share experts are whole axes and an even part of one, in any order."""
         return self.expert == 1 or all(degree & (degree - 1) == 0 for degree in (*self.of, self.expert))
@@ -64,6 +68,7 @@ class Orders:
         """``refused``: why the engine cannot number ranks so. Those orders are left out, but for the usual one."""
         self.devices_per_node, self.refused = devices_per_node, cache(refused)
         self._different, self._only_usual = cache(self._found), cache(self._has_only)
+        self._share_nodes = cache(self._expert_parts)
 
     def different(self, degrees: Degrees, given: Order | None = None) -> tuple[Ordered, ...]:
         """One order for each way in which ranks can lie, the usual one first; ``given``: the only one that is asked for."""
@@ -98,7 +103,7 @@ class Orders:
             yield outer + inner
             return
         for axis in reversed(outer):
-            degree = degrees.of[AXES.index(axis)]
+            degree = degrees.by_axis[axis]
             yield from self._from_inside(degrees, usual, (axis, *inner), stride * degree)
 
     def _lie(self, degrees: Degrees, order: Order) -> tuple[Within, object]:
@@ -106,8 +111,8 @@ class Orders:
         per_node, stride, even = self.devices_per_node, 1, True
         strides, local = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)
         for axis in reversed(order):
-            degree = degrees.of[AXES.index(axis)]
-            strides[axis], local[axis] = min(stride, per_node), self._local(Run(degree, stride))
+            degree = degrees.by_axis[axis]
+            strides[axis], local[axis] = min(stride, per_node), min(degree, max(1, per_node // stride))
             if stride < per_node:
                 whole = stride * degree
                 even &= per_node % stride == 0 and (
@@ -126,14 +131,18 @@ class Orders:
         if degrees.expert == 1:
             return 1, ()
 
-        def degree_of(axis: Axis) -> int:
-            return degrees.of[AXES.index(axis)]
+        degree_of = degrees.by_axis.__getitem__
 
         def runs(*axes: Axis) -> tuple[Run, ...]:
             return numbered_runs(order, degree_of, axes)
 
-        share, alike = expert_ranks_of(runs("dp_shard", "cp"), runs("dp_replicate"), degrees.expert)
         shards = max(1, degree_of("dp_shard") * degree_of("cp") // degrees.expert)
+        return self._share_nodes(runs("dp_shard", "cp"), runs("dp_replicate"), degrees.expert, shards)
+
+    def _expert_parts(
+        self, within: tuple[Run, ...], between: tuple[Run, ...], expert: int, shards: int
+    ) -> tuple[int, tuple[int, ...]]:
+        share, alike = expert_ranks_of(within, between, expert)
         parts = alike, *first_of(alike, shards)
         return math.prod(map(self._local, share)), tuple(math.prod(map(self._local, part)) for part in parts)
 

@@ -47,8 +47,10 @@ def block_bounds_s(asked: Problem, space: Space, which: Ints) -> Floats:
     blocks = space.blocks.at(which)
     pipeline, m = blocks.pipeline, blocks.micro_batches
     columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, blocks.micro_batch
+    keys, at = _different(*columns)
+    per_layer = np.array([found.beside_products_s(*key) for key in keys.tolist()])[at]
     keys, at = _different(*columns, *space.local(blocks.mesh))
-    per_layer = np.array([found.collectives_s(*key) + found.beside_products_s(*key[:5]) for key in keys.tolist()])[at]
+    per_layer += np.array([found.collectives_s(*key) for key in keys.tolist()])[at]
     products_s = found.products_s() / asked.cluster.num_devices
     # Mean over the ranks: work, and the forwards of the stages before, each with as few layers as any cut leaves it.
     shortest = layers // (pipeline * np.maximum(asked.most_stages // pipeline, 1))
@@ -75,11 +77,15 @@ def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Spli
 
 @lru_cache(maxsize=1 << 12)
 def fewest_in_flight(pipes: tuple[Pipe, ...], pipeline: int, micro_batches: int) -> Ints:
-    """[pipes, p] Micro-batches of which each rank keeps something at once, at least, wherever in it a layer lies."""
+    """[kinds, p] Micro-batches of which each rank keeps something at once, at least, wherever in it a layer lies; of the
+    pipelines that may hold the least."""
     if pipeline == 1:
         return np.ones((1, 1), dtype=np.int64)
     counts = [in_flight(name, pipeline, virtual, micro_batches).min(axis=1) for name, virtual in pipes]
-    return np.unique(np.stack(counts), axis=0)
+    found = np.unique(np.stack(counts), axis=0)
+    # A pipeline in which no rank keeps fewer than in another one holds no less.
+    no_fewer = (found[:, None] >= found).all(axis=-1)
+    return found[no_fewer.sum(axis=1) == 1]
 
 
 def fullest_of_any_cut(each: Floats, num_layers: int) -> Floats:

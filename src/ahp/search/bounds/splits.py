@@ -19,7 +19,7 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.pricer import Pricer, num_groups
 from ahp.forecast.stage import DataParallel, Weights, cast_bytes, gradient_copy_bytes
-from ahp.forecast.units import Axes, axes_of
+from ahp.forecast.units import ALONE, Axes, axes_of
 from ahp.plan import Parallelism
 from ahp.search.bounds.split_columns import SplitColumns
 
@@ -108,12 +108,15 @@ class Splits:
     def _moved(self) -> tuple[Floats, ...]:
         """[J, 1] each: bytes moved for each parameter of a micro-batch to make the compute copy, and to copy gradients of a
         single micro-batch and, on average, of two."""
-        kinds = {(id(one.traits), one.shard.size): one for one in self._data}
-        found = {
-            kind: (cast_bytes(one), gradient_copy_bytes(one), gradient_copy_bytes(replace(one, micro_batches=2)))
-            for kind, one in kinds.items()
-        }
-        table = np.array([found[id(one.traits), one.shard.size] for one in self._data], dtype=float)
+        shards = self.shards[:, 0].astype(int).tolist()
+        kinds = [(id(traits), size) for traits, size in zip(self.traits, shards, strict=True)]
+        found = {}
+        for traits, kind in zip(self.traits, kinds, strict=True):
+            if kind not in found:
+                group = Group(kind[1], 1, kind[1])
+                one, two = (DataParallel(group, ALONE, traits, micro_batches=m, overlap=0.0) for m in (1, 2))
+                found[kind] = cast_bytes(one), gradient_copy_bytes(one), gradient_copy_bytes(two)
+        table = np.array([found[kind] for kind in kinds], dtype=float)
         return table[:, [0]], table[:, [1]], table[:, [2]]
 
     def collectives(self, weights: Weights) -> CollectiveTimes:
