@@ -8,7 +8,7 @@ the slowest replica, and the slowest update after it, is the step. What replicas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -69,13 +69,11 @@ class _Layout:
 class MixedPricer:
     """Forecasts for one model, mixed cluster, job and engine; what ``Pricer`` is for a plain one."""
 
-    def __init__(self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice) -> None:
-        self.graph, self.cluster, self.job, self.choice = graph, cluster, job, choice
-        self.groups = {
-            group.name: Pricer(graph, Cluster(groups=(group,), source=cluster.source), job, choice)
-            for group in cluster.groups
-        }
-        """An ordinary pricer for each group of nodes, by its name."""
+    def __init__(
+        self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice, groups: Mapping[str, Pricer]
+    ) -> None:
+        """``groups``: an ordinary pricer for each group of nodes, by its name."""
+        self.graph, self.cluster, self.job, self.choice, self.groups = graph, cluster, job, choice, groups
         self.network = MixedNetwork(cluster)
         self._stage_costs: dict[tuple[object, ...], StageCost] = {}
 

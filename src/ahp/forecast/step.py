@@ -86,8 +86,14 @@ class _Same:
 
 @lru_cache(maxsize=32)
 def _pricer(graph: _Same, cluster: _Same, job: str, engine: str) -> Pricer | MixedPricer:
-    kind = MixedPricer if cluster.value.is_mixed else Pricer
-    return kind(graph.value, cluster.value, Job.model_validate_json(job), EngineChoice.model_validate_json(engine))
+    of, on = Job.model_validate_json(job), cluster.value
+    choice: EngineChoice = EngineChoice.model_validate_json(engine)
+    if not on.is_mixed:
+        return Pricer(graph.value, on, of, choice)
+    alone = [_Same(Cluster(groups=(group,), source=on.source)) for group in on.groups]
+    found = [_pricer(graph, part, job, engine) for part in alone]
+    groups = {part.nodes.name: part for part in found if isinstance(part, Pricer)}
+    return MixedPricer(graph.value, on, of, choice, groups)
 
 
 def _graph(model: Any, job: Job, choice: EngineChoice) -> ModelGraph:

@@ -10,6 +10,11 @@ T seconds it does m <= T S_k - k + 1 + (p - 1) f micro-batches, and R replicas t
 
 Cells are used fastest first, R p at most. Solved for T that is the floor: work over the speed of everything there is, and the
 time in which the pipelines fill.
+
+A stage has a layer at least, so that a replica with a cell of group g does no more than T / (l z_g) micro-batches, l being the
+least share of a layer. Of a replica that keeps to the k fastest groups p cells lie on these, so that there are C_k / p such
+replicas at most, C_k being their cells. With n of them the rest are R - n, and the micro-batches of all are no more than T
+(S of n p cells + (R - n) / (l z_{k+1})): concave in n, and greatest where a group is about used up.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.schedule.patterns import SPLIT_BACKWARD
-from ahp.search.mixed.costs import GroupCells, LayoutTables, Work
+from ahp.search.mixed.costs import LayoutTables, Work
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -39,6 +44,17 @@ class Speeds:
     """[G] z_g: seconds of one micro-batch's whole work, at least."""
     forward_share: float
     """f: the largest share that forward passes have of a layer's seconds, or of the head's."""
+    least_forward_share: float
+    """The smallest."""
+    layer_share: float
+    """l: of the whole work that of a layer, at least."""
+
+    def way_s(self, cells: Sequence[int], *, splits: bool) -> float:
+        """Seconds in which one micro-batch passes all stages, at least: forward alone where the schedule splits backward passes."""
+        fastest = min(
+            (whole for whole, count in zip(self.whole_s.tolist(), cells, strict=True) if count), default=np.inf
+        )
+        return fastest * (self.least_forward_share if splits else 1.0)
 
 
 def speeds(works: Sequence[Work]) -> Speeds:
@@ -48,7 +64,8 @@ def speeds(works: Sequence[Work]) -> Speeds:
     some = share > 0
     whole = np.array([float((each[some] / share[some]).min()) for each in units])
     forward = [_units(work, 0)[some] / each[some] for work, each in zip(works, units, strict=True)]
-    return Speeds(whole, float(max(f.max() for f in forward)))
+    highest, least = float(max(f.max() for f in forward)), float(min(f.min() for f in forward))
+    return Speeds(whole, highest, least, float(share[:-1].min(initial=1.0)))
 
 
 def _units(work: Work, passes: int) -> Floats:
@@ -74,7 +91,27 @@ def floors_s(found: Speeds, cells: Sequence[int], total: int, pipeline: Ints, re
         left = left - used
         need, speed = need + fills * used, speed + used / found.whole_s[group]
         best = np.minimum(best, np.where(speed > 0, np.maximum(need, 0.0) / np.maximum(speed, 1e-300), np.inf))
-    return np.where(left > 0, np.inf, best)
+    return np.where(left > 0, np.inf, np.maximum(best, found.way_s(cells, splits=not fills)))
+
+
+def paced_s(found: Speeds, having: Sequence[int], total: int, pipeline: Ints, replicas: Ints) -> Floats:
+    """[N] Seconds that ``total`` micro-batches take at least in so many replicas of so many stages, each of which has a layer.
+
+    ``having``: cells of each group.
+    """
+    cells = np.asarray(having)
+    order = np.array([group for group in np.argsort(found.whole_s, kind="stable") if cells[group]], dtype=np.int64)
+    used = np.concatenate([[0], np.cumsum(cells[order])])
+    speed = np.concatenate([[0.0], np.cumsum(cells[order] / found.whole_s[order])])
+    least = np.full(len(pipeline), np.inf)
+    for k, group in enumerate(order):
+        paced = 1.0 / (found.layer_share * found.whole_s[group])
+        most = used[k] // pipeline  # replicas that keep to the groups before
+        ways = [0 * most, most, *(np.minimum(used[j] // pipeline + more, most) for j in range(1, k) for more in (0, 1))]
+        kept = np.array(ways if k else ways[:1])
+        per_s = (np.interp(kept * pipeline, used, speed) + (replicas - kept) * paced).max(axis=0)
+        least = np.minimum(least, np.where(most < replicas, per_s, np.inf))
+    return total / least
 
 
 def floors_alone_s(whole_s: Floats, cells: Sequence[int], total: int, replicas: Ints) -> Floats:
@@ -96,35 +133,6 @@ def _whole_micro_batches_s(whole_s: Floats, used: Ints, total: int) -> float:
         if int((used * done).sum()) >= total:
             return seconds
         seconds = float(((done + 1) * whole_s).min())
-
-
-def can_hold(
-    cells: Sequence[GroupCells], rooms: Sequence[float], schedule: str, most: Ints, pipeline: Ints
-) -> NDArray[np.bool_]:
-    """[N] Whether the stages can hold all layers, if each lies on the group that has the most room for it.
-
-    ``most``: [N] micro-batches of some replica, at least. What a stage holds depends on its distance from the last one.
-    """
-    num_layers, numbers = len(cells[0].units.layers), np.unique(most)
-    m, depth = numbers[:, None], np.arange(1, int(pipeline.max()) + 1)[None, :]
-    held = np.broadcast_to(m, (len(numbers), depth.shape[1])) if schedule == "GPipe" else np.minimum(depth, m)
-
-    def layers(place: int, held: Ints) -> Ints:
-        """The most of any group, [M, depth]."""
-        found = [of.most_layers(place, held, m, room) for of, room in zip(cells, rooms, strict=True)]
-        return np.max(found, axis=0)
-
-    alone = layers(3, np.ones_like(m))[:, 0] >= num_layers
-    if pipeline.max() == 1:
-        return alone[np.searchsorted(numbers, most)]
-    if not alone.any() and layers(2, np.ones((1, 1), dtype=np.int64)).max() < 1:
-        return np.zeros(len(most), dtype=bool)
-    first, between, last = layers(0, held), layers(1, held), layers(2, held[:, :1])
-    sums = np.cumsum(np.where(depth > 1, between, 0), axis=1)  # of the stages that are not the last, up to a depth
-    whole = first[:, 1:] + sums[:, :-1] + last
-    nowhere = (first[:, 1:] < 1) | (last < 1) | ((depth[:, :-1] > 1) & (between[:, :-1] < 1))
-    enough = np.concatenate([alone[:, None], (whole >= num_layers) & ~nowhere], axis=1)
-    return enough[np.searchsorted(numbers, most), pipeline - 1]
 
 
 def columns_hold(tables: LayoutTables, cells: Sequence[int], shape: tuple[int, int], most: int) -> bool:

@@ -8,7 +8,7 @@ the states of its weights and the activations that its micro-batches in flight k
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from statistics import NormalDist
@@ -22,6 +22,7 @@ from ahp.forecast.assembly import num_groups, recompute_of
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import shard_ranks
 from ahp.forecast.mixed import MixedPricer
+from ahp.forecast.pricer import Pricer
 from ahp.forecast.stage import (
     DataParallel,
     Recompute,
@@ -32,10 +33,11 @@ from ahp.forecast.stage import (
     tensor_backward_s,
 )
 from ahp.forecast.unit import Unit
-from ahp.forecast.units import Units
+from ahp.forecast.units import ALONE, Units
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
 from ahp.search.bounds.space_bounds import FIT_PROBABILITY
+from ahp.search.mixed.holding import WHOLE, Activations, States, most_layers
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -80,7 +82,8 @@ class GroupCells:
     def __init__(self, pricer: MixedPricer, group: str, layout: Parallelism, micro_batches: int) -> None:
         """``layout``: any of them; its pipeline degree is 1, or above as theirs. ``micro_batches``: of a replica, at least."""
         self.pricer, self.group, self.layout = pricer.groups[group], group, layout
-        self._mixed, self._least = pricer, micro_batches
+        self._network = pricer.network.times(self.pricer.network)
+        self._num_devices, self._least = pricer.cluster.num_devices, micro_batches
         engine = get(self.pricer.choice.name)
         self.traits = engine.traits(self.pricer.job, layout, self.pricer.choice)
         self.units: Units = self.pricer.units(layout)
@@ -102,9 +105,9 @@ class GroupCells:
             once = sum(cost.first_forward.values()) + sum(cost.last_backward.values())
             once += self.pricer.update_s(updated, self.traits) + self.pricer.offload_s(updated, self.traits)
             if self.pricer.muon is not None:  # over how many replicas its matrices are dealt out is not known yet
-                once += num_layers * self.pricer.muon.least_s() / self._mixed.cluster.num_devices
+                once += num_layers * self.pricer.muon.least_s() / self._num_devices
             return Work((none, none), ((0.0, 0.0),) * 3 + (_seconds(cost),), once)
-        if len(set(self.units.layers)) > 1 or num_layers < 2:
+        if not self._layers_alike:
             return self.of_units()
         one, two = self._stage(1, 1), self._stage(2, 1)
         forward, both = (min(more - less, less) for more, less in zip(two, one, strict=True))
@@ -113,18 +116,36 @@ class GroupCells:
         first, between, last = ((of[0] - forward, of[1] - both) for of in (ends[1], ends[0], ends[2]))
         return Work(layers, (first, between, last, last))
 
+    @property
+    def _layers_alike(self) -> bool:
+        return len(set(self.units.layers)) == 1 and len(self.units.layers) > 1
+
+    @cached_property
+    def least_alone_s(self) -> float:
+        """Seconds of both passes of the whole model for one micro-batch, at least: as ``work``, of stages that are priced sooner."""
+        if not self._layers_alike:
+            return self.of_units().over_runs(WHOLE, 1)[0, -1]
+        one, two = self._stage(1, WHOLE)[1], self._stage(2, WHOLE)[1]
+        return one + (len(self.units.layers) - 1) * min(two - one, one)
+
     def _stage(self, num_layers: int, place: int) -> tuple[float, float]:
         return _seconds(self._cost(num_layers, place))
 
     def _cost(self, num_layers: int, place: int) -> StageCost:
         first, last = ENDS[place]
-        return self._mixed.stage_cost(
-            self.layout, self.group, range(num_layers), first=first, last=last, micro_batches=self._least
+        return self.pricer.stage_cost(
+            self.units, range(num_layers), self._data, self.recompute, first=first, last=last, network=self._network
         )
+
+    @cached_property
+    def _data(self) -> DataParallel:
+        """Replicas that sum gradients are not known yet: they take no time."""
+        found = self.pricer.data_parallel(self.layout, self.traits)
+        return replace(found, replicate=ALONE, experts=(found.experts[0], ALONE), micro_batches=self._least)
 
     def of_units(self) -> Work:
         """Without what gathers weights beside the layers, and without the host: fewer stages are priced for it."""
-        data = self.pricer.data_parallel(self.layout, self.traits)
+        data = self._data
         kinds = [_passes(unit, self.recompute, data) for unit in self.units.blocks]
         forward = np.array([kinds[kind][0] for kind in self.units.layers])
         both = np.array([kinds[kind][1] for kind in self.units.layers])
@@ -184,31 +205,24 @@ class GroupCells:
         buffers = self._received(place) * (micro_batches if self.traits.torch_pipeline else 1)
         return self._without_layers(place, micro_batches) + buffers + each * parameters + activations
 
-    def most_layers(self, place: int, held: Ints, micro_batches: Ints, room_bytes: float) -> Ints:
-        """Layers that a device of the group can hold at most in a stage; below 0 where not even none. Arrays that broadcast.
-
-        ``held``: micro-batches that the stage keeps at once, of ``micro_batches``.
-        """
-        several = micro_batches > 1
-        if several.all():
-            return self._most_layers(place, held, micro_batches, room_bytes, 2)
-        few = self._most_layers(place, held, micro_batches, room_bytes, 1)
-        return (
-            np.where(several, self._most_layers(place, held, micro_batches, room_bytes, 2), few)
-            if several.any()
-            else few
+    @cached_property
+    def activations(self) -> Activations:
+        """What stages hold of activations, [4]."""
+        places = range(len(ENDS))
+        received = np.array([self._received(place) for place in places])
+        every = self.traits.torch_pipeline
+        return Activations(
+            kept=np.full(len(ENDS), float(self.kept.min(initial=np.inf))),
+            outside=np.array([self._kept_outside(place) for place in places]),
+            received=received if every else np.zeros(len(ENDS)),
+            once=np.zeros(len(ENDS)) if every else received,
+            temporary=np.array([self._temporary(last=last) for _, last in ENDS]),
         )
 
-    def _most_layers(self, place: int, held: Ints, micro_batches: Ints, room_bytes: float, m: int) -> Ints:
-        """The same as if there were one micro-batch (m = 1), or several (m = 2)."""
-        kept = held * float(self.kept.min(initial=np.inf))
-        # With one micro-batch gradients grow as activations go: it counts as if there were none of the rest.
-        each = kept + (self.states(place, 2)[1] * float(self.parameters.min(initial=np.inf)) if m > 1 else 0.0)
-        buffers = self._received(place) * (micro_batches if self.traits.torch_pipeline else 1)
-        beside = held * self._kept_outside(place) + buffers + (self._without_layers(place, 2) if m > 1 else 0.0)
-        room = room_bytes - beside
-        layers = np.floor(room / np.maximum(each, 1.0))
-        return np.where(room < 0, -1, np.minimum(layers, len(self.units.layers))).astype(np.int64)
+    def states_at(self, place: int) -> tuple[float, float]:
+        """Bytes of states of each layer, at least, and beside the layers, for several micro-batches."""
+        beside, each, *_ = self.states(place, 2)
+        return each * float(self.parameters.min(initial=np.inf)), beside
 
     def _received(self, place: int) -> float:
         """Bytes that a stage receives for a micro-batch."""
@@ -235,13 +249,14 @@ class GroupCells:
         least = min(needs, default=0) - (head.saved if last else 0)
         return float(max(0, least, max(head.forward_extra, head.backward_extra) if last else 0))
 
-    def room_bytes(self, layout: Parallelism) -> float:
-        """Bytes in tensors that a device of the group has for a layout."""
-        device = self.pricer.nodes.device
-        most = device.memory_bytes * float(np.exp(-NormalDist().inv_cdf(FIT_PROBABILITY) * memory.need_error()))
-        outside = device.reserved_memory_bytes
-        outside += 0 if is_cpu(device) else num_groups(layout) * margins.value("communicator_bytes")
-        return (most - outside) / margins.value("reserved_over_allocated")
+
+def room_bytes(pricer: Pricer, layout: Parallelism) -> float:
+    """Bytes in tensors that a device of a group has for a layout."""
+    device = pricer.nodes.device
+    most = device.memory_bytes * float(np.exp(-NormalDist().inv_cdf(FIT_PROBABILITY) * memory.need_error()))
+    outside = device.reserved_memory_bytes
+    outside += 0 if is_cpu(device) else num_groups(layout) * margins.value("communicator_bytes")
+    return (most - outside) / margins.value("reserved_over_allocated")
 
 
 class LayoutTables:
@@ -250,7 +265,7 @@ class LayoutTables:
     def __init__(self, groups: Sequence[GroupCells], layout: Parallelism) -> None:
         self.groups, self.layout = groups, layout
         self.num_layers, self.num_stages = len(groups[0].units.layers), layout.pipeline_parallel_degree
-        self._room = [cells.room_bytes(layout) for cells in groups]
+        self._room = [room_bytes(cells.pricer, layout) for cells in groups]
         self._places = [place_of(stage, self.num_stages) for stage in range(self.num_stages)]
         self.most_layers = cache(self._most_layers)
         self.fits = cache(self._fits)
@@ -279,13 +294,18 @@ class LayoutTables:
 
     def _most_layers(self, micro_batches: int) -> Ints:
         """[G, S] Layers that a device of the group can hold in a stage, at most."""
-        held, m = self._held(micro_batches), np.array(micro_batches)
-        found = np.zeros((len(self.groups), self.num_stages), dtype=np.int64)
-        for place in set(self._places):
-            at = [stage for stage, of in enumerate(self._places) if of == place]
-            for group, (cells, room) in enumerate(zip(self.groups, self._room, strict=True)):
-                found[group, at] = cells.most_layers(place, held[at], m, room)
-        return found
+        return most_layers(*self._holding, self.num_layers, self._held(micro_batches), np.array(micro_batches))
+
+    @cached_property
+    def _holding(self) -> tuple[Activations, States]:
+        """Of stages on each group, [G, S]."""
+        activations = zip(*(of.activations for of in self.groups), strict=True)
+        states = np.array([[of.states_at(place) for place in range(len(ENDS))] for of in self.groups])[:, self._places]
+        room = np.array(self._room)[:, None]
+        return (
+            Activations(*(np.array(field)[:, self._places] for field in activations)),
+            States(room, states[..., 0], states[..., 1]),
+        )
 
     def _fits(self, group: int, stage: int, micro_batches: int) -> NDArray[np.bool_]:
         """[L + 1, L + 1] Whether the group's device holds each run of layers, as far as the lower bound of its need tells."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
+from ahp.forecast.mixed import MixedPricer
+from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.search import reasons, telling
 from ahp.search.current import compared, today_of, with_candidate
@@ -157,9 +158,11 @@ def _with_notes(ranking: Ranking, notes: tuple[str, ...]) -> Ranking:
 
 
 def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
-    found = []
+    found, shared = [], pricer(asked.graph, asked.cluster, asked.job, asked.engine)
+    assert isinstance(shared, MixedPricer), "asked of a mixed cluster"
     for group in asked.cluster.groups:
-        used = asked.on(Cluster(groups=(group,), source=asked.cluster.source))
+        # The cluster that its pricer knows: what this search prices, that over several groups need not.
+        used = asked.on(shared.groups[group.name].cluster)
         fixed = [key for key in OF_PLACEMENTS if key in asked.constraints.given]
         if fixed:
             found.append(Alone(group.name, used, None, f"parallelism.{fixed[0]} is given"))

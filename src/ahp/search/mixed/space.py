@@ -116,6 +116,7 @@ class MixedSpace:
         self.legal = 0
         self.grid = cache(self._grid)
         self._count = cache(self._counted)
+        self._rules = cache(self._ruled)
         self.allowed = cache(self._allowed)
         self.alike = [alike for alike in self._all_alike() if self._legal(alike)]
 
@@ -218,7 +219,7 @@ class MixedSpace:
         return None
 
     def _legal(self, alike: Alike) -> bool:
-        graph, batch = self.asked.graph, self.asked.job.global_batch_size
+        batch = self.asked.job.global_batch_size
         size, wrong = self._count(alike.width, max(self.micro_batches(alike), 1))
         self.size += size
         if batch % (alike.shard * alike.micro_batch):
@@ -226,12 +227,7 @@ class MixedSpace:
             return self._breaks("batch", rule, size)
         layout = layout_of(alike, 1)
         for name, says in (
-            ("not placed", self._not_placed()),
-            ("tensor", rules.tensor(graph, layout)),
-            ("products in 8 bits", rules.products(graph, self.asked.job, layout, self.asked.engine)),
-            ("sequence", rules.sequence(graph, layout)),
-            ("context", rules.context(graph, layout, self.asked.engine)),
-            ("experts", rules.experts(graph, layout)),
+            *self._rules(alike._replace(micro_batch=1, recompute="none")),
             ("engine", self.asked.refused(layout)),
         ):
             if says is not None:
@@ -240,6 +236,18 @@ class MixedSpace:
             self._breaks("schedule", "1F1B needs a micro-batch for each pipeline rank of every replica", wrong)
         self.legal += size - wrong
         return True
+
+    def _ruled(self, alike: Alike) -> tuple[tuple[str, str | None], ...]:
+        """Rules of the degrees, each with what it says against them."""
+        graph, layout = self.asked.graph, layout_of(alike, 1)
+        return (
+            ("not placed", self._not_placed()),
+            ("tensor", rules.tensor(graph, layout)),
+            ("products in 8 bits", rules.products(graph, self.asked.job, layout, self.asked.engine)),
+            ("sequence", rules.sequence(graph, layout)),
+            ("context", rules.context(graph, layout, self.asked.engine)),
+            ("experts", rules.experts(graph, layout)),
+        )
 
     def _counted(self, width: int, total: int) -> tuple[int, int]:
         """Shapes of cells so wide, and those of them whose replicas have too few micro-batches for the schedule."""

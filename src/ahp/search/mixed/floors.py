@@ -1,0 +1,217 @@
+"""Floors of the shapes of what is alike, each time better known: by units, by what memory leaves, by stages that are priced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.forecast.assembly import slowest_share
+from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.mixed import MixedPricer
+from ahp.schedule.patterns import SPLIT_BACKWARD
+from ahp.search.mixed.bounds import Speeds, floors_alone_s, floors_s, paced_s, speeds
+from ahp.search.mixed.columns import Columns
+from ahp.search.mixed.costs import GroupCells
+from ahp.search.mixed.holding import WHOLE
+from ahp.search.mixed.space import Alike, MixedSpace, Shape, layout_of
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class Entry(NamedTuple):
+    """A shape in the queue."""
+
+    promise_s: float
+    """What it takes where everything goes round; not a bound."""
+    floor_s: float
+    shape: Shape
+
+
+class Shapes(NamedTuple):
+    """Numbers of stages and replicas under one schedule, [N] each."""
+
+    schedule: str
+    pipeline: Ints
+    replicas: Ints
+    slowest: Floats
+    """By what the forecast multiplies for the slowest of the devices."""
+    paced_s: Floats
+    """Seconds that they take at least, as each stage has a layer (``bounds.paced_s``); 0 where that was not asked."""
+
+    def where(self, mask: Bools) -> Shapes:
+        """Those."""
+        return Shapes(self.schedule, self.pipeline[mask], self.replicas[mask], self.slowest[mask], self.paced_s[mask])
+
+    def entries(self, alike: Alike, promise_s: Floats, floors_s: Floats, limit_s: float) -> Iterator[Entry]:
+        """Those below a limit, [N] seconds."""
+        near = floors_s < limit_s
+        columns = (of[near].tolist() for of in (promise_s, floors_s, self.pipeline, self.replicas))
+        for promise, floor, p, r in zip(*columns, strict=True):
+            yield Entry(promise, floor, Shape(alike, p, r, self.schedule))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The shapes with a pipeline, or those without."""
+
+    least_s: Floats
+    """[N] Seconds that those of each alike take at least."""
+    near: Callable[[Alike, float], tuple[float, float]]
+    """The promise and the floor of those below a limit, by the units alone."""
+    entries: Callable[[Alike, float], Iterator[Entry]]
+    """Of these those that are below it by their stages; asked after ``near``, once."""
+
+
+class Near(NamedTuple):
+    """What may be below a limit."""
+
+    kept: list[Shapes]
+    promise_s: float
+    floor_s: float
+    too_large: int
+
+
+class ShapeFloors:
+    """Floors under the shapes of a space."""
+
+    def __init__(self, pricer: MixedPricer, space: MixedSpace) -> None:
+        self.pricer, self.space, self.columns = pricer, space, Columns(pricer, space)
+        self.names = tuple(pricer.groups)
+        self.too_large = 0
+        """Shapes of those looked at that no placement makes fit."""
+        self.cells = cache(self._cells)
+        self._shapes = cache(self._all_shapes)
+        self._kept: dict[tuple[Alike, bool], list[Shapes]] = {}
+        """By what is alike, and whether with a pipeline."""
+        self._by_units: dict[tuple[object, bool], Near] = {}
+
+    def slowest(self, devices: int) -> float:
+        """What the forecast adds for the slowest of so many devices."""
+        on_cpu = any(is_cpu(group.device) for group in self.space.asked.cluster.groups)
+        return 0.0 if on_cpu else slowest_share(devices)
+
+    @cached_property
+    def alone(self) -> Kind:
+        """Without a pipeline."""
+        return Kind(self.columns.alone_s(), partial(self._near, False), self._entries_alone)
+
+    @cached_property
+    def piped(self) -> Kind:
+        """With one."""
+        splits = any(schedule in SPLIT_BACKWARD for schedule in self.space.schedules(2))
+        return Kind(self.columns.piped_s(splits=splits), partial(self._near, True), self._entries_piped)
+
+    def least_s(self, alike: Alike) -> float:
+        """Seconds that everything which is so alike takes at least, from the units alone."""
+        at = self.space.alike.index(alike)
+        return min(float(kind.least_s[at]) for kind in (self.alone, self.piped))
+
+    def of(self, alike: Alike) -> Iterator[Entry]:
+        """The shapes of one alike that the memory does not rule out."""
+        for kind in (self.alone, self.piped):
+            kind.near(alike, float("inf"))
+            yield from kind.entries(alike, float("inf"))
+
+    def _near(self, pipelined: bool, alike: Alike, limit_s: float) -> tuple[float, float]:
+        """The promise and the floor of the shapes that may be below the limit and that the memory leaves possible; the shapes are
+        kept. Counts those that it does not leave."""
+        key = self.columns.same(alike), pipelined
+        if key not in self._by_units:  # the limit never rises: what was kept for one before is all that may be below
+            self._by_units[key] = self._near_by_units(pipelined, alike, limit_s)
+        found = self._by_units[key]
+        self.too_large += found.too_large
+        self._kept[alike, pipelined] = found.kept
+        if pipelined or not found.kept:
+            return found.promise_s, found.floor_s
+        return self._near_alone(alike, limit_s)
+
+    def _near_by_units(self, pipelined: bool, alike: Alike, limit_s: float) -> Near:
+        """By the units alone, and by memory."""
+        speeds, cells = self.columns.speeds(alike), self.columns.cells(alike, pipelined=pipelined)
+        total = self.space.micro_batches(alike)
+        kept: list[Shapes] = []
+        promise_s, floor_s, too_large = float("inf"), float("inf"), 0
+        for shapes in self._shapes(alike.width, total, pipelined):
+            may = shapes.where(self._floors_s(speeds, cells, total, shapes) < limit_s)
+            if pipelined and len(may.replicas):
+                paced = paced_s(speeds, cells, total, may.pipeline, may.replicas) * may.slowest
+                may = may._replace(paced_s=paced).where(paced < limit_s)
+            if not len(may.replicas):
+                continue
+            holds = self.columns.holds(alike, may.schedule, -(-total // may.replicas), may.pipeline)
+            too_large += int((~holds).sum())
+            if holds.any():
+                kept.append(may.where(holds))
+                promise = self._floors_s(speeds, cells, total, kept[-1]._replace(schedule="GPipe"))
+                floors = self._floors_s(speeds, cells, total, kept[-1])
+                promise_s, floor_s = min(promise_s, float(promise.min())), min(floor_s, float(floors.min()))
+        return Near(kept, promise_s, floor_s, too_large)
+
+    def _near_alone(self, alike: Alike, limit_s: float) -> tuple[float, float]:
+        """The floor of the kept shapes without a pipeline, with what gathers weights beside the layers."""
+        kept, least_s = [], float("inf")
+        for shapes in self._kept[alike, False]:
+            floors = self._alone_s(alike, shapes, [of.least_alone_s for of in self._whole(alike)])
+            kept.append(shapes.where(floors < limit_s))
+            least_s = min(least_s, float(floors.min()))
+        self._kept[alike, False] = [shapes for shapes in kept if len(shapes.replicas)]
+        return least_s, least_s
+
+    def _whole(self, alike: Alike) -> list[GroupCells]:
+        """Cells of the groups whose devices can hold the whole model."""
+        there = self.columns.cells(alike, pipelined=False)
+        return [of for of, count in zip(self.cells(alike, False, 1), there, strict=True) if count]
+
+    def _alone_s(self, alike: Alike, shapes: Shapes, whole_s: list[float]) -> Floats:
+        """``whole_s``: of a cell of each of these groups for one micro-batch."""
+        there = [count for count in self.columns.cells(alike, pipelined=False) if count]
+        found = floors_alone_s(np.array(whole_s), there, self.space.micro_batches(alike), shapes.replicas)
+        return found * shapes.slowest
+
+    def _floors_s(self, speeds: Speeds, cells: Sequence[int], total: int, shapes: Shapes) -> Floats:
+        found = floors_s(speeds, cells, total, shapes.pipeline, shapes.replicas, shapes.schedule)
+        return np.maximum(found * shapes.slowest, shapes.paced_s)
+
+    def _all_shapes(self, width: int, total: int, pipelined: bool) -> tuple[Shapes, ...]:
+        """The legal ones of cells so wide, by schedule."""
+        grid, slowest = self.space.grid(width, total), cache(self.slowest)
+        found = []
+        for schedule in self.space.schedules(2 if pipelined else 1):
+            least = {p: self.space.least(p, schedule) for p in np.unique(grid.pipeline).tolist()}
+            legal = (grid.pipeline > 1) == pipelined
+            legal &= total >= grid.replicas * np.array([least[p] for p in grid.pipeline.tolist()], dtype=np.int64)
+            pipeline, replicas = grid.pipeline[legal], grid.replicas[legal]
+            devices = (pipeline * replicas * width).tolist()
+            more = 1.0 + np.array([slowest(count) for count in devices])
+            found.append(Shapes(schedule, pipeline, replicas, more, np.zeros(len(more))))
+        return tuple(found)
+
+    def _entries_alone(self, alike: Alike, limit_s: float) -> Iterator[Entry]:
+        """The shapes without a pipeline that were kept, with floors from the stages that the forecast prices."""
+        for shapes in self._kept.pop((alike, False)):
+            works = [of.work for of in self._whole(alike)]
+            floors = self._alone_s(alike, shapes, [work.beside[WHOLE][1] for work in works])
+            floors = floors + min(work.once for work in works) * shapes.slowest
+            yield from shapes.entries(alike, floors, floors, limit_s)
+
+    def _entries_piped(self, alike: Alike, limit_s: float) -> Iterator[Entry]:
+        """Those with one."""
+        cells, total = self.columns.cells(alike, pipelined=True), self.space.micro_batches(alike)
+        for shapes in self._kept.pop((alike, True)):
+            # Where a replica may have a single micro-batch stages are not priced for it before they are placed.
+            rough = self.space.least(2, shapes.schedule) < 2
+            found = self.columns.speeds(alike) if rough else speeds([of.work for of in self.cells(alike, True, 2)])
+            floors = self._floors_s(found, cells, total, shapes)
+            promise = self._floors_s(found, cells, total, shapes._replace(schedule="GPipe"))
+            yield from shapes.entries(alike, promise, floors, limit_s)
+
+    def _cells(self, alike: Alike, pipelined: bool, least: int) -> list[GroupCells]:
+        layout = layout_of(alike, 2 if pipelined else 1)
+        return [GroupCells(self.pricer, name, layout, least) for name in self.names]
