@@ -41,6 +41,8 @@ EPS = 1e-6
 make full steps of the rounding that is its gradient."""
 CALM = {**JOB, "optimizer": {**JOB["optimizer"], "eps": EPS}}
 FAST = {("bert", "tensor")}
+WIDE = {(name, "ZeRO-1 x tensor x pipeline") for name in ("gemma2", "llama", "mistral", "olmo2", "qwen2", "qwen3")}
+"""Families whose blocks are split like those of others here, and which meet each technique alone."""
 REFUSED = {("gemma2", "context"): ("context_parallel_degree", "aten.matmul", "scaled_dot_product_attention")}
 """What a family cannot do, and words of the reason."""
 WITH_EXPERTS = ("mixtral", "qwen3_moe")
@@ -74,7 +76,7 @@ def worst(got: dict[str, Any], expected: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     ("model_type", "technique"),
-    cases(CASES, fast=FAST),
+    cases(CASES, fast=FAST, wide=WIDE),
 )
 def test_a_family_under_a_technique_equals_one_process(
     pool: Pool,

@@ -26,6 +26,7 @@ from ahp.plan import EngineChoice, Parallelism, Plan
 from ahp.runtime import fp8
 from ahp.runtime.deferred import WeightGradients
 from ahp.search.slicing.model import slice_outline
+from tests.marks import cases
 from tests.runtime.models import JOB, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.test_equality import LAYOUTS, world_size
 from tests.runtime.workers import Pool
@@ -210,9 +211,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+WIDE = {"tensor", "tensor and context"}
+"""What the others have in parts."""
+
+
 @needs_torchao
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, wide=WIDE))
 def test_each_step_is_that_of_torchaos_layers(
     pool: Pool, reference: Callable[[str, torch.dtype], list[Step]], case: str
 ) -> None:
