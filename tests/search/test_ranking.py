@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from functools import cache
 
@@ -15,6 +16,7 @@ from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
+from ahp.search.garbage import among_new_objects
 from ahp.search.problem import problem, with_devices
 from ahp.search.ranking import Ranking, search
 from ahp.search.rows import legal_rows
@@ -211,3 +213,19 @@ def test_fewer_rows_are_left_when_the_rules_are_the_same() -> None:
     assert table.problem is asked
     assert table.notes == ()
     assert sum(rule.broken for rule in table.space.rules) >= table.space.size - table.space.num_legal
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    assert gc.get_freeze_count() == 0
+    with among_new_objects():
+        with among_new_objects():
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > 0, "the outer one is still open"
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(BadInput):
+        search(tiny(), "2x4xH100-SXM-80GB", JOB, method="anneal", objective="cost")
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    search(tiny(), "1x1xH100-SXM-80GB", JOB)
+    assert gc.get_freeze_count() > 0, "somebody else's"
+    gc.unfreeze()

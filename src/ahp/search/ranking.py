@@ -18,6 +18,7 @@ from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.counts import Choice, choose, of_size
 from ahp.search.current import Current, compared, today_of, with_candidate
 from ahp.search.exact import Outcome
+from ahp.search.garbage import among_new_objects
 from ahp.search.lighten import lighten
 from ahp.search.method import Method, MethodName, find
 from ahp.search.misfit import nothing_fits
@@ -124,6 +125,7 @@ class Ranking:
         return len(self.plans)
 
 
+@among_new_objects()
 def search(
     graph: ModelGraph,
     cluster: Cluster | Mapping[str, Any] | str,
