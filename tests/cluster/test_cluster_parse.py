@@ -84,6 +84,20 @@ def test_refused(what: Any, words: str) -> None:
         Cluster.resolve(what)
 
 
+def test_a_network_with_the_users_latency() -> None:
+    usual = Cluster.parse("4x8xH100-SXM-80GB").groups[0].inter_node
+    quick = Cluster.from_dict({"nodes": 4, "device": "H100-SXM-80GB", "inter_node_latency_us": 4})
+    link = quick.groups[0].inter_node
+    assert usual is not None
+    assert link is not None
+    assert (usual.latency_s, link.latency_s) == pytest.approx((24.7e-6, 4e-6))
+    assert link.bandwidth_bytes_per_s == usual.bandwidth_bytes_per_s
+    assert link.source.endswith("latency: given by the user")
+    assert Cluster.from_dict(quick.plain()) == quick
+    with pytest.raises(BadInput, match=r"inter_node_latency_us = 4\.0: a single node without inter_node_gbps"):
+        Cluster.from_dict({"device": "H100-SXM-80GB", "inter_node_latency_us": 4})
+
+
 def test_device_with_the_users_figures() -> None:
     figures = {"memory_bytes": 95 * 2**30, "memory_bandwidth_bytes_per_s": 2.4e12, "power_limit_w": 500}
     (group,) = Cluster.from_dict({"nodes": 4, "device": {"base": "H100-SXM-80GB", **figures}}).groups
