@@ -40,10 +40,18 @@ class StagePlace(Record):
     """The name of a group of the cluster; or one for each replica, data_parallel_replicate_degree of them."""
     layers: int = Field(ge=1)
     """Blocks of the stage, the same for every replica: else their gradients would not line up."""
+    recomputed_layers: int | tuple[int, ...] | None = None
+    """So many of the blocks, the first ones, are recomputed as ``activation_checkpoint`` says; or one number for each replica.
+    None = all of them."""
 
     def groups(self, num_replicas: int) -> tuple[str, ...]:
         """The group that each replica has the stage on."""
         return (self.group,) * num_replicas if isinstance(self.group, str) else self.group
+
+    def recomputed(self, num_replicas: int) -> tuple[int, ...]:
+        """The blocks that each replica recomputes, where any are."""
+        some = self.layers if self.recomputed_layers is None else self.recomputed_layers
+        return (some,) * num_replicas if isinstance(some, int) else some
 
 
 class Parallelism(Record):
@@ -173,9 +181,16 @@ class Parallelism(Record):
             raise ValueError(f"micro_batches_per_replica = {list(given)}: every replica needs at least one")
 
     def _check_recomputed(self) -> None:
-        given = self.recomputed_layers_per_stage
+        given, placed = self.recomputed_layers_per_stage, self.stages or ()
+        for stage in placed:
+            self._check_recomputed_of(stage)
         if given is None:
             return
+        if placed:
+            raise ValueError(
+                f"recomputed_layers_per_stage = {list(given)}: on a mixed cluster stages says it (valid: null; stages.recomputed_layers, a "
+                "number or one for each replica)"
+            )
         if len(given) != self.num_stages:
             raise ValueError(
                 f"recomputed_layers_per_stage = {list(given)}: {len(given)} numbers, pipeline_parallel_degree "
@@ -184,9 +199,28 @@ class Parallelism(Record):
             )
         if min(given) < 0:
             raise ValueError(f"recomputed_layers_per_stage = {list(given)}: no stage can recompute fewer than 0 blocks")
+        self._check_says_what("recomputed_layers_per_stage", list(given))
+
+    def _check_recomputed_of(self, stage: StagePlace) -> None:
+        some, replicas = stage.recomputed_layers, self.data_parallel_replicate_degree
+        if some is None:
+            return
+        told = some if isinstance(some, int) else list(some)
+        if isinstance(some, tuple) and len(some) != replicas:
+            raise ValueError(
+                f"stages.recomputed_layers = {told}: {len(some)} numbers, data_parallel_replicate_degree is {replicas}; it needs "
+                "one for each replica, or a single number for all"
+            )
+        if not all(0 <= count <= stage.layers for count in stage.recomputed(replicas)):
+            raise ValueError(
+                f"stages.recomputed_layers = {told}: the stage has {stage.layers} layers (valid: 0 to {stage.layers})"
+            )
+        self._check_says_what("stages.recomputed_layers", told)
+
+    def _check_says_what(self, key: str, given: object) -> None:
         if self.activation_checkpoint not in ("selective", "full"):
             raise ValueError(
-                f"recomputed_layers_per_stage = {list(given)}: activation_checkpoint {self.activation_checkpoint} does not say "
+                f"{key} = {given}: activation_checkpoint {self.activation_checkpoint} does not say "
                 "what of these blocks is recomputed (valid: activation_checkpoint selective or full; or leave it out)"
             )
 
@@ -247,6 +281,14 @@ class Parallelism(Record):
         """Blocks of each stage where the layout says them: layers_per_stage, or those of stages."""
         return self.layers_per_stage if self.stages is None else tuple(stage.layers for stage in self.stages)
 
+    def recomputed_layers(self, replica: int = 0) -> tuple[int, ...] | None:
+        """Of each stage of a replica, how many blocks are recomputed; None = all, where any are."""
+        if self.stages is None:
+            return self.recomputed_layers_per_stage
+        if all(stage.recomputed_layers is None for stage in self.stages):
+            return None
+        return tuple(stage.recomputed(self.data_parallel_replicate_degree)[replica] for stage in self.stages)
+
     def micro_batches(self, job: Job) -> tuple[int, ...]:
         """Micro-batches of one step for each replica of the pipeline; the caller has checked that they divide."""
         if self.micro_batches_per_replica is not None:
@@ -280,11 +322,18 @@ class Parallelism(Record):
             places = (f"{'|'.join(dict.fromkeys(s.groups(1)))}:{s.layers}" for s in self.stages)
             words.append(f"on({_counted(places)})")
         if self.activation_checkpoint != "none":
-            some = self.recomputed_layers_per_stage
-            words.append(self.activation_checkpoint + ("" if some is None else f"({_counted(map(str, some))})"))
+            words.append(self.activation_checkpoint + self._some_recomputed())
         if self.mesh_order is not None:
             words.append(f"order({'>'.join(self.mesh_order)})")
         return " ".join(words)
+
+    def _some_recomputed(self) -> str:
+        """``(2 2x0)``: how many layers of each stage, where not all are; ``0|3`` where replicas differ."""
+        if self.recomputed_layers() is None:
+            return ""
+        replicas = self.data_parallel_replicate_degree if self.stages is not None else 1
+        stages = zip(*(self.recomputed_layers(replica) or () for replica in range(replicas)), strict=True)
+        return f"({_counted('|'.join(map(str, dict.fromkeys(some))) for some in stages)})"
 
 
 def _counted(words: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from ahp.forecast.communication import Group
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.mixed_network import MixedNetwork, Spread
 from ahp.forecast.nccl import Nccl
+from ahp.forecast.pricer import Priced
 from ahp.forecast.step import price, pricer, simulate
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -60,6 +61,9 @@ def layouts(draw: st.DrawFn) -> tuple[Parallelism, EngineChoice]:
     engine = draw(st.sampled_from([EngineChoice(), TORCHTITAN, MEGATRON]))
     shard, pipeline = draw(DEGREES), draw(DEGREES)
     virtual = draw(st.sampled_from([1, 2])) if pipeline == 2 else 1
+    kind, some = draw(st.sampled_from(["none", "full", "auto"])), None
+    if kind == "full" and engine.name == "ahp":
+        some = tuple(draw(st.lists(st.integers(0, 1), min_size=pipeline * virtual, max_size=pipeline * virtual)))
     layout = Parallelism(
         data_parallel_replicate_degree=draw(DEGREES),
         data_parallel_shard_degree=shard,
@@ -68,7 +72,8 @@ def layouts(draw: st.DrawFn) -> tuple[Parallelism, EngineChoice]:
         context_parallel_degree=draw(st.sampled_from([1, 2])) if engine.name != "ahp" else 1,
         pipeline_parallel_degree=pipeline,
         virtual_stages_per_rank=virtual,
-        activation_checkpoint=draw(st.sampled_from(["none", "full", "auto"])),
+        activation_checkpoint=kind,
+        recomputed_layers_per_stage=some,
     )
     return layout, engine
 
@@ -116,6 +121,7 @@ PIPES = {**ROWS, "pipeline_parallel_degree": 2}
 """Two replicas of two stages."""
 ACROSS = {"stages": [{"group": "old", "layers": 1}, {"group": "new", "layers": 3}]}
 """Each replica goes over both groups."""
+FULL = {"activation_checkpoint": "full"}
 BESIDE = {"stages": [{"group": ["old", "new"], "layers": 2}, {"group": ["old", "new"], "layers": 2}]}
 """Each replica lies on one."""
 
@@ -173,6 +179,25 @@ def test_each_cell_is_judged_against_its_own_memory(hand_graph):
     assert price(
         hand_graph, mixed(group("old", 4, 4), group("new", 1, 4, memory_bytes=10**6)), JOB, other
     ).forecast.fits
+
+
+def test_each_cell_recomputes_its_own_number_of_layers(hand_graph):
+    """One replica lies on small devices: only its second stage has to recompute, and the other replica does not wait longer."""
+
+    def priced(*some: Any) -> Priced:
+        stages = [{"group": ["old", "new"], "layers": 2, "recomputed_layers": count} for count in some]
+        return price(hand_graph, two_kinds(0.25), JOB, layout(**PIPES, **FULL, stages=stages))
+
+    none, every, slow = priced(0, 0), priced(2, 2), priced(0, (0, 1))
+    assert priced(None, None).forecast == every.forecast
+    assert none.forecast.step_time_s < slow.forecast.step_time_s < every.forecast.step_time_s
+    assert slow.replicas[0].stages == none.replicas[0].stages
+    assert slow.replicas[1].stages[0] == none.replicas[1].stages[0]
+    kept = [one.replicas[1].stages[1].kept_bytes for one in (none, slow, every)]
+    assert 2 * kept[1] == kept[0] + kept[2]
+    fast = priced(0, (1, 0))
+    assert fast.forecast.step_time_s == none.forecast.step_time_s
+    assert fast.parallelism.short().endswith("full(0 1|0)")
 
 
 def test_the_slowest_replica_is_the_step(hand_graph):
@@ -253,6 +278,11 @@ CELLS = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 4}
         ({**ROWS, "micro_batches_per_replica": [5, 4]}, ["[5, 4]", "= 36 sequences", "global_batch_size is 32", "sum to 8"]),
         ({**ROWS, "micro_batches_per_replica": [8]}, ["micro_batches_per_replica = [8]", "degree is 2"]),
         ({**ROWS, "micro_batches_per_replica": [8, 0]}, ["micro_batches_per_replica = [8, 0]", "at least one"]),
+        ({**ROWS, **FULL, "stages": [{"group": "new", "layers": 4, "recomputed_layers": 5}]}, ["the stage has 4 layers", "0 to 4"]),
+        ({**ROWS, **FULL, "stages": [{"group": "new", "layers": 4, "recomputed_layers": [1]}]}, ["[1]: 1 numbers", "one for each replica"]),
+        ({**ROWS, "stages": [{"group": "old", "layers": 4, "recomputed_layers": 1}]}, ["recomputed_layers = 1", "selective or full"]),
+        ({**PIPES, **FULL, **ACROSS, "recomputed_layers_per_stage": [1, 1]}, ["[1, 1]", "stages.recomputed_layers"]),
+        ({**PIPES, **FULL, "recomputed_layers_per_stage": [1, 3]}, ["[1, 3]", "the stages have [2, 2] layers"]),
         ({**PIPES, "micro_batches_per_replica": [7, 1]}, ["micro_batches_per_replica = [7, 1]", "1F1B needs", "there are 1"]),
     ],
 )  # fmt: skip

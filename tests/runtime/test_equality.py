@@ -90,7 +90,11 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "zero0+1f1b-uneven": {
         "data_parallel_replicate_degree": 2, **PIPELINE["1f1b"], "micro_batch_size": 1, "micro_batches_per_replica": (5, 3),
-        "stages": ({"group": ("fast", "slow"), "layers": 3}, {"group": ("fast", "slow"), "layers": 2}),
+        "stages": (
+            {"group": ("fast", "slow"), "layers": 3, "recomputed_layers": (0, 2)},
+            {"group": ("fast", "slow"), "layers": 2, "recomputed_layers": 1},
+        ),
+        "activation_checkpoint": "full",
     },
     **SPLIT,
     "zero0+zbv": {**ZERO["zero0"], **SPLIT["zbv"], "micro_batch_size": 1},

@@ -122,21 +122,30 @@ def test_bad_parts_are_named(pool: Pool) -> None:
     assert "multiple of micro_batch_size 2" in uneven
 
 
-def recomputed_blocks(rank: int, world: int, some: tuple[int, int]) -> list[int]:
+def recomputed_blocks(rank: int, world: int, layout: dict[str, Any]) -> list[int]:
     from ahp.runtime.parallelize import parallelize
 
-    layout = {"pipeline_parallel_degree": 2, "activation_checkpoint": "full", "recomputed_layers_per_stage": some}
-    parallel = parallelize(MODELS["llama"](), {"job": JOB, "parallelism": layout})
-    blocks = parallel.stages[rank].model.get_submodule("model.layers").named_children()
+    parallel = parallelize(MODELS["llama"](), {"job": JOB, "parallelism": {"activation_checkpoint": "full", **layout}})
+    (stage,) = parallel.stages.values()
+    blocks = stage.model.get_submodule("model.layers").named_children()
     return [int(number) for number, block in blocks if "forward" in vars(block)]
 
 
 def test_the_first_blocks_of_each_stage_are_recomputed(pool: Pool) -> None:
-    first, second = pool.run(recomputed_blocks, 2, (2, 1))
+    def found(*some: int) -> list[list[int]]:
+        layout = {"pipeline_parallel_degree": 2, "recomputed_layers_per_stage": some}
+        return pool.run(recomputed_blocks, 2, layout)
+
+    first, second = found(2, 1)
     assert first == [0, 1]
     assert len(second) == 1
     assert second[0] in (2, 3)
-    assert pool.run(recomputed_blocks, 2, (0, 2)) == [[], [second[0], second[0] + 1]]
+    assert found(0, 2) == [[], [second[0], second[0] + 1]]
+
+
+def test_each_replica_recomputes_its_own_number_of_blocks(pool: Pool) -> None:
+    stage = {"group": ("new", "old"), "layers": 5, "recomputed_layers": (0, 3)}
+    assert pool.run(recomputed_blocks, 2, {"data_parallel_replicate_degree": 2, "stages": (stage,)}) == [[], [0, 1, 2]]
 
 
 def shapes_between_blocks(rank: int, world: int) -> list[tuple[int, ...]]:

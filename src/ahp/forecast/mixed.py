@@ -52,6 +52,9 @@ from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
 from ahp.schedule.simulate import StageTimes
 
+OF_CELLS = ("stages", "layers_per_stage", "micro_batches_per_replica", "recomputed_layers_per_stage")
+"""What of a layout says which cell computes what: stages with the same degrees cost the same whatever it says."""
+
 
 @dataclass(frozen=True)
 class _Layout:
@@ -62,8 +65,8 @@ class _Layout:
     placement: Placement
     stage_rank: tuple[int, ...]
     """The pipeline rank that holds each stage."""
-    cost: Callable[[int, str, int], StageCost]
-    """What a stage costs on a group's devices, for a replica of so many micro-batches."""
+    cost: Callable[[int, str, int, int | None], StageCost]
+    """What a stage costs on a group's devices, for a replica of so many micro-batches that recomputes so many of its layers."""
 
 
 class MixedPricer:
@@ -96,7 +99,8 @@ class MixedPricer:
     def stage_times(self, parallelism: Parallelism, replica: int = 0) -> list[StageTimes]:
         """What each stage of one replica of a legal layout takes, without the schedule and without memory."""
         layout = self._layout(parallelism, self._traits(parallelism))
-        return self._times(layout, layout.placement.cells[replica], parallelism.micro_batches(self.job)[replica])
+        stages = self._stages(layout, replica)
+        return self._times(layout, layout.placement.cells[replica], stages)
 
     def stage_cost(
         self,
@@ -109,25 +113,24 @@ class MixedPricer:
         micro_batches: int | None = None,
         replicate: Group = ALONE,
         experts: Group = ALONE,
+        recomputed_layers: int | None = None,
     ) -> StageCost:
         """One stage on a group's devices; which, of ``parallelism``, lies where does not matter.
 
-        ``micro_batches``: of its replica, None = the most of any. ``replicate``, ``experts``: the ranks that sum its
+        ``recomputed_layers``: None = all, where any are. ``micro_batches``: of its replica, None = the most of any. ``replicate``, ``experts``: the ranks that sum its
         gradients, and those of its experts (``network.replicas``); alone, no time passes for that.
         """
-        degrees = parallelism.model_copy(
-            update={"stages": None, "layers_per_stage": None, "micro_batches_per_replica": None}
-        )
+        degrees = parallelism.model_copy(update=dict.fromkeys(OF_CELLS))
         count = micro_batches or parallelism.num_micro_batches(self.job)
         kinds = tuple(self.graph.layers[i] for i in layers)
-        key = (degrees, group, kinds, first, last, count, replicate, experts)
+        key = (degrees, group, kinds, first, last, count, replicate, experts, recomputed_layers)
         if key not in self._stage_costs:
             own, traits = self.groups[group], self._traits(parallelism)
             units, data = own.units(parallelism), own.data_parallel(parallelism, traits)
             data = replace(data, replicate=replicate, experts=(data.experts[0], experts), micro_batches=count)
             self._stage_costs[key] = own.stage_cost(
                 units, layers, data, recompute_of(parallelism, traits, units),
-                first=first, last=last, network=self.network.times(own.network),
+                first=first, last=last, network=self.network.times(own.network), recomputed_layers=recomputed_layers,
             )  # fmt: skip
         return self._stage_costs[key]
 
@@ -159,11 +162,11 @@ class MixedPricer:
         columns = list(zip(*placement.cells, strict=True))
         sums = [(self.network.replicas(c, *dense), self.network.replicas(c, *experts)) for c in columns]
 
-        def cost(stage: int, group: str, micro_batches: int) -> StageCost:
+        def cost(stage: int, group: str, micro_batches: int, recomputed_layers: int | None) -> StageCost:
             replicate, of_experts = sums[stage_rank[stage]]
             return self.stage_cost(
                 parallelism, group, ranges[stage], first=stage == 0, last=stage == len(ranges) - 1,
-                micro_batches=micro_batches, replicate=replicate, experts=of_experts,
+                micro_batches=micro_batches, replicate=replicate, experts=of_experts, recomputed_layers=recomputed_layers,
             )  # fmt: skip
 
         return _Layout(parallelism, traits, placement, stage_rank, cache(cost))
@@ -172,24 +175,26 @@ class MixedPricer:
         """The pipeline of each replica; those that lie alike and compute as much are simulated once."""
         made: dict[tuple[object, ...], Replica] = {}
         replicas = []
-        for cells, count in zip(layout.placement.cells, layout.parallelism.micro_batches(self.job), strict=True):
+        p = layout.parallelism
+        for replica, (cells, count) in enumerate(zip(layout.placement.cells, p.micro_batches(self.job), strict=True)):
             on_node = (one.shares_node(other) for one, other in pairwise(cells[rank] for rank in layout.stage_rank))
-            key = (count, *(cell.group for cell in cells), *on_node)
+            key = (count, p.recomputed_layers(replica), *(cell.group for cell in cells), *on_node)
             if key not in made:
-                stages, times = self._stages(layout, cells, count), self._times(layout, cells, count)
-                made[key] = Replica(cells, stages, pipeline_span(layout.parallelism, count, times))
+                stages = self._stages(layout, replica)
+                made[key] = Replica(cells, stages, pipeline_span(p, count, self._times(layout, cells, stages)))
             replicas.append(replace(made[key], cells=cells))
         return replicas
 
-    def _stages(self, layout: _Layout, cells: Sequence[Cell], micro_batches: int) -> tuple[StageCost, ...]:
+    def _stages(self, layout: _Layout, replica: int) -> tuple[StageCost, ...]:
+        cells, count = layout.placement.cells[replica], layout.parallelism.micro_batches(self.job)[replica]
+        some = layout.parallelism.recomputed_layers(replica) or (None,) * len(layout.stage_rank)
         return tuple(
-            layout.cost(stage, cells[rank].group, micro_batches) for stage, rank in enumerate(layout.stage_rank)
+            layout.cost(stage, cells[rank].group, count, some[stage]) for stage, rank in enumerate(layout.stage_rank)
         )
 
-    def _times(self, layout: _Layout, cells: Sequence[Cell], micro_batches: int) -> list[StageTimes]:
+    def _times(self, layout: _Layout, cells: Sequence[Cell], stages: Sequence[StageCost]) -> list[StageTimes]:
         holders = [cells[rank] for rank in layout.stage_rank]
-        send = [self._send_s(layout, one, other) for one, other in pairwise(holders)]
-        return stage_times(self._stages(layout, cells, micro_batches), send)
+        return stage_times(stages, [self._send_s(layout, one, other) for one, other in pairwise(holders)])
 
     def _send_s(self, layout: _Layout, one: Cell, other: Cell) -> float:
         """Seconds to hand one micro-batch's hidden states from one cell to another."""
@@ -293,6 +298,9 @@ class MixedPricer:
 
 
 def _distinct(replicas: list[Replica]) -> list[Replica]:
-    """One replica of each kind: on the same groups, with as many micro-batches."""
-    kinds = {(replica.span.m, *(cell.group for cell in replica.cells)): replica for replica in reversed(replicas)}
+    """One replica of each kind: on the same groups, with as many micro-batches and the same stages, each of which is made once."""
+    kinds = {
+        (replica.span.m, *(cell.group for cell in replica.cells), *map(id, replica.stages)): replica
+        for replica in reversed(replicas)
+    }
     return list(reversed(kinds.values()))

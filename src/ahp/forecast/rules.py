@@ -56,11 +56,6 @@ def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None
                 f"mesh_order = {list(parallelism.mesh_order)}: on a mixed cluster the devices of a stage of a replica lie together, "
                 "the stages outermost (valid: null)"
             )
-        if parallelism.recomputed_layers_per_stage is not None:
-            return (
-                f"recomputed_layers_per_stage = {list(parallelism.recomputed_layers_per_stage)}: on a mixed cluster every block "
-                "is recomputed alike (valid: null)"
-            )
         return illegal_placement(cluster, job, parallelism)
     if parallelism.stages is not None:
         named = [stage.group for stage in parallelism.stages]

@@ -125,7 +125,7 @@ class Preparation:
             for block in layers.values():
                 self.tokens.attend(block)
         if p.activation_checkpoint in ("selective", "full"):
-            some = p.recomputed_layers_per_stage
+            some = p.recomputed_layers(self.mesh.rank("dp_replicate"))
             for block in list(layers.values())[: None if some is None else some[index]]:
                 recompute(block, p.activation_checkpoint, stage.around)
         if self.tokens is not None:
