@@ -21,6 +21,9 @@ from ahp.plan import EngineChoice, Parallelism
         ("deepspeed", {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
         ("accelerate", {"pipeline_parallel_degree": 2}, {}, {}, "pipeline_parallel_degree = 2"),
         ("accelerate", {"data_parallel_shard_degree": 2, "zero_stage": 1}, {}, {}, "zero_stage = 1"),
+        ("accelerate", {"context_parallel_degree": 2, "zero_stage": 1}, {}, {}, "zero_stage = 1"),
+        ("megatron", {"context_parallel_degree": 2, "zero_stage": 3, "pipeline_parallel_degree": 2}, {}, {}, "zero_stage = 3"),
+        ("deepspeed", {"data_parallel_replicate_degree": 2, "context_parallel_degree": 2, "zero_stage": 3}, {}, {}, "data_parallel_replicate_degree = 2"),
         ("accelerate", {"expert_parallel_degree": 2}, {}, {}, "expert_parallel_degree = 2"),
         ("torchtitan", {}, {"optimizer": "muon"}, {}, "job.optimizer.name = 'muon'"),
     ],
@@ -29,6 +32,17 @@ def test_refused_by_the_users_own_key(name, layout, job, choice, key):
     reason = get(name).refuses(Job(**job), Parallelism(**layout), EngineChoice(name=name, **choice))
     assert reason is not None
     assert reason.startswith(f"{key}: {name} cannot run this (valid: ")
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_context_ranks_alone_share_states_as_data_ranks_do(engine, stage):
+    over = [
+        Parallelism(**{key: 2}, zero_stage=stage) for key in ("data_parallel_shard_degree", "context_parallel_degree")
+    ]
+    shared, alone = (engine.traits(Job(), layout, EngineChoice(name=engine.name)) for layout in over)
+    assert alone == shared
+    assert alone.forward_gathers != "never"
 
 
 @pytest.mark.parametrize(

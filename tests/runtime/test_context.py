@@ -40,6 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         **RING, "data_parallel_shard_degree": 2, "zero_stage": 1, "data_parallel_replicate_degree": 2, "micro_batch_size": 2,
         "mesh_order": ("dp_shard", "dp_replicate", "cp"),
     },
+    "ring+replicate-x-zero1-over-context-alone-in-another-order": {
+        **RING, "data_parallel_replicate_degree": 2, "zero_stage": 1, "micro_batch_size": 2,
+        "mesh_order": ("cp", "dp_replicate"),
+    },
     "ring+1f1b": {**RING, **ONE_F_ONE_B},
     "all-to-all+1f1b": {**HEADS, **ONE_F_ONE_B},
     "ring+zbv-recompute": {

@@ -128,7 +128,7 @@ def everything(asked: Problem) -> list[Parallelism]:
             continue
         for (name, v), zero, sequence, e, mb, kind in product(
             pipes(asked, p),
-            [1, 2, 3] if s > 1 else [0],
+            [1, 2, 3] if s > 1 else [0, 1, 2, 3] if c > 1 else [0],
             [False, True] if t > 1 else [False],
             divisors(experts) if isinstance(experts, int) else [1],
             divisors(batch),

@@ -123,8 +123,24 @@ def test_a_zero_stage_without_shards_only_where_the_user_says_so() -> None:
         space = build(small("llama", "2xH100-SXM-80GB", constraints=given))
         return {split for block in range(len(space.blocks)) for split in space.rows(block).splits}
 
-    assert splits(zero_stage=3) == {Split(1, 2, 3)}
-    assert splits(zero_stage=3, data_parallel_shard_degree=1) == {Split(1, 1, 3), Split(2, 1, 3)}
+    alone = {"context_parallel_degree": 1}
+    assert splits(zero_stage=3, **alone) == {Split(1, 2, 3)}
+    assert splits(zero_stage=3, data_parallel_shard_degree=1, **alone) == {Split(1, 1, 3), Split(2, 1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("engine", "stages"), [("ahp", {0, 1, 2, 3}), ("accelerate", {0, 2, 3}), ("deepspeed", {0, 1, 2, 3})]
+)
+def test_context_ranks_alone_may_share_states(engine: str, stages: set[int]) -> None:
+    given = {"context_parallel_degree": 2, "data_parallel_shard_degree": 1}
+    found = list(build(small("llama", "2x2xH100-SXM-80GB", engine=engine, constraints=given)))
+    assert {layout.zero_stage for layout in found} == stages
+    of_replicas = {layout.zero_stage for layout in found if layout.data_parallel_replicate_degree == 2}
+    assert of_replicas == (stages if engine != "deepspeed" else {0})  # whose ZeRO has no replicas
+    only = {
+        layout.zero_stage for layout in build(small(cluster="2xH100-SXM-80GB", constraints=given | {"zero_stage": 2}))
+    }
+    assert only == {2}
 
 
 @pytest.mark.parametrize(

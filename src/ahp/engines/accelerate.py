@@ -36,7 +36,7 @@ class AccelerateEngine(Engine):
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
-        sharded = parallelism.data_parallel_shard_degree > 1
+        sharded = parallelism.weight_shards > 1
         zero = parallelism.zero_stage if sharded else 0
         half = job.precision != "fp32"
         return Traits(

@@ -34,7 +34,7 @@ class DeepSpeedEngine(Engine):
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
-        zero = parallelism.zero_stage if parallelism.data_parallel_shard_degree > 1 else 0
+        zero = parallelism.zero_stage if parallelism.weight_shards > 1 else 0
         half = job.precision != "fp32"
         return Traits(
             gradient_bytes=2 if half else 4,

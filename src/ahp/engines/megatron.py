@@ -47,7 +47,7 @@ class MegatronEngine(Engine):
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
-        zero = parallelism.zero_stage if parallelism.data_parallel_shard_degree > 1 else 0
+        zero = parallelism.zero_stage if parallelism.weight_shards > 1 else 0
         half = job.precision != "fp32"
         fp8 = job.precision == "fp8"
         gradient = 2 if fp8 or job.precision == "fp16" else 4

@@ -23,7 +23,7 @@ class Support:
     zero_stages_in_pipeline: tuple[int, ...] | None = None
     """None = the same as without a pipeline."""
     hybrid: bool = True
-    """Whether a replicate and a shard degree above 1 go together."""
+    """Whether states are shared by some of the ranks that hold the same weights; else by none or all of them."""
     tensor: bool = True
     sequence: bool = True
     context: bool = True
@@ -59,9 +59,9 @@ class Support:
         stages = self.zero_stages
         if p.pipeline_parallel_degree > 1 and self.zero_stages_in_pipeline is not None:
             stages = self.zero_stages_in_pipeline
-        if p.data_parallel_shard_degree > 1 and p.zero_stage not in stages:
+        if p.weight_shards > 1 and p.zero_stage not in stages:
             return _cannot(engine, "zero_stage", p.zero_stage, stages)
-        if not self.hybrid and p.data_parallel_replicate_degree > 1 and p.data_parallel_shard_degree > 1:
+        if not self.hybrid and p.data_parallel_replicate_degree > 1 and p.weight_shards > 1:
             return _cannot(engine, "data_parallel_replicate_degree", p.data_parallel_replicate_degree, [1])
         if p.activation_checkpoint not in (*self.activation_checkpoints, "auto"):
             return _cannot(engine, "activation_checkpoint", p.activation_checkpoint, self.activation_checkpoints)

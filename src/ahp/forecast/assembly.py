@@ -86,7 +86,7 @@ def slowest_share(num_ranks: int) -> float:
 def num_groups(parallelism: Parallelism) -> int:
     """Process groups whose communicators a rank holds."""
     degrees = (
-        parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree,
+        parallelism.weight_replicas, parallelism.weight_shards,
         parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree, parallelism.world_size,
     )  # fmt: skip
     return sum(degree > 1 for degree in degrees)

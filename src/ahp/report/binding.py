@@ -254,7 +254,7 @@ def _shard_more(layout: Parallelism) -> Iterator[Change]:
     if replicas > 1:
         whole = {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": replicas * shards}
         yield {**whole, "zero_stage": max(1, layout.zero_stage)}
-    elif shards > 1 and layout.zero_stage < 3:
+    elif shards * layout.context_parallel_degree > 1 and layout.zero_stage < 3:
         yield {"zero_stage": layout.zero_stage + 1}
 
 

@@ -49,6 +49,15 @@ class Pipe(NamedTuple):
     virtual: int
 
 
+class Shared(NamedTuple):
+    """What of a block decides with a split whether an engine can share states so."""
+
+    expert: int
+    pipeline: int
+    context: bool
+    """Whether there are several context ranks, which share states too."""
+
+
 class Mesh(NamedTuple):
     """What a block's layouts have in common but for the micro-batch."""
 
@@ -61,6 +70,10 @@ class Mesh(NamedTuple):
     within: Within
     splits: tuple[Split, ...]
     """Ways to share states that lie so, legal or not."""
+
+    @property
+    def shared(self) -> Shared:
+        return Shared(self.expert, self.pipeline, self.context > 1)
 
 
 def divisors(number: int) -> list[int]:
@@ -110,7 +123,7 @@ class Choices:
             Mesh(t, c, p, e, sequence, data, within, splits)
             for t, c, p in product(*degrees)
             if c > 1 or not shared
-            if self.world % (t * c * p) == 0 and self.splits(data := self.world // (t * c * p))
+            if self.world % (t * c * p) == 0 and self.splits(data := self.world // (t * c * p), c > 1)
             for e, sequence in product(experts, self._sequence_parallel(t))
             for within, splits in self.lying(t, c, p, e, data)
         ]
@@ -124,14 +137,14 @@ class Choices:
     def _sequence_parallel(self, tensor: int) -> tuple[int, ...]:
         return tuple(map(int, self._values("enable_sequence_parallel", (False, True) if tensor > 1 else (False,))))
 
-    def _splits(self, data: int) -> tuple[Split, ...]:
-        """Ways to make ``data`` replicas share states."""
+    def _splits(self, data: int, context: bool) -> tuple[Split, ...]:
+        """Ways to make ``data`` replicas share states; ``context``: each has several context ranks, which share them too."""
         replicate, shard, _, _, _ = (self._values(key, ()) for key in DEGREES)
         return tuple(
             Split(data // s, s, zero)
             for s in shard or divisors(data)
             if data % s == 0 and (not replicate or data // s in replicate)
-            for zero in self._zero_stages(s)
+            for zero in self._zero_stages(s, context)
         )
 
     def _lying(
@@ -140,17 +153,19 @@ class Choices:
         """The same by where the devices of a replica lie, the usual place first."""
         found: dict[Within, list[Split]] = {}
         expert = expert if data * context % expert == 0 else 1  # no legal layout else
-        for split in self.splits(data):
+        for split in self.splits(data, context > 1):
             degrees = Degrees((pipeline, split.replicate, split.shard, context, tensor), expert)
             for order, within in self.orders.different(degrees, self.given.get("mesh_order")):
                 found.setdefault(within, []).append(split._replace(order=order))
         return tuple((within, tuple(splits)) for within, splits in found.items())
 
-    def _zero_stages(self, shard: int) -> list[int]:
+    def _zero_stages(self, shard: int, context: bool) -> list[int]:
         stage = self.given.get("zero_stage")
         if shard > 1:
             return [1, 2, 3] if stage is None else [stage] if stage > 0 else []
-        # A shard degree of 1 shards nothing whatever the stage says: kept only where the user's own degrees leave no other.
+        if context:  # whose ranks alone may share states
+            return [0, 1, 2, 3] if stage is None else [stage]
+        # One rank shards nothing whatever the stage says: kept only where the user's own degrees leave no other.
         if not stage:
             return [0]
         return [stage] if self.given.get("data_parallel_shard_degree") == 1 else []
@@ -172,13 +187,13 @@ class Choices:
         kept = [pipe for pipe in found if name in (None, pipe.schedule) and virtual in (None, pipe.virtual)]
         return tuple(kept) or (Pipe(name or "1F1B", virtual or 1),)
 
-    def _legal_splits(self, splits: tuple[Split, ...], expert: int, pipeline: int) -> tuple[Split, ...]:
-        return tuple(split for split in splits if not self.refused_split(split, expert, pipeline))
+    def _legal_splits(self, splits: tuple[Split, ...], mesh: Shared) -> tuple[Split, ...]:
+        return tuple(split for split in splits if not self.refused_split(split, mesh))
 
     def _legal_states(self, tensor: int, context: int, pipeline: int, expert: int, data: int) -> tuple[Split, ...]:
         found: dict[Split, Split] = {}
         for _, splits in self.lying(tensor, context, pipeline, expert, data):
-            for split in self.legal_splits(splits, expert, pipeline):
+            for split in self.legal_splits(splits, Shared(expert, pipeline, context > 1)):
                 found.setdefault(split._replace(order=None), split)
         return tuple(found.values())
 
@@ -197,17 +212,20 @@ class Choices:
             context = 1
         return self.asked.refused_experts(expert, tensor_parallel_degree=tensor, context_parallel_degree=context)
 
-    def refused_split(self, split: Split, expert: int, pipeline: int) -> str | None:
+    def refused_split(self, split: Split, mesh: Shared) -> str | None:
         """Why the engine cannot share states or number ranks so."""
-        refused = self.bad_split(split[:3], expert, pipeline)
+        refused = self.bad_split(split[:3], mesh)
         return refused or (None if split.order is None else self.orders.refused(split.order))
 
     def _refused(self, **keys: Any) -> str | None:
         """Why the engine cannot run a layout with these keys, whatever the others are."""
         return self.asked.refused(Parallelism(**keys))
 
-    def _bad_split(self, split: tuple[int, int, int], expert: int, pipeline: int) -> str | None:
+    def _bad_split(self, split: tuple[int, int, int], mesh: Shared) -> str | None:
         keys = {"data_parallel_replicate_degree": split[0], "data_parallel_shard_degree": split[1]}
+        expert, pipeline = mesh.expert, mesh.pipeline
+        if mesh.context and not self.refused(context_parallel_degree=2):
+            keys["context_parallel_degree"] = 2
         if self.refused(pipeline_parallel_degree=pipeline):
             pipeline = 1
         if self.refused_experts(expert, 1, 1):

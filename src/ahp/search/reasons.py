@@ -94,12 +94,14 @@ def choice_words(layout: Parallelism, name: str) -> str:
         virtual = layout.virtual_stages_per_rank
         return layout.pipeline_parallel_schedule + (f" with {virtual} stages per rank" if virtual > 1 else "")
     if name == "data":
-        if layout.data_parallel_degree == 1:
+        if layout.data_parallel_degree == layout.weight_shards == 1:
             return "no data parallelism"
         replicas = f"{layout.data_parallel_replicate_degree} replicas"
         if layout.zero_stage == 0:
             return replicas
-        sharded = f"ZeRO-{layout.zero_stage} over {layout.data_parallel_shard_degree}"
+        shard, context = layout.data_parallel_shard_degree, layout.context_parallel_degree
+        over = f"{context} context ranks" if shard == 1 < context else str(shard)
+        sharded = f"ZeRO-{layout.zero_stage} over {over}"
         return sharded if layout.data_parallel_replicate_degree == 1 else f"{sharded}, {replicas}"
     if name == "order":
         return f"mesh order {' > '.join(layout.axes)}"

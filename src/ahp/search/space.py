@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ahp.forecast import rules
 from ahp.plan import Parallelism
-from ahp.search.choices import Choices, Mesh, Pipe, Split
+from ahp.search.choices import Choices, Mesh, Pipe, Shared, Split
 from ahp.search.problem import Problem
 
 Ints = NDArray[np.int64]
@@ -107,7 +107,7 @@ class Space:
     def _legal_splits(self, number: int) -> tuple[Split, ...]:
         """Of one mesh."""
         mesh = self._meshes[number]
-        return self._choices.legal_splits(mesh.splits, mesh.expert, mesh.pipeline)
+        return self._choices.legal_splits(mesh.splits, mesh.shared)
 
     def mesh(self, block: int) -> Mesh:
         """What one block has in common."""
@@ -294,16 +294,16 @@ class _Counted:
     def _good_splits(self) -> Ints:
         """[M] Splits that the engine can express."""
         each = self.num_recompute * self.micro_batches.shape[1]
-        rows: dict[tuple[tuple[Split, ...], int, int], int] = {}
+        rows: dict[tuple[tuple[Split, ...], Shared], int] = {}
         for mesh, pipes in zip(self.meshes, self.num_pipes.tolist(), strict=True):
-            key = mesh.splits, mesh.expert, mesh.pipeline
+            key = mesh.splits, mesh.shared
             rows[key] = rows.get(key, 0) + pipes * each
         good = {key: len(self.choices.legal_splits(*key)) for key in rows}
         for key, count in rows.items():
             if good[key] < len(key[0]):
-                for text in filter(None, (self.choices.refused_split(split, *key[1:]) for split in key[0])):
+                for text in filter(None, (self.choices.refused_split(split, key[1]) for split in key[0])):
                     self._count(f"engine: {text.split(' = ')[0]}", text, count)
-        return np.array([good[mesh.splits, mesh.expert, mesh.pipeline] for mesh in self.meshes])
+        return np.array([good[mesh.splits, mesh.shared] for mesh in self.meshes])
 
     def _good_pipes(self) -> Ints:
         """[M, K] Ways to run the pipeline that the engine can express, the layers allow and the micro-batches suit."""
