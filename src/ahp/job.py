@@ -57,6 +57,8 @@ class Job(Record):
     """Key of a row that holds its text or its messages; None = by the keys that the row has."""
     packing: Packing = "packed"
     """Documents one after the other, cut into sequences; or one document in each sequence, filled up."""
+    document_mask: bool = False
+    """Whether attention is masked between the documents of one sequence, and positions start again at each."""
     validation: Annotated[float, Field(gt=0, lt=1)] | str | None = None
     """Text that is held out: other data, as ``data``; or a share of the documents of ``data``, the last ones."""
     sequence_length: int = Field(default=256, ge=2)
@@ -71,6 +73,15 @@ class Job(Record):
     @classmethod
     def _optimizer_by_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _documents_share_sequences(self) -> Job:
+        if self.document_mask and self.packing == "padded":
+            raise ValueError(
+                "job.document_mask = True: has no effect under packing padded, where a sequence holds one document "
+                "(valid: False, or packing packed)"
+            )
+        return self
 
     @property
     def tokens_per_step(self) -> int:

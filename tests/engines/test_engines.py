@@ -25,6 +25,7 @@ from ahp.plan import EngineChoice, Parallelism
         ("megatron", {"context_parallel_degree": 2, "zero_stage": 3, "pipeline_parallel_degree": 2}, {}, {}, "zero_stage = 3"),
         ("deepspeed", {"data_parallel_replicate_degree": 2, "context_parallel_degree": 2, "zero_stage": 3}, {}, {}, "data_parallel_replicate_degree = 2"),
         ("accelerate", {"expert_parallel_degree": 2}, {}, {}, "expert_parallel_degree = 2"),
+        ("megatron", {}, {"document_mask": True}, {}, "job.document_mask = True"),
         ("torchtitan", {}, {"optimizer": "muon"}, {}, "job.optimizer.name = 'muon'"),
     ],
 )  # fmt: skip

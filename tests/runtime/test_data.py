@@ -415,6 +415,20 @@ def test_parts_of_a_batch_make_up_the_batch(lengths: list[int], packing: Any, de
         assert torch.cat([part[key] for part in parts]).equal(whole[key])
 
 
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), min_size=4, max_size=12))
+def test_positions_start_again_at_each_document(lengths: list[int]) -> None:
+    settings = {"sequence_length": 8, "global_batch_size": 4, "seed": 1}
+    batch = Batches(made_of([*lengths, 40]), **settings, document_mask=True)(2)
+    starts = {0, *np.cumsum(lengths).tolist()}
+    for ids, places in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
+        expected = []
+        for i, token in enumerate(ids):  # every token is its own place in the corpus
+            expected.append(0 if i == 0 or token in starts else expected[-1] + 1)
+        assert places == expected
+    assert "position_ids" not in Batches(made_of([*lengths, 40]), **settings)(2)
+
+
 def test_padded_sequences_hold_one_document_each_and_lose_nothing() -> None:
     lengths = [5, 3, 9, 1, 4]
     batches = Batches(made_of(lengths), sequence_length=4, global_batch_size=8, seed=1, packing="padded")

@@ -69,6 +69,8 @@ class Support:
             return reason
         if job.precision not in self.precisions:
             return _cannot(engine, "precision", job.precision, self.precisions)
+        if job.document_mask:
+            return _cannot(engine, "job.document_mask", True, ["False; or engine.name ahp"])
         if job.optimizer.name != "adamw":
             return _cannot(engine, "job.optimizer.name", job.optimizer.name, ["adamw"])
         if choice.compile and not self.compile:

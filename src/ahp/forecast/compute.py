@@ -67,11 +67,14 @@ class SegmentTimes:
 
 
 def is_causal(graph: ModelGraph) -> bool:
-    """Whether attention looks back only: a model whose loss shifts the labels predicts the next token.
+    """Whether attention's kernel leaves out what lies ahead: a model whose loss shifts the labels predicts the next token.
 
-    torch counts the FLOPs of fused attention over the whole square of scores; a causal kernel does half of them.
+    torch counts the FLOPs of fused attention over the whole square of scores; a causal kernel does half of them, one that reads a
+    mask all.
     """
-    return any(op.name == "aten.constant_pad_nd" and op.module == "loss" for op in graph.head.operators)
+    return not graph.document_mask and any(
+        op.name == "aten.constant_pad_nd" and op.module == "loss" for op in graph.head.operators
+    )
 
 
 class Launched:

@@ -98,24 +98,24 @@ def _pricer(graph: _Same, cluster: _Same, job: str, engine: str) -> Pricer | Mix
 
 def _graph(model: Any, job: Job, choice: EngineChoice) -> ModelGraph:
     if isinstance(model, ModelGraph):
-        if model.sequence_length != job.sequence_length:
-            raise bad_input(
-                "sequence_length", job.sequence_length, "the graph was traced for another", [model.sequence_length]
-            )
+        for key in ("sequence_length", "document_mask"):
+            if getattr(model, key) != getattr(job, key):
+                raise bad_input(key, getattr(job, key), "the graph was traced for another", [getattr(model, key)])
         return model
     key = _canonical(model)
     if key is None:  # a live module has no name that would tell it from another
         from ahp.graph.trace import analyze
 
         return analyze(model, job, attention=choice.attention)
-    return _traced(key, job.sequence_length, job.precision, choice.attention)
+    return _traced(key, job.sequence_length, job.precision, job.document_mask, choice.attention)
 
 
 @lru_cache(maxsize=64)
-def _traced(key: str, sequence_length: int, precision: str, attention: str) -> ModelGraph:
+def _traced(key: str, sequence_length: int, precision: str, document_mask: bool, attention: str) -> ModelGraph:
     from ahp.graph.trace import analyze
 
-    contract = validated(Job, {"sequence_length": sequence_length, "precision": precision}, "job")
+    traced = {"sequence_length": sequence_length, "precision": precision, "document_mask": document_mask}
+    contract = validated(Job, traced, "job")
     return analyze(json.loads(key), contract, attention=attention)
 
 

@@ -10,19 +10,23 @@ from torch import nn
 from ahp.errors import BadInput
 
 
-def model_arguments(module: nn.Module, input_ids: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of ``module`` for token ids [B, S]: nothing else, no cache of keys, and no balance loss of
-    a mixture of experts (the runtime makes it from what the routers say)."""
+def model_arguments(
+    module: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of ``module`` for token ids [B, S], and their places in their documents where several share
+    a sequence: nothing else, no cache of keys, and no balance loss of a mixture of experts (the runtime makes it from what the
+    routers say)."""
+    positions = {} if position_ids is None else {"position_ids": position_ids}
     config = getattr(module, "config", None)
     if not hasattr(config, "use_cache") or not hasattr(module, "prepare_inputs_for_generation"):
-        return (input_ids,), {}
+        return (input_ids,), positions
     no_balance = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
-    return (), {"input_ids": input_ids, "use_cache": False, **no_balance}
+    return (), {"input_ids": input_ids, "use_cache": False, **positions, **no_balance}
 
 
-def call_model(module: nn.Module, input_ids: torch.Tensor) -> Any:
-    """What ``module`` returns for token ids [B, S]."""
-    args, kwargs = model_arguments(module, input_ids)
+def call_model(module: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> Any:
+    """What ``module`` returns for token ids [B, S], and their places in their documents where several share a sequence."""
+    args, kwargs = model_arguments(module, input_ids, position_ids)
     return module(*args, **kwargs)
 
 

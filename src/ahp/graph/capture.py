@@ -46,6 +46,8 @@ class Capture:
     output_spec: pytree.TreeSpec
     trainable: tuple[bool, ...]
     """For each activation in turn whether a gradient flows back to it."""
+    places: tuple[int, ...]
+    """For each activation in turn which leaf of the call's arguments it is, those counted that are no tensors."""
 
     @property
     def nodes(self) -> list[Node]:
@@ -113,7 +115,7 @@ def capture(
         graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(weights, activations)
     simplify(graph.graph)
     graph.recompile()
-    return Capture(graph, tuple(wanted), output_spec[0], tuple(leaves[i].requires_grad for i in where))
+    return Capture(graph, tuple(wanted), output_spec[0], tuple(leaves[i].requires_grad for i in where), tuple(where))
 
 
 def _fake(like: TensorLike) -> torch.Tensor:

@@ -10,12 +10,12 @@ import torch
 
 
 @contextmanager
-def as_on_data() -> Iterator[None]:
+def as_on_data(*, document_mask: bool = False) -> Iterator[None]:
     """Two decisions that transformers takes by looking at data or at kernels, taken as in real training; and no log of
     every operator that fails on fake tensors, because the error itself is enough.
 
-    Whether a row packs several sequences it finds out from the positions; on tensors without data it cannot, and would
-    build a mask that training on plain batches does not have. And the shape rule of torch's grouped product knows
+    Whether a row packs several documents it finds out from the positions; on tensors without data it cannot, and builds a
+    mask: right for a job with a ``document_mask``, but training on plain batches does not have it. And the shape rule of torch's grouped product knows
     bf16 only, though the kernel takes fp32; transformers' own operator stands in for it (it saves the same tensors but
     for the offsets of the groups, 4 bytes an expert).
     """
@@ -30,7 +30,8 @@ def as_on_data() -> Iterator[None]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    if not document_mask:
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
     moe._can_use_grouped_mm = can_use_grouped_mm
     try:
         yield

@@ -46,6 +46,8 @@ class Subject:
     """A masked language model: labels are not shifted."""
     dtype: torch.dtype
     fused_attention: bool
+    document_mask: bool = False
+    """Whether documents share a sequence and do not see each other."""
 
 
 def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
@@ -56,10 +58,10 @@ def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
         stack.enter_context(_in_training(subject.module))
         stack.enter_context(_others_pass_on(subject))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(as_on_data())
+        stack.enter_context(as_on_data(document_mask=subject.document_mask))
         parameters, buffers = _without_data(subject)
-        input_ids, labels = (torch.empty(batch, sequence, dtype=torch.int64) for _ in range(2))
-        args, kwargs = model_arguments(subject.module, input_ids)
+        input_ids, labels, positions = (torch.empty(batch, sequence, dtype=torch.int64) for _ in range(3))
+        args, kwargs = model_arguments(subject.module, input_ids, positions if subject.document_mask else None)
         stack.enter_context(_follow(subject, where, run))
         recorder = stack.enter_context(Recorder(where, parameters, buffers))
         stack.enter_context(_AttentionWithoutMask(subject.fused_attention))

@@ -119,6 +119,8 @@ class ModelGraph:
     """Groups of parameter names that are one tensor; it is counted in the segment that comes first."""
     config: dict[str, Any] = field(default_factory=dict)
     """Facts that rules need: vocab_size, num_attention_heads, num_key_value_heads, hidden_size, num_experts; absent if unknown."""
+    document_mask: bool = False
+    """Whether attention is masked between the documents of a sequence: then its kernel computes the whole square of scores."""
     larger: ModelGraph | None = field(default=None, repr=False, compare=False)
     """The same model traced with one more sequence: two points fix what grows with the micro-batch. It has a ``larger``
     of its own when this graph runs other operators than they do, or was made from them by ``at``. None: no law holds, ``at``

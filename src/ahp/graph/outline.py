@@ -57,21 +57,30 @@ class Outline:
         return len(self.kinds)
 
 
-def outline(module: nn.Module, *, batch_size: int, sequence_length: int, dtype: torch.dtype | None = None) -> Outline:
+def outline(
+    module: nn.Module,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    dtype: torch.dtype | None = None,
+    document_mask: bool = False,
+) -> Outline:
     """Run ``module(input_ids int64[batch, sequence])`` on fake tensors and note what happens.
 
     The module is neither changed nor copied into memory; it may lie on the meta device. ``dtype`` is that of the
-    computation, None = as the parameters are. Raises BadInput when the module has no blocks or cannot run.
+    computation, None = as the parameters are. ``document_mask``: it is given positions too, as where documents share a sequence
+    and do not see each other. Raises BadInput when the module has no blocks or cannot run.
     """
     mode = FakeTensorMode()
     with mode:
         fake = fake_copy(module, dtype)
     found = find_blocks(fake)
     record = _Record(fake, found.path, found.kinds())
-    with as_on_data(), mode, torch.enable_grad():
+    with as_on_data(document_mask=document_mask), mode, torch.enable_grad():
         input_ids = torch.zeros((batch_size, sequence_length), dtype=torch.int64)
+        position_ids = torch.zeros_like(input_ids) if document_mask else None
         try:
-            logits = logits_of(call_model(fake, input_ids))
+            logits = logits_of(call_model(fake, input_ids, position_ids))
         except (_NoHidden, BadInput):
             raise
         except Exception as error:

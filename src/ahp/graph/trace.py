@@ -15,6 +15,7 @@ from torch import nn
 
 from ahp.errors import BadInput, bad_input
 from ahp.graph.blocks import NoBlocks, Stack, find_blocks
+from ahp.graph.document_mask import check_documents_apart
 from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
 from ahp.graph.growth import grows_alike
 from ahp.graph.models import ATTENTION, build_model, describe, is_masked, plain
@@ -44,7 +45,7 @@ FACTS = {
 def analyze(
     model: Any, job: Job | dict[str, Any] | None = None, *, micro_batch_size: int = 1, attention: str = "flash"
 ) -> ModelGraph:
-    """Trace one micro-batch of ``model`` under ``job`` (its sequence length and precision are used).
+    """Trace one micro-batch of ``model`` under ``job`` (its sequence length, precision and document mask are used).
 
     ``model`` as in ``ahp.graph.models``; a live module is run in place and left as it was. ``attention``: ``flash``
     (one fused operator) or ``math`` (scores are materialised). Raises BadInput when the model cannot be built, or
@@ -57,6 +58,8 @@ def analyze(
         raise bad_input("attention", attention, "unknown kernel", ATTENTION)
     module = build_model(model, dtype=COMPUTE_DTYPE[contract.precision], attention=attention)
     _check_length(module, contract.sequence_length)
+    if contract.document_mask:
+        check_documents_apart(module)
     tracer = _Tracer(module, model, contract, attention)
     first, second = tracer.graph(micro_batch_size), tracer.graph(micro_batch_size + 1)
     if grows_alike(first, second):
@@ -107,6 +110,7 @@ class _Tracer:
             head=_segment("head", run, parts[HEAD], None, head),
             tied=_tied(self._module),
             config=_facts(self._module, run.vocab_size),
+            document_mask=self._job.document_mask,
         )
 
     def _run(self, micro_batch_size: int) -> FakeRun:
@@ -114,7 +118,9 @@ class _Tracer:
         everything = frozenset(range(len(self._kinds)))
         error: Exception | None = None
         for kept in dict.fromkeys([self._kept, everything]):
-            subject = Subject(self._module, self._blocks, kept, self._masked, self._dtype, self._fused)
+            subject = Subject(
+                self._module, self._blocks, kept, self._masked, self._dtype, self._fused, self._job.document_mask
+            )
             try:
                 return fake_run(subject, micro_batch_size, self._job.sequence_length)
             except Exception as caught:

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ahp.errors import bad_input
 from ahp.graph.capture import capture
 from ahp.graph.outline import Outline, block_input, fake_copy, outline
-from ahp.plan import ContextMethod, Parallelism
+from ahp.job import Job
+from ahp.plan import ContextMethod, Parallelism, Plan
 from ahp.runtime.context import Context
 from ahp.runtime.context_attention import InContext
 from ahp.runtime.mesh import Mesh
@@ -31,16 +32,16 @@ from ahp.search.slicing.token_parts import BATCH, Attention, TokenParts, check_t
 class SharedTokens:
     """How a model runs on parts of its sequences. Raises BadInput when it cannot."""
 
-    def __init__(self, module: nn.Module, found: Outline, parallelism: Parallelism, mesh: Mesh, length: int) -> None:
-        """``length``: tokens of a sequence; ``found``: the model's outline for them."""
-        degree = parallelism.context_parallel_degree
+    def __init__(self, module: nn.Module, found: Outline, plan: Plan, mesh: Mesh) -> None:
+        """``found``: the model's outline for sequences of the job's length."""
+        degree = plan.parallelism.context_parallel_degree
         if found.uncuttable is not None:
             raise bad_input(
                 "context_parallel_degree", degree, f"{found.uncuttable}, which would meet a part of it", [1]
             )
         self.found = found
-        self.parts = _parts_of_kinds(module, found, length)
-        method = _method(parallelism, [parts.attention for parts in self.parts])
+        self.parts = _parts_of_kinds(module, found, plan.job)
+        method = _method(plan.parallelism, [parts.attention for parts in self.parts])
         self.context = Context(mesh.group("cp"), method)
 
     def attend(self, block: nn.Module) -> None:
@@ -69,24 +70,25 @@ class _Taking:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = block_input(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if len(tensors) != len(self.parts.dims):
-            rule = f"a block is given {len(tensors)} tensors, and {len(self.parts.dims)} on tensors without data"
+        tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        if tensors - self.parts.dims.keys():  # fewer may be: rows of one document each need no mask of documents
+            rule = f"a block is given {len(tensors)} tensors, and others on tensors without data"
             raise bad_input("context_parallel_degree", self.context.size, rule, [1])
-        for i, dim in zip(tensors, self.parts.dims, strict=True):
+        for i in tensors:
+            dim = self.parts.dims[i]
             if dim is not None and (self.first or leaves[i] is not hidden):
                 leaves[i] = self.context.own(leaves[i], dim).contiguous()
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return self.forward(*args, **kwargs)
 
 
-def _parts_of_kinds(module: nn.Module, found: Outline, length: int) -> tuple[TokenParts, ...]:
+def _parts_of_kinds(module: nn.Module, found: Outline, job: Job) -> tuple[TokenParts, ...]:
     """Of each kind of block; what runs after the blocks is looked at too."""
     sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
-    length = traced_length(sizes, length)
-    traced = outline(module, batch_size=BATCH, sequence_length=length, dtype=found.hidden.dtype)
+    length, dtype = traced_length(sizes, job.sequence_length), found.hidden.dtype
+    traced = outline(module, batch_size=BATCH, sequence_length=length, dtype=dtype, document_mask=job.document_mask)
     kinds = tuple(token_parts(block, length) for block in traced.captures)
-    dtype, num_layers = found.hidden.dtype, found.num_layers
+    num_layers = found.num_layers
     with FakeTensorMode():
         end = cut(fake_copy(module, dtype), replace(traced, before=()), range(num_layers, num_layers), dtype)
         hidden, ids = torch.empty(traced.hidden.shape, dtype=dtype), torch.empty(BATCH, length, dtype=torch.int64)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
+from ahp.runtime.pipeline import Inputs, split_rows
 from ahp.runtime.torch_compat import local_tensor
 from ahp.runtime.validation import micro_batch_loss
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ahp.runtime.parallelize import Parallel
 
 
-def find_fault(parallel: Parallel, input_ids: torch.Tensor, labels: torch.Tensor) -> str:
+def find_fault(parallel: Parallel, inputs: Inputs, labels: torch.Tensor) -> str:
     """In words, from a forward pass over this rank's rows with the weights that the failed step had. Collective.
 
     Under tensor parallelism a block runs as one rewritten graph, so that the block is named and not what is inside. A module counts when its output has a NaN or a positive infinity (masks hold negative ones) and no module that ran
@@ -33,8 +34,8 @@ def find_fault(parallel: Parallel, input_ids: torch.Tensor, labels: torch.Tensor
                 watch = module.register_forward_hook(_watch(seen, index, name), prepend=True)
                 hooks.callback(watch.remove)
         size = parallel.plan.parallelism.micro_batch_size
-        for ids, targets in zip(input_ids.split(size), labels.split(size), strict=True):
-            micro_batch_loss(parallel, ids, targets)
+        for part, targets in split_rows(inputs, labels, size):
+            micro_batch_loss(parallel, part, targets)
     forward = min(seen, key=lambda fault: fault[0]) if seen else None  # of one stage the first that ran
     order = list(parallel.names.shapes)
     gradient = max(parallel.bad_gradients, key=order.index, default=None)

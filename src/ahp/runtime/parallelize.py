@@ -30,7 +30,7 @@ from ahp.runtime.muon import DealtOut
 from ahp.runtime.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
 from ahp.runtime.optimizer import ShardedOptimizer, matrices_of
 from ahp.runtime.ownership import Held, Names, StageTies
-from ahp.runtime.pipeline import Accumulation, Pipeline, stages_of_rank
+from ahp.runtime.pipeline import Accumulation, Inputs, Pipeline, stages_of_rank
 from ahp.runtime.placement import check_device
 from ahp.runtime.preflight import preflight
 from ahp.runtime.prepare import Preparation, cut_stages
@@ -114,11 +114,7 @@ class Parallel:
         sliced = _sliced(found, p)
         if found and sliced and plan.job.precision == "fp8":
             check_parts(module, found, sliced, p.tensor_parallel_degree)
-        self.tokens = (
-            SharedTokens(module, found, p, mesh, plan.job.sequence_length)
-            if found and p.context_parallel_degree > 1
-            else None
-        )
+        self.tokens = SharedTokens(module, found, plan, mesh) if found and p.context_parallel_degree > 1 else None
         """How sequences are cut over the context ranks, None where they are not."""
         self.names = Names(module)
         matrices = matrices_of(module, plan.job.optimizer)
@@ -205,7 +201,10 @@ class Parallel:
         return self.mesh.num_replicas * tensor * self.ties.num_holders(name)
 
     def shard(self, global_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's part of ``{"input_ids", "labels"}`` int64 [global batch, sequence]: rows by data-parallel rank."""
+        """This rank's part of ``{"input_ids", "labels"}`` int64 [global batch, sequence]: rows by data-parallel rank.
+
+        With ``job.document_mask`` beside them ``position_ids``, alike: of each token the place in its document, from 0.
+        """
         rows = self.rows(len(global_batch["input_ids"]))
         part = slice(rows.start, rows.stop)
         return {key: value[part].to(self.mesh.device, non_blocking=True) for key, value in global_batch.items()}
@@ -241,14 +240,14 @@ class Parallel:
         """Forward, backward, clip, update. Collective. Where the gradient is no number, no weight changes.
 
         ``part``: as ``shard`` gives it, ``labels`` unshifted, -100 = not scored. Ranks may hold different numbers of
-        scored tokens: the loss is the mean over all of them.
+        scored tokens: the loss is the mean over all of them. Raises BadInput for other keys and shapes.
         """
-        input_ids, labels = self._checked(part)
+        inputs, labels = self._checked(part)
         scored = count_scored(labels, causal=self.loss.causal)
         self.loss.scale = scale = self.loss_scale.value
-        self.loss.num_micro_batches = self._micro_batches(len(input_ids))
+        self.loss.num_micro_batches = self._micro_batches(len(labels))
         self.loss.total = PendingCount(scored, self.mesh.data.get_group())
-        loss = self.runner.run(input_ids, labels, len(input_ids) // self.plan.parallelism.micro_batch_size)
+        loss = self.runner.run(inputs, labels, len(labels) // self.plan.parallelism.micro_batch_size)
         self.sharding.finish()
         gradients = self.held.gradients()
         self.ties.sum_(gradients, self.optimizer.shards)
@@ -286,21 +285,26 @@ class Parallel:
 
         return find_fault(self, *self._checked(part))
 
-    def _checked(self, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        missing = {"input_ids", "labels"} - set(part)
-        if missing:
-            raise bad_input(
-                "part", sorted(part), f"needs the keys input_ids and labels; {', '.join(sorted(missing))} is missing"
-            )
-        input_ids, labels = (part[key].to(self.mesh.device) for key in ("input_ids", "labels"))
-        size = self.plan.parallelism.micro_batch_size
-        if input_ids.shape != labels.shape or input_ids.ndim != 2 or len(input_ids) % size or not len(input_ids):
+    def _checked(self, part: dict[str, torch.Tensor]) -> tuple[Inputs, torch.Tensor]:
+        """What the model is called with, and the labels."""
+        masks = self.plan.job.document_mask
+        wanted = ["input_ids", "labels", *(["position_ids"] if masks else [])]
+        missing, unused = sorted(set(wanted) - set(part)), sorted(set(part) - set(wanted))
+        if missing or unused:
+            rule = f"with job.document_mask {masks} its keys must be {', '.join(wanted[:-1])} and {wanted[-1]}"
+            fault = f"{', '.join(missing)} is missing" if missing else f"{', '.join(unused)} would not be used"
+            raise bad_input("part", sorted(part), f"{rule}; {fault}")
+        found = {key: part[key].to(self.mesh.device) for key in wanted}
+        shapes, size = {tuple(tensor.shape) for tensor in found.values()}, self.plan.parallelism.micro_batch_size
+        rows, *rest = next(iter(shapes))
+        if len(shapes) > 1 or len(rest) != 1 or rows % size or not rows:
             raise bad_input(
                 "part",
-                f"input_ids {list(input_ids.shape)}, labels {list(labels.shape)}",
-                f"both must be [rows, sequence] with rows a multiple of micro_batch_size {size}; did you call parallel.shard(batch)?",
+                ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in found.items()),
+                f"all must be [rows, sequence] with rows a multiple of micro_batch_size {size}; did you call parallel.shard(batch)?",
             )
-        return input_ids, labels
+        labels = found.pop("labels")
+        return found, labels
 
     def memory_bytes(self) -> int:
         """Most memory that this rank has used so far: allocated on a GPU, resident in a process on a CPU."""
@@ -372,6 +376,7 @@ def _outline(module: nn.Module, plan: Plan) -> Outline:
         batch_size=plan.parallelism.micro_batch_size,
         sequence_length=plan.job.sequence_length,
         dtype=COMPUTE_DTYPE[plan.job.precision],
+        document_mask=plan.job.document_mask,
     )
 
 

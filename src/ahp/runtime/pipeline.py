@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,16 @@ from ahp.runtime.stages import Stage
 from ahp.runtime.torch_compat import accumulate_in_reduce_dtype
 from ahp.schedule.patterns import stage_ranks
 
+Inputs = dict[str, torch.Tensor]
+"""What a model is called with, int64 [rows, sequence]: ``input_ids``, and ``position_ids`` where the job masks documents."""
+
+
+def split_rows(inputs: Inputs, labels: torch.Tensor, size: int) -> Iterator[tuple[Inputs, torch.Tensor]]:
+    """``size`` rows at a time, of inputs and labels."""
+    for first in range(0, len(labels), size):
+        part = slice(first, first + size)
+        yield {key: value[part] for key, value in inputs.items()}, labels[part]
+
 
 class Accumulation:
     """No pipeline: forward and backward of each micro-batch in turn, gradients accumulate."""
@@ -25,13 +35,12 @@ class Accumulation:
     def __init__(self, stage: Stage, loss: Loss, sharding: Sharding) -> None:
         self.stage, self.loss, self.sharding = stage, loss, sharding
 
-    def run(self, input_ids: torch.Tensor, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
+    def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
         """Gradients of the whole part; returns its share of the mean loss, detached."""
-        total = torch.zeros((), device=input_ids.device)
-        pairs = list(zip(input_ids.chunk(num_micro_batches), labels.chunk(num_micro_batches), strict=True))
-        for number, (ids, targets) in enumerate(pairs):
-            self.sharding.before_backward(last=number == len(pairs) - 1)
-            loss = self.loss(self.stage(ids, input_ids=ids), targets)
+        total = torch.zeros((), device=labels.device)
+        for number, (part, targets) in enumerate(split_rows(inputs, labels, len(labels) // num_micro_batches)):
+            self.sharding.before_backward(last=number == num_micro_batches - 1)
+            loss = self.loss(self.stage(part["input_ids"], **part), targets)
             loss.backward()
             total += loss.detach()
         return total
@@ -59,22 +68,20 @@ class Pipeline:
         self.ids, self.hidden, self.outputs = ids, hidden, outputs
         self.schedules: dict[int, Any] = {}
 
-    def run(self, input_ids: torch.Tensor, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
+    def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
         """As ``Accumulation.run``; 0 on ranks that do not hold the last stage."""
         if num_micro_batches not in self.schedules:
             self.schedules[num_micro_batches] = self._schedule(num_micro_batches)
         losses: list[torch.Tensor] = []
         first, last = 0 in self.stages, self.num_stages - 1 in self.stages
         self.schedules[num_micro_batches].step(
-            *((input_ids,) if first else ()),
-            input_ids=input_ids,
+            *((inputs["input_ids"],) if first else ()),
+            **inputs,
             target=labels if last else None,
             losses=losses if last else None,
             return_outputs=False,
         )
-        return (
-            torch.stack([loss.detach() for loss in losses]).sum() if last else torch.zeros((), device=input_ids.device)
-        )
+        return torch.stack([loss.detach() for loss in losses]).sum() if last else torch.zeros((), device=labels.device)
 
     def _schedule(self, num_micro_batches: int) -> Any:
         stages = [self._stage(index) for index in sorted(self.stages)]

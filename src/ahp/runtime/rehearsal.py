@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor]
 
+DOCUMENT_SHARE = 0.05
+"""Of the tokens of a rehearsal, those that begin a document: short ones show soonest whether they are kept apart."""
+
 
 def on_workers(module: str, plan: Plan, device: DeviceType, *arguments: str) -> str:
     """Run ``python -m module FOLDER DEVICE arguments`` as every rank of the plan; what rank 0 left with ``answer``.
@@ -97,11 +100,18 @@ def vocabulary(module: nn.Module) -> int:
 
 
 def batch(plan: Plan, step: int, tokens: int) -> Batch:
-    """Random tokens int64 [global batch, sequence], and labels of which each sequence scores another share."""
+    """Random tokens int64 [global batch, sequence], and labels of which each sequence scores another share; where the job masks
+    documents, their positions too: tokens begin one at random."""
     job = plan.job
     generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step)
     input_ids = torch.randint(0, tokens, (job.global_batch_size, job.sequence_length), generator=generator)
     labels = input_ids.clone()
     unscored = torch.randint(0, job.sequence_length // 2 + 1, (job.global_batch_size, 1), generator=generator)
     labels[torch.arange(job.sequence_length) < unscored] = -100
-    return {"input_ids": input_ids, "labels": labels}
+    found = {"input_ids": input_ids, "labels": labels}
+    if job.document_mask:
+        starts = torch.rand(labels.shape, generator=generator) < DOCUMENT_SHARE
+        labels[starts] = -100
+        place = torch.arange(job.sequence_length)
+        found["position_ids"] = place - (place * starts).cummax(1).values
+    return found

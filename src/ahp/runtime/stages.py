@@ -22,8 +22,9 @@ from ahp.runtime.deferred import Deferring, WeightGradients
 
 
 class Stage(nn.Module):
-    """One stage: ``forward(x, input_ids=...)`` takes hidden states (token ids on the first stage) and gives hidden
-    states (logits on the last).
+    """One stage: ``forward(x, **inputs)`` takes hidden states (token ids on the first stage) and gives hidden
+    states (logits on the last). ``inputs``: the model's own, of the same rows: ``input_ids``, and ``position_ids`` where the job masks
+    documents.
 
     With ``routers``, and where gradients are made, it takes and gives the sums of the balance loss beside them.
     """
@@ -40,20 +41,20 @@ class Stage(nn.Module):
         """What the model's forward runs within, also when it runs again for backward."""
         return nullcontext() if self.later is None else Deferring(self.later)
 
-    def forward(self, x: torch.Tensor, *earlier: torch.Tensor, input_ids: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor, *earlier: torch.Tensor, **inputs: torch.Tensor) -> Any:
         if self.routers is None or not torch.is_grad_enabled():
-            return self._run(x, input_ids)
+            return self._run(x, inputs)
         self.routers.begin()
-        output = self._run(x, input_ids)
+        output = self._run(x, inputs)
         start = earlier[0] if earlier else self.routers.balance.nothing(x.device)
         return output, self.routers.end(start)
 
-    def _run(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if self.receive:
             self.receive[0].value = x
         try:
             with self.around():
-                return logits_of(call_model(self.model, input_ids))
+                return logits_of(call_model(self.model, **inputs))
         except StopForward as stop:
             return stop.hidden
         finally:

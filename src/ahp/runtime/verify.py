@@ -25,6 +25,7 @@ from ahp.runtime.balance import balance_of
 from ahp.runtime.fp8 import Fp8, refuse_without_torchao
 from ahp.runtime.learning_rate import learning_rate
 from ahp.runtime.optimizer import matrices_of
+from ahp.runtime.pipeline import Inputs, split_rows
 from ahp.runtime.shard import COMPUTE_DTYPE
 from ahp.runtime.team import choose_device
 from ahp.runtime.torch_compat import with_weights
@@ -111,12 +112,13 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
         scored = (targets != -100).sum()
         total = 0.0
         size = plan.parallelism.micro_batch_size
-        for ids, wanted in zip(data["input_ids"].split(size), targets.split(size), strict=True):
-            logits, balance = _outputs(model, ids, COMPUTE_DTYPE[job.precision])
+        inputs = {key: value for key, value in data.items() if key != "labels"}
+        for part, wanted in split_rows(inputs, targets, size):
+            logits, balance = _outputs(model, part, COMPUTE_DTYPE[job.precision])
             of_tokens = F.cross_entropy(
                 logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=-100, reduction="sum"
             )
-            loss = of_tokens / scored + balance * len(ids) / len(targets)
+            loss = of_tokens / scored + balance * len(wanted) / len(targets)
             scaler.scale(loss).backward()
             total += loss.item()
         limit = settings.grad_clip if settings.grad_clip is not None else float("inf")
@@ -155,7 +157,7 @@ def plain_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.
     return found
 
 
-def _outputs(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+def _outputs(model: nn.Module, inputs: Inputs, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
     """Logits, and the weighted balance loss where the model's config asks for one, as transformers computes it (else 0).
 
     With weights cast to ``dtype`` on their way in: fp32 masters receive the gradients.
@@ -163,8 +165,8 @@ def _outputs(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> tuple[t
     cast = {name: p.to(dtype) for name, p in model.named_parameters()} if dtype is not torch.float32 else {}
     with with_weights(model, cast) if cast else nullcontext():
         if (balance := balance_of(model)) is None:
-            return logits_of(call_model(model, ids)), 0.0
-        output = model(input_ids=ids, use_cache=False)
+            return logits_of(call_model(model, **inputs)), 0.0
+        output = model(**inputs, use_cache=False)
         return logits_of(output), balance.coefficient * output.aux_loss
 
 

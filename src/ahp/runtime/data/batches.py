@@ -54,12 +54,14 @@ class Batches:
         seed: int,
         masking: Masking | None = None,
         packing: Packing = "packed",
+        document_mask: bool = False,
     ) -> None:
         self.corpus = corpus
         self.masking = masking
         self.sequence_length = sequence_length
         self.global_batch_size = global_batch_size
         self.seed = seed
+        self.document_mask = document_mask
         self.first_rows: np.ndarray | None = None
         """int64 [num_documents + 1], padded only: number of the first sequence of each document, and of all."""
         if packing == "padded":
@@ -83,14 +85,19 @@ class Batches:
 
         A label is the token at its own place (models shift them inside), and -100 at the first token of a document
         (it cannot be foretold from the document before it), at tokens of prompts and at padding. For a masked model only
-        hidden tokens have a label.
+        hidden tokens have a label. With ``document_mask`` also ``position_ids``, alike: of each token the place in its document, as
+        far as that lies in the sequence.
         """
         wanted = range(self.global_batch_size) if rows is None else rows
         pairs = [self._row(step, row) for row in wanted]
-        return {
+        batch = {
             "input_ids": torch.from_numpy(np.stack([ids for ids, _ in pairs])),
             "labels": torch.from_numpy(np.stack([labels for _, labels in pairs])),
         }
+        if self.document_mask:
+            places = [self._positions(self.sequence(step, row)) for row in wanted]
+            batch["position_ids"] = torch.from_numpy(np.stack(places))
+        return batch
 
     def _row(self, step: int, row: int) -> tuple[np.ndarray, np.ndarray]:
         input_ids, labels = self._tokens(self.sequence(step, row))
@@ -124,9 +131,21 @@ class Batches:
         labels[: last - first] = input_ids[: last - first]
         if self.corpus.scored is not None:
             labels[: last - first][~self.corpus.scored[first:last]] = NOT_SCORED
-        left, right = np.searchsorted(self.corpus.starts, [first, last])
-        labels[self.corpus.starts[left:right] - first] = NOT_SCORED
+        labels[self._starts(first, last)] = NOT_SCORED
         return input_ids, labels
+
+    def _positions(self, sequence: int) -> np.ndarray:
+        """Of each token of a packed sequence; what is left of a document that began in the one before counts from 0 too."""
+        places = np.arange(self.sequence_length)
+        begun = np.zeros(self.sequence_length, dtype=np.int64)
+        starts = self._starts(*self._place(sequence))
+        begun[starts] = starts
+        return places - np.maximum.accumulate(begun)
+
+    def _starts(self, first: int, last: int) -> np.ndarray:
+        """Where documents begin in the tokens ``first .. last``, counted from ``first``."""
+        left, right = np.searchsorted(self.corpus.starts, [first, last])
+        return self.corpus.starts[left:right] - first
 
     def _place(self, sequence: int) -> tuple[int, int]:
         """First and last token of a sequence in the corpus."""
@@ -190,6 +209,7 @@ def _batches(job: Job, corpus: Corpus, masked: bool) -> Batches:
         seed=job.seed,
         masking=masking,
         packing=job.packing,
+        document_mask=job.document_mask,
     )
 
 

@@ -34,7 +34,13 @@ def plan_slicing(plan: Plan) -> ModelSlicing:
     p, job = plan.parallelism, plan.job
     dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16  # what crosses between ranks has 4 bytes or 2
     module = build_model(plan.model)
-    found = outline(module, batch_size=p.micro_batch_size, sequence_length=job.sequence_length, dtype=dtype)
+    found = outline(
+        module,
+        batch_size=p.micro_batch_size,
+        sequence_length=job.sequence_length,
+        dtype=dtype,
+        document_mask=job.document_mask,
+    )
     return slice_outline(found, p.tensor_parallel_degree, enable_sequence_parallel=p.enable_sequence_parallel)
 
 

@@ -67,8 +67,9 @@ class Attention:
 class TokenParts:
     """How one kind of block is run on a part of the tokens."""
 
-    dims: tuple[int | None, ...]
-    """Of each tensor that it is given, the dim that holds tokens; None where it is whole: masks, and what has no tokens."""
+    dims: dict[int, int | None]
+    """Of each tensor that it may be given, by the number of that leaf of its arguments, the dim that holds tokens; None where it
+    is whole: masks, and what has no tokens."""
     attention: Attention
 
 
@@ -93,7 +94,7 @@ def token_parts(capture: Capture | BadInput, length: int) -> TokenParts:
     calls = [node for node in capture.nodes if node.target is ATTENTION]
     trainable = capture.with_gradient()
     return TokenParts(
-        dims,
+        dict(zip(capture.places, dims, strict=True)),
         Attention(
             heads=tuple(shape_of(args_of(node)[0])[1] for node in calls),
             drops=any(argument(node, 4, "dropout_p", 0.0) for node in calls),
@@ -109,7 +110,7 @@ def _token_dim(shape: tuple[int, ...], length: int) -> int | None:
 
 
 def check_tokens_apart(capture: Capture, dims: tuple[int | None, ...], length: int) -> None:
-    """Raises BadInput, which names the operator, when a graph mixes tokens. ``dims`` as ``TokenParts.dims``."""
+    """Raises BadInput, which names the operator, when a graph mixes tokens. ``dims``: of each activation, as in ``TokenParts``."""
     context = Context(length, tokens=Tokens(BATCH, length, (1,)))
     placed: dict[Node, Place] = {node: R for node in capture.nodes if node.op in ("placeholder", "get_attr")}
     for node, dim in zip(capture.activation_nodes(), dims, strict=True):
