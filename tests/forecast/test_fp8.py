@@ -3,7 +3,7 @@
 import pytest
 
 from ahp.cluster.model import Cluster
-from ahp.engines.ahp import EAGER_FP8, FUSED_FP8
+from ahp.engines.fp8 import EAGER_TORCHAO_FP8, FUSED_TORCHAO_FP8
 from ahp.engines.registry import get
 from ahp.forecast.communication import Network
 from ahp.forecast.split import is_weight_product
@@ -45,8 +45,8 @@ def test_casts_move_what_the_recipe_says(llama):
     eager, rates = block(llama, "fp8")
     products = [op for op in llama.blocks[0].phase("forward") if is_weight_product(op)]
     elements = sum(op.inputs[0].numel + op.inputs[1].numel for op in products)
-    fused_bytes = elements * FUSED_FP8.forward_cast_bytes[0]
-    eager_bytes = elements * EAGER_FP8.forward_cast_bytes[0]
+    fused_bytes = elements * FUSED_TORCHAO_FP8.forward_cast_bytes[0]
+    eager_bytes = elements * EAGER_TORCHAO_FP8.forward_cast_bytes[0]
     pricer_s = eager.times.products.device_s
     fused_s = block(llama, "fp8", compile=True)[0].times.products.device_s
     assert pricer_s - fused_s == pytest.approx((eager_bytes - fused_bytes) / rates.bytes_per_s, rel=1e-6)
@@ -56,7 +56,7 @@ def test_memory_is_that_of_bf16_and_what_a_cast_takes(llama):
     plain, fp8 = (block(llama, precision)[0].memory for precision in ("bf16", "fp8"))
     assert fp8.saved == plain.saved
     largest = 4096 * 14336  # as many tokens as columns
-    assert fp8.forward_extra - plain.forward_extra == EAGER_FP8.temporary_bytes * largest
+    assert fp8.forward_extra - plain.forward_extra == EAGER_TORCHAO_FP8.temporary_bytes * largest
 
 
 def test_ranks_agree_on_scales_and_gather_in_16_bits(llama):
@@ -68,3 +68,18 @@ def test_ranks_agree_on_scales_and_gather_in_16_bits(llama):
         # Five products by columns, two by rows: their weights; the inputs of the two; in backward the gradients of the five.
         assert fp8.tensor_forward_s - plain.tensor_forward_s == pytest.approx(9 * scale_s)
         assert fp8.tensor_backward_s - plain.tensor_backward_s == pytest.approx(5 * scale_s)
+
+
+def test_torchtitan_gathers_in_8_bits_and_keeps_in_16(llama):
+    sequence = SPLIT.model_copy(update={"enable_sequence_parallel": True})
+    nodes = Cluster.parse("1x4xH100-SXM-80GB").groups[0]
+
+    def unit(precision):
+        traits = get("torchtitan").traits(
+            Job.model_validate({"precision": precision}), sequence, EngineChoice(compile=True)
+        )
+        return UnitPricer(llama, nodes, Network(nodes), precision).units(1, axes_of(sequence, 4), traits).blocks[0]
+
+    plain, fp8 = unit("bf16"), unit("fp8")
+    assert fp8.tensor_gather_s < 0.7 * plain.tensor_gather_s
+    assert fp8.memory.saved == plain.memory.saved

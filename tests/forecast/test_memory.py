@@ -54,6 +54,16 @@ def test_what_is_kept_is_what_autograd_saves(tiny):
         assert of_rank(segment).saved == segment.saved_bytes
 
 
+def test_policies_keep_results_of_products(mlp_block):
+    x, wide = 64 * 32 * 2, 64 * 128 * 2
+    memory = of_rank(mlp_block)
+    assert memory.beside_products.kept == wide + x  # up's and down's
+    assert memory.beside_products.made_again == x + wide  # norm's and relu's
+    assert memory.every_second_product.kept == wide  # up's
+    assert memory.every_second_product.made_again == memory.beside_products.made_again  # nothing needs down's
+    assert of_rank(mlp_block, tensor=2).beside_products.kept == wide / 2 + x  # down's sum is whole on every rank
+
+
 def traits(zero, precision="bf16", **kwargs):
     layout = Parallelism(zero_stage=zero, data_parallel_shard_degree=4 if zero else 1, **kwargs)
     return AhpEngine().traits(Job(precision=precision), layout, EngineChoice())

@@ -9,7 +9,13 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from ahp.forecast.division import Division
+from ahp.forecast.kernels import kernels
+from ahp.forecast.memory import segment_memory
+from ahp.forecast.split import split
 from ahp.graph.call import call_model, logits_of
+from ahp.graph.trace import analyze
+from ahp.job import Job
 from ahp.runtime.recompute import recompute
 from tests.runtime.models import MODELS, batch
 
@@ -60,3 +66,14 @@ def test_selective_keeps_less_than_nothing_recomputed_and_more_than_full() -> No
     none, selective, full = map(kept_bytes, KINDS)
     assert full < 0.8 * selective
     assert selective < 0.8 * none
+
+
+def test_selective_keeps_what_the_forecast_says() -> None:
+    model, (rows, tokens) = MODELS["llama"](), batch(0)["input_ids"].shape
+    graph = analyze(model, Job(sequence_length=tokens, precision="fp32")).at(rows)
+    of_kinds = [
+        segment_memory(block, kernels(block, "traced"), Division(split(block, "block"))).beside_products.kept
+        for block in graph.blocks
+    ]
+    kept = sum(of_kinds[kind] for kind in graph.layers)
+    assert kept_bytes("selective") - kept_bytes("full") == kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import traceback
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     trace = bool(words) and words[0] == "--traceback"
     if trace:
         words = words[1:]
+    _quiet_libraries()
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -69,6 +71,12 @@ def _dispatch(words: list[str]) -> int:
     if words[0] not in COMMANDS:
         raise bad_input("command", words[0], "no such command; ahp --help lists them", COMMANDS)
     return import_module(f"ahp.cli.{words[0]}").run(words[1:])
+
+
+def _quiet_libraries() -> None:
+    """No warning about torchao's own kernels: transformers imports it in every command that builds a model, and AHP uses none of them."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _help() -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ahp.engines.engine import Engine, Fp8Recipe, Traits
+from ahp.engines.engine import Engine, Traits
+from ahp.engines.fp8 import EAGER_TORCHAO_FP8, FUSED_TORCHAO_FP8
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.patterns import SPLIT_BACKWARD, WHOLE_BACKWARD
@@ -24,12 +25,6 @@ FP8_MULTIPLE = 16
 """Of what the dims of a weight must be, whole and in parts, for a product in 8 bits (torch._scaled_mm; ATen/native/cuda/ScaledBlas.cpp).
 A layer of which a whole dim is none computes in 16 bits."""
 
-EAGER_FP8 = Fp8Recipe((33, 33), (33, 29), (2, 29), 9, in_8_bits=False, experts=False, shares_scales=True)
-"""torchao's casts, kernel by kernel: |x| and its maximum move 6 bytes of a 16-bit element; in fp32, scaled, clamped and rounded 27; a
-transpose of 8 bits 2. Scales are found once, casts of the input and the weight done again in backward (runtime/fp8_product.py).
-Two fp32 copies and the result lie in memory at once."""
-FUSED_FP8 = Fp8Recipe((5, 5), (6, 4), (0, 4), 2, in_8_bits=False, experts=False, shares_scales=True)
-"""The same where a compiler makes one kernel of the maximum and one of the cast, with its transpose."""
 EAGER_FP8_OPERATORS, FUSED_FP8_OPERATORS = 336, 70
 """Operators beside the products, forward and backward, of a block with seven of them: 48 and about 10 for each (counted on torchao 0.18)."""
 
@@ -101,14 +96,15 @@ class AhpEngine(Engine):
             reduce_copies=wrapped or parallelism.weight_replicas > 1,
             gathers_inputs_again=False,  # autograd keeps what the product read
             tensor_copies=True,  # runtime/collectives.py joins and cuts parts along the sequence
-            selective_sends_again=True,
+            selective="beside_products",
+            selective_sends_again="all",
             experts_gather_tokens=True,  # runtime/sliced_experts.py
             whole_biased_experts=True,  # their result is no summand (search/slicing/solve.py)
             loss_chunk_tokens=choice.loss_chunk_tokens,
             context_ways=("all-to-all", "ring") if method is None else (method,),
             context_sums_bytes=4,  # runtime/ring_attention.py
             torch_pipeline=True,
-            fp8=FUSED_FP8 if choice.compile else EAGER_FP8,
+            fp8=FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8,
             host_operators_per_unit=host_operators,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )

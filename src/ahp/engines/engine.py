@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
+from ahp.engines.fp8 import NVIDIAS_FP8, Fp8Recipe
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.stages import Ends
@@ -13,38 +14,13 @@ from ahp.schedule.stages import Ends
 ContextWay = Literal["gather", "ring", "all-to-all"]
 Fusion = Literal["eager", "modules", "fused"]
 Gathers = Literal["never", "per_step", "per_micro_batch"]
+Selective = Literal["core", "beside_products", "every_second_product"]
+SendsAgain = Literal["nothing", "gathers", "all"]
 
 EAGER_LAUNCHES = 3.5
 """Host time of one operator of eager PyTorch's forward pass over a bare launch. Of a whole step one takes 9 to 12 us in a module with
 autograd, of which 1.1 us its own work on a CPU (torch 2.13, AMD EPYC; docs/forecast.md), with the 5 us launch of a GPU in its place:
 (10.5 - 1.1 + 5) / 5 = 2.9; one of the forward pass as much more as one of the backward pass takes less (forecast/compute.py)."""
-
-
-Pair = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Fp8Recipe:
-    """How an engine computes products with a weight in 8 bits, where the job asks for it."""
-
-    forward_cast_bytes: Pair
-    """Bytes that casts move for one element of the first and of the second operand of a forward product."""
-    input_gradient_cast_bytes: Pair
-    """The same of the product for the gradient of what a weight multiplies."""
-    weight_gradient_cast_bytes: Pair
-    """The same of the product for the gradient of a weight."""
-    temporary_bytes: float
-    """Bytes of memory for one element of the largest operand while it is cast."""
-    in_8_bits: bool
-    """Whether what products read is gathered, and kept for weight gradients, in 8 bits; else in 16."""
-    experts: bool
-    """Whether products of stacked experts are among them."""
-    shares_scales: bool
-    """Whether ranks with parts of an operand agree on its scale, one number, by an all-reduce."""
-
-
-NVIDIAS_FP8 = Fp8Recipe((4, 0), (4, 0), (0, 0), 0, in_8_bits=True, experts=True, shares_scales=False)
-"""Activations and gradients are cast once by a fused kernel, which writes the transpose for the weight gradient with them."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +85,13 @@ class Traits:
     """Bytes of one element of the gradients of keys and values that go round a ring; 0 = as keys and values."""
     sends_split_by_tensor: bool = False
     """Whether a pipeline message is cut over the tensor-parallel ranks, sent in parts and gathered (Megatron's scatter-gather)."""
-    selective_keeps_products: bool = False
-    """What ``selective`` recomputes: everything but weight products and fused attention; False = the attention core
-    (scores, softmax, dropout, their product with the values) alone where it is not fused, else norms and activations."""
-    selective_sends_again: bool = False
-    """Whether ``selective`` runs the collectives of a block again, those of tensor and of context parallelism."""
+    selective: Selective = "core"
+    """What ``selective`` recomputes. core: that of unfused attention (scores, softmax, dropout, their product with the values);
+    where it is fused, norms and activations. beside_products: all but products with a weight and fused attention, whose
+    results are kept. every_second_product: of these products the second, fourth, ... as well."""
+    selective_sends_again: SendsAgain = "nothing"
+    """Which collectives of a block ``selective`` runs again: none, the all-gathers of sequence parallelism, or all of tensor and of
+    context parallelism."""
     experts_gather_tokens: bool = False
     """Whether a sequence-parallel rank sends to the experts all tokens, gathered first, or its own part."""
     whole_biased_experts: bool = False

@@ -20,8 +20,9 @@ SUPPORT = Support(
 (sail-sg/zero-bubble-pipeline-parallelism). Of a stage's blocks the first ``--recompute-num-layers`` can be recomputed in full
 (``--recompute-method block``). Ranks are numbered tp-cp-ep-dp-pp, innermost first, or tp-cp-ep-pp-dp under
 ``--use-tp-pp-dp-mapping`` (training/initialize.py). Stage 1 is the distributed optimizer, 2 and 3 are Megatron-FSDP
-(optim_grads, optim_grads_params), which has no pipeline. Stage 3 is priced as its only published runs, Megatron's model under
-DeepSpeed: weights gathered one by one, behind nothing (arXiv 2104.04473, table 2)."""
+(optim_grads, optim_grads_params), which has no pipeline: a block's weights are gathered and its gradients reduced at once, beside the
+computation. In fp16 stage 3 is priced as its only published runs, Megatron's model under DeepSpeed: weights gathered one by one,
+behind nothing (arXiv 2104.04473, table 2)."""
 
 
 class MegatronEngine(Engine):
@@ -50,6 +51,7 @@ class MegatronEngine(Engine):
         zero = parallelism.zero_stage if parallelism.weight_shards > 1 else 0
         half = job.precision != "fp32"
         fp8 = job.precision == "fp8"
+        one_by_one = zero == 3 and job.precision == "fp16"
         gradient = 2 if fp8 or job.precision == "fp16" else 4
         return Traits(
             gradient_bytes=gradient,
@@ -60,9 +62,9 @@ class MegatronEngine(Engine):
             fusion="fused",
             fused_loss=True,
             stage_ends="may_be_empty",
-            gradient_overlap=1.0 if zero < 3 and (fp8 or parallelism.pipeline_parallel_degree == 1) else 0.0,
-            gathers_each_weight=zero == 3,
-            parameter_gather_overlap=0.0 if zero == 3 else 1.0,
+            gradient_overlap=1.0 if not one_by_one and (fp8 or parallelism.pipeline_parallel_degree == 1) else 0.0,
+            gathers_each_weight=one_by_one,
+            parameter_gather_overlap=0.0 if one_by_one else 1.0,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
             backward_gathers="per_micro_batch" if zero == 3 else "never",
             gathers_at_start=zero

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ahp.engines.engine import Engine, Traits
+from ahp.engines.fp8 import EAGER_TORCHAO_FP8, FUSED_TORCHAO_FP8
 from ahp.engines.support import Support
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -31,6 +34,7 @@ class TorchtitanEngine(Engine):
         half = job.precision != "fp32"
         pipelined = parallelism.pipeline_parallel_degree > 1
         every = zero >= 2 and not pipelined
+        recipe = FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8
         return Traits(
             gradient_bytes=4,
             reduce_bytes=4,
@@ -52,7 +56,9 @@ class TorchtitanEngine(Engine):
             tensor_copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
             torch_pipeline=True,
             stage_ends="count_as_layers",  # generate_llm_fqn_per_model_part, input and output weight 1
-            selective_keeps_products=True,
+            selective="every_second_product",  # distributed/activation_checkpoint.py
+            selective_sends_again="gathers",  # results of reduce-scatters are on the list of what is kept
             fused_loss=choice.compile,
+            fp8=replace(recipe, gathers_in_8_bits=True),  # 0.2.2, models/llama3/infra/parallelize.py: tensorwise scales
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",
         )

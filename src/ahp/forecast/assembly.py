@@ -100,8 +100,9 @@ def recompute_of(parallelism: Parallelism, traits: Traits, units: Units) -> Reco
     """
     if parallelism.activation_checkpoint != "selective":
         return "full" if parallelism.activation_checkpoint == "full" else "none"
-    has_core = any(unit.memory.saved_in_core for unit in units.blocks)
-    return "core" if has_core and not traits.selective_keeps_products else "chains"
+    if traits.selective != "core":
+        return traits.selective
+    return "core" if any(unit.memory.saved_in_core for unit in units.blocks) else "chains"
 
 
 def own_stages(span: Makespan, rank: int) -> list[int]:

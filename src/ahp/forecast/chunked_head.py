@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 
 from ahp.forecast.compute import SegmentTimes, Work
 from ahp.forecast.efficiency import Rates
-from ahp.forecast.memory import SegmentMemory
+from ahp.forecast.memory import NOTHING, SegmentMemory
 from ahp.forecast.unit import Unit
 
 SUM_BYTES = 4
@@ -47,12 +47,15 @@ def chunked_head(
         one,
         times=times,
         tensor_forward_s=num_chunks * (one.tensor_forward_s + one.tensor_backward_s),
+        tensor_gather_s=0.0,
         tensor_backward_s=0.0,
         tensor_launches=num_chunks * one.tensor_launches,
         memory=SegmentMemory(
             saved=hidden_bytes + weights * SUM_BYTES,
             saved_in_core=0,
             saved_in_chains=0,
+            beside_products=NOTHING,
+            every_second_product=NOTHING,
             # While one chunk is computed: what it keeps and makes, and its own gradients of the weights.
             forward_extra=held.saved + max(held.forward_extra, held.backward_extra) + weights * weight_bytes,
             backward_extra=cast,

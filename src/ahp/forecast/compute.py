@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, fields
 
-from ahp.engines.engine import Fp8Recipe
+from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.division import BATCHED, GROUPED, Division, is_weight_gradient, product_bytes
 from ahp.forecast.efficiency import Rates, is_cpu, kind_of
 from ahp.forecast.gpu import AttentionKernel, ElementWiseKind
 from ahp.forecast.kernels import Kernels
+from ahp.forecast.selective import second_products
 from ahp.forecast.tables import PRECISION_OF
 from ahp.graph.operators import ModelGraph, Operator, Segment
 
@@ -53,6 +54,8 @@ class SegmentTimes:
     """Of the forward pass: everything but weight products and attention."""
     products: Work
     """Of the forward pass: weight products. Those of the backward pass that make the gradients of inputs take as long."""
+    second_products: Work
+    """Of them, every second one."""
     attention: Work
     """Of the forward pass: fused attention."""
     attention_backward: Work
@@ -82,12 +85,12 @@ class Launched:
 
     def __init__(self, segment: Segment, kernels: Kernels) -> None:
         self._kernels = kernels
-        core = core_attention(segment)
+        core, second = core_attention(segment), second_products(segment)
         self._runs: list[tuple[Operator, _Moves | None, tuple[str, ...]]] = []
         """Operators that take time, what of them moves if that is all they do, and which sums they belong to."""
         self._launches: dict[str, float] = defaultdict(float)
         for op in segment.operators:
-            sums = _sums_with(op, op.index in core)
+            sums = _sums_with(op, op.index in core, op.index in second)
             launches = 1.0 if op.index in kernels.launched else VIEW_LAUNCHES if is_view(op) else 0.0
             launches *= BACKWARD_LAUNCHES if op.phase == "backward" else 1.0
             for name in sums:
@@ -155,7 +158,7 @@ class Launched:
 SUMS = tuple(field.name for field in fields(SegmentTimes))
 
 
-def _sums_with(op: Operator, in_core: bool) -> tuple[str, ...]:
+def _sums_with(op: Operator, in_core: bool, second: bool) -> tuple[str, ...]:
     """The fields of ``SegmentTimes`` that an operator counts in."""
     fused = "attention" in op.name
     if op.phase == "backward":
@@ -163,7 +166,11 @@ def _sums_with(op: Operator, in_core: bool) -> tuple[str, ...]:
         return (product, "attention_backward") if fused else (product,)
     if in_core:
         return "forward", "core_attention"
-    return "forward", "element_wise" if op.flops == 0 else "attention" if fused else "products"
+    if op.flops == 0:
+        return "forward", "element_wise"
+    if fused:
+        return "forward", "attention"
+    return ("forward", "products", "second_products") if second else ("forward", "products")
 
 
 def segment_times(

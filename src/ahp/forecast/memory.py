@@ -15,10 +15,25 @@ from ahp.forecast.compute import core_attention
 from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.kernels import Kernels, owners
+from ahp.forecast.selective import kept_results, second_products
 from ahp.forecast.split import Split
 from ahp.graph.operators import Operator, Segment
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Bytes under a policy that keeps the results of some operators, needed or not, and runs all others again."""
+
+    kept: int
+    """The results, without what enters the segment."""
+    made_again: int
+    """Of what the backward pass needs, what is not among them."""
+
+
+NOTHING = Policy(0, 0)
+"""Of what is not in a block, and so never recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +46,10 @@ class SegmentMemory:
     """Of it, what unfused attention keeps between its two products."""
     saved_in_chains: int
     """Of it, what element-wise operators keep."""
+    beside_products: Policy
+    """Where the results of products with a weight and of fused attention are kept."""
+    every_second_product: Policy
+    """Where those of the first, third, ... product with a weight are, and those of fused attention."""
     forward_extra: int
     """At the peak of its forward pass, beyond what it keeps."""
     backward_extra: int
@@ -73,6 +92,14 @@ class Held:
         """[C] Bytes on one device alone."""
         self._in_core = by_kind({i: count for i, count in saved.items() if i in core})
         self._in_chains = by_kind({i: count for i, count in saved.items() if segment.operators[i].flops == 0})
+        self._policies = [
+            (
+                by_kind({i: sum(spec.bytes for spec in segment.operators[i].outputs) for i in keeps}),
+                by_kind({i: count for i, count in saved.items() if i not in keeps}),
+            )
+            for keeps in (kept_results(segment), kept_results(segment) - second_products(segment))
+        ]
+        """Of each policy, [C] bytes that it keeps, and that are made again."""
         self._live = self._run(kernels, owner, saved, np.eye(len(kinds))[of] if of else np.zeros((0, 1)))
 
     def _run(self, kernels: Kernels, owner: dict[int, int], saved: dict[int, float], kind: Floats) -> dict[str, Floats]:
@@ -109,10 +136,16 @@ class Held:
         forward = float((self._live["forward"] @ shares).max(initial=0.0))
         backward = float((self._live["backward"] @ shares + output).max(initial=0.0))
         in_chains = float(self._in_chains @ shares)
+        policies = [
+            Policy(round(float(keeps @ shares)), round(float(again @ shares) + gathered))
+            for keeps, again in self._policies
+        ]
         return SegmentMemory(
             saved=round(kept + self._input_bytes * division.hidden_share + gathered),
             saved_in_core=round(float(self._in_core @ shares)),
             saved_in_chains=round(in_chains + gathered),
+            beside_products=policies[0],
+            every_second_product=policies[1],
             forward_extra=round(max(0.0, forward - kept)),
             backward_extra=round(max(0.0, backward - kept)),
         )

@@ -112,8 +112,9 @@ class StageCost:
         return tuple(sum(parts.values()) for parts in (*passes, self.first_forward, self.last_backward))
 
 
-Recompute = Literal["none", "core", "chains", "full"]
-"""What of a block is computed again in the backward pass: nothing, the core of unfused attention, element-wise chains, all."""
+Recompute = Literal["none", "core", "chains", "beside_products", "every_second_product", "full"]
+"""What of a block is computed again in the backward pass: nothing, the core of unfused attention, element-wise chains, all but
+products with a weight and fused attention, of these products every second one as well, all."""
 
 
 def stage_cost(
@@ -183,9 +184,19 @@ def stage_cost(
 def recomputed(unit: Unit, recompute: Recompute) -> Work:
     """What of a block's forward pass runs a second time."""
     times = unit.times
-    return {"none": Work(), "core": times.core_attention, "chains": times.element_wise, "full": times.forward}[
-        recompute
-    ]
+    match recompute:
+        case "none":
+            return Work()
+        case "core":
+            return times.core_attention
+        case "chains":
+            return times.element_wise
+        case "beside_products":
+            return times.element_wise + times.core_attention
+        case "every_second_product":
+            return times.element_wise + times.core_attention + times.second_products
+        case "full":
+            return times.forward
 
 
 def _forward(everything: list[Unit]) -> dict[str, float]:
@@ -211,16 +222,20 @@ def _backward(
     if any(kind != "none" for kind in recomputes):
         parts["recompute"] = sum(work.device_s for work in map(recomputed, blocks, recomputes))
     whole = [u for u, kind in zip(blocks, recomputes, strict=True) if kind == "full"]
-    again = [u for u, kind in zip(blocks, recomputes, strict=True) if sends_again(kind, data)]
-    parts["tensor_parallel"] += sum(u.tensor_forward_s for u in again)
-    parts["context_parallel"] += sum(u.context_forward_s for u in again)
+    for unit, kind in zip(blocks, recomputes, strict=True):
+        tensor_s, context_s = sent_again_s(unit, kind, data)
+        parts["tensor_parallel"] += tensor_s
+        parts["context_parallel"] += context_s
     parts["expert_parallel"] += sum(u.expert_s for u in whole)
     return parts
 
 
-def sends_again(recompute: Recompute, data: DataParallel) -> bool:
-    """Whether the collectives of a block's forward run a second time, those of tensor and of context parallelism."""
-    return recompute == "full" or (recompute != "none" and data.traits.selective_sends_again)
+def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float, float]:
+    """Seconds of the collectives of a block's forward that run a second time, those of tensor and of context parallelism."""
+    again = {"none": "nothing", "full": "all"}.get(recompute, data.traits.selective_sends_again)
+    if again == "all":
+        return unit.tensor_forward_s, unit.context_forward_s
+    return unit.tensor_gather_s if again == "gathers" else 0.0, 0.0
 
 
 def tensor_backward_s(unit: Unit, data: DataParallel) -> float:
@@ -247,9 +262,7 @@ def _work_forward(blocks: list[Unit]) -> list[float]:
 def _work_backward(blocks: list[Unit], recomputes: list[Recompute], data: DataParallel) -> list[float]:
     """The same of the backward pass, in the order of the layers."""
     return [
-        u.times.backward_s
-        + u.tensor_backward_s
-        + (recomputed(u, kind).device_s + (u.tensor_forward_s if sends_again(kind, data) else 0.0))
+        u.times.backward_s + u.tensor_backward_s + (recomputed(u, kind).device_s + sent_again_s(u, kind, data)[0])
         for u, kind in zip(blocks, recomputes, strict=True)
     ]
 
@@ -353,14 +366,33 @@ def _activations(
 
 
 def dropped_bytes(unit: Unit, units: Units, recompute: Recompute) -> int:
-    """What a block keeps less for being recomputed."""
-    if recompute == "full":
-        return max(0, unit.memory.saved - units.hidden_bytes)
-    return {"none": 0, "core": unit.memory.saved_in_core, "chains": unit.memory.saved_in_chains}[recompute]
+    """What a block keeps less for being recomputed; below 0 where the results that are kept are more than what backward needs."""
+    memory = unit.memory
+    match recompute:
+        case "none":
+            return 0
+        case "core":
+            return memory.saved_in_core
+        case "chains":
+            return memory.saved_in_chains
+        case "beside_products":
+            return memory.saved - units.hidden_bytes - memory.beside_products.kept
+        case "every_second_product":
+            return memory.saved - units.hidden_bytes - memory.every_second_product.kept
+        case "full":
+            return max(0, memory.saved - units.hidden_bytes)
 
 
 def made_again(unit: Unit, recompute: Recompute, dropped: int) -> int:
     """Bytes of what one block makes again before its backward pass."""
-    if recompute == "none":
-        return 0
-    return max(unit.memory.saved, unit.memory.forward_extra) if recompute == "full" else dropped
+    memory = unit.memory
+    match recompute:
+        case "none":
+            return 0
+        case "beside_products":
+            return memory.beside_products.made_again
+        case "every_second_product":
+            return memory.every_second_product.made_again
+        case "full":
+            return max(memory.saved, memory.forward_extra)
+    return dropped

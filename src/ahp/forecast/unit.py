@@ -16,6 +16,8 @@ class Unit:
     memory: SegmentMemory
     tensor_forward_s: float
     """Tensor-parallel collectives of the forward pass, as far as they show."""
+    tensor_gather_s: float
+    """Of them, all-gathers."""
     tensor_backward_s: float
     """The same of the backward pass, before products for weight gradients hide any."""
     tensor_launches: int

@@ -8,7 +8,8 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
-from ahp.engines.engine import ContextWay, Fp8Recipe, Traits
+from ahp.engines.engine import ContextWay, Traits
+from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Group, Kind, Network
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
@@ -152,6 +153,8 @@ class TensorCost(NamedTuple):
     """Seconds of a segment's tensor-parallel collectives for one micro-batch, and how many one pass has."""
 
     forward_s: float
+    gather_s: float
+    """Of it, all-gathers."""
     backward_s: float
     launches: int
 
@@ -259,7 +262,7 @@ class UnitPricer:
         self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: How,
     ) -> Unit:  # fmt: skip
         fp8 = how.fp8 if role == "block" else None  # engines leave the head in the compute type
-        in_8_bits = fp8 is not None and fp8.in_8_bits
+        in_8_bits = fp8 is not None and fp8.gathers_in_8_bits
         division, times, memory, weights, attention, grouped = self._of_degrees(graph, segment, role, number, axes, how)
         parts = division.split
         tensor = self._tensor(parts, axes, times, how, fp8=in_8_bits, sequences=graph.micro_batch_size)
@@ -270,6 +273,7 @@ class UnitPricer:
             times=times,
             memory=memory,
             tensor_forward_s=tensor.forward_s,
+            tensor_gather_s=tensor.gather_s,
             tensor_backward_s=tensor.backward_s,
             tensor_launches=tensor.launches,
             context_forward_s=context_s[0],
@@ -297,7 +301,7 @@ class UnitPricer:
             parts = split(segment, role, whole_biased_experts=how.whole_biased_experts)
             fp8 = how.fp8 if role == "block" else None
             run = kernels(segment, how.fusion, fused_loss=how.fused_loss)
-            self._kernels[alike] = _Run(segment, parts, run, fp8 is not None and fp8.in_8_bits)
+            self._kernels[alike] = _Run(segment, parts, run, fp8 is not None and fp8.keeps_in_8_bits)
         return self._kernels[alike]
 
     def _of_degrees(
@@ -362,20 +366,21 @@ class UnitPricer:
 
         count = len(parts.forward_reduce)
         if not axes.sequence_parallel:
-            return TensorCost(
-                total("all_reduce", parts.forward_reduce), total("all_reduce", parts.backward_reduce), count
-            )
+            forward, backward = total("all_reduce", parts.forward_reduce), total("all_reduce", parts.backward_reduce)
+            return TensorCost(forward, 0.0, backward, count)
         hidden = tuple(spec for spec in parts.forward_reduce if len(spec.shape) > 1)
         rows = tuple(spec for spec in parts.forward_reduce if len(spec.shape) == 1)
-        forward = total("reduce_scatter", hidden) + total("all_gather", parts.backward_reduce)
+        gathered = total("all_gather", parts.backward_reduce)
+        forward = total("reduce_scatter", hidden) + gathered
         gathers = total("all_gather", hidden)
-        gathers += total("all_gather", parts.backward_reduce) if how.gathers_again else 0.0
+        gathers += gathered if how.gathers_again else 0.0
         if how.tensor_in_pieces:
             # A rank begins with its own piece and ends with it: one piece of each collective has nothing to run beside.
             overlap, beside_s = 1.0 - 1.0 / group.size, times.products.device_s
-            forward, gathers = shown_s(forward, beside_s, overlap), shown_s(gathers, beside_s, overlap)
+            forward, gathers, gathered = (shown_s(s, beside_s, overlap) for s in (forward, gathers, gathered))
         forward += total("all_reduce", rows)
-        return TensorCost(forward, gathers + total("reduce_scatter", parts.backward_reduce), 2 * count)
+        backward = gathers + total("reduce_scatter", parts.backward_reduce)
+        return TensorCost(forward, gathered, backward, 2 * count)
 
     def _with_scales(self, tensor: TensorCost, parts: Split, axes: Axes, segment: Segment) -> TensorCost:
         """And what it takes that ranks agree on the largest element of a weight, an input or a gradient that they share."""
@@ -385,6 +390,7 @@ class UnitPricer:
         tokens_s = self._network.time_s("all_reduce", SCALE_BYTES, axes.context) if axes.context.size > 1 else 0.0
         return TensorCost(
             tensor.forward_s + (column + 2 * row) * scale_s + products * tokens_s,
+            tensor.gather_s,
             tensor.backward_s + column * scale_s + products * tokens_s,
             tensor.launches,
         )

@@ -22,7 +22,7 @@ from ahp.forecast.stage import (
     Weights,
     dropped_bytes,
     recomputed,
-    sends_again,
+    sent_again_s,
     tensor_backward_s,
 )
 from ahp.forecast.unit import Unit
@@ -106,7 +106,7 @@ class BlockStages:
         """[R, K]"""
 
         def work_s(u: Unit, kind: Recompute) -> float:
-            again_s = recomputed(u, kind).device_s + (u.tensor_forward_s if sends_again(kind, self._any) else 0.0)
+            again_s = recomputed(u, kind).device_s + sent_again_s(u, kind, self._any)[0]
             return u.times.backward_s + u.tensor_backward_s + again_s
 
         return self._kinds_recomputed(work_s, self._timed)
@@ -183,7 +183,7 @@ class BlockStages:
         """Of each kind: device seconds forward [K] and backward [R, K], and what the host launches in each."""
 
         def backward_s(u: Unit, kind: Recompute) -> float:
-            again_s = u.tensor_forward_s + u.context_forward_s if sends_again(kind, self._any) else 0.0
+            again_s = sum(sent_again_s(u, kind, self._any))
             experts_s = u.expert_s if kind == "full" else 0.0
             return self._backward_s(u) + recomputed(u, kind).device_s + again_s + experts_s
 

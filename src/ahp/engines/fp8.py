@@ -1,0 +1,46 @@
+"""Recipes by which engines compute products in 8 bits: what casts move and hold, and what stays in 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Pair = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """How an engine computes products with a weight in 8 bits, where the job asks for it."""
+
+    forward_cast_bytes: Pair
+    """Bytes that casts move for one element of the first and of the second operand of a forward product."""
+    input_gradient_cast_bytes: Pair
+    """The same of the product for the gradient of what a weight multiplies."""
+    weight_gradient_cast_bytes: Pair
+    """The same of the product for the gradient of a weight."""
+    temporary_bytes: float
+    """Bytes of memory for one element of the largest operand while it is cast."""
+    gathers_in_8_bits: bool
+    """Whether sequence parallelism gathers what products read in 8 bits; else in 16."""
+    keeps_in_8_bits: bool
+    """Whether it is kept for weight gradients in 8 bits; else in 16."""
+    experts: bool
+    """Whether products of stacked experts are among them."""
+    shares_scales: bool
+    """Whether ranks with parts of an operand agree on its scale, one number, by an all-reduce."""
+
+
+NVIDIAS_FP8 = Fp8Recipe(
+    (4, 0), (4, 0), (0, 0), 0, gathers_in_8_bits=True, keeps_in_8_bits=True, experts=True, shares_scales=False
+)
+"""Activations and gradients are cast once by a fused kernel, which writes the transpose for the weight gradient with them."""
+
+EAGER_TORCHAO_FP8 = Fp8Recipe(
+    (33, 33), (33, 29), (2, 29), 9, gathers_in_8_bits=False, keeps_in_8_bits=False, experts=False, shares_scales=True
+)
+"""torchao's casts, kernel by kernel: |x| and its maximum move 6 bytes of a 16-bit element; in fp32, scaled, clamped and rounded 27; a
+transpose of 8 bits 2. Scales are found once, casts of the input and the weight done again in backward (runtime/fp8_product.py).
+Two fp32 copies and the result lie in memory at once."""
+FUSED_TORCHAO_FP8 = Fp8Recipe(
+    (5, 5), (6, 4), (0, 4), 2, gathers_in_8_bits=False, keeps_in_8_bits=False, experts=False, shares_scales=True
+)
+"""The same where a compiler makes one kernel of the maximum and one of the cast, with its transpose."""
