@@ -16,7 +16,18 @@ from ahp.schedule.patterns import SCHEDULES, WHOLE_BACKWARD
         ({"expert_parallel_degree": 4, "data_parallel_shard_degree": 2}, {}, {}, "expert_parallel_degree = 4"),
         ({"enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
         ({}, {"optimizer": "muon"}, {"offload_optimizer": True}, "job.optimizer.name = 'muon'"),
-        ({"activation_checkpoint": "selective"}, {}, {"compile": True}, "activation_checkpoint = 'selective'"),
+        (
+            {"activation_checkpoint": "selective", "context_parallel_degree": 2, "context_parallel_method": "ring"},
+            {},
+            {"compile": True},
+            "activation_checkpoint = 'selective'",
+        ),
+        (
+            {"activation_checkpoint": "selective", "data_parallel_shard_degree": 2, "expert_parallel_degree": 2},
+            {},
+            {"compile": True},
+            "activation_checkpoint = 'selective'",
+        ),
         (
             {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"},
             {},
@@ -50,7 +61,8 @@ def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
     for layout in (parallelism, experts):
         assert AhpEngine().refuses(Job(precision=precision), layout, EngineChoice()) is None
         compiled = AhpEngine().refuses(Job(precision=precision), layout, EngineChoice(compile=True))
-        assert (compiled is None) == (schedule in WHOLE_BACKWARD and recompute != "selective")
+        in_one_graph = recompute != "selective" or layout is parallelism
+        assert (compiled is None) == (schedule in WHOLE_BACKWARD and in_one_graph)
 
 
 @pytest.mark.parametrize(

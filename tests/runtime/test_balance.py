@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from ahp.errors import BadInput
 from ahp.runtime.balance import balance_of
 from ahp.runtime.compiled import CPU_COMPILERS
 from tests.marks import cases
+from tests.runtime.graphs import no_kernels
 from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.workers import Pool
@@ -111,26 +112,24 @@ def test_the_balance_loss_equals_one_process(pool: Pool, layout: str, name: str)
     assert_same_weights(results, plain(name))
 
 
-def train_compiled(rank: int, world: int, name: str) -> dict[str, Any]:
+def train_compiled(rank: int, world: int, name: str, recompute: str) -> dict[str, Any]:
     """Traced and differentiated as torch.compile does it, and run without kernels of its own: those take minutes."""
     from ahp.runtime.parallelize import parallelize
 
-    plan = {"job": JOB, "parallelism": {"micro_batch_size": SIZE}, "engine": {"compile": True}}
-    compile_ = torch.compile
-    torch.compile = partial(compile_, backend="aot_eager")
-    try:
+    layout = {"micro_batch_size": SIZE, "activation_checkpoint": recompute}
+    plan = {"job": JOB, "parallelism": layout, "engine": {"compile": True}}
+    with no_kernels():
         parallel = parallelize(balanced(name), plan, device="cpu")
         results = [parallel.step(parallel.shard(batch(step))) for step in range(STEPS)]
-    finally:
-        torch.compile = compile_
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "graphs": graphs}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_blocks_tell_their_routers(pool: Pool) -> None:
-    found = pool.run(train_compiled, 1, "mixtral")[0]
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_compiled_blocks_tell_their_routers(pool: Pool, recompute: str) -> None:
+    found = pool.run(train_compiled, 1, "mixtral", recompute)[0]
     assert found["graphs"] > 0, "nothing was compiled"
     assert_same_curve(found, plain("mixtral"))
 

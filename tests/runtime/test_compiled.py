@@ -6,19 +6,23 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
-from ahp.errors import HardwareMismatch
+from ahp.errors import AhpError, BadInput, HardwareMismatch
 from ahp.graph.blocks import find_blocks
 from ahp.graph.call import call_model, logits_of
+from ahp.runtime import compiled
 from ahp.runtime.compiled import CPU_COMPILERS, compile_block, refuse_without_compiler
+from ahp.runtime.recompute import recompute
+from ahp.runtime.uncompiled import uncompiled
 from tests.marks import cases
 from tests.runtime import test_experts
+from tests.runtime.graphs import no_kernels
 from tests.runtime.models import BUILDERS, JOB, batch
 from tests.runtime.test_equality import PIPELINE, ZERO, assert_same_curve, world_size
 from tests.runtime.test_families import FAMILIES, family
@@ -62,7 +66,7 @@ def test_compiled_blocks_equal_one_process(pool: Pool, plain_run: Callable[..., 
 
 def train_without_kernels(rank: int, world: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Everything but the compiler of kernels, which takes long."""
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+    with no_kernels():
         return train(rank, world, *args, **kwargs)
 
 
@@ -70,7 +74,7 @@ RING = {"context_parallel_degree": 2, "context_parallel_method": "ring"}
 HEADS = {"context_parallel_degree": 2, "context_parallel_method": "all-to-all"}
 TENSOR = {"tensor_parallel_degree": 2, "micro_batch_size": 4}
 SEQUENCE = {**TENSOR, "enable_sequence_parallel": True}
-FULL = {"activation_checkpoint": "full"}
+FULL, SELECTIVE = ({"activation_checkpoint": kind} for kind in ("full", "selective"))
 EXPERTS = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "micro_batch_size": 4}
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "zero3-x-tp-recompute": ("llama", {**ZERO["zero3"], **TENSOR, "micro_batch_size": 2, **FULL}, 1),
@@ -82,8 +86,13 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "experts": ("family mixtral", {**EXPERTS, **FULL}, 4),
     "experts-x-sequence": ("family mixtral", {**EXPERTS, **SEQUENCE, "zero_stage": 1}, 2),
     "mixture-x-tp": ("family qwen3_moe", TENSOR, 1),
-}
-"""The model, the layout, and in how many graphs a block comes: more than one where something stays outside."""
+    "zero3-x-sequence-selective": ("gpt2", {**ZERO["zero3"], **SEQUENCE, "micro_batch_size": 2, **SELECTIVE}, 1),
+    "all-to-all-1f1b-some-selective": (
+        "llama", {**HEADS, **PIPELINE["1f1b"], **SELECTIVE, "recomputed_layers_per_stage": (2, 1), "micro_batch_size": 4}, 2
+    ),
+}  # fmt: skip
+"""The model, the layout, and in how many graphs a block comes: more than one where something stays outside, or where some blocks
+keep less than others."""
 WIDE = ("sequence", "ring-x-tp", "mixture-x-tp")
 """In larger products."""
 BUILDERS.update({name: build for name, build in test_experts.BUILDERS.items() if name.startswith("family")})
@@ -96,7 +105,9 @@ def test_compiled_products_equal_one_process(pool: Pool, plain_run: Callable[...
         assert_same_curve(found, plain_run(model, FEWER_STEPS))
         assert found["operators"] > 40, "what was compiled is not a block"
         assert found["graphs"] == [pieces] * FEWER_STEPS, "compiled more than once, or not in as many parts"
-        assert bool(found["breaks"]) == (pieces > 1), found["breaks"]
+        assert bool(found["breaks"]) == (pieces > 1 and layout.get("activation_checkpoint") != "selective"), found[
+            "breaks"
+        ]
 
 
 @pytest.mark.parametrize("name", cases(FAMILIES, wide=set(FAMILIES) - {"gemma3_text"}))
@@ -111,6 +122,109 @@ def test_blocks_of_a_family_are_one_graph(name: str, monkeypatch: pytest.MonkeyP
         logits_of(call_model(model.train(), batch(step)["input_ids"])).sum().backward()
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def kept_and_gradients(model: nn.Module, *, compile_: bool, selective: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes that its forward allocates and keeps, of which a graph tells the most, and the gradients."""
+    torch._dynamo.reset()
+    with no_kernels():
+        for block in find_blocks(model).blocks:
+            if compile_:
+                compile_block(block, compiled.keeping_products if selective else compiled.compiled)
+            elif selective:
+                recompute(block, "selective")
+        ids = batch(0)["input_ids"]
+        torch.manual_seed(1)
+        logits_of(call_model(model.train(), ids)).square().sum().backward()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+            logits = logits_of(call_model(model, ids))
+    assert logits.requires_grad
+    kept = sum(event.self_cpu_memory_usage for event in run.key_averages())
+    return kept, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "dropping"])
+def test_a_compiled_block_keeps_its_products_alone(model: str) -> None:
+    """Less than the compiler by itself, and less than uncompiled blocks, which keep more copies beside the same products. What is
+    dropped is dropped again."""
+    ways = [(False, False), (False, True), (True, False), (True, True)]
+    (_, expected), *others = (
+        kept_and_gradients(BUILDERS[model](), compile_=compile_, selective=selective) for compile_, selective in ways
+    )
+    uncompiled_ones, by_itself, both = (kept for kept, _ in others)
+    if (
+        model == "llama"
+    ):  # where random numbers are drawn again, the generator's states are kept, more than so small a model's dropout
+        assert both < uncompiled_ones
+    assert both < 0.95 * by_itself
+    for _, found in others:
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7)
+
+
+@uncompiled
+def outside(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+class Broken(nn.Module):
+    """A block of which something stays outside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * outside(x)
+
+
+def test_a_block_of_several_graphs_does_not_keep_its_products_alone() -> None:
+    block = Broken()
+    compile_block(block, compiled.keeping_products)
+    with pytest.raises(BadInput, match=r"activation_checkpoint = 'selective': .*one graph.*\(valid: none, full\)"):
+        block(torch.ones(2, requires_grad=True))
+
+
+def why_refused(rank: int, world: int, model: str, layout: dict[str, Any]) -> str:
+    from ahp.runtime.parallelize import parallelize
+
+    with pytest.raises(AhpError) as refused:
+        parallelize(
+            BUILDERS[model](), {"job": JOB, "parallelism": {**layout, **SELECTIVE}, "engine": {"compile": True}}
+        )
+    return str(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layout", "told"),
+    [
+        ("dropping", TENSOR, "dropout of a tensor"),
+        ("odd", {"context_parallel_degree": 2}, "does not divide the attention heads"),
+    ],
+)
+def test_what_stays_outside_of_graphs_is_refused(pool: Pool, model: str, layout: dict[str, Any], told: str) -> None:
+    for message in pool.run(why_refused, 2, model, layout):
+        assert told in message
+        assert message.startswith("activation_checkpoint = 'selective'")
+
+
+def odd() -> nn.Module:
+    """Three heads, which two ranks do not divide."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=128,
+            n_embd=24,
+            n_layer=2,
+            n_head=3,
+            n_positions=64,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+        )
+    )
+
+
+BUILDERS["odd"] = odd
 
 
 def dropping() -> nn.Module:

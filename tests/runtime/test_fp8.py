@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +28,7 @@ from ahp.runtime.deferred import WeightGradients
 from ahp.search.slicing.model import slice_outline
 from tests.marks import cases
 from tests.runtime.models import JOB, OPTIMIZER, VOCABULARY, batch
+from tests.runtime.graphs import no_kernels
 from tests.runtime.test_equality import LAYOUTS, world_size
 from tests.runtime.workers import Pool
 
@@ -161,8 +162,7 @@ def steps_from(
     from ahp.runtime.torch_compat import local_tensor
 
     in_fp32 = mock.patch.dict(COMPUTE_DTYPE, {"fp8": torch.float32})
-    without_kernels = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    with in_fp32, without_kernels:  # the compiler of kernels takes long
+    with in_fp32, no_kernels():  # the compiler of kernels takes long
         parallel = parallel_of(model, layout, engine)
         found = []
         for step, whole in enumerate(weights):
@@ -206,6 +206,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ring": ("llama", {"context_parallel_degree": 2, "context_parallel_method": "ring"}, {}),
     "tensor and context": ("llama", {"context_parallel_degree": 2, "tensor_parallel_degree": 2}, {}),
     "ZeRO-2, tensor": (
+    "ZeRO-3, compiled, selective": ("llama", LAYOUTS["zero3-selective"], {"compile": True}),
         "llama", {"data_parallel_shard_degree": 2, "zero_stage": 2, "tensor_parallel_degree": 2}, {}
     ),
 }  # fmt: skip

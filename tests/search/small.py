@@ -59,12 +59,15 @@ def small(
     optimizer: str = "adamw",
     loss_chunk_tokens: int | None = None,
     offload: bool = False,
+    compiled: bool = False,
 ) -> Problem:
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if memory_bytes is not None:
         where = with_memory(where, memory_bytes)
     job = Job.model_validate({"sequence_length": SEQUENCE, "global_batch_size": batch, "optimizer": optimizer})
-    choice = {"name": engine, "loss_chunk_tokens": loss_chunk_tokens, "offload_optimizer": offload}
+    choice = {
+        "name": engine, "loss_chunk_tokens": loss_chunk_tokens, "offload_optimizer": offload, "compile": compiled
+    }  # fmt: skip
     return problem(graph(model), where, job, constraints, choice)
 
 
@@ -98,6 +101,7 @@ def problems(draw: st.DrawFn, clusters: tuple[str, ...] = CLUSTERS, *, constrain
         optimizer=optimizer,
         offload=own and optimizer == "adamw" and draw(st.booleans()),
         loss_chunk_tokens=draw(st.sampled_from([None, 24] if own else [None])),
+        compiled=own and draw(st.booleans()),
         batch=draw(st.sampled_from([1, 4, 6, 16])),
         constraints=given,
         memory_bytes=draw(st.sampled_from([None, None, 2_000_000_000, 2_010_000_000, 2_050_000_000])),

@@ -166,7 +166,11 @@ def test_a_graph_of_another_job_is_refused() -> None:
     ("given", "engine", "told"),
     [
         ({"expert_parallel_degree": 2}, {"name": "accelerate"}, "accelerate"),
-        ({"activation_checkpoint": "selective"}, {"compile": True}, r"activation_checkpoint = 'selective'"),
+        (
+            {"activation_checkpoint": "selective", "context_parallel_degree": 2, "context_parallel_method": "ring"},
+            {"compile": True},
+            r"activation_checkpoint = 'selective'",
+        ),
     ],
     ids=str,
 )

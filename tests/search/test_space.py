@@ -38,6 +38,23 @@ def test_the_table_is_every_legal_layout_once(model: str, cluster: str, batch: i
     assert space.size - space.num_legal <= sum(rule.broken for rule in space.rules)
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch"), [("experts", "2xH100-SXM-80GB", 2), ("llama", "8xH100-SXM-80GB", 1)]
+)
+def test_compiled_blocks_keep_their_products_alone_where_they_are_one_graph(
+    model: str, cluster: str, batch: int
+) -> None:
+    """Not where experts are divided, nor where attention goes round a ring because eight ranks do not divide four heads."""
+    asked = small(model, cluster, batch=batch, compiled=True)
+    space, combinations = build(asked), everything(asked)
+    assert set(space) == set(filter(lambda layout: reason(asked, layout) is None, combinations))
+    assert space.num_legal == len(set(space))
+    kinds = {(x.expert_parallel_degree > 1, x.context_parallel_degree, x.activation_checkpoint) for x in space}
+    assert (False, 1, "selective") in kinds
+    assert ({(True, 1, "selective"), (False, 8, "selective")} & kinds) == set()
+    assert {(True, 1, "full"), (False, 8, "full")} & kinds
+
+
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(problems(("1xH100-SXM-80GB", "3xH100-SXM-80GB", "4xA100-SXM-40GB", "2x3xB200")))

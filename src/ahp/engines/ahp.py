@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ahp.engines.engine import Engine, Traits
+from ahp.engines.engine import ContextWay, Engine, Traits
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, FUSED_TORCHAO_FP8
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -54,13 +54,12 @@ class AhpEngine(Engine):
         if choice.offload_optimizer and job.optimizer.name != "adamw":
             rule = "its momentum stays on the device, as the products that it goes into"
             return f"job.optimizer.name = {job.optimizer.name!r}: {rule}; engine.offload_optimizer is for adamw (valid: adamw)"
-        return _refuses_compiled(p) if choice.compile else None
+        return _refuses_compiled(p, choice) if choice.compile else None
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
         sharded = parallelism.weight_shards > 1
         zero = parallelism.zero_stage if sharded else 0
-        method = parallelism.context_parallel_method
         muon = job.optimizer.name == "muon"
         pipelined = parallelism.pipeline_parallel_degree > 1
         every = zero >= 2 and not pipelined
@@ -101,7 +100,7 @@ class AhpEngine(Engine):
             experts_gather_tokens=True,  # runtime/sliced_experts.py
             whole_biased_experts=True,  # their result is no summand (search/slicing/solve.py)
             loss_chunk_tokens=choice.loss_chunk_tokens,
-            context_ways=("all-to-all", "ring") if method is None else (method,),
+            context_ways=_context_ways(parallelism, choice),
             context_sums_bytes=4,  # runtime/ring_attention.py
             torch_pipeline=True,
             fp8=FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8,
@@ -136,12 +135,28 @@ def _refuses_context(p: Parallelism, choice: EngineChoice) -> str | None:
     return None
 
 
-def _refuses_compiled(p: Parallelism) -> str | None:
-    """What blocks cannot do once they are compiled: their operators are no longer seen one by one."""
+def _context_ways(p: Parallelism, choice: EngineChoice) -> tuple[ContextWay, ...]:
+    if p.context_parallel_method is not None:
+        return (p.context_parallel_method,)
+    return ("all-to-all",) if needs_one_graph(p, choice) else ("all-to-all", "ring")
+
+
+def needs_one_graph(p: Parallelism, choice: EngineChoice) -> bool:
+    """Whether nothing in a block may stay outside of its compiled graph: what it keeps is chosen within the graph alone."""
+    return choice.compile and p.activation_checkpoint == "selective"
+
+
+def _refuses_compiled(p: Parallelism, choice: EngineChoice) -> str | None:
+    """What blocks cannot do once they are compiled."""
     rule = "does not go with engine.compile = True"
     if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD:
         valid = ", ".join(WHOLE_BACKWARD)
         return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} (valid: {valid})"
-    if p.activation_checkpoint == "selective":
-        return f"activation_checkpoint = 'selective': {rule} (valid: none, full)"
+    if not needs_one_graph(p, choice):
+        return None
+    outside = "stays outside of a block's graph, and of one graph alone it is known what to keep"
+    if p.context_parallel_degree > 1 and p.context_parallel_method == "ring":
+        return f"activation_checkpoint = 'selective': {rule}: the ring {outside} (valid: none, full; or context_parallel_method all-to-all)"
+    if p.expert_parallel_degree > 1:
+        return f"activation_checkpoint = 'selective': {rule}: what divided experts do {outside} (valid: none, full; or expert_parallel_degree 1)"
     return None

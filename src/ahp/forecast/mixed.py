@@ -90,7 +90,7 @@ class MixedPricer:
 
         Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
         """
-        return lightest_that_fits(self._price, self.job, parallelism, self.choice)
+        return lightest_that_fits(self._price, parallelism)
 
     def units(self, parallelism: Parallelism, group: str) -> Units:
         """The model's blocks and ends, priced for one rank on a group's devices and one micro-batch."""

@@ -12,7 +12,7 @@ from ahp.cluster.cells import Cell
 from ahp.cluster.model import Cluster
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
-from ahp.errors import BadInput, NotExpressible, bad_input
+from ahp.errors import AhpError, BadInput, NotExpressible, bad_input
 from ahp.forecast import memory
 from ahp.forecast.assembly import (
     FLOP_CONVENTION,
@@ -116,7 +116,7 @@ class Pricer:
 
         Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
         """
-        return lightest_that_fits(self._price, self.job, parallelism, self.choice)
+        return lightest_that_fits(self._price, parallelism)
 
     def _price(self, parallelism: Parallelism) -> Priced:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
@@ -396,18 +396,19 @@ class Pricer:
         )
 
 
-def lightest_that_fits(
-    price: Callable[[Parallelism], Priced], job: Job, parallelism: Parallelism, choice: EngineChoice
-) -> Priced:
-    """The layout priced; ``activation_checkpoint`` auto as the lightest that fits, or that the engine has."""
+def lightest_that_fits(price: Callable[[Parallelism], Priced], parallelism: Parallelism) -> Priced:
+    """The layout priced; ``activation_checkpoint`` auto as the lightest that fits, or that can be."""
     if parallelism.activation_checkpoint != "auto":
         return price(parallelism)
     priced = None
     for lightest_first in ("none", "selective", "full"):
         layout = parallelism.model_copy(update={"activation_checkpoint": lightest_first})
-        if priced is not None and get(choice.name).refuses(job, layout, choice):
+        try:
+            priced = price(layout)
+        except AhpError:
+            if priced is None:  # with nothing recomputed, so that it is something else
+                raise
             continue
-        priced = price(layout)
         if priced.forecast.fits:
             break
     assert priced is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ahp.cluster.model import Cluster
-from ahp.engines.ahp import FP8_MULTIPLE
+from ahp.engines.ahp import FP8_MULTIPLE, needs_one_graph
 from ahp.engines.registry import get
 from ahp.errors import AhpError, nearest
 from ahp.forecast.division import attention_heads, expert_parameters
@@ -181,11 +181,15 @@ def context(graph: ModelGraph, parallelism: Parallelism, engine: EngineChoice) -
         rule = "some blocks of the model have no fused attention, which alone may read tokens of other ranks"
         return _broken("context_parallel_degree", degree, rule, [1])
     ranks = degree * parallelism.tensor_parallel_degree
-    if method == "all-to-all" and any(count % ranks for count in heads):
+    if any(count % ranks for count in heads):
         rule = (
             f"context_parallel_degree x tensor_parallel_degree = {ranks} does not divide {min(heads)} attention heads"
         )
-        return _broken("context_parallel_method", method, rule, ["ring"])
+        if method == "all-to-all":
+            return _broken("context_parallel_method", method, rule, ["ring"])
+        if needs_one_graph(parallelism, engine):  # of all-to-all alone, for the ring stays outside
+            kind = parallelism.activation_checkpoint
+            return _broken("activation_checkpoint", kind, f"with engine.compile = True {rule}", ["none", "full"])
     return None
 
 

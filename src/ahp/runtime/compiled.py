@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
-from ahp.errors import HardwareMismatch
+from ahp.errors import BadInput, HardwareMismatch
+from ahp.runtime.recompute import keep_products
 from ahp.runtime.slice import SlicedForward
 from ahp.runtime.telling import Noting
+from ahp.runtime.torch_compat import compile_graph, why_graph_broke, within_checkpoint
+
+Forward = Callable[..., Any]
+
+BACKEND = "inductor"
+"""torch.compile's own choice, by name for a graph that it has made already."""
 
 CPU_COMPILERS = ("g++", "clang++")
 """What torch's compiler looks for beside the variable CXX (torch/_inductor/config.py, cpp.cxx)."""
@@ -25,12 +35,42 @@ def refuse_without_compiler(device: torch.device) -> None:
         )
 
 
-def compile_block(block: nn.Module) -> None:
+def compiled(forward: Forward) -> Forward:
+    """``forward`` as one graph, or as several where something in it stays outside."""
+    return torch.compile(forward, dynamic=False)
+
+
+def keeping_products(forward: Forward) -> Forward:
+    """``forward`` as one graph that keeps its products for backward, and runs the rest again. Where it is not one graph what is
+    returned raises BadInput."""
+    graph = torch.compile(forward, dynamic=False, fullgraph=True, backend=_keeping_products)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return graph(*args, **kwargs)
+        except Exception as error:
+            if (why := why_graph_broke(error)) is None:
+                raise
+            rule = "with engine.compile = True a block must be one graph, and something breaks it"
+            raise BadInput(f"activation_checkpoint = 'selective': {rule}: {why} (valid: none, full)") from error
+
+    return run
+
+
+def _keeping_products(graph: GraphModule, inputs: list[torch.Tensor]) -> Forward:
+    """What torch.compile makes of a graph. That the forward calls ``checkpoint`` itself would not do: function modes around it, which
+    attention of context ranks is, are not seen inside."""
+    if torch.is_grad_enabled():
+        graph = within_checkpoint(graph, keep_products)
+    return compile_graph(graph, inputs, BACKEND)
+
+
+def compile_block(block: nn.Module, compiler: Callable[[Forward], Forward] = compiled) -> None:
     """Compile a block's forward, in place, when it is first run. Hooks on the block (FSDP2's) stay outside."""
     forward = block.forward
     if isinstance(forward, SlicedForward):  # its graph is known already, collectives and all
-        forward.compiled = True
+        forward.compiler = compiler
     elif isinstance(forward, Noting):  # what it keeps for later stays outside too
-        forward.telling = torch.compile(forward.telling, dynamic=False)
+        forward.telling = compiler(forward.telling)
     else:
-        block.forward = torch.compile(forward, dynamic=False)  # type: ignore[method-assign]
+        block.forward = compiler(forward)  # type: ignore[method-assign]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ahp.runtime.uncompiled import uncompiled
+from ahp.search.slicing.placement import args_of, kwargs_of
+from ahp.search.slicing.solve import Slicing
 
 
 def with_own_numbers(operator: Callable[..., Any], rank: int) -> Callable[..., Any]:
@@ -39,3 +41,9 @@ def drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if operator is torch.ops.aten.scaled_dot_product_attention.default:
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
     return False
+
+
+def drops_parts(found: Slicing) -> bool:
+    """Whether a sliced block drops elements of a tensor that the ranks have parts of."""
+    chosen = found.chosen.items()
+    return any(strategy.divides and drops(node.target, args_of(node), kwargs_of(node)) for node, strategy in chosen)

@@ -34,7 +34,7 @@ from ahp.runtime.pipeline import Accumulation, Inputs, Pipeline, stages_of_rank
 from ahp.runtime.placement import check_device
 from ahp.runtime.preflight import preflight
 from ahp.runtime.prepare import Preparation, cut_stages
-from ahp.runtime.refuse import refuse_model, refuse_plan
+from ahp.runtime.refuse import refuse_model, refuse_plan, refuse_what_stays_outside
 from ahp.runtime.shard import COMPUTE_DTYPE, Sharding
 from ahp.runtime.start import Start
 from ahp.search.slicing.model import ModelSlicing, slice_outline
@@ -116,6 +116,7 @@ class Parallel:
             check_parts(module, found, sliced, p.tensor_parallel_degree)
         self.tokens = SharedTokens(module, found, plan, mesh) if found and p.context_parallel_degree > 1 else None
         """How sequences are cut over the context ranks, None where they are not."""
+        refuse_what_stays_outside(plan, sliced, self.tokens.context.method if self.tokens else None)
         self.names = Names(module)
         matrices = matrices_of(module, plan.job.optimizer)
         start = Start(module, plan)

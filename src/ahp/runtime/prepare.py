@@ -11,7 +11,7 @@ from torch import nn
 from ahp.graph.outline import Outline
 from ahp.plan import Plan
 from ahp.runtime.balance import Balance, Routers
-from ahp.runtime.compiled import compile_block
+from ahp.runtime.compiled import compile_block, compiled, keeping_products
 from ahp.runtime.context_blocks import SharedTokens
 from ahp.runtime.deferred import WeightGradients
 from ahp.runtime.experts import divide_experts
@@ -119,15 +119,16 @@ class Preparation:
         p = self.plan.parallelism
         if self.balance is not None:
             stage.routers = Routers(stage.model, layers.values(), self.balance)
+        some, kind = p.recomputed_layers(self.mesh.rank("dp_replicate")), p.activation_checkpoint
+        again = list(layers.values())[: None if some is None else some[index]]
         for block in layers.values() if self.plan.engine.compile else ():
-            compile_block(block)
+            compile_block(block, keeping_products if kind == "selective" and block in again else compiled)
         if self.tokens is not None:
             for block in layers.values():
                 self.tokens.attend(block)
-        if p.activation_checkpoint in ("selective", "full"):
-            some = p.recomputed_layers(self.mesh.rank("dp_replicate"))
-            for block in list(layers.values())[: None if some is None else some[index]]:
-                recompute(block, p.activation_checkpoint, stage.around)
+        if kind == "full" or (kind == "selective" and not self.plan.engine.compile):
+            for block in again:
+                recompute(block, kind, stage.around)
         if self.tokens is not None:
             for number, block in layers.items():
                 self.tokens.give_own_tokens(block, number)

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import (
 )
 
 Context = Callable[[], AbstractContextManager[Any]]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Around the first run and around the second."""
 
 aten = torch.ops.aten
 KEPT = {
@@ -39,10 +41,10 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"], around: Cont
     """
     forward = block.forward
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def contexts() -> Contexts:
         if kind == "full":
             return nullcontext(), around()
-        keep, again = create_selective_checkpoint_contexts(_policy)
+        keep, again = keep_products()
         return keep, _both(again, around())
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -51,6 +53,11 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"], around: Cont
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     block.forward = run  # type: ignore[method-assign]
+
+
+def keep_products() -> Contexts:
+    """What ``checkpoint`` takes as ``context_fn`` to keep products with a weight and fused attention."""
+    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -6,17 +6,20 @@ import torch
 from torch import nn
 
 from ahp.engines import registry
+from ahp.engines.ahp import needs_one_graph
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import rules
 from ahp.graph.blocks import BlockList
 from ahp.graph.document_mask import check_documents_apart
 from ahp.graph.outline import Outline
-from ahp.plan import Plan
+from ahp.plan import ContextMethod, Plan
 from ahp.runtime.compiled import refuse_without_compiler
+from ahp.runtime.dropout import drops_parts
 from ahp.runtime.experts import check_experts
 from ahp.runtime.fp8 import check_linear
 from ahp.runtime.offload import refuse_without_host
 from ahp.schedule.stages import layers_of_stages
+from ahp.search.slicing.model import ModelSlicing
 
 
 def refuse_plan(plan: Plan, device: torch.device) -> None:
@@ -52,6 +55,25 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
         raise BadInput(
             f"enable_sequence_parallel: {found.uncuttable}, which would meet a part of the sequence (valid: False)"
         )
+
+
+def refuse_what_stays_outside(plan: Plan, sliced: ModelSlicing | None, method: ContextMethod | None) -> None:
+    """Raises BadInput where something of a block would stay outside of its compiled graph that must be in it.
+
+    ``method``: how ranks share sequences, None where they do not.
+    """
+    if not needs_one_graph(plan.parallelism, plan.engine):
+        return
+    if method == "ring":
+        what = "the ring of context parallelism, which is taken because all-to-all does not divide the attention heads"
+    elif sliced is not None and any(map(drops_parts, sliced.blocks)):
+        what = "dropout of a tensor that tensor-parallel ranks have parts of"
+    else:
+        return
+    raise BadInput(
+        f"activation_checkpoint = 'selective': with engine.compile = True a block must be one graph, and outside of it stays {what} "
+        "(valid: none, full)"
+    )
 
 
 def _refuse_chunks(tokens: int, found: Outline | None) -> None:

@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx import GraphModule
 
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves, weights_of
 from ahp.graph.outline import block_input
@@ -162,7 +163,8 @@ class SlicedForward:
         self.block, self.template, self.solution, self.group, self.programs = block, template, solution, group, programs
         self.context_degree, self.fp8 = context_degree, fp8
         self.in_parts = self.first = self.last = False
-        self.compiled = False
+        self.compiler: Callable[[GraphModule], Callable[..., Any]] | None = None
+        """What the graph is run by, None = as it is."""
         self.experts: dict[str, tuple[Called, nn.Module]] = {}
         """By their paths in the block, those that its graph calls, and what stands for them in it."""
         self.note: Callable[[torch.Tensor], None] | None = None
@@ -214,13 +216,13 @@ class SlicedForward:
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         facts = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
-        return facts, spec, self.block.training, next(iter(weights.values())).dtype
+        return facts, spec, self.block.training, next(iter(weights.values())).dtype, self.compiler
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
         captured, solution = self._solved(args, kwargs, weights)
         experts = {path: called for path, (called, _) in self.experts.items()}
-        program: Any = rewrite(captured, solution, self.group, experts, self.fp8)
-        return torch.compile(program, dynamic=False) if self.compiled else program, captured.output_spec
+        program = rewrite(captured, solution, self.group, experts, self.fp8)
+        return self.compiler(program) if self.compiler else program, captured.output_spec
 
     def _solved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _redistribute
+from torch.fx import Graph, GraphModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import _disable_current_modes
@@ -153,3 +155,31 @@ def default_store() -> dist.Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def why_graph_broke(error: Exception) -> str | None:
+    """What torch.compile says of a graph that it could not make in one piece; None where the error is another."""
+    from torch._dynamo.exc import UncapturedHigherOrderOpError, Unsupported  # a second of imports
+
+    broke = isinstance(error, (Unsupported, UncapturedHigherOrderOpError))
+    return str(error).strip().splitlines()[0] if broke else None
+
+
+def within_checkpoint(graph: GraphModule, contexts: Callable[[], Any]) -> GraphModule:
+    """A graph of torch.compile's as it would be, had what it was made from been called by ``checkpoint`` with this ``context_fn``."""
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+    outer = Graph()
+    inputs = [outer.node_copy(node) for node in graph.graph.find_nodes(op="placeholder")]
+    called = outer.call_function(tag_activation_checkpoint, (outer.get_attr("body"), *inputs), {"use_reentrant": False})
+    outputs: Any = graph.graph.output_node().args[0]
+    outer.output(tuple(outer.call_function(operator.getitem, (called, i)) for i in range(len(outputs))))
+    graph.meta["_checkpoint_context_fn"] = contexts
+    return GraphModule({"body": graph}, outer)
+
+
+def compile_graph(graph: GraphModule, inputs: list[torch.Tensor], backend: str) -> Callable[..., Any]:
+    """What a backend of torch.compile makes of a graph of torch.compile's."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(backend)(graph, inputs)

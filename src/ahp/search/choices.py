@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -98,6 +98,8 @@ class Choices:
         self.legal_splits = cache(self._legal_splits)
         self.legal_states = cache(self._legal_states)
         self.legal_pipes = cache(self._legal_pipes)
+        self.legal_recompute = cache(self._legal_recompute)
+        self.bad_recompute = cache(self._bad_recompute)
         self.refused = cache(self._refused)
         self.bad_split = cache(self._bad_split)
         self.bad_stages = cache(self._bad_stages)
@@ -200,9 +202,25 @@ class Choices:
     def _legal_pipes(self, pipeline: int, micro_batches: int) -> tuple[Pipe, ...]:
         return tuple(pipe for pipe in self.pipes(pipeline) if not self.bad_pipe(pipe, pipeline, micro_batches))
 
-    @cached_property
-    def legal_recompute(self) -> tuple[str, ...]:
-        return tuple(kind for kind in self.recompute if not self.refused(activation_checkpoint=kind))
+    def _legal_recompute(self, tensor: int, context: int, expert: int) -> tuple[str, ...]:
+        return tuple(kind for kind in self.recompute if not self.bad_recompute(kind, tensor, context, expert))
+
+    def _bad_recompute(self, kind: str, tensor: int, context: int, expert: int) -> str | None:
+        """Why the engine cannot recompute so, where it can run ranks that share so much of the work of a block."""
+        if refused := self.refused(activation_checkpoint=kind):
+            return refused
+        lighter: dict[str, Any] = {
+            "tensor_parallel_degree": tensor,
+            "context_parallel_degree": context,
+            "context_parallel_method": self.given.get("context_parallel_method"),
+        }
+        keys = {**lighter, "activation_checkpoint": kind}
+        shared = self.asked.refused_experts(expert, **keys)
+        if shared and not self.asked.refused_experts(expert, **lighter):
+            return shared
+        graph, engine = self.asked.graph, self.asked.engine
+        broken = rules.context(graph, Parallelism(**keys), engine)
+        return None if rules.context(graph, Parallelism(**lighter), engine) else broken
 
     def refused_experts(self, expert: int, tensor: int, context: int) -> str | None:
         """Why the engine cannot share experts among so many ranks, whatever else they share."""

@@ -102,7 +102,9 @@ class Space:
 
     def rows(self, block: int) -> Rows:
         """The legal rows of one block."""
-        return Rows(self._splits(int(self.blocks.mesh[block])), self.pipes(block), self._choices.legal_recompute)
+        mesh = self.mesh(block)
+        kinds = self._choices.legal_recompute(mesh.tensor, mesh.context, mesh.expert)
+        return Rows(self._splits(int(self.blocks.mesh[block])), self.pipes(block), kinds)
 
     def _legal_splits(self, number: int) -> tuple[Split, ...]:
         """Of one mesh."""
@@ -326,8 +328,13 @@ class _Counted:
             good[of_p] = found
         return good
 
-    def _good_recompute(self) -> int:
-        reasons = [self.choices.refused(activation_checkpoint=kind) for kind in self.choices.recompute]
-        for text in filter(None, reasons):
-            self._count("engine: activation_checkpoint", text, self.size // self.num_recompute)
-        return reasons.count(None)
+    def _good_recompute(self) -> Ints:
+        """[M] Kinds of recompute that the engine can express."""
+        rows = self.per_micro_batch // self.num_recompute * self.micro_batches.shape[1]
+        good = np.zeros(len(self.meshes), dtype=np.int64)
+        for number, mesh in enumerate(self.meshes):
+            for kind in self.choices.recompute:
+                bad = self.choices.bad_recompute(kind, mesh.tensor, mesh.context, mesh.expert)
+                self._count("engine: activation_checkpoint", bad, int(rows[number]))
+                good[number] += bad is None
+        return good

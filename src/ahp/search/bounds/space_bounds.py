@@ -88,7 +88,7 @@ class Bounds:
 
     def _made(self, space: Space, block: int, ways: tuple[Split, ...]) -> Splits:
         asked, rows = self.problem, space.rows(block)
-        layouts = space.layouts(block, ways, rows.pipes[0], rows.recompute[0])
+        layouts = space.layouts(block, ways, rows.pipes[0], rows.recompute[-1])
         traits = [self._traits_of(space, block, *pair) for pair in zip(ways, layouts, strict=True)]
         return Splits(layouts, traits, asked.pricer.nodes, asked.pricer.network)
 
@@ -105,7 +105,7 @@ class Bounds:
         mesh = int(space.blocks.mesh[block])
         if mesh not in self._firsts:
             rows = space.rows(block)
-            layout = space.layout_of(block, rows.splits[0], rows.pipes[0], rows.recompute[0])
+            layout = space.layout_of(block, rows.splits[0], rows.pipes[0], rows.recompute[-1])
             axes = axes_of(layout, self.problem.pricer.nodes.devices_per_node)
             self._firsts[mesh] = axes, self._traits_of(space, block, rows.splits[0], layout)
         return self._firsts[mesh]

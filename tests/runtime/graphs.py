@@ -1,0 +1,20 @@
+"""Graphs of torch.compile without the compiler of kernels, which takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+import torch
+
+from ahp.runtime import compiled
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Within, graphs are made and differentiated as torch.compile does it, and run operator by operator."""
+    plain = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    with plain, mock.patch.object(compiled, "BACKEND", "aot_eager"):
+        yield
