@@ -7,7 +7,8 @@
     python benchmarks/accuracy.py ROWS/*.json --json                       every row, as JSON
 
 Each file is one source; accuracy_rows.py says what stands in a row, so that anyone can add some. Files of kernels and
-collectives may be among them: they are counted and left alone. accuracy_notes.yaml holds the words: why rows are far
+collectives may be among them: they are counted and left alone. The rows of unseen/ are judged apart, and no
+constant is ever fitted to them. accuracy_notes.yaml holds the words: why rows are far
 off, what other tools publish. Pricing takes some minutes, fitting as long again; no time of this machine enters but
 that of a call. Progress goes to stderr.
 """
@@ -32,8 +33,11 @@ from accuracy_rows import read
 from ahp.engines import steps
 
 NOTES = Path(__file__).parent / "accuracy_notes.yaml"
+UNSEEN = Path(__file__).parent / "unseen"
+"""Rows that no constant was derived from, and that none may be."""
 TITLES = {
     "sources": "Step time",
+    "unseen": "Runs that nothing was derived from",
     "ranking": "Ranking",
     "choice": "Choosing",
     "memory": "Memory",
@@ -63,7 +67,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def sections(
-    judged: Sequence[Judged], left_out: Mapping[str, str], notes: Mapping[str, Any], fit: Fit | None, simulate: Simulate
+    judged: Sequence[Judged],
+    unseen: Sequence[Judged],
+    left_out: Mapping[str, str],
+    notes: Mapping[str, Any],
+    fit: Fit | None,
+    simulate: Simulate,
 ) -> dict[str, str]:
     """The text of every section; without a fit, the columns and the section of fitted constants are not there."""
     apart: list[Judged] = []
@@ -73,6 +82,7 @@ def sections(
         fitted = tables.constants(fit.values(), without)
     return {
         "sources": tables.sources(judged, apart, notes),
+        "unseen": tables.unseen(unseen, notes),
         "ranking": tables.ranking(judged),
         "choice": accuracy_choice.section(judged, notes, simulate),
         "memory": tables.memory(judged),
@@ -124,7 +134,8 @@ def main(arguments: Sequence[str] | None = None, simulate: Simulate | None = Non
     if options.json:
         print(json.dumps([plain(one) for one in judged], indent=1))
         return 0
-    found = sections(judged, left_out, notes, fit, simulate)
+    unseen = judge_all(read(sorted(UNSEEN.glob("*.json")))[0], simulate, "pricing runs that nothing was derived from")
+    found = sections(judged, unseen, left_out, notes, fit, simulate)
     for marker, text in found.items():
         print(f"## {TITLES[marker]}\n\n{text}\n")
     if options.markdown:

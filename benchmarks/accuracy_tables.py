@@ -87,6 +87,24 @@ def sources(judged: Sequence[Judged], left_out: Sequence[Judged], notes: Mapping
     return table(head, lines)
 
 
+def unseen(judged: Sequence[Judged], notes: Mapping[str, Any]) -> str:
+    """Per source of rows that nothing was derived from: errors of the step time and of reserved memory, and rows far off."""
+    lines, means = [], []
+    for name, own in by_source(judged).items():
+        figures, reserved = _figures(own), errors(own, "reserved_error")
+        means.append(figures)
+        off = [percent(abs(reserved).mean()), percent(reserved.mean(), "+.1f")] if len(reserved) else ["", ""]
+        lines.append(_line(name, own, figures, np.nan)[:-1] + off)
+    votes = np.array([figures for figures in means if not np.isnan(figures[0])])
+    if len(votes):
+        mean = votes.mean(axis=0)
+        mean[3] = max(votes[:, 3], key=abs)
+        lines.append([*_line("**each source one vote**", judged, mean, np.nan)[:-1], "", ""])
+    head = ["source", "rows", "not priced", "mean", "median", "9 of 10 below", "worst", "bias", "in band"]
+    parts = [table([*head, "reserved memory: mean", "bias"], lines), far_off(judged, {"far_off": notes["unseen"]})]
+    return "\n\n".join(parts)
+
+
 def memory(judged: Sequence[Judged]) -> str:
     """Per source with measured bytes: errors of allocated and reserved, and mistaken promises of the fit."""
     lines = []

@@ -137,6 +137,29 @@ def test_a_pattern_explains_rows_and_the_rest_stay_open(accuracy: Any) -> None:
     assert "**Not explained yet.** (1): `b-1` -50" in told
 
 
+def test_rows_that_nothing_was_derived_from_are_apart(
+    accuracy: Any, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unseen").mkdir()
+    launch_s = 0.1 * steps.constants()[CONSTANT].value
+    files(tmp_path / "unseen", theirs=[row(1, launch_s / 1.2), row(2, 2 * launch_s / 0.6), row(13, 1.0)])
+    monkeypatch.setattr(accuracy, "UNSEEN", tmp_path / "unseen")
+    assert accuracy.main(files(tmp_path, mine=[row(1, launch_s)]), fake_simulate) == 0
+    apart, rest = capsys.readouterr().out.split("## Ranking")
+    seen, unseen = apart.split("## Runs that nothing was derived from")
+    assert "theirs" not in seen + rest
+    assert line(unseen, "theirs |")[:7] == ["theirs", "3", "1", "30.0", "30.0", "38.0", "-40"]
+    assert "1 of 2 rows are off by more than 30 %" in unseen
+
+
+def test_every_shipped_row_is_a_run_with_a_source(accuracy: Any) -> None:
+    runs, left_out = sys.modules["accuracy_rows"].read(sorted(accuracy.UNSEEN.glob("*.json")))
+    assert not left_out
+    assert len({run.id for run in runs}) == len(runs) > 100
+    assert len({run.source for run in runs}) == 6
+    assert all(run.measured_s for run in runs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(steps.constants()))
 def test_a_constant_of_whole_steps_moves_a_real_forecast(accuracy: Any, name: str) -> None:
