@@ -64,6 +64,11 @@ class Constraints(Record):
         return order == parallelism.axes and all(getattr(parallelism, key) == value for key, value in given.items())
 
 
+COLLECTIVE_TIMEOUT_S = 600.0
+"""A collective that has not ended after this long ends the run, with the cause in status.json. What ranks wait for longest is
+another's part of a checkpoint or of the export; ten minutes is torch's own limit for NCCL, gloo's is thirty."""
+
+
 class Run(Record):
     """Where a run leaves its files, and how often."""
 
@@ -72,6 +77,7 @@ class Run(Record):
     keep: int = Field(default=3, ge=1)
     validate_every: int = Field(default=50, ge=1)
     validation_batches: int = Field(default=4, ge=1)
+    collective_timeout_s: float = Field(default=COLLECTIVE_TIMEOUT_S, ge=1)
     track: tuple[Tracker, ...] = ()
 
 
@@ -156,6 +162,7 @@ HELP: dict[str, str] = {
     "run.keep": "newest checkpoints that are kept",
     "run.validate_every": "steps between looks at the loss on held-out text, where job.validation gives some",
     "run.validation_batches": "global batches of one look; the same ones each time",
+    "run.collective_timeout_s": "seconds after which a rank that the others wait for ends the run",
     "run.track": "beside metrics.jsonl: tensorboard, wandb (extra [track])",
 }
 """Every key of config.yaml in words; docs/config.md and ``ahp train --help`` show these."""

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from ahp.runtime.failure import TrainingFailed
 from ahp.runtime.generate import Sampling, generate
 from ahp.runtime.run_folder import RunFolder
 from ahp.runtime.trainer import Outcome, Trainer
+from tests.runtime import hanging
 from tests.runtime.workers import Pool
 
 pytestmark = pytest.mark.slow
@@ -217,6 +219,28 @@ def test_fault_in_a_worker_has_its_cause_and_exit_code(text: Path, tmp_path: Pat
     status = RunFolder(tmp_path / "run").status()
     assert status is not None
     assert (status.state, status.step, status.exit_code) == ("failed", 0, 2)
+
+
+def test_a_rank_that_hangs_in_a_step_is_named(text: Path, tmp_path: Path) -> None:
+    """Under the launcher: within the limit the other rank gives up, and what is told is who hangs."""
+    one_micro_batch = SHARDED.model_copy(update={"micro_batch_size": 2})
+    hanging_plan = plan(text, one_micro_batch).model_copy(update={"model": "tests.runtime.hanging:model"})
+    told = f"after step {hanging.AFTER}: rank 1 on {socket.gethostname()} did not come to a collective on axis dp_shard"
+    trainer = Trainer(hanging_plan, folder=tmp_path / "run", checkpoint_every=2, collective_timeout_s=8.0)
+    with pytest.raises(TrainingFailed, match=re.escape(told)) as error:
+        trainer.run()
+    folder = RunFolder(tmp_path / "run")
+    status = folder.status()
+    assert status is not None
+    assert (
+        (status.state, status.step, status.exit_code)
+        == ("failed", hanging.AFTER, 1)
+        == ("failed", hanging.AFTER, error.value.exit_code)
+    )
+    assert status.cause is not None
+    assert status.cause.startswith(told)
+    assert "run.collective_timeout_s = 8; rank 0 on" in status.cause
+    assert [saved.step for saved in folder.checkpoints()] == [2, hanging.AFTER]
 
 
 def test_loss_that_is_no_number_stops_the_run(pool: Pool, text: Path, tmp_path: Path) -> None:

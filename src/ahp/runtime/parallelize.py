@@ -32,7 +32,7 @@ from ahp.runtime.optimizer import ShardedOptimizer, matrices_of
 from ahp.runtime.ownership import Held, Names, StageTies
 from ahp.runtime.pipeline import Accumulation, Inputs, Pipeline, stages_of_rank
 from ahp.runtime.placement import check_device
-from ahp.runtime.preflight import preflight
+from ahp.runtime.preflight import Hosts, preflight
 from ahp.runtime.prepare import Preparation, cut_stages
 from ahp.runtime.refuse import refuse_model, refuse_plan, refuse_what_stays_outside
 from ahp.runtime.shard import COMPUTE_DTYPE, Sharding
@@ -83,8 +83,8 @@ def rehearse(module: nn.Module, plan: Plan, *, device: torch.device | str | None
     refuse_plan(plan, _device(device))
     mesh = build_mesh(plan.parallelism, _device(device))
     check_device(plan, dist.get_rank(), mesh.device)
-    preflight(mesh)
-    return Parallel(module, plan, mesh)
+    hosts = preflight(mesh)
+    return Parallel(module, plan, mesh, hosts)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -98,8 +98,8 @@ def _device(device: torch.device | str | None) -> torch.device:
 class Parallel:
     """A model that takes optimizer steps under a plan. Made by ``parallelize``."""
 
-    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh) -> None:
-        self.plan, self.mesh = plan, mesh
+    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, hosts: Hosts) -> None:
+        self.plan, self.mesh, self.hosts = plan, mesh, hosts
         self.config = getattr(module, "config", None)
         self.num_steps_done = 0
         self._saver: BackgroundSaver | None = None

@@ -28,8 +28,8 @@ class NoAnswer(AhpError):
     """Ranks that did not come, or a network that does not carry."""
 
 
-def preflight(mesh: Mesh, *, answer_s: float = ANSWER_S, exchange_s: float = EXCHANGE_S) -> None:
-    """Let all ranks meet, then all-reduce one number along each axis. Collective.
+def preflight(mesh: Mesh, *, answer_s: float = ANSWER_S, exchange_s: float = EXCHANGE_S) -> Hosts:
+    """Let all ranks meet, then all-reduce one number along each axis. Collective. Returns who came, and from where.
 
     Raises NoAnswer: ranks and hosts that did not come within ``answer_s``, or the axis on which an exchange failed or took
     longer than ``exchange_s``, with the ranks and hosts on it.
@@ -39,6 +39,7 @@ def preflight(mesh: Mesh, *, answer_s: float = ANSWER_S, exchange_s: float = EXC
     for axis in (*AXES, "ep"):
         if mesh.size(axis) > 1:
             _exchange(mesh, axis, hosts, exchange_s)
+    return hosts
 
 
 class Hosts:
@@ -61,8 +62,8 @@ class Hosts:
             missing = [rank for rank in self.ranks if not self.store.check([self.keys[rank]])]
             there = [rank for rank in self.ranks if rank not in missing]
             raise NoAnswer(
-                f"{_ranks(missing)} of {dist.get_world_size()} did not come to the first exchange within {answer_s:.0f} s; "
-                f"{_ranks(there)} did, on {self.of(there)}. The logs of those that are missing say where they hang or why "
+                f"{named(missing)} of {dist.get_world_size()} did not come to the first exchange within {answer_s:.0f} s; "
+                f"{named(there)} did, on {self.of(there)}. The logs of those that are missing say where they hang or why "
                 "they ended"
             ) from None
 
@@ -86,9 +87,10 @@ def _exchange(mesh: Mesh, axis: str, hosts: Hosts, exchange_s: float) -> None:
         first_line = str(error).strip().splitlines()[0]
         wrong = f"an all-reduce of one number did not end within {exchange_s:.0f} s: {first_line}"
     if wrong:
-        raise NoAnswer(f"axis {axis}, {_ranks(ranks)} on {hosts.of(ranks)}: {wrong}")
+        raise NoAnswer(f"axis {axis}, {named(ranks)} on {hosts.of(ranks)}: {wrong}")
 
 
-def _ranks(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
+    """Ranks in words, the first eight by their numbers."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

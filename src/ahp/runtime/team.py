@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from ahp.config import COLLECTIVE_TIMEOUT_S
 from ahp.errors import AhpError, HardwareMismatch, bad_input
 from ahp.plan import Plan
 from ahp.runtime.fp8 import refuse_without_fp8
@@ -21,9 +22,6 @@ from ahp.runtime.torch_compat import default_store, launchers_store
 Result = TypeVar("Result")
 DeviceType = Literal["cpu", "cuda"]
 BACKENDS: dict[DeviceType, str] = {"cpu": "gloo", "cuda": "nccl"}
-COLLECTIVE_S = 600.0
-"""A collective that has not ended after this long ends the run, with the cause in status.json. What ranks wait for longest is
-another's part of a checkpoint or of the export; ten minutes is torch's own limit for NCCL, gloo's is thirty."""
 MESH_ORDER = "ahp/mesh-order"
 """Prefix in the store of groups whose ranks are the places of a mesh."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -149,7 +147,7 @@ def team(device: DeviceType, plan: Plan | None = None) -> Iterator[Team]:
 def _join(device: DeviceType, where: torch.device, places: list[int] | None) -> None:
     """Make the default group, with the places of a mesh as ranks where they are given."""
     limits: dict[str, Any] = {
-        "timeout": timedelta(seconds=COLLECTIVE_S),
+        "timeout": timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         "device_id": where if device == "cuda" else None,
     }
     if places is None:

@@ -38,7 +38,7 @@ def time_limit(device: torch.device, group: dist.ProcessGroup | None = None) -> 
     return found._get_backend(device).options._timeout  # type: ignore[no-any-return]
 
 
-def limit_time(group: dist.ProcessGroup, limit: timedelta) -> None:
+def limit_time(group: dist.ProcessGroup | None, limit: timedelta) -> None:
     """Let collectives of the group end with an error after so long. A DeviceMesh makes its groups with the backend's default."""
     distributed_c10d._set_pg_timeout(limit, group)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ahp.config import COLLECTIVE_TIMEOUT_S
 from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.plan import Plan
 from ahp.runtime import failure, launch
@@ -58,6 +59,7 @@ class Trainer:
         keep: int = 3,
         validate_every: int = 50,
         validation_batches: int = 4,
+        collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
         track: Sequence[str] = (),
     ) -> None:
         self.often = {
@@ -66,7 +68,8 @@ class Trainer:
             "validate_every": validate_every,
             "validation_batches": validation_batches,
         }
-        for name, value in self.often.items():
+        self.collective_timeout_s = collective_timeout_s
+        for name, value in {**self.often, "collective_timeout_s": collective_timeout_s}.items():
             if value < 1:
                 raise bad_input(f"run.{name}", value, "must be at least 1")
         check(track)
@@ -191,7 +194,10 @@ class Trainer:
 
     def _order(self, device: DeviceType, texts: Texts) -> Order:
         corpus, validation = texts
-        return Order(corpus=corpus, device=device, validation=validation, track=self.track, **self.often)
+        return Order(
+            corpus=corpus, device=device, validation=validation, collective_timeout_s=self.collective_timeout_s,
+            track=self.track, **self.often,
+        )  # fmt: skip
 
     def _texts_of(self, ranks: Team) -> Texts:
         """What the first rank prepares and verifies; on a node that does not see its cache, made once more."""

@@ -10,9 +10,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from ahp.config import COLLECTIVE_TIMEOUT_S
 from ahp.plan import Plan
 from ahp.runtime import failure
 from ahp.runtime.run_folder import RunFolder, Status
@@ -36,6 +38,7 @@ class Order:
     """Folder of the tokenised held-out text, where it is not a share of the other."""
     validate_every: int = 50
     validation_batches: int = 4
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
     track: Sequence[str] = ()
 
 
@@ -71,11 +74,15 @@ def _train(
     on_step: Callable[[dict[str, Any]], None],
     ranks: Team,
 ) -> Status:
+    import torch.distributed as dist
+
     from ahp.graph.models import build_model, is_masked
     from ahp.runtime.data import corpus as corpora
     from ahp.runtime.data.batches import batches_for, validation_batches_for
     from ahp.runtime.loop import Loop, Settings
     from ahp.runtime.parallelize import parallelize
+    from ahp.runtime.silence import explained
+    from ahp.runtime.torch_compat import limit_time
     from ahp.runtime.track import Trackers
 
     job = plan.job
@@ -91,6 +98,8 @@ def _train(
         on_step(record)
         trackers.log(record)
 
+    # Not while ranks found each other: the groups of the mesh get it from the group of all.
+    limit_time(dist.group.WORLD, timedelta(seconds=order.collective_timeout_s))
     parallel = parallelize(module, plan)
     loop = Loop(
         parallel=parallel,
@@ -108,6 +117,10 @@ def _train(
         shutil.copyfile(corpus.folder / "tokenizer.json", folder.tokenizer_file)
     try:
         status = loop.run()
+    except Exception as error:
+        if (cause := explained(error, parallel.mesh, parallel.hosts, failure.last_step(folder))) is not error:
+            raise cause from error
+        raise
     finally:
         trackers.close()
     if status.state == "interrupted":

@@ -1,0 +1,34 @@
+"""A model whose rank 1 hangs in the forward pass of a step, until its launcher ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+from torch import nn
+
+from ahp.graph.models import build_model
+
+AFTER = 4
+"""Steps that all ranks do."""
+CONFIG = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def model() -> nn.Module:
+    """With one micro-batch a step."""
+    torch.manual_seed(0)
+    found, calls = build_model(CONFIG, device="cpu"), []
+
+    def hang(module: nn.Module, args: Any) -> None:
+        if os.environ.get("RANK") == "1" and module.training:
+            calls.append(1)
+            if len(calls) > AFTER:
+                signal.pause()
+
+    found.get_submodule("model.layers.1.mlp").register_forward_pre_hook(hang)
+    return found
