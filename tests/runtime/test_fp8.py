@@ -205,8 +205,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sequence, compiled": ("llama", LAYOUTS["sequence"], {"compile": True}),
     "ring": ("llama", {"context_parallel_degree": 2, "context_parallel_method": "ring"}, {}),
     "tensor and context": ("llama", {"context_parallel_degree": 2, "tensor_parallel_degree": 2}, {}),
-    "ZeRO-2, tensor": (
     "ZeRO-3, compiled, selective": ("llama", LAYOUTS["zero3-selective"], {"compile": True}),
+    "ZeRO-2, tensor": (
         "llama", {"data_parallel_shard_degree": 2, "zero_stage": 2, "tensor_parallel_degree": 2}, {}
     ),
 }  # fmt: skip

@@ -158,19 +158,19 @@ def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, t
 
 def test_killed_worker_is_told_and_the_next_start_goes_on(text: Path, tmp_path: Path) -> None:
     long = plan(text, SHARDED, steps=400)
-    killer = threading.Thread(target=kill_a_worker, args=(tmp_path / "run", 25), daemon=True)
+    killer = threading.Thread(target=kill_a_worker, args=(tmp_path / "run", 12), daemon=True)
     killer.start()
     with pytest.raises(TrainingFailed, match="was ended by SIGKILL after step"):
-        train(long, tmp_path / "run", checkpoint_every=10)
+        train(long, tmp_path / "run", checkpoint_every=5)
     folder = RunFolder(tmp_path / "run")
     status, saved = folder.status(), folder.checkpoints()[-1].step
     assert status is not None
     assert (status.state, status.exit_code) == ("failed", 1)
-    assert status.step >= saved >= 20
+    assert status.step >= saved >= 10
     before = curve(folder.path)
     folder.write_status(status)
-    stop_after(folder, saved + 5)
-    outcome = train(long, folder.path, checkpoint_every=10)
+    stop_after(folder, saved + 3)
+    outcome = train(long, folder.path, checkpoint_every=5)
     assert outcome.exit_code == 128 + signal.SIGTERM
     again = curve(folder.path)
     assert [step for step, _, _ in again] == list(range(1, outcome.status.step + 1))
