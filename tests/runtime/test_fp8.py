@@ -27,8 +27,8 @@ from ahp.runtime import fp8
 from ahp.runtime.deferred import WeightGradients
 from ahp.search.slicing.model import slice_outline
 from tests.marks import cases
-from tests.runtime.models import JOB, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.graphs import no_kernels
+from tests.runtime.models import JOB, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.test_equality import LAYOUTS, world_size
 from tests.runtime.workers import Pool
 
