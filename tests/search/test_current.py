@@ -33,6 +33,17 @@ def test_the_best_is_the_best() -> None:
     assert told(best.parallelism).forecast == best.forecast
 
 
+def test_a_stage_that_runs_as_the_best_is_the_best() -> None:
+    given = {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2}
+    best = ranking(None, **given).best
+    assert best.parallelism.zero_stage == 1
+    found = ranking(best.parallelism.model_copy(update={"zero_stage": 2}), **given)
+    assert found.current is not None
+    assert found.current.against_best == "it is the best"
+    assert found.best.parallelism == best.parallelism
+    assert all(plan.parallelism.zero_stage != 2 for plan in found)
+
+
 def test_a_slower_one_says_why() -> None:
     found = told({"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2, "activation_checkpoint": "full"})
     assert found.forecast is not None

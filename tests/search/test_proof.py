@@ -53,7 +53,8 @@ def equals_brute_force(asked: Problem, keep: int) -> None:
         return
     certificate = ranking.certificate
     assert certificate.proven
-    assert certificate.broken + certificate.not_fit + certificate.fit + certificate.left == certificate.rows
+    legal = certificate.alike + certificate.not_fit + certificate.fit + certificate.left
+    assert certificate.broken + legal == certificate.rows
     for plan in ranking:
         assert plan.forecast is not None
         assert plan.parallelism.world_size == table.problem.cluster.num_devices

@@ -16,6 +16,7 @@ from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
+from ahp.search import telling
 from ahp.search.garbage import among_new_objects
 from ahp.search.problem import problem, with_devices
 from ahp.search.ranking import Ranking, search
@@ -67,9 +68,29 @@ def test_stages_of_zero_that_an_engine_runs_alike_are_forecast_once(pipeline: in
 
 def test_the_certificate_adds_up() -> None:
     certificate = on_eight().certificate
-    assert certificate.broken + certificate.not_fit + certificate.fit + certificate.left == certificate.rows
+    legal = certificate.alike + certificate.not_fit + certificate.fit + certificate.left
+    assert certificate.broken + legal == certificate.rows
+    assert f"{certificate.alike:,} run as another one" in certificate.words()
     assert certificate.lowest_bound_left_s is None or certificate.lowest_bound_left_s >= certificate.best_s
     assert f"{certificate.rows:,} layouts" in certificate.words()
+
+
+def test_zero_stages_that_an_engine_runs_alike_are_one_plan() -> None:
+    given = {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2, "micro_batch_size": 1}
+    asked = small("llama", "4xH100-SXM-80GB", batch=8, constraints=given)
+    ranking = search(asked.graph, asked.cluster, asked.job, constraints=given, keep=40)
+    assert {plan.parallelism.zero_stage for plan in ranking} <= {1, 3}
+    assert ranking.best.parallelism.zero_stage == 1
+    assert "ZeRO-1 costs the same as ZeRO-2 here: one row stands for all of them" in ranking.best.why
+
+
+def test_zero_stages_that_cost_the_same_are_one_plan() -> None:
+    one, two, three = (Parallelism(data_parallel_shard_degree=4, zero_stage=stage) for stage in (1, 2, 3))
+    price = small().price
+    pairs = [(one, price(one)), (two, price(one)), (three, price(three))]
+    assert telling.different(pairs) == [pairs[0], pairs[2]]
+    other = (one.model_copy(update={"micro_batch_size": 2}), price(one))
+    assert telling.different([pairs[0], other]) == [pairs[0], other]
 
 
 def test_every_plan_says_why() -> None:
@@ -216,7 +237,8 @@ def test_fewer_rows_are_left_when_the_rules_are_the_same() -> None:
     table = legal_rows(asked)
     assert table.problem is asked
     assert table.notes == ()
-    assert sum(rule.broken for rule in table.space.rules) >= table.space.size - table.space.num_legal
+    legal = table.space.num_legal + table.space.num_alike
+    assert sum(rule.broken for rule in table.space.rules) >= table.space.size - legal
 
 
 def test_the_garbage_collector_is_left_as_it_was() -> None:

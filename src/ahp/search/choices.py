@@ -6,6 +6,8 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from ahp.engines.engine import Traits
+from ahp.engines.registry import get
 from ahp.errors import BadInput, bad_input
 from ahp.forecast import rules
 from ahp.plan import Parallelism
@@ -102,6 +104,7 @@ class Choices:
         self.bad_recompute = cache(self._bad_recompute)
         self.refused = cache(self._refused)
         self.bad_split = cache(self._bad_split)
+        self.traits = cache(self._traits)
         self.bad_stages = cache(self._bad_stages)
         self.bad_schedule = cache(self._bad_schedule)
         self.bad_pipe = cache(self._bad_pipe)
@@ -190,7 +193,12 @@ class Choices:
         return tuple(kept) or (Pipe(name or "1F1B", virtual or 1),)
 
     def _legal_splits(self, splits: tuple[Split, ...], mesh: Shared) -> tuple[Split, ...]:
-        return tuple(split for split in splits if not self.refused_split(split, mesh))
+        """Of the ZeRO stages that the engine runs alike the first."""
+        found: dict[tuple[Split, Traits], Split] = {}
+        for split in splits:
+            if not self.refused_split(split, mesh):
+                found.setdefault((split._replace(zero=0), self.traits(split[:3], mesh)), split)
+        return tuple(found.values())
 
     def _legal_states(self, tensor: int, context: int, pipeline: int, expert: int, data: int) -> tuple[Split, ...]:
         found: dict[Split, Split] = {}
@@ -240,17 +248,24 @@ class Choices:
         return self.asked.refused(Parallelism(**keys))
 
     def _bad_split(self, split: tuple[int, int, int], mesh: Shared) -> str | None:
-        keys = {"data_parallel_replicate_degree": split[0], "data_parallel_shard_degree": split[1]}
-        expert, pipeline = mesh.expert, mesh.pipeline
-        if mesh.context and not self.refused(context_parallel_degree=2):
-            keys["context_parallel_degree"] = 2
-        if self.refused(pipeline_parallel_degree=pipeline):
-            pipeline = 1
-        if self.refused_experts(expert, 1, 1):
-            expert = 1
-        return self.refused(
-            **keys, zero_stage=split[2], expert_parallel_degree=expert, pipeline_parallel_degree=pipeline
-        )
+        return self.refused(**self._sharing(split, mesh))
+
+    def _traits(self, split: tuple[int, int, int], mesh: Shared) -> Traits:
+        """How the engine shares states so."""
+        layout = Parallelism(**self._sharing(split, mesh))
+        return get(self.asked.engine.name).traits(self.asked.job, layout, self.asked.engine)
+
+    def _sharing(self, split: tuple[int, int, int], mesh: Shared) -> dict[str, Any]:
+        """The keys of a layout that shares states so, and of what else decides about it what the engine can run."""
+        context = mesh.context and not self.refused(context_parallel_degree=2)
+        return {
+            "data_parallel_replicate_degree": split[0],
+            "data_parallel_shard_degree": split[1],
+            "zero_stage": split[2],
+            "context_parallel_degree": 2 if context else 1,
+            "expert_parallel_degree": 1 if self.refused_experts(mesh.expert, 1, 1) else mesh.expert,
+            "pipeline_parallel_degree": 1 if self.refused(pipeline_parallel_degree=mesh.pipeline) else mesh.pipeline,
+        }
 
     def refused_pipe(self, pipe: Pipe, pipeline: int) -> str | None:
         """Why the engine cannot run a schedule."""

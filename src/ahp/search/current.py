@@ -57,7 +57,8 @@ def with_candidate(ranked: list[Pair], today: Current | None, used: Problem) -> 
         return ranked
     if not used.constraints.admits(today.parallelism):
         return ranked
-    if any(used.decided(layout) == today.parallelism for layout, _ in ranked):
+    alike = used.first_alike(today.parallelism)
+    if any(used.decided(layout) in (today.parallelism, alike) for layout, _ in ranked):
         return ranked
     return sorted([*ranked, (today.parallelism, today.forecast)], key=lambda pair: pair[1].step_time_s)
 
@@ -66,7 +67,7 @@ def compared(today: Current, best: Pair, used: Problem) -> Current:
     """Today's layout with the reason why it lost."""
     if today.forecast is None:
         return today
-    if today.parallelism == used.decided(best[0]):
+    if used.decided(best[0]) in (today.parallelism, used.first_alike(today.parallelism)):
         return replace(today, against_best="it is the best")
     if not today.forecast.fits:
         return replace(today, against_best=reasons.does_not_fit(today.forecast, used.capacity_bytes))

@@ -101,7 +101,9 @@ def best_first(
     queue = _Queue(blocks, sizes, refine, open_block)
     limits, outcome = limits or Limits(), Outcome()
     kept: list[float] = []
-    """The ``keep`` best times as a heap of negatives: the slowest of them is ``-kept[0]``."""
+    """The ``keep`` best times as a heap of negatives: the slowest of them is ``-kept[0]``. Of equal ones of a block one: most are
+    ZeRO stages that cost the same."""
+    different: set[tuple[int, float]] = set()
     while (bound := queue.next_s()) < np.inf and not _enough(bound, kept, outcome.priced, limits):
         place = queue.pop()
         if place is None:
@@ -115,6 +117,9 @@ def best_first(
             outcome.misfits.append((place, forecast))
             continue
         outcome.fitting.append((place, forecast))
+        if (place[0], forecast.step_time_s) in different:
+            continue
+        different.add((place[0], forecast.step_time_s))
         heapq.heappush(kept, -forecast.step_time_s)
         if len(kept) > limits.keep:
             heapq.heappop(kept)

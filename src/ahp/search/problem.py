@@ -38,7 +38,7 @@ class Problem:
 
     def price(self, parallelism: Parallelism) -> Forecast:
         """Forecast of one layout; BadInput or NotExpressible when it is none. Made once for layouts that cost the same."""
-        alike = self._first_alike(parallelism)
+        alike = self.first_alike(parallelism)
         if alike not in self._forecasts:
             self._forecasts[alike] = self.priced(alike).forecast
         return self._forecasts[alike]
@@ -47,7 +47,7 @@ class Problem:
     def _forecasts(self) -> dict[Parallelism, Forecast]:
         return {}
 
-    def _first_alike(self, layout: Parallelism) -> Parallelism:
+    def first_alike(self, layout: Parallelism) -> Parallelism:
         """The layout with the first of the ZeRO stages that the engine runs as its own: the forecast knows them by the engine's
         traits alone (two engines do the same for stages 1 and 2 under a pipeline)."""
         engine = get(self.engine.name)
@@ -59,6 +59,14 @@ class Problem:
             if not self.refused(other) and engine.traits(self.job, other, self.engine) == own:
                 return other
         return layout
+
+    def stages_alike(self, layout: Parallelism) -> list[int]:
+        """The other ZeRO stages that would cost the same; without accumulation there are two that the engine runs otherwise."""
+        if layout.weight_shards == 1 or layout.stages is not None or self.cluster.is_mixed:
+            return []
+        others = (layout.model_copy(update={"zero_stage": stage}) for stage in (1, 2, 3) if stage != layout.zero_stage)
+        own = self.price(layout)
+        return [other.zero_stage for other in others if not self.refused(other) and self.price(other) == own]
 
     def priced(self, parallelism: Parallelism) -> Priced:
         """The same with everything that it was made from, on a mixed cluster too."""

@@ -41,6 +41,8 @@ class Certificate:
     rules: tuple[Rule, ...]
     broken: int
     """Rows that break a rule, one at least."""
+    alike: int
+    """Rows that break none, but whose ZeRO stage the engine runs as a lower one, which has a row."""
     not_fit: int
     """Legal rows that do not fit: by their forecast, or already by a lower bound of their memory."""
     fit: int
@@ -72,7 +74,7 @@ class Certificate:
         """One line for people."""
         found = (
             f"Searched {self.rows:,} layouts in {self.search_s:.1f} s: {self.broken:,} break a rule, "
-            f"{self.not_fit:,} do not fit, {self.fit:,} priced and fit, {self.left:,} left"
+            f"{self._alike()}{self.not_fit:,} do not fit, {self.fit:,} priced and fit, {self.left:,} left"
         )
         if self.cuts:
             found += f" ({self.cuts} other cuts into stages of the fastest)"
@@ -84,6 +86,9 @@ class Certificate:
         if self.proven:
             return f"{found} that cannot win (none under {bound}{self._of_cuts()})"
         return f"{found} unpriced: the best is not proven, a layout of {bound} may be among them"
+
+    def _alike(self) -> str:
+        return f"{self.alike:,} run as another one, " if self.alike else ""
 
     def _of_cuts(self) -> str:
         """What is known of the cuts into stages that were not tried."""
@@ -245,7 +250,7 @@ def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any
             raise bad_input("method", by.name, rule)
         raise nothing_fits(used)
     places = {space.layout(*place): place for place, _ in found.fitting}
-    better = recut(used, list(zip(places, (forecast for _, forecast in found.fitting), strict=True)))
+    better = recut(used, telling.different(zip(places, (forecast for _, forecast in found.fitting), strict=True)))
     lighter = lighten(used, better.ranked)
     ranked = with_candidate(lighter.ranked, today, used)
     best = ranked[0][1]
@@ -287,7 +292,8 @@ def _certificate(
     return Certificate(
         rows=table.space.size,
         rules=table.space.rules,
-        broken=table.space.size - table.space.num_legal + len(found.refused),
+        broken=table.space.size - table.space.num_legal - table.space.num_alike + len(found.refused),
+        alike=table.space.num_alike,
         not_fit=found.too_large + len(found.misfits),
         fit=len(found.fitting),
         left=found.left,

@@ -82,13 +82,15 @@ class Space:
     """The legal layouts of a problem, and a count of the others by the rule that they break."""
 
     def __init__(
-        self, choices: Choices, meshes: list[Mesh], blocks: Blocks, size: int, broken: tuple[Rule, ...]
+        self, choices: Choices, meshes: list[Mesh], blocks: Blocks, size: int, broken: tuple[Rule, ...], alike: int
     ) -> None:
         self._choices, self._meshes = choices, meshes
         self.blocks = blocks
         self.size = size
         """Combinations whose degrees multiply to the number of devices, legal or not."""
         self.rules = broken
+        self.num_alike = alike
+        """Combinations that break no rule, but whose ZeRO stage the engine runs as a lower one: they are no rows."""
         self._splits = cache(self._legal_splits)
 
     @property
@@ -198,7 +200,7 @@ def build(asked: Problem) -> Space:
     mesh, size = np.nonzero(legal)
     columns = [mesh, *(table[mesh, i] for i in range(6)), micro[size], micro_batches[mesh, size], legal[mesh, size]]
     blocks = Blocks(*(np.ascontiguousarray(column) for column in columns))
-    return Space(choices, meshes, blocks, counted.size, tuple(counted.rules()))
+    return Space(choices, meshes, blocks, counted.size, tuple(counted.rules()), counted.alike)
 
 
 class _Counted:
@@ -213,6 +215,8 @@ class _Counted:
         """[M] Rows of a mesh and one micro-batch."""
         self.size = int(self.per_micro_batch.sum()) * micro_batches.shape[1]
         self.wrong_mesh = np.zeros(len(meshes), dtype=bool)
+        self.alike = 0
+        """Rows that break none, but are run as another row is."""
         self.found: dict[str, tuple[str, int]] = {}
 
     def legal(self) -> Ints:
@@ -254,9 +258,13 @@ class _Counted:
         )
         tensor_too = ("tensor_parallel_degree", "enable_sequence_parallel")
         self._of_mesh("engine: enable_sequence_parallel", self._refused_with_sequence, *tensor_too)
-        splits, pipes, recompute = self._good_splits(), self._good_pipes(), self._good_recompute()
-        good = splits * ~self.wrong_mesh * recompute
-        return np.where(self.micro_batches > 0, good[:, None] * pipes, 0)
+        pipes, recompute = self._good_pipes(), self._good_recompute()
+        good, alike = (
+            np.where(self.micro_batches > 0, (splits * ~self.wrong_mesh * recompute)[:, None] * pipes, 0)
+            for splits in self._good_splits()
+        )
+        self.alike = int(alike.sum())
+        return good
 
     def rules(self) -> Iterator[Rule]:
         for name, (says, broken) in self.found.items():
@@ -293,19 +301,23 @@ class _Counted:
         alone = self.choices.refused(tensor_parallel_degree=layout.tensor_parallel_degree)
         return None if alone else self.choices.asked.refused(layout)
 
-    def _good_splits(self) -> Ints:
-        """[M] Splits that the engine can express."""
+    def _good_splits(self) -> tuple[Ints, Ints]:
+        """[M] Splits that the engine can express, those that it runs alike once; and how often it runs one alike."""
         each = self.num_recompute * self.micro_batches.shape[1]
         rows: dict[tuple[tuple[Split, ...], Shared], int] = {}
         for mesh, pipes in zip(self.meshes, self.num_pipes.tolist(), strict=True):
             key = mesh.splits, mesh.shared
             rows[key] = rows.get(key, 0) + pipes * each
-        good = {key: len(self.choices.legal_splits(*key)) for key in rows}
+        found = {}
         for key, count in rows.items():
-            if good[key] < len(key[0]):
+            good, refused = len(self.choices.legal_splits(*key)), 0
+            if good < len(key[0]):
                 for text in filter(None, (self.choices.refused_split(split, key[1]) for split in key[0])):
                     self._count(f"engine: {text.split(' = ')[0]}", text, count)
-        return np.array([good[mesh.splits, mesh.shared] for mesh in self.meshes])
+                    refused += 1
+            found[key] = good, len(key[0]) - refused - good
+        good, alike = np.array([found[mesh.splits, mesh.shared] for mesh in self.meshes]).T
+        return good, alike
 
     def _good_pipes(self) -> Ints:
         """[M, K] Ways to run the pipeline that the engine can express, the layers allow and the micro-batches suit."""

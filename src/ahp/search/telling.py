@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -32,6 +32,15 @@ def plan(used: Problem, pair: Pair, why: tuple[str, ...], rejected: tuple[Reject
         rejected=rejected,
         versions=versions(),
     )
+
+
+def different(pairs: Iterable[Pair]) -> list[Pair]:
+    """Layouts but for those that differ from one before in the ZeRO stage alone, and cost the same."""
+    found: dict[tuple[Parallelism, float, int], Pair] = {}
+    for layout, forecast in pairs:
+        stageless = layout.model_copy(update={"zero_stage": 0})
+        found.setdefault((stageless, forecast.step_time_s, reasons.needed_bytes(forecast)), (layout, forecast))
+    return list(found.values())
 
 
 def runner_up(pair: Pair, best: Forecast) -> Rejected:
@@ -79,6 +88,9 @@ def why(
         f"memory: {of_gib(reasons.needed_bytes(best), used.capacity_bytes)} on the fullest rank, "
         f"fits with probability {best.fit_probability:.2f}"
     )
+    if same := used.stages_alike(layout):
+        others = " and ".join(f"ZeRO-{stage}" for stage in same)
+        yield f"ZeRO-{layout.zero_stage} costs the same as {others} here: one row stands for all of them"
     if layout.mesh_order is not None:
         yield f"mesh order {' > '.join(layout.axes)}: {reasons.on_a_node(layout, used.cluster.groups[0].devices_per_node)}"
     for name, keys in reasons.CHOICES:

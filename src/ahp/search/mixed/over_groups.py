@@ -210,6 +210,7 @@ def _certificate(
         rows=over.size + over.broken + sum(c.rows for c in of_groups),
         rules=_rules([over.rules, *(c.rules for c in of_groups)]),
         broken=over.broken + sum(c.broken for c in of_groups),
+        alike=sum(c.alike for c in of_groups),
         not_fit=over.too_large + len(over.misfits) + sum(c.not_fit for c in of_groups),
         fit=len(over.fitting) + sum(c.fit for c in of_groups),
         left=over.left + sum(c.left for c in of_groups),
