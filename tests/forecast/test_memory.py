@@ -115,6 +115,27 @@ def test_only_what_is_sent_or_cast_is_copied():
     assert state(2, "fp32")["reduce_buffers"] == (4 + 4) * 200
 
 
+def test_experts_that_one_rank_has_alone_are_neither_gathered_nor_sent():
+    weights = RankWeights(total=1000, largest_block=400, outside_blocks=200, experts=320, largest_without_experts=80)
+
+    def gathered(zero, precision, shards, replicas=1):
+        layout = Parallelism(
+            zero_stage=zero,
+            data_parallel_shard_degree=shards,
+            data_parallel_replicate_degree=replicas,
+            expert_parallel_degree=2,
+        )
+        traits = AhpEngine().traits(Job(precision=precision), layout, EngineChoice())
+        parts = state_bytes(weights, traits, shards=shards, micro_batches=4, expert_ranks=2)
+        return parts["gathered_weights"], parts["reduce_buffers"]
+
+    assert gathered(1, "fp32", 2) == (4 * (1000 - 320), 8 * 200)
+    assert gathered(3, "fp32", 2) == (4 * (200 + 2 * 80), 8 * 200)
+    for shared in (gathered(1, "fp32", 4), gathered(1, "fp32", 2, replicas=2)):
+        assert shared == (4 * 1000, 8 * 400)
+    assert gathered(1, "bf16", 2) == (2 * 1000, 6 * 400)
+
+
 def test_fused_accumulation_asks_for_one_empty_gradient_of_each_shape():
     traits = MegatronEngine().traits(Job(precision="bf16"), Parallelism(), EngineChoice(name="megatron"))
     weights = RankWeights(total=1000, largest_block=400, outside_blocks=200, head=90, experts=320, shapes=120)

@@ -286,6 +286,40 @@ def test_starts_from_given_weights(pool: Pool, plain_run: Callable[..., dict[str
             assert got[key] == pytest.approx(expected[key][2:3], rel=1e-5)
 
 
+def gathered(rank: int, world: int, layout: str) -> int:
+    """Elements that FSDP2 gathers on this rank, by the mesh on which each parameter lies."""
+    from torch.distributed.tensor import DTensor
+
+    from ahp.runtime.parallelize import parallelize
+
+    parallel = parallelize(family("mixtral"), {"job": JOB, "parallelism": LAYOUTS[layout]})
+    found = 0
+    for name, parameter in parallel.parameters.items():
+        axes = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+        if {"dp_shard", "efsdp"} & set(axes):
+            found += parameter.numel() // (parallel.mesh.size("ep") if name in parallel.experts else 1)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ep2", "ep2-zero1"])
+def test_the_forecast_counts_what_is_gathered(pool: Pool, layout: str) -> None:
+    """Experts that one rank has alone are left out; those that ranks share are not."""
+    from ahp.cluster.model import Cluster
+    from ahp.forecast.step import price
+    from ahp.graph.trace import analyze
+    from ahp.job import Job
+    from ahp.plan import EngineChoice, Parallelism
+
+    job = Job.model_validate(JOB)
+    given = {**LAYOUTS[layout], "zero_stage": 1}  # keeps all that it gathers
+    cluster = Cluster.parse(f"{world_size(given)}xH100-SXM-80GB")
+    priced = price(analyze(build("mixtral"), job), cluster, job, Parallelism.model_validate(given), EngineChoice())
+    assert [4 * count for count in pool.run(gathered, world_size(given), layout)] == (
+        [priced.forecast.memory["gathered_weights"]] * world_size(given)
+    )
+
+
 def test_experts_that_are_not_seen_are_refused() -> None:
     from ahp.graph.outline import outline
 

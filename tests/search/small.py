@@ -60,11 +60,13 @@ def small(
     loss_chunk_tokens: int | None = None,
     offload: bool = False,
     compiled: bool = False,
+    precision: str = "bf16",
 ) -> Problem:
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if memory_bytes is not None:
         where = with_memory(where, memory_bytes)
-    job = Job.model_validate({"sequence_length": SEQUENCE, "global_batch_size": batch, "optimizer": optimizer})
+    asked = {"sequence_length": SEQUENCE, "global_batch_size": batch, "optimizer": optimizer, "precision": precision}
+    job = Job.model_validate(asked)
     choice = {
         "name": engine, "loss_chunk_tokens": loss_chunk_tokens, "offload_optimizer": offload, "compile": compiled
     }  # fmt: skip

@@ -73,6 +73,13 @@ def test_bounds_are_under_the_forecast(asked: Problem, data: st.DataObject) -> N
         holds(asked, space, some_rows(space, data, 3))
 
 
+@settings(max_examples=3, deadline=None)
+@given(st.data())
+def test_bounds_are_under_the_forecast_where_experts_are_alone(data: st.DataObject) -> None:
+    asked = small("experts", "2x2xH100-SXM-80GB", precision="fp32", constraints={"expert_parallel_degree": 2})
+    holds(asked, (space := build(asked)), some_rows(space, data, 3))
+
+
 @pytest.mark.slow
 @settings(max_examples=many(80), deadline=None)
 @given(problems(), st.data())

@@ -23,13 +23,14 @@ from .small import small
 @settings(max_examples=5, deadline=None)
 @given(st.data())
 def test_states_are_the_forecasts(engine: str, data: st.DataObject) -> None:
-    asked = small("experts", "2x4xH100-SXM-80GB", engine=engine)
+    precision = data.draw(st.sampled_from(["bf16", "fp32"]))
+    asked = small("experts", "2x4xH100-SXM-80GB", engine=engine, precision=precision)
     space = build(asked)
     splits = Bounds(asked).splits(space, data.draw(st.integers(0, len(space.blocks) - 1)))
     number = st.integers(0, 10**9)
     weights = [
         memory.RankWeights(
-            data.draw(st.integers(10**9, 10**11)), *(data.draw(number) for _ in range(5))
+            data.draw(st.integers(10**9, 10**11)), *(data.draw(number) for _ in range(5)), largest_without_experts=data.draw(number)
         ) for _ in range(2)
     ]  # fmt: skip
     names_of = [field.name for field in fields(WeightColumns)]

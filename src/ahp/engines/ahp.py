@@ -98,6 +98,7 @@ class AhpEngine(Engine):
             selective="beside_products",
             selective_sends_again="all",
             experts_gather_tokens=True,  # runtime/sliced_experts.py
+            leaves_lone_experts=_are_experts_alone(job, parallelism),
             whole_biased_experts=True,  # their result is no summand (search/slicing/solve.py)
             loss_chunk_tokens=choice.loss_chunk_tokens,
             context_ways=_context_ways(parallelism, choice),
@@ -107,6 +108,12 @@ class AhpEngine(Engine):
             host_operators_per_unit=host_operators,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )
+
+
+def _are_experts_alone(job: Job, p: Parallelism) -> bool:
+    """Whether each expert is on one rank and in its own precision: FSDP2 would only copy it (runtime/shard.py)."""
+    shards, degree = p.weight_shards, p.expert_parallel_degree
+    return job.precision == "fp32" and shards == degree > 1 and p.weight_replicas == 1
 
 
 def _refuses_experts(p: Parallelism) -> str | None:

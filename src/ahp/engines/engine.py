@@ -94,6 +94,8 @@ class Traits:
     context parallelism."""
     experts_gather_tokens: bool = False
     """Whether a sequence-parallel rank sends to the experts all tokens, gathered first, or its own part."""
+    leaves_lone_experts: bool = False
+    """Whether weights of experts that no other rank holds a part of stay out of what is gathered and reduced, with no copy."""
     whole_biased_experts: bool = False
     """Whether experts that add a bias to their last product stay whole under tensor parallelism, computed by every rank."""
     attention_kernel: Literal["flash1", "flash2", "cudnn"] | None = None

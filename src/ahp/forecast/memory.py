@@ -188,10 +188,17 @@ class RankWeights:
     """One weight of each shape in a block, of the block where they are the most: experts have the same shapes."""
     largest_weight: int = 0
     """Of the total, those of the largest weight."""
+    largest_without_experts: int = 0
+    """Of the block that has the most of them, those that are no weights of experts."""
+
+    @property
+    def dense(self) -> int:
+        """Of the total, those that are no weights of experts."""
+        return self.total - self.experts
 
     def updated(self, shards: int, expert_ranks: int) -> float:
         """Of the total, those that the rank updates: experts are divided by fewer ranks."""
-        return (self.total - self.experts) / shards + self.experts / max(1.0, shards / expert_ranks)
+        return self.dense / shards + self.experts / max(1.0, shards / expert_ranks)
 
 
 def state_bytes(
@@ -202,15 +209,18 @@ def state_bytes(
     ``shards``: ranks that divide the states (ZeRO); ``expert_ranks``: of an expert-parallel group.
     """
     total = weights.total
+    sent, block = total, weights.largest_block
+    if traits.leaves_lone_experts:
+        sent, block = weights.dense, weights.largest_without_experts
     gathered = 0
     if shards > 1 or traits.compute_weight_bytes != traits.master_weight_bytes:
         # FSDP2 holds the block it computes and the one it prefetches.
-        gathered = total if traits.keeps_gathered_weights else weights.outside_blocks + 2 * weights.largest_block
-        gathered = min(gathered, total) * traits.compute_weight_bytes
+        gathered = sent if traits.keeps_gathered_weights else weights.outside_blocks + 2 * block
+        gathered = min(gathered, sent) * traits.compute_weight_bytes
     waits_whole = traits.keeps_whole_gradients and micro_batches > 1
     part = weights.updated(shards, expert_ranks)
     no_matrix = weights.outside_blocks / shards + weights.experts / max(1.0, shards / expert_ranks)
-    unit = max(weights.largest_block, weights.outside_blocks)
+    unit = max(block, weights.outside_blocks)
     # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
     buffers = unit * (traits.compute_weight_bytes + traits.reduce_bytes) if traits.reduce_copies else 0
     if traits.fused_gradient_accumulation:

@@ -362,6 +362,7 @@ class Pricer:
             head=head,
             experts=sum(unit.experts for unit in blocks),
             shapes=max((unit.shapes for unit in blocks), default=0),
+            largest_without_experts=max((unit.parameters - unit.experts for unit in blocks), default=0),
             largest_weight=max((unit.largest for unit in (*blocks, units.embedding, units.head)), default=0),
         )
 

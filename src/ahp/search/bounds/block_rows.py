@@ -229,11 +229,14 @@ class BlockRows:
         units = self.units
         return WeightColumns(
             total=total,
+            dense=total - experts,
             largest_block=any_layers * min((unit.parameters for unit in units.blocks), default=0),
             outside_blocks=self.stages.outside(self._cut.stages)[own].sum(axis=1),
             head=last.astype(float) * (units.head.parameters + units.tied_parameters),
             experts=experts,
             shapes=any_layers * min((unit.shapes for unit in units.blocks), default=0),
+            largest_without_experts=any_layers
+            * min((unit.parameters - unit.experts for unit in units.blocks), default=0),
         )
 
     @cached_property

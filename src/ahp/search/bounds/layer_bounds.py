@@ -129,8 +129,9 @@ class LayerBounds:
         ``layers`` and ``received``: what ``SecondRank`` has of each kind [C]; ``held``: [rows, C].
         """
         of, ways = self._of[rows], self.ways.part(rows)
-        parameters, experts = (self._column(name)[of] for name in ("least_parameters", "least_experts"))
-        weights = WeightColumns(np.floor(layers * parameters), experts=np.floor(layers * experts))
+        least = (self._column(f"least_{name}")[of] for name in ("parameters", "dense", "experts"))
+        parameters, dense, experts = (np.floor(layers * column) for column in least)
+        weights = WeightColumns(parameters, dense, experts=experts)
         states, gradients = ways.states(weights, self._m[of])
         kept = held[..., None] * self._kept[of][:, None]
         allocated = np.maximum(kept - gradients[..., None], 0.0)

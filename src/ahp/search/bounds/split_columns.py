@@ -22,11 +22,13 @@ class WeightColumns:
     """``forecast.memory.RankWeights`` of several ranks, each [W] or [N, W] or one number."""
 
     total: Floats
+    dense: Floats
     largest_block: Floats | float = 0.0
     outside_blocks: Floats | float = 0.0
     head: Floats | float = 0.0
     experts: Floats | float = 0.0
     shapes: Floats | float = 0.0
+    largest_without_experts: Floats | float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class SplitColumns:
     """Moved for each parameter after the last micro-batch."""
     host_operators: Floats
     """Of one pass of a unit, what the engine does itself."""
+    leaves_lone_experts: Floats
+    """Whether experts that one rank has alone are neither gathered nor sent."""
 
     @classmethod
     def of(cls, traits: Sequence[Traits], *first: Floats) -> SplitColumns:
@@ -105,11 +109,14 @@ class SplitColumns:
         total = weights.total
         part = (total - weights.experts) / self.shards + weights.experts / self.expert_shards
         any_gathered = (self.shards > 1) | (self.compute_bytes != self.master_bytes)
-        units = weights.outside_blocks + 2 * np.asarray(weights.largest_block)
-        gathered = np.minimum(np.where(self.keeps_gathered > 0, total, units), total)
+        alone = self.leaves_lone_experts > 0
+        sent = np.where(alone, weights.dense, total)
+        block = np.where(alone, weights.largest_without_experts, weights.largest_block)
+        units = weights.outside_blocks + 2 * block
+        gathered = np.minimum(np.where(self.keeps_gathered > 0, sent, units), sent)
         gathered = gathered * np.where(any_gathered, self.compute_bytes, 0.0)
         gradient = np.where(self.keeps_whole_gradients * (np.asarray(micro_batches) > 1) > 0, total, part)
-        buffers = np.maximum(weights.largest_block, weights.outside_blocks) * self.buffer_bytes
+        buffers = np.maximum(block, weights.outside_blocks) * self.buffer_bytes
         buffers = buffers + (np.asarray(weights.shapes) + weights.head) * self.fused_bytes
         gradients = np.ceil(gradient * self.gradient_bytes)
         held = np.ceil(part * self.master_bytes) + np.ceil(part * self.optimizer_bytes)
@@ -117,7 +124,7 @@ class SplitColumns:
 
     def states_of_layer(self, dense: float, experts: float, micro_batches: int) -> tuple[Floats, Floats]:
         """[N, 1] each: what a layer with so many parameters adds to ``states`` of its rank at least, beside whatever others."""
-        weights = WeightColumns(np.array([dense + experts]), experts=np.array([experts]))
+        weights = WeightColumns(np.array([dense + experts]), np.array([dense]), experts=np.array([experts]))
         states, gradients = self.states(weights, micro_batches)
         return np.maximum(states - 3.0, 0.0), gradients  # three of its parts are rounded up once for a rank
 
@@ -147,4 +154,5 @@ def _figures(traits: Traits) -> tuple[float, ...]:
         traits.gradient_overlap,
         2 * traits.reduce_bytes * (traits.compute_weight_bytes == 0 and traits.reduce_copies),
         traits.host_operators_per_unit / 2,
+        traits.leaves_lone_experts,
     )
