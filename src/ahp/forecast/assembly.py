@@ -54,6 +54,21 @@ def pipeline_span(parallelism: Parallelism, micro_batches: int, times: Sequence[
     return makespan(parallelism.pipeline_parallel_schedule if p > 1 else "1F1B", p, v, micro_batches, times)
 
 
+def unrun(parallelism: Parallelism, micro_batches: int) -> Makespan:
+    """The same schedule without its times, for what memory asks of it."""
+    p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
+    return Makespan(
+        parallelism.pipeline_parallel_schedule if p > 1 else "1F1B",
+        p,
+        v,
+        micro_batches,
+        (),
+        0.0,
+        (0.0,) * p,
+        (0.0,) * p,
+    )
+
+
 def message_bytes(parallelism: Parallelism, traits: Traits, units: Units) -> float:
     """What one rank sends to the next stage for one micro-batch."""
     whole = not parallelism.enable_sequence_parallel and traits.sends_split_by_tensor

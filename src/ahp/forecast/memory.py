@@ -267,6 +267,10 @@ def rank_memory(parts: dict[str, int], device: Device, num_groups: int) -> RankM
     return RankMemory({**parts, **outside}, allocated, allocated + slack)
 
 
+FIT_PROBABILITY = 0.95
+"""What ``Forecast.fits`` asks for."""
+
+
 def fit_probability(total_bytes: float, capacity_bytes: float) -> float:
     """Probability that the real need is within the capacity: the forecast's error is log-normal.
 

@@ -31,6 +31,7 @@ from ahp.forecast.assembly import (
     step_error,
     step_flops,
     step_parts,
+    unrun,
 )
 from ahp.forecast.communication import Group, Kind
 from ahp.forecast.efficiency import is_cpu
@@ -101,6 +102,26 @@ class MixedPricer:
         layout = self._layout(parallelism, self._traits(parallelism))
         stages = self._stages(layout, replica)
         return self._times(layout, layout.placement.cells[replica], stages)
+
+    def cells_fit(self, parallelism: Parallelism) -> Callable[[int, Sequence[int]], list[bool]]:
+        """Of a layout, whether each cell of a replica fits where its stages recompute so many layers; without the schedule.
+
+        Raises as ``price``.
+        """
+        traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
+        layout = self._layout(parallelism, traits)
+
+        def fits(replica: int, recomputed: Sequence[int]) -> list[bool]:
+            stages = self._stages(layout, replica, recomputed)
+            span = unrun(parallelism, parallelism.micro_batches(self.job)[replica])
+            cells = layout.placement.cells[replica]
+            needs = self._memory(layout, Replica(cells, stages, span))
+            return [
+                memory.fit_probability(need.total, self._capacity(cell.group)) >= memory.FIT_PROBABILITY
+                for need, cell in zip(needs, cells, strict=True)
+            ]
+
+        return fits
 
     def stage_cost(
         self,
@@ -185,9 +206,10 @@ class MixedPricer:
             replicas.append(replace(made[key], cells=cells))
         return replicas
 
-    def _stages(self, layout: _Layout, replica: int) -> tuple[StageCost, ...]:
+    def _stages(self, layout: _Layout, replica: int, recomputed: Sequence[int] | None = None) -> tuple[StageCost, ...]:
+        """``recomputed``: layers of each stage, None = as the layout says."""
         cells, count = layout.placement.cells[replica], layout.parallelism.micro_batches(self.job)[replica]
-        some = layout.parallelism.recomputed_layers(replica) or (None,) * len(layout.stage_rank)
+        some = recomputed or layout.parallelism.recomputed_layers(replica) or (None,) * len(layout.stage_rank)
         return tuple(
             layout.cost(stage, cells[rank].group, count, some[stage]) for stage, rank in enumerate(layout.stage_rank)
         )
@@ -276,7 +298,7 @@ class MixedPricer:
             memory_allocated_bytes=used.allocated,
             memory_reserved_bytes=used.reserved,
             fit_probability=probability,
-            fits=probability >= 0.95,
+            fits=probability >= memory.FIT_PROBABILITY,
             step=step,
             memory=used.parts,
             fullest_rank=cell.first_rank,

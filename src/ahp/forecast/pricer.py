@@ -390,7 +390,7 @@ class Pricer:
             memory_allocated_bytes=used.allocated,
             memory_reserved_bytes=used.reserved,
             fit_probability=probability,
-            fits=probability >= 0.95,
+            fits=probability >= memory.FIT_PROBABILITY,
             step=step,
             memory=used.parts,
             fullest_rank=rank * pipeline_axis(parallelism).stride,

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.forecast import memory
+from ahp.forecast.memory import FIT_PROBABILITY
 from ahp.forecast.units import Axes, axes_of
 from ahp.plan import Parallelism
 from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes
@@ -35,9 +36,6 @@ from ahp.search.problem import Problem
 from ahp.search.space import Space
 
 Floats = NDArray[np.float64]
-
-FIT_PROBABILITY = 0.95
-"""What ``Forecast.fits`` asks for."""
 
 TOGETHER = 128
 """Blocks that are bounded by their layers at once: enough that arrays pay, few beside the thousands that come up in a large space."""

@@ -27,31 +27,43 @@ Bools = NDArray[np.bool_]
 Kind = tuple[int, ...]
 """The number of the group of each stage."""
 
-PRECISION = 1e-6
-"""Of the bisection, relative."""
-
-TINY_S = 1e-12
-"""Seconds that a layer takes at least, so that a stage without layers of its own can be divided by."""
-
 ROUNDS = 4
 """Layers and micro-batches are balanced in turn so many times at most; a second round already changes little."""
 
 
-class StageTables(Protocol):
-    """What a stage costs on each group."""
+class Costs(Protocol):
+    """Of stages, for one micro-batch."""
 
     @property
-    def lines(self) -> Floats:
-        """[4, G, S] Seconds of one micro-batch: forward beside the layers and of a layer, both passes beside and of a layer.
-        Where layers differ, of the mean one."""
+    def whole(self) -> Floats:
+        """Seconds of both passes."""
         ...
 
-    def most_layers(self, micro_batches: int) -> Ints:
-        """[G, S] Layers that a device of the group can hold in a stage, at most."""
+    @property
+    def forward(self) -> Floats:
+        """Those of the forward one."""
         ...
 
-    def stage_s(self, kind: Kind, layers: tuple[int, ...]) -> tuple[Floats, Floats]:
-        """[S] Seconds of a replica's stages with these layers for one micro-batch: both passes, and the forward one."""
+    @property
+    def fits(self) -> Bools:
+        """Whether the device has the memory."""
+        ...
+
+
+class StageTables(Protocol):
+    """What a stage costs on each group: G groups, S stages, L layers."""
+
+    @property
+    def layer_s(self) -> Floats:
+        """[G] Seconds of both passes of a layer."""
+        ...
+
+    def by_layers(self, micro_batches: int) -> Costs:
+        """[G, S, L] By number of layers from 1 on, infinite where the device has not the memory. Where layers differ, of the mean one."""
+        ...
+
+    def stages(self, kinds: Ints, layers: tuple[int, ...], micro_batches: Ints) -> Costs:
+        """[..., S] Of replicas with these groups along their stages, [..., S], and so many micro-batches, [...]."""
         ...
 
 
@@ -67,14 +79,15 @@ class Balanced:
 
 
 def ends_s(whole: Floats, forward: Floats, micro_batches: Ints, *, splits: bool) -> Floats:
-    """[M] Seconds that a replica takes at least with each number of micro-batches, from [S] seconds of its stages.
+    """[M] Seconds that a replica takes at least with each number of micro-batches, from [S] or [M, S] seconds of its stages.
 
     ``splits``: whether the schedule computes weight gradients apart from input gradients.
     """
     m = np.asarray(micro_batches)[:, None]
-    waits = np.minimum(len(whole) - np.arange(len(whole)), m) - 1
+    stages = forward.shape[-1]
+    waits = np.minimum(stages - np.arange(stages), m) - 1
     way = forward if splits else whole
-    return way.sum() + (m * whole - way - waits * forward).max(axis=1)
+    return way.sum(axis=-1) + (m * whole - way - waits * forward).max(axis=-1)
 
 
 def round_down(
@@ -150,74 +163,74 @@ def balance(
 ) -> Balanced | None:
     """Layers and micro-batches in turn, until neither gets better. None where no cut fits the devices, or too few are left.
 
-    ``allowed``: [M + 1] micro-batches that a replica may have; ``fixed``: the layers of each stage where they are given.
+    How many layers a stage recomputes follows from its layers and micro-batches. ``allowed``: [M + 1] micro-batches that a
+    replica may have; ``fixed``: the layers of each stage where they are given.
     """
     least = int(allowed.argmax())
     numbers = np.arange(least, total - least * (sum(counts) - 1) + 1)
+    at = np.array(kinds)
     micro_batches = share(counts, total, least, _by_speed(kinds, tables, numbers))
-    best: Balanced | None = None
+    best: tuple[bool, Balanced] | None = None
     ways_s = np.zeros(len(kinds))
     for _ in range(ROUNDS):
         if micro_batches is None:
             break
-        layers = fixed or _cut(kinds, tables, num_layers, [each[0] for each in micro_batches], ways_s, splits=splits)
+        most = np.array([each[0] for each in micro_batches])
+        layers = fixed or _cut(at, tables, num_layers, most, ways_s, splits=splits)
         if layers is None:
             break
-        stages = [tables.stage_s(kind, layers) for kind in kinds]
-        ways_s = np.array([(forward if splits else whole).sum() for whole, forward in stages])
-        times_s = [ends_s(*of_kind, numbers, splits=splits) for of_kind in stages]
+        costs = tables.stages(at, layers, most)
+        ways_s = (costs.forward if splits else costs.whole).sum(axis=1)
+        times_s = [ends_s(*of_kind, numbers, splits=splits) for of_kind in zip(costs.whole, costs.forward, strict=True)]
         shared = share(counts, total, least, times_s)
         assert shared is not None, "the first share had enough"
         shared = round_down(shared, allowed, times_s, least)
         if shared is None:
             break
-        bound_s = max(float(times_s[kind][each[0] - least]) for kind, each in enumerate(shared))
-        if best is not None and bound_s >= best.at_least_s:
+        found = _bounded(at, tables, layers, shared, splits=splits)
+        if best is not None and (best[0], -best[1].at_least_s) >= (found[0], -found[1].at_least_s):
             break
-        best = Balanced(layers, tuple(map(tuple, shared)), bound_s)
+        best = found
         micro_batches = shared
-    return best
+    return None if best is None else best[1]
+
+
+def _bounded(
+    kinds: Ints, tables: StageTables, layers: tuple[int, ...], shared: list[list[int]], *, splits: bool
+) -> tuple[bool, Balanced]:
+    """Whether it fits, and the balance with what it takes at least."""
+    most = np.array([each[0] for each in shared])
+    costs = tables.stages(kinds, layers, most)
+    ends = ends_s(costs.whole, costs.forward, most, splits=splits)
+    return bool(costs.fits.all()), Balanced(layers, tuple(map(tuple, shared)), float(ends.max()))
 
 
 def _by_speed(kinds: Sequence[Kind], tables: StageTables, numbers: Ints) -> list[Floats]:
     """Seconds of each kind by micro-batches, as if the layers of a replica were spread over its cells by their speed."""
-    layer_s = tables.lines[3].max(axis=1) + tables.lines[2].min(axis=1)
-    return [numbers / float((1.0 / layer_s[list(kind)]).sum()) for kind in kinds]
+    return [numbers / float((1.0 / tables.layer_s[list(kind)]).sum()) for kind in kinds]
 
 
 def _cut(
-    kinds: Sequence[Kind], tables: StageTables, num_layers: int, most: Sequence[int], ways_s: Floats, *, splits: bool
+    kinds: Ints, tables: StageTables, num_layers: int, most: Ints, ways_s: Floats, *, splits: bool
 ) -> tuple[int, ...] | None:
     """The cut with the earliest end by the formula, the ways through the replicas as they were in the last round.
 
-    A stage of n layers ends at a line in n for each kind of replica: in T seconds it has room for so many, and the least T
-    whose stages have room for all layers is found by bisection.
+    ``kinds``: [K, S]. A stage of n layers ends later the more it has, so that in T seconds each has room for so many; the least T
+    in which all layers find room is the time of the stage that is ready with the L-th layer of them all.
     """
-    num_stages = len(kinds[0])
-    at, stages = np.array(kinds), np.arange(num_stages)
-    forward_beside, forward, beside, layer = tables.lines[:, at, stages]
-    m = np.array(most)[:, None]
-    early = np.minimum(num_stages - stages, m) - 1 + splits
-    times = m if splits else np.maximum(m - 1, 0.5)
-    start = np.array(ways_s)[:, None] + times * beside - early * forward_beside
-    each = np.maximum(times * layer - early * forward, TINY_S)
-    room = np.min([tables.most_layers(of)[kind, stages] for kind, of in zip(at, most, strict=True)], axis=0)
-    if room.min() < 1 or room.sum() < num_layers:
+    stages = np.arange(kinds.shape[1])
+    ends = np.full((len(stages), num_layers), -np.inf)
+    for kind, m, way_s in zip(kinds, most.tolist(), ways_s, strict=True):
+        costs = tables.by_layers(m)
+        early = (np.minimum(len(stages) - stages, m) - 1 + splits)[:, None]
+        times = m if splits else max(m - 1, 0.5)
+        np.maximum(ends, way_s + times * costs.whole[kind, stages] - early * costs.forward[kind, stages], out=ends)
+    ends = np.maximum.accumulate(ends, axis=1)
+    last_s = max(float(np.partition(ends.ravel(), num_layers - 1)[num_layers - 1]), float(ends[:, 0].max()))
+    if last_s == np.inf:
         return None
-
-    def fit(seconds: float) -> Ints:
-        return np.minimum(np.floor((seconds - start) / each).min(axis=0), room).astype(np.int64)
-
-    low = float((start + each).max())
-    high = float((start + each * num_layers).max())
-    while high - low > PRECISION * high:
-        middle = (low + high) / 2
-        if fit(middle).sum() >= num_layers:
-            high = middle
-        else:
-            low = middle
-    layers = np.maximum(fit(high), 1)
+    layers = (ends <= last_s).sum(axis=1)
     while (over := int(layers.sum()) - num_layers) > 0:
-        ends = np.where(layers > 1, (start + each * layers).max(axis=0), -np.inf)
-        layers[np.argsort(-ends, kind="stable")[: min(over, int((layers > 1).sum()))]] -= 1
+        at_end = np.where(layers > 1, ends[stages, layers - 1], -np.inf)
+        layers[np.argsort(-at_end, kind="stable")[: min(over, int((layers > 1).sum()))]] -= 1
     return tuple(layers.tolist())

@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.schedule.patterns import SPLIT_BACKWARD
-from ahp.search.mixed.costs import LayoutTables, Work
+from ahp.search.mixed.costs import Work
+from ahp.search.mixed.tables import LayoutTables
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -7,6 +7,7 @@ recompute. So each is counted once for all that have it alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from ahp.forecast.mixed import MixedPricer
 from ahp.search.mixed.bounds import Speeds, speeds
-from ahp.search.mixed.costs import GroupCells, room_bytes
+from ahp.search.mixed.costs import GroupCells, room_bytes, that_have
 from ahp.search.mixed.holding import WHOLE, Activations, States, most_layers, most_micro_batches
 from ahp.search.mixed.space import Alike, MixedSpace, layout_of
 
@@ -22,14 +23,20 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+WAYS = 2
+"""With all layers recomputed, where any are, and with none."""
+
 Row = TypeVar("Row")
 Bytes = TypeVar("Bytes", Activations, States)
 
 
 class _Layers(NamedTuple):
     speeds: Speeds
+    """With as little recomputed as there may be."""
+    recomputing: Speeds
+    """With all layers."""
     activations: Activations
-    """[G, 4]"""
+    """[W, G, 4] Both ways; the same twice where stages have no choice."""
 
 
 class Columns:
@@ -39,11 +46,12 @@ class Columns:
         self._pricer, self._space, self._names = pricer, space, tuple(pricer.groups)
         self._num_layers = space.asked.graph.num_layers
         self._rows = {alike: row for row, alike in enumerate(space.alike)}
+        self._one_way = cache(self._priced)
         layers, self._layers_of = _distinct(space.alike, _by_layers, self._layers)
         states, self._states_of = _distinct(space.alike, _by_states, self._states)
-        self._speeds = [of.speeds for of in layers]
+        self._speeds, self._recomputing = [of.speeds for of in layers], [of.recomputing for of in layers]
         self._activations, self._sharing = _stacked([of.activations for of in layers]), _stacked(states)
-        """[rows, G, 4] each."""
+        """[rows, W, G, 4] and [rows, G, 4]."""
         _, self._held_alike = np.unique(
             np.stack(self._sharing, axis=1).reshape(len(states), -1), axis=0, return_inverse=True
         )
@@ -60,8 +68,12 @@ class Columns:
         """[N, G] Cells that can hold a stage."""
 
     def speeds(self, alike: Alike) -> Speeds:
-        """Of the units alone."""
+        """Of the units alone, with as little recomputed as there may be."""
         return self._speeds[self._layers_of[self._rows[alike]]]
+
+    def recomputing(self, alike: Alike) -> Speeds:
+        """The same with all layers recomputed, where any are."""
+        return self._recomputing[self._layers_of[self._rows[alike]]]
 
     def cells(self, alike: Alike, *, pipelined: bool) -> tuple[int, ...]:
         """Of each group, those whose memory does not rule them out."""
@@ -73,18 +85,22 @@ class Columns:
         row = self._rows[alike]
         return int(self._layers_of[row]), int(self._held_alike[self._states_of[row]]), alike.width, alike.shard
 
-    def alone_s(self) -> Floats:
-        """[N] Seconds that layouts without a pipeline take at least; infinite where no device holds the model."""
-        return self._work_s(self.cells_alone, 1.0)
+    def alone_s(self, *, recomputing: bool = False) -> Floats:
+        """[N] Seconds that layouts without a pipeline take at least; infinite where no device holds the model.
 
-    def piped_s(self, *, splits: bool) -> Floats:
+        ``recomputing``: with all layers, where any are recomputed.
+        """
+        return self._work_s(self.cells_alone, recomputing, splits=False)
+
+    def piped_s(self, *, splits: bool, recomputing: bool = False) -> Floats:
         """[N] Those with one; ``splits``: some schedule computes weight gradients apart, so that none of them need be on the
         way of a micro-batch through all stages."""
-        way = [of.least_forward_share if splits else 1.0 for of in self._speeds]
-        return self._work_s(self.cells_piped, np.array(way)[self._layers_of])
+        return self._work_s(self.cells_piped, recomputing, splits=splits)
 
-    def _work_s(self, cells: Ints, way: Floats | float) -> Floats:
-        whole = np.array([of.whole_s for of in self._speeds])[self._layers_of]
+    def _work_s(self, cells: Ints, recomputing: bool, *, splits: bool) -> Floats:
+        speeds = self._recomputing if recomputing else self._speeds
+        whole = np.array([of.whole_s for of in speeds])[self._layers_of]
+        way = np.array([of.least_forward_share if splits else 1.0 for of in speeds])[self._layers_of]
         whole = np.where(cells > 0, whole, np.inf)
         rate = np.where(cells > 0, cells / whole, 0.0).sum(axis=1)
         work = self._total / np.maximum(rate, 1e-300)
@@ -108,26 +124,38 @@ class Columns:
         key = layers, int(self._held_alike[states]), schedule == "GPipe", grid
         if key not in self._limits:
             found, there = self._space.grid(*grid), np.flatnonzero(self._cells[row])
+            ways = np.repeat(np.arange(WAYS), len(there))  # a stage on any group, either way
+            there = np.tile(there, WAYS)
             self._limits[key] = most_micro_batches(
-                _row(self._activations, (layers, there)), _row(self._sharing, (states, there)), self._num_layers, schedule,
+                _row(self._activations, (layers, ways, there)), _row(self._sharing, (states, there)), self._num_layers, schedule,
                 np.unique(-(-grid[1] // found.replicas)), int(found.pipeline.max(initial=1)),
             )  # fmt: skip
         return most <= self._limits[key][pipeline - 2]
 
     def _layers_held(self, place: int) -> Ints:
         """[2, N, G] Layers of a stage that holds one micro-batch, of one in all and of several."""
-        a = Activations(*(field[self._layers_of, :, place] for field in self._activations))
-        of = States(*(field[self._states_of, :, place] for field in self._sharing))
-        return np.stack([most_layers(a, of, self._num_layers, np.array(1), np.array(m)) for m in (1, 2)])
+        a = Activations(*(field[self._layers_of, :, :, place] for field in self._activations))
+        of = States(*(field[self._states_of, None, :, place] for field in self._sharing))
+        return np.stack([most_layers(a, of, self._num_layers, np.array(1), np.array(m)).max(axis=1) for m in (1, 2)])
 
     def _layers(self, alike: Alike) -> _Layers:
-        cells = [GroupCells(self._pricer, name, layout_of(alike, 2), 1) for name in self._names]
-        return _Layers(speeds([of.of_units() for of in cells]), _stacked([of.activations for of in cells]))
+        every = self._one_way(_by_layers(alike))
+        light = self._one_way(_by_layers(alike._replace(recompute="none"))) if self._space.has_choice(alike) else every
+        return _Layers(light[0], every[0], _stacked([every[1], light[1]]))
+
+    def _priced(self, alike: Alike) -> tuple[Speeds, Activations]:
+        """With all layers recomputed, where any are."""
+        names = self._that_have(alike.tensor * alike.context)  # as wide as all with the same layers are, at least
+        cells = [GroupCells(self._pricer, name, layout_of(alike, 2), 1) for name in names]
+        return speeds([of.of_units() for of in cells]), _stacked([of.activations for of in cells])
+
+    def _that_have(self, width: int) -> list[str]:
+        return that_have(self._pricer.cluster.groups, width)
 
     def _states(self, alike: Alike) -> States:
         """Weights are divided alike on all groups."""
         piped, alone = layout_of(alike, 2), layout_of(alike, 1)
-        first = self._names[0]
+        first = self._that_have(alike.width)[0]
         held = [GroupCells(self._pricer, first, layout, 2).states_at for layout in (piped, piped, piped, alone)]
         layer, beside = np.array([of(place) for place, of in enumerate(held)]).T
         room = [
@@ -137,9 +165,10 @@ class Columns:
         return States(np.array(room), *(np.broadcast_to(of, np.shape(room)) for of in (layer, beside)))
 
 
-def _by_layers(alike: Alike) -> Hashable:
+def _by_layers(alike: Alike) -> Alike:
     """What layers know of an alike. Experts are shared by ranks that share states."""
-    return alike._replace(zero=0, shard=alike.shard if alike.expert > 1 else 1)
+    shard = alike.shard if alike.expert > 1 else 1
+    return alike._replace(zero=min(shard - 1, 1), shard=shard)
 
 
 def _by_states(alike: Alike) -> Hashable:
@@ -166,5 +195,5 @@ def _stacked(rows: Sequence[Bytes]) -> Bytes:
     return type(rows[0])(*(np.array(field) for field in zip(*rows, strict=True)))
 
 
-def _row(of: Bytes, at: tuple[int, Ints]) -> Bytes:
+def _row(of: Bytes, at: tuple[int | Ints, ...]) -> Bytes:
     return type(of)(*(field[at] for field in of))

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.cluster.cells import cells_of
+from ahp.cluster.model import NodeGroup
 from ahp.engines.registry import get
 from ahp.forecast import margins, memory
 from ahp.forecast.assembly import num_groups, recompute_of
@@ -30,14 +31,13 @@ from ahp.forecast.stage import (
     dropped_bytes,
     made_again,
     recomputed,
+    sent_again_s,
     tensor_backward_s,
 )
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import ALONE, Units
 from ahp.plan import Parallelism
-from ahp.schedule.bounds import in_flight
-from ahp.search.bounds.space_bounds import FIT_PROBABILITY
-from ahp.search.mixed.holding import WHOLE, Activations, States, most_layers
+from ahp.search.mixed.holding import WHOLE, Activations
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -62,18 +62,9 @@ class Work:
     once: float = 0.0
     """What a cell that has the whole model takes once per step, for all micro-batches."""
 
-    def over_runs(self, place: int, passes: int) -> Floats:
-        """[L + 1, L + 1] Of a stage with the layers from the row to the column; where it has none 0, and infinite for both passes.
-
-        ``passes``: 0 for the forward pass, 1 for both.
-        """
-        found = _runs(self.layers[passes]) + self.beside[place][passes]
-        return np.where(np.tri(len(found), dtype=bool), np.inf if passes else 0.0, found)
-
-    def line(self, place: int) -> tuple[float, float, float, float]:
-        """Forward beside the layers, of the mean layer; the same of both passes."""
-        (forward, both), beside = self.layers, self.beside[place]
-        return beside[0], float(forward.mean()), beside[1], float(both.mean())
+    def whole_s(self, place: int) -> float:
+        """Both passes of a stage with all layers."""
+        return float(self.layers[1].sum()) + self.beside[place][1]
 
 
 class GroupCells:
@@ -89,7 +80,6 @@ class GroupCells:
         self.units: Units = self.pricer.units(layout)
         self.recompute: Recompute = recompute_of(layout, self.traits, self.units)
         self.states = cache(self._states)
-        self.over_runs = cache(lambda place, passes: self.work.over_runs(place, passes))
 
     @cached_property
     def work(self) -> Work:
@@ -124,9 +114,14 @@ class GroupCells:
     def least_alone_s(self) -> float:
         """Seconds of both passes of the whole model for one micro-batch, at least: as ``work``, of stages that are priced sooner."""
         if not self._layers_alike:
-            return self.of_units().over_runs(WHOLE, 1)[0, -1]
+            return self.of_units().whole_s(WHOLE)
         one, two = self._stage(1, WHOLE)[1], self._stage(2, WHOLE)[1]
         return one + (len(self.units.layers) - 1) * min(two - one, one)
+
+    @cached_property
+    def units_s(self) -> float:
+        """The same without what gathers weights and without the host."""
+        return self.of_units().whole_s(WHOLE)
 
     def _stage(self, num_layers: int, place: int) -> tuple[float, float]:
         return _seconds(self._cost(num_layers, place))
@@ -192,19 +187,6 @@ class GroupCells:
         of_gradients = one["gradients"] / max(outside + smallest, 1)
         return sum(one.values()) - each * smallest, each, of_gradients, outside * of_gradients
 
-    def needs(self, place: int, held: int, micro_batches: int) -> Floats:
-        """[L + 1, L + 1] Bytes in tensors of a stage with the layers from the row to the column, at least.
-
-        ``held``: micro-batches that it keeps at once, of ``micro_batches``.
-        """
-        _, each, per_gradient, outside_gradients = self.states(place, micro_batches)
-        parameters = _runs(self.parameters)
-        activations = held * (_runs(self.kept) + self._kept_outside(place))
-        if micro_batches == 1:  # gradients grow as activations go
-            activations = np.maximum(activations - per_gradient * parameters - outside_gradients, 0.0)
-        buffers = self._received(place) * (micro_batches if self.traits.torch_pipeline else 1)
-        return self._without_layers(place, micro_batches) + buffers + each * parameters + activations
-
     @cached_property
     def activations(self) -> Activations:
         """What stages hold of activations, [4]."""
@@ -218,6 +200,18 @@ class GroupCells:
             once=np.zeros(len(ENDS)) if every else received,
             temporary=np.array([self._temporary(last=last) for _, last in ENDS]),
         )
+
+    @cached_property
+    def again_s(self) -> float:
+        """Seconds of both passes that a stage takes longer, at most, where one layer more is recomputed: on the device, or on the host
+        where that is waited for."""
+        data = self._data
+        return max((_again_s(unit, self.recompute, data) for unit in self.units.blocks), default=0.0)
+
+    @cached_property
+    def state_bytes(self) -> Floats:
+        """[2, 4, 4] What ``states`` says for one micro-batch and for several, by place."""
+        return np.array([[self.states(place, m) for place in range(len(ENDS))] for m in (1, 2)])
 
     def states_at(self, place: int) -> tuple[float, float]:
         """Bytes of states of each layer, at least, and beside the layers, for several micro-batches."""
@@ -235,10 +229,6 @@ class GroupCells:
         kept = self.units.embedding.memory.saved * first + self.units.head.memory.saved * last
         return float(kept + (0 if last else self.units.hidden_bytes))
 
-    def _without_layers(self, place: int, micro_batches: int) -> float:
-        """Bytes of a stage beside its layers, their activations and what it receives."""
-        return self.states(place, micro_batches)[0] + self._temporary(last=ENDS[place][1])
-
     def _temporary(self, *, last: bool) -> float:
         """Bytes at the peak of one backward pass beyond what is kept, at least."""
         needs = [
@@ -250,72 +240,21 @@ class GroupCells:
         return float(max(0, least, max(head.forward_extra, head.backward_extra) if last else 0))
 
 
+def that_have(groups: Sequence[NodeGroup], width: int) -> list[str]:
+    """The name of each group that has cells of so many devices, and for each other, which cannot say what these take, that of the
+    first that has: it counts for nothing there."""
+    has = [cells_of(group, width) > 0 for group in groups]
+    first = groups[has.index(True)]
+    return [(group if there else first).name for group, there in zip(groups, has, strict=True)]
+
+
 def room_bytes(pricer: Pricer, layout: Parallelism) -> float:
     """Bytes in tensors that a device of a group has for a layout."""
     device = pricer.nodes.device
-    most = device.memory_bytes * float(np.exp(-NormalDist().inv_cdf(FIT_PROBABILITY) * memory.need_error()))
+    most = device.memory_bytes * float(np.exp(-NormalDist().inv_cdf(memory.FIT_PROBABILITY) * memory.need_error()))
     outside = device.reserved_memory_bytes
     outside += 0 if is_cpu(device) else num_groups(layout) * margins.value("communicator_bytes")
     return (most - outside) / margins.value("reserved_over_allocated")
-
-
-class LayoutTables:
-    """What the stages of one layout cost on each group."""
-
-    def __init__(self, groups: Sequence[GroupCells], layout: Parallelism) -> None:
-        self.groups, self.layout = groups, layout
-        self.num_layers, self.num_stages = len(groups[0].units.layers), layout.pipeline_parallel_degree
-        self._room = [room_bytes(cells.pricer, layout) for cells in groups]
-        self._places = [place_of(stage, self.num_stages) for stage in range(self.num_stages)]
-        self.most_layers = cache(self._most_layers)
-        self.fits = cache(self._fits)
-
-    @property
-    def lines(self) -> Floats:
-        """[4, G, S] Of a stage's seconds: forward beside its layers, of a layer; both passes beside, of a layer."""
-        return self._lines
-
-    @cached_property
-    def _lines(self) -> Floats:
-        found = [[of.work.line(place) for place in range(4)] for of in self.groups]
-        return np.moveaxis(np.array(found)[:, self._places], 2, 0)
-
-    def stage_s(self, kind: tuple[int, ...], layers: tuple[int, ...]) -> tuple[Floats, Floats]:
-        """[S] Seconds of a replica's stages for one micro-batch: both passes, and the forward one."""
-        runs = pairwise(np.cumsum([0, *layers]).tolist())
-        at = list(zip(kind, self._places, runs, strict=True))
-        whole = [self.groups[group].over_runs(place, 1)[run] for group, place, run in at]
-        return np.array(whole), np.array([self.groups[group].over_runs(place, 0)[run] for group, place, run in at])
-
-    def _held(self, micro_batches: int) -> Ints:
-        """[S] Micro-batches that each stage keeps at once."""
-        name = self.layout.pipeline_parallel_schedule if self.num_stages > 1 else "1F1B"
-        return in_flight(name, self.num_stages, 1, micro_batches)[:, 0]
-
-    def _most_layers(self, micro_batches: int) -> Ints:
-        """[G, S] Layers that a device of the group can hold in a stage, at most."""
-        return most_layers(*self._holding, self.num_layers, self._held(micro_batches), np.array(micro_batches))
-
-    @cached_property
-    def _holding(self) -> tuple[Activations, States]:
-        """Of stages on each group, [G, S]."""
-        activations = zip(*(of.activations for of in self.groups), strict=True)
-        states = np.array([[of.states_at(place) for place in range(len(ENDS))] for of in self.groups])[:, self._places]
-        room = np.array(self._room)[:, None]
-        return (
-            Activations(*(np.array(field)[:, self._places] for field in activations)),
-            States(room, states[..., 0], states[..., 1]),
-        )
-
-    def _fits(self, group: int, stage: int, micro_batches: int) -> NDArray[np.bool_]:
-        """[L + 1, L + 1] Whether the group's device holds each run of layers, as far as the lower bound of its need tells."""
-        held = int(self._held(micro_batches)[stage])
-        return self.groups[group].needs(self._places[stage], held, micro_batches) <= self._room[group]
-
-
-def _runs(layers: Floats) -> Floats:
-    sums = np.concatenate([[0.0], np.cumsum(layers)])
-    return sums[None, :] - sums[:, None]
 
 
 def _seconds(cost: StageCost) -> tuple[float, float]:
@@ -331,3 +270,12 @@ def _passes(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float
     again = recomputed(unit, recompute).device_s
     again += forward - unit.times.forward_s if recompute == "full" else 0.0
     return forward, forward + backward + again
+
+
+def _again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
+    work = recomputed(unit, recompute)
+    device_s = work.device_s + (unit.expert_s if recompute == "full" else 0.0)
+    device_s += sum(sent_again_s(unit, recompute, data))
+    if data.host_is_device:
+        return device_s
+    return max(device_s, work.launches * data.traits.host_launches_per_operator * data.operator_s)

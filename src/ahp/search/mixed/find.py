@@ -19,7 +19,6 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
 from ahp.search.mixed.bounds import columns_hold
-from ahp.search.mixed.costs import LayoutTables
 from ahp.search.mixed.floors import Entry, Kind, ShapeFloors
 from ahp.search.mixed.solve import Placement, Solved, Task
 from ahp.search.mixed.space import MixedSpace, Shape
@@ -106,7 +105,7 @@ class Finder:
         What is alike comes up three times, each time better known: by its units; by the shapes that its memory leaves; and
         with their floors, for which its stages are priced.
         """
-        heap = [(float(least_s), i, UNITS) for i, least_s in enumerate(kind.least_s) if least_s < np.inf]
+        heap = [(float(promise_s), i, UNITS) for i, promise_s in enumerate(kind.promise_s) if promise_s < np.inf]
         heapq.heapify(heap)
         floors_s = dict[int, float]()
         opened: dict[int, list[Entry]] = {}
@@ -114,7 +113,7 @@ class Finder:
         while heap and hard < self.budget.shapes and self.outcome.forecasts < self.budget.exact:
             promise_s, index, at = heapq.heappop(heap)
             alike, limit_s = self.space.alike[index], self._limit_s(keep)
-            if at == UNITS and promise_s < limit_s:
+            if at == UNITS and kind.least_s[index] < limit_s:
                 promise_s, floors_s[index] = kind.near(alike, limit_s)
                 if floors_s[index] < limit_s:
                     heapq.heappush(heap, (promise_s, index, NEAR))
@@ -137,9 +136,9 @@ class Finder:
         """The lowest floor of what stays in the queue. What is not known well enough to say is looked at more closely."""
         number = count()  # of equal floors the first
         left: list[tuple[float, int, int, Shape | None]] = []
-        for promise_s, index, at in heap:
+        for _, index, at in heap:
             if at < 0:
-                left.append((floors_s.get(index, promise_s), next(number), index, None))
+                left.append((floors_s.get(index, float(kind.least_s[index])), next(number), index, None))
             else:
                 left += [(entry.floor_s, next(number), index, entry.shape) for entry in opened[index][at:]]
         heapq.heapify(left)
@@ -207,7 +206,9 @@ class Finder:
         if solved.misfit is not None:
             self.outcome.misfits.append(solved.misfit)
         if solved.best is not None:
-            self.outcome.fitting.append(solved.best)
+            # A shape that recomputes finds what the one without has, where all fits so.
+            if solved.best not in self.outcome.fitting:
+                self.outcome.fitting.append(solved.best)
             self.best_s = min(self.best_s, solved.best[1].step_time_s)
 
     def columns_hold(self, task: Task) -> bool:
@@ -220,16 +221,16 @@ class Finder:
         """A shape with what its cells cost, to be placed."""
         alike = shape.alike
         least = min(2, self.space.least(shape.pipeline, shape.schedule))
-        of_groups = self.floors.cells(alike, shape.pipeline > 1, least)
-        whole = [float(of.over_runs(3 if shape.pipeline == 1 else 2, 1)[0, -1]) for of in of_groups]
+        tables = self.floors.tables(shape, least)
         return Task(
             shape=shape,
-            tables=LayoutTables(of_groups, shape.layout()),
+            tables=tables,
             cells=self.space.cells(alike.width),
             names=self.names,
             total=self.space.micro_batches(alike),
             allowed=self.space.allowed(shape.pipeline, shape.schedule, self.space.micro_batches(alike)),
-            fastest_first=tuple(np.argsort(whole, kind="stable").tolist()),
+            fastest_first=tuple(np.argsort(tables.whole_s, kind="stable").tolist()),
             slowest_share=self.floors.slowest(shape.pipeline * shape.replicas * alike.width),
-            fixed=self.space.fixed(shape.replicas),
+            fixed=self.space.fixed(shape.pipeline, shape.replicas),
+            cells_fit=self.floors.pricer.cells_fit,
         )

@@ -16,9 +16,10 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.mixed.bounds import Speeds, floors_alone_s, floors_s, paced_s, speeds
 from ahp.search.mixed.columns import Columns
-from ahp.search.mixed.costs import GroupCells
+from ahp.search.mixed.costs import GroupCells, that_have
 from ahp.search.mixed.holding import WHOLE
 from ahp.search.mixed.space import Alike, MixedSpace, Shape, layout_of
+from ahp.search.mixed.tables import LayoutTables
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -63,6 +64,8 @@ class Kind:
 
     least_s: Floats
     """[N] Seconds that those of each alike take at least."""
+    promise_s: Floats
+    """[N] The same where all layers are recomputed, if any are: in this order they come up."""
     near: Callable[[Alike, float], tuple[float, float]]
     """The promise and the floor of those below a limit, by the units alone."""
     entries: Callable[[Alike, float], Iterator[Entry]]
@@ -83,7 +86,6 @@ class ShapeFloors:
 
     def __init__(self, pricer: MixedPricer, space: MixedSpace) -> None:
         self.pricer, self.space, self.columns = pricer, space, Columns(pricer, space)
-        self.names = tuple(pricer.groups)
         self.too_large = 0
         """Shapes of those looked at that no placement makes fit."""
         self.cells = cache(self._cells)
@@ -100,13 +102,15 @@ class ShapeFloors:
     @cached_property
     def alone(self) -> Kind:
         """Without a pipeline."""
-        return Kind(self.columns.alone_s(), partial(self._near, False), self._entries_alone)
+        least_s, promise_s = (self.columns.alone_s(recomputing=every) for every in (False, True))
+        return Kind(least_s, promise_s, partial(self._near, False), self._entries_alone)
 
     @cached_property
     def piped(self) -> Kind:
         """With one."""
         splits = any(schedule in SPLIT_BACKWARD for schedule in self.space.schedules(2))
-        return Kind(self.columns.piped_s(splits=splits), partial(self._near, True), self._entries_piped)
+        least_s, promise_s = (self.columns.piped_s(splits=splits, recomputing=every) for every in (False, True))
+        return Kind(least_s, promise_s, partial(self._near, True), self._entries_piped)
 
     def least_s(self, alike: Alike) -> float:
         """Seconds that everything which is so alike takes at least, from the units alone."""
@@ -135,6 +139,7 @@ class ShapeFloors:
     def _near_by_units(self, pipelined: bool, alike: Alike, limit_s: float) -> Near:
         """By the units alone, and by memory."""
         speeds, cells = self.columns.speeds(alike), self.columns.cells(alike, pipelined=pipelined)
+        recomputing = self.columns.recomputing(alike)
         total = self.space.micro_batches(alike)
         kept: list[Shapes] = []
         promise_s, floor_s, too_large = float("inf"), float("inf"), 0
@@ -149,30 +154,37 @@ class ShapeFloors:
             too_large += int((~holds).sum())
             if holds.any():
                 kept.append(may.where(holds))
-                promise = self._floors_s(speeds, cells, total, kept[-1]._replace(schedule="GPipe"))
+                promise = self._floors_s(recomputing, cells, total, kept[-1]._replace(schedule="GPipe"))
                 floors = self._floors_s(speeds, cells, total, kept[-1])
                 promise_s, floor_s = min(promise_s, float(promise.min())), min(floor_s, float(floors.min()))
         return Near(kept, promise_s, floor_s, too_large)
 
     def _near_alone(self, alike: Alike, limit_s: float) -> tuple[float, float]:
         """The floor of the kept shapes without a pipeline, with what gathers weights beside the layers."""
-        kept, least_s = [], float("inf")
+        kept, least_s, tables = [], float("inf"), self._whole(alike)
+        by_units, by_stages = (cache(partial(tables.least_whole_s, of)) for of in (_by_units, _by_stages))
         for shapes in self._kept[alike, False]:
-            floors = self._alone_s(alike, shapes, [of.least_alone_s for of in self._whole(alike)])
+            floors = self._alone_s(alike, shapes, by_units())
+            if float(floors.min()) < limit_s:  # else no stage is priced for them
+                floors = self._alone_s(alike, shapes, by_stages())
             kept.append(shapes.where(floors < limit_s))
             least_s = min(least_s, float(floors.min()))
         self._kept[alike, False] = [shapes for shapes in kept if len(shapes.replicas)]
         return least_s, least_s
 
-    def _whole(self, alike: Alike) -> list[GroupCells]:
-        """Cells of the groups whose devices can hold the whole model."""
+    def _whole(self, alike: Alike) -> LayoutTables:
+        """Of the groups whose devices can hold the whole model."""
         there = self.columns.cells(alike, pipelined=False)
-        return [of for of, count in zip(self.cells(alike, False, 1), there, strict=True) if count]
+        groups, light = (
+            [of for of, count in zip(cells, there, strict=True) if count]
+            for cells in (self.cells(alike, False, 1), self._light(alike, False, 1))
+        )
+        return LayoutTables(groups, layout_of(alike, 1), light if self.space.has_choice(alike) else ())
 
-    def _alone_s(self, alike: Alike, shapes: Shapes, whole_s: list[float]) -> Floats:
+    def _alone_s(self, alike: Alike, shapes: Shapes, whole_s: Floats) -> Floats:
         """``whole_s``: of a cell of each of these groups for one micro-batch."""
         there = [count for count in self.columns.cells(alike, pipelined=False) if count]
-        found = floors_alone_s(np.array(whole_s), there, self.space.micro_batches(alike), shapes.replicas)
+        found = floors_alone_s(whole_s, there, self.space.micro_batches(alike), shapes.replicas)
         return found * shapes.slowest
 
     def _floors_s(self, speeds: Speeds, cells: Sequence[int], total: int, shapes: Shapes) -> Floats:
@@ -196,9 +208,10 @@ class ShapeFloors:
     def _entries_alone(self, alike: Alike, limit_s: float) -> Iterator[Entry]:
         """The shapes without a pipeline that were kept, with floors from the stages that the forecast prices."""
         for shapes in self._kept.pop((alike, False)):
-            works = [of.work for of in self._whole(alike)]
-            floors = self._alone_s(alike, shapes, [work.beside[WHOLE][1] for work in works])
-            floors = floors + min(work.once for work in works) * shapes.slowest
+            tables = self._whole(alike)
+            floors = self._alone_s(alike, shapes, tables.least_whole_s(lambda of: of.work.beside[WHOLE][1]))
+            once_s = min(of.work.once for of in (*tables.light, *tables.groups))
+            floors = floors + once_s * shapes.slowest
             yield from shapes.entries(alike, floors, floors, limit_s)
 
     def _entries_piped(self, alike: Alike, limit_s: float) -> Iterator[Entry]:
@@ -207,11 +220,33 @@ class ShapeFloors:
         for shapes in self._kept.pop((alike, True)):
             # Where a replica may have a single micro-batch stages are not priced for it before they are placed.
             rough = self.space.least(2, shapes.schedule) < 2
-            found = self.columns.speeds(alike) if rough else speeds([of.work for of in self.cells(alike, True, 2)])
+            found, promised = self.columns.speeds(alike), self.columns.recomputing(alike)
+            if not rough:
+                ways = self._light(alike, True, 2), self.cells(alike, True, 2)
+                found, promised = (speeds([of.work for of in cells]) for cells in ways)
             floors = self._floors_s(found, cells, total, shapes)
-            promise = self._floors_s(found, cells, total, shapes._replace(schedule="GPipe"))
+            promise = self._floors_s(promised, cells, total, shapes._replace(schedule="GPipe"))
             yield from shapes.entries(alike, promise, floors, limit_s)
 
+    def tables(self, shape: Shape, least: int) -> LayoutTables:
+        """What the cells of a shape cost, whose replicas have ``least`` micro-batches at least."""
+        pipelined = shape.pipeline > 1
+        light = self._light(shape.alike, pipelined, least) if self.space.has_choice(shape.alike) else ()
+        return LayoutTables(self.cells(shape.alike, pipelined, least), shape.layout(), light)
+
+    def _light(self, alike: Alike, pipelined: bool, least: int) -> list[GroupCells]:
+        """The cells with as little recomputed as there may be."""
+        return self.cells(alike._replace(recompute="none") if self.space.has_choice(alike) else alike, pipelined, least)
+
     def _cells(self, alike: Alike, pipelined: bool, least: int) -> list[GroupCells]:
-        layout = layout_of(alike, 2 if pipelined else 1)
-        return [GroupCells(self.pricer, name, layout, least) for name in self.names]
+        layout, names = layout_of(alike, 2 if pipelined else 1), that_have(self.pricer.cluster.groups, alike.width)
+        return [GroupCells(self.pricer, name, layout, least) for name in names]
+
+
+def _by_units(cells: GroupCells) -> float:
+    """Seconds of the whole model for one micro-batch."""
+    return cells.units_s
+
+
+def _by_stages(cells: GroupCells) -> float:
+    return cells.least_alone_s

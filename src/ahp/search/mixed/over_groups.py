@@ -249,7 +249,12 @@ def _why(
     if used.cluster.is_mixed:
         floors = dict.fromkeys((name for name, _ in reasons.CHOICES), float("inf"))
         words = telling.why(mixed_telling.on_fullest(asked, pair), ranked, [], certificate.words(), floors)
-        yield_of = (*words, *mixed_telling.groups(asked, pair), *mixed_telling.links(asked, pair))
+        yield_of = (
+            *words,
+            *mixed_telling.groups(asked, pair),
+            *mixed_telling.recompute(asked, pair),
+            *mixed_telling.links(asked, pair),
+        )
     else:
         own = tuple(line for line in best.why if not line.startswith("Searched"))
         yield_of = (own[0], certificate.words(), *own[1:], *mixed_telling.against_spread(used, ranked, best.forecast))

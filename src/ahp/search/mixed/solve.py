@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, permutations
 from math import comb
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +16,10 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, StagePlace
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.mixed.balance import balance, ends_s
-from ahp.search.mixed.costs import LayoutTables
+from ahp.search.mixed.fewest import fewest, said_plainly
 from ahp.search.mixed.matrices import Kind, Matrix, families, matrices, num_matrices
 from ahp.search.mixed.space import Fixed, Shape
+from ahp.search.mixed.tables import LayoutTables
 from ahp.search.stages import cuts
 
 ALL_PLACEMENTS = 20_000
@@ -31,28 +34,49 @@ PRICED = 3
 EXACT = 300
 """The same where all placements are looked at; past it the best of the shape is not proven."""
 
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
 Price = Callable[[Parallelism], Forecast]
+CellsFit = Callable[[Parallelism], Callable[[int, Sequence[int]], Sequence[bool]]]
+"""Of a layout, whether the cells of a replica fit that recompute so many layers."""
+
+
+class Row(NamedTuple):
+    """One replica."""
+
+    kind: Kind
+    micro_batches: int
+    recomputed: tuple[int, ...] | None = None
+    """Layers that its stages recompute; None = all, where any are."""
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where the cells of a shape lie, its cut, and the micro-batches of each replica."""
 
-    rows: tuple[tuple[Kind, int], ...]
-    """Of each replica, its groups and its micro-batches."""
+    rows: tuple[Row, ...]
     layers: tuple[int, ...]
     at_least_s: float
 
     def of(self, shape: Shape, names: tuple[str, ...]) -> Parallelism:
         """The layout."""
-        columns = zip(*(kind for kind, _ in self.rows), strict=True)
-        stages = []
-        for column, layers in zip(columns, self.layers, strict=True):
-            groups = tuple(names[group] for group in column)
-            stages.append(StagePlace(group=groups[0] if len(set(groups)) == 1 else groups, layers=layers))
-        return shape.layout().model_copy(
-            update={"stages": tuple(stages), "micro_batches_per_replica": tuple(m for _, m in self.rows)}
+        columns = zip(*(row.kind for row in self.rows), strict=True)
+        some = zip(*(row.recomputed or (None,) * len(self.layers) for row in self.rows), strict=True)
+        stages = tuple(
+            StagePlace(
+                group=_one_if_alike(tuple(names[group] for group in column)),
+                layers=layers,
+                recomputed_layers=_one_if_alike(counts),
+            )
+            for column, layers, counts in zip(columns, self.layers, some, strict=True)
         )
+        update = {"stages": stages, "micro_batches_per_replica": tuple(row.micro_batches for row in self.rows)}
+        return shape.layout().model_copy(update=update)
+
+
+def _one_if_alike(values: tuple[Any, ...]) -> Any:
+    return values[0] if len(set(values)) == 1 else values
 
 
 @dataclass
@@ -87,6 +111,7 @@ class Task:
     slowest_share: float
     """What the forecast adds to the pipelines' time for the slowest rank."""
     fixed: Fixed
+    cells_fit: CellsFit
 
     def solve(self, price: Price, beat_s: float) -> Solved:
         """Price every placement that may take less than ``beat_s``, in the order of the bound; only where they are few."""
@@ -99,9 +124,32 @@ class Task:
             if solved.forecasts >= EXACT:
                 solved.proven = False
                 break
-            for layout in self._orders(placement):
+            for layout in self._orders(self._with_fewest(placement)):
                 self._price(price, layout, solved)
         return solved
+
+    def _with_fewest(self, placement: Placement) -> Placement:
+        """With as few layers recomputed as the forecast's memory asks for, where that is open."""
+        if not self._is_open:
+            return placement
+        try:
+            fits = self.cells_fit(placement.of(self.shape, self.names))
+        except (BadInput, NotExpressible):
+            return placement  # pricing it says why
+        known: dict[Row, tuple[int, ...]] = {}
+        for replica, row in enumerate(placement.rows):
+            if row not in known and row.recomputed is not None:
+                known[row] = fewest(partial(fits, replica), row.recomputed, placement.layers)
+        return replace(placement, rows=tuple(row._replace(recomputed=known[row]) for row in placement.rows))
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether it is for the search to say how many layers are recomputed."""
+        return self.tables.has_choice and self.fixed.recomputed is None
+
+    def _layout(self, placement: Placement) -> Parallelism:
+        layout = placement.of(self.shape, self.names)
+        return said_plainly(layout) if self._is_open else layout
 
     def promising(self) -> list[Placement]:
         """The members of the families with the lowest bounds."""
@@ -111,7 +159,7 @@ class Task:
         """Price placements until one fits."""
         solved = Solved()
         for placement in found:
-            self._price(price, placement.of(self.shape, self.names), solved)
+            self._price(price, self._layout(self._with_fewest(placement)), solved)
             if solved.best is not None:
                 break
         return solved
@@ -162,31 +210,35 @@ class Task:
         layers = [self.fixed.layers] if self.fixed.layers is not None else list(cuts(self._num_layers, shape.pipeline))
         numbers, splits = np.arange(1, self.total + 1), self._splits
         shares = list(self._shares())
-        for matrix in self._matrices(all_=True):
-            kinds = [kind for kind, count in matrix for _ in range(count)]
-            for cut in layers:
-                times_s = {kind: ends_s(*self.tables.stage_s(kind, cut), numbers, splits=splits) for kind in set(kinds)}
+        matrices = [[kind for kind, count in matrix for _ in range(count)] for matrix in self._matrices(all_=True)]
+        for cut in layers:
+            known: dict[Kind, tuple[Floats, Bools, list[list[int]]]] = {}
+            for kind in {kind for kinds in matrices for kind in kinds}:
+                costs = self.tables.stages(np.array([kind] * len(numbers)), cut, numbers)
+                times_s = ends_s(costs.whole, costs.forward, numbers, splits=splits)
+                known[kind] = times_s, np.logical_and.reduce(costs.fits, axis=1), costs.recomputed.tolist()
+            for kinds in matrices:
                 for share in shares:
-                    if self._repeats(kinds, share) or not self._fit(kinds, cut, share):
+                    pairs = list(zip(kinds, share, strict=True))
+                    if self._repeats(pairs) or not all(known[kind][1][m - 1] for kind, m in pairs):
                         continue
-                    bound_s = max(times_s[kind][m - 1] for kind, m in zip(kinds, share, strict=True))
-                    rows = tuple(zip(kinds, share, strict=True))
-                    yield Placement(rows, cut, float(bound_s) * (1.0 + self.slowest_share))
+                    bound_s = max(float(known[kind][0][m - 1]) for kind, m in pairs)
+                    rows = [Row(kind, m, self._recomputed(known[kind][2][m - 1])) for kind, m in pairs]
+                    yield self._placement(rows, cut, bound_s)
 
-    def _fit(self, kinds: list[Kind], cut: tuple[int, ...], share: tuple[int, ...]) -> bool:
-        """Whether every cell has the memory, as far as the lower bound of its need tells."""
-        runs = list(pairwise(np.cumsum([0, *cut]).tolist()))
-        return all(
-            self.tables.fits(group, stage, m)[runs[stage]]
-            for kind, m in dict.fromkeys(zip(kinds, share, strict=True))
-            for stage, group in enumerate(kind)
-        )
+    def _recomputed(self, at_least: list[int]) -> tuple[int, ...] | None:
+        return tuple(at_least) if self.tables.has_choice else None
 
-    def _repeats(self, kinds: list[Kind], share: tuple[int, ...]) -> bool:
+    def _placement(self, rows: list[Row], cut: tuple[int, ...], bound_s: float) -> Placement:
+        given = self.fixed.recomputed
+        if given is not None:
+            rows = [row._replace(recomputed=some) for row, some in zip(rows, given, strict=True)]
+        return Placement(tuple(rows), cut, bound_s * (1.0 + self.slowest_share))
+
+    def _repeats(self, pairs: list[tuple[Kind, int]]) -> bool:
         """Whether the same share stands elsewhere with replicas of one kind in another order."""
-        if self.fixed.micro_batches is not None:
+        if self.fixed.micro_batches is not None or self.fixed.recomputed is not None:
             return False
-        pairs = list(zip(kinds, share, strict=True))
         return any(a[0] == b[0] and a[1] < b[1] for a, b in pairwise(pairs))
 
     def _shares(self) -> Iterator[tuple[int, ...]]:
@@ -203,13 +255,13 @@ class Task:
 
     def _orders(self, placement: Placement) -> list[Parallelism]:
         if self.fixed.rows is not None or self.fixed.micro_batches is not None:
-            return [placement.of(self.shape, self.names)]
-        found: dict[tuple[tuple[Kind, int], ...], None] = {}
+            return [self._layout(placement)]
+        found: dict[tuple[Row, ...], None] = {}
         for order in permutations(placement.rows):
             found[order] = None
             if len(found) == ORDERS:
                 break
-        return [Placement(rows, placement.layers, 0.0).of(self.shape, self.names) for rows in found]
+        return [self._layout(replace(placement, rows=rows)) for rows in found]
 
     def of_families(self) -> Iterator[Placement]:
         """The members of the families, each with layers and micro-batches in balance."""
@@ -221,10 +273,17 @@ class Task:
             )  # fmt: skip
             if found is None:
                 continue
-            rows = tuple((kind, m) for kind, shared in zip(kinds, found.micro_batches, strict=True) for m in shared)
+            shared = [(kind, m) for kind, each in zip(kinds, found.micro_batches, strict=True) for m in each]
             if self.fixed.micro_batches is not None:
-                rows = tuple((kind, m) for (kind, _), m in zip(rows, self.fixed.micro_batches, strict=True))
-            yield Placement(rows, found.layers, found.at_least_s * (1.0 + self.slowest_share))
+                shared = [(kind, m) for (kind, _), m in zip(shared, self.fixed.micro_batches, strict=True)]
+            yield self._placement(self._rows(shared, found.layers), found.layers, found.at_least_s)
+
+    def _rows(self, shared: list[tuple[Kind, int]], cut: tuple[int, ...]) -> list[Row]:
+        if not self.tables.has_choice:
+            return [Row(kind, m) for kind, m in shared]
+        kinds, micro_batches = (np.array(of) for of in zip(*shared, strict=True))
+        some = self.tables.stages(kinds, cut, micro_batches).recomputed.tolist()
+        return [Row(kind, m, tuple(counts)) for (kind, m), counts in zip(shared, some, strict=True)]
 
 
 def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -29,7 +29,7 @@ PLACED = frozenset({
     "data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage", "tensor_parallel_degree",
     "enable_sequence_parallel", "pipeline_parallel_degree", "pipeline_parallel_schedule", "layers_per_stage",
     "context_parallel_degree", "context_parallel_method", "expert_parallel_degree", "micro_batch_size", "activation_checkpoint", "stages",
-    "micro_batches_per_replica",
+    "micro_batches_per_replica", "recomputed_layers_per_stage",
 })  # fmt: skip
 """Keys that a layout over several groups may have."""
 
@@ -94,6 +94,8 @@ class Fixed:
     rows: tuple[tuple[int, ...], ...] | None = None
     """The numbers of the groups of each replica's stages."""
     micro_batches: tuple[int, ...] | None = None
+    recomputed: tuple[tuple[int, ...], ...] | None = None
+    """Of each replica's stages."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,11 @@ class MixedSpace:
     def __init__(self, asked: Problem) -> None:
         self.asked, self.given = asked, asked.constraints.given
         self.stages: tuple[StagePlace, ...] | None = self.given.get("stages")
+        self._numbers: tuple[int, ...] | None = self.given.get("recomputed_layers_per_stage")
+        self.numbers_given = self._numbers is not None or any(
+            s.recomputed_layers is not None for s in self.stages or ()
+        )
+        """Whether the user says how many layers are recomputed."""
         self.rules: dict[str, Rule] = {}
         self.size = 0
         """Shapes, legal or not."""
@@ -152,22 +159,31 @@ class MixedSpace:
         cells = sum(self.cells(width))
         most = min(cells, max(self.asked.graph.num_layers, 1))
         given_p, given_r = (self.given.get(f"{key}_degree") for key in ("pipeline_parallel", "data_parallel_replicate"))
-        pipeline = [p for p in range(1, most + 1) if given_p in (None, p)]
+        given_s = None if self._numbers is None else len(self._numbers)
+        pipeline = [p for p in range(1, most + 1) if given_p in (None, p) and given_s in (None, p)]
         pairs = [
             (p, r) for p in pipeline for r in range(1, min(cells // p, total) + 1) if given_r in (None, r)
         ]  # fmt: skip
         found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return Grid(found[:, 0], found[:, 1])
 
-    def fixed(self, replicas: int) -> Fixed:
+    def has_choice(self, alike: Alike) -> bool:
+        """Whether stages may recompute fewer than all of their layers."""
+        return alike.recompute != "none" and (self.numbers_given or "activation_checkpoint" not in self.given)
+
+    def fixed(self, pipeline: int, replicas: int) -> Fixed:
         """What of the placement is given."""
-        layers, rows = self.given.get("layers_per_stage"), None
+        layers, rows, numbers = self.given.get("layers_per_stage"), None, None
         if self.stages is not None:
             layers = tuple(stage.layers for stage in self.stages)
-            numbers = {group.name: number for number, group in enumerate(self.asked.cluster.groups)}
-            columns = [[numbers[name] for name in stage.groups(replicas)] for stage in self.stages]
+            numbers_of = {group.name: number for number, group in enumerate(self.asked.cluster.groups)}
+            columns = [[numbers_of[name] for name in stage.groups(replicas)] for stage in self.stages]
             rows = tuple(zip(*columns, strict=True))
-        return Fixed(layers, rows, self.given.get("micro_batches_per_replica"))
+        if self._numbers is not None:
+            numbers = (self._numbers,) * replicas
+        elif self.numbers_given:
+            numbers = tuple(zip(*(stage.recomputed(replicas) for stage in self.stages or ()), strict=True))
+        return Fixed(layers, rows, self.given.get("micro_batches_per_replica"), numbers)
 
     def _all_alike(self) -> Iterator[Alike]:
         batch, world = self.asked.job.global_batch_size, self.asked.cluster.num_devices
@@ -193,7 +209,7 @@ class MixedSpace:
             for sequence in self._values("enable_sequence_parallel", [False, True] if tensor > 1 else [False]):
                 for expert in self._values("expert_parallel_degree", experts):
                     for micro_batch in self._values("micro_batch_size", divisors(batch)):
-                        for recompute in self._values("activation_checkpoint", list(RECOMPUTE)):
+                        for recompute in self._values("activation_checkpoint", list(RECOMPUTE[self.numbers_given :])):
                             for method in self.methods(context):
                                 yield Alike(
                                     tensor, bool(sequence), context, expert, micro_batch, shard, zero, recompute, method

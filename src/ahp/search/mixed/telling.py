@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from ahp.cluster.cells import cell_width, link_between, place
 from ahp.cluster.model import Cluster
+from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
@@ -56,11 +57,35 @@ def groups(asked: Problem, pair: Pair) -> Iterator[str]:
         work = sum(shared[r] * layers[s] for r, s in cells) / (sum(shared) * sum(layers))
         where = "all stages" if len(stages) == len(layers) else _runs("stage", stages)
         yield (
-            f"{group.name}: {where} ({held} of {sum(layers)} layers) of {len(replicas)} of {len(rows)} replicas, "
+            f"{group.name}: {where} ({held} of {sum(layers)} layers{_recomputed(layout, cells)}) of {len(replicas)} of {len(rows)} replicas, "
             f"{' or '.join(map(str, counts))} of {sum(shared)} micro-batches each: {percent(work)} of the work on "
             f"{percent(len(cells) * cell_width(layout) / layout.world_size)} of the devices; "
             f"a layer takes {seconds(each_s)} a micro-batch there"
         )
+
+
+def _recomputed(layout: Parallelism, cells: list[tuple[int, int]]) -> str:
+    """How many layers of a replica's stages on a group are recomputed, where not all are; ``cells``: (replica, stage)."""
+    counts: dict[int, int] = {}
+    for replica, stage in cells:
+        if (some := layout.recomputed_layers(replica)) is None:
+            return ""
+        counts[replica] = counts.get(replica, 0) + some[stage]
+    return f", {' or '.join(map(str, sorted(set(counts.values()))))} recomputed"
+
+
+def recompute(asked: Problem, pair: Pair) -> Iterator[str]:
+    """What it is worth that each stage recomputes as few layers as fit."""
+    layout, stages = pair[0], pair[0].stages
+    if stages is None or layout.recomputed_layers() is None:
+        return
+    every = tuple(stage.model_copy(update={"recomputed_layers": None}) for stage in stages)
+    try:
+        forecast = asked.price(layout.model_copy(update={"stages": every}))
+    except (BadInput, NotExpressible):
+        return
+    gain = forecast.step_time_s / pair[1].step_time_s - 1
+    yield f"each stage recomputes as few layers as fit: {percent(gain)} faster than with all layers recomputed"
 
 
 def _runs(what: str, numbers: list[int]) -> str:
