@@ -179,6 +179,7 @@ def with_run(config: Config) -> Config:
             },
             6,
         ),
+        ({**dict.fromkeys(train_plan.DEGREES, 1), "context_parallel_degree": 2}, 2),
     ],
 )
 def test_workers_are_known_when_every_degree_is_given(given: dict[str, Any], workers: int | None) -> None:

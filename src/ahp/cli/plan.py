@@ -200,8 +200,7 @@ def show(found: Found, out: str) -> None:
 
     console, best = tables.console(), found.ranking.best
     console.print(table(found))
-    above = {found.ranking.certificate.words(), *([found.ranking.choice.words()] if found.ranking.choice else [])}
-    _listed(console, "Why #1", (reason for reason in best.why if reason not in above))
+    explain_first(console, found.ranking)
     large = (f"{loser.parallelism.short()}: {loser.reason}" for loser in found.ranking.too_large)
     if found.ranking.too_large:
         _listed(console, "Faster, but for their memory", large)
@@ -210,6 +209,12 @@ def show(found: Found, out: str) -> None:
     console.print(f"\n{confidence(found.cluster)}", markup=False)
     console.print(f"\nWrote {out}", markup=False)
     console.print(f"Next: {'    '.join(after(out, best.engine.name, 'explain', 'simulate'))}", markup=False)
+
+
+def explain_first(console: Console, ranking: Ranking) -> None:
+    """Why the first plan is the first, without what the table's head has said."""
+    above = {ranking.certificate.words(), *([ranking.choice.words()] if ranking.choice else [])}
+    _listed(console, "Why #1", (reason for reason in ranking.best.why if reason not in above))
 
 
 def _listed(console: Console, title: str, lines: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ DEGREES = (
     "tensor_parallel_degree",
     "pipeline_parallel_degree",
 )
-"""They multiply to the number of workers when all are given; context parallelism is not run yet."""
+"""With a context-parallel degree, 1 where none is given, they multiply to the number of workers when all are given."""
 
 
 def earlier(config: Config, folder: RunFolder, workers: int | None) -> Plan | None:
@@ -65,9 +65,7 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
         console = tables.console()
         found = planning.Found(graph, cluster, config.job, (), ranking)
         console.print(planning.table(found))
-        console.print("\nWhy #1")
-        for reason in ranking.best.why:
-            console.print(f"  - {reason}", markup=False)
+        planning.explain_first(console, ranking)
         console.print()
     best = ranking.best.model_copy(update={"init_from": config.init_from})
     folder.check_same_job(best)  # before anything of an older run is replaced
@@ -91,7 +89,8 @@ def check(plan: Plan, folder: RunFolder) -> Plan:
 def num_workers(constraints: Constraints) -> int | None:
     """How many workers a layout needs whose degrees are all given, else None."""
     degrees = [constraints.given.get(key) for key in DEGREES]
-    return math.prod(d for d in degrees if d is not None) if None not in degrees else None
+    context = constraints.given.get("context_parallel_degree") or 1
+    return math.prod([context, *(d for d in degrees if d is not None)]) if None not in degrees else None
 
 
 def _local(folder: RunFolder, workers: int | None) -> Cluster:
