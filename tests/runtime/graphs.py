@@ -13,8 +13,13 @@ from ahp.runtime import compiled
 
 
 @contextmanager
-def no_kernels() -> Iterator[None]:
-    """Within, graphs are made and differentiated as torch.compile does it, and run operator by operator."""
+def no_kernels() -> Iterator[dict[str, int]]:
+    """Within, graphs are made and differentiated as torch.compile does it, and run operator by operator. Nothing is left of what the
+    process compiled before; what is yielded counts."""
+    from torch._dynamo.utils import counters  # a second of imports
+
+    torch._dynamo.reset()
+    counters.clear()
     plain = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
     with plain, mock.patch.object(compiled, "BACKEND", "aot_eager"):
-        yield
+        yield counters["stats"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 from tests.marks import cases
-from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, VOCABULARY, batch
+from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, SEQUENCE, VOCABULARY, batch
 from tests.runtime.test_equality import LAYOUTS, train, world_size
 from tests.runtime.workers import Pool
 
@@ -25,28 +25,34 @@ another order, and the steps of AdamW carry the difference on."""
 
 
 def plain(
-    name: str, dtype: torch.dtype = torch.bfloat16, scaler: torch.amp.GradScaler | None = None
+    name: str,
+    dtype: torch.dtype = torch.bfloat16,
+    scaler: torch.amp.GradScaler | None = None,
+    eps: float = OPTIMIZER["eps"],
 ) -> Iterator[tuple[float, float]]:
-    """Weights are cast on their way into the forward, so that gradients arrive at fp32 masters, in the layouts' micro-batches."""
+    """Weights are cast on their way into the forward, so that gradients arrive at fp32 masters, in the layouts' micro-batches. A
+    masked model's labels are not shifted."""
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     model = BUILDERS[name]()
+    first = 0 if "ForMaskedLM" in type(model).__name__ else 1
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
         parameters.values(),
         lr=RATE,
         betas=OPTIMIZER["betas"],
+        eps=eps,
         weight_decay=OPTIMIZER["weight_decay"],
     )
     for step in range(STEPS):
         data = batch(step)
         cast = {n: p.to(dtype) for n, p in parameters.items()}
-        scored = (data["labels"][:, 1:] != -100).sum()
+        scored = (data["labels"][:, first:] != -100).sum()
         total = 0.0
         for ids, labels in zip(data["input_ids"].split(MICRO), data["labels"].split(MICRO), strict=True):
             output = functional_call(model, cast, (ids,))
             logits = output if isinstance(output, torch.Tensor) else output.logits
-            scores = logits[:, :-1].reshape(-1, VOCABULARY).float()
-            loss = F.cross_entropy(scores, labels[:, 1:].reshape(-1), ignore_index=-100, reduction="sum") / scored
+            scores = logits[:, : SEQUENCE - first].reshape(-1, VOCABULARY).float()
+            loss = F.cross_entropy(scores, labels[:, first:].reshape(-1), ignore_index=-100, reduction="sum") / scored
             scaler.scale(loss).backward(retain_graph=True)
             total += loss.item()
         scaler.unscale_(optimizer)

@@ -5,7 +5,10 @@ docs/runtime.md has the table of what was compared here; tests/runtime/conftest.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,9 +17,12 @@ import torch
 from torch import nn
 
 from ahp.errors import AhpError
+from ahp.plan import Plan, validated
 from tests.marks import cases
-from tests.runtime.models import BUILDERS, JOB
-from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train, world_size
+from tests.runtime import test_bf16, test_fp8
+from tests.runtime.graphs import no_kernels
+from tests.runtime.models import BUILDERS, JOB, batch
+from tests.runtime.test_equality import assert_same_curve, assert_same_weights, world_size
 from tests.runtime.workers import Pool
 from tests.search.families import build
 
@@ -25,24 +31,51 @@ FAMILIES = (
     "bert", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3",
     "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
-TECHNIQUES: dict[str, dict[str, Any]] = {
-    "ZeRO-3": {"data_parallel_shard_degree": 2, "micro_batch_size": 2},
-    "tensor": {"tensor_parallel_degree": 2, "micro_batch_size": 4},
-    "pipeline": {"pipeline_parallel_degree": 2, "micro_batch_size": 2},
-    "context": {"context_parallel_degree": 2, "micro_batch_size": 4},
-    "expert": {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "micro_batch_size": 2},
-    "ZeRO-1 x tensor x pipeline": {
-        "data_parallel_shard_degree": 2, "zero_stage": 1, "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2,
-        "micro_batch_size": 2,
-    },
+
+
+@dataclass(frozen=True)
+class Technique:
+    layout: dict[str, Any]
+    compiled: bool = False
+    precision: str = "fp32"
+
+
+ZERO_3 = {"data_parallel_shard_degree": 2, "micro_batch_size": test_bf16.MICRO}
+TENSOR = {"tensor_parallel_degree": 2, "micro_batch_size": 4}
+ROUNDED = {
+    "bf16": Technique(ZERO_3, precision="bf16"),
+    "fp8": Technique(ZERO_3, precision="fp8"),
+}
+WITHIN = {"bf16": (test_bf16.FIRST, test_bf16.LAST, 20), "fp8": (test_fp8.FIRST, test_fp8.LAST, 10)}
+"""Relative, at the first step and at the one of that number: a rounding that flips is carried on."""
+TECHNIQUES: dict[str, Technique] = {
+    "ZeRO-3": Technique(ZERO_3),
+    "tensor": Technique(TENSOR),
+    "sequence": Technique({**TENSOR, "enable_sequence_parallel": True}),
+    "pipeline": Technique({"pipeline_parallel_degree": 2, "micro_batch_size": 2}),
+    "context": Technique({"context_parallel_degree": 2, "micro_batch_size": 4}),
+    "expert": Technique({**ZERO_3, "expert_parallel_degree": 2}),
+    "ZeRO-1 x tensor x pipeline": Technique(
+        {
+            "data_parallel_shard_degree": 2, "zero_stage": 1, "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2,
+            "micro_batch_size": 2,
+        }
+    ),
+    "full recompute": Technique({**ZERO_3, "activation_checkpoint": "full"}),
+    "compile": Technique(ZERO_3, compiled=True),
+    **ROUNDED,
 }  # fmt: skip
 EPS = 1e-6
 """Of AdamW, where it is 1e-8 elsewhere: a bias of the keys has no effect without rotary positions (OPT, BERT), and Adam would
 make full steps of the rounding that is its gradient."""
 CALM = {**JOB, "optimizer": {**JOB["optimizer"], "eps": EPS}}
 FAST = {("bert", "tensor")}
-WIDE = {(name, "ZeRO-1 x tensor x pipeline") for name in ("gemma2", "llama", "mistral", "olmo2", "qwen2", "qwen3")}
-"""Families whose blocks are split like those of others here, and which meet each technique alone."""
+WIDE = {
+    *((name, "ZeRO-1 x tensor x pipeline") for name in ("gemma2", "llama", "mistral", "olmo2", "qwen2", "qwen3")),
+    *((name, technique) for name in FAMILIES for technique in ("sequence", "full recompute", "compile", *ROUNDED)),
+}
+"""Families whose blocks are split like those of others here, and which meet each technique alone; techniques that have tests of
+their own, on a few models."""
 REFUSED = {("gemma2", "context"): ("context_parallel_degree", "aten.matmul", "scaled_dot_product_attention")}
 """What a family cannot do, and words of the reason."""
 WITH_EXPERTS = ("mixtral", "qwen3_moe")
@@ -61,11 +94,34 @@ def family(model_type: str) -> nn.Module:
 
 
 BUILDERS.update({f"family {name}": partial(family, name) for name in FAMILIES})
+BUILDERS.update({f"torchao {name}": lambda name=name: test_fp8.with_torchaos_layers(family(name)) for name in FAMILIES})
 
 
 def train_family(rank: int, world: int, name: str, technique: str) -> dict[str, Any]:
-    """Runs in each worker, which finds the families by importing this file."""
-    return train(rank, world, name, TECHNIQUES[technique], STEPS, CALM)
+    """Runs in each worker, which finds the families by importing this file. Processor cores stand for devices with products in 8
+    bits."""
+    from ahp.runtime.checkpoint import whole
+    from ahp.runtime.parallelize import rehearse
+
+    asked = TECHNIQUES[technique]
+    plan = {"job": job_of(asked), "parallelism": asked.layout, "engine": {"compile": asked.compiled}}
+    with no_kernels() if asked.compiled else nullcontext({}) as counted:
+        parallel = rehearse(BUILDERS[name](), validated(Plan, plan, "plan"))
+        results = [parallel.step(parallel.shard(batch(step))) for step in range(STEPS)]
+        graphs = counted.get("unique_graphs", 0)
+    return {
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "weights": {name: whole(parallel, name, p.detach()) for name, p in sorted(parallel.parameters.items())},
+        "graphs": graphs,
+    }
+
+
+def job_of(asked: Technique) -> dict[str, Any]:
+    if asked.precision == "fp32":
+        return CALM
+    slowly = {**CALM["optimizer"], "learning_rate": test_bf16.RATE}
+    return {**CALM, "precision": asked.precision, "optimizer": slowly}
 
 
 def worst(got: dict[str, Any], expected: dict[str, Any]) -> float:
@@ -88,11 +144,34 @@ def test_a_family_under_a_technique_equals_one_process(
     record_property("family", model_type)
     record_property("technique", technique)
     name = f"family {model_type}"
-    results = pool.run(train_family, world_size(TECHNIQUES[technique]), name, technique)
+    if technique in ROUNDED:
+        within_rounding(pool, record_property, model_type, technique)
+        return
+    asked = TECHNIQUES[technique]
+    results = pool.run(train_family, world_size(asked.layout), name, technique)
     expected = plain_run(name, STEPS, EPS)
     record_property("worst", worst(results[0], expected))
     assert_same_curve(results[0], expected)
     assert_same_weights(results, expected)
+    assert bool(results[0]["graphs"]) == asked.compiled
+
+
+def within_rounding(
+    pool: Pool, record_property: Callable[[str, object], None], model_type: str, technique: str
+) -> None:
+    """One process in the same micro-batches, fp8 by torchao's own layers; both with fp32 masters."""
+    if technique == "fp8" and importlib.util.find_spec("torchao") is None:
+        pytest.skip("torchao (the extra fp8) is not installed")
+    plain = "torchao" if technique == "fp8" else "family"
+    steps = list(test_bf16.plain(f"{plain} {model_type}", eps=EPS))
+    expected = {"losses": [loss for loss, _ in steps], "norms": [norm for _, norm in steps]}
+    got = pool.run(train_family, 2, f"family {model_type}", technique)[0]
+    record_property("worst", worst(got, expected))
+    first, last, steps_to_last = WITHIN[technique]
+    for key, values in expected.items():
+        for step, value in enumerate(values):
+            allowed = first + (last - first) * step / (steps_to_last - 1)
+            assert got[key][step] == pytest.approx(value, rel=allowed), f"{key} of step {step}"
 
 
 def refused(rank: int, world: int, name: str, technique: str) -> str:
@@ -100,7 +179,7 @@ def refused(rank: int, world: int, name: str, technique: str) -> str:
     from ahp.runtime.parallelize import parallelize
 
     with pytest.raises(AhpError) as error:
-        parallelize(BUILDERS[name](), {"job": CALM, "parallelism": TECHNIQUES[technique]})
+        parallelize(BUILDERS[name](), {"job": CALM, "parallelism": TECHNIQUES[technique].layout})
     return str(error.value)
 
 
@@ -112,5 +191,5 @@ def test_what_a_family_cannot_do_is_refused(
     record_property("family", model_type)
     record_property("technique", technique)
     record_property("refused", True)
-    message = pool.run(refused, world_size(TECHNIQUES[technique]), f"family {model_type}", technique)[0]
+    message = pool.run(refused, world_size(TECHNIQUES[technique].layout), f"family {model_type}", technique)[0]
     assert all(word in message for word in REFUSED[model_type, technique]), message

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from ahp.errors import BadInput, HardwareMismatch
 from ahp.forecast.rules import products
 from ahp.forecast.split import in_8_bits
+from ahp.graph.blocks import find_blocks
 from ahp.graph.outline import outline
 from ahp.graph.trace import analyze
 from ahp.job import Job
@@ -75,14 +76,15 @@ def gpt2() -> nn.Module:
 
 
 BUILDERS = {"llama": llama, "gpt2": gpt2}
-BLOCKS = {"llama": "model.layers", "gpt2": "transformer.h"}
 
 
-def with_torchaos_layers(name: str) -> nn.Module:
-    """The model with torchao's own linear layers in its blocks. transformers' Conv1D, which
+def with_torchaos_layers(model: nn.Module) -> nn.Module:
+    """The model with torchao's own linear layers in its blocks, routers left as they are. transformers' Conv1D, which
     torchao does not know, becomes such a layer on the transposed weight."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore
     from transformers.pytorch_utils import Conv1D
+
+    from ahp.graph.experts import num_stacked
 
     config = Float8LinearConfig()
 
@@ -96,13 +98,15 @@ def with_torchaos_layers(name: str) -> nn.Module:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return functional_call(self.layer[0], {"weight": self.weight.t(), "bias": self.bias}, (x,))
 
-    model = BUILDERS[name]()
-    blocks = model.get_submodule(BLOCKS[name])
+    blocks = model.get_submodule(find_blocks(model).path)
+    experts = {num_stacked(module) for module in blocks.modules()}
     for path, module in list(blocks.named_modules()):
         if isinstance(module, Conv1D):
             parent, _, leaf = path.rpartition(".")
             setattr(blocks.get_submodule(parent), leaf, Turned(module))
-    convert_to_float8_training(blocks, config=config)
+    convert_to_float8_training(
+        blocks, module_filter_fn=lambda layer, path: getattr(layer, "out_features", None) not in experts, config=config
+    )
     return model
 
 
@@ -112,7 +116,7 @@ Step = tuple[float, float, dict[str, torch.Tensor]]
 
 def plain(name: str, dtype: torch.dtype) -> Iterator[Step]:
     """One process, in the micro-batches of the layouts; ``dtype``: of all that is not a product of the blocks."""
-    model = with_torchaos_layers(name)
+    model = with_torchaos_layers(BUILDERS[name]())
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=RATE, betas=OPTIMIZER["betas"], weight_decay=OPTIMIZER["weight_decay"]
@@ -203,9 +207,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tensor": ("gpt2", LAYOUTS["tp"], {}),
     "tensor and sequence, split backward, selective": ("llama", LAYOUTS["sequence+zbv-selective"], {}),
     "sequence, compiled": ("llama", LAYOUTS["sequence"], {"compile": True}),
+    "ZeRO-3, compiled, selective": ("llama", LAYOUTS["zero3-selective"], {"compile": True}),
     "ring": ("llama", {"context_parallel_degree": 2, "context_parallel_method": "ring"}, {}),
     "tensor and context": ("llama", {"context_parallel_degree": 2, "tensor_parallel_degree": 2}, {}),
-    "ZeRO-3, compiled, selective": ("llama", LAYOUTS["zero3-selective"], {"compile": True}),
     "ZeRO-2, tensor": (
         "llama", {"data_parallel_shard_degree": 2, "zero_stage": 2, "tensor_parallel_degree": 2}, {}
     ),

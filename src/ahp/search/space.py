@@ -342,11 +342,12 @@ class _Counted:
 
     def _good_recompute(self) -> Ints:
         """[M] Kinds of recompute that the engine can express."""
-        rows = self.per_micro_batch // self.num_recompute * self.micro_batches.shape[1]
-        good = np.zeros(len(self.meshes), dtype=np.int64)
-        for number, mesh in enumerate(self.meshes):
+        degrees = [(mesh.tensor, mesh.context, mesh.expert) for mesh in self.meshes]
+        rows = dict.fromkeys(degrees, 0)
+        for key, count in zip(degrees, (self.per_micro_batch // self.num_recompute).tolist(), strict=True):
+            rows[key] += count * self.micro_batches.shape[1]
+        for key, count in rows.items():
             for kind in self.choices.recompute:
-                bad = self.choices.bad_recompute(kind, mesh.tensor, mesh.context, mesh.expert)
-                self._count("engine: activation_checkpoint", bad, int(rows[number]))
-                good[number] += bad is None
-        return good
+                self._count("engine: activation_checkpoint", self.choices.bad_recompute(kind, *key), count)
+        good = {key: len(self.choices.legal_recompute(*key)) for key in rows}
+        return np.array([good[key] for key in degrees])
