@@ -186,6 +186,52 @@ def test_parts_of_parts_go_back_to_their_places() -> None:
     assert again.count_nonzero() == part.count_nonzero()
 
 
+LLAMA = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+HELD = 150_000
+"""Elements of a round in these tests: a third of those that there are."""
+
+
+def held(rank: int, world: int, layout: dict[str, Any]) -> int:
+    """The most bytes that tensors take while the matrices are orthogonalised, beyond those before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from ahp.graph.models import build_model
+    from ahp.runtime.parallelize import parallelize
+
+    plan = {"job": {**JOB, "optimizer": "muon"}, "parallelism": layout}
+    with mock.patch.object(muon, "HELD_ELEMENTS", HELD):
+        optimizer = parallelize(build_model(LLAMA, device="cpu"), plan).optimizer
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, torch.no_grad():
+            for _ in optimizer.muon.orthogonalized(lambda name: optimizer.momentum[name].clone()):
+                pass
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data_parallel_shard_degree", "data_parallel_replicate_degree"])
+def test_the_forecast_counts_what_an_owner_holds(pool: Pool, axis: str) -> None:
+    from ahp.cluster.model import Cluster
+    from ahp.forecast import muon as forecast
+    from ahp.forecast.step import pricer
+    from ahp.graph.trace import analyze
+
+    graph, job = analyze(LLAMA, Job(sequence_length=16)), Job.model_validate({**JOB, "optimizer": "muon"})
+    priced = pricer(graph, Cluster.parse("2xH100-SXM-80GB"), job).muon
+    with mock.patch.object(forecast, "HELD_ELEMENTS", HELD):
+        counted = priced.held_bytes({0: 3}, owners=2)
+    assert counted == forecast.HELD_BYTES * HELD
+    most = max(pool.run(held, 2, {axis: 2}))
+    assert counted / 2 < most < counted
+
+
 def test_muon_needs_blocks() -> None:
     from ahp.runtime.optimizer import matrices_of
 

@@ -45,6 +45,14 @@ PART_LAUNCHES = 6
 SENT_BYTES = 2
 """Of one element, on the way to the owner and back."""
 
+HELD_ELEMENTS = 2**27
+"""Of the matrices that an owner has at a time on average; at least one matrix (runtime/muon.py)."""
+
+HELD_BYTES = 12
+"""For each of those elements at the most: as they are made, packed, sent, put together and iterated on. [Empirical] torch 2.13 on CPUs and
+gloo, LLaMA of hidden size 128, six layouts of one to four ranks: 5 to 10 with several matrices at a time, 13 to 19 with one, of which
+4 are scratch of the CPU's products."""
+
 
 class Places(NamedTuple):
     """The ranks of a stage."""
@@ -98,6 +106,13 @@ class Muon:
         if is_cpu(device):
             return busy_s + launches * device.kernel_launch_s + exchanged_s
         return max(busy_s, launches * device.kernel_launch_s * traits.host_launches_per_operator) + exchanged_s
+
+    def held_bytes(self, layers: Mapping[int, int], owners: int) -> int:
+        """What a rank holds for the moment, beside momentum and gradients, while so many blocks of each kind are updated."""
+        sizes = [(r * c, blocks) for kind, blocks in layers.items() for _, (r, c) in matrices(self._blocks[kind])]
+        largest = max((size for size, _ in sizes), default=0)
+        share = -(-sum(size * blocks for size, blocks in sizes) // owners)
+        return HELD_BYTES * max(largest, min(HELD_ELEMENTS, share))
 
     def _longest_s(self, layers: tuple[tuple[int, int], ...], owners: int) -> float:
         """Of the owner that has most to do, as the runtime deals the matrices out."""

@@ -340,13 +340,17 @@ class Pricer:
         whole_gradients = parts["gradients"]
         if span.m == 1:
             parts = one_backward(parts)
+        visiting = 0
         if traits.host_state_bytes:
             visiting = memory.visiting_bytes(
                 weights, traits, shards=shard_ranks(parallelism), expert_ranks=parallelism.expert_parallel_degree
             )
-            # They come when the activations are gone.
-            gone = parts["activations"] + parts["temporaries"] + parts["gradients"] - whole_gradients
-            parts["optimizer_states"] += max(0, visiting - gone)
+        if self.muon is not None:
+            count = Counter(self.graph.layers[layer] for layer in self.layers_of_rank(parallelism, span, rank))
+            visiting = self.muon.held_bytes(count, places_of(parallelism, self.nodes.devices_per_node).owners)
+        # They come when the activations are gone.
+        gone = parts["activations"] + parts["temporaries"] + parts["gradients"] - whole_gradients
+        parts["optimizer_states"] += max(0, visiting - gone)
         return memory.rank_memory(parts, self.nodes.device, num_groups(parallelism))
 
     def _rank_weights(self, parallelism: Parallelism, units: Units, own: list[int], total: int) -> memory.RankWeights:

@@ -97,7 +97,9 @@ class DealtOut:
             for name in owned:
                 owned[name] = orthogonalized(owned[name])
             parts = self._returned(ours, owned)
+            owned.clear()  # a round begins without what the last one left
             yield from parts.items() if self.num_replicas == 1 else self._of_all_replicas(matrices, parts)
+            parts.clear()
 
     def _gathered(self, matrices: list[Matrix], update: Update) -> dict[str, torch.Tensor]:
         """Those of the matrices that this rank owns, whole."""
