@@ -93,6 +93,8 @@ class ShapeFloors:
         self._kept: dict[tuple[Alike, bool], list[Shapes]] = {}
         """By what is alike, and whether with a pipeline."""
         self._by_units: dict[tuple[object, bool], Near] = {}
+        self._may: dict[tuple[object, ...], list[Shapes]] = {}
+        """What may be below the limit as it was when first asked, by all that this depends on: what recomputes has it in common."""
 
     def slowest(self, devices: int) -> float:
         """What the forecast adds for the slowest of so many devices."""
@@ -143,13 +145,12 @@ class ShapeFloors:
         total = self.space.micro_batches(alike)
         kept: list[Shapes] = []
         promise_s, floor_s, too_large = float("inf"), float("inf"), 0
-        for shapes in self._shapes(alike.width, total, pipelined):
-            may = shapes.where(self._floors_s(speeds, cells, total, shapes) < limit_s)
-            if pipelined and len(may.replicas):
-                paced = paced_s(speeds, cells, total, may.pipeline, may.replicas) * may.slowest
-                may = may._replace(paced_s=paced).where(paced < limit_s)
-            if not len(may.replicas):
-                continue
+        key = id(speeds), cells, alike.width, total, pipelined  # the columns keep their speeds
+        if key not in self._may:
+            self._may[key] = list(
+                self._below(limit_s, speeds, cells, total, self._shapes(alike.width, total, pipelined))
+            )
+        for may in self._may[key]:
             holds = self.columns.holds(alike, may.schedule, -(-total // may.replicas), may.pipeline)
             too_large += int((~holds).sum())
             if holds.any():
@@ -158,6 +159,18 @@ class ShapeFloors:
                 floors = self._floors_s(speeds, cells, total, kept[-1])
                 promise_s, floor_s = min(promise_s, float(promise.min())), min(floor_s, float(floors.min()))
         return Near(kept, promise_s, floor_s, too_large)
+
+    def _below(
+        self, limit_s: float, speeds: Speeds, cells: Sequence[int], total: int, of: Sequence[Shapes]
+    ) -> Iterator[Shapes]:
+        """The shapes that may be below a limit, by the units alone."""
+        for shapes in of:
+            may = shapes.where(self._floors_s(speeds, cells, total, shapes) < limit_s)
+            if len(may.replicas) and may.pipeline[0] > 1:
+                paced = paced_s(speeds, cells, total, may.pipeline, may.replicas) * may.slowest
+                may = may._replace(paced_s=paced).where(paced < limit_s)
+            if len(may.replicas):
+                yield may
 
     def _near_alone(self, alike: Alike, limit_s: float) -> tuple[float, float]:
         """The floor of the kept shapes without a pipeline, with what gathers weights beside the layers."""
