@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from ahp.engines.registry import names
 from ahp.plan import Forecast, Parallelism
+from ahp.schedule.stages import layers_of_stages
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
+from ahp.search.lighten import ways_of
 from ahp.search.problem import Problem
 from ahp.search.space import Space, build
 from tests.examples import many
@@ -89,6 +91,46 @@ def test_bounds_are_under_the_forecast_of_many_problems(asked: Problem, data: st
         holds(asked, space, some_rows(space, data, 4))
 
 
+def holds_in_part(asked: Problem, space: Space, places: list[Place], data: st.DataObject) -> int:
+    """The floor under every part of the layers that may be recomputed, in every cut, is under the forecast of some that fit."""
+    bounds, ways, seen = Bounds(asked), ways_of(asked), 0
+    for block, row in places if ways is not None else ():
+        layout = space.layout(block, row)
+        if layout.activation_checkpoint == "none" or layout.num_stages > asked.graph.num_layers:
+            continue
+        for whole in (layout, *(cut for cut, _ in other_cuts(asked, layout))):
+            layers = layers_of_stages(whole, asked.graph.num_layers, ends=asked.stage_ends)
+            alike = data.draw(st.integers(0, min(layers)))
+            some = (
+                (alike,) * len(layers)
+                if asked.engine.name == "megatron"
+                else data.draw(st.tuples(*(st.integers(0, n) for n in layers)))
+            )
+            part = whole.model_copy(update={"recomputed_layers_per_stage": some})
+            if asked.refused(part) is None and (forecast := asked.price(part)).fits:
+                assert ways is not None
+                assert bounds.of_any_part(space, block, ways) <= forecast.step_time_s * ROUNDING, part.short()
+                seen += 1
+    return seen
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.data())
+def test_the_floor_under_parts_that_are_recomputed(asked: Problem, data: st.DataObject) -> None:
+    space = build(asked)
+    if len(space.blocks):
+        holds_in_part(asked, space, some_rows(space, data, 3), data)
+
+
+@pytest.mark.slow
+@settings(max_examples=many(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.data())
+def test_the_floor_under_parts_that_are_recomputed_of_many_problems(asked: Problem, data: st.DataObject) -> None:
+    space = build(asked)
+    if len(space.blocks):
+        holds_in_part(asked, space, some_rows(space, data, 4), data)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("engine", names())
 def test_time_bound_is_worth_something(model: str, engine: str) -> None:
@@ -111,6 +153,17 @@ def test_blocks_are_bounded_together_as_alone() -> None:
         together.work_s(space, block)  # so that it waits for its closer bound
     found = [together.block_s(space, block) for block in blocks]
     assert found == pytest.approx([alone.block_s(space, block) for block in blocks], rel=1e-12)
+
+
+def test_blocks_with_other_kinds_of_recompute_are_bounded_together() -> None:
+    asked = small("experts", "2x2xH100-SXM-80GB", compiled=True)
+    space, bounds = build(asked), Bounds(asked)
+    assert len({space.rows(block).recompute for block in range(len(space.blocks))}) == 2
+    for block in range(len(space.blocks)):
+        bounds.work_s(space, block)  # so that it waits for its closer bound
+    found = [bounds.block_s(space, block) for block in range(len(space.blocks))]
+    for block in range(0, len(space.blocks), 9):
+        assert found[block] <= asked.price(space.layout(block, 0)).step_time_s * ROUNDING
 
 
 def test_rows_that_do_not_fit_are_not_timed() -> None:

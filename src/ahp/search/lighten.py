@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from ahp.engines.registry import get
 from ahp.errors import BadInput, NotExpressible
@@ -17,7 +18,9 @@ from ahp.forecast import memory
 from ahp.forecast.assembly import in_flight_bytes, ranks_of_stages
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.stages import layers_of_stages
+from ahp.search.bounds.layer_bounds import Ways
 from ahp.search.bounds.space_bounds import FIT_PROBABILITY
+from ahp.search.choices import RECOMPUTE, Pipe
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S
 from ahp.words import percent
@@ -43,7 +46,7 @@ class Lightened:
 
 def lighten(asked: Problem, ranked: list[Pair]) -> Lightened:
     """Let the fastest layouts that recompute do so in as few layers as fit, unless the user has said what is recomputed."""
-    if {"activation_checkpoint", "recomputed_layers_per_stage"} & asked.constraints.given.keys():
+    if not is_open(asked):
         return Lightened(ranked, 0, None)
     found, forecasts, gains = list(ranked), 0, {}
     for at in [at for at, (layout, _) in enumerate(ranked) if layout.activation_checkpoint != "none"][:LAYOUTS]:
@@ -60,9 +63,32 @@ def lighten(asked: Problem, ranked: list[Pair]) -> Lightened:
     return Lightened(found, forecasts, _words(first, gains[first]) if first in gains else None)
 
 
+def is_open(asked: Problem) -> bool:
+    """Whether the user has left it to the search what is recomputed."""
+    return not {"activation_checkpoint", "recomputed_layers_per_stage"} & asked.constraints.given.keys()
+
+
 def _words(first: Parallelism, gain: float) -> str:
     layers = ", ".join(map(str, first.recomputed_layers_per_stage or ()))
     return f"{layers} layers of the stages recomputed: {percent(gain)} faster than all"
+
+
+def ways_of(asked: Problem) -> Ways | None:
+    """What of the layers the engine can recompute in part; None where it cannot, or the user has said what is recomputed."""
+
+    @cache
+    def can(pipeline: int, pipe: Pipe, kind: str) -> bool:
+        layout = Parallelism(
+            pipeline_parallel_degree=pipeline,
+            pipeline_parallel_schedule=pipe.schedule,  # type: ignore[arg-type]
+            virtual_stages_per_rank=pipe.virtual,
+            activation_checkpoint=kind,  # type: ignore[arg-type]
+            recomputed_layers_per_stage=(1,) * (pipeline * pipe.virtual),
+        )
+        return asked.refused(layout) is None
+
+    some = is_open(asked) and any(can(1, Pipe("1F1B", 1), kind) for kind in RECOMPUTE[1:])
+    return can if some else None
 
 
 class _Fewest:

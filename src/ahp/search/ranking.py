@@ -19,7 +19,7 @@ from ahp.search.counts import Choice, choose, of_size
 from ahp.search.current import Current, compared, today_of, with_candidate
 from ahp.search.exact import Outcome
 from ahp.search.garbage import among_new_objects
-from ahp.search.lighten import lighten
+from ahp.search.lighten import lighten, ways_of
 from ahp.search.method import Method, MethodName, find
 from ahp.search.misfit import nothing_fits
 from ahp.search.nearby import Nearby
@@ -61,9 +61,13 @@ class Certificate:
     proven: bool
     """Whether no other row can be faster than the best, by this forecast."""
     any_cut_s: float | None
-    """No layout with a pipeline can take less than this, however its layers are cut; None where the cut is fixed."""
+    """No layout with a pipeline that recomputes all layers or none can take less than this, however they are cut; None where the
+    cut is fixed."""
+    any_part_s: float | None
+    """No layout that recomputes a part of its layers can take less than this, however they are cut; None where what is recomputed
+    is fixed, or the engine has all or nothing."""
     found_s: float
-    """Of the best found, also among other cuts."""
+    """Of the best found, also among other cuts and with fewer layers recomputed."""
     search_s: float
 
     def plain(self) -> dict[str, Any]:
@@ -84,19 +88,25 @@ class Certificate:
             return found
         bound = seconds(self.lowest_bound_left_s)
         if self.proven:
-            return f"{found} that cannot win (none under {bound}{self._of_cuts()})"
+            return f"{found} that cannot win (none under {bound}{self._of_others()})"
         return f"{found} unpriced: the best is not proven, a layout of {bound} may be among them"
 
     def _alike(self) -> str:
         return f"{self.alike:,} run as another one, " if self.alike else ""
 
-    def _of_cuts(self) -> str:
-        """What is known of the cuts into stages that were not tried."""
-        if self.any_cut_s is None:
-            return ""
-        if self.any_cut_s >= self.found_s:
-            return ", whatever the cut into stages"
-        return f"; with other cuts into stages none under {seconds(self.any_cut_s)}"
+    def _of_others(self) -> str:
+        """What is known of the cuts into stages, and of the layers to recompute, that were not tried."""
+        settled, left = "", ""
+        floors = (
+            (self.any_cut_s, "whatever the cut into stages", "other cuts into stages"),
+            (self.any_part_s, "whichever layers are recomputed", "other layers recomputed"),
+        )
+        for floor_s, whatever, others in floors:
+            if floor_s is not None and floor_s >= self.found_s:
+                settled += f", {whatever}"
+            elif floor_s is not None:
+                left += f"; with {others} none under {seconds(floor_s)}"
+        return settled + left
 
 
 @dataclass(frozen=True)
@@ -254,10 +264,12 @@ def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any
     lighter = lighten(used, better.ranked)
     ranked = with_candidate(lighter.ranked, today, used)
     best = ranked[0][1]
+    ways = ways_of(used)
     any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(space)
+    any_part_s = None if ways is None else bounds.any_part_s(space, ways)
     tried = better.forecasts, lighter.forecasts
     found_s = lighter.ranked[0][1].step_time_s
-    certificate = _certificate(table, found, tried, found_s, any_cut_s, perf_counter() - start)
+    certificate = _certificate(table, found, tried, found_s, (any_cut_s, any_part_s), perf_counter() - start)
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
     row = ranked[0][0].model_copy(
         update={key: getattr(used.constraints, key) for key in ("layers_per_stage", "recomputed_layers_per_stage")}
@@ -285,10 +297,10 @@ def _certificate(
     found: Outcome,
     tried: tuple[int, int],
     found_s: float,
-    any_cut_s: float | None,
+    floors_s: tuple[float | None, float | None],
     search_s: float,
 ) -> Certificate:
-    """``tried``: forecasts of other cuts, and with fewer layers recomputed."""
+    """``tried``: forecasts of other cuts, and with fewer layers recomputed; ``floors_s``: under all of either."""
     return Certificate(
         rows=table.space.size,
         rules=table.space.rules,
@@ -303,7 +315,8 @@ def _certificate(
         best_s=found.fitting[0][1].step_time_s,
         lowest_bound_left_s=found.lowest_bound_left_s,
         proven=found.proven,
-        any_cut_s=any_cut_s,
+        any_cut_s=floors_s[0],
+        any_part_s=floors_s[1],
         found_s=found_s,
         search_s=search_s,
     )

@@ -9,7 +9,7 @@ layers, C = kinds of pipelines, L = ranks of these that may take longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,12 +23,17 @@ from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.bounds.split_columns import SplitColumns, WeightColumns
 from ahp.search.bounds.splits import Splits
 from ahp.search.bounds.stage_columns import BlockStages
+from ahp.search.choices import Pipe
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+
+
+Ways = Callable[[int, Pipe, str], bool]
+"""Whether an engine can recompute a part of the layers of so many pipeline ranks, with a schedule and a kind of recompute."""
 
 
 @dataclass(frozen=True)
@@ -156,27 +161,61 @@ class LayerBounds:
 
     def of_any_cut_s(self, most_bytes: float) -> Floats:
         """[B] Of all rows that fit, however the layers are cut into stages: what the ranks take on average."""
+        fits = np.concatenate([self._fits_some_cut(block, most_bytes) for block in self.blocks])
+        return self._of_blocks(np.where(fits, self._of_mean_rank_s(), np.inf).min(axis=1))
+
+    def of_any_part_s(self, most_bytes: float, ways: Ways) -> Floats:
+        """[B] The same where of the layers any part is recomputed, as the engine can; infinite where it cannot."""
+        forced = np.concatenate([self._forced(block, most_bytes, ways) for block in self.blocks])
+        p = np.array([[block.p] for block in self.blocks])[self._of]
+        m, none = self._m[self._of], self.blocks[0].rows.recompute.index("none")
+        # Collectives hide as if behind layers that are all recomputed.
+        fits = np.isfinite(forced)
+        again_s = m * np.where(fits, forced, 0.0) / p * self._of_stages("least_again_s")
+        found = np.maximum(self._of_mean_rank_s(without_again=True) + again_s, self._of_mean_rank_s()[:, [none]])
+        return self._of_blocks(np.where(fits, found, np.inf).min(axis=1))
+
+    def _of_mean_rank_s(self, *, without_again: bool = False) -> Floats:
+        """[N, R] Seconds of a rank of average place and load; ``without_again``: but for what is computed and sent again."""
         (least, mean), of, m = self._layers, self._of, self._m[self._of]
         p = np.array([[block.p] for block in self.blocks], dtype=float)
-        # A rank of average place has so many stages before it, each with one layer at least but where an end has none.
+        # So many stages come before it, each with one layer at least but where an end has none.
         before = ((p - 1) / 2 - (self.asked.stage_ends != "hold_layers") * (p - 1) / p)[of]
         splits_backward = [any(pipe.schedule in SPLIT_BACKWARD for pipe in block.rows.pipes) for block in self.blocks]
         drain_s = np.where(np.array(splits_backward)[of, None], 0.0, before * least.backward)
+        backward = mean.backward
+        if without_again:
+            backward = backward - self._of_stages("again_of_kinds") @ self._shares
+            drain_s = drain_s.min(axis=1, keepdims=True)
         each = (self.asked.graph.num_layers / p)[of]
-        work_s = each * (m * (mean.forward + mean.backward) + mean.first_forward)
+        work_s = each * (m * (mean.forward + backward) + mean.first_forward)
         work_s += np.maximum(each * mean.last_backward, drain_s) + m * (self._column("ends_s") / p)[of]
-        found = before * least.forward + work_s + self._updates_s(slice(None), each)
-        fits = np.concatenate([self._fits_some_cut(block, most_bytes) for block in self.blocks])
-        return self._of_blocks(np.where(fits, found, np.inf).min(axis=1))
+        return before * least.forward + work_s + self._updates_s(slice(None), each)
+
+    def _each_bytes(self, block: PricedBlock, pipes: tuple[Pipe, ...]) -> Floats:
+        """[J, R, pipes, p] What a layer as small as any takes of each rank, of the pipelines that hold the least."""
+        stages, columns = block.stages, block.splits.columns
+        states, gradients = columns.states_of_layer(stages.least_dense, stages.least_experts, block.m)
+        kept = stages.least_kept[:, None, None] * fewest_in_flight(pipes, block.p, block.m)
+        return states[..., None, None] + np.maximum(kept - gradients[..., None, None], 0.0)
 
     def _fits_some_cut(self, block: PricedBlock, most_bytes: float) -> Mask:
         """[J, R] Whether some pipeline may fit, with layers as small as any of them."""
-        stages, columns = block.stages, block.splits.columns
-        states, gradients = columns.states_of_layer(stages.least_dense, stages.least_experts, block.m)
-        kept = stages.least_kept[:, None, None] * fewest_in_flight(block.rows.pipes, block.p, block.m)  # [R, pipes, p]
-        each = states[..., None, None] + np.maximum(kept - gradients[..., None, None], 0.0)
+        each = self._each_bytes(block, block.rows.pipes)
         needs = fullest_of_any_cut(each, self.asked.graph.num_layers).min(axis=-1)
-        return columns.device_bytes(needs) <= most_bytes
+        return block.splits.columns.device_bytes(needs) <= most_bytes
+
+    def _forced(self, block: PricedBlock, most_bytes: float, ways: Ways) -> Floats:
+        """[J, R] Of all layers, those that must be recomputed in whatever cut; infinite where none fits then."""
+        kinds, columns = block.rows.recompute, block.splits.columns
+        none, found = kinds.index("none"), np.full((len(block.splits.layouts), len(kinds)), np.inf)
+        for kind, name in enumerate(kinds):
+            pipes = tuple(pipe for pipe in block.rows.pipes if kind != none and ways(block.p, pipe, name))
+            if pipes:
+                each = self._each_bytes(block, pipes)
+                room = columns.most_allocated(most_bytes)[..., None]
+                found[:, kind] = _least_recomputed(each[:, none], each[:, kind], room, self.asked.graph.num_layers)
+        return found
 
     # What layers take.
 
@@ -216,10 +255,15 @@ class LayerBounds:
         if any_block.host_is_device:
             own_s = ways.host_operators[..., None] * any_block.operator_s
             forward, backward = forward + own_s, backward + own_s
-        share = np.bincount(self.asked.graph.layers, minlength=parameters.shape[-1]) / self.asked.graph.num_layers
-        shape = len(self._of), backward.shape[1], len(share)
+        shape = len(self._of), backward.shape[1], len(self._shares)
         parts = [np.broadcast_to(part, shape) for part in (forward, backward, first, last)]
-        return Layer(*(part.min(axis=-1) for part in parts)), Layer(*(part @ share for part in parts))
+        return Layer(*(part.min(axis=-1) for part in parts)), Layer(*(part @ self._shares for part in parts))
+
+    @cached_property
+    def _shares(self) -> Floats:
+        """[K] Of all layers, those of each kind."""
+        graph = self.asked.graph
+        return np.bincount(graph.layers, minlength=len(graph.blocks)) / graph.num_layers
 
     @cached_property
     def _collectives(self) -> tuple[Floats, Floats, Floats]:
@@ -237,6 +281,24 @@ class LayerBounds:
         work_s = self._of_stages("work_backward")
         longer = np.maximum((reduces - work_s).min(axis=-1, keepdims=True), 0.0)
         return overlap * (CONTENTION * reduces + (1.0 - CONTENTION) * longer) + (1.0 - overlap) * reduces
+
+
+def _least_recomputed(light: Floats, heavy: Floats, room: Floats, num_layers: int) -> Floats:
+    """[J] Layers that must be recomputed so that all find room, in parts of layers; infinite where they do not.
+
+    ``light``, ``heavy``: what a layer takes of each rank as it is, and recomputed, [J, pipes, p]; ``room``: of each rank, [J, 1, 1].
+    """
+    room, light, heavy = np.maximum(room, 0.0), np.maximum(light, 1e-9), np.maximum(heavy, 1e-9)
+    as_it_is, recomputed = room / light, room / heavy
+    gain = 1.0 - heavy / light  # for each layer that is recomputed, so much of another finds room
+    order = np.argsort(-gain, axis=-1)
+    recomputed, gain = (np.take_along_axis(part, order, axis=-1) for part in (recomputed, gain))
+    most = recomputed * gain
+    left = num_layers - as_it_is.sum(axis=-1, keepdims=True) - (np.cumsum(most, axis=-1) - most)
+    needed = np.clip(left, 0.0, most)
+    count = np.divide(needed, gain, out=np.zeros_like(needed), where=gain > 0).sum(axis=-1)
+    fits = (num_layers - as_it_is.sum(axis=-1) - most.sum(axis=-1)) <= 1e-9 * num_layers
+    return np.where(fits, count, np.inf).min(axis=-1)
 
 
 def _shown(collective_s: Floats, beside_s: Floats, overlap: Floats) -> Floats:

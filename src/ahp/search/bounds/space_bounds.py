@@ -12,7 +12,7 @@ on rows drawn at random.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from statistics import NormalDist
 
 import numpy as np
@@ -26,7 +26,7 @@ from ahp.forecast.units import Axes, axes_of
 from ahp.plan import Parallelism
 from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes
 from ahp.search.bounds.block_rows import BlockRows, RowBounds, after_s, recomputes
-from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock
+from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock, Ways
 from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.bounds.splits import Splits
 from ahp.search.bounds.stage_columns import BlockStages
@@ -129,8 +129,8 @@ class Bounds:
         """
         if block not in self._block_s:
             together = {block, *self._soon(space, SOON * self.work_s(space, block))}
-            at, layers = self._of_layers(space, together)
-            self._block_s.update(zip(at, layers.of_rows_s(self.most_that_fits_bytes()).tolist(), strict=True))
+            most_bytes = self.most_that_fits_bytes()
+            self._block_s |= self._of_layers(space, together, lambda layers: layers.of_rows_s(most_bytes))
         return self._block_s[block]
 
     def _soon(self, space: Space, most_s: float) -> Iterator[int]:
@@ -146,11 +146,19 @@ class Bounds:
                 if block not in self._block_s:
                     yield block
 
-    def _of_layers(self, space: Space, blocks: Iterable[int]) -> tuple[list[int], LayerBounds]:
-        """The blocks in an order in which those with the same pipelines lie side by side, and their bounds."""
+    def _of_layers(
+        self, space: Space, blocks: Iterable[int], seconds_s: Callable[[LayerBounds], Floats]
+    ) -> dict[int, float]:
+        """A bound of each block from what its layers take; those with the same kinds of recompute are looked at together, and
+        those with the same pipelines side by side."""
         priced = {block: self._priced(space, block) for block in sorted(blocks)}
-        order = sorted(priced, key=lambda block: (priced[block].p, id(priced[block].rows.pipes), block))
-        return order, LayerBounds(self.problem, self._pipelines, [priced[block] for block in order])
+        found: dict[int, float] = {}
+        for kinds in dict.fromkeys(one.rows.recompute for one in priced.values()):
+            alike = [block for block, one in priced.items() if one.rows.recompute == kinds]
+            alike.sort(key=lambda block: (priced[block].p, id(priced[block].rows.pipes), block))
+            layers = LayerBounds(self.problem, self._pipelines, [priced[block] for block in alike])
+            found |= dict(zip(alike, seconds_s(layers).tolist(), strict=True))
+        return found
 
     def _priced(self, space: Space, block: int) -> PricedBlock:
         of, rows, splits = space.blocks, space.rows(block), self.splits(space, block)
@@ -184,25 +192,47 @@ class Bounds:
         return self._of_any_cut(space, [block])[block]
 
     def _of_any_cut(self, space: Space, blocks: Iterable[int]) -> dict[int, float]:
-        at, layers = self._of_layers(space, blocks)
-        found = layers.of_any_cut_s(self.most_that_fits_bytes()).tolist()
-        return {block: max(self.work_s(space, block), one) for block, one in zip(at, found, strict=True)}
+        most_bytes = self.most_that_fits_bytes()
+        found = self._of_layers(space, blocks, lambda layers: layers.of_any_cut_s(most_bytes))
+        return {block: max(self.work_s(space, block), one) for block, one in found.items()}
 
     def any_cut_s(self, space: Space) -> float:
         """Seconds that every layout with a pipeline takes at least, however its layers are cut into stages.
 
         Closer for the blocks whose units the search has priced; infinite where no cut of any fits.
         """
+        return self._lowest(space, space.blocks.pipeline > 1, lambda some: self._of_any_cut(space, some))
+
+    def of_any_part(self, space: Space, block: int, ways: Ways) -> float:
+        """Seconds that every layout of a block takes that recomputes a part of its layers, however they are cut into stages;
+        infinite where none fits, or the engine cannot."""
+        return self._of_any_part(space, [block], ways)[block]
+
+    def _of_any_part(self, space: Space, blocks: Iterable[int], ways: Ways) -> dict[int, float]:
+        most_bytes = self.most_that_fits_bytes()
+        found = self._of_layers(space, blocks, lambda layers: layers.of_any_part_s(most_bytes, ways))
+        return {block: max(self.work_s(space, block), one) for block, one in found.items()}
+
+    def any_part_s(self, space: Space, ways: Ways) -> float:
+        """Seconds that every layout takes at least that recomputes a part of its layers, however they are cut into stages."""
+        return self._lowest(
+            space, np.ones(len(space.blocks), dtype=bool), lambda some: self._of_any_part(space, some, ways)
+        )
+
+    def _lowest(
+        self, space: Space, which: NDArray[np.bool_], closer_s: Callable[[Iterable[int]], dict[int, float]]
+    ) -> float:
+        """The lowest bound of some blocks; those whose units the search has priced are looked at closer where they are the lowest."""
         found = self.first_s(space).copy()
         known = list(self._work_s)
         found[known] = np.maximum(found[known], list(self._work_s.values()))
-        found[space.blocks.pipeline == 1] = np.inf
+        found[~which] = np.inf
         looser = {block for block in known if np.isfinite(found[block])}
         while np.isfinite(least := found.min(initial=np.inf)) and int(found.argmin()) in looser:
             lowest = np.argpartition(found, min(TOGETHER, len(found) - 1))[:TOGETHER].tolist()
             together = {int(found.argmin()), *looser.intersection(lowest)}
             looser -= together
-            for block, closer in self._of_any_cut(space, together).items():
+            for block, closer in closer_s(together).items():
                 found[block] = max(found[block], closer)
         return float(least)
 

@@ -128,6 +128,10 @@ class SplitColumns:
         states, gradients = self.states(weights, micro_batches)
         return np.maximum(states - 3.0, 0.0), gradients  # three of its parts are rounded up once for a rank
 
+    def most_allocated(self, device_bytes: float) -> Floats:
+        """[N, 1] Bytes in tensors that a device with so many may have at most: ``device_bytes`` the other way round."""
+        return (device_bytes + 1.0 - self.outside_bytes) / self.held_for_each + 1.0
+
     def device_bytes(self, allocated: Floats) -> Floats:
         """[N, ...] What a device must have for so many bytes in tensors, at least; ``allocated``: [N, ...]."""
         shape = -1, *(1,) * (allocated.ndim - 1)

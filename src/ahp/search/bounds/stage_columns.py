@@ -203,6 +203,16 @@ class BlockStages:
         return u.times.backward_s + tensor_backward_s(u, self._any) + u.context_backward_s + u.expert_s
 
     @cached_property
+    def again_of_kinds(self) -> Floats:
+        """[R, K] Device seconds of a backward pass, those that compute and send again what was not kept."""
+        return self.backward_of_kinds - self._kinds(self._backward_s)
+
+    @cached_property
+    def least_again_s(self) -> Floats:
+        """[R] Of the layer that has the least of it."""
+        return self.again_of_kinds.min(axis=-1)
+
+    @cached_property
     def head_s(self) -> float:
         """Device seconds of the head in both passes of a micro-batch."""
         return _forward_s(self.units.head) + self._backward_s(self.units.head)

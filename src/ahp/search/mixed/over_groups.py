@@ -221,6 +221,7 @@ def _certificate(
         lowest_bound_left_s=floor_s if floor_s < float("inf") else None,
         proven=floor_s >= best_s,
         any_cut_s=None,
+        any_part_s=None,
         found_s=best_s,
         search_s=search_s,
         num_groups=len(asked.cluster.groups),
