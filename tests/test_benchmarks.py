@@ -73,7 +73,7 @@ def test_every_layout_has_a_rival_that_takes_it() -> None:
         taken.bind(layout.of(Task()), layout.micro_batches, **keywords)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_start_up_is_that_of_the_same_first_step() -> None:
     (row,) = run("startup.py", "--only", "ddp")["rows"]
     for side in ("plain", "ahp"):

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 }  # fmt: skip
 """The model, the layout, and in how many graphs a block comes: more than one where something stays outside, or where some blocks
 keep less than others."""
-WIDE = ("sequence", "ring-x-tp", "mixture-x-tp")
+WIDE = ("sequence", "ring-x-tp", "mixture-x-tp", "zero3-x-tp-recompute", "all-to-all-1f1b-recompute")
 """In larger products."""
 BUILDERS.update({name: build for name, build in test_experts.BUILDERS.items() if name.startswith("family")})
 

@@ -123,6 +123,13 @@ def test_the_best_is_the_best_of_every_choice(fixed: dict[str, Any], share: floa
     assert equals_every_choice(tight((H100, 1, 1), (A100, 1, 1), share=share, **fixed)).recomputed_layers() is not None
 
 
+def test_devices_with_little_memory_may_hold_the_model_for_fewer_micro_batches() -> None:
+    """One micro-batch is all that the small device has room for, and none can have the two of the other replica."""
+    found = ranking_of(tight((H100, 1, 1), (A100, 1, 1), share=-0.2, roomy=("a",), batch=3, **REPLICAS)).best
+    assert found.parallelism.micro_batches_per_replica == (2, 1)
+    assert [stage.group for stage in found.parallelism.stages or ()] == [("a", "b")]
+
+
 KINDS = [({}, (1, 1), (-0.2, 1.2)), (REPLICAS, (1, 1), (-0.2, 1.2)), (STAGES, (2, 1), (-3.5, -1.5))]
 """What is fixed, devices of each group, and shares of memory between which recompute begins and ends."""
 

@@ -136,18 +136,22 @@ def _whole_micro_batches_s(whole_s: Floats, used: Ints, total: int) -> float:
         seconds = float(((done + 1) * whole_s).min())
 
 
-def columns_hold(tables: LayoutTables, cells: Sequence[int], shape: tuple[int, int], most: int) -> bool:
-    """The same for one shape of (stages, replicas), with the cells of each group counted.
+def columns_hold(
+    tables: LayoutTables, cells: Sequence[int], shape: tuple[int, int], micro_batches: tuple[int, int]
+) -> bool:
+    """Whether the cells that there are of each group can hold the model in one shape of (stages, replicas).
 
-    Of the columns only so many lie wholly on the groups with the most room as these have cells; any other has a cell on
-    one of the rest, which holds no more than the best of these.
+    ``micro_batches``: the fewest that a replica may have, and how many one of them has at least. Of the columns only so many lie
+    wholly on the groups with the most room as these have cells; any other has a cell on one of the rest, which holds no more than
+    the best of these with the fewest micro-batches. Every column has a cell of the replica with the most.
     """
     stages, replicas = shape
     groups = [group for group, count in enumerate(cells) if count]
-    layers = tables.most_layers(most)[groups]
+    light, layers = (tables.most_layers(m)[groups] for m in micro_batches)
+    most = layers.max(axis=0)
     by_room = sorted(range(len(groups)), key=lambda at: layers[at].sum())
     for weak in range(1, len(groups) + 1):
-        limit = layers[by_room[:weak]].max(axis=0)
+        limit = np.minimum(light[by_room[:weak]].max(axis=0), most)
         strong = list(by_room[weak:])
         whole_columns = sum(cells[groups[at]] for at in strong) // replicas
         gain = np.sort(np.maximum(layers[strong].max(axis=0) - limit, 0))[::-1] if strong else np.zeros(0, int)

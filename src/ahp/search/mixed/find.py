@@ -214,8 +214,8 @@ class Finder:
     def columns_hold(self, task: Task) -> bool:
         """Whether the cells that there are of each group can hold the model."""
         shape = task.shape
-        most = -(-task.total // shape.replicas)
-        return columns_hold(task.tables, task.cells, (shape.pipeline, shape.replicas), most)
+        least, most = int(task.allowed.argmax()), -(-task.total // shape.replicas)
+        return columns_hold(task.tables, task.cells, (shape.pipeline, shape.replicas), (min(least, most), most))
 
     def task(self, shape: Shape) -> Task:
         """A shape with what its cells cost, to be placed."""
