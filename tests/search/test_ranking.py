@@ -70,7 +70,7 @@ def test_the_certificate_adds_up() -> None:
     certificate = on_eight().certificate
     legal = certificate.alike + certificate.not_fit + certificate.fit + certificate.left
     assert certificate.broken + legal == certificate.rows
-    assert f"{certificate.alike:,} run as another one" in certificate.words()
+    assert f"{certificate.alike:,} run the same as another" in certificate.words()
     assert certificate.lowest_bound_left_s is None or certificate.lowest_bound_left_s >= certificate.best_s
     assert f"{certificate.rows:,} layouts" in certificate.words()
 

@@ -92,7 +92,7 @@ class Certificate:
         return f"{found} unpriced: the best is not proven, a layout of {bound} may be among them"
 
     def _alike(self) -> str:
-        return f"{self.alike:,} run as another one, " if self.alike else ""
+        return f"{self.alike:,} run the same as another, " if self.alike else ""
 
     def _of_others(self) -> str:
         """What is known of the cuts into stages, and of the layers to recompute, that were not tried."""
