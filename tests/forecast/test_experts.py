@@ -6,7 +6,8 @@ from ahp.errors import BadInput
 from ahp.forecast.division import GROUPED, Division, expert_parameters, is_weight_gradient
 from ahp.forecast.kernels import CAST, kernels
 from ahp.forecast.rules import illegal
-from ahp.forecast.split import split
+from ahp.forecast.selective import kept_results, second_products
+from ahp.forecast.split import is_weight_product, split
 from ahp.forecast.step import price
 from ahp.graph.trace import analyze
 from ahp.job import Job
@@ -164,3 +165,15 @@ def test_all_tokens_travel_where_they_are_gathered_first(mixture):
             for sequence in (False, True)
         )
         assert (parts["expert_parallel"] == pytest.approx(whole["expert_parallel"])) == same
+
+
+def test_torchtitan_keeps_no_result_of_stacked_experts(mixture):
+    """Of the five products beside them, the router's the last, the second and the fourth are run again too."""
+    block = mixture.blocks[0]
+    products = [op for op in block.phase("forward") if is_weight_product(op)]
+    plain = [op.index for op in products if op.name == "aten.mm"]
+    grouped = {op.index for op in products if op.name in GROUPED}
+    assert len(plain) == 5
+    assert grouped
+    assert second_products(block) == {plain[1], plain[3], *grouped}
+    assert grouped < kept_results(block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ahp.engines.engine import ContextWay, Engine, Traits
-from ahp.engines.fp8 import EAGER_TORCHAO_FP8, FUSED_TORCHAO_FP8
+from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.patterns import SPLIT_BACKWARD, WHOLE_BACKWARD
@@ -24,9 +24,6 @@ tens of GB/s busy for milliseconds, little beside what is saved."""
 FP8_MULTIPLE = 16
 """Of what the dims of a weight must be, whole and in parts, for a product in 8 bits (torch._scaled_mm; ATen/native/cuda/ScaledBlas.cpp).
 A layer of which a whole dim is none computes in 16 bits."""
-
-EAGER_FP8_OPERATORS, FUSED_FP8_OPERATORS = 336, 70
-"""Operators beside the products, forward and backward, of a block with seven of them: 48 and about 10 for each (counted on torchao 0.18)."""
 
 
 class AhpEngine(Engine):
@@ -69,7 +66,7 @@ class AhpEngine(Engine):
         else:
             host_operators = FSDP_OPERATORS if wrapped else 0
         if job.precision == "fp8":
-            host_operators += FUSED_FP8_OPERATORS if choice.compile else EAGER_FP8_OPERATORS
+            host_operators += FUSED_TORCHAO_OPERATORS if choice.compile else EAGER_TORCHAO_OPERATORS
         # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the weights
         # gathered after each backward (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync). A ZeRO-3 forward
         # then finds them gathered, and frees them, so that each backward gathers once.

@@ -88,7 +88,7 @@ class Traits:
     selective: Selective = "core"
     """What ``selective`` recomputes. core: that of unfused attention (scores, softmax, dropout, their product with the values);
     where it is fused, norms and activations. beside_products: all but products with a weight and fused attention, whose
-    results are kept. every_second_product: of these products the second, fourth, ... as well."""
+    results are kept. every_second_product: of these products the second, fourth, ... as well, and those of stacked experts."""
     selective_sends_again: SendsAgain = "nothing"
     """Which collectives of a block ``selective`` runs again: none, the all-gathers of sequence parallelism, or all of tensor and of
     context parallelism."""

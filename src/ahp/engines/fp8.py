@@ -44,3 +44,6 @@ FUSED_TORCHAO_FP8 = Fp8Recipe(
     (5, 5), (6, 4), (0, 4), 2, gathers_in_8_bits=False, keeps_in_8_bits=False, experts=False, shares_scales=True
 )
 """The same where a compiler makes one kernel of the maximum and one of the cast, with its transpose."""
+
+EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_OPERATORS = 336, 70
+"""Operators beside the products, forward and backward, of a block with seven of them: 48 and about 10 for each (counted on torchao 0.18)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ahp.engines.engine import Engine, Traits
-from ahp.engines.fp8 import EAGER_TORCHAO_FP8, FUSED_TORCHAO_FP8
+from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.engines.support import Support
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -35,6 +35,7 @@ class TorchtitanEngine(Engine):
         pipelined = parallelism.pipeline_parallel_degree > 1
         every = zero >= 2 and not pipelined
         recipe = FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8
+        casts = FUSED_TORCHAO_OPERATORS if choice.compile else EAGER_TORCHAO_OPERATORS
         return Traits(
             gradient_bytes=4,
             reduce_bytes=4,
@@ -50,7 +51,7 @@ class TorchtitanEngine(Engine):
             reduces_every_micro_batch=every,
             keeps_whole_gradients=not every,
             reduce_copies=True,
-            host_operators_per_unit=0,
+            host_operators_per_unit=casts if job.precision == "fp8" else 0,
             # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
             gathers_inputs_again=False,
             tensor_copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single

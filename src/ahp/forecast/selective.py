@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ahp.forecast.split import is_weight_product
+from ahp.forecast.split import GROUPED, is_weight_product
 from ahp.graph.operators import Segment
 
 
@@ -13,13 +13,14 @@ def kept_results(segment: Segment) -> frozenset[int]:
 
 
 def second_products(segment: Segment) -> frozenset[int]:
-    """Of the products of a block with a weight and no bias the second, the fourth, ...: their indexes.
+    """Of the products of a block with a weight and no bias the second, the fourth, ...; and those of stacked experts: their indexes.
 
-    torchtitan counts ``aten.mm`` alone (distributed/activation_checkpoint.py, SelectiveAC): a layer with a bias is always
-    kept, and so are stacked experts. The router, which it leaves out of the count, is in it here.
+    torchtitan counts ``aten.mm`` alone (distributed/activation_checkpoint.py, SelectiveAC): the result of a layer with a bias is always
+    kept, that of a grouped product never, which is not on its list. The router, which it leaves out of the count, is in it here.
     """
-    products = [op.index for op in segment.phase("forward") if op.name == "aten.mm" and is_weight_product(op)]
-    return frozenset(products[1::2])
+    products = [op for op in segment.phase("forward") if is_weight_product(op)]
+    counted = [op.index for op in products if op.name == "aten.mm"]
+    return frozenset(counted[1::2]) | {op.index for op in products if op.name in GROUPED}
 
 
 def _is_kept(name: str) -> bool:
