@@ -7,26 +7,28 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput
-from ahp.graph.document_mask import check_documents_apart
+from ahp.graph.call import Documents, call_model, logits_of
+from ahp.graph.document_mask import documents_apart
 from ahp.graph.trace import analyze
-from tests.search.families import build
+from tests.search.families import build, small_config
 
 JOB = {"sequence_length": 16, "document_mask": True}
 
 
 class Careless(nn.Module):
-    """Takes positions. ``masks``: whether its blocks are given a mask of documents; ``first``: from where it counts by itself."""
+    """Takes positions. ``masks``: whether its blocks are given a mask of documents; ``first``: from where it counts by itself;
+    ``own_places``: whether it looks up places in the sequence all the same."""
 
-    def __init__(self, *, masks: bool = True, first: int = 0) -> None:
+    def __init__(self, *, masks: bool = True, first: int = 0, own_places: bool = False) -> None:
         super().__init__()
-        self.masks, self.first = masks, first
+        self.masks, self.first, self.own_places = masks, first, own_places
         self.tokens, self.places = nn.Embedding(32, 8), nn.Embedding(16, 8)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         order = torch.arange(ids.shape[1])
         places = order + self.first if position_ids is None else position_ids
-        x = self.tokens(ids) + self.places(places)
+        x = self.tokens(ids) + self.places(order if self.own_places else places)
         document = (places.expand_as(ids) == 0).cumsum(1)
         mask = order[:, None] >= order
         if self.masks:
@@ -45,31 +47,98 @@ class Block(nn.Module):
         return x + self.linear(x) * mask.float().mean()
 
 
+class Window(nn.Module):
+    """Takes a whole mask as transformers does; its own is a window of three tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(32, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        order = torch.arange(ids.shape[1])
+        mask = (order[:, None] - order).abs() < 3
+        if attention_mask is not None:
+            mask = attention_mask if attention_mask.dim() == 4 else mask & (attention_mask[:, None, None] == 1)
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x @ self.tokens.weight.T
+
+
+def build_eager(model_type: str) -> nn.Module:
+    from ahp.graph.models import build_model
+
+    return build_model(small_config(model_type), attention="eager")
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "mistral", "gemma3_text", "mixtral"])
-def test_causal_families_keep_documents_apart(model_type: str) -> None:
-    check_documents_apart(build(model_type))
+def test_causal_families_make_masks_of_positions(model_type: str) -> None:
+    assert documents_apart(build(model_type), 16) == Documents()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "documents"),
+    [
+        ("bert", Documents(mask="bidirectional")),
+        ("roberta", Documents(first_position=1, mask="bidirectional")),  # after the row of its padding, here 0
+        ("modernbert", Documents(mask="bidirectional")),  # a window of 128, longer than the sequence
+        ("opt", Documents(mask="causal")),
+    ],
+)
+def test_other_families_are_handed_a_mask(model_type: str, documents: Documents) -> None:
+    assert documents_apart(build(model_type), 16) == documents
+    model = build(model_type, device="cpu").eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    places = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5]])
+    ids = torch.arange(3, 3 + places.numel()).view_as(places)
+    with torch.no_grad():
+        packed = logits_of(call_model(model, ids, places, documents))
+        joined = logits_of(call_model(model, ids))
+        for row, start, end in ((0, 0, 5), (0, 5, 8), (1, 0, 2), (1, 2, 8)):
+            alone = logits_of(call_model(model, ids[row : row + 1, start:end]))[0]
+            torch.testing.assert_close(packed[row, start:end], alone, rtol=1e-4, atol=1e-4)
+            assert (joined[row, start:end] - alone).abs().max() > 1e-2 or (documents.mask == "causal" and start == 0)
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (build("bert"), "block bert.encoder.layer.0 is given no mask"),
-        (build("opt"), "block model.decoder.layers.0 is given no mask"),
+        (build("qwen3_next"), "block model.layers.0 is given no mask"),
+        (build_eager("bert"), "its attention is not fused"),
+        (build("modernbert", local_attention=8), "a mask of documents would take the place of .*windows"),
+        (Window(), "a mask of documents would take the place"),
         (Careless(masks=False), "block blocks.0 is given no mask"),
-        (Careless(first=2), "does not count positions from 0"),
+        (Careless(first=2), "block blocks.0 is given no mask"),
+        (Careless(own_places=True), "its positions would be others"),
         (nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)), "takes no position_ids"),
     ],
-    ids=["bert", "opt", "own mask", "own positions", "no positions"],
+    ids=[
+        "linear attention",
+        "eager",
+        "windows",
+        "own windows",
+        "own mask",
+        "own start",
+        "own positions",
+        "no positions",
+    ],
 )
 def test_others_are_refused_with_the_reason(model: nn.Module, words: str) -> None:
     with pytest.raises(BadInput, match=rf"job\.document_mask = True.*{words}.*valid: False"):
-        check_documents_apart(model)
+        documents_apart(model, 16)
 
 
 def test_a_model_is_looked_at_without_a_change_and_refused_before_it_is_traced() -> None:
     model = Careless()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    check_documents_apart(model)
+    documents_apart(model, 16)
     assert model.training
     assert "forward" not in vars(model.blocks[0])
     assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
@@ -77,8 +146,9 @@ def test_a_model_is_looked_at_without_a_change_and_refused_before_it_is_traced()
         analyze(Careless(masks=False), JOB)
 
 
-def test_attention_of_a_masked_graph_reads_the_mask() -> None:
-    plain, masked = (analyze(build("llama"), {**JOB, "document_mask": mask}) for mask in (False, True))
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+def test_attention_of_a_masked_graph_reads_the_mask(model_type: str) -> None:
+    plain, masked = (analyze(build(model_type), {**JOB, "document_mask": mask}) for mask in (False, True))
     assert (plain.document_mask, masked.document_mask) == (False, True)
     inputs = [
         next(len(op.inputs) for op in graph.blocks[0].operators if "attention" in op.name) for graph in (plain, masked)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ahp.graph.models import is_masked
 from tests.marks import cases
 from tests.runtime.models import BATCH, BUILDERS, OPTIMIZER, SEQUENCE, VOCABULARY, batch
 from tests.runtime.test_context import PackedBlock
@@ -39,17 +40,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         **CONTEXT, **PIPELINE, "context_parallel_method": "ring", "tensor_parallel_degree": 2, "enable_sequence_parallel": True
     },
 }  # fmt: skip
+HANDED = ("family bert", "family opt")
+"""Families that are handed a mask beside the positions, one without causality and one with."""
 MODELS_OF = {
-    "one": ("gpt2", "own", "windows of mistral", "windows of gemma2", "family qwen3"),
-    "tp": ("gpt2", "windows of mistral"),
-    "1f1b": ("gpt2", "own"),
-    "ring": ("llama", "windows of gemma3_text"),
+    "one": ("gpt2", "own", "windows of mistral", "windows of gemma2", "family qwen3", *HANDED),
+    "zero3-recompute": ("llama", *HANDED),
+    "tp": ("gpt2", "windows of mistral", *HANDED),
+    "sequence": ("llama", *HANDED),
+    "1f1b": ("gpt2", "own", *HANDED),
+    "ring": ("llama", "windows of gemma3_text", *HANDED),
+    "all-to-all": ("llama", *HANDED),
     "expert": ("family mixtral",),
+    "ring+sequence+1f1b": ("llama", *HANDED),
 }
-"""LLaMA goes through the layouts that are not named."""
-CASES = [(layout, model) for layout in LAYOUTS for model in MODELS_OF.get(layout, ("llama",))]
-FAST = {("one", "gpt2"), ("ring", "llama")}
-WIDE = {("one", "family qwen3"), ("one", "windows of gemma2"), ("sequence", "llama"), ("tp", "gpt2"), ("1f1b", "own")}
+CASES = [(layout, model) for layout in LAYOUTS for model in MODELS_OF[layout]]
+FAST = {("one", "gpt2"), ("ring", "llama"), ("ring", "family bert")}
+WIDE = {
+    ("one", "family qwen3"), ("one", "windows of gemma2"), ("sequence", "llama"), ("tp", "gpt2"), ("1f1b", "own"),
+    *((layout, model) for layout in MODELS_OF for model in HANDED),
+} - {("ring", "family bert"), ("all-to-all", "family bert"), ("ring+sequence+1f1b", "family bert"), ("1f1b", "family opt")}  # fmt: skip
 """Parts of the largest product, and families whose masks are made as those of others here."""
 
 
@@ -114,9 +123,11 @@ def loss_of_documents(model: nn.Module, data: dict[str, torch.Tensor]) -> torch.
     total, scored = torch.zeros(()), 0
     for ids, labels in alone(data):
         output = model(ids)
-        logits = output if isinstance(output, torch.Tensor) else output.logits
-        total = total + F.cross_entropy(logits[0, :-1], labels[1:], ignore_index=-100, reduction="sum")
-        scored += int((labels[1:] != -100).sum())
+        logits = (output if isinstance(output, torch.Tensor) else output.logits)[0]
+        if not is_masked(model):
+            logits, labels = logits[:-1], labels[1:]
+        total = total + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        scored += int((labels != -100).sum())
     return total / scored
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -10,13 +11,42 @@ from torch import nn
 from ahp.errors import BadInput
 
 
+@dataclass(frozen=True)
+class Documents:
+    """How a model is told which tokens of a sequence are one document (``ahp.graph.document_mask`` finds it out)."""
+
+    first_position: int = 0
+    """Which row of its table of positions stands for the first token of a document."""
+    mask: Literal["causal", "bidirectional"] | None = None
+    """What a token sees of its document, None where the model makes its masks of positions that start again: then no mask is handed
+    in, which would take the place of its own, windows included."""
+
+    def arguments(self, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Keyword arguments of the model, ``position_ids`` [B, S] of each token the place in its document, from 0.
+
+        A mask is bool [B, 1, S, S], true where a query sees a key: transformers hands such a one on to its blocks as it is.
+        """
+        found = {"position_ids": position_ids + self.first_position if self.first_position else position_ids}
+        if self.mask is None:
+            return found
+        document = (position_ids == 0).cumsum(1)
+        seen = document[:, :, None] == document[:, None, :]
+        if self.mask == "causal":
+            order = torch.arange(position_ids.shape[1], device=position_ids.device)
+            seen = seen & (order[:, None] >= order)
+        return {**found, "attention_mask": seen[:, None]}
+
+
 def model_arguments(
-    module: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None
+    module: nn.Module,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    documents: Documents | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of ``module`` for token ids [B, S], and their places in their documents where several share
-    a sequence: nothing else, no cache of keys, and no balance loss of a mixture of experts (the runtime makes it from what the
-    routers say)."""
-    positions = {} if position_ids is None else {"position_ids": position_ids}
+    a sequence (``documents``: how it is told): nothing else, no cache of keys, and no balance loss of a mixture of experts (the
+    runtime makes it from what the routers say)."""
+    positions = {} if position_ids is None else (documents or Documents()).arguments(position_ids)
     config = getattr(module, "config", None)
     if not hasattr(config, "use_cache") or not hasattr(module, "prepare_inputs_for_generation"):
         return (input_ids,), positions
@@ -24,9 +54,14 @@ def model_arguments(
     return (), {"input_ids": input_ids, "use_cache": False, **positions, **no_balance}
 
 
-def call_model(module: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> Any:
+def call_model(
+    module: nn.Module,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    documents: Documents | None = None,
+) -> Any:
     """What ``module`` returns for token ids [B, S], and their places in their documents where several share a sequence."""
-    args, kwargs = model_arguments(module, input_ids, position_ids)
+    args, kwargs = model_arguments(module, input_ids, position_ids, documents)
     return module(*args, **kwargs)
 
 

@@ -1,7 +1,8 @@
-"""Whether a model keeps the documents of one sequence apart, when it is told the place of each token in its document.
+"""How a model is told to keep the documents of one sequence apart, and whether it then does.
 
-transformers makes masks from positions that start again, but not for every family, and a user's own module may do anything. So
-the model's own forward runs once on a few made-up tokens, up to its blocks: what they are given shows who sees whom.
+transformers makes masks from positions that start again, but not for every family; others take a whole mask, which they hand on to
+their blocks. A user's own module may do anything. So the model's own forward runs on a few made-up tokens, up to its blocks:
+what they are given shows who sees whom.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ahp.errors import BadInput, bad_input
 from ahp.graph.blocks import NoBlocks, find_blocks
-from ahp.graph.call import call_model
+from ahp.graph.call import Documents, model_arguments
 from ahp.graph.capture import tensor_leaves
+from ahp.graph.initialize import initialize
 
 POSITIONS = ((0, 1, 2, 0, 1), (0, 0, 1, 2, 3))
 """Two rows of two documents each, that lie otherwise: a mask that is one for all rows shows too."""
@@ -25,39 +28,132 @@ POSITIONS = ((0, 1, 2, 0, 1), (0, 0, 1, 2, 3))
 SEEN_ABOVE = -1e4
 """A mask's number that is added to the products: below it a weight is 0 in every precision, exp(-1e4)."""
 
-Calls = list[tuple[int, list[torch.Tensor]]]
-"""The number of each block that was called, and the tensors that it was given."""
 
+def documents_apart(module: nn.Module, sequence_length: int) -> Documents:
+    """By which arguments the model keeps documents apart: positions that start again, or a mask beside them.
 
-def check_documents_apart(module: nn.Module) -> None:
-    """Raises BadInput where tokens would see other documents, or positions that start again would mean something else.
-
-    Every block must be given a mask [.., sequence, sequence], true where a key is seen or numbers that are added, that hides other
-    documents; and the model must count positions from 0, as it does of its own accord.
+    Raises BadInput where tokens would see other documents, or positions that start again would mean something else: every block
+    must be given a mask [.., sequence, sequence], true where a key is seen or numbers that are added, that hides other documents. A
+    mask is handed in where the model makes none of positions, and where without it every token of ``sequence_length`` sees the whole
+    sequence, or all that is before it.
     """
-    if not {"position_ids", "kwargs"} & inspect.signature(module.forward).parameters.keys():
+    parameters = inspect.signature(module.forward).parameters.keys()
+    if not {"position_ids", "kwargs"} & parameters:
         raise _refused("its forward takes no position_ids")
-    probe = _without_memory(module).eval()
     try:
-        blocks = find_blocks(probe)
+        probe = _Probe(module)
     except NoBlocks as error:
         raise _refused(str(error)) from None
-    positions = torch.tensor(POSITIONS)
-    given = _calls(probe, list(blocks.blocks), positions)
-    missed = sorted(set(range(len(blocks))) - {number for number, _ in given})
-    unmasked = [number for number, tensors in given if not any(_keeps_apart(tensor) for tensor in tensors)]
-    if missed or unmasked:
-        block = f"{blocks.path}.{(missed or unmasked)[0]}"
-        raise _refused(f"block {block} is given no mask that hides other documents when positions start again")
-    in_order = torch.arange(positions.shape[1]).expand_as(positions)
-    if not _alike(_looked_up(probe, in_order), _looked_up(probe, None)):
-        raise _refused(
-            "it does not count positions from 0, so that those of a document would be others than in a sequence of its own"
-        )
+    first = probe.first_position()
+    documents = Documents(first)
+    if (unmasked := probe.unmasked(documents)) is not None and "attention_mask" in parameters:
+        documents = Documents(first, probe.own_mask(sequence_length))
+        unmasked = probe.unmasked(documents)
+    if unmasked is not None:
+        raise _refused(f"block {unmasked} is given no mask that hides other documents when positions start again")
+    if not probe.restarts(documents):
+        raise _refused("its positions would be others than those of a document in a sequence of its own")
+    return documents
 
 
 def _refused(reason: str) -> BadInput:
     return bad_input("job.document_mask", True, f"the model cannot keep documents apart: {reason}", [False])
+
+
+class _Probe:
+    """A copy of a model that runs up to its last block."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.model = _without_memory(module).eval()
+        self.blocks = find_blocks(self.model)
+        padding = getattr(getattr(module, "config", None), "pad_token_id", None)
+        self.token = 2 if padding == 1 else 1
+        """Not what the model pads with, which may have positions of its own; most pad with 0."""
+        self.positions = torch.tensor(POSITIONS)
+
+    def unmasked(self, documents: Documents) -> str | None:
+        """A block that would see other documents."""
+        given = self._given(documents.arguments(self.positions))
+        for number in range(len(self.blocks)):
+            if not any(_keeps_apart(tensor) for tensor in given.get(number, [])):
+                return f"{self.blocks.path}.{number}"
+        return None
+
+    def own_mask(self, sequence_length: int) -> Literal["causal", "bidirectional"] | None:
+        """What a token sees where nothing is hidden, None where blocks are given no masks at all.
+
+        transformers makes no mask where it need not. So the last token is said to be padding, and looked at is who sees the others.
+        Raises BadInput where that is neither the whole sequence nor all that is before: the mask would take the place of windows.
+        """
+        padded = torch.ones(len(POSITIONS), sequence_length, dtype=torch.int64)
+        padded[:, -1] = 0
+        given = self._given({"attention_mask": padded})
+        masks = {id(tensor): tensor for tensors in given.values() for tensor in tensors if _hides_last(tensor)}
+        masked = all(any(id(tensor) in masks for tensor in given.get(number, [])) for number in range(len(self.blocks)))
+        if not masks or not masked:
+            return None
+        if any(mask.dtype != torch.bool for mask in masks.values()):
+            raise _refused("its attention is not fused, and a mask is handed to scaled_dot_product_attention alone")
+        seen = [mask[..., :-1, :-1] for mask in masks.values()]
+        if all(bool(mask.all()) for mask in seen):
+            return "bidirectional"
+        before = torch.ones(seen[0].shape[-2:], dtype=torch.bool).tril()
+        if all(bool((mask == before).all()) for mask in seen):
+            return "causal"
+        raise _refused("a mask of documents would take the place of those that its blocks are given (windows?)")
+
+    def first_position(self) -> int:
+        """From where it counts of its own accord."""
+        own, ours = (
+            self._looked_up({}),
+            self._looked_up({"position_ids": torch.arange(self.positions.shape[1]).expand_as(self.positions)}),
+        )
+        further = _further(own, ours) - {0}
+        return further.pop() if len(further) == 1 else 0
+
+    def restarts(self, documents: Documents) -> bool:
+        """Whether a token's rows of tables of positions are those that it has in a document by itself."""
+        own, ours = self._looked_up({}), self._looked_up(documents.arguments(self.positions))
+        return len(own) == len(ours) and _further([self._restarted(rows) for rows in own], ours) <= {0}
+
+    def _restarted(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of tokens that are all alike, the rows at the places in their documents instead of those in the sequence."""
+        if rows.dim() > 2 or rows.shape[-1] != self.positions.shape[1]:
+            return rows
+        return rows.expand(self.positions.shape).gather(1, self.positions)
+
+    def _looked_up(self, arguments: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Which rows of its embeddings the model reads before its blocks."""
+        with _LookUps() as found:
+            self._given(arguments)
+        return found.rows
+
+    def _given(self, arguments: dict[str, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """The tensors that each block is called with, by its number. Blocks hand on what the first was given."""
+        given: dict[int, list[torch.Tensor]] = {}
+
+        def standing_for(number: int) -> Callable[..., torch.Tensor]:
+            def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+                given[number] = tensor_leaves(args, kwargs)
+                if number == len(self.blocks) - 1:
+                    raise _Done
+                return next(iter(given.values()))[0]
+
+            return forward
+
+        for number, block in enumerate(self.blocks.blocks):
+            block.forward = standing_for(number)  # type: ignore[method-assign]
+        shape = next(iter(arguments.values())).shape if arguments else self.positions.shape
+        ids = torch.full((shape[0], shape[-1]), self.token)
+        try:
+            with torch.no_grad():
+                args, kwargs = model_arguments(self.model, ids)
+                self.model(*args, **kwargs, **arguments)
+        except _Done:
+            pass
+        except Exception as error:
+            raise _refused(f"its forward fails on {list(ids.shape)} tokens: {type(error).__name__}: {error}") from error
+        return given
 
 
 def _without_memory(module: nn.Module) -> nn.Module:
@@ -66,40 +162,45 @@ def _without_memory(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         zero = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         memo[id(parameter)] = nn.Parameter(zero, requires_grad=False)
-    for buffer in module.buffers():
-        is_meta = buffer.device.type == "meta"
-        memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape) if is_meta else buffer.cpu()
+    tables = _integers(module)
+    for name, buffer in module.named_buffers():
+        zeros = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
+        memo[id(buffer)] = tables.get(name, zeros if buffer.is_meta else buffer.cpu())
     return copy.deepcopy(module, memo)
+
+
+def _integers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers on the meta device that number positions, it may be, with the values that they start from."""
+    names = [name for name, buffer in module.named_buffers() if buffer.is_meta and not buffer.is_floating_point()]
+    if not names:
+        return {}
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in module.parameters()}
+    memo.update({id(buffer): torch.zeros_like(buffer, device="cpu") for buffer in module.buffers()})
+    initialised = copy.deepcopy(module, memo)
+    initialize(initialised)
+    return {name: initialised.get_buffer(name) for name in names}
 
 
 class _Done(BaseException):
     """Leaves the forward when the last block is called. Not an Exception: model code must not catch it."""
 
 
-def _calls(probe: nn.Module, blocks: list[nn.Module], position_ids: torch.Tensor | None) -> Calls:
-    """Run the forward on some tokens, with blocks that hand on what the first was given."""
-    found: Calls = []
+class _LookUps(TorchFunctionMode):
+    """Notes the rows that are read: what a module is called with need not be these (OPT's is given a mask, and counts)."""
 
-    def standing_for(number: int) -> Callable[..., torch.Tensor]:
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            found.append((number, tensor_leaves(args, kwargs)))
-            if number == len(blocks) - 1:
-                raise _Done
-            return found[0][1][0]
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[torch.Tensor] = []
 
-        return forward
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.embedding:
+            self.rows.append(args[0])
+        return func(*args, **(kwargs or {}))
 
-    for number, block in enumerate(blocks):
-        block.forward = standing_for(number)  # type: ignore[method-assign]
-    ids = torch.ones(len(POSITIONS), len(POSITIONS[0]), dtype=torch.int64)  # not 0, which most models pad with
-    try:
-        with torch.no_grad():
-            call_model(probe, ids, position_ids)
-    except _Done:
-        pass
-    except Exception as error:
-        raise _refused(f"its forward fails on {list(ids.shape)} tokens: {type(error).__name__}: {error}") from error
-    return found
+
+def _further(some: list[torch.Tensor], others: list[torch.Tensor]) -> set[int]:
+    """By how much rows of the first lie behind those of the second, everywhere. One row of positions may stand for all."""
+    return {int(more) for one, other in zip(some, others, strict=False) for more in (one - other).unique()}
 
 
 def _keeps_apart(tensor: torch.Tensor) -> bool:
@@ -107,7 +208,7 @@ def _keeps_apart(tensor: torch.Tensor) -> bool:
     batch, length = len(POSITIONS), len(POSITIONS[0])
     if tensor.dim() < 2 or tensor.shape[-2:] != (length, length):
         return False
-    seen = tensor if tensor.dtype == torch.bool else tensor > SEEN_ABOVE
+    seen = _seen(tensor)
     seen = seen[(None,) * (4 - seen.dim())].expand(batch, -1, -1, -1)
     starts = torch.tensor(POSITIONS) == 0
     document = starts.cumsum(1)
@@ -115,24 +216,12 @@ def _keeps_apart(tensor: torch.Tensor) -> bool:
     return not bool((seen & apart).any()) and bool(seen.diagonal(dim1=-2, dim2=-1).all())
 
 
-def _looked_up(probe: nn.Module, position_ids: torch.Tensor | None) -> list[torch.Tensor]:
-    """Which rows of its embeddings the model reads before its blocks."""
-    found: list[torch.Tensor] = []
-    hooks = [
-        embedding.register_forward_pre_hook(lambda module, args: found.append(args[0]))
-        for embedding in probe.modules()
-        if isinstance(embedding, nn.Embedding)
-    ]
-    try:
-        _calls(probe, list(find_blocks(probe).blocks), position_ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+def _hides_last(tensor: torch.Tensor) -> bool:
+    """Whether it is a mask by which no token sees the last one, but for itself."""
+    if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2]:
+        return False
+    return not bool(_seen(tensor[..., :-1, -1]).any())
 
 
-def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """One row of positions may stand for all rows."""
-    return len(some) == len(others) and all(
-        torch.equal(*torch.broadcast_tensors(one, other)) for one, other in zip(some, others, strict=True)
-    )
+def _seen(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dtype == torch.bool else mask > SEEN_ABOVE

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ahp.graph.blocks import BlockList
-from ahp.graph.call import logits_of, model_arguments
+from ahp.graph.call import Documents, logits_of, model_arguments
 from ahp.graph.fake_mode import as_on_data
 from ahp.graph.operators import TensorSpec
 from ahp.graph.record import Recorded, Recorder, Where, spec
@@ -46,8 +46,8 @@ class Subject:
     """A masked language model: labels are not shifted."""
     dtype: torch.dtype
     fused_attention: bool
-    document_mask: bool = False
-    """Whether documents share a sequence and do not see each other."""
+    documents: Documents | None = None
+    """How the model is told which tokens are one document, where several share a sequence and do not see each other."""
 
 
 def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
@@ -58,10 +58,11 @@ def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
         stack.enter_context(_in_training(subject.module))
         stack.enter_context(_others_pass_on(subject))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(as_on_data(document_mask=subject.document_mask))
+        stack.enter_context(as_on_data(document_mask=subject.documents is not None))
         parameters, buffers = _without_data(subject)
         input_ids, labels, positions = (torch.empty(batch, sequence, dtype=torch.int64) for _ in range(3))
-        args, kwargs = model_arguments(subject.module, input_ids, positions if subject.document_mask else None)
+        places = positions if subject.documents else None
+        args, kwargs = model_arguments(subject.module, input_ids, places, subject.documents)
         stack.enter_context(_follow(subject, where, run))
         recorder = stack.enter_context(Recorder(where, parameters, buffers))
         stack.enter_context(_AttentionWithoutMask(subject.fused_attention))

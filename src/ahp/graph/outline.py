@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ahp.errors import BadInput
 from ahp.graph.blocks import find_blocks
-from ahp.graph.call import call_model, logits_of
+from ahp.graph.call import Documents, call_model, logits_of
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
 from ahp.graph.experts import Watch
 from ahp.graph.fake_mode import as_on_data
@@ -63,24 +63,24 @@ def outline(
     batch_size: int,
     sequence_length: int,
     dtype: torch.dtype | None = None,
-    document_mask: bool = False,
+    documents: Documents | None = None,
 ) -> Outline:
     """Run ``module(input_ids int64[batch, sequence])`` on fake tensors and note what happens.
 
     The module is neither changed nor copied into memory; it may lie on the meta device. ``dtype`` is that of the
-    computation, None = as the parameters are. ``document_mask``: it is given positions too, as where documents share a sequence
-    and do not see each other. Raises BadInput when the module has no blocks or cannot run.
+    computation, None = as the parameters are. ``documents``: how it is told which tokens are one document, where several share a
+    sequence and do not see each other. Raises BadInput when the module has no blocks or cannot run.
     """
     mode = FakeTensorMode()
     with mode:
         fake = fake_copy(module, dtype)
     found = find_blocks(fake)
     record = _Record(fake, found.path, found.kinds())
-    with as_on_data(document_mask=document_mask), mode, torch.enable_grad():
+    with as_on_data(document_mask=documents is not None), mode, torch.enable_grad():
         input_ids = torch.zeros((batch_size, sequence_length), dtype=torch.int64)
-        position_ids = torch.zeros_like(input_ids) if document_mask else None
+        position_ids = torch.zeros_like(input_ids) if documents else None
         try:
-            logits = logits_of(call_model(fake, input_ids, position_ids))
+            logits = logits_of(call_model(fake, input_ids, position_ids, documents))
         except (_NoHidden, BadInput):
             raise
         except Exception as error:

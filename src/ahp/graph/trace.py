@@ -15,7 +15,7 @@ from torch import nn
 
 from ahp.errors import BadInput, bad_input
 from ahp.graph.blocks import NoBlocks, Stack, find_blocks
-from ahp.graph.document_mask import check_documents_apart
+from ahp.graph.document_mask import documents_apart
 from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
 from ahp.graph.growth import grows_alike
 from ahp.graph.models import ATTENTION, build_model, describe, is_masked, plain
@@ -58,8 +58,6 @@ def analyze(
         raise bad_input("attention", attention, "unknown kernel", ATTENTION)
     module = build_model(model, dtype=COMPUTE_DTYPE[contract.precision], attention=attention)
     _check_length(module, contract.sequence_length)
-    if contract.document_mask:
-        check_documents_apart(module)
     tracer = _Tracer(module, model, contract, attention)
     first, second = tracer.graph(micro_batch_size), tracer.graph(micro_batch_size + 1)
     if grows_alike(first, second):
@@ -83,6 +81,7 @@ class _Tracer:
         self._kept = frozenset(self._first)
         self._shared = _shared(self._blocks.blocks) if self._blocks is not None else frozenset()
         self._masked = is_masked(module)
+        self._documents = documents_apart(module, job.sequence_length) if job.document_mask else None
         self._dtype = COMPUTE_DTYPE[job.precision]
         self._fused = ATTENTION[attention] == "sdpa"
 
@@ -118,9 +117,7 @@ class _Tracer:
         everything = frozenset(range(len(self._kinds)))
         error: Exception | None = None
         for kept in dict.fromkeys([self._kept, everything]):
-            subject = Subject(
-                self._module, self._blocks, kept, self._masked, self._dtype, self._fused, self._job.document_mask
-            )
+            subject = Subject(self._module, self._blocks, kept, self._masked, self._dtype, self._fused, self._documents)
             try:
                 return fake_run(subject, micro_batch_size, self._job.sequence_length)
             except Exception as caught:

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ahp.errors import bad_input
+from ahp.graph.call import Documents
 from ahp.graph.capture import capture
 from ahp.graph.outline import Outline, block_input, fake_copy, outline
 from ahp.job import Job
@@ -32,15 +33,15 @@ from ahp.search.slicing.token_parts import BATCH, Attention, TokenParts, check_t
 class SharedTokens:
     """How a model runs on parts of its sequences. Raises BadInput when it cannot."""
 
-    def __init__(self, module: nn.Module, found: Outline, plan: Plan, mesh: Mesh) -> None:
-        """``found``: the model's outline for sequences of the job's length."""
+    def __init__(self, module: nn.Module, found: Outline, plan: Plan, mesh: Mesh, documents: Documents | None) -> None:
+        """``found``: the model's outline for sequences of the job's length; ``documents``: as it was called for that."""
         degree = plan.parallelism.context_parallel_degree
         if found.uncuttable is not None:
             raise bad_input(
                 "context_parallel_degree", degree, f"{found.uncuttable}, which would meet a part of it", [1]
             )
         self.found = found
-        self.parts = _parts_of_kinds(module, found, plan.job)
+        self.parts = _parts_of_kinds(module, found, plan.job, documents)
         method = _method(plan.parallelism, [parts.attention for parts in self.parts])
         self.context = Context(mesh.group("cp"), method)
 
@@ -82,11 +83,11 @@ class _Taking:
         return self.forward(*args, **kwargs)
 
 
-def _parts_of_kinds(module: nn.Module, found: Outline, job: Job) -> tuple[TokenParts, ...]:
+def _parts_of_kinds(module: nn.Module, found: Outline, job: Job, documents: Documents | None) -> tuple[TokenParts, ...]:
     """Of each kind of block; what runs after the blocks is looked at too."""
     sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
     length, dtype = traced_length(sizes, job.sequence_length), found.hidden.dtype
-    traced = outline(module, batch_size=BATCH, sequence_length=length, dtype=dtype, document_mask=job.document_mask)
+    traced = outline(module, batch_size=BATCH, sequence_length=length, dtype=dtype, documents=documents)
     kinds = tuple(token_parts(block, length) for block in traced.captures)
     num_layers = found.num_layers
     with FakeTensorMode():

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput
+from ahp.graph.initialize import initialize, is_hub_model
 from ahp.runtime.initial import InitialWeights
 from ahp.runtime.torch_compat import allocate
 
@@ -35,15 +36,15 @@ def initial_weights(module: nn.Module, *, seed: int) -> InitialWeights:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), name)
     without = [p for p in module.parameters() if p.is_meta]
-    if not _is_hub_model(module):
+    if not is_hub_model(module):
         _refuse_without_rule(module)
-    return InitialWeights(names, without, seed, lambda: _initialize(module))
+    return InitialWeights(names, without, seed, lambda: initialize(module))
 
 
 def materialize_buffers(module: nn.Module) -> None:
     """Give a meta module its buffers, in place, by the same rules; its parameters stay without memory."""
     _allocate_buffers(module)
-    _initialize(module)
+    initialize(module)
 
 
 def _allocate_buffers(module: nn.Module) -> None:
@@ -53,36 +54,11 @@ def _allocate_buffers(module: nn.Module) -> None:
                 child._buffers[name] = torch.empty_like(buffer, device="cpu")
 
 
-def _is_hub_model(module: nn.Module) -> bool:
-    return hasattr(module, "_init_weights") and hasattr(module, "config")
-
-
-def _initialize(module: nn.Module) -> None:
-    if _is_hub_model(module):
-        _initialize_hub_model(module)
-        return
-    for child in module.modules():
-        if callable(getattr(child, "reset_parameters", None)):
-            child.reset_parameters()  # type: ignore[operator]
-
-
 def allocate_on(module: nn.Module, device: torch.device) -> None:
     """Memory without values for what is on the meta device; tied parameters stay tied."""
     tied = _tied(module)
     allocate(module, device)
     _retie(module, tied)
-
-
-def _initialize_hub_model(module: nn.Module) -> None:
-    """transformers' own initialisation; it skips what it believes to be loaded already, so that mark is taken off."""
-    for child in module.modules():
-        if hasattr(child, "_is_hf_initialized"):
-            del child._is_hf_initialized
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if hasattr(tensor, "_is_hf_initialized"):
-            del tensor._is_hf_initialized
-    with torch.no_grad():
-        module.apply(module._init_weights)  # type: ignore[arg-type]
 
 
 def _tied(module: nn.Module) -> list[list[str]]:

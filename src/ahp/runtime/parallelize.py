@@ -15,6 +15,8 @@ from torch import nn
 
 from ahp.errors import BadInput, bad_input
 from ahp.graph.blocks import BlockList, NoBlocks, find_blocks
+from ahp.graph.call import Documents
+from ahp.graph.document_mask import documents_apart
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
 from ahp.plan import Parallelism, Plan, validated
@@ -108,13 +110,16 @@ class Parallel:
         self.loss_scale = LossScale(plan.job.precision)
         p = plan.parallelism
         blocks, balance = _blocks(module, p), balance_of(module)
-        found = _outline(module, plan) if blocks and _needs_outline(plan) else None
+        documents = documents_apart(module, plan.job.sequence_length) if plan.job.document_mask else None
+        found = _outline(module, plan, documents) if blocks and _needs_outline(plan) else None
         refuse_model(module, blocks, found, plan)
         path, num_layers = (blocks.path, len(blocks)) if blocks else (None, 0)
         sliced = _sliced(found, p)
         if found and sliced and plan.job.precision == "fp8":
             check_parts(module, found, sliced, p.tensor_parallel_degree)
-        self.tokens = SharedTokens(module, found, plan, mesh) if found and p.context_parallel_degree > 1 else None
+        self.tokens = (
+            SharedTokens(module, found, plan, mesh, documents) if found and p.context_parallel_degree > 1 else None
+        )
         """How sequences are cut over the context ranks, None where they are not."""
         refuse_what_stays_outside(plan, sliced, self.tokens.context.method if self.tokens else None)
         self.names = Names(module)
@@ -122,7 +127,7 @@ class Parallel:
         start = Start(module, plan)
         self.in_files = start.in_files
         """How transformers writes each parameter."""
-        stages = cut_stages(module, found, plan)
+        stages = cut_stages(module, found, plan, documents)
         self.ties = StageTies([self.names.on(stage.model) for stage in stages], mesh, p)
         self.stages = {i: stages[i] for i in stages_of_rank(mesh.rank("pp"), p)}
         self.sharding = Sharding(mesh, p.zero_stage, plan.job.precision)
@@ -371,13 +376,13 @@ def _needs_outline(plan: Plan) -> bool:
     return max(inside) > 1 or plan.engine.loss_chunk_tokens is not None
 
 
-def _outline(module: nn.Module, plan: Plan) -> Outline:
+def _outline(module: nn.Module, plan: Plan, documents: Documents | None) -> Outline:
     return outline(
         module,
         batch_size=plan.parallelism.micro_batch_size,
         sequence_length=plan.job.sequence_length,
         dtype=COMPUTE_DTYPE[plan.job.precision],
-        document_mask=plan.job.document_mask,
+        documents=documents,
     )
 
 

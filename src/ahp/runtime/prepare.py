@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ahp.graph.call import Documents
 from ahp.graph.outline import Outline
 from ahp.plan import Plan
 from ahp.runtime.balance import Balance, Routers
@@ -29,8 +30,15 @@ from ahp.search.slicing.model import ModelSlicing
 from ahp.search.slicing.placement import Split
 
 
-def cut_stages(module: nn.Module, found: Outline | None, plan: Plan) -> list[Stage]:
+def cut_stages(module: nn.Module, found: Outline | None, plan: Plan, documents: Documents | None) -> list[Stage]:
     """The model as the stages of its pipeline, on every rank all of them."""
+    stages = _stages(module, found, plan)
+    for stage in stages:
+        stage.documents = documents
+    return stages
+
+
+def _stages(module: nn.Module, found: Outline | None, plan: Plan) -> list[Stage]:
     p = plan.parallelism
     if p.num_stages == 1:
         return [Stage(module, None)]

@@ -10,7 +10,6 @@ from ahp.engines.ahp import needs_one_graph
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import rules
 from ahp.graph.blocks import BlockList
-from ahp.graph.document_mask import check_documents_apart
 from ahp.graph.outline import Outline
 from ahp.plan import ContextMethod, Plan
 from ahp.runtime.compiled import refuse_without_compiler
@@ -40,8 +39,6 @@ def refuse_plan(plan: Plan, device: torch.device) -> None:
 def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | None, plan: Plan) -> None:
     """Raises BadInput for a model that cannot run under this plan. ``found``: None too where the plan asks nothing of it."""
     p = plan.parallelism
-    if plan.job.document_mask:
-        check_documents_apart(module)
     if blocks:
         layers_of_stages(p, len(blocks))  # raises where they do not go round
         if reason := rules.recomputed(len(blocks), plan.job, p, plan.engine):

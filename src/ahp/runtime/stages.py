@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput
-from ahp.graph.call import call_model, logits_of
+from ahp.graph.call import Documents, call_model, logits_of
+from ahp.graph.capture import tensor_leaves
 from ahp.graph.outline import Outline, block_input
 from ahp.runtime.balance import Routers
 from ahp.runtime.deferred import Deferring, WeightGradients
@@ -36,6 +37,8 @@ class Stage(nn.Module):
         self.later: WeightGradients | None = None
         """Where the gradients of weights wait, under a schedule that splits the backward."""
         self.routers: Routers | None = None
+        self.documents: Documents | None = None
+        """How the model is told which tokens are one document, where the job masks documents."""
 
     def around(self) -> AbstractContextManager[object]:
         """What the model's forward runs within, also when it runs again for backward."""
@@ -54,7 +57,7 @@ class Stage(nn.Module):
             self.receive[0].value = x
         try:
             with self.around():
-                return logits_of(call_model(self.model, **inputs))
+                return logits_of(call_model(self.model, **inputs, documents=self.documents))
         except StopForward as stop:
             return stop.hidden
         finally:
@@ -107,7 +110,13 @@ class Nothing(nn.Module):
         super().__init__()
         self.width, self.dtype = width, dtype
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = tensor_leaves(args, kwargs)
+        x = given[0]
+        if (
+            self.width is not None
+        ):  # a table's rows are [batch, sequence] at most; OPT's is given a mask of documents before them
+            x = next((tensor for tensor in given if tensor.dim() <= 2), x)
         shape = x.shape if self.width is None else (*x.shape, self.width)
         return torch.zeros((), dtype=self.dtype, device=x.device).expand(shape)
 

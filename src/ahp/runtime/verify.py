@@ -16,7 +16,8 @@ from torch import nn
 
 from ahp.errors import HardwareMismatch, bad_input
 from ahp.graph.blocks import find_blocks
-from ahp.graph.call import call_model, logits_of
+from ahp.graph.call import Documents, call_model, logits_of, model_arguments
+from ahp.graph.document_mask import documents_apart
 from ahp.graph.models import build_model, is_masked
 from ahp.job import Optimizer
 from ahp.plan import Plan
@@ -106,6 +107,7 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
     optimizers = plain_optimizers(model, settings)
     scaler = torch.amp.GradScaler("cpu", enabled=job.precision == "fp16")
     causal = not is_masked(model)
+    documents = documents_apart(model, job.sequence_length) if job.document_mask else None
     for step in range(steps):
         data = rehearsal.batch(plan, step, rehearsal.vocabulary(model))
         targets = F.pad(data["labels"][:, 1:], (0, 1), value=-100) if causal else data["labels"]
@@ -114,7 +116,7 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
         size = plan.parallelism.micro_batch_size
         inputs = {key: value for key, value in data.items() if key != "labels"}
         for part, wanted in split_rows(inputs, targets, size):
-            logits, balance = _outputs(model, part, COMPUTE_DTYPE[job.precision])
+            logits, balance = _outputs(model, part, documents, COMPUTE_DTYPE[job.precision])
             of_tokens = F.cross_entropy(
                 logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=-100, reduction="sum"
             )
@@ -157,7 +159,9 @@ def plain_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.
     return found
 
 
-def _outputs(model: nn.Module, inputs: Inputs, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+def _outputs(
+    model: nn.Module, inputs: Inputs, documents: Documents | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, Any]:
     """Logits, and the weighted balance loss where the model's config asks for one, as transformers computes it (else 0).
 
     With weights cast to ``dtype`` on their way in: fp32 masters receive the gradients.
@@ -165,8 +169,9 @@ def _outputs(model: nn.Module, inputs: Inputs, dtype: torch.dtype) -> tuple[torc
     cast = {name: p.to(dtype) for name, p in model.named_parameters()} if dtype is not torch.float32 else {}
     with with_weights(model, cast) if cast else nullcontext():
         if (balance := balance_of(model)) is None:
-            return logits_of(call_model(model, **inputs)), 0.0
-        output = model(**inputs, use_cache=False)
+            return logits_of(call_model(model, **inputs, documents=documents)), 0.0
+        args, kwargs = model_arguments(model, **inputs, documents=documents)
+        output = model(*args, **{**kwargs, "output_router_logits": True})
         return logits_of(output), balance.coefficient * output.aux_loss
 
 

@@ -28,6 +28,7 @@ def plan_slicing(plan: Plan) -> ModelSlicing:
     """
     import torch
 
+    from ahp.graph.document_mask import documents_apart
     from ahp.graph.models import build_model
     from ahp.graph.outline import outline
 
@@ -39,7 +40,7 @@ def plan_slicing(plan: Plan) -> ModelSlicing:
         batch_size=p.micro_batch_size,
         sequence_length=job.sequence_length,
         dtype=dtype,
-        document_mask=job.document_mask,
+        documents=documents_apart(module, job.sequence_length) if job.document_mask else None,
     )
     return slice_outline(found, p.tensor_parallel_degree, enable_sequence_parallel=p.enable_sequence_parallel)
 
