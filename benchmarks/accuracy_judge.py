@@ -53,6 +53,7 @@ class Judged:
     error: float | None = None
     allocated_error: float | None = None
     reserved_error: float | None = None
+    """Of reserved memory, or of the whole device's where that alone was read."""
     fit_probability: float | None = None
     seconds: float | None = None
     """That one call took, on this machine."""
@@ -83,13 +84,14 @@ def judge(run: Run, simulate: Simulate) -> Judged:
     def off(predicted: float, measured: float | None) -> float | None:
         return predicted / measured - 1.0 if measured else None
 
+    on_device = off(sum(found.memory.values()), run.device_bytes)
     return Judged(
         run,
         predicted_s=found.step_time_s,
         sigma=math.log(found.step_time_high_s / found.step_time_s) / NORMAL_90,
         error=off(found.step_time_s, run.measured_s),
         allocated_error=off(found.memory_allocated_bytes, run.allocated_bytes),
-        reserved_error=off(found.memory_reserved_bytes, run.reserved_bytes),
+        reserved_error=off(found.memory_reserved_bytes, run.reserved_bytes) if run.reserved_bytes else on_device,
         fit_probability=found.fit_probability,
         seconds=seconds,
     )

@@ -20,7 +20,8 @@ recompute              none, selective or full; absent = the lightest that fits
 flash_attention, torch_compile    whether they were used
 measured               step_time_s, or tokens_per_s_per_gpu (``derived`` may hold a step time reckoned from FLOP/s);
                        memory_gib (allocated, 2**30), memory_reserved_gib, memory_gb_reported (10**9 bytes, what the
-                       source's tool showed: reserved); oom or failed_or_oom: true where it ran out of memory
+                       source's tool showed: reserved), memory_device_gib (what nvidia-smi showed: with CUDA's context
+                       and the communicators); oom or failed_or_oom: true where it ran out of memory
 kind, quality          rows with any kind (a layer's time, memory by formula) and those of low quality are left out
 """
 
@@ -68,6 +69,8 @@ class Run:
     measured_s: float | None
     allocated_bytes: float | None
     reserved_bytes: float | None
+    device_bytes: float | None
+    """With CUDA's context and the communicators."""
     ran: bool
     """False: it ran out of memory, or failed."""
 
@@ -129,6 +132,7 @@ def _run(source: str, row: Mapping[str, Any]) -> Run:
         measured_s=seconds or None,
         allocated_bytes=_scaled(measured, "memory_gib", GIB_BYTES),
         reserved_bytes=reserved,
+        device_bytes=_scaled(measured, "memory_device_gib", GIB_BYTES),
         ran=not (measured.get("oom") or measured.get("failed_or_oom")),
     )
 

@@ -88,7 +88,8 @@ def sources(judged: Sequence[Judged], left_out: Sequence[Judged], notes: Mapping
 
 
 def unseen(judged: Sequence[Judged], notes: Mapping[str, Any]) -> str:
-    """Per source of rows that nothing was derived from: errors of the step time and of reserved memory, and rows far off."""
+    """Per source of rows that nothing was derived from: errors of the step time and of memory (reserved, or the
+    whole device's where that was read), and rows far off."""
     lines, means = [], []
     for name, own in by_source(judged).items():
         figures, reserved = _figures(own), errors(own, "reserved_error")
@@ -101,7 +102,7 @@ def unseen(judged: Sequence[Judged], notes: Mapping[str, Any]) -> str:
         mean[3] = max(votes[:, 3], key=abs)
         lines.append([*_line("**each source one vote**", judged, mean, np.nan)[:-1], "", ""])
     head = ["source", "rows", "not priced", "mean", "median", "9 of 10 below", "worst", "bias", "in band"]
-    parts = [table([*head, "reserved memory: mean", "bias"], lines), far_off(judged, {"far_off": notes["unseen"]})]
+    parts = [table([*head, "memory: mean", "bias"], lines), far_off(judged, {"far_off": notes["unseen"]})]
     return "\n\n".join(parts)
 
 

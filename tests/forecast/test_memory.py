@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ahp.engines.ahp import AhpEngine
 from ahp.engines.megatron import MegatronEngine
+from ahp.engines.registry import get
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
 from ahp.forecast.memory import RankWeights, fit_probability, rank_memory, segment_memory, state_bytes
@@ -113,6 +114,20 @@ def test_only_what_is_sent_or_cast_is_copied():
     assert state(0, "fp32", data_parallel_replicate_degree=2)["reduce_buffers"] == 4 * 200
     assert state(0, "bf16")["reduce_buffers"] == (2 + 4) * 200
     assert state(2, "fp32")["reduce_buffers"] == (4 + 4) * 200
+
+
+@pytest.mark.parametrize(
+    ("zero", "total", "elements"),
+    [(0, 10**9, 5 * 10**8), (1, 10**9, 2 * 5 * 10**8), (1, 10**8, 5 * 10**8 + 10**8), (3, 10**9, 2 * 5 * 10**8)],
+)
+def test_deepspeed_collects_gradients_in_a_bucket_and_copies_what_it_sends(zero, total, elements):
+    layout = Parallelism(**{f"data_parallel_{'shard' if zero else 'replicate'}_degree": 4}, zero_stage=zero)
+    traits = get("deepspeed").traits(Job(precision="fp16"), layout, EngineChoice(name="deepspeed"))
+    weights = RankWeights(total=total, largest_block=100, outside_blocks=200)
+    shards = 4 if zero else 1
+    assert state_bytes(weights, traits, shards=shards, micro_batches=4)["reduce_buffers"] == 2 * elements
+    alone = get("deepspeed").traits(Job(precision="fp16"), Parallelism(), EngineChoice(name="deepspeed"))
+    assert state_bytes(weights, alone, shards=1, micro_batches=4)["reduce_buffers"] == 0
 
 
 def test_experts_that_one_rank_has_alone_are_neither_gathered_nor_sent():

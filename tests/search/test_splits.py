@@ -37,6 +37,7 @@ def test_states_are_the_forecasts(engine: str, data: st.DataObject) -> None:
     columns = WeightColumns(*(np.array([getattr(one, name) for one in weights], dtype=float) for name in names_of))
     for m in (1, 4):
         states, gradients = splits.columns.states(columns, m)
+        states = states + splits.columns.buckets(columns)
         for split, (layout, traits) in enumerate(zip(splits.layouts, splits.traits, strict=True)):
             for at, one in enumerate(weights):
                 parts = memory.state_bytes(

@@ -20,7 +20,13 @@ SUPPORT = Support(
     compile=False,
 )
 """DeepSpeed edaa722: PipelineModule runs 1F1B and refuses ZeRO 2 and 3 (runtime/pipe/engine.py); context parallelism is
-Ulysses; ZeRO's ranks are all data ranks (MiCS and ZeRO++ are apart)."""
+Ulysses; ZeRO's ranks are all data ranks (MiCS and ZeRO++ are apart). DeepSpeed 0.19.8: a pipeline in bf16 takes BF16_Optimizer
+(runtime/engine.py, _do_optimizer_sanity_check), which divides the states over data ranks whatever the stage."""
+
+
+REDUCE_BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed 0.19.8, runtime/zero/config.py: default of reduce_bucket_size (5e8 since 2020); engine.py,
+buffered_allreduce_fallback: the same without ZeRO."""
 
 
 class DeepSpeedEngine(Engine):
@@ -30,12 +36,21 @@ class DeepSpeedEngine(Engine):
 
     def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The reason why it cannot run the layout (key, value, rule), or None."""
-        return SUPPORT.refuses(self.name, job, parallelism, choice)
+        return SUPPORT.refuses(self.name, job, parallelism, choice) or self._refuses_replicas(job, parallelism)
+
+    def _refuses_replicas(self, job: Job, p: Parallelism) -> str | None:
+        if job.precision != "bf16" or p.pipeline_parallel_degree == 1 or p.weight_shards > 1 or p.weight_replicas == 1:
+            return None
+        return (
+            f"data_parallel_replicate_degree = {p.data_parallel_replicate_degree}: {self.name} cannot run this (valid: 1, with "
+            "data_parallel_shard_degree and zero_stage 1: in bf16 its pipeline always divides the optimizer's states)"
+        )
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
         zero = parallelism.zero_stage if parallelism.weight_shards > 1 else 0
         half = job.precision != "fp32"
+        sends = parallelism.weight_shards * parallelism.weight_replicas > 1
         return Traits(
             gradient_bytes=2 if half else 4,
             reduce_bytes=2 if half else 4,
@@ -53,7 +68,9 @@ class DeepSpeedEngine(Engine):
             keeps_gathered_weights=zero < 3,
             reduces_every_micro_batch=zero >= 2,
             keeps_whole_gradients=zero < 2,
-            reduce_copies=True,
+            reduce_copies=sends,
+            reduce_bucket_elements=REDUCE_BUCKET_ELEMENTS if sends else 0,
+            collects_in_bucket=zero > 0,
             host_operators_per_unit=0,
             host_launches_per_operator=steps.value("host_launches"),
             source="DeepSpeed edaa722: runtime/engine.py, runtime/zero, runtime/pipe",

@@ -64,6 +64,10 @@ class Traits:
     source: str
     host_launches_per_operator: float = EAGER_LAUNCHES
     """Host time of one operator of the traced graph, over the device's ``kernel_launch_s``: autograd, Python and dispatch."""
+    reduce_bucket_elements: int = 0
+    """Most elements of gradients, of whatever units, that are copied together to be sent; 0 = those of one unit."""
+    collects_in_bucket: bool = False
+    """Whether a buffer of that size, allocated whole, collects them before they are copied."""
     tensor_overlap_backward: float = 0.0
     """Share of the tensor-parallel collectives of a backward pass that hides behind products for weight gradients."""
     gathers_at_start: bool = False

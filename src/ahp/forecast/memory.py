@@ -221,8 +221,14 @@ def state_bytes(
     part = weights.updated(shards, expert_ranks)
     no_matrix = weights.outside_blocks / shards + weights.experts / max(1.0, shards / expert_ranks)
     unit = max(block, weights.outside_blocks)
-    # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
-    buffers = unit * (traits.compute_weight_bytes + traits.reduce_bytes) if traits.reduce_copies else 0
+    buffers = 0
+    if traits.reduce_bucket_elements:
+        sent_at_once = min(sent, traits.reduce_bucket_elements)
+        collected = traits.reduce_bucket_elements if traits.collects_in_bucket else 0
+        buffers = (sent_at_once + collected) * traits.reduce_bytes
+    elif traits.reduce_copies:
+        # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
+        buffers = unit * (traits.compute_weight_bytes + traits.reduce_bytes)
     if traits.fused_gradient_accumulation:
         # One for each shape of weight, kept from layer to layer (Transformer Engine, get_dummy_wgrad).
         buffers += (weights.shapes + weights.head) * traits.compute_weight_bytes

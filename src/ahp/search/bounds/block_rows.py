@@ -214,10 +214,11 @@ class BlockRows:
         received = ((own > 0) * 1 + (own < last)).sum(axis=1) if self.p > 1 else np.zeros(len(ranks))
         at = self._cut.of[virtual][own]
         temporary = self._temporary[:, at].max(axis=-1).T
-        states, gradients = self.splits.columns.states(self._weights(at, (own == last).any(axis=1)), self.m)
+        weights = self._weights(at, (own == last).any(axis=1))
+        states, gradients = self.splits.columns.states(weights, self.m)
         return Beside(
             ranks,
-            states,
+            states + self.splits.columns.buckets(weights),
             gradients,
             temporary + (received * self.splits.buffer_bytes(self.units.hidden_bytes, self.m))[:, None],
         )

@@ -141,7 +141,7 @@ class LayerBounds:
         kept = held[..., None] * self._kept[of][:, None]
         allocated = np.maximum(kept - gradients[..., None], 0.0)
         buffers = np.array([[block.buffer_bytes] for block in self.blocks], dtype=float)[of]
-        allocated += (states + received * buffers)[..., None]
+        allocated += (states + ways.buckets(weights) + received * buffers)[..., None]
         return ways.device_bytes(allocated) <= most_bytes
 
     def _updates_s(self, rows: slice, layers: Floats | Ints) -> Floats:

@@ -57,6 +57,12 @@ class SplitColumns:
     keeps_gathered: Floats
     buffer_bytes: Floats
     """Of a parameter of the unit whose gradients are sent."""
+    bucket_elements: Floats
+    """Most elements of gradients that are sent at once, of whatever units; 0 = those of one unit."""
+    collected_bytes: Floats
+    """Of the buffer that collects them."""
+    sent_bytes: Floats
+    """Of one element as it is sent."""
     fused_bytes: Floats
     """Of a weight's place for gradients that are added elsewhere."""
     keeps_whole_gradients: Floats
@@ -122,6 +128,11 @@ class SplitColumns:
         held = np.ceil(part * self.master_bytes) + np.ceil(part * self.optimizer_bytes)
         return held + gathered + gradients + buffers, np.where(np.asarray(micro_batches) == 1, gradients, 0.0)
 
+    def buckets(self, weights: WeightColumns) -> Floats:
+        """[N, W] Bytes of gradients on their way, where an engine sends those of several units at once."""
+        sent = np.where(self.leaves_lone_experts > 0, weights.dense, weights.total)
+        return np.minimum(sent, self.bucket_elements) * self.sent_bytes + self.collected_bytes
+
     def states_of_layer(self, dense: float, experts: float, micro_batches: int) -> tuple[Floats, Floats]:
         """[N, 1] each: what a layer with so many parameters adds to ``states`` of its rank at least, beside whatever others."""
         weights = WeightColumns(np.array([dense + experts]), np.array([dense]), experts=np.array([experts]))
@@ -141,13 +152,17 @@ class SplitColumns:
 
 def _figures(traits: Traits) -> tuple[float, ...]:
     """The columns from ``master_bytes`` on."""
+    bucket = traits.reduce_bucket_elements
     return (
         traits.master_weight_bytes,
         traits.device_state_bytes,
         traits.gradient_bytes,
         traits.compute_weight_bytes,
         traits.keeps_gathered_weights,
-        traits.reduce_copies * (traits.compute_weight_bytes + traits.reduce_bytes),
+        (traits.reduce_copies and not bucket) * (traits.compute_weight_bytes + traits.reduce_bytes),
+        bucket,
+        traits.collects_in_bucket * bucket * traits.reduce_bytes,
+        traits.reduce_bytes,
         traits.fused_gradient_accumulation * traits.compute_weight_bytes,
         traits.keeps_whole_gradients,
         traits.forward_gathers != "never" and not traits.gathers_at_start,
