@@ -71,6 +71,7 @@ class DeepSpeedEngine(Engine):
             reduce_copies=sends,
             reduce_bucket_elements=REDUCE_BUCKET_ELEMENTS if sends else 0,
             collects_in_bucket=zero > 0,
+            sends_split_by_tensor=True,  # runtime/config.py: pipe_partitioned, grad_partitioned
             host_operators_per_unit=0,
             host_launches_per_operator=steps.value("host_launches"),
             source="DeepSpeed edaa722: runtime/engine.py, runtime/zero, runtime/pipe",
