@@ -189,8 +189,9 @@ def _serve(pipe: Connection, threads: int) -> None:
                 timeout=timedelta(seconds=JOIN_TIMEOUT_S),
             )
             value = function(rank, num_workers, *args)
-            dist.barrier()
-            dist.destroy_process_group()
+            if dist.is_initialized():  # ranks that joined anew, in another order, have left already
+                dist.barrier()
+                dist.destroy_process_group()
             forget_meshes()
             gc.collect()  # a layout's parts refer to each other
             pipe.send((True, value))

@@ -25,6 +25,12 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
+@pytest.fixture
+def launched_on_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would start processes of its own runs on the pool. That the launcher starts them is shown elsewhere."""
+    monkeypatch.setattr("ahp.runtime.launch.launch", pool.launch)
+
+
 @pytest.fixture(scope="session")
 def plain_run() -> Callable[..., dict[str, Any]]:
     """reference(model, steps), run once for each argument."""

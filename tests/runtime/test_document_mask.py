@@ -177,6 +177,7 @@ def test_without_the_mask_the_curve_is_another() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("launched_on_pool")
 def test_verify_compares_with_masks_too() -> None:
     from ahp.plan import Plan
     from ahp.runtime.verify import verify

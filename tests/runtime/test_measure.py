@@ -26,6 +26,7 @@ def of(**degrees: int) -> Plan:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("launched_on_pool")
 def test_every_plan_is_timed_and_one_that_fails_comes_last() -> None:
     said: list[str] = []
     bad = of(pipeline_parallel_degree=2, micro_batch_size=4)  # torch's 1F1B needs two micro-batches

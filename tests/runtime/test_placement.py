@@ -77,6 +77,7 @@ def test_another_gpu_than_the_plan_has_there_is_refused(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("launched_on_pool")
 def test_a_plan_for_a_mixed_cluster_equals_one_process() -> None:
     assert all(step.equal for step in verify(plan(CROSSED), steps=2))
 

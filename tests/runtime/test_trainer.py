@@ -34,7 +34,7 @@ from ahp.runtime.generate import Sampling, generate
 from ahp.runtime.run_folder import RunFolder
 from ahp.runtime.trainer import Outcome, Trainer
 from tests.runtime import hanging
-from tests.runtime.workers import Pool
+from tests.runtime.workers import Pool, place
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.copy(shutil.__file__, folder / "b.txt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AHP_CACHE", str(folder / "cache"))
-        patch.setenv("OMP_NUM_THREADS", "1")
         yield folder
 
 
@@ -79,8 +78,7 @@ def join(pool: Pool, plan: Plan, folder: Path, checkpoint_every: int = HALF) -> 
 
 def joined(rank: int, world_size: int, plan: Plan, folder: Path, every: int, cache: str) -> tuple[str, int, str]:
     """Runs in each worker. State, exit code, and what was raised."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "unused", "MASTER_PORT": 0}
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}, AHP_CACHE=cache):
+    with mock.patch.dict(os.environ, place(rank, world_size), AHP_CACHE=cache):
         try:
             outcome = train(plan, folder, every)
         except AhpError as error:
@@ -99,17 +97,17 @@ def stopped_half_way(whole: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(pool: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    outcome = train(plan(text), folder)
-    assert (outcome.status.state, outcome.status.step, outcome.exit_code) == ("done", STEPS, 0)
+    assert join(pool, plan(text), folder) == ("done", 0, "")
     assert len(curve(folder)) == STEPS
     return folder
 
 
 def test_resumed_run_is_the_same_to_the_last_digit(text: Path, whole: Path, tmp_path: Path) -> None:
     folder = stopped_half_way(whole, tmp_path / "run")
-    train(plan(text), folder)
+    outcome = train(plan(text), folder)
+    assert (outcome.status.state, outcome.status.step, outcome.exit_code) == ("done", STEPS, 0)
     assert curve(folder) == curve(whole)
     weights = "hf/model.safetensors"
     assert (folder / weights).read_bytes() == (whole / weights).read_bytes()

@@ -35,6 +35,16 @@ def families() -> list[str]:
     return [t for t in types if t in CONFIG_MAPPING and getattr(CONFIG_MAPPING[t], "base_model_tp_plan", None)]
 
 
+def one_of_each_plan() -> list[str]:
+    """The first family of each plan: two dozen have llama's."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    found: dict[str, str] = {}
+    for model_type in families():
+        found.setdefault(repr(sorted(_of_blocks(CONFIG_MAPPING[model_type].base_model_tp_plan).items())), model_type)
+    return sorted(found.values())
+
+
 def small_config(model_type: str, **more: Any) -> Any:
     """A config of the type with the small sizes, no dropout, and ``more``."""
     from transformers import CONFIG_MAPPING
@@ -73,8 +83,11 @@ def traced(model_type: str) -> tuple[nn.Module, Outline]:
 
 def written_plan(config: Any) -> dict[str, str]:
     """The hand-written plan of a block, by the path within it: ``self_attn.q_proj`` -> ``colwise``."""
-    plan = (config.get_text_config() if hasattr(config, "get_text_config") else config).base_model_tp_plan or {}
-    return {key.partition(".*.")[2]: style for key, style in plan.items() if key.startswith("layers.*.")}
+    return _of_blocks((config.get_text_config() if hasattr(config, "get_text_config") else config).base_model_tp_plan)
+
+
+def _of_blocks(plan: dict[str, str] | None) -> dict[str, str]:
+    return {key.partition(".*.")[2]: style for key, style in (plan or {}).items() if key.startswith("layers.*.")}
 
 
 def generic(name: str) -> str:
