@@ -47,6 +47,31 @@ def test_megatron_gathers_inputs_again_and_torchtitan_does_not(llama):
     assert torchtitan.tensor_backward_s == pytest.approx(torchtitan.tensor_forward_s)
 
 
+def test_a_second_run_sends_no_sum_that_nobody_reads(llama):
+    once = collectives(llama, all_reduce=1)
+    unit = block(llama, "ahp", Parallelism(tensor_parallel_degree=4))
+    assert unit.tensor_forward_s == pytest.approx(2 * once)
+    assert unit.tensor_again_s == pytest.approx(once)  # attention's; that of the last product is not asked for
+
+
+@pytest.mark.parametrize(
+    ("choice", "layout", "precision", "ends_early"),
+    [
+        ({}, {}, "bf16", True),
+        ({"compile": True}, {}, "bf16", False),  # one operator to torch's checkpoint
+        ({}, {}, "fp8", False),
+        ({}, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}, "bf16", False),
+        ({"name": "torchtitan"}, {}, "bf16", False),
+        ({"name": "torchtitan", "compile": True}, {}, "bf16", True),
+        ({"name": "megatron"}, {}, "bf16", False),
+    ],
+)
+def test_who_recomputes_no_more_than_what_is_read(choice, layout, precision, ends_early):
+    layout, choice = Parallelism(activation_checkpoint="full", **layout), EngineChoice(**choice)
+    traits = get(choice.name).traits(Job.model_validate({"precision": precision}), layout, choice)
+    assert traits.recomputes_what_is_read == ends_early
+
+
 def test_torchtitan_copies_what_it_scatters_and_what_it_gathers_of_several_sequences(llama):
     copy_s = [block(llama, "torchtitan", micro_batch=count).tensor_forward_s for count in (1, 2)]
     bare_s = [block(llama, "megatron", micro_batch=count).tensor_forward_s for count in (1, 2)]

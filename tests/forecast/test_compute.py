@@ -1,5 +1,7 @@
 """Times of operators: closed forms, measured tables, and what division and fusion change."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from ahp.cluster.model import AttentionSample, ElementWiseSample, MatmulSample, Measurements, MemorySample
@@ -8,6 +10,7 @@ from ahp.forecast.division import Division
 from ahp.forecast.efficiency import CPU_ATTENTION, Rates
 from ahp.forecast.kernels import Kernels, kernels
 from ahp.forecast.split import Split, split
+from ahp.forecast.stage import recomputed
 
 from .conftest import make_cluster, op, spec
 
@@ -169,6 +172,15 @@ def test_the_parts_of_the_backward_pass_are_the_whole(tiny):
     assert found.weight_gradient.device_s > 0
     assert found.backward_s == pytest.approx(found.input_gradient.device_s + found.weight_gradient.device_s)
     assert found.core_attention.device_s == 0  # fused attention is one operator
+
+
+def test_a_second_run_ends_before_the_last_product(mlp_block, tiny):
+    found = times(mlp_block)
+    assert found.read.launches == 3  # norm, up and relu: backward reads nothing of down or of the residual sum
+    block = times(tiny.at(64).blocks[0])
+    cost = {kind: recomputed(SimpleNamespace(times=block), kind).device_s for kind in ("none", "read", "full")}
+    assert cost["none"] == 0 < cost["read"] == block.read.device_s < 0.9 * cost["full"]
+    assert cost["full"] == block.forward_s
 
 
 def test_a_shifted_loss_means_causal(tiny, hand_graph):

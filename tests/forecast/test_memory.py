@@ -65,6 +65,14 @@ def test_policies_keep_results_of_products(mlp_block):
     assert of_rank(mlp_block, tensor=2).beside_products.kept == wide / 2 + x  # down's sum is whole on every rank
 
 
+def test_a_compiler_keeps_of_a_policys_results_those_that_are_asked_for(mlp_block):
+    x, wide = 64 * 32 * 2, 64 * 128 * 2
+    division = Division(split(mlp_block, "block"))
+    memory = segment_memory(mlp_block, kernels(mlp_block, "fused"), division)
+    assert memory.beside_products.kept == wide  # up's, which relu is made of; down's goes into the residual sum alone
+    assert of_rank(mlp_block).beside_products.kept == wide + x
+
+
 def traits(zero, precision="bf16", **kwargs):
     layout = Parallelism(zero_stage=zero, data_parallel_shard_degree=4 if zero else 1, **kwargs)
     return AhpEngine().traits(Job(precision=precision), layout, EngineChoice())

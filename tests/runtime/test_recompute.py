@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from ahp.forecast.division import Division
-from ahp.forecast.kernels import kernels
-from ahp.forecast.memory import segment_memory
-from ahp.forecast.split import split
+from ahp.forecast.kernels import Fusion, kernels
+from ahp.forecast.memory import SegmentMemory, segment_memory
+from ahp.forecast.selective import last_read
+from ahp.forecast.split import is_weight_product, split
+from ahp.graph.blocks import find_blocks
 from ahp.graph.call import call_model, logits_of
+from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
+from ahp.runtime import compiled
+from ahp.runtime.compiled import Forward, compile_block
 from ahp.runtime.recompute import recompute
+from tests.marks import cases
 from tests.runtime.models import MODELS, batch
 
 KINDS: tuple[Any, ...] = (None, "selective", "full")
+
+DECOMPOSED = "aot_eager_decomp_partition"
+"""torch.compile's backend that chooses what to keep as torch's own does, and makes no kernels."""
 
 
 def gradients(model: nn.Module, kind: Any) -> dict[str, torch.Tensor]:
@@ -50,12 +61,16 @@ def test_gradients_are_those_without(build: Any) -> None:
             torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7)
 
 
-def kept_bytes(kind: Any) -> int:
+def kept_bytes(kind: Any, model: str = "llama", compiler: Callable[[Forward], Forward] | None = None) -> int:
     """What is allocated in a forward pass and still is after it."""
-    model = MODELS["llama"]()
-    if kind is not None:
-        for block in model.get_submodule("model.layers").children():
+    model, blocks = built(model)
+    for block in blocks:
+        if compiler is not None:
+            compile_block(block, compiler)
+        elif kind is not None:
             recompute(block, kind)
+    if compiler is not None:
+        call_model(model, batch(0)["input_ids"])  # what compiling allocates is no matter
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
         logits = logits_of(call_model(model, batch(0)["input_ids"]))
     assert logits.requires_grad
@@ -68,12 +83,68 @@ def test_selective_keeps_less_than_nothing_recomputed_and_more_than_full() -> No
     assert selective < 0.8 * none
 
 
-def test_selective_keeps_what_the_forecast_says() -> None:
-    model, (rows, tokens) = MODELS["llama"](), batch(0)["input_ids"].shape
-    graph = analyze(model, Job(sequence_length=tokens, precision="fp32")).at(rows)
+def built(name: str) -> tuple[nn.Module, list[nn.Module]]:
+    """A model and its blocks."""
+    model = MODELS[name]()
+    return model, list(find_blocks(model).blocks)
+
+
+def traced(name: str) -> ModelGraph:
+    rows, tokens = batch(0)["input_ids"].shape
+    return analyze(built(name)[0], Job(sequence_length=tokens, precision="fp32")).at(rows)
+
+
+def memories(name: str, fusion: Fusion) -> tuple[list[SegmentMemory], int]:
+    """Of every layer, and bytes of what enters one."""
+    graph = traced(name)
     of_kinds = [
-        segment_memory(block, kernels(block, "traced"), Division(split(block, "block"))).beside_products.kept
-        for block in graph.blocks
+        segment_memory(block, kernels(block, fusion), Division(split(block, "block"))) for block in graph.blocks
     ]
-    kept = sum(of_kinds[kind] for kind in graph.layers)
+    assert graph.blocks[0].output is not None
+    return [of_kinds[kind] for kind in graph.layers], graph.blocks[0].output.bytes
+
+
+def test_selective_keeps_what_the_forecast_says() -> None:
+    kept = sum(memory.beside_products.kept for memory in memories("llama", "traced")[0])
     assert kept_bytes("selective") - kept_bytes("full") == kept
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_a_second_run_computes_what_the_forecast_says(model: str) -> None:
+    flops = {}
+    for kind in ("none", "full"):
+        module, blocks = built(model)
+        for block in blocks if kind == "full" else ():
+            recompute(block, "full")
+        with FlopCounterMode(display=False) as counter:
+            logits_of(call_model(module, batch(0)["input_ids"])).sum().backward()
+        counts = counter.get_flop_counts()["Global"]
+        flops[kind] = sum(count for operator, count in counts.items() if "mm" in str(operator))
+    graph = traced(model)
+    products = [op for kind in graph.layers for op in graph.blocks[kind].phase("forward") if is_weight_product(op)]
+    again = [
+        op
+        for kind in graph.layers
+        for op in graph.blocks[kind].phase("forward")
+        if is_weight_product(op) and op.index <= last_read(graph.blocks[kind])
+    ]
+    assert len(again) == len(products) - len(graph.layers)  # the last one of each block is not
+    assert flops["full"] - flops["none"] == sum(op.flops for op in again)
+
+
+def without_kernels(forward: Forward) -> Forward:
+    return torch.compile(forward, dynamic=False, backend=DECOMPOSED)
+
+
+@pytest.mark.parametrize("model", cases(["llama", "gpt2", "custom"], wide=("gpt2", "custom")))
+def test_compiled_blocks_keep_what_the_forecast_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", DECOMPOSED)
+    layers, hidden = memories(model, "fused")
+    full = kept_bytes("full", model) - len(layers) * torch.get_rng_state().nbytes
+    torch._dynamo.reset()
+    everything = kept_bytes("none", model, without_kernels) - full
+    selective = kept_bytes("selective", model, compiled.keeping_products) - full
+    # 128 bytes are positions, which a checkpoint keeps, or a mask's seed.
+    assert selective == pytest.approx(sum(memory.beside_products.kept for memory in layers), abs=128)
+    assert everything == pytest.approx(sum(memory.saved - hidden for memory in layers), abs=128)
+    assert selective < 0.9 * kept_bytes("selective", model) - full

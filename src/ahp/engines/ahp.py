@@ -92,6 +92,7 @@ class AhpEngine(Engine):
             reduce_copies=wrapped or parallelism.weight_replicas > 1,
             gathers_inputs_again=False,  # autograd keeps what the product read
             tensor_copies=True,  # runtime/collectives.py joins and cuts parts along the sequence
+            recomputes_what_is_read=_stops_early(job, parallelism, choice),
             selective="beside_products",
             selective_sends_again="all",
             experts_gather_tokens=True,  # runtime/sliced_experts.py
@@ -105,6 +106,13 @@ class AhpEngine(Engine):
             host_operators_per_unit=host_operators,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )
+
+
+def _stops_early(job: Job, p: Parallelism, choice: EngineChoice) -> bool:
+    """Whether torch's checkpoint, which stops where the last tensor is saved, stops before a block's last product. A compiled block is
+    one operator to it, and products of the runtime's own (runtime/fp8_product.py, runtime/deferred.py) save when they are done."""
+    splits = p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD
+    return not choice.compile and job.precision != "fp8" and not splits
 
 
 def _are_experts_alone(job: Job, p: Parallelism) -> bool:

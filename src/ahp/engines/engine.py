@@ -89,6 +89,8 @@ class Traits:
     """Bytes of one element of the gradients of keys and values that go round a ring; 0 = as keys and values."""
     sends_split_by_tensor: bool = False
     """Whether a pipeline message is cut over the tensor-parallel ranks, sent in parts and gathered (Megatron's scatter-gather)."""
+    recomputes_what_is_read: bool = False
+    """Whether ``full`` ends with the last result that the backward pass reads, before a block's last product; else all is run again."""
     selective: Selective = "core"
     """What ``selective`` recomputes. core: that of unfused attention (scores, softmax, dropout, their product with the values);
     where it is fused, norms and activations. beside_products: all but products with a weight and fused attention, whose

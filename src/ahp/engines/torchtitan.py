@@ -57,6 +57,8 @@ class TorchtitanEngine(Engine):
             tensor_copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
             torch_pipeline=True,
             stage_ends="count_as_layers",  # generate_llm_fqn_per_model_part, input and output weight 1
+            # ActivationCheckpointConfig.early_stop is off, but of a compiled checkpoint nothing is run that nobody reads.
+            recomputes_what_is_read=choice.compile,
             selective="every_second_product",  # distributed/activation_checkpoint.py
             selective_sends_again="gathers",  # results of reduce-scatters are on the list of what is kept
             fused_loss=choice.compile,

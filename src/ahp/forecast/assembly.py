@@ -113,8 +113,10 @@ def recompute_of(parallelism: Parallelism, traits: Traits, units: Units) -> Reco
     Where attention is fused it has no core to recompute: norms and activation functions are next (Megatron's
     ``--recompute-modules``).
     """
+    if parallelism.activation_checkpoint == "full":
+        return "read" if traits.recomputes_what_is_read else "full"
     if parallelism.activation_checkpoint != "selective":
-        return "full" if parallelism.activation_checkpoint == "full" else "none"
+        return "none"
     if traits.selective != "core":
         return traits.selective
     return "core" if any(unit.memory.saved_in_core for unit in units.blocks) else "chains"

@@ -47,6 +47,7 @@ def chunked_head(
         one,
         times=times,
         tensor_forward_s=num_chunks * (one.tensor_forward_s + one.tensor_backward_s),
+        tensor_again_s=0.0,
         tensor_gather_s=0.0,
         tensor_backward_s=0.0,
         tensor_launches=num_chunks * one.tensor_launches,

@@ -10,7 +10,7 @@ from ahp.forecast.division import BATCHED, GROUPED, Division, is_weight_gradient
 from ahp.forecast.efficiency import Rates, is_cpu, kind_of
 from ahp.forecast.gpu import AttentionKernel, ElementWiseKind
 from ahp.forecast.kernels import Kernels
-from ahp.forecast.selective import second_products
+from ahp.forecast.selective import last_read, second_products
 from ahp.forecast.tables import PRECISION_OF
 from ahp.graph.operators import ModelGraph, Operator, Segment
 
@@ -45,13 +45,16 @@ class SegmentTimes:
     """Work of one segment on one micro-batch."""
 
     forward: Work
+    read: Work
+    """Of it, what comes no later than the last result that the backward pass reads: the residual sum at the end does, and so does
+    the product before it."""
     input_gradient: Work
     """The backward pass without the products that make weight gradients."""
     weight_gradient: Work
     core_attention: Work
     """Of the forward pass: scores, softmax, dropout and their product with the values, where attention is not fused."""
     element_wise: Work
-    """Of the forward pass: everything but weight products and attention."""
+    """Of ``read``: everything but weight products and attention."""
     products: Work
     """Of the forward pass: weight products. Those of the backward pass that make the gradients of inputs take as long."""
     second_products: Work
@@ -85,12 +88,12 @@ class Launched:
 
     def __init__(self, segment: Segment, kernels: Kernels) -> None:
         self._kernels = kernels
-        core, second = core_attention(segment), second_products(segment)
+        core, second, last = core_attention(segment), second_products(segment), last_read(segment)
         self._runs: list[tuple[Operator, _Moves | None, tuple[str, ...]]] = []
         """Operators that take time, what of them moves if that is all they do, and which sums they belong to."""
         self._launches: dict[str, float] = defaultdict(float)
         for op in segment.operators:
-            sums = _sums_with(op, op.index in core, op.index in second)
+            sums = _sums_with(op, op.index in core, op.index in second, op.index <= last)
             launches = 1.0 if op.index in kernels.launched else VIEW_LAUNCHES if is_view(op) else 0.0
             launches *= BACKWARD_LAUNCHES if op.phase == "backward" else 1.0
             for name in sums:
@@ -158,19 +161,20 @@ class Launched:
 SUMS = tuple(field.name for field in fields(SegmentTimes))
 
 
-def _sums_with(op: Operator, in_core: bool, second: bool) -> tuple[str, ...]:
+def _sums_with(op: Operator, in_core: bool, second: bool, read: bool) -> tuple[str, ...]:
     """The fields of ``SegmentTimes`` that an operator counts in."""
     fused = "attention" in op.name
     if op.phase == "backward":
         product = "weight_gradient" if is_weight_gradient(op) else "input_gradient"
         return (product, "attention_backward") if fused else (product,)
+    passes = ("forward", "read") if read else ("forward",)
     if in_core:
-        return "forward", "core_attention"
+        return (*passes, "core_attention")
     if op.flops == 0:
-        return "forward", "element_wise"
+        return (*passes, "element_wise") if read else passes
     if fused:
-        return "forward", "attention"
-    return ("forward", "products", "second_products") if second else ("forward", "products")
+        return (*passes, "attention")
+    return (*passes, "products", "second_products") if second else (*passes, "products")
 
 
 def segment_times(

@@ -21,6 +21,10 @@ MASKS = ("bernoulli", "dropout")
 
 CAST = "aten._to_copy"
 
+REDUCED = 4
+"""Elements that go into one of a result that torch's compiler does not make again, at least (torch 2.13,
+functorch/partitioners.py, ban_recompute_reductions)."""
+
 LOSS = "loss"
 """Cross-entropy is no module with a kernel of its own: without fusion across modules it runs as torch's operators."""
 
@@ -37,6 +41,8 @@ class Kernels:
     """Kept from forward to backward of a forward operator's output; zeros are left out."""
     saved_input_bytes: float
     """The segment's own input, kept where a chain that starts with it is made again and nothing else keeps it."""
+    one_graph: bool = False
+    """Whether who made the kernels saw both passes: of results that a policy keeps, those that nothing reads are left out."""
 
 
 def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False) -> Kernels:
@@ -60,7 +66,7 @@ def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False) -> Ke
         saved = _weighted_before_the_last_product(segment, saved)
     chains = _Chains(segment, masks, across_modules=fusion == "fused", fused_loss=fused_loss)
     kept, input_bytes = chains.kept(saved)
-    return Kernels(chains.moved_bytes(kept), chains.launched(kept), kept, input_bytes)
+    return Kernels(chains.moved_bytes(kept), chains.launched(kept), kept, input_bytes, one_graph=fusion == "fused")
 
 
 def _weighted_before_the_last_product(segment: Segment, saved: dict[int, float]) -> dict[int, float]:
@@ -196,12 +202,15 @@ class _Chains:
 
     def kept(self, saved: dict[int, float]) -> tuple[dict[int, float], float]:
         """What is kept when chains are made again in the backward pass, and the bytes of the segment's input kept for it."""
-        kept = {i: b for i, b in saved.items() if i in self.masks or not self._again(self.ops[i])}
+        # What enters is what the block before gives, and so in its account where somebody keeps that.
+        given = self.output in saved
+        kept = {i: b for i, b in saved.items() if i == self.output or i in self.masks or not self._again(self.ops[i])}
         input_bytes = 0.0
         for index in sorted(set(saved) - set(kept)):
             roots, takes_input = self._roots(index)
             missing = {r: float(self.ops[r].bytes_written) for r in roots if r not in kept}
             needs = sum(missing.values())
+            takes_input = takes_input and not given
             if takes_input and not input_bytes and self.segment.output is not None:
                 needs += self.segment.output.bytes
             if needs > saved[index] or (missing and needs == saved[index]):
@@ -220,7 +229,17 @@ class _Chains:
         backward = [self.ops[r] for r in self.readers[op.index] if self.ops[r].phase == "backward"]
         if not _is_chain(op) or any(name in op.name for name in MASKS) or not all(map(_is_chain, backward)):
             return False
-        return all(self._fusible(op, reader) for reader in backward)
+        return all(self._fusible(op, reader) for reader in backward) and not self._is_reduced(op)
+
+    def _is_reduced(self, op: Operator) -> bool:
+        """Whether it holds one number for each row of what its chain starts with: cheaper to keep than to reduce again."""
+        if not self.across_modules:
+            return False
+        roots, takes_input = self._roots(op.index)
+        read = max((self.ops[root].outputs[0].numel for root in roots), default=0)
+        if takes_input and self.segment.output is not None:
+            read = max(read, self.segment.output.numel)
+        return op.outputs[0].numel * REDUCED < read
 
     def moved_bytes(self, kept: dict[int, float]) -> dict[int, float]:
         """Bytes of each kernel: what must be in memory is written once, and read once by each chain that needs it."""

@@ -15,7 +15,7 @@ from ahp.forecast.compute import core_attention
 from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.kernels import Kernels, owners
-from ahp.forecast.selective import kept_results, second_products
+from ahp.forecast.selective import asked_for, kept_results, second_products
 from ahp.forecast.split import Split
 from ahp.graph.operators import Operator, Segment
 
@@ -97,7 +97,7 @@ class Held:
                 by_kind({i: sum(spec.bytes for spec in segment.operators[i].outputs) for i in keeps}),
                 by_kind({i: count for i, count in saved.items() if i not in keeps}),
             )
-            for keeps in (kept_results(segment), kept_results(segment) - second_products(segment))
+            for keeps in _policies(segment, one_graph=kernels.one_graph)
         ]
         """Of each policy, [C] bytes that it keeps, and that are made again."""
         self._live = self._run(kernels, owner, saved, np.eye(len(kinds))[of] if of else np.zeros((0, 1)))
@@ -149,6 +149,13 @@ class Held:
             forward_extra=round(max(0.0, forward - kept)),
             backward_extra=round(max(0.0, backward - kept)),
         )
+
+
+def _policies(segment: Segment, *, one_graph: bool) -> list[frozenset[int]]:
+    """Whose results are kept beside products, and with every second product."""
+    results = kept_results(segment)
+    policies = [results, results - second_products(segment)]
+    return [asked_for(segment, kept) for kept in policies] if one_graph else policies
 
 
 def _kind(op: Operator, split: Split) -> tuple[bool, ...]:

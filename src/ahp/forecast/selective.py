@@ -1,4 +1,4 @@
-"""Which operators of a block selective recompute keeps the results of, where it goes by operators."""
+"""Which results of a block selective recompute keeps, where it goes by operators, and how far a second run of its forward goes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,29 @@ def second_products(segment: Segment) -> frozenset[int]:
     products = [op for op in segment.phase("forward") if is_weight_product(op)]
     counted = [op.index for op in products if op.name == "aten.mm"]
     return frozenset(counted[1::2]) | {op.index for op in products if op.name in GROUPED}
+
+
+def asked_for(segment: Segment, kept: frozenset[int]) -> frozenset[int]:
+    """Of these results, those that the backward pass reads, or what is made again for it: all that is kept by who sees both passes."""
+    forward = {op.index: op for op in segment.phase("forward")}
+    waiting = [i for op in segment.phase("backward") for i in op.depends_on if i in forward]
+    seen: set[int] = set()
+    while waiting:
+        index = waiting.pop()
+        if index not in seen:
+            seen.add(index)
+            waiting += forward[index].depends_on if index not in kept else ()
+    return kept & seen
+
+
+def last_read(segment: Segment) -> int:
+    """The last operator of the forward pass whose result the backward pass reads; -1 where it reads none.
+
+    torch's checkpoint runs a forward again no further than this: where the last tensor is saved it stops
+    (torch 2.13, utils/checkpoint.py, set_checkpoint_early_stop).
+    """
+    forward = {op.index: op for op in segment.phase("forward")}
+    return max((i for op in segment.phase("backward") for i in op.depends_on if i in forward), default=-1)
 
 
 def _is_kept(name: str) -> bool:

@@ -112,9 +112,12 @@ class StageCost:
         return tuple(sum(parts.values()) for parts in (*passes, self.first_forward, self.last_backward))
 
 
-Recompute = Literal["none", "core", "chains", "beside_products", "every_second_product", "full"]
+Recompute = Literal["none", "core", "chains", "beside_products", "every_second_product", "read", "full"]
 """What of a block is computed again in the backward pass: nothing, the core of unfused attention, element-wise chains, all but
-products with a weight and fused attention, of these products every second one as well, all."""
+products with a weight and fused attention, of these products every second one as well, all up to the last result that is read again, all."""
+
+OF_INPUT: tuple[Recompute, ...] = ("read", "full")
+"""What keeps nothing of a block but what enters it."""
 
 
 def stage_cost(
@@ -195,6 +198,8 @@ def recomputed(unit: Unit, recompute: Recompute) -> Work:
             return times.element_wise + times.core_attention
         case "every_second_product":
             return times.element_wise + times.core_attention + times.second_products
+        case "read":
+            return times.read
         case "full":
             return times.forward
 
@@ -221,7 +226,7 @@ def _backward(
     }
     if any(kind != "none" for kind in recomputes):
         parts["recompute"] = sum(work.device_s for work in map(recomputed, blocks, recomputes))
-    whole = [u for u, kind in zip(blocks, recomputes, strict=True) if kind == "full"]
+    whole = [u for u, kind in zip(blocks, recomputes, strict=True) if kind in OF_INPUT]
     for unit, kind in zip(blocks, recomputes, strict=True):
         tensor_s, context_s = sent_again_s(unit, kind, data)
         parts["tensor_parallel"] += tensor_s
@@ -232,9 +237,13 @@ def _backward(
 
 def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float, float]:
     """Seconds of the collectives of a block's forward that run a second time, those of tensor and of context parallelism."""
-    again = {"none": "nothing", "full": "all"}.get(recompute, data.traits.selective_sends_again)
-    if again == "all":
+    if recompute == "none":
+        return 0.0, 0.0
+    if recompute == "full":
         return unit.tensor_forward_s, unit.context_forward_s
+    again = "all" if recompute == "read" else data.traits.selective_sends_again
+    if again == "all":
+        return unit.tensor_again_s, unit.context_forward_s
     return unit.tensor_gather_s if again == "gathers" else 0.0, 0.0
 
 
@@ -379,7 +388,7 @@ def dropped_bytes(unit: Unit, units: Units, recompute: Recompute) -> int:
             return memory.saved - units.hidden_bytes - memory.beside_products.kept
         case "every_second_product":
             return memory.saved - units.hidden_bytes - memory.every_second_product.kept
-        case "full":
+        case "read" | "full":
             return max(0, memory.saved - units.hidden_bytes)
 
 
@@ -393,6 +402,6 @@ def made_again(unit: Unit, recompute: Recompute, dropped: int) -> int:
             return memory.beside_products.made_again
         case "every_second_product":
             return memory.every_second_product.made_again
-        case "full":
+        case "read" | "full":
             return max(memory.saved, memory.forward_extra)
     return dropped

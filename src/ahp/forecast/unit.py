@@ -16,6 +16,8 @@ class Unit:
     memory: SegmentMemory
     tensor_forward_s: float
     """Tensor-parallel collectives of the forward pass, as far as they show."""
+    tensor_again_s: float
+    """Of them, those that make what the backward pass reads, so that a second run of the forward pass needs them."""
     tensor_gather_s: float
     """Of them, all-gathers."""
     tensor_backward_s: float

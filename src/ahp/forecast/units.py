@@ -21,6 +21,7 @@ from ahp.forecast.kernels import Fusion, Kernels, kernels
 from ahp.forecast.memory import Held, SegmentMemory
 from ahp.forecast.mesh import axis_group, group_of
 from ahp.forecast.overlap import shown_s
+from ahp.forecast.selective import last_read
 from ahp.forecast.split import Role, Split, is_weight_product, split
 from ahp.forecast.unit import Unit
 from ahp.graph.operators import DTYPE_BYTES, ModelGraph, Operator, Segment, TensorSpec
@@ -116,6 +117,12 @@ class _Run:
         return Held(self.segment, self.kernels, self.split, fp8=self.in_8_bits)
 
     @cached_property
+    def num_unread(self) -> int:
+        """Sums over tensor ranks that come after the last result that the backward pass reads."""
+        last = last_read(self.segment)
+        return sum(index > last for index in self.split.row)
+
+    @cached_property
     def stacked(self) -> frozenset[str]:
         """Weights of experts."""
         return expert_parameters(self.segment)
@@ -147,12 +154,16 @@ class _Divided(NamedTuple):
     """Fused attention of the forward pass."""
     grouped: Operator | None
     """The first product with stacked weights of experts."""
+    num_unread: int
+    """Of the sums over tensor ranks, those at the end that nothing in the backward pass reads."""
 
 
 class TensorCost(NamedTuple):
     """Seconds of a segment's tensor-parallel collectives for one micro-batch, and how many one pass has."""
 
     forward_s: float
+    again_s: float
+    """Of it, what is before the last result that the backward pass reads."""
     gather_s: float
     """Of it, all-gathers."""
     backward_s: float
@@ -196,7 +207,8 @@ class UnitPricer:
 
     def how(self, traits: Traits, way: ContextWay) -> How:
         """The kernels of an engine on these devices."""
-        fusion: Fusion = "traced" if self._on_cpu else traits.fusion
+        # On a CPU torch has no fused kernels but those of its compiler.
+        fusion: Fusion = "traced" if self._on_cpu and traits.fusion != "fused" else traits.fusion
         return How(
             fusion=fusion,
             fused_loss=traits.fused_loss,
@@ -263,9 +275,13 @@ class UnitPricer:
     ) -> Unit:  # fmt: skip
         fp8 = how.fp8 if role == "block" else None  # engines leave the head in the compute type
         in_8_bits = fp8 is not None and fp8.gathers_in_8_bits
-        division, times, memory, weights, attention, grouped = self._of_degrees(graph, segment, role, number, axes, how)
+        division, times, memory, weights, attention, grouped, num_unread = self._of_degrees(
+            graph, segment, role, number, axes, how
+        )
         parts = division.split
-        tensor = self._tensor(parts, axes, times, how, fp8=in_8_bits, sequences=graph.micro_batch_size)
+        tensor = self._tensor(
+            parts, axes, times, how, fp8=in_8_bits, sequences=graph.micro_batch_size, num_unread=num_unread
+        )
         if fp8 is not None and fp8.shares_scales:
             tensor = self._with_scales(tensor, parts, axes, segment)
         context_s = self._context_s(attention, division, axes, times, how)
@@ -273,6 +289,7 @@ class UnitPricer:
             times=times,
             memory=memory,
             tensor_forward_s=tensor.forward_s,
+            tensor_again_s=tensor.again_s,
             tensor_gather_s=tensor.gather_s,
             tensor_backward_s=tensor.backward_s,
             tensor_launches=tensor.launches,
@@ -339,17 +356,18 @@ class UnitPricer:
         attention = tuple(op for op in forward if "attention" in op.name)
         grouped = next((op for op in forward if op.name in GROUPED), None)
         on = _with_casts(on, segment, division, fp8)
-        self._divided[key] = _Divided(division, times, on, weights, attention, grouped)
+        self._divided[key] = _Divided(division, times, on, weights, attention, grouped, run.num_unread)
         return self._divided[key]
 
     def _tensor(
-        self, parts: Split, axes: Axes, times: SegmentTimes, how: How, *, fp8: bool, sequences: int
+        self, parts: Split, axes: Axes, times: SegmentTimes, how: How, *, fp8: bool, sequences: int, num_unread: int
     ) -> TensorCost:
         """What a segment's tensor-parallel collectives take.
 
         Without sequence parallelism partial sums are all-reduced. With it they are reduce-scattered along the sequence and
         gathered again before the next column product; the backward pass may gather the inputs once more for the weight
         gradients (arXiv 2205.05198, section 4.2.2). ``fp8``: what products read is gathered in 8 bits, sums stay in 16.
+        ``num_unread``: of the sums, those at the end that nothing in the backward pass reads.
         """
         group, context = axes.tensor, axes.context.size
 
@@ -365,9 +383,10 @@ class UnitPricer:
             return seconds
 
         count = len(parts.forward_reduce)
+        unread = parts.forward_reduce[count - num_unread :]
         if not axes.sequence_parallel:
             forward, backward = total("all_reduce", parts.forward_reduce), total("all_reduce", parts.backward_reduce)
-            return TensorCost(forward, 0.0, backward, count)
+            return TensorCost(forward, forward - total("all_reduce", unread), 0.0, backward, count)
         hidden = tuple(spec for spec in parts.forward_reduce if len(spec.shape) > 1)
         rows = tuple(spec for spec in parts.forward_reduce if len(spec.shape) == 1)
         gathered = total("all_gather", parts.backward_reduce)
@@ -380,7 +399,8 @@ class UnitPricer:
             forward, gathers, gathered = (shown_s(s, beside_s, overlap) for s in (forward, gathers, gathered))
         forward += total("all_reduce", rows)
         backward = gathers + total("reduce_scatter", parts.backward_reduce)
-        return TensorCost(forward, gathered, backward, 2 * count)
+        again = max(0.0, forward - total("reduce_scatter", unread))
+        return TensorCost(forward, again, gathered, backward, 2 * count)
 
     def _with_scales(self, tensor: TensorCost, parts: Split, axes: Axes, segment: Segment) -> TensorCost:
         """And what it takes that ranks agree on the largest element of a weight, an input or a gradient that they share."""
@@ -390,6 +410,7 @@ class UnitPricer:
         tokens_s = self._network.time_s("all_reduce", SCALE_BYTES, axes.context) if axes.context.size > 1 else 0.0
         return TensorCost(
             tensor.forward_s + (column + 2 * row) * scale_s + products * tokens_s,
+            tensor.again_s + (column + 2 * row) * scale_s + products * tokens_s,
             tensor.gather_s,
             tensor.backward_s + column * scale_s + products * tokens_s,
             tensor.launches,

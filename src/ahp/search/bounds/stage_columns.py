@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ahp.engines.engine import Traits
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.stage import (
+    OF_INPUT,
     DataParallel,
     Recompute,
     Weights,
@@ -184,7 +185,7 @@ class BlockStages:
 
         def backward_s(u: Unit, kind: Recompute) -> float:
             again_s = sum(sent_again_s(u, kind, self._any))
-            experts_s = u.expert_s if kind == "full" else 0.0
+            experts_s = u.expert_s if kind in OF_INPUT else 0.0
             return self._backward_s(u) + recomputed(u, kind).device_s + again_s + experts_s
 
         return (

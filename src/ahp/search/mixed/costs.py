@@ -25,6 +25,7 @@ from ahp.forecast.groups import shard_ranks
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.stage import (
+    OF_INPUT,
     DataParallel,
     Recompute,
     StageCost,
@@ -268,13 +269,13 @@ def _passes(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float
     forward = unit.times.forward_s + unit.tensor_forward_s + unit.context_forward_s + unit.expert_s
     backward = unit.times.backward_s + tensor_backward_s(unit, data) + unit.context_backward_s + unit.expert_s
     again = recomputed(unit, recompute).device_s
-    again += forward - unit.times.forward_s if recompute == "full" else 0.0
+    again += sum(sent_again_s(unit, recompute, data)) + unit.expert_s if recompute in OF_INPUT else 0.0
     return forward, forward + backward + again
 
 
 def _again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
     work = recomputed(unit, recompute)
-    device_s = work.device_s + (unit.expert_s if recompute == "full" else 0.0)
+    device_s = work.device_s + (unit.expert_s if recompute in OF_INPUT else 0.0)
     device_s += sum(sent_again_s(unit, recompute, data))
     if data.host_is_device:
         return device_s
