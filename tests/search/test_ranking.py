@@ -232,6 +232,13 @@ def test_a_constraint_that_makes_it_too_large_is_named() -> None:
         search(tiny(), tight, JOB, constraints=given)
 
 
+def test_a_rule_about_what_was_given_is_named_before_one_that_more_layouts_break() -> None:
+    """Most kinds of schedules are not DeepSpeed's, but 1F1B is: it is the replicas that its pipeline cannot have."""
+    given = {"data_parallel_replicate_degree": 2, "pipeline_parallel_degree": 2}
+    with pytest.raises(NotExpressible, match=r"devices: data_parallel_replicate_degree = 2: deepspeed cannot"):
+        search(tiny(), "1x8xA100-SXM-80GB", JOB, constraints=given, engine={"name": "deepspeed"})
+
+
 def test_fewer_rows_are_left_when_the_rules_are_the_same() -> None:
     asked = problem(tiny(), "2x4xH100-SXM-80GB", JOB)
     table = legal_rows(asked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from ahp.errors import BadInput, NotExpressible
@@ -32,7 +32,7 @@ def legal_rows(asked: Problem) -> LegalRows:
     if len(space.blocks):
         return LegalRows(asked, space)
     total = asked.cluster.num_devices
-    rule = _binding(space.rules)
+    rule = _binding(space, asked.constraints.given)
     fewer = next(_on_fewer(asked), None)
     refusal = f"parallelism: no legal layout of {total} devices: {rule.says}"
     if fewer is None:
@@ -77,6 +77,10 @@ def _possible(asked: Problem, count: int) -> bool:
     return False
 
 
-def _binding(rules: tuple[Rule, ...]) -> Rule:
-    """The rule that the most rows break, where all rows break one."""
-    return max(rules, key=lambda rule: rule.broken)
+def _binding(space: Space, given: Collection[str]) -> Rule:
+    """Where all rows break a rule: one that all of them break, else one about a key that was given, of these the one that the most do."""
+
+    def weight(rule: Rule) -> tuple[bool, bool, int]:
+        return rule.broken >= space.size, rule.says.split(" = ")[0] in given, rule.broken
+
+    return max(space.rules, key=weight)
