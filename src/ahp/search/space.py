@@ -9,6 +9,7 @@ share: rules are masks over their values, rows are counted by multiplication, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
@@ -225,7 +226,7 @@ class _Counted:
         graph, batch = asked.graph, asked.job.global_batch_size
         self._count(
             "batch",
-            f"global_batch_size {batch} must divide by data-parallel degree x micro_batch_size",
+            f"global_batch_size {batch} must divide by data-parallel degree x micro_batch_size{self._nearest(batch)}",
             int(((self.micro_batches == 0) * self.per_micro_batch[:, None]).sum()),
         )
         self._of_mesh("tensor", lambda layout: rules.tensor(graph, layout), "tensor_parallel_degree")
@@ -265,6 +266,17 @@ class _Counted:
         )
         self.alike = int(alike.sum())
         return good
+
+    def _nearest(self, batch: int) -> str:
+        """The batches next to this one that divide by what was given, where this one does not."""
+        keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "micro_batch_size")
+        given = {key: self.choices.given[key] for key in keys if self.choices.given.get(key, 1) > 1}
+        step = math.prod(given.values())
+        if batch % step == 0:
+            return ""
+        below = batch // step * step
+        valid = ", ".join(str(count) for count in (below, below + step) if count)
+        return f", by {' x '.join(given)} = {step} at least (valid: {valid})"
 
     def rules(self) -> Iterator[Rule]:
         for name, (says, broken) in self.found.items():
