@@ -112,7 +112,7 @@ def priced(asked: Problem, layout: Parallelism) -> Forecast | None:
 
 
 REPLICAS = {"pipeline_parallel_degree": 1, "data_parallel_replicate_degree": 2}
-STAGES = {"pipeline_parallel_degree": 2}
+STAGES = {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 1}
 
 
 @pytest.mark.parametrize(

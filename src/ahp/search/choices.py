@@ -103,6 +103,8 @@ class Choices:
         self.legal_recompute = cache(self._legal_recompute)
         self.bad_recompute = cache(self._bad_recompute)
         self.refused = cache(self._refused)
+        self.refused_experts = cache(self._refused_experts)
+        self._sharing = cache(self._shared)
         self.bad_split = cache(self._bad_split)
         self.traits = cache(self._traits)
         self.bad_stages = cache(self._bad_stages)
@@ -230,7 +232,7 @@ class Choices:
         broken = rules.context(graph, Parallelism(**keys), engine)
         return None if rules.context(graph, Parallelism(**lighter), engine) else broken
 
-    def refused_experts(self, expert: int, tensor: int, context: int) -> str | None:
+    def _refused_experts(self, expert: int, tensor: int, context: int) -> str | None:
         """Why the engine cannot share experts among so many ranks, whatever else they share."""
         if self.refused(tensor_parallel_degree=tensor):
             tensor = 1
@@ -248,24 +250,24 @@ class Choices:
         return self.asked.refused(Parallelism(**keys))
 
     def _bad_split(self, split: tuple[int, int, int], mesh: Shared) -> str | None:
-        return self.refused(**self._sharing(split, mesh))
+        return self.asked.refused(self._sharing(split, mesh))
 
     def _traits(self, split: tuple[int, int, int], mesh: Shared) -> Traits:
         """How the engine shares states so."""
-        layout = Parallelism(**self._sharing(split, mesh))
+        layout = self._sharing(split, mesh)
         return get(self.asked.engine.name).traits(self.asked.job, layout, self.asked.engine)
 
-    def _sharing(self, split: tuple[int, int, int], mesh: Shared) -> dict[str, Any]:
-        """The keys of a layout that shares states so, and of what else decides about it what the engine can run."""
+    def _shared(self, split: tuple[int, int, int], mesh: Shared) -> Parallelism:
+        """A layout that shares states so, with what else decides about it what the engine can run."""
         context = mesh.context and not self.refused(context_parallel_degree=2)
-        return {
-            "data_parallel_replicate_degree": split[0],
-            "data_parallel_shard_degree": split[1],
-            "zero_stage": split[2],
-            "context_parallel_degree": 2 if context else 1,
-            "expert_parallel_degree": 1 if self.refused_experts(mesh.expert, 1, 1) else mesh.expert,
-            "pipeline_parallel_degree": 1 if self.refused(pipeline_parallel_degree=mesh.pipeline) else mesh.pipeline,
-        }
+        return Parallelism(
+            data_parallel_replicate_degree=split[0],
+            data_parallel_shard_degree=split[1],
+            zero_stage=split[2],
+            context_parallel_degree=2 if context else 1,
+            expert_parallel_degree=1 if self.refused_experts(mesh.expert, 1, 1) else mesh.expert,
+            pipeline_parallel_degree=1 if self.refused(pipeline_parallel_degree=mesh.pipeline) else mesh.pipeline,
+        )
 
     def refused_pipe(self, pipe: Pipe, pipeline: int) -> str | None:
         """Why the engine cannot run a schedule."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +80,7 @@ class LayerBounds:
         """[N] The block of each way to share states."""
         self.ways = SplitColumns.joined([block.splits.columns for block in blocks])
         self._m = np.array([[block.m] for block in blocks], dtype=np.int64)
+        self._column, self._of_stages = cache(self._each_block), cache(self._each_way)
         self._update_of_one_s = np.concatenate([block.splits.update_of_one_s(asked.pricer) for block in blocks])
 
     # Of all rows that fit.
@@ -140,7 +141,7 @@ class LayerBounds:
         states, gradients = ways.states(weights, self._m[of])
         kept = held[..., None] * self._kept[of][:, None]
         allocated = np.maximum(kept - gradients[..., None], 0.0)
-        buffers = np.array([[block.buffer_bytes] for block in self.blocks], dtype=float)[of]
+        buffers = self._buffers[of]
         allocated += (states + ways.buckets(weights) + received * buffers)[..., None]
         return ways.device_bytes(allocated) <= most_bytes
 
@@ -219,13 +220,18 @@ class LayerBounds:
 
     # What layers take.
 
-    def _column(self, name: str) -> Floats:
+    def _each_block(self, name: str) -> Floats:
         """[B, 1] A figure of the blocks' layers."""
         return np.array([[getattr(block.stages, name)] for block in self.blocks], dtype=float)
 
-    def _of_stages(self, name: str) -> Floats:
+    def _each_way(self, name: str) -> Floats:
         """[N, ...] Figures of the blocks' layers, one for each way to share states."""
         return np.array([getattr(block.stages, name) for block in self.blocks])[self._of]
+
+    @cached_property
+    def _buffers(self) -> Floats:
+        """[B, 1] Bytes that a rank holds of what each stage before or behind it sends."""
+        return np.array([[block.buffer_bytes] for block in self.blocks], dtype=float)
 
     @cached_property
     def _kept(self) -> Floats:

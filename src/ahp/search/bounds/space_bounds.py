@@ -40,6 +40,9 @@ Floats = NDArray[np.float64]
 TOGETHER = 128
 """Blocks that are bounded by their layers at once: enough that arrays pay, few beside the thousands that come up in a large space."""
 
+FIRST_TOGETHER = 8
+"""Where the lowest of all is wanted: so few at first, then twice as many, as often the first of them settle it."""
+
 
 SOON = 1.02
 """Blocks whose bounds are no more than so many times another one's come up soon after it."""
@@ -227,11 +230,11 @@ class Bounds:
         known = list(self._work_s)
         found[known] = np.maximum(found[known], list(self._work_s.values()))
         found[~which] = np.inf
-        looser = {block for block in known if np.isfinite(found[block])}
+        looser, size = {block for block in known if np.isfinite(found[block])}, FIRST_TOGETHER
         while np.isfinite(least := found.min(initial=np.inf)) and int(found.argmin()) in looser:
-            lowest = np.argpartition(found, min(TOGETHER, len(found) - 1))[:TOGETHER].tolist()
+            lowest = np.argpartition(found, min(size, len(found) - 1))[:size].tolist()
             together = {int(found.argmin()), *looser.intersection(lowest)}
-            looser -= together
+            looser, size = looser - together, min(2 * size, TOGETHER)
             for block, closer in closer_s(together).items():
                 found[block] = max(found[block], closer)
         return float(least)

@@ -20,6 +20,7 @@ from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
 from ahp.search.mixed.bounds import columns_hold
 from ahp.search.mixed.floors import Entry, Kind, ShapeFloors
+from ahp.search.mixed.nearby_shapes import NearbyShapes
 from ahp.search.mixed.solve import Placement, Solved, Task
 from ahp.search.mixed.space import MixedSpace, Shape
 from ahp.search.problem import Problem
@@ -38,6 +39,8 @@ class Budget:
     """Forecasts of these, the most promising first."""
     exact: int = 4000
     """Forecasts of the others."""
+    near: int = 150
+    """Shapes near the fastest that are looked at without finding a faster one."""
 
 
 SLACK = 1.15
@@ -89,9 +92,14 @@ class Finder:
         self.floors = ShapeFloors(found, space)
         self._waiting: list[tuple[float, int, Task, list[Placement]]] = []
         """Shapes with their most promising placements, not priced yet: (its bound, a number of their own, ...)."""
+        self._priced: dict[Shape, float] = {}
+        """Shapes with too many placements to look at each, of which some were priced: the time of the one that fits, or where none does
+        of the first."""
+        self._near = NearbyShapes(space)
 
-    def run(self, keep: int) -> MixedOutcome:
-        """Place shapes until none left can win, or the budget is spent: first those without a pipeline."""
+    def run(self, keep: int, seeds: Iterable[Shape] = ()) -> MixedOutcome:
+        """Place shapes until none left can win, or the budget is spent: first those near ``seeds``, then without a pipeline."""
+        self._look_nearby(seeds)
         for kind in (self.floors.alone, self.floors.piped):
             self._queue(kind, keep)
         self._price_waiting(keep)
@@ -171,6 +179,9 @@ class Finder:
         if not self.columns_hold(task):
             self.outcome.too_large += 1
             return False
+        if entry.shape in self._priced:
+            self.outcome.floor_s = min(self.outcome.floor_s, entry.floor_s)
+            return False
         self.outcome.placed += 1
         wins = entry.floor_s < self.best_s
         if wins and task.few():
@@ -184,7 +195,7 @@ class Finder:
         if found:
             at_least_s = found[0].at_least_s
             if wins and at_least_s < min([self.best_s, *(waits[0] for waits in self._waiting)]):
-                self._note(task.first_that_fits(self.asked.price, found))
+                self._first_that_fits(task, found)
             else:
                 heapq.heappush(self._waiting, (at_least_s, self.outcome.placed, task, found))
         return wins
@@ -197,7 +208,42 @@ class Finder:
             at_least_s, _, task, found = heapq.heappop(self._waiting)
             if at_least_s >= self.best_s and len(self.outcome.fitting) >= keep:
                 return
-            self._note(task.first_that_fits(self.asked.price, found))
+            self._first_that_fits(task, found)
+
+    def _look_nearby(self, seeds: Iterable[Shape]) -> None:
+        """Look at pipelines near some shapes, and near what these find, the least time first, until so many were no faster."""
+        left, seen, number = self.budget.near, set[Shape](), count()
+        heap = [(0.0, next(number), shape) for shape in seeds]
+        while heap:
+            for shape in self._near.of(heapq.heappop(heap)[2]):
+                if shape.pipeline == 1 or shape in seen:
+                    continue
+                if not left:
+                    return
+                seen.add(shape)
+                before_s, left = self.best_s, left - 1
+                takes_s = self._look_at(shape)
+                left = self.budget.near if self.best_s < before_s else left
+                if takes_s < float("inf"):
+                    heapq.heappush(heap, (takes_s, next(number), shape))
+
+    def _look_at(self, shape: Shape) -> float:
+        """Seconds of a shape: by its forecast where it may win, else at least; infinite where nothing was found that holds it."""
+        task = self.task(shape)
+        found = task.promising() if self.columns_hold(task) else []
+        if not found:
+            return float("inf")
+        if found[0].at_least_s >= self.best_s or task.few():  # the queue looks at all placements where they are few
+            return found[0].at_least_s
+        self.outcome.placed += 1
+        self._first_that_fits(task, found)
+        return self._priced[shape]
+
+    def _first_that_fits(self, task: Task, found: list[Placement]) -> None:
+        solved = task.first_that_fits(self.asked.price, found)
+        self._note(solved)
+        priced = solved.best or solved.misfit
+        self._priced[task.shape] = priced[1].step_time_s if priced else float("inf")
 
     def _note(self, solved: Solved) -> None:
         self.outcome.forecasts += solved.forecasts

@@ -18,7 +18,7 @@ from ahp.search.reasons import needed_bytes
 
 Pair = tuple[Parallelism, Forecast]
 
-FEW = Budget(shapes=10, forecasts=200)
+FEW = Budget(shapes=10, forecasts=200, near=0)
 """To see whether something fits."""
 
 MOST_TIMES_MORE_NODES = 16

@@ -22,7 +22,7 @@ from ahp.search.method import Method
 from ahp.search.mixed import telling as mixed_telling
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome
 from ahp.search.mixed.misfit import nothing_fits_anywhere
-from ahp.search.mixed.space import MixedSpace, no_shape
+from ahp.search.mixed.space import MixedSpace, no_shape, shape_of
 from ahp.search.problem import Problem
 from ahp.search.ranking import Certificate, Ranking
 from ahp.search.space import Rule
@@ -185,7 +185,8 @@ def _over_groups(
         return None, no_shape(space)
     found = [one.ranking.best.forecast for one in alone if one.ranking is not None]
     best_s = min((forecast.step_time_s for forecast in found if forecast is not None), default=float("inf"))
-    outcome = Finder(asked, space, budget, best_s).run(keep)
+    seeds = [shape_of(one.ranking.best.parallelism) for one in alone if one.ranking is not None]
+    outcome = Finder(asked, space, budget, best_s).run(keep, seeds)
     if not outcome.size:
         return None, no_shape(space)
     return outcome, None

@@ -86,6 +86,27 @@ def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = "1
     )
 
 
+def shape_of(layout: Parallelism) -> Shape:
+    """The shape of a layout, of whatever placement; with one stage on each rank where it has several."""
+    alike = Alike(
+        layout.tensor_parallel_degree,
+        layout.enable_sequence_parallel,
+        layout.context_parallel_degree,
+        layout.expert_parallel_degree,
+        layout.micro_batch_size,
+        layout.data_parallel_shard_degree,
+        layout.zero_stage,
+        layout.activation_checkpoint,
+        layout.context_parallel_method,
+    )
+    return Shape(
+        alike,
+        layout.pipeline_parallel_degree,
+        layout.data_parallel_replicate_degree,
+        layout.pipeline_parallel_schedule,
+    )
+
+
 @dataclass(frozen=True)
 class Fixed:
     """What of a placement the user has given."""

@@ -1,0 +1,98 @@
+"""Shapes near a given one: a factor of two moved from one degree to another, or one choice made otherwise.
+
+The promise by which shapes come up knows no memory, so that of deep pipelines hundreds promise more than any keeps. What is near
+a fast shape mostly fits as it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import permutations
+from typing import Any
+
+from ahp.engines.engine import Traits
+from ahp.engines.registry import get
+from ahp.search.choices import RECOMPUTE
+from ahp.search.mixed.space import Alike, MixedSpace, Shape, layout_of
+
+OF_ALIKE = ("tensor", "context", "shard")
+OF_SHAPE = ("pipeline", "replicas")
+
+
+class NearbyShapes:
+    """Of one space."""
+
+    def __init__(self, space: MixedSpace) -> None:
+        self._space, self._legal = space, set(space.alike)
+
+    def of(self, shape: Shape) -> Iterator[Shape]:
+        """Legal shapes that differ in one move, each once; in the same order whenever asked."""
+        for found in dict.fromkeys(self._moved(shape)):
+            if found != shape and found.alike in self._legal and self._in_grid(found):
+                yield found
+
+    def _in_grid(self, shape: Shape) -> bool:
+        total = self._space.micro_batches(shape.alike)
+        grid = self._space.grid(shape.alike.width, total)
+        least = self._space.least(shape.pipeline, shape.schedule)
+        there = (grid.pipeline == shape.pipeline) & (grid.replicas == shape.replicas)
+        return (
+            shape.schedule in self._space.schedules(shape.pipeline)
+            and total >= shape.replicas * least
+            and bool(there.any())
+        )
+
+    def _moved(self, shape: Shape) -> Iterator[Shape]:
+        keys = (*OF_ALIKE, *OF_SHAPE, None)
+        for more, less in permutations(keys, 2):
+            degrees = {key: _degree(shape, key) for key in (more, less) if key is not None}
+            if less is None or degrees[less] % 2 == 0:
+                yield self._with(shape, {key: 2 * n if key == more else n // 2 for key, n in degrees.items()})
+        for key in OF_SHAPE:
+            yield self._with(shape, {key: _degree(shape, key) + 1})
+            yield self._with(shape, {key: _degree(shape, key) - 1})
+        alike = shape.alike
+        yield from (
+            self._with(shape, {"micro_batch": size}) for size in (2 * alike.micro_batch, alike.micro_batch // 2)
+        )
+        yield from (self._with(shape, {"recompute": kind}) for kind in RECOMPUTE)
+        yield from (self._with(shape, {"zero": stage}) for stage in self._stages(alike, shape.pipeline))
+        yield from (self._with(shape, {"method": method}) for method in self._space.methods(alike.context))
+        yield from (self._with(shape, {"schedule": name}) for name in self._space.schedules(shape.pipeline))
+
+    def _stages(self, alike: Alike, pipeline: int) -> list[int]:
+        """ZeRO stages, of those that the engine runs alike the first."""
+        asked, found = self._space.asked, dict[Traits, int]()
+        for stage in (1, 2, 3) if alike.shard > 1 else ():
+            layout = layout_of(alike._replace(zero=stage), pipeline)
+            found.setdefault(get(asked.engine.name).traits(asked.job, layout, asked.engine), stage)
+        return list(found.values())
+
+    def _with(self, shape: Shape, changed: dict[str, Any]) -> Shape:
+        """The shape with other degrees, and with what goes with them."""
+        keys = {
+            **shape.alike._asdict(),
+            "pipeline": shape.pipeline,
+            "replicas": shape.replicas,
+            "schedule": shape.schedule,
+        }
+        keys |= changed
+        if "tensor" in changed:
+            keys["sequence_parallel"] = keys["tensor"] > 1 and (
+                shape.alike.sequence_parallel or shape.alike.tensor == 1
+            )
+        if "shard" in changed:
+            keys["zero"] = min(keys["shard"] - 1, max(shape.alike.zero, 1))
+        if "context" in changed:
+            methods = self._space.methods(keys["context"])
+            keys["method"] = keys["method"] if keys["method"] in methods else methods[0]
+        if "pipeline" in changed:
+            schedules = self._space.schedules(max(keys["pipeline"], 1))
+            keys["schedule"] = shape.schedule if shape.pipeline > 1 and shape.schedule in schedules else schedules[-1]
+        of_shape = {key: keys.pop(key) for key in ("pipeline", "replicas", "schedule")}
+        return replace(shape, alike=Alike(**keys), **of_shape)
+
+
+def _degree(shape: Shape, key: str) -> int:
+    return getattr(shape if key in OF_SHAPE else shape.alike, key)
