@@ -39,6 +39,7 @@ def holds(asked: Problem, space: Space, places: list[Place]) -> None:
         assert forecast.fits == (needed <= most)
         assert bounds.work_s(space, block) <= forecast.step_time_s * ROUNDING, layout.short()
         if forecast.fits:
+            assert bounds.kinds_s(space, block) <= forecast.step_time_s * ROUNDING, layout.short()
             assert bounds.block_s(space, block) <= forecast.step_time_s * ROUNDING, layout.short()
         if 1 < layout.num_stages <= asked.graph.num_layers:
             work_s, any_cut_s = bounds.work_s(space, block), bounds.of_any_cut(space, block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -54,7 +55,7 @@ def find(
         return best_first(
             blocks_s,
             space.blocks.rows,
-            (lambda block: bounds.work_s(space, block), lambda block: bounds.block_s(space, block)),
+            tuple(partial(of, space) for of in (bounds.work_s, bounds.kinds_s, bounds.block_s)),
             lambda block: bounds.rows(space, block, most_bytes).times_s,
             price,
             Limits(keep=keep, ceiling_s=ceiling_s),

@@ -87,10 +87,20 @@ class LayerBounds:
 
     def of_rows_s(self, most_bytes: float) -> Floats:
         """[B] Seconds of all rows that fit, as if every layer were the cheapest one; infinite where none fits."""
+        return self._of_layer_s(self._layers[0], most_bytes)
+
+    def of_kinds_s(self, most_bytes: float) -> Floats:
+        """[B] The same without anything that ranks do to share states."""
+        forward = self._of_stages("forward_of_kinds").min(axis=-1)[:, None]
+        backward = self._of_stages("backward_of_kinds").min(axis=-1)
+        nothing = np.zeros(backward.shape)
+        return self._of_layer_s(Layer(forward + nothing, backward, nothing, nothing), most_bytes)
+
+    def _of_layer_s(self, layer: Layer, most_bytes: float) -> Floats:
         found = np.full(len(self._of), np.inf)
         for first, end in self._alike():
             rows = slice(int(self._starts[first]), int(self._starts[end]))
-            found[rows] = self._least_s(first, rows, most_bytes)
+            found[rows] = self._least_s(layer.part(rows), first, rows, most_bytes)
         return self._of_blocks(found)
 
     def _alike(self) -> Iterator[tuple[int, int]]:
@@ -109,13 +119,13 @@ class LayerBounds:
         after_s = np.array([block.after_s for block in self.blocks])
         return (np.minimum.reduceat(found, self._starts[:-1]) + after_s) * (1.0 + self.asked.pricer.slowest_share)
 
-    def _least_s(self, first: int, rows: slice, most_bytes: float) -> Floats:
+    def _least_s(self, layer: Layer, first: int, rows: slice, most_bytes: float) -> Floats:
         """[rows] Of the rank that takes longest, with its optimizer, in the pipeline and with the recompute that take least."""
         block, of = self.blocks[first], self._of[rows]
         fronts = [self.pipelines.fronts(self.blocks[at].rows.pipes, block.p, self.blocks[at].m) for at in np.unique(of)]
         held = np.array([one.held for one in fronts], dtype=float)[of - first]  # [rows, C]
         fits = self._fits(rows, fronts[0].layers, held, fronts[0].received, most_bytes)
-        loads, layer = fronts[0].loads, self._layers[0].part(rows)
+        loads = fronts[0].loads
         m, head_s = self._m[of], self._column("head_s")[of]
         layers, before, drains = (part[:, None] for part in (loads.layers, loads.before, loads.drains))
         forward, backward, first_s, last_s = (

@@ -1,9 +1,9 @@
 """Lower bounds of step time and memory for every row of the space, from the forecast's own unit costs.
 
-Four levels. Of a whole block, before anything of it is priced: its arithmetic at the fastest that the device computes,
+Five levels. Of a whole block, before anything of it is priced: its arithmetic at the fastest that the device computes,
 the collectives within a replica, and the one pipeline fill that no schedule avoids (``block_bounds``). Of the same from
-its priced units: their work (``work_bounds``). Then what the cheapest layer takes with each split and each recompute that may fit. Of each row: its stages
-cost what the forecast says (``stage_columns``), and its schedule takes at least the closed form of
+its priced units: their work (``work_bounds``). Then what the cheapest layer takes with each recompute that may fit; and with what each
+split gathers and reduces (``layer_bounds``). Of each row: its stages cost what the forecast says (``stage_columns``), and its schedule takes at least the closed form of
 ``ahp.schedule.bounds`` (``block_rows``). Memory counts states and the activations kept at one moment near the fullest.
 So a row whose bound is above the best time, or above the device, needs no forecast. Tests hold all under the forecast
 on rows drawn at random.
@@ -22,7 +22,6 @@ from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.forecast import memory
 from ahp.forecast.memory import FIT_PROBABILITY
-from ahp.forecast.units import Axes, axes_of
 from ahp.plan import Parallelism
 from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes
 from ahp.search.bounds.block_rows import BlockRows, RowBounds, after_s, recomputes
@@ -58,14 +57,17 @@ class Bounds:
         """By mesh."""
         self._of_states: dict[tuple[int, ...], Splits] = {}
         """By the degrees of a replica."""
-        self._firsts: dict[int, tuple[Axes, Traits]] = {}
-        """By mesh."""
+        self._firsts: dict[int, Splits] = {}
+        """The first split of each mesh: most blocks need no other."""
         self._traits: dict[tuple[object, ...], Traits] = {}
         self._same_traits: dict[Traits, Traits] = {}
         self._stages: dict[tuple[int, int], BlockStages] = {}
         """By units and traits."""
         self._waiting: list[tuple[float, int]] = []
         """Blocks whose work is known, a heap by its seconds."""
+        self._kinds_s: dict[int, float] = {}
+        self._fitting: list[tuple[float, int]] = []
+        """Blocks of which some recompute may fit, a heap by the seconds with it."""
         self._block_s: dict[int, float] = {}
         self._ahead: list[int] | None = None
         """Blocks whose work is not known, the one with the lowest bound last; some of them may have come up meanwhile."""
@@ -101,14 +103,14 @@ class Bounds:
             self._traits[alike] = self._same_traits.setdefault(found, found)
         return self._traits[alike]
 
-    def _first(self, space: Space, block: int) -> tuple[Axes, Traits]:
-        """What the units of a block depend on beside its micro-batch, from the first of its splits: most blocks need no other."""
+    def _first(self, space: Space, block: int) -> Splits:
+        """What the units of a block depend on beside its micro-batch."""
         mesh = int(space.blocks.mesh[block])
         if mesh not in self._firsts:
-            rows = space.rows(block)
+            rows, pricer = space.rows(block), self.problem.pricer
             layout = space.layout_of(block, rows.splits[0], rows.pipes[0], rows.recompute[-1])
-            axes = axes_of(layout, self.problem.pricer.nodes.devices_per_node)
-            self._firsts[mesh] = axes, self._traits_of(space, block, rows.splits[0], layout)
+            traits = self._traits_of(space, block, rows.splits[0], layout)
+            self._firsts[mesh] = Splits([layout], [traits], pricer.nodes, pricer.network)
         return self._firsts[mesh]
 
     def most_that_fits_bytes(self) -> float:
@@ -121,19 +123,39 @@ class Bounds:
         if block not in self._work_s:
             of = space.blocks
             p, m, size = int(of.pipeline[block]), int(of.micro_batches[block]), int(of.micro_batch[block])
-            self._work_s[block] = self._work.seconds(*self._first(space, block), p, m, size)
+            first = self._first(space, block)
+            self._work_s[block] = self._work.seconds(first.axes, first.traits[0], p, m, size)
             heapq.heappush(self._waiting, (self._work_s[block], block))
         return self._work_s[block]
+
+    def kinds_s(self, space: Space, block: int) -> float:
+        """Seconds that every row of one block takes at least with a recompute that may fit; infinite where none does.
+
+        Nothing that depends on where ranks lie beside their units. Blocks with little more work come up soon, and are looked at with it.
+        """
+        if block not in self._kinds_s:
+            together = {block, *self._soon(space, SOON * self.work_s(space, block))}
+            most_bytes = self.most_that_fits_bytes()
+            found = self._of_layers(
+                {one: self._bare(space, one) for one in together}, lambda layers: layers.of_kinds_s(most_bytes)
+            )
+            for one, seconds in found.items():
+                self._kinds_s[one] = max(seconds, self._work_s[one])
+                heapq.heappush(self._fitting, (self._kinds_s[one], one))
+        return self._kinds_s[block]
 
     def block_s(self, space: Space, block: int) -> float:
         """Seconds that every row of one block that fits takes at least; infinite where none does. Prices the units.
 
-        Blocks with little more work come up soon, and are looked at with it.
+        Blocks with little more of what is known come up soon, and are looked at with it.
         """
         if block not in self._block_s:
-            together = {block, *self._soon(space, SOON * self.work_s(space, block))}
+            together, most_s = {block}, SOON * self.kinds_s(space, block)
+            while len(together) < TOGETHER and self._fitting and self._fitting[0][0] <= most_s:
+                together.add(heapq.heappop(self._fitting)[1])
             most_bytes = self.most_that_fits_bytes()
-            self._block_s |= self._of_layers(space, together, lambda layers: layers.of_rows_s(most_bytes))
+            together = self._priced_of(space, together.difference(self._block_s))
+            self._block_s |= self._of_layers(together, lambda layers: layers.of_rows_s(most_bytes))
         return self._block_s[block]
 
     def _soon(self, space: Space, most_s: float) -> Iterator[int]:
@@ -146,15 +168,14 @@ class Bounds:
         for _ in range(TOGETHER):
             if self._waiting and self._waiting[0][0] <= most_s:
                 block = heapq.heappop(self._waiting)[1]
-                if block not in self._block_s:
+                if block not in self._kinds_s:
                     yield block
 
     def _of_layers(
-        self, space: Space, blocks: Iterable[int], seconds_s: Callable[[LayerBounds], Floats]
+        self, priced: dict[int, PricedBlock], seconds_s: Callable[[LayerBounds], Floats]
     ) -> dict[int, float]:
         """A bound of each block from what its layers take; those with the same kinds of recompute are looked at together, and
         those with the same pipelines side by side."""
-        priced = {block: self._priced(space, block) for block in sorted(blocks)}
         found: dict[int, float] = {}
         for kinds in dict.fromkeys(one.rows.recompute for one in priced.values()):
             alike = [block for block, one in priced.items() if one.rows.recompute == kinds]
@@ -163,20 +184,29 @@ class Bounds:
             found |= dict(zip(alike, seconds_s(layers).tolist(), strict=True))
         return found
 
+    def _priced_of(self, space: Space, blocks: Iterable[int]) -> dict[int, PricedBlock]:
+        return {block: self._priced(space, block) for block in sorted(blocks)}
+
     def _priced(self, space: Space, block: int) -> PricedBlock:
         of, rows, splits = space.blocks, space.rows(block), self.splits(space, block)
         stages, m = self._stages_of(space, block), int(of.micro_batches[block])
         after = after_s(self.problem, splits.layouts[0], stages.units)
         return PricedBlock(rows, splits, stages, int(of.pipeline[block]), m, after)
 
+    def _bare(self, space: Space, block: int) -> PricedBlock:
+        """The same with all ways to share states, wherever ranks lie: memory does not depend on that, and it was asked already."""
+        of, rows, stages = space.blocks, space.rows(block), self._stages_of(space, block)
+        p, m = int(of.pipeline[block]), int(of.micro_batches[block])
+        return PricedBlock(rows, self._states(space, block), stages, p, m, 0.0)
+
     def _stages_of(self, space: Space, block: int) -> BlockStages:
-        asked, splits, size = self.problem, self.splits(space, block), int(space.blocks.micro_batch[block])
-        units = asked.pricer.unit_pricer.units(size, splits.axes, splits.traits[0])
-        key = id(units), id(splits.traits[0])  # the pricer keeps its units, and this the traits
+        asked, first, size = self.problem, self._first(space, block), int(space.blocks.micro_batch[block])
+        units = asked.pricer.unit_pricer.units(size, first.axes, first.traits[0])
+        key = id(units), id(first.traits[0])  # the pricer keeps its units, and this the traits
         if key not in self._stages:
             some = asked.constraints.recomputed_layers_per_stage is not None
-            kinds = recomputes(space.rows(block), splits, units)
-            self._stages[key] = BlockStages(units, kinds, splits.data(0, 1), some_layers=some)
+            kinds = recomputes(space.rows(block), first, units)
+            self._stages[key] = BlockStages(units, kinds, first.data(0, 1), some_layers=some)
         return self._stages[key]
 
     def first_s(self, space: Space) -> Floats:
@@ -196,7 +226,7 @@ class Bounds:
 
     def _of_any_cut(self, space: Space, blocks: Iterable[int]) -> dict[int, float]:
         most_bytes = self.most_that_fits_bytes()
-        found = self._of_layers(space, blocks, lambda layers: layers.of_any_cut_s(most_bytes))
+        found = self._of_layers(self._priced_of(space, blocks), lambda layers: layers.of_any_cut_s(most_bytes))
         return {block: max(self.work_s(space, block), one) for block, one in found.items()}
 
     def any_cut_s(self, space: Space) -> float:
@@ -213,7 +243,7 @@ class Bounds:
 
     def _of_any_part(self, space: Space, blocks: Iterable[int], ways: Ways) -> dict[int, float]:
         most_bytes = self.most_that_fits_bytes()
-        found = self._of_layers(space, blocks, lambda layers: layers.of_any_part_s(most_bytes, ways))
+        found = self._of_layers(self._priced_of(space, blocks), lambda layers: layers.of_any_part_s(most_bytes, ways))
         return {block: max(self.work_s(space, block), one) for block, one in found.items()}
 
     def any_part_s(self, space: Space, ways: Ways) -> float:
