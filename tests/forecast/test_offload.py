@@ -66,6 +66,7 @@ def test_a_faster_link_and_the_slowest_device_of_a_mixed_cluster() -> None:
     assert offload_s(1e11, 1e10) == pytest.approx(offload_s(1e10))
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.sampled_from(sorted(MODELS)), st.sampled_from(CLUSTERS), st.data())
 def test_never_faster_and_never_fuller(model: str, cluster: str, data: st.DataObject) -> None:

@@ -45,6 +45,7 @@ def roomless(cluster: str, memory_bytes: int) -> Cluster:
     return Cluster(groups=(group.model_copy(update={"device": device}),))
 
 
+@pytest.mark.slow
 def test_the_best_is_the_best_of_every_legal_layout() -> None:
     asked = problem(tiny(), "2x4xH100-SXM-80GB", JOB)
     forecasts = [asked.price(layout) for layout in build(asked)]
