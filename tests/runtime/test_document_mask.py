@@ -15,6 +15,7 @@ from torch import nn
 
 from ahp.graph.models import is_masked
 from tests.marks import cases
+from tests.runtime.graphs import no_kernels
 from tests.runtime.models import BATCH, BUILDERS, OPTIMIZER, SEQUENCE, VOCABULARY, batch
 from tests.runtime.test_context import PackedBlock
 from tests.runtime.test_equality import assert_same_curve, world_size
@@ -166,6 +167,47 @@ def test_documents_in_one_sequence_are_as_documents_alone(pool: Pool, layout: st
     assert [result["held out"] for result in results] == pytest.approx(
         [plain(model)["held out"]] * len(results), rel=1e-5
     )
+
+
+def train_compiled(rank: int, world: int, model: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Everything but the compiler of kernels, which takes long."""
+    from ahp.runtime.parallelize import parallelize
+
+    with no_kernels() as counted:
+        plan = {"job": JOB, "parallelism": layout, "engine": {"compile": True}}
+        parallel, results, graphs = parallelize(BUILDERS[model](), plan), [], []
+        for step in range(STEPS):
+            results.append(parallel.step(parallel.shard(documents(step))))
+            graphs.append(counted["unique_graphs"])
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "graphs": graphs}
+
+
+ZERO_3 = {"data_parallel_shard_degree": 2, "micro_batch_size": 2}
+COMPILED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "zero3": ("family bert", ZERO_3, 1),
+    "sequence": ("llama", LAYOUTS["sequence"], 2),
+    "all-to-all": ("family bert", LAYOUTS["all-to-all"], 1),
+    "ring": ("family bert", LAYOUTS["ring"], 6),
+    "zero3-llama": ("llama", ZERO_3, 1),
+    "sequence-bert": ("family bert", LAYOUTS["sequence"], 1),
+    "all-to-all-llama": ("llama", LAYOUTS["all-to-all"], 2),
+    "ring-llama": ("llama", LAYOUTS["ring"], 10),
+    "all-to-all-x-sequence": ("windows of gemma3_text", {**LAYOUTS["all-to-all"], **LAYOUTS["sequence"]}, 2),
+    "1f1b-selective": ("gpt2", {**PIPELINE, "activation_checkpoint": "selective"}, 2),
+    "zero-x-tp-1f1b-recompute": ("family opt", {**ZERO_3, **TENSOR, **PIPELINE, "activation_checkpoint": "full"}, 1),
+    "expert": ("family mixtral", LAYOUTS["expert"], 4),
+}
+"""The model, the layout, and how many graphs there are: those of a block (tests/runtime/test_compiled.py), and twice as many where a
+rank has micro-batches of one document in each row besides, for which transformers makes no mask."""
+FEW = ("zero3", "sequence", "all-to-all", "ring")
+
+
+@pytest.mark.parametrize("case", cases(COMPILED, wide=set(COMPILED) - set(FEW)))
+def test_compiled_blocks_keep_documents_apart(pool: Pool, case: str) -> None:
+    model, layout, graphs = COMPILED[case]
+    for found in pool.run(train_compiled, world_size(layout), model, layout):
+        assert_same_curve(found, plain(model))
+        assert found["graphs"] == [graphs] * STEPS, "compiled after the first step, or in another number of parts"
 
 
 def test_without_the_mask_the_curve_is_another() -> None:
