@@ -98,17 +98,15 @@ class Nearby:
         chosen = [*self._one_decision_away(), *self._faster()]
         return list(dict.fromkeys(chosen))
 
-    def _tight(self, block: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Bounds of time and memory of a block's rows that do not fit but are near; infinite for the others."""
-        rows = self.bounds.rows(self.space, block, NEAR * self.bounds.problem.capacity_bytes)
-        fits = rows.needs_bytes <= self.bounds.most_that_fits_bytes()
-        tight = np.isfinite(rows.times_s) & ~fits
-        return np.where(tight, rows.times_s, np.inf), np.where(tight, rows.needs_bytes, np.inf)
+    def _needs(self, block: int) -> NDArray[np.float64]:
+        """Bounds of memory of a block's rows that do not fit but are near; infinite for the others."""
+        needs = self.bounds.needs_bytes(self.space, block)
+        near = needs <= NEAR * self.bounds.problem.capacity_bytes
+        return np.where(near & (needs > self.bounds.most_that_fits_bytes()), needs, np.inf)
 
     def _one_decision_away(self) -> list[Place]:
         block, row = self.best
-        _, needs = self._tight(block)
-        rows = self.space.rows(block)
+        needs, rows = self._needs(block), self.space.rows(block)
         at = np.unravel_index(row, rows.shape)
         found = []
         for axis in range(3):
@@ -117,7 +115,7 @@ class Nearby:
             found += self._least(block, np.where(alike.reshape(-1), needs, np.inf), 1)
         for name in ("micro-batch", "sequence"):
             candidates = [place for other in self._blocks_but_for(name) if (place := self._same_row(other)) is not None]
-            needed = [float(self._tight(other)[1][at_row]) for other, at_row in candidates]
+            needed = [float(self._needs(other)[at_row]) for other, at_row in candidates]
             if needed and np.isfinite(min(needed)):
                 found.append(candidates[int(np.argmin(needed))])
         return found
@@ -144,7 +142,10 @@ class Nearby:
         lowest = np.argsort(self.found.bounds_s, kind="stable")[:BLOCKS_LOOKED_AT].tolist()
         found: list[tuple[float, Place]] = []
         for block in dict.fromkeys([self.best[0], *lowest]):
-            times, needs = self._tight(block)
+            needs = self._needs(block)
+            if not np.isfinite(needs).any():
+                continue
+            times = self.bounds.rows(self.space, block, NEAR * self.bounds.problem.capacity_bytes).times_s
             places = self._least(block, np.where(times < self.best_s, needs, np.inf), NUM_TOO_LARGE)
             found += [(float(needs[place[1]]), place) for place in places]
         return [place for _, place in sorted(found)[:NUM_TOO_LARGE]]
