@@ -25,6 +25,17 @@ def tflops(gpu, m, n, k, precision="bf16", batch=1, **kwargs):
     return 2e-12 * batch * m * n * k / gpu.product_s(batch, m, n, k, precision, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "precision", "kernel"), [(H100, "bf16", "cudnn"), (H100, "fp32", "flash1"), (A100, "bf16", "flash1")]
+)
+def test_what_reads_a_mask_is_the_devices_own_kernel_or_the_efficient_one(gpu, precision, kernel):
+    def seconds(name):
+        return gpu.attention_s(1e12, 4096, 128, precision, backward=True, causal=False, kernel=name)
+
+    assert seconds("masked") == seconds(kernel)
+    assert seconds("masked") > 0
+
+
 def test_every_device_of_the_catalogue_has_its_own_constants_with_sources():
     for name in GPUS:
         entry = next(e for e in constants()["devices"] if name.startswith(e["name"]))

@@ -61,7 +61,12 @@ def test_gradients_are_those_without(build: Any) -> None:
             torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7)
 
 
-def kept_bytes(kind: Any, model: str = "llama", compiler: Callable[[Forward], Forward] | None = None) -> int:
+def kept_bytes(
+    kind: Any,
+    model: str = "llama",
+    compiler: Callable[[Forward], Forward] | None = None,
+    positions: torch.Tensor | None = None,
+) -> int:
     """What is allocated in a forward pass and still is after it."""
     model, blocks = built(model)
     for block in blocks:
@@ -72,7 +77,7 @@ def kept_bytes(kind: Any, model: str = "llama", compiler: Callable[[Forward], Fo
     if compiler is not None:
         call_model(model, batch(0)["input_ids"])  # what compiling allocates is no matter
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        logits = logits_of(call_model(model, batch(0)["input_ids"]))
+        logits = logits_of(call_model(model, batch(0)["input_ids"], positions))
     assert logits.requires_grad
     return sum(event.self_cpu_memory_usage for event in run.key_averages())
 
@@ -89,16 +94,16 @@ def built(name: str) -> tuple[nn.Module, list[nn.Module]]:
     return model, list(find_blocks(model).blocks)
 
 
-def traced(name: str) -> ModelGraph:
+def traced(name: str, **job: Any) -> ModelGraph:
     rows, tokens = batch(0)["input_ids"].shape
-    return analyze(built(name)[0], Job(sequence_length=tokens, precision="fp32")).at(rows)
+    return analyze(built(name)[0], Job(sequence_length=tokens, precision="fp32", **job)).at(rows)
 
 
-def memories(name: str, fusion: Fusion) -> tuple[list[SegmentMemory], int]:
+def memories(name: str, fusion: Fusion, tensor: int = 1, **job: Any) -> tuple[list[SegmentMemory], int]:
     """Of every layer, and bytes of what enters one."""
-    graph = traced(name)
+    graph = traced(name, **job)
     of_kinds = [
-        segment_memory(block, kernels(block, fusion), Division(split(block, "block"))) for block in graph.blocks
+        segment_memory(block, kernels(block, fusion), Division(split(block, "block"), tensor)) for block in graph.blocks
     ]
     assert graph.blocks[0].output is not None
     return [of_kinds[kind] for kind in graph.layers], graph.blocks[0].output.bytes
@@ -107,6 +112,24 @@ def memories(name: str, fusion: Fusion) -> tuple[list[SegmentMemory], int]:
 def test_selective_keeps_what_the_forecast_says() -> None:
     kept = sum(memory.beside_products.kept for memory in memories("llama", "traced")[0])
     assert kept_bytes("selective") - kept_bytes("full") == kept
+
+
+def test_masks_are_kept_as_the_forecast_says() -> None:
+    rows, tokens = batch(0)["input_ids"].shape
+    positions = torch.tensor([*range(5), *range(tokens - 5)]).expand(rows, tokens)
+    layers, hidden = memories("llama", "traced", document_mask=True)
+    everything, full = (kept_bytes(kind, positions=positions) for kind in (None, "full"))
+    full -= len(layers) * torch.get_rng_state().nbytes
+    # Each layer keeps the mask as numbers; the one that these are made of waits where a second run needs it.
+    assert layers[0].masks == rows * tokens**2
+    assert everything - full == sum(memory.saved - hidden for memory in layers) - layers[0].masks
+    numbers = 4 * rows * tokens**2
+    one, two = (memories("llama", "traced", tensor, document_mask=True)[0][0] for tensor in (1, 2))
+    plain, plain_two = (memories("llama", "traced", tensor)[0][0] for tensor in (1, 2))
+    assert plain.masks == 0
+    keys = 2 * 2 * hidden // 4  # with a mask keys and values are repeated for their queries
+    assert one.saved - plain.saved == numbers + keys
+    assert two.saved - plain_two.saved == numbers + keys // 2  # every rank has the whole mask
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])

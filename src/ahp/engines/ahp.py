@@ -71,8 +71,7 @@ class AhpEngine(Engine):
         # gathered after each backward (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync). A ZeRO-3 forward
         # then finds them gathered, and frees them, so that each backward gathers once.
         return Traits(
-            # The efficient kernel, which takes masks: of the speed of FlashAttention's first generation (arXiv 2307.08691).
-            attention_kernel="flash1" if job.document_mask else None,
+            attention_kernel="masked" if job.document_mask else None,
             gradient_bytes=4,
             reduce_bytes=4,
             master_weight_bytes=4,

@@ -104,7 +104,7 @@ class Traits:
     """Whether weights of experts that no other rank holds a part of stay out of what is gathered and reduced, with no copy."""
     whole_biased_experts: bool = False
     """Whether experts that add a bias to their last product stay whole under tensor parallelism, computed by every rank."""
-    attention_kernel: Literal["flash1", "flash2", "cudnn"] | None = None
+    attention_kernel: Literal["flash1", "flash2", "cudnn", "masked"] | None = None
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
     fused_loss: bool = False
     """Whether cross-entropy is one kernel that keeps nothing beside the logits."""

@@ -57,6 +57,7 @@ def chunked_head(
             saved_in_chains=0,
             beside_products=NOTHING,
             every_second_product=NOTHING,
+            masks=0,
             # While one chunk is computed: what it keeps and makes, and its own gradients of the weights.
             forward_extra=held.saved + max(held.forward_extra, held.backward_extra) + weights * weight_bytes,
             backward_extra=cast,

@@ -38,6 +38,8 @@ class Division:
 
     def share(self, op: Operator) -> float:
         """The part of an operator's work that the rank does."""
+        if op.index in self.split.masks:
+            return 1.0
         divided = op.index in self.split.divided or (self.sequence_parallel and op.flops == 0)
         return (1.0 / self.tensor if divided else 1.0) / self.context
 

@@ -20,8 +20,12 @@ from typing import Any, Literal
 from ahp.cluster.model import Device
 from ahp.shipped import shipped
 
-AttentionKernel = Literal["flash1", "flash2", "cudnn"]
-"""FlashAttention-2 (torch's flash backend), or the vendor's own (cuDNN; FlashAttention-3 on Hopper is 4-17 % faster)."""
+AttentionKernel = Literal["flash1", "flash2", "cudnn", "masked"]
+"""FlashAttention-2 (torch's flash backend), or the vendor's own (cuDNN; FlashAttention-3 on Hopper is 4-17 % faster). masked: what
+torch takes that reads a mask."""
+
+EFFICIENT: AttentionKernel = "flash1"
+"""torch's efficient kernel is of the speed of FlashAttention's first generation (arXiv 2307.08691)."""
 
 ElementWiseKind = Literal["stream", "norm", "gather", "cross_entropy", "optimizer"]
 """stream: add, copy, cast; norm: norms, softmax, dropout; gather: embedding, permutation; the fused loss; AdamW."""
@@ -70,6 +74,12 @@ class Gpu:
     def attention_kernel(self) -> AttentionKernel:
         """What torch's scaled_dot_product_attention takes on this device."""
         return self._data["attention"]["default"].get(self.generation, "flash2")
+
+    def masked_kernel(self, precision: str) -> AttentionKernel:
+        """The same where every query has a mask of its own: FlashAttention takes none, cuDNN, where torch asks it first, adds one up
+        in 16 bits, and next comes the efficient kernel (torch 2.13, transformers/cuda/sdp_utils.cpp, priority_order)."""
+        takes = self.attention_kernel == "cudnn" and precision != "fp32"
+        return "cudnn" if takes else EFFICIENT
 
     def reach(self, precision: str) -> Reach:
         """FLOP/s of large products; a precision the device has no units for computes as fp32."""
@@ -133,7 +143,7 @@ class Gpu:
         """
         data = self._data["attention"]
         phase = data["backward" if backward else "forward"]
-        name = kernel or self.attention_kernel
+        name = self.masked_kernel(precision) if kernel == "masked" else kernel or self.attention_kernel
         generation = self.generation
         like = data["like"][name].get(generation, generation)
         share = 1.0 / (1.0 / data["product_share"][name][like][backward] + phase["softmax_channels"] / head_dim)

@@ -16,7 +16,7 @@ from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.kernels import Kernels, owners
 from ahp.forecast.selective import asked_for, kept_results, second_products
-from ahp.forecast.split import Split
+from ahp.forecast.split import Split, is_mask
 from ahp.graph.operators import Operator, Segment
 
 Floats = NDArray[np.float64]
@@ -50,6 +50,8 @@ class SegmentMemory:
     """Where the results of products with a weight and of fused attention are kept."""
     every_second_product: Policy
     """Where those of the first, third, ... product with a weight are, and those of fused attention."""
+    masks: int
+    """Of what it is given beside the hidden states, masks: every layer reads the same, and a second run needs them."""
     forward_extra: int
     """At the peak of its forward pass, beyond what it keeps."""
     backward_extra: int
@@ -84,6 +86,7 @@ class Held:
         if fp8:
             saved = {i: count * _in_8_bits(segment, owner, i) for i, count in saved.items()}
         core = core_attention(segment)
+        self._masks = _given_masks(segment)
 
         def by_kind(counts: dict[int, float]) -> Floats:
             return np.bincount([of[i] for i in counts], [*counts.values()], len(kinds)).astype(float)
@@ -146,9 +149,20 @@ class Held:
             saved_in_chains=round(in_chains + gathered),
             beside_products=policies[0],
             every_second_product=policies[1],
+            masks=self._masks,
             forward_extra=round(max(0.0, forward - kept)),
             backward_extra=round(max(0.0, backward - kept)),
         )
+
+
+def _given_masks(segment: Segment) -> int:
+    """Bytes of the masks that a segment reads and does not make."""
+    by_index = {op.index: op for op in segment.operators}
+    found = set()
+    for op in segment.phase("forward"):
+        made = [spec for i in op.depends_on for spec in by_index[i].outputs]
+        found |= {spec for spec in op.inputs if is_mask(spec) and spec not in made and not op.parameters}
+    return sum(spec.bytes for spec in found)
 
 
 def _policies(segment: Segment, *, one_graph: bool) -> list[frozenset[int]]:
@@ -160,7 +174,8 @@ def _policies(segment: Segment, *, one_graph: bool) -> list[frozenset[int]]:
 
 def _kind(op: Operator, split: Split) -> tuple[bool, ...]:
     """All that ``Division.output_share`` asks of an operator."""
-    return op.index in split.contracted, op.index in split.divided, is_weight_gradient(op), op.flops == 0
+    in_parts = op.index in split.contracted, op.index in split.divided
+    return *in_parts, op.index in split.masks, is_weight_gradient(op), op.flops == 0
 
 
 def _is_gradient(op: Operator, last_use: dict[tuple[int, str], int]) -> bool:

@@ -10,7 +10,7 @@ decides the real split, tensor by tensor; this rule is what the forecast needs o
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ahp.engines.ahp import FP8_MULTIPLE
@@ -40,6 +40,8 @@ class Split:
     """Tensors all-reduced in the forward pass: the output of each row product, or of the embedding."""
     backward_reduce: tuple[TensorSpec, ...]
     """Gradients all-reduced in the backward pass: one for each whole activation that column products read."""
+    masks: frozenset[int] = frozenset()
+    """Operators that make what says for each pair of tokens who sees whom, alike for all heads: whole on every rank."""
 
     def share(self, index: int, degree: int) -> float:
         """The part of operator ``index`` that one rank of the group computes."""
@@ -72,8 +74,26 @@ def split(segment: Segment, role: Role, *, whole_biased_experts: bool = False) -
     column -= _narrow(forward, column, products)
     # A product between whole activations on both sides has no partner to share a split with: it stays whole.
     row = (products & whole_after) - whole_before
-    inside = {op.index for op in forward} - whole_before - whole_after
-    return _finish(segment, forward, inside | column | row, column, row)
+    masks = _masks(segment, forward)
+    inside = {op.index for op in forward} - whole_before - whole_after - masks
+    return replace(_finish(segment, forward, inside | column | row, column, row), masks=frozenset(masks))
+
+
+def is_mask(spec: TensorSpec) -> bool:
+    """Whether a tensor has the form of a mask of all heads: [batch, 1, tokens, tokens]."""
+    shape = spec.shape
+    return len(shape) == 4 and shape[1] == 1 and shape[2] == shape[3] > 1
+
+
+def _masks(segment: Segment, forward: list[Operator]) -> set[int]:
+    """Operators that make masks of masks: nothing of the hidden states or of a weight goes into them."""
+    by_index = {op.index: op for op in forward}
+    weights = {p.name: p.numel for p in segment.parameters}
+    reached: set[int] = set()
+    for op in forward:
+        if op.parameters or _reads_input(op, by_index, weights, segment.output) or reached & set(op.depends_on):
+            reached.add(op.index)
+    return {op.index for op in forward if op.index not in reached and op.outputs and is_mask(op.outputs[0])}
 
 
 def in_8_bits(block: Segment, num_experts: int | None) -> list[tuple[str, int | None]]:

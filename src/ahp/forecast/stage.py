@@ -367,6 +367,7 @@ def _activations(
     dropped = [dropped_bytes(u, units, kind) for u, kind in zip(blocks, recomputes, strict=True)]
     kept += sum(u.memory.saved for u in blocks) - sum(dropped)
     kept += 0 if last else units.hidden_bytes
+    kept += max((u.memory.masks for u, kind in zip(blocks, recomputes, strict=True) if kind != "none"), default=0)
     freed = units.head.memory.saved if last else 0
     again = map(made_again, blocks, recomputes, dropped)
     in_block = [u.memory.backward_extra + more for u, more in zip(blocks, again, strict=True)]
