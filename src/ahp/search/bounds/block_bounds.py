@@ -104,7 +104,7 @@ class _BlockNeeds:
         device = asked.pricer.nodes.device
         self._hidden = self.graph.blocks[0].output.bytes if self.graph.blocks and self.graph.blocks[0].output else 0
         traits = get(asked.engine.name).traits(asked.job, Parallelism(), asked.engine)
-        fusion: Fusion = "traced" if is_cpu(device) else traits.fusion
+        fusion: Fusion = "traced" if is_cpu(device) and traits.fusion != "fused" else traits.fusion
         inputs = [kernels(block, fusion, fused_loss=traits.fused_loss).saved_input_bytes for block in self.graph.blocks]
         self._kept = min([self._hidden, *inputs])
         """Bytes of a micro-batch that a block keeps however much of it is recomputed."""
