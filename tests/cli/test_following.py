@@ -16,6 +16,7 @@ def test_train_runs_plans_of_ahp_alone() -> None:
     assert after("p.yaml", "torchtitan", "explain") == ["ahp explain p.yaml", "ahp report p.yaml"]
 
 
+@pytest.mark.slow
 def test_a_plan_for_another_engine_is_never_sent_to_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

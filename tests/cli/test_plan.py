@@ -157,6 +157,7 @@ def test_explain_json(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert told["why_not"]["forecast"]["step_time_s"] >= step_s
 
 
+@pytest.mark.slow
 def test_an_impossible_alternative_is_told_not_an_error(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["explain", str(plan_file), "--why-not", "tp=3"]) == 0

@@ -135,6 +135,7 @@ def test_a_model_without_products_in_8_bits(hand_graph, mlp_block):
     )
 
 
+@pytest.mark.slow
 def test_the_search_leaves_out_what_a_worker_would_refuse():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
     graph = analyze(

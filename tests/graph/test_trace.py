@@ -141,6 +141,7 @@ def test_the_job_sets_the_dtype(precision: str, dtype: str) -> None:
     assert loss.outputs[0].dtype == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [marked(name) for name in CONFIGS])
 def test_one_block_of_a_kind_gives_what_all_blocks_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     short = traced(name)

@@ -67,6 +67,7 @@ def test_the_order_is_that_of_medians() -> None:
     assert steady.words(against=odd) == "measured here: 2.00 s a step (2.00 s .. 2.00 s), 100 % slower"
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_plan_that_was_fastest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,7 +87,7 @@ def train(
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ("one", "tp"),
+        pytest.param("one", "tp", marks=pytest.mark.slow),
         pytest.param("zero3-x-tp", "zero1", marks=pytest.mark.slow),
         pytest.param("1f1b", "zero3", marks=pytest.mark.slow),
     ],

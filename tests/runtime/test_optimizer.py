@@ -36,7 +36,7 @@ ORDERED = {
     "mesh_order": ("tp", "dp_replicate", "dp_shard"),
 }  # fmt: skip
 LAYOUTS = {**PLANS, "replicas-x-zero3-x-tp": ORDERED}
-FAST = {("muon", "tp", "gpt2"), ("no-decay", "one", "llama")}
+FAST = {("no-decay", "one", "llama")}
 CASES = [
     *(("muon", plan, ("gpt2", "llama")[number % 2]) for number, plan in enumerate(LAYOUTS)),
     ("no-decay", "one", "llama"),

@@ -29,7 +29,6 @@ from tests.runtime.test_equality import world_size
 from tests.runtime.workers import Pool
 
 CASES = [(plan, ("gpt2", "llama")[number % 2]) for number, plan in enumerate(PLANS)]
-FAST = {("tp", "gpt2")}
 WIDE = [case for case in CASES if case[0] in ("zero0", "zero1", "1f1b")]
 """Packed, tied and in bf16. The models take turns over the plans."""
 STEPS = 2
@@ -93,7 +92,7 @@ def plain(folder: Path) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(
     ("plan", "model"),
-    cases(CASES, fast=FAST, wide=WIDE),
+    cases(CASES, wide=WIDE),
 )
 def test_starts_where_transformers_starts(pool: Pool, folders: dict[str, Path], plan: str, model: str) -> None:
     results = pool.run(start, world_size(PLANS[plan]), str(folders[model]), PLANS[plan])

@@ -114,6 +114,7 @@ def test_selective_keeps_what_the_forecast_says() -> None:
     assert kept_bytes("selective") - kept_bytes("full") == kept
 
 
+@pytest.mark.slow
 def test_masks_are_kept_as_the_forecast_says() -> None:
     rows, tokens = batch(0)["input_ids"].shape
     positions = torch.tensor([*range(5), *range(tokens - 5)]).expand(rows, tokens)

@@ -23,7 +23,6 @@ LAYOUTS = {
     "v-shaped": {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
     "zero2-bubbles": {"data_parallel_shard_degree": 2, "zero_stage": 2, "pipeline_parallel_degree": 2},
 }  # fmt: skip
-FAST = {("tp", "gpt2")}
 CASES = [(plan, tuple(MODELS)[number % len(MODELS)]) for number, plan in enumerate(LAYOUTS)]
 WIDE = [case for case in CASES if case[0] in ("one", "zero0", "zero1", "interleaved", "zero2-bubbles")]
 
@@ -63,7 +62,7 @@ def plain(name: str) -> float:
 
 @pytest.mark.parametrize(
     ("plan", "model"),
-    cases(CASES, fast=FAST, wide=WIDE),
+    cases(CASES, wide=WIDE),
 )
 def test_held_out_loss_is_that_of_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], plan: str, model: str

@@ -74,6 +74,7 @@ def test_split_backwards_are_counted_as_they_are_ordered(name, p):
     assert paths.split.tolist() == [sum(a.stage == stage for a in ordered) for stage in range(p * v)]
 
 
+@pytest.mark.slow
 @given(layouts, st.data())
 def test_many_layouts_at_once_are_bounded_as_one_by_one(layout, data):
     name, p, v, m = layout

@@ -132,6 +132,7 @@ def test_the_floor_under_parts_that_are_recomputed_of_many_problems(asked: Probl
         holds_in_part(asked, space, some_rows(space, data, 4), data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("engine", names())
 def test_time_bound_is_worth_something(model: str, engine: str) -> None:

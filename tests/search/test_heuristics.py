@@ -53,6 +53,7 @@ def solved(solver: Callable[[Objective, int], None], seed: int, budget: int) -> 
     return objective
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(0, 1), min_size=NUM_GENES, max_size=NUM_GENES),
     st.sampled_from(["ahp", "megatron", "torchtitan"]),
@@ -87,6 +88,7 @@ def test_a_small_space_gives_its_best(solver: Callable[[Objective, int], None]) 
     assert min(found) == pytest.approx(best, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["anneal", "evolve"])
 def test_the_verb_ranks_what_they_priced_and_proves_nothing(name: MethodName) -> None:
     ranking = search(tiny(), "2x4xH100-SXM-80GB", JOB, method=Method(name, seed=3, budget=80))

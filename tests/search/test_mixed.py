@@ -403,6 +403,7 @@ def test_annealing_is_refused() -> None:
         ranking_of(on_two(), method="anneal")
 
 
+@pytest.mark.slow
 def test_a_gap_is_told_where_placements_are_many() -> None:
     fixed = {"micro_batch_size": 1, "activation_checkpoint": "full", "tensor_parallel_degree": 1}
     asked = mixed(cluster_of((H100, 1, 8), (A100, 1, 8), gbps=100), batch=64, constraints=fixed)

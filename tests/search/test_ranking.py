@@ -67,6 +67,7 @@ def test_stages_of_zero_that_an_engine_runs_alike_are_forecast_once(pipeline: in
     assert asked.price(two) == asked.priced(two).forecast
 
 
+@pytest.mark.slow
 def test_the_certificate_adds_up() -> None:
     certificate = on_eight().certificate
     legal = certificate.alike + certificate.not_fit + certificate.fit + certificate.left

@@ -77,6 +77,7 @@ def test_finds_the_megatron_split(model_type: str) -> None:
     assert with_regions == {**expected, **dict.fromkeys(norms, "sequence")}
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_moves_the_same_and_holds_less() -> None:
     """An all-reduce is a reduce-scatter and an all-gather; what is more are the gradients of the norms' weights."""
     whole, parts = (slice_model(llama(), 2, enable_sequence_parallel=on).blocks[0] for on in (False, True))
