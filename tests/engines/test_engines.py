@@ -20,6 +20,7 @@ from ahp.plan import EngineChoice, Parallelism
         ("deepspeed", {"activation_checkpoint": "selective"}, {}, {}, "activation_checkpoint = 'selective'"),
         ("deepspeed", {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
         ("deepspeed", {"data_parallel_replicate_degree": 2, "pipeline_parallel_degree": 2}, {}, {}, "data_parallel_replicate_degree = 2"),
+        ("deepspeed", {"context_parallel_degree": 2, "pipeline_parallel_degree": 2, "zero_stage": 0}, {}, {}, "zero_stage = 0"),
         ("accelerate", {"pipeline_parallel_degree": 2}, {}, {}, "pipeline_parallel_degree = 2"),
         ("accelerate", {"data_parallel_shard_degree": 2, "zero_stage": 1}, {}, {}, "zero_stage = 1"),
         ("accelerate", {"context_parallel_degree": 2, "zero_stage": 1}, {}, {}, "zero_stage = 1"),
