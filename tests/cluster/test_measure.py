@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -162,6 +163,30 @@ def test_probe_inside_a_job_of_several_nodes(monkeypatch: pytest.MonkeyPatch) ->
 def test_impossible_workers(monkeypatch: pytest.MonkeyPatch, found: list[Gpu], workers: int) -> None:
     with pytest.raises(BadInput, match=f"workers = {workers}"):
         run_with(monkeypatch, found, workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "threads", "cores", "own_time", "turns"),
+    [
+        ("matmul", 2, 1, 2, True, 1.0),
+        ("matmul", 1, 2, 2, False, 1.0),
+        ("memory", 4, 1, 2, True, 2.0),
+        ("launch", 3, 1, 2, True, 1.5),
+        ("all_reduce", 4, 1, 2, False, 1.0),
+    ],
+)
+def test_workers_that_share_a_core_wait_for_their_turns(
+    kind: str, workers: int, threads: int, cores: int, own_time: bool, turns: float
+) -> None:
+    from ahp.cluster.worker import Worker, timing
+
+    clock, times = timing(Task(kind=kind, workers=workers), threads, cores)
+    assert clock is (time.thread_time if own_time else time.perf_counter)
+    assert times == turns
+    ticks = iter([1.0, 1.5])
+    worker = Worker.__new__(Worker)
+    worker.clock, worker.turns, worker.on_cuda = lambda: next(ticks), times, False
+    assert worker._batch(lambda: None, calls=2) == 0.25 * turns  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.slow  # a worker imports torch before it can fail

@@ -52,6 +52,8 @@ class Worker:
         self.too_slow: set[tuple[str, int]] = set()
         """(dtype, workers) of which a product took too long in this round; the larger ones are left out."""
         self.clock = time.perf_counter
+        self.turns = 1.0
+        """Workers that take turns on a core, where the clock counts a worker's own turns alone."""
         if self.on_cuda:
             torch.cuda.set_device(self.device)
         store = dist.FileStore(settings["store"], self.world)
@@ -93,11 +95,7 @@ class Worker:
         if not self.on_cuda:
             threads = max(1, self.cores // task.workers)
             torch.set_num_threads(threads)
-            # One thread that only computes: its own processor time, which other programs do not lengthen as they do
-            # the wall's. Several threads wait for each other, workers that share a core for their turn, and collectives
-            # for the other side: the wall's.
-            alone = threads == 1 and task.workers <= self.cores and task.kind not in COLLECTIVES
-            self.clock = time.thread_time if alone else time.perf_counter
+            self.clock, self.turns = timing(task, threads, self.cores)
         result = self.measure(task, budget_s) if self.rank < task.workers else None
         results: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(result, results)
@@ -206,7 +204,7 @@ class Worker:
             call()
         self._synchronize()
         # Above 0 whatever the clock's resolution.
-        return max(self.clock() - start, 1.0e-9) / calls
+        return max(self.clock() - start, 1.0e-9) * self.turns / calls
 
     def _synchronize(self) -> None:
         if self.on_cuda:
@@ -215,6 +213,19 @@ class Worker:
     def _print(self, line: dict[str, Any]) -> None:
         if self.rank == 0:
             print(json.dumps(line), flush=True)
+
+
+def timing(task: Task, threads: int, cores: int) -> tuple[Callable[[], float], float]:
+    """The clock for a task of CPU workers, and by what its seconds are multiplied.
+
+    One thread that only computes is timed by its own processor time, which other programs do not lengthen as they do the
+    wall's. Where workers share a core each waits while the others have their turns: that time is added. The wall's
+    does not show it, since most batches are shorter than a turn and so not interrupted. Several threads wait for each other,
+    and collectives for the other side: the wall's.
+    """
+    if threads > 1 or task.kind in COLLECTIVES:
+        return time.perf_counter, 1.0
+    return time.thread_time, max(1.0, task.workers / cores)
 
 
 def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
