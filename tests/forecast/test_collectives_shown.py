@@ -58,7 +58,16 @@ def test_a_second_run_sends_no_sum_that_nobody_reads(llama):
     ("choice", "layout", "precision", "ends_early"),
     [
         ({}, {}, "bf16", True),
-        ({"compile": True}, {}, "bf16", False),  # one operator to torch's checkpoint
+        ({"compile": True}, {}, "bf16", True),
+        ({"compile": True}, {}, "fp8", True),
+        (
+            {"compile": True},
+            {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2},
+            "bf16",
+            False,
+        ),  # several graphs
+        ({"compile": True}, {"context_parallel_degree": 2, "context_parallel_method": "ring"}, "bf16", False),
+        ({"compile": True}, {"context_parallel_degree": 2, "context_parallel_method": "all-to-all"}, "bf16", True),
         ({}, {}, "fp8", False),
         ({}, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}, "bf16", False),
         ({"name": "torchtitan"}, {}, "bf16", False),

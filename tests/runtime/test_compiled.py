@@ -182,6 +182,25 @@ def test_a_block_of_several_graphs_does_not_keep_its_products_alone() -> None:
         block(torch.ones(2, requires_grad=True))
 
 
+@pytest.mark.slow
+def test_blocks_of_several_graphs_are_run_again_from_outside() -> None:
+    """Two alike: what the first one tells holds for both, and neither keeps more than what enters it."""
+    keeping, blocks = compiled.KeepingInputs(), [Broken(), Broken()]
+    for block in blocks:
+        compile_block(block, keeping)
+        keeping.surround(block)
+    with no_kernels():
+        x = torch.tensor([2.0], requires_grad=True)
+        kept: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = nn.Sequential(*blocks)(x)
+        y.backward()
+    assert not keeping.one_graph
+    assert y.item() == 6 * 7
+    assert x.grad == 13 * 5  # dy/dx of (x^2 + x) twice
+    assert sum(t.numel() for t in kept) == 2
+
+
 def why_refused(rank: int, world: int, model: str, layout: dict[str, Any]) -> str:
     from ahp.runtime.parallelize import parallelize
 

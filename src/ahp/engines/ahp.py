@@ -91,7 +91,7 @@ class AhpEngine(Engine):
             reduce_copies=wrapped or parallelism.weight_replicas > 1,
             gathers_inputs_again=False,  # autograd keeps what the product read
             tensor_copies=True,  # runtime/collectives.py joins and cuts parts along the sequence
-            recomputes_what_is_read=_stops_early(job, parallelism, choice),
+            recomputes_what_is_read=_runs_again_what_is_read(job, parallelism, choice),
             selective="beside_products",
             selective_sends_again="all",
             experts_gather_tokens=True,  # runtime/sliced_experts.py
@@ -107,11 +107,16 @@ class AhpEngine(Engine):
         )
 
 
-def _stops_early(job: Job, p: Parallelism, choice: EngineChoice) -> bool:
-    """Whether torch's checkpoint, which stops where the last tensor is saved, stops before a block's last product. A compiled block is
-    one operator to it, and products of the runtime's own (runtime/fp8_product.py, runtime/deferred.py) save when they are done."""
+def _runs_again_what_is_read(job: Job, p: Parallelism, choice: EngineChoice) -> bool:
+    """Whether full recompute leaves a block's last product out. Of a compiled block backward has in its graph what it reads, unless the
+    block is several graphs (runtime/compiled.py): each of these is one operator to the checkpoint around them. Without, torch's
+    checkpoint stops where the last tensor is saved, and products of the runtime's own (runtime/fp8_product.py, runtime/deferred.py)
+    save when they are done."""
+    if choice.compile:
+        in_one_graph = p.context_parallel_degree == 1 or p.context_parallel_method == "all-to-all"
+        return in_one_graph and p.expert_parallel_degree == 1
     splits = p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD
-    return not choice.compile and job.precision != "fp8" and not splits
+    return job.precision != "fp8" and not splits
 
 
 def _are_experts_alone(job: Job, p: Parallelism) -> bool:

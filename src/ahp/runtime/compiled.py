@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ahp.errors import BadInput, HardwareMismatch
-from ahp.runtime.recompute import keep_products
+from ahp.runtime.recompute import keep_products, recompute
 from ahp.runtime.slice import SlicedForward
 from ahp.runtime.telling import Noting
 from ahp.runtime.torch_compat import compile_graph, why_graph_broke, within_checkpoint
@@ -43,25 +43,85 @@ def compiled(forward: Forward) -> Forward:
 def keeping_products(forward: Forward) -> Forward:
     """``forward`` as one graph that keeps its products for backward, and runs the rest again. Where it is not one graph what is
     returned raises BadInput."""
-    graph = torch.compile(forward, dynamic=False, fullgraph=True, backend=_keeping_products)
+    graph = _one_graph(forward, _products_kept)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return graph(*args, **kwargs)
-        except Exception as error:
-            if (why := why_graph_broke(error)) is None:
-                raise
+        except GraphBroke as error:
             rule = "with engine.compile = True a block must be one graph, and something breaks it"
-            raise BadInput(f"activation_checkpoint = 'selective': {rule}: {why} (valid: none, full)") from error
+            raise BadInput(f"activation_checkpoint = 'selective': {rule}: {error} (valid: none, full)") from error
 
     return run
 
 
-def _keeping_products(graph: GraphModule, inputs: list[torch.Tensor]) -> Forward:
-    """What torch.compile makes of a graph. That the forward calls ``checkpoint`` itself would not do: function modes around it, which
-    attention of context ranks is, are not seen inside."""
+class KeepingInputs:
+    """Compiles blocks, alike ones together, as one graph that keeps nothing but what enters it: backward runs again what it reads,
+    and so no block's last product. Of a block in several graphs each would keep what enters it. As soon as one block is found to
+    be so, all of them are run again from outside, every graph of theirs whole.
+    """
+
+    def __init__(self) -> None:
+        self.one_graph = True
+
+    def __call__(self, forward: Forward) -> Forward:
+        """``forward`` as one graph or, once a graph broke, as several."""
+        graph, graphs = _one_graph(forward, _inputs_kept), compiled(forward)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return graph(*args, **kwargs) if self.one_graph else graphs(*args, **kwargs)
+
+        return run
+
+    def surround(self, block: nn.Module) -> None:
+        """Be ready, in place, to run a compiled block again from outside. To be done outside of whatever it must run again within."""
+        inside = block.forward
+        recompute(block, "full")
+        outside = block.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.one_graph:
+                try:
+                    return inside(*args, **kwargs)
+                except GraphBroke:
+                    self.one_graph = False
+            return outside(*args, **kwargs)
+
+        block.forward = run  # type: ignore[method-assign]
+
+
+class GraphBroke(Exception):
+    """What was to be one graph is several; says why."""
+
+
+def _one_graph(forward: Forward, backend: Callable[[GraphModule, list[torch.Tensor]], Forward]) -> Forward:
+    """``forward`` as one graph, made by this backend of torch.compile. What is returned raises GraphBroke.
+
+    Its backend puts recompute into the graph. That the forward calls ``checkpoint`` itself would not do: function modes around it,
+    which attention of context ranks is, are not seen inside.
+    """
+    whole = torch.compile(forward, dynamic=False, fullgraph=True, backend=backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return whole(*args, **kwargs)
+        except Exception as error:
+            if (why := why_graph_broke(error)) is None:
+                raise
+            raise GraphBroke(why) from error
+
+    return run
+
+
+def _products_kept(graph: GraphModule, inputs: list[torch.Tensor]) -> Forward:
     if torch.is_grad_enabled():
         graph = within_checkpoint(graph, keep_products)
+    return compile_graph(graph, inputs, BACKEND)
+
+
+def _inputs_kept(graph: GraphModule, inputs: list[torch.Tensor]) -> Forward:
+    if torch.is_grad_enabled():
+        graph = within_checkpoint(graph)
     return compile_graph(graph, inputs, BACKEND)
 
 

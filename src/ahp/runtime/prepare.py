@@ -12,7 +12,7 @@ from ahp.graph.call import Documents
 from ahp.graph.outline import Outline
 from ahp.plan import Plan
 from ahp.runtime.balance import Balance, Routers
-from ahp.runtime.compiled import compile_block, compiled, keeping_products
+from ahp.runtime.compiled import KeepingInputs, compile_block, compiled, keeping_products
 from ahp.runtime.context_blocks import SharedTokens
 from ahp.runtime.deferred import WeightGradients
 from ahp.runtime.experts import divide_experts
@@ -73,6 +73,8 @@ class Preparation:
     """Parameters that are split over the tensor-parallel axis, and how."""
     experts: set[str] = field(default_factory=set)
     """Parameters that are divided over the expert-parallel axis."""
+    keeping_inputs: KeepingInputs = field(default_factory=KeepingInputs)
+    """How blocks are compiled that are recomputed in full: alike on all stages of the rank."""
 
     def __call__(self, index: int, stage: Stage) -> None:
         """In place. Collective."""
@@ -129,13 +131,17 @@ class Preparation:
             stage.routers = Routers(stage.model, layers.values(), self.balance)
         some, kind = p.recomputed_layers(self.mesh.rank("dp_replicate")), p.activation_checkpoint
         again = list(layers.values())[: None if some is None else some[index]]
-        for block in layers.values() if self.plan.engine.compile else ():
-            compile_block(block, keeping_products if kind == "selective" and block in again else compiled)
+        compiles = self.plan.engine.compile
+        for block in layers.values() if compiles else ():
+            keeping = {"selective": keeping_products, "full": self.keeping_inputs}.get(kind, compiled)
+            compile_block(block, keeping if block in again else compiled)
         if self.tokens is not None:
             for block in layers.values():
                 self.tokens.attend(block)
-        if kind == "full" or (kind == "selective" and not self.plan.engine.compile):
-            for block in again:
+        for block in again:
+            if compiles and kind == "full":
+                self.keeping_inputs.surround(block)
+            elif not compiles and kind in ("selective", "full"):
                 recompute(block, kind, stage.around)
         if self.tokens is not None:
             for number, block in layers.items():

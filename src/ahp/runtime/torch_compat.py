@@ -159,14 +159,19 @@ def default_store() -> dist.Store:
 
 def why_graph_broke(error: Exception) -> str | None:
     """What torch.compile says of a graph that it could not make in one piece; None where the error is another."""
-    from torch._dynamo.exc import UncapturedHigherOrderOpError, Unsupported  # a second of imports
+    from torch._dynamo.exc import (  # a second of imports
+        FailOnRecompileLimitHit,
+        UncapturedHigherOrderOpError,
+        Unsupported,
+    )
 
-    broke = isinstance(error, (Unsupported, UncapturedHigherOrderOpError))
+    broke = isinstance(error, (Unsupported, UncapturedHigherOrderOpError, FailOnRecompileLimitHit))
     return str(error).strip().splitlines()[0] if broke else None
 
 
-def within_checkpoint(graph: GraphModule, contexts: Callable[[], Any]) -> GraphModule:
-    """A graph of torch.compile's as it would be, had what it was made from been called by ``checkpoint`` with this ``context_fn``."""
+def within_checkpoint(graph: GraphModule, contexts: Callable[[], Any] | None = None) -> GraphModule:
+    """A graph of torch.compile's as it would be, had what it was made from been called by ``checkpoint``, with this ``context_fn`` or
+    with none."""
     from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
     outer = Graph()
@@ -174,7 +179,8 @@ def within_checkpoint(graph: GraphModule, contexts: Callable[[], Any]) -> GraphM
     called = outer.call_function(tag_activation_checkpoint, (outer.get_attr("body"), *inputs), {"use_reentrant": False})
     outputs: Any = graph.graph.output_node().args[0]
     outer.output(tuple(outer.call_function(operator.getitem, (called, i)) for i in range(len(outputs))))
-    graph.meta["_checkpoint_context_fn"] = contexts
+    if contexts is not None:
+        graph.meta["_checkpoint_context_fn"] = contexts
     return GraphModule({"body": graph}, outer)
 
 
