@@ -144,10 +144,10 @@ HELP: dict[str, str] = {
     "parallelism.enable_sequence_parallel": "split what lies between the matrix products along the sequence",
     "parallelism.pipeline_parallel_degree": "pipeline ranks",
     "parallelism.pipeline_parallel_schedule": "GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV (torch's names)",
-    "parallelism.virtual_stages_per_rank": "stages that one pipeline rank holds; above 1 needs Interleaved1F1B",
+    "parallelism.virtual_stages_per_rank": "stages that one pipeline rank holds; above 1 needs a schedule that has them, such as Interleaved1F1B",
     "parallelism.layers_per_stage": "blocks of each stage in pipeline order, such as [3, 3, 2]",
-    "parallelism.stages": "on a mixed cluster, group and blocks of each stage in pipeline order, such as [{group: a, layers: 5}]; "
-    "group may name one for each replica, and recomputed_layers say how many of the blocks recompute",
+    "parallelism.stages": "on a mixed cluster, group and blocks of each stage in pipeline order, such as [{group: a, layers: 5}]; those of a rank "
+    "share a group; group may name one for each replica, and recomputed_layers say how many of the blocks recompute",
     "parallelism.micro_batches_per_replica": "micro-batches of one step for each replica of the pipeline, such as [3, 1]",
     "parallelism.context_parallel_degree": "devices that share one sequence",
     "parallelism.context_parallel_method": "how they compute attention: ring (keys and values go round) or all-to-all (each some heads)",

@@ -74,8 +74,8 @@ class Parallelism(Record):
     layers_per_stage: tuple[int, ...] | None = None
     """Blocks of each stage in pipeline order, pipeline degree x virtual stages of them; None = as even as can be."""
     stages: tuple[StagePlace, ...] | None = None
-    """On a mixed cluster: the group and the blocks of each stage in pipeline order, one for each pipeline rank; None = ranks
-    fill the groups in the cluster's order."""
+    """On a mixed cluster: the group and the blocks of each stage in pipeline order, pipeline degree x virtual stages of them; those of
+    one pipeline rank lie on one group. None = ranks fill the groups in the cluster's order."""
     micro_batches_per_replica: tuple[int, ...] | None = None
     """Micro-batches of one step for each replica, data_parallel_replicate_degree of them; None = as many for each."""
     context_parallel_degree: int = Field(default=1, ge=1)
@@ -150,15 +150,15 @@ class Parallelism(Record):
             raise ValueError(
                 f"layers_per_stage = {list(self.layers_per_stage)}: stages says the layers of each stage already (valid: null)"
             )
-        if len(self.stages) != self.pipeline_parallel_degree:
-            raise ValueError(
-                f"stages = {groups}: {len(self.stages)} stages, pipeline_parallel_degree is {self.pipeline_parallel_degree}; "
-                "it needs one for each pipeline rank"
+        if len(self.stages) != self.num_stages:
+            virtual = (
+                ""
+                if self.virtual_stages_per_rank == 1
+                else f" x virtual_stages_per_rank {self.virtual_stages_per_rank}"
             )
-        if self.virtual_stages_per_rank > 1:
             raise ValueError(
-                f"virtual_stages_per_rank = {self.virtual_stages_per_rank}: stages places one stage on each pipeline rank "
-                "(valid: 1; or leave stages out)"
+                f"stages = {groups}: {len(self.stages)} stages, it needs {self.num_stages}: pipeline_parallel_degree "
+                f"{self.pipeline_parallel_degree}{virtual}"
             )
         replicas = self.data_parallel_replicate_degree
         for named in groups:

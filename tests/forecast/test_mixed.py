@@ -126,6 +126,12 @@ BESIDE = {"stages": [{"group": ["old", "new"], "layers": 2}, {"group": ["old", "
 """Each replica lies on one."""
 
 
+def stages_on(*groups: Any, schedule: str = "Interleaved1F1B") -> dict[str, Any]:
+    """Of a layer each, two on every rank."""
+    stages = [{"group": group, "layers": 1} for group in groups]
+    return {"pipeline_parallel_schedule": schedule, "virtual_stages_per_rank": 2, "stages": stages}
+
+
 def layout(**keys: Any) -> Parallelism:
     return Parallelism.model_validate(keys)
 
@@ -268,10 +274,12 @@ CELLS = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 4}
     [
         ({**PIPES, "stages": [{"group": "odl", "layers": 2}, {"group": "new", "layers": 2}]}, ["stages.group = 'odl'", "valid: old, new"]),
         ({**PIPES, "stages": [{"group": "old", "layers": 1}, {"group": "new", "layers": 2}]}, ["stages.layers = [1, 2]", "4 layers"]),
-        ({**PIPES, "stages": [{"group": "old", "layers": 4}]}, ["1 stages", "pipeline_parallel_degree is 2"]),
+        ({**PIPES, "stages": [{"group": "old", "layers": 4}]}, ["1 stages", "needs 2", "pipeline_parallel_degree 2"]),
         ({**PIPES, "stages": [{"group": ["old"], "layers": 2}, {"group": "new", "layers": 2}]}, ["stages.group = ['old']", "degree is 2"]),
         ({**PIPES, **ACROSS, "layers_per_stage": [1, 3]}, ["layers_per_stage = [1, 3]", "stages says"]),
-        ({**PIPES, **ACROSS, "virtual_stages_per_rank": 2}, ["virtual_stages_per_rank = 2", "valid: 1"]),
+        ({**PIPES, **ACROSS, "virtual_stages_per_rank": 2}, ["2 stages", "needs 4", "2 x virtual_stages_per_rank 2"]),
+        ({**PIPES, **stages_on("old", "new", "new", "old")}, ["stages.group = 'new'", "stage 3 ", "as stage 1", "valid: old"]),
+        ({**PIPES, **stages_on(["old", "new"], "new", "old", "new")}, ["stages.group = 'old'", "valid: ['old', 'new']"]),
         ({**CELLS, "stages": [{"group": "old", "layers": 4}]}, ["stages.group = 'old'", "4 cells of 4", "at most 2"]),
         ({**CELLS, "data_parallel_replicate_degree": 5}, ["replicate 5 x pipeline 1", "2 on old, 2 on new"]),
         ({"data_parallel_shard_degree": 16}, ["cells of 16 devices", "0 on old, 0 on new"]),
@@ -290,6 +298,26 @@ def test_what_cannot_be_is_refused_in_the_users_words(hand_graph, keys, words):
     with pytest.raises(BadInput) as refusal:
         simulate(model=hand_graph, cluster=two_kinds(), job=JOB, parallelism=keys)
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+@pytest.mark.parametrize(
+    ("schedule", "groups"),
+    [
+        ("Interleaved1F1B", ["old", "new", "old", "new"]),
+        ("InterleavedZeroBubble", ["old", "new", "old", "new"]),
+        ("ZBVZeroBubble", ["old", "new", "new", "old"]),
+    ],
+)
+def test_stages_of_a_rank_lie_together(hand_graph, schedule, groups):
+    """Placed as the groups are filled anyhow, and the other way round."""
+    keys = {**PIPES, **stages_on(*groups, schedule=schedule)}
+    named = simulate(model=hand_graph, cluster=two_kinds(), job=JOB, parallelism=keys)
+    filled = simulate(model=hand_graph, cluster=two_kinds(), job=JOB, parallelism={**keys, "stages": None})
+    assert named == filled
+    turned = {**PIPES, **stages_on(*("new" if name == "old" else "old" for name in groups), schedule=schedule)}
+    found = price(hand_graph, two_kinds(), JOB, layout(**turned))
+    assert [cell.group for cell in found.replicas[0].cells] == ["new", "old"]
+    assert found.forecast.step_time_s != named.step_time_s
 
 
 def test_groups_that_cannot_work_together_are_refused(hand_graph):

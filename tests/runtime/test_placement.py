@@ -42,6 +42,14 @@ CROSSED: dict[str, Any] = {
     "micro_batches_per_replica": [5, 3],
 }
 """Each replica begins on the other group than the other."""
+IN_TURNS: dict[str, Any] = {
+    "pipeline_parallel_degree": 2,
+    "virtual_stages_per_rank": 2,
+    "data_parallel_replicate_degree": 2,
+    "stages": [{"group": pair, "layers": 1} for pair in [["old", "new"], ["new", "old"]] * 2],
+    "micro_batches_per_replica": [6, 2],
+}
+"""The same, with two stages on each rank."""
 
 
 def plan(parallelism: dict[str, Any], cluster: Cluster | None = CLUSTER, **job: Any) -> Plan:
@@ -57,7 +65,7 @@ def plan(parallelism: dict[str, Any], cluster: Cluster | None = CLUSTER, **job: 
 
 def test_each_worker_takes_the_place_of_its_device() -> None:
     assert mesh_places(plan(REVERSED)) == [2, 3, 0, 1]
-    assert mesh_places(plan(CROSSED)) == [1, 2, 0, 3]
+    assert mesh_places(plan(CROSSED)) == mesh_places(plan(IN_TURNS)) == [1, 2, 0, 3]
     in_order = {**REVERSED, "stages": REVERSED["stages"][::-1]}
     with pytest.raises(BadInput, match=r"stages.group = 'young': no group"):
         mesh_places(plan({**REVERSED, "stages": [{"group": "young", "layers": 4}, {"group": "old", "layers": 1}]}))
@@ -78,8 +86,9 @@ def test_another_gpu_than_the_plan_has_there_is_refused(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("launched_on_pool")
-def test_a_plan_for_a_mixed_cluster_equals_one_process() -> None:
-    assert all(step.equal for step in verify(plan(CROSSED), steps=2))
+@pytest.mark.parametrize("layout", [CROSSED, IN_TURNS], ids=["crossed", "in turns"])
+def test_a_plan_for_a_mixed_cluster_equals_one_process(layout: dict[str, Any]) -> None:
+    assert all(step.equal for step in verify(plan(layout), steps=2))
 
 
 @pytest.mark.slow

@@ -17,13 +17,14 @@ from ahp.cluster.model import Cluster
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.forecast import rules
 from ahp.plan import Parallelism, StagePlace
-from ahp.search.choices import divisors
+from ahp.schedule.patterns import V_SHAPED, stage_ranks
+from ahp.search.choices import LOOPED, Pipe, divisors
 from ahp.search.mixed.balance import share
 from ahp.search.mixed.bounds import Speeds, paced_s
 from ahp.search.mixed.find import Budget, Finder
 from ahp.search.mixed.holding import WHOLE, Activations, States, most_layers, most_micro_batches
 from ahp.search.mixed.matrices import families, matrices
-from ahp.search.mixed.space import Alike, MixedSpace, Shape, layout_of
+from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of, shape_of
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import Ranking, search
 from ahp.search.stages import cuts
@@ -92,7 +93,7 @@ def every_alike(asked: Problem) -> Iterator[Alike]:
     for tensor, sequence, shard, size, kind, (context, method) in product(
         [1, 2, 4], [False, True], [1, 2, 3, 4], divisors(asked.job.global_batch_size), ["none", "full"], shared
     ):
-        for zero in [1, 2, 3] if shard > 1 else [0]:
+        for zero in [1, 2, 3] if shard > 1 else [0, 1, 2, 3] if context > 1 else [0]:
             alike = Alike(tensor, sequence, context, 1, size, shard, zero, kind, method)  # type: ignore[arg-type]
             layout = layout_of(alike, 1)
             if all(getattr(layout, key) == value for key, value in fixed.items()):
@@ -112,14 +113,31 @@ def every_placement(asked: Problem) -> Iterator[Parallelism]:
                 if any(count > have[name] for name, count in Counter(names).items()):
                     continue
                 columns = [names[s * r : (s + 1) * r] for s in range(p)]
-                for cut, shares in product(cuts(layers, p), sums(total, r)):
-                    stages = tuple(StagePlace(group=c, layers=n) for c, n in zip(columns, cut, strict=True))
-                    for schedule in ("1F1B", "InterleavedZeroBubble", "GPipe") if p > 1 else ("1F1B",):
-                        yield (
-                            Shape(alike, p, r, schedule)
-                            .layout()
-                            .model_copy(update={"stages": stages, "micro_batches_per_replica": shares})
+                for pipe, shares in product(pipes(p, layers), sums(total, r)):
+                    for cut in cuts(layers, p * pipe.virtual):
+                        ranks = stage_ranks(pipe.schedule, p, pipe.virtual)
+                        stages = tuple(
+                            StagePlace(group=columns[rank], layers=n) for rank, n in zip(ranks, cut, strict=True)
                         )
+                        yield layout_of(alike, p, r).model_copy(
+                            update={
+                                "pipeline_parallel_schedule": pipe.schedule,
+                                "virtual_stages_per_rank": pipe.virtual,
+                                "stages": stages,
+                                "micro_batches_per_replica": shares,
+                            }
+                        )
+
+
+def pipes(p: int, layers: int) -> Iterator[Pipe]:
+    """Every schedule of p ranks, with every number of stages on each."""
+    if p == 1:
+        yield Pipe("1F1B", 1)
+        return
+    yield from (Pipe(name, 1) for name in ("1F1B", "InterleavedZeroBubble", "GPipe"))
+    for v in range(2, layers // p + 1):
+        yield from (Pipe(name, v) for name in ("Interleaved1F1B", "InterleavedZeroBubble"))
+        yield from (Pipe(name, v) for name in ("ZBVZeroBubble", "DualPipeV") if v == 2)
 
 
 def brute_force_s(asked: Problem) -> tuple[float, int]:
@@ -285,11 +303,7 @@ def test_what_does_not_fit_by_the_bound_does_not_fit(asked: Problem, data: st.Da
             forecast = asked.price(layout)
         except AhpError:
             continue
-        known = [
-            s
-            for s in floors
-            if s.layout() == layout.model_copy(update={"stages": None, "micro_batches_per_replica": None})
-        ]
+        known = [s for s in floors if s == shape_of(layout)]
         replicas = layout.data_parallel_replicate_degree
         over_groups = len({name for stage in layout.stages or () for name in stage.groups(replicas)}) > 1
         if forecast.fits and over_groups:  # a group alone is searched as a cluster of its own
@@ -457,3 +471,15 @@ def test_allowed_micro_batches_are_those_of_the_rules(schedule: str) -> None:
     for p in (2, 3, 5):
         legal = [rules.schedule(schedule, p, 1, m, in_torch=True) is None for m in range(1, 24)]
         assert space.allowed(p, schedule, 23).tolist() == [False, *legal]
+
+
+def test_of_several_stages_on_a_rank_some_schedule_allows_the_micro_batches() -> None:
+    space = MixedSpace(on_two())
+    assert {pipe.schedule for pipe in space.pipes(2)} == {*LOOPED, *V_SHAPED}
+    assert space.pipes(3) == ()  # of four layers
+    for p in (2, 3, 5):
+        for pipe in space.pipes(2):
+            legal = [rules.schedule(*pipe[:1], p, pipe.virtual, m, in_torch=True) is None for m in range(1, 24)]
+            assert space.legal_pipe(pipe, p, np.arange(24)).tolist() == [False, *legal]
+    either = [space.legal_pipe(pipe, 2, np.arange(8)) for pipe in space.pipes(2)]
+    assert space.allowed(2, SEVERAL, 7).tolist() == np.any(either, axis=0).tolist()

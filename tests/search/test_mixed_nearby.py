@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ahp.search.mixed.find import Budget, Finder
 from ahp.search.mixed.nearby_shapes import NearbyShapes
-from ahp.search.mixed.space import Alike, MixedSpace, Shape, shape_of
+from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, shape_of
 from ahp.search.problem import Problem
 
 from .test_mixed import A100, H100, cluster_of, mixed, problems
@@ -25,7 +25,8 @@ def legal_shapes(space: MixedSpace) -> Iterator[Shape]:
         grid = space.grid(alike.width, total)
         for p, r in np.stack([grid.pipeline, grid.replicas], axis=1).tolist():
             for schedule in space.schedules(p):
-                if total >= r * space.least(p, schedule):
+                there = schedule != SEVERAL or space.pipes(p)
+                if there and total >= r * space.least(p, schedule):
                     yield Shape(alike, p, r, schedule)
 
 

@@ -19,8 +19,10 @@ from ahp.config import Constraints
 from ahp.errors import AhpError, BadInput, NothingFits
 from ahp.forecast import memory
 from ahp.plan import Forecast, Parallelism, validated
+from ahp.search.choices import Pipe
 from ahp.search.mixed.balance import _cut
 from ahp.search.mixed.fewest import fewest
+from ahp.search.mixed.several import SeveralTask
 from ahp.search.mixed.solve import Task
 from ahp.search.mixed.tables import StageCosts
 from ahp.search.problem import Problem
@@ -113,11 +115,16 @@ def priced(asked: Problem, layout: Parallelism) -> Forecast | None:
 
 REPLICAS = {"pipeline_parallel_degree": 1, "data_parallel_replicate_degree": 2}
 STAGES = {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 1}
+SEVERAL = {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2}
 
 
 @pytest.mark.parametrize(
     ("fixed", "share"),
-    [pytest.param(REPLICAS, 0.5, id="replicas"), pytest.param(STAGES, -3.0, id="stages", marks=pytest.mark.slow)],
+    [
+        pytest.param(REPLICAS, 0.5, id="replicas"),
+        pytest.param(STAGES, -3.0, id="stages", marks=pytest.mark.slow),
+        pytest.param(SEVERAL, -2.7, id="several", marks=pytest.mark.slow),
+    ],
 )
 def test_the_best_is_the_best_of_every_choice(fixed: dict[str, Any], share: float) -> None:
     assert equals_every_choice(tight((H100, 1, 1), (A100, 1, 1), share=share, **fixed)).recomputed_layers() is not None
@@ -130,7 +137,12 @@ def test_devices_with_little_memory_may_hold_the_model_for_fewer_micro_batches()
     assert [stage.group for stage in found.parallelism.stages or ()] == [("a", "b")]
 
 
-KINDS = [({}, (1, 1), (-0.2, 1.2)), (REPLICAS, (1, 1), (-0.2, 1.2)), (STAGES, (2, 1), (-3.5, -1.5))]
+KINDS = [
+    ({}, (1, 1), (-0.2, 1.2)),
+    (REPLICAS, (1, 1), (-0.2, 1.2)),
+    (STAGES, (2, 1), (-3.5, -1.5)),
+    (SEVERAL, (1, 1), (-3.4, -2.4)),
+]
 """What is fixed, devices of each group, and shares of memory between which recompute begins and ends."""
 
 
@@ -168,7 +180,7 @@ def test_floors_are_under_every_choice(share: float, roomy: tuple[str, ...], dat
             row._replace(recomputed=tuple(data.draw(st.integers(0, count)) for count in placement.layers))
             for row in placement.rows
         )
-        layouts.append(type(placement)(drawn, placement.layers, 0.0).of(shape, finder.names))
+        layouts.append(replace(placement, rows=drawn).of(shape, finder.names))
         for layout, bound_s in zip(layouts, (placement.at_least_s, placement.at_least_s, 0.0), strict=True):
             try:
                 forecast = asked.price(layout)
@@ -184,7 +196,10 @@ def assert_fewest_hold(task: Task, layout: Parallelism) -> None:
     shared = layout.micro_batches_per_replica or ()
     groups = [stage.groups(len(shared)) for stage in layout.stages or ()]
     kinds = np.array([[task.names.index(name) for name in names] for names in zip(*groups, strict=True)])
-    costs = task.tables.stages(kinds, layout.given_layers or (), np.array(shared))
+    tables = task.tables
+    if isinstance(task, SeveralTask):
+        tables = task.of_pipe(Pipe(layout.pipeline_parallel_schedule, layout.virtual_stages_per_rank))
+    costs = tables.stages(kinds, layout.given_layers or (), np.array(shared))
     assert costs.fits.all()
     none = layout.activation_checkpoint == "none"
     for replica, at_least in enumerate(costs.recomputed.tolist()):

@@ -100,7 +100,8 @@ def named_groups(cluster: Cluster, parallelism: Parallelism) -> list[tuple[str, 
     cells outnumber what there is."""
     replicas, ranks = parallelism.data_parallel_replicate_degree, parallelism.pipeline_parallel_degree
     if parallelism.stages is not None:
-        return [stage.groups(replicas) for stage in parallelism.stages]
+        # The first stage of each rank; rules.illegal refuses others of it that lie elsewhere.
+        return [stage.groups(replicas) for stage in parallelism.stages[:ranks]]
     width, needed = cell_width(parallelism), replicas * ranks
     names: list[str] = []
     for group in cluster.groups:

@@ -12,6 +12,7 @@ from ahp.errors import bad_input
 from ahp.forecast.efficiency import is_cpu
 from ahp.job import Job
 from ahp.plan import Parallelism
+from ahp.schedule.patterns import stage_ranks
 
 
 def illegal_placement(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
@@ -21,6 +22,7 @@ def illegal_placement(cluster: Cluster, job: Job, parallelism: Parallelism) -> s
         return f"cluster.groups = {names}: every group of a mixed cluster needs its own name"
     return (
         _unknown(names, parallelism)
+        or _apart(parallelism)
         or _room(cluster, parallelism)
         or _experts(parallelism)
         or _used(cluster, job, parallelism)
@@ -33,6 +35,28 @@ def _unknown(names: list[str], parallelism: Parallelism) -> str | None:
             if name not in names:
                 return str(bad_input("stages.group", name, "no group of the cluster has this name", names))
     return None
+
+
+def _apart(parallelism: Parallelism) -> str | None:
+    """Whether all stages of a rank lie on one group."""
+    p, v, replicas = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.virtual_stages_per_rank,
+        parallelism.data_parallel_replicate_degree,
+    )
+    if parallelism.stages is None or v == 1:
+        return None
+    first = [stage.groups(replicas) for stage in parallelism.stages[:p]]
+    for number, rank in enumerate(stage_ranks(parallelism.pipeline_parallel_schedule, p, v)):
+        named = parallelism.stages[number].groups(replicas)
+        if named != first[rank]:
+            rule = f"stage {number + 1} is computed by the same devices as stage {rank + 1}, which lies on {_named(first[rank])}"
+            return str(bad_input("stages.group", _named(named), rule, [_named(first[rank])]))
+    return None
+
+
+def _named(groups: tuple[str, ...]) -> str | list[str]:
+    return groups[0] if len(set(groups)) == 1 else list(groups)
 
 
 def _room(cluster: Cluster, parallelism: Parallelism) -> str | None:

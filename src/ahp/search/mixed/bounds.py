@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.mixed.costs import Work
+from ahp.search.mixed.space import SEVERAL
 from ahp.search.mixed.tables import LayoutTables
 
 Floats = NDArray[np.float64]
@@ -78,12 +79,12 @@ def floors_s(found: Speeds, cells: Sequence[int], total: int, pipeline: Ints, re
     """[N] Seconds that ``total`` micro-batches take at least in so many replicas of so many stages.
 
     GPipe begins no backward pass before all forward passes are done, so that none of them hides in the way: f = 0. Where the
-    backward pass is split no more is counted than the work.
+    backward pass is split, or a rank has several stages, no more is counted than the work.
     """
     order = np.argsort(found.whole_s, kind="stable")
     left = (replicas * pipeline).astype(float)
     early = 0.0 if schedule == "GPipe" else found.forward_share
-    fills = schedule not in SPLIT_BACKWARD
+    fills = schedule not in (*SPLIT_BACKWARD, SEVERAL)
     need = total - fills * replicas * (1.0 + (pipeline - 1) * early)
     speed = np.zeros(len(need))
     best = np.full(len(need), np.inf)

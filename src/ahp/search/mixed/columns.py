@@ -17,7 +17,7 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.search.mixed.bounds import Speeds, speeds
 from ahp.search.mixed.costs import GroupCells, room_bytes, that_have
 from ahp.search.mixed.holding import WHOLE, Activations, States, most_layers, most_micro_batches
-from ahp.search.mixed.space import Alike, MixedSpace, layout_of
+from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, layout_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -25,6 +25,9 @@ Bools = NDArray[np.bool_]
 
 WAYS = 2
 """With all layers recomputed, where any are, and with none."""
+
+HOLD_APART = ("GPipe", SEVERAL)
+"""Schedules whose ranks keep other numbers of micro-batches than the others do."""
 
 Row = TypeVar("Row")
 Bytes = TypeVar("Bytes", Activations, States)
@@ -121,7 +124,7 @@ class Columns:
                 return others
         layers, states = int(self._layers_of[row]), int(self._states_of[row])
         grid = alike.width, int(self._total[row])
-        key = layers, int(self._held_alike[states]), schedule == "GPipe", grid
+        key = layers, int(self._held_alike[states]), schedule if schedule in HOLD_APART else "", grid
         if key not in self._limits:
             found, there = self._space.grid(*grid), np.flatnonzero(self._cells[row])
             ways = np.repeat(np.arange(WAYS), len(there))  # a stage on any group, either way

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
+from typing import Any
 
 import numpy as np
 
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
+from ahp.search.choices import Pipe
 from ahp.search.mixed.bounds import columns_hold
 from ahp.search.mixed.floors import Entry, Kind, ShapeFloors
 from ahp.search.mixed.nearby_shapes import NearbyShapes
+from ahp.search.mixed.several import SeveralTask
 from ahp.search.mixed.solve import Placement, Solved, Task
-from ahp.search.mixed.space import MixedSpace, Shape
+from ahp.search.mixed.space import SEVERAL, MixedSpace, Shape
+from ahp.search.mixed.tables import LayoutTables
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
 
@@ -39,7 +44,7 @@ class Budget:
     """Forecasts of these, the most promising first."""
     exact: int = 4000
     """Forecasts of the others."""
-    near: int = 150
+    near: int = 200
     """Shapes near the fastest that are looked at without finding a faster one."""
 
 
@@ -100,7 +105,7 @@ class Finder:
     def run(self, keep: int, seeds: Iterable[Shape] = ()) -> MixedOutcome:
         """Place shapes until none left can win, or the budget is spent: first those near ``seeds``, then without a pipeline."""
         self._look_nearby(seeds)
-        for kind in (self.floors.alone, self.floors.piped):
+        for kind in self.floors.kinds:
             self._queue(kind, keep)
         self._price_waiting(keep)
         self.outcome.too_large += self.floors.too_large
@@ -265,18 +270,41 @@ class Finder:
 
     def task(self, shape: Shape) -> Task:
         """A shape with what its cells cost, to be placed."""
-        alike = shape.alike
-        least = min(2, self.space.least(shape.pipeline, shape.schedule))
-        tables = self.floors.tables(shape, least)
-        return Task(
-            shape=shape,
-            tables=tables,
-            cells=self.space.cells(alike.width),
-            names=self.names,
-            total=self.space.micro_batches(alike),
-            allowed=self.space.allowed(shape.pipeline, shape.schedule, self.space.micro_batches(alike)),
-            fastest_first=tuple(np.argsort(tables.whole_s, kind="stable").tolist()),
-            slowest_share=self.floors.slowest(shape.pipeline * shape.replicas * alike.width),
-            fixed=self.space.fixed(shape.pipeline, shape.replicas),
-            cells_fit=self.floors.pricer.cells_fit,
-        )
+        if shape.schedule != SEVERAL:
+            return Task(**self._facts(shape))
+        pipes, least = self.space.pipes(shape.pipeline), self._least(shape)
+
+        def of_pipe(pipe: Pipe) -> LayoutTables:
+            update = {"pipeline_parallel_schedule": pipe.schedule, "virtual_stages_per_rank": pipe.virtual}
+            return self.floors.tables(shape, least, shape.layout().model_copy(update=update))
+
+        # Weight gradients fill no more than what several stages on a rank fill.
+        facts = self._facts(shape)
+        one = replace(shape, schedule="InterleavedZeroBubble")
+        return SeveralTask(
+            **facts,
+            one=Task(**{**facts, "shape": one, "tables": self.floors.tables(one, least), "fixed": facts["fixed"].without_stages()}),
+            pipes=pipes,
+            of_pipe=cache(of_pipe),
+            legal=lambda pipe, m: self.space.legal_pipe(pipe, shape.pipeline, m),
+        )  # fmt: skip
+
+    def _least(self, shape: Shape) -> int:
+        """Micro-batches of a replica, as far as costs know them apart."""
+        return min(2, self.space.least(shape.pipeline, shape.schedule))
+
+    def _facts(self, shape: Shape) -> dict[str, Any]:
+        alike, total = shape.alike, self.space.micro_batches(shape.alike)
+        tables = self.floors.tables(shape, self._least(shape))
+        return {
+            "shape": shape,
+            "tables": tables,
+            "cells": self.space.cells(alike.width),
+            "names": self.names,
+            "total": total,
+            "allowed": self.space.allowed(shape.pipeline, shape.schedule, total),
+            "fastest_first": tuple(np.argsort(tables.whole_s, kind="stable").tolist()),
+            "slowest_share": self.floors.slowest(shape.pipeline * shape.replicas * alike.width),
+            "fixed": self.space.fixed(shape.pipeline, shape.replicas),
+            "cells_fit": self.floors.pricer.cells_fit,
+        }

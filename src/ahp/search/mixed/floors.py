@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,17 +13,22 @@ from numpy.typing import NDArray
 from ahp.forecast.assembly import slowest_share
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.mixed import MixedPricer
+from ahp.plan import Parallelism
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.mixed.bounds import Speeds, floors_alone_s, floors_s, paced_s, speeds
 from ahp.search.mixed.columns import Columns
 from ahp.search.mixed.costs import GroupCells, that_have
 from ahp.search.mixed.holding import WHOLE
-from ahp.search.mixed.space import Alike, MixedSpace, Shape, layout_of
+from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 from ahp.search.mixed.tables import LayoutTables
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+
+Of = Literal["alone", "piped", "several"]
+"""Without a pipeline, with a stage on each rank, with several."""
 
 
 class Entry(NamedTuple):
@@ -36,7 +41,7 @@ class Entry(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Numbers of stages and replicas under one schedule, [N] each."""
+    """Numbers of stages (or ranks, under ``SEVERAL``) and replicas under one schedule, [N] each."""
 
     schedule: str
     pipeline: Ints
@@ -60,7 +65,7 @@ class Shapes(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """The shapes with a pipeline, or those without."""
+    """The shapes without a pipeline, or those with one stage on each rank, or with several."""
 
     least_s: Floats
     """[N] Seconds that those of each alike take at least."""
@@ -90,9 +95,8 @@ class ShapeFloors:
         """Shapes of those looked at that no placement makes fit."""
         self.cells = cache(self._cells)
         self._shapes = cache(self._all_shapes)
-        self._kept: dict[tuple[Alike, bool], list[Shapes]] = {}
-        """By what is alike, and whether with a pipeline."""
-        self._by_units: dict[tuple[object, bool], Near] = {}
+        self._kept: dict[tuple[Alike, Of], list[Shapes]] = {}
+        self._by_units: dict[tuple[object, Of], Near] = {}
         self._may: dict[tuple[object, ...], list[Shapes]] = {}
         """What may be below the limit as it was when first asked, by all that this depends on: what recomputes has it in common."""
 
@@ -105,51 +109,61 @@ class ShapeFloors:
     def alone(self) -> Kind:
         """Without a pipeline."""
         least_s, promise_s = (self.columns.alone_s(recomputing=every) for every in (False, True))
-        return Kind(least_s, promise_s, partial(self._near, False), self._entries_alone)
+        return Kind(least_s, promise_s, partial(self._near, "alone"), self._entries_alone)
 
     @cached_property
     def piped(self) -> Kind:
-        """With one."""
-        splits = any(schedule in SPLIT_BACKWARD for schedule in self.space.schedules(2))
+        """With a stage on each rank."""
+        return self._pipelines("piped", splits=any(s in SPLIT_BACKWARD for s in self.space.schedules(2)))
+
+    @cached_property
+    def several(self) -> Kind:
+        """With several."""
+        return self._pipelines("several", splits=True)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Those that the space has."""
+        return (self.alone, self.piped, *((self.several,) if SEVERAL in self.space.schedules(2) else ()))
+
+    def _pipelines(self, of: Of, *, splits: bool) -> Kind:
         least_s, promise_s = (self.columns.piped_s(splits=splits, recomputing=every) for every in (False, True))
-        return Kind(least_s, promise_s, partial(self._near, True), self._entries_piped)
+        return Kind(least_s, promise_s, partial(self._near, of), partial(self._entries_piped, of))
 
     def least_s(self, alike: Alike) -> float:
         """Seconds that everything which is so alike takes at least, from the units alone."""
         at = self.space.alike.index(alike)
-        return min(float(kind.least_s[at]) for kind in (self.alone, self.piped))
+        return min(float(kind.least_s[at]) for kind in self.kinds)
 
     def of(self, alike: Alike) -> Iterator[Entry]:
         """The shapes of one alike that the memory does not rule out."""
-        for kind in (self.alone, self.piped):
+        for kind in self.kinds:
             kind.near(alike, float("inf"))
             yield from kind.entries(alike, float("inf"))
 
-    def _near(self, pipelined: bool, alike: Alike, limit_s: float) -> tuple[float, float]:
+    def _near(self, of: Of, alike: Alike, limit_s: float) -> tuple[float, float]:
         """The promise and the floor of the shapes that may be below the limit and that the memory leaves possible; the shapes are
         kept. Counts those that it does not leave."""
-        key = self.columns.same(alike), pipelined
+        key = self.columns.same(alike), of
         if key not in self._by_units:  # the limit never rises: what was kept for one before is all that may be below
-            self._by_units[key] = self._near_by_units(pipelined, alike, limit_s)
+            self._by_units[key] = self._near_by_units(of, alike, limit_s)
         found = self._by_units[key]
         self.too_large += found.too_large
-        self._kept[alike, pipelined] = found.kept
-        if pipelined or not found.kept:
+        self._kept[alike, of] = found.kept
+        if of != "alone" or not found.kept:
             return found.promise_s, found.floor_s
         return self._near_alone(alike, limit_s)
 
-    def _near_by_units(self, pipelined: bool, alike: Alike, limit_s: float) -> Near:
+    def _near_by_units(self, of: Of, alike: Alike, limit_s: float) -> Near:
         """By the units alone, and by memory."""
-        speeds, cells = self.columns.speeds(alike), self.columns.cells(alike, pipelined=pipelined)
+        speeds, cells = self.columns.speeds(alike), self.columns.cells(alike, pipelined=of != "alone")
         recomputing = self.columns.recomputing(alike)
         total = self.space.micro_batches(alike)
         kept: list[Shapes] = []
         promise_s, floor_s, too_large = float("inf"), float("inf"), 0
-        key = id(speeds), cells, alike.width, total, pipelined  # the columns keep their speeds
+        key = id(speeds), cells, alike.width, total, of  # the columns keep their speeds
         if key not in self._may:
-            self._may[key] = list(
-                self._below(limit_s, speeds, cells, total, self._shapes(alike.width, total, pipelined))
-            )
+            self._may[key] = list(self._below(limit_s, speeds, cells, total, self._shapes(alike.width, total, of)))
         for may in self._may[key]:
             holds = self.columns.holds(alike, may.schedule, -(-total // may.replicas), may.pipeline)
             too_large += int((~holds).sum())
@@ -176,13 +190,13 @@ class ShapeFloors:
         """The floor of the kept shapes without a pipeline, with what gathers weights beside the layers."""
         kept, least_s, tables = [], float("inf"), self._whole(alike)
         by_units, by_stages = (cache(partial(tables.least_whole_s, of)) for of in (_by_units, _by_stages))
-        for shapes in self._kept[alike, False]:
+        for shapes in self._kept[alike, "alone"]:
             floors = self._alone_s(alike, shapes, by_units())
             if float(floors.min()) < limit_s:  # else no stage is priced for them
                 floors = self._alone_s(alike, shapes, by_stages())
             kept.append(shapes.where(floors < limit_s))
             least_s = min(least_s, float(floors.min()))
-        self._kept[alike, False] = [shapes for shapes in kept if len(shapes.replicas)]
+        self._kept[alike, "alone"] = [shapes for shapes in kept if len(shapes.replicas)]
         return least_s, least_s
 
     def _whole(self, alike: Alike) -> LayoutTables:
@@ -204,13 +218,13 @@ class ShapeFloors:
         found = floors_s(speeds, cells, total, shapes.pipeline, shapes.replicas, shapes.schedule)
         return np.maximum(found * shapes.slowest, shapes.paced_s)
 
-    def _all_shapes(self, width: int, total: int, pipelined: bool) -> tuple[Shapes, ...]:
+    def _all_shapes(self, width: int, total: int, of: Of) -> tuple[Shapes, ...]:
         """The legal ones of cells so wide, by schedule."""
         grid, slowest = self.space.grid(width, total), cache(self.slowest)
         found = []
-        for schedule in self.space.schedules(2 if pipelined else 1):
+        for schedule in self._schedules(of):
             least = {p: self.space.least(p, schedule) for p in np.unique(grid.pipeline).tolist()}
-            legal = (grid.pipeline > 1) == pipelined
+            legal = self.space.runs(grid, schedule, pipelined=of != "alone")
             legal &= total >= grid.replicas * np.array([least[p] for p in grid.pipeline.tolist()], dtype=np.int64)
             pipeline, replicas = grid.pipeline[legal], grid.replicas[legal]
             devices = (pipeline * replicas * width).tolist()
@@ -218,19 +232,24 @@ class ShapeFloors:
             found.append(Shapes(schedule, pipeline, replicas, more, np.zeros(len(more))))
         return tuple(found)
 
+    def _schedules(self, of: Of) -> tuple[str, ...]:
+        if of == "alone":
+            return self.space.schedules(1)
+        return tuple(s for s in self.space.schedules(2) if (s == SEVERAL) == (of == "several"))
+
     def _entries_alone(self, alike: Alike, limit_s: float) -> Iterator[Entry]:
         """The shapes without a pipeline that were kept, with floors from the stages that the forecast prices."""
-        for shapes in self._kept.pop((alike, False)):
+        for shapes in self._kept.pop((alike, "alone")):
             tables = self._whole(alike)
             floors = self._alone_s(alike, shapes, tables.least_whole_s(lambda of: of.work.beside[WHOLE][1]))
             once_s = min(of.work.once for of in (*tables.light, *tables.groups))
             floors = floors + once_s * shapes.slowest
             yield from shapes.entries(alike, floors, floors, limit_s)
 
-    def _entries_piped(self, alike: Alike, limit_s: float) -> Iterator[Entry]:
+    def _entries_piped(self, of: Of, alike: Alike, limit_s: float) -> Iterator[Entry]:
         """Those with one."""
         cells, total = self.columns.cells(alike, pipelined=True), self.space.micro_batches(alike)
-        for shapes in self._kept.pop((alike, True)):
+        for shapes in self._kept.pop((alike, of)):
             # Where a replica may have a single micro-batch stages are not priced for it before they are placed.
             rough = self.space.least(2, shapes.schedule) < 2
             found, promised = self.columns.speeds(alike), self.columns.recomputing(alike)
@@ -241,11 +260,15 @@ class ShapeFloors:
             promise = self._floors_s(promised, cells, total, shapes._replace(schedule="GPipe"))
             yield from shapes.entries(alike, promise, floors, limit_s)
 
-    def tables(self, shape: Shape, least: int) -> LayoutTables:
-        """What the cells of a shape cost, whose replicas have ``least`` micro-batches at least."""
+    def tables(self, shape: Shape, least: int, layout: Parallelism | None = None) -> LayoutTables:
+        """What the cells of a shape cost, whose replicas have ``least`` micro-batches at least.
+
+        ``layout``: one of its schedules, where it stands for several. Without, the tables are of what ranks have.
+        """
         pipelined = shape.pipeline > 1
         light = self._light(shape.alike, pipelined, least) if self.space.has_choice(shape.alike) else ()
-        return LayoutTables(self.cells(shape.alike, pipelined, least), shape.layout(), light)
+        ranks = shape.schedule == SEVERAL and layout is None
+        return LayoutTables(self.cells(shape.alike, pipelined, least), layout or shape.layout(), light, ranks=ranks)
 
     def _light(self, alike: Alike, pipelined: bool, least: int) -> list[GroupCells]:
         """The cells with as little recomputed as there may be."""

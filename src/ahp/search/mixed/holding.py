@@ -7,6 +7,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.search.mixed.space import SEVERAL
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -76,8 +78,14 @@ def _at(of: Bytes, place: int) -> Bytes:
 
 
 def _holds(a: Activations, of: States, num_layers: int, schedule: str, numbers: Ints, stages: int) -> NDArray[np.bool_]:
-    """[M, S] Whether 2, 3, ... stages can. What a stage holds depends on its distance from the last one."""
+    """[M, S] Whether 2, 3, ... stages can. What a stage holds depends on its distance from the last one.
+
+    Of ``SEVERAL`` on a rank the rank holds a micro-batch of each at least; which of them are the ends is not known.
+    """
     m, depth = numbers[:, None], np.arange(1, stages + 1)[None, :]
+    if schedule == SEVERAL:
+        each = most_layers(_at(a, BETWEEN), _at(of, BETWEEN), num_layers, np.array(1), m).max(axis=0)
+        return (each > 0) & (each * depth[:, 1:] >= num_layers)
     held = np.broadcast_to(m, (len(numbers), stages)) if schedule == "GPipe" else np.minimum(depth, m)
 
     def layers(place: int, held: Ints) -> Ints:

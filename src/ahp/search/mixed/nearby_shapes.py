@@ -35,13 +35,11 @@ class NearbyShapes:
     def _in_grid(self, shape: Shape) -> bool:
         total = self._space.micro_batches(shape.alike)
         grid = self._space.grid(shape.alike.width, total)
-        least = self._space.least(shape.pipeline, shape.schedule)
+        if shape.schedule not in self._space.schedules(shape.pipeline):
+            return False
         there = (grid.pipeline == shape.pipeline) & (grid.replicas == shape.replicas)
-        return (
-            shape.schedule in self._space.schedules(shape.pipeline)
-            and total >= shape.replicas * least
-            and bool(there.any())
-        )
+        there &= self._space.runs(grid, shape.schedule, pipelined=shape.pipeline > 1)
+        return total >= shape.replicas * self._space.least(shape.pipeline, shape.schedule) and bool(there.any())
 
     def _moved(self, shape: Shape) -> Iterator[Shape]:
         keys = (*OF_ALIKE, *OF_SHAPE, None)
@@ -64,7 +62,7 @@ class NearbyShapes:
     def _stages(self, alike: Alike, pipeline: int) -> list[int]:
         """ZeRO stages, of those that the engine runs alike the first."""
         asked, found = self._space.asked, dict[Traits, int]()
-        for stage in (1, 2, 3) if alike.shard > 1 else ():
+        for stage in (1, 2, 3) if alike.shard * alike.context > 1 else ():
             layout = layout_of(alike._replace(zero=stage), pipeline)
             found.setdefault(get(asked.engine.name).traits(asked.job, layout, asked.engine), stage)
         return list(found.values())

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, StagePlace
-from ahp.schedule.patterns import SPLIT_BACKWARD
+from ahp.schedule.patterns import SPLIT_BACKWARD, stage_ranks
+from ahp.search.choices import Pipe
 from ahp.search.mixed.balance import balance, ends_s
 from ahp.search.mixed.fewest import fewest, said_plainly
 from ahp.search.mixed.matrices import Kind, Matrix, families, matrices, num_matrices
@@ -36,6 +37,7 @@ EXACT = 300
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
 
 Price = Callable[[Parallelism], Forecast]
 CellsFit = Callable[[Parallelism], Callable[[int, Sequence[int]], Sequence[bool]]]
@@ -51,17 +53,31 @@ class Row(NamedTuple):
     """Layers that its stages recompute; None = all, where any are."""
 
 
+class Ends(NamedTuple):
+    """Of one replica with each number of micro-batches, [M] and of its S stages."""
+
+    least_s: Floats
+    """When it is done, at least."""
+    fits: Bools
+    recomputed: Ints
+    """[M, S] Layers, at least."""
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Where the cells of a shape lie, its cut, and the micro-batches of each replica."""
+    """Where the cells of a shape lie, its cut into stages, and the micro-batches of each replica."""
 
     rows: tuple[Row, ...]
     layers: tuple[int, ...]
     at_least_s: float
+    pipe: Pipe | None = None
+    """The schedule, where the shape stands for several."""
 
     def of(self, shape: Shape, names: tuple[str, ...]) -> Parallelism:
         """The layout."""
-        columns = zip(*(row.kind for row in self.rows), strict=True)
+        pipe = self.pipe or Pipe(shape.schedule, 1)
+        ranks = stage_ranks(pipe.schedule, shape.pipeline, pipe.virtual)
+        columns = zip(*([row.kind[rank] for rank in ranks] for row in self.rows), strict=True)
         some = zip(*(row.recomputed or (None,) * len(self.layers) for row in self.rows), strict=True)
         stages = tuple(
             StagePlace(
@@ -71,8 +87,14 @@ class Placement:
             )
             for column, layers, counts in zip(columns, self.layers, some, strict=True)
         )
-        update = {"stages": stages, "micro_batches_per_replica": tuple(row.micro_batches for row in self.rows)}
-        return shape.layout().model_copy(update=update)
+        return shape.layout().model_copy(
+            update={
+                "pipeline_parallel_schedule": pipe.schedule,
+                "virtual_stages_per_rank": pipe.virtual,
+                "stages": stages,
+                "micro_batches_per_replica": tuple(row.micro_batches for row in self.rows),
+            }
+        )
 
 
 def _one_if_alike(values: tuple[Any, ...]) -> Any:
@@ -124,9 +146,16 @@ class Task:
             if solved.forecasts >= EXACT:
                 solved.proven = False
                 break
-            for layout in self._orders(self._with_fewest(placement)):
-                self._price(price, layout, solved)
+            lightest, every = self._lightest(placement)
+            solved.proven &= every
+            for light in lightest:
+                for layout in self._orders(light):
+                    self._price(price, layout, solved)
         return solved
+
+    def _lightest(self, placement: Placement) -> tuple[list[Placement], bool]:
+        """With the numbers of recomputed layers of which some may be the fastest, and whether these are all."""
+        return [self._with_fewest(placement)], True
 
     def _with_fewest(self, placement: Placement) -> Placement:
         """With as few layers recomputed as the forecast's memory asks for, where that is open."""
@@ -179,12 +208,18 @@ class Task:
     def few(self) -> bool:
         """Whether all placements are looked at."""
         shape, layers = self.shape, self._num_layers
-        ways = comb(max(layers - 1, 0), shape.pipeline - 1) if self.fixed.layers is None else 1
+        depths = self._depths
+        ways = sum(comb(max(layers - 1, 0), n - 1) for n in depths) if self.fixed.layers is None else len(depths)
         ways *= comb(self.total - 1, shape.replicas - 1) if self.fixed.micro_batches is None else 1
         if ways > ALL_PLACEMENTS:
             return False
         most = ALL_PLACEMENTS // max(ways, 1) + 1
         return self.fixed.rows is not None or num_matrices(self.cells, shape.pipeline, shape.replicas, most) < most
+
+    @property
+    def _depths(self) -> list[int]:
+        """Numbers of stages, one for each schedule."""
+        return [self.shape.pipeline]
 
     @property
     def _splits(self) -> bool:
@@ -204,36 +239,45 @@ class Task:
 
     def all(self) -> Iterator[Placement]:
         """Every placement with its bound, but for the order of the replicas."""
-        shape = self.shape
         if not self.allowed.any():
             return
-        layers = [self.fixed.layers] if self.fixed.layers is not None else list(cuts(self._num_layers, shape.pipeline))
-        numbers, splits = np.arange(1, self.total + 1), self._splits
-        shares = list(self._shares())
+        numbers, shares = np.arange(1, self.total + 1), list(self._shares())
         matrices = [[kind for kind, count in matrix for _ in range(count)] for matrix in self._matrices(all_=True)]
-        for cut in layers:
-            known: dict[Kind, tuple[Floats, Bools, list[list[int]]]] = {}
+        for pipe, cut in self._ways():
+            known: dict[Kind, Ends] = {}
             for kind in {kind for kinds in matrices for kind in kinds}:
-                costs = self.tables.stages(np.array([kind] * len(numbers)), cut, numbers)
-                times_s = ends_s(costs.whole, costs.forward, numbers, splits=splits)
-                known[kind] = times_s, np.logical_and.reduce(costs.fits, axis=1), costs.recomputed.tolist()
+                known[kind] = self._ends(kind, pipe, cut, numbers)
             for kinds in matrices:
                 for share in shares:
                     pairs = list(zip(kinds, share, strict=True))
-                    if self._repeats(pairs) or not all(known[kind][1][m - 1] for kind, m in pairs):
+                    if self._repeats(pairs) or not all(known[kind].fits[m - 1] for kind, m in pairs):
                         continue
-                    bound_s = max(float(known[kind][0][m - 1]) for kind, m in pairs)
-                    rows = [Row(kind, m, self._recomputed(known[kind][2][m - 1])) for kind, m in pairs]
-                    yield self._placement(rows, cut, bound_s)
+                    bound_s = max(float(known[kind].least_s[m - 1]) for kind, m in pairs)
+                    rows = [Row(kind, m, self._recomputed(known[kind].recomputed[m - 1].tolist())) for kind, m in pairs]
+                    yield self._placement(rows, cut, bound_s, pipe)
+
+    def _ways(self) -> Iterator[tuple[Pipe | None, tuple[int, ...]]]:
+        """Every schedule, where there are several, with every cut."""
+        yield from ((None, cut) for cut in self._cuts(self.shape.pipeline))
+
+    def _cuts(self, num_stages: int) -> Iterator[tuple[int, ...]]:
+        yield from cuts(self._num_layers, num_stages) if self.fixed.layers is None else [self.fixed.layers]
+
+    def _ends(self, kind: Kind, pipe: Pipe | None, cut: tuple[int, ...], numbers: Ints) -> Ends:
+        """Of one replica, by micro-batches."""
+        assert pipe is None, "one schedule has no choice"
+        costs = self.tables.stages(np.array([kind] * len(numbers)), cut, numbers)
+        least_s = ends_s(costs.whole, costs.forward, numbers, splits=self._splits)
+        return Ends(least_s, np.logical_and.reduce(costs.fits, axis=1), costs.recomputed)
 
     def _recomputed(self, at_least: list[int]) -> tuple[int, ...] | None:
         return tuple(at_least) if self.tables.has_choice else None
 
-    def _placement(self, rows: list[Row], cut: tuple[int, ...], bound_s: float) -> Placement:
+    def _placement(self, rows: list[Row], cut: tuple[int, ...], bound_s: float, pipe: Pipe | None = None) -> Placement:
         given = self.fixed.recomputed
         if given is not None:
             rows = [row._replace(recomputed=some) for row, some in zip(rows, given, strict=True)]
-        return Placement(tuple(rows), cut, bound_s * (1.0 + self.slowest_share))
+        return Placement(tuple(rows), cut, bound_s * (1.0 + self.slowest_share), pipe)
 
     def _repeats(self, pairs: list[tuple[Kind, int]]) -> bool:
         """Whether the same share stands elsewhere with replicas of one kind in another order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,21 +15,25 @@ from ahp.engines.registry import get
 from ahp.errors import BadInput
 from ahp.forecast import rules
 from ahp.plan import ContextMethod, Parallelism, StagePlace
-from ahp.search.choices import RECOMPUTE, divisors
+from ahp.schedule.patterns import V_SHAPED
+from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, LOOPED, RECOMPUTE, Pipe, divisors
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
 
+Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
 SCHEDULES = ("1F1B", "InterleavedZeroBubble", "GPipe")
-"""Those with one stage per rank, which is what ``stages`` can place."""
+"""Those with one stage on each rank."""
 
+SEVERAL = "several"
+"""Stands for all schedules with several stages on each rank, which are floored and queued as one."""
 
 PLACED = frozenset({
     "data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage", "tensor_parallel_degree",
     "enable_sequence_parallel", "pipeline_parallel_degree", "pipeline_parallel_schedule", "layers_per_stage",
     "context_parallel_degree", "context_parallel_method", "expert_parallel_degree", "micro_batch_size", "activation_checkpoint", "stages",
-    "micro_batches_per_replica", "recomputed_layers_per_stage",
+    "micro_batches_per_replica", "recomputed_layers_per_stage", "virtual_stages_per_rank",
 })  # fmt: skip
 """Keys that a layout over several groups may have."""
 
@@ -62,6 +66,7 @@ class Shape:
     pipeline: int
     replicas: int
     schedule: str
+    """Or ``SEVERAL``."""
 
     def layout(self) -> Parallelism:
         """Its degrees."""
@@ -69,7 +74,8 @@ class Shape:
 
 
 def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = "1F1B") -> Parallelism:
-    """Degrees without a placement."""
+    """Degrees without a placement; of ``SEVERAL`` stages on a rank the fewest, in the plainest schedule."""
+    pipe = Pipe("Interleaved1F1B", 2) if schedule == SEVERAL else Pipe(schedule, 1)
     return Parallelism(
         data_parallel_replicate_degree=replicas,
         data_parallel_shard_degree=alike.shard,
@@ -77,7 +83,8 @@ def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = "1
         tensor_parallel_degree=alike.tensor,
         enable_sequence_parallel=alike.sequence_parallel,
         pipeline_parallel_degree=pipeline,
-        pipeline_parallel_schedule=schedule,  # type: ignore[arg-type]
+        pipeline_parallel_schedule=pipe.schedule,  # type: ignore[arg-type]
+        virtual_stages_per_rank=pipe.virtual,
         context_parallel_degree=alike.context,
         context_parallel_method=alike.method,
         expert_parallel_degree=alike.expert,
@@ -87,7 +94,7 @@ def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = "1
 
 
 def shape_of(layout: Parallelism) -> Shape:
-    """The shape of a layout, of whatever placement; with one stage on each rank where it has several."""
+    """The shape of a layout, of whatever placement."""
     alike = Alike(
         layout.tensor_parallel_degree,
         layout.enable_sequence_parallel,
@@ -103,7 +110,7 @@ def shape_of(layout: Parallelism) -> Shape:
         alike,
         layout.pipeline_parallel_degree,
         layout.data_parallel_replicate_degree,
-        layout.pipeline_parallel_schedule,
+        layout.pipeline_parallel_schedule if layout.virtual_stages_per_rank == 1 else SEVERAL,
     )
 
 
@@ -113,10 +120,14 @@ class Fixed:
 
     layers: tuple[int, ...] | None = None
     rows: tuple[tuple[int, ...], ...] | None = None
-    """The numbers of the groups of each replica's stages."""
+    """The numbers of the groups of each replica's ranks."""
     micro_batches: tuple[int, ...] | None = None
     recomputed: tuple[tuple[int, ...], ...] | None = None
     """Of each replica's stages."""
+
+    def without_stages(self) -> Fixed:
+        """What is given of replicas and of their ranks."""
+        return replace(self, layers=None, recomputed=None)
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,8 @@ class MixedSpace:
         self._count = cache(self._counted)
         self._rules = cache(self._ruled)
         self.allowed = cache(self._allowed)
+        self.pipes = cache(self._pipes)
+        self._has_pipes = cache(self._with_pipes)
         self.alike = [alike for alike in self._all_alike() if self._legal(alike)]
 
     def cells(self, width: int) -> tuple[int, ...]:
@@ -163,9 +176,11 @@ class MixedSpace:
     def _allowed(self, pipeline: int, schedule: str, total: int) -> NDArray[np.bool_]:
         """[M + 1] Whether a replica may have so many micro-batches."""
         numbers = np.arange(total + 1)
+        if schedule == SEVERAL:
+            return np.logical_or.reduce([self.legal_pipe(pipe, pipeline, numbers) for pipe in self.pipes(pipeline)])
         found = numbers >= max(self.least(pipeline, schedule), 1)
-        if pipeline > 1 and schedule == "InterleavedZeroBubble" and self.asked.torch_pipeline:
-            found &= numbers % np.maximum(numbers // pipeline, 1) == 0  # whole rounds: patterns.illegal_in_torch
+        if pipeline > 1 and self.asked.torch_pipeline:
+            found &= self.legal_pipe(Pipe(schedule, 1), pipeline, numbers)
         return found
 
     def schedules(self, pipeline: int) -> tuple[str, ...]:
@@ -173,20 +188,65 @@ class MixedSpace:
         name = self.given.get("pipeline_parallel_schedule")
         if pipeline == 1:
             return (name or "1F1B",)
-        return tuple(s for s in SCHEDULES if name in (None, s) and not self._refused_schedule(s))
+        one = SCHEDULES if self._virtual in (None, 1) else ()
+        found = tuple(s for s in one if name in (None, s) and not self._refused_schedule(Pipe(s, 1)))
+        return (*((SEVERAL,) if self.pipes(2) else ()), *found)
+
+    def _pipes(self, pipeline: int) -> tuple[Pipe, ...]:
+        """Schedules with several stages on each of so many ranks."""
+        name, most = self.given.get("pipeline_parallel_schedule"), self.asked.graph.num_layers // max(pipeline, 1)
+        depths = range(2, min(most, DEEPEST_UNEVEN_VIRTUAL) + 1) if self._virtual is None else [self._virtual]
+        found = [Pipe(schedule, v) for v in depths for schedule in LOOPED if 1 < v <= most]
+        found += [Pipe(schedule, 2) for schedule in V_SHAPED if most >= 2]
+        return tuple(
+            pipe
+            for pipe in found
+            if name in (None, pipe.schedule)
+            and self._virtual in (None, pipe.virtual)
+            and self._num_given in (None, pipeline * pipe.virtual)
+            and not self._refused_schedule(pipe)
+        )
+
+    def legal_pipe(self, pipe: Pipe, pipeline: int, micro_batches: Ints) -> Bools:
+        """Whether so many ranks can run so many micro-batches so: ``schedule.patterns.illegal_in_torch``, of many at once."""
+        if pipe.schedule in LOOPED:  # whole rounds
+            return (micro_batches > 0) & (micro_batches % np.maximum(micro_batches // pipeline, 1) == 0)
+        return micro_batches >= (2 * pipeline if pipe.schedule == "DualPipeV" else 1)
+
+    @property
+    def _virtual(self) -> int | None:
+        return self.given.get("virtual_stages_per_rank")
+
+    @property
+    def _num_given(self) -> int | None:
+        """The number of stages, where the user says something of each."""
+        given = (self.stages, self.given.get("layers_per_stage"), self._numbers)
+        return next((len(each) for each in given if each is not None), None)
 
     def _grid(self, width: int, total: int) -> Grid:
         """Every number of stages and replicas that the cells, the layers and the micro-batches allow."""
         cells = sum(self.cells(width))
         most = min(cells, max(self.asked.graph.num_layers, 1))
         given_p, given_r = (self.given.get(f"{key}_degree") for key in ("pipeline_parallel", "data_parallel_replicate"))
-        given_s = None if self._numbers is None else len(self._numbers)
-        pipeline = [p for p in range(1, most + 1) if given_p in (None, p) and given_s in (None, p)]
         pairs = [
-            (p, r) for p in pipeline for r in range(1, min(cells // p, total) + 1) if given_r in (None, r)
+            (p, r) for p in range(1, most + 1) if given_p in (None, p)
+            for r in range(1, min(cells // p, total) + 1) if given_r in (None, r)
         ]  # fmt: skip
         found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return Grid(found[:, 0], found[:, 1])
+
+    def runs(self, grid: Grid, schedule: str, *, pipelined: bool) -> Bools:
+        """[N] Whether so many stages are there under a schedule, whatever the micro-batches."""
+        there = (grid.pipeline > 1) == pipelined
+        if schedule == SEVERAL:
+            return there & self._has_pipes(int(grid.pipeline.max(initial=0)))[grid.pipeline]
+        if self._virtual not in (None, 1):
+            return there & False
+        return there & (grid.pipeline == self._num_given) if self._num_given is not None else there
+
+    def _with_pipes(self, most: int) -> Bools:
+        """[P + 1] Whether so many ranks can have several stages each."""
+        return np.array([p > 1 and bool(self.pipes(p)) for p in range(most + 1)])
 
     def has_choice(self, alike: Alike) -> bool:
         """Whether stages may recompute fewer than all of their layers."""
@@ -198,7 +258,7 @@ class MixedSpace:
         if self.stages is not None:
             layers = tuple(stage.layers for stage in self.stages)
             numbers_of = {group.name: number for number, group in enumerate(self.asked.cluster.groups)}
-            columns = [[numbers_of[name] for name in stage.groups(replicas)] for stage in self.stages]
+            columns = [[numbers_of[name] for name in stage.groups(replicas)] for stage in self.stages[:pipeline]]
             rows = tuple(zip(*columns, strict=True))
         if self._numbers is not None:
             numbers = (self._numbers,) * replicas
@@ -224,8 +284,8 @@ class MixedSpace:
 
     def _of_width(self, tensor: int, context: int, shard: int, experts: list[int]) -> Iterator[Alike]:
         batch = self.asked.job.global_batch_size
-        for zero in self._values("zero_stage", [1, 2, 3] if shard > 1 else [0]):
-            if (zero == 0) != (shard == 1) and not (shard == 1 and self.given.get("data_parallel_shard_degree") == 1):
+        for zero in self._values("zero_stage", _zero_stages(shard, context)):
+            if zero not in _zero_stages(shard, context) and self.given.get("data_parallel_shard_degree") != 1:
                 continue
             for sequence in self._values("enable_sequence_parallel", [False, True] if tensor > 1 else [False]):
                 for expert in self._values("expert_parallel_degree", experts):
@@ -250,9 +310,8 @@ class MixedSpace:
     def _not_placed(self) -> str | None:
         """A given key that layouts over several groups do not have, in words."""
         for key, value in self.given.items():
-            plain = 1 if key == "virtual_stages_per_rank" else None
-            if key not in PLACED and value != plain:
-                return f"{key} = {value!r}: layouts over several groups of devices do not have it (valid: {plain})"
+            if key not in PLACED and value is not None:
+                return f"{key} = {value!r}: layouts over several groups of devices do not have it (valid: None)"
         return None
 
     def _legal(self, alike: Alike) -> bool:
@@ -289,9 +348,9 @@ class MixedSpace:
     def _counted(self, width: int, total: int) -> tuple[int, int]:
         """Shapes of cells so wide, and those of them whose replicas have too few micro-batches for the schedule."""
         grid = self.grid(width, total)
-        piped = grid.pipeline > 1
-        size, wrong = int((~piped).sum()), 0
+        size, wrong = int(self.runs(grid, self.schedules(1)[0], pipelined=False).sum()), 0
         for schedule in self.schedules(2):
+            piped = self.runs(grid, schedule, pipelined=True)
             size += int(piped.sum())
             least = np.array([self.least(p, schedule) for p in range(int(grid.pipeline.max(initial=0)) + 1)])
             wrong += int((piped & (grid.replicas * least[grid.pipeline] > total)).sum())
@@ -302,14 +361,25 @@ class MixedSpace:
         self.rules[name] = Rule(name, before.says, before.broken + rows)
         return False
 
-    def _refused_schedule(self, name: str) -> str | None:
-        return self.asked.refused(Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=name))  # type: ignore[arg-type]
+    def _refused_schedule(self, pipe: Pipe) -> str | None:
+        return self.asked.refused(
+            Parallelism(
+                pipeline_parallel_degree=2,
+                pipeline_parallel_schedule=pipe.schedule,  # type: ignore[arg-type]
+                virtual_stages_per_rank=pipe.virtual,
+            )
+        )
 
     def refusal(self) -> str | None:
         """Why the engine can place no stages on groups, or None."""
         name = self.asked.cluster.groups[0].name
         layers = max(self.asked.graph.num_layers, 1)
         return self.asked.refused(Parallelism(stages=(StagePlace(group=name, layers=layers),)))
+
+
+def _zero_stages(shard: int, context: int) -> list[int]:
+    """Ranks that share a sequence hold the same weights, and may share their states as those that share the batch do."""
+    return [1, 2, 3] if shard > 1 else [0, 1, 2, 3] if context > 1 else [0]
 
 
 def no_shape(space: MixedSpace) -> BadInput:

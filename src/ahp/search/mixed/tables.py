@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ahp.plan import Parallelism
 from ahp.search.mixed.costs import ENDS, GroupCells, place_of, room_bytes
-from ahp.search.mixed.holding import Activations, States, most_layers
+from ahp.search.mixed.holding import BETWEEN, Activations, States, most_layers
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -60,13 +60,26 @@ class StageCosts(NamedTuple):
 class LayoutTables:
     """G groups, S stages, L layers."""
 
-    def __init__(self, groups: Sequence[GroupCells], layout: Parallelism, light: Sequence[GroupCells] = ()) -> None:
-        """``light``: the same cells with nothing recomputed, where stages may recompute fewer than all of their layers."""
+    def __init__(
+        self,
+        groups: Sequence[GroupCells],
+        layout: Parallelism,
+        light: Sequence[GroupCells] = (),
+        *,
+        ranks: bool = False,
+    ) -> None:
+        """``light``: the same cells with nothing recomputed, where stages may recompute fewer than all of their layers.
+
+        ``ranks``: of a layout with several stages on a rank, whether a "stage" here is all that a rank has; which of them are the ends
+        is not known then.
+        """
         self.groups, self.layout, self.light = groups, layout, light or groups
         self.has_choice = bool(light)
-        self.num_layers, self.num_stages = len(groups[0].units.layers), layout.pipeline_parallel_degree
+        self.num_layers = len(groups[0].units.layers)
+        self.num_stages = layout.pipeline_parallel_degree if ranks else layout.num_stages
         self._room = np.array([room_bytes(cells.pricer, layout) for cells in groups])
-        self._places = np.array([place_of(stage, self.num_stages) for stage in range(self.num_stages)])
+        places = [BETWEEN if ranks else place_of(stage, self.num_stages) for stage in range(self.num_stages)]
+        self._places = np.array(places)
         self.most_layers = cache(self._most_layers)
         self.by_layers = cache(self._by_layers)
 
@@ -144,7 +157,9 @@ class LayoutTables:
         return np.where(fits, 0, least).astype(np.int64), fits | ((left >= 0) & (need - ROUNDING <= n))
 
     def _held(self, stage: Ints, m: Ints) -> Ints:
-        """Micro-batches that a stage keeps at once."""
+        """Micro-batches that a stage keeps at once, at least."""
+        if self.layout.virtual_stages_per_rank > 1:
+            return 1 + 0 * (stage + m)
         gpipe = self.num_stages > 1 and self.layout.pipeline_parallel_schedule == "GPipe"
         return m + 0 * stage if gpipe else np.minimum(self.num_stages - stage, m)
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from ahp.cluster.cells import cell_width, link_between, place
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
+from ahp.forecast.assembly import ranks_of_stages
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
@@ -42,32 +43,33 @@ def groups(asked: Problem, pair: Pair) -> Iterator[str]:
     layout, found = pair[0], pricer(asked.graph, asked.cluster, asked.job, asked.engine)
     assert isinstance(found, MixedPricer), "asked of a mixed cluster"
     rows, shared = place(asked.cluster, layout).cells, layout.micro_batches(asked.job)
-    layers = layout.given_layers or ()
+    layers, ranks = layout.given_layers or (), ranks_of_stages(layout)
     for group in asked.cluster.groups:
-        cells = [(r, s) for r, row in enumerate(rows) for s, cell in enumerate(row) if cell.group == group.name]
+        cells = [(r, rank) for r, row in enumerate(rows) for rank, cell in enumerate(row) if cell.group == group.name]
         if not cells:
             yield f"{group.name}: not used; no layout that was priced with it is faster"
             continue
-        stages, replicas = sorted({s for _, s in cells}), sorted({r for r, _ in cells})
+        held_by = [(r, s) for r, own in cells for s, rank in enumerate(ranks) if rank == own]
+        stages, replicas = sorted({s for _, s in held_by}), sorted({r for r, _ in held_by})
         held = sum(layers[s] for s in stages)
         units = found.units(layout, group.name)
         one = units.blocks[units.layers[0]].times
         each_s = one.forward_s + one.backward_s
         counts = sorted({shared[r] for r in replicas})
-        work = sum(shared[r] * layers[s] for r, s in cells) / (sum(shared) * sum(layers))
+        work = sum(shared[r] * layers[s] for r, s in held_by) / (sum(shared) * sum(layers))
         where = "all stages" if len(stages) == len(layers) else _runs("stage", stages)
         yield (
-            f"{group.name}: {where} ({held} of {sum(layers)} layers{_recomputed(layout, cells)}) of {len(replicas)} of {len(rows)} replicas, "
+            f"{group.name}: {where} ({held} of {sum(layers)} layers{_recomputed(layout, held_by)}) of {len(replicas)} of {len(rows)} replicas, "
             f"{' or '.join(map(str, counts))} of {sum(shared)} micro-batches each: {percent(work)} of the work on "
             f"{percent(len(cells) * cell_width(layout) / layout.world_size)} of the devices; "
             f"a layer takes {seconds(each_s)} a micro-batch there"
         )
 
 
-def _recomputed(layout: Parallelism, cells: list[tuple[int, int]]) -> str:
-    """How many layers of a replica's stages on a group are recomputed, where not all are; ``cells``: (replica, stage)."""
+def _recomputed(layout: Parallelism, held_by: list[tuple[int, int]]) -> str:
+    """How many layers of a replica's stages on a group are recomputed, where not all are; ``held_by``: (replica, stage)."""
     counts: dict[int, int] = {}
-    for replica, stage in cells:
+    for replica, stage in held_by:
         if (some := layout.recomputed_layers(replica)) is None:
             return ""
         counts[replica] = counts.get(replica, 0) + some[stage]
@@ -108,7 +110,7 @@ def links(asked: Problem, pair: Pair) -> Iterator[str]:
         return
     sent: dict[tuple[str, str], int] = {}
     for row, m in zip(rows, shared, strict=True):
-        for one, other in pairwise(cell.group for cell in row):
+        for one, other in pairwise(row[rank].group for rank in ranks_of_stages(layout)):
             if one != other:
                 key = (one, other) if one < other else (other, one)
                 sent[key] = sent.get(key, 0) + m

@@ -1,0 +1,227 @@
+"""Placements of a shape with several stages on each rank, under each schedule that has them.
+
+Where they are few, every cut into stages under every schedule is looked at, in the order of a bound. Else layers and micro-batches are
+balanced as with one stage on each rank, and each rank's layers go to its stages as evenly as can be.
+
+A rank is busy for all its stages, m times. It does not begin before the first micro-batch has come through the ranks before it,
+and what it does last is a backward pass that goes on through these, unless weight gradients are what comes last:
+
+    sum of F of the first stages of the ranks before + m t + (sum of their backward passes, where those are whole)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.errors import BadInput, NotExpressible
+from ahp.schedule.patterns import SPLIT_BACKWARD, stage_ranks
+from ahp.search.choices import Pipe
+from ahp.search.mixed.fewest import fewest
+from ahp.search.mixed.matrices import Kind
+from ahp.search.mixed.solve import Ends, Placement, Price, Row, Solved, Task
+from ahp.search.mixed.tables import LayoutTables, StageCosts
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+LOOKED_AT = (
+    Pipe("Interleaved1F1B", 2),
+    Pipe("Interleaved1F1B", 4),
+    Pipe("InterleavedZeroBubble", 2),
+    Pipe("ZBVZeroBubble", 2),
+)
+"""Of many schedules those that are looked at where placements are many: with the least memory, and with the least bubble."""
+
+CHOICES = 64
+"""Ways to say how many layers a rank's stages recompute, and then those of all ranks together, up to which all are looked at."""
+
+
+@dataclass(frozen=True)
+class SeveralTask(Task):
+    """One such shape. ``tables`` are of all that a rank has."""
+
+    one: Task
+    """The same with one stage on each rank, whose layers and micro-batches are in balance."""
+    pipes: tuple[Pipe, ...]
+    of_pipe: Callable[[Pipe], LayoutTables]
+    """By stage."""
+    legal: Callable[[Pipe, Ints], Bools]
+    """Whether a replica may have so many micro-batches."""
+
+    @property
+    def _depths(self) -> list[int]:
+        return [self.shape.pipeline * pipe.virtual for pipe in self.pipes]
+
+    def _ways(self) -> Iterator[tuple[Pipe | None, tuple[int, ...]]]:
+        for pipe in self.pipes:
+            yield from ((pipe, cut) for cut in self._cuts(self.shape.pipeline * pipe.virtual))
+
+    def _ends(self, kind: Kind, pipe: Pipe | None, cut: tuple[int, ...], numbers: Ints) -> Ends:
+        assert pipe is not None, "several schedules"
+        costs = self._costs(pipe, np.array([kind] * len(numbers)), cut, numbers)
+        legal = np.array([self.legal(pipe, m) for m in numbers.tolist()])
+        return Ends(
+            self._least_s(pipe, costs, numbers), np.logical_and.reduce(costs.fits, axis=1) & legal, costs.recomputed
+        )
+
+    def _costs(self, pipe: Pipe, kinds: Ints, cut: Sequence[int], micro_batches: Ints) -> StageCosts:
+        """[..., S] From the group of each rank."""
+        return self.of_pipe(pipe).stages(kinds[..., self._ranks(pipe)], cut, micro_batches)
+
+    def _ranks(self, pipe: Pipe) -> Ints:
+        return np.array(stage_ranks(pipe.schedule, self.shape.pipeline, pipe.virtual))
+
+    def _least_s(self, pipe: Pipe, costs: StageCosts, micro_batches: Ints) -> Floats:
+        """[M] Seconds of a replica."""
+        p, ranks = self.shape.pipeline, self._ranks(pipe)
+        busy = np.stack([costs.whole[..., ranks == rank].sum(axis=-1) for rank in range(p)], axis=-1)
+        first = (costs.forward if pipe.schedule in SPLIT_BACKWARD else costs.whole)[..., :p]
+        before = np.cumsum(first, axis=-1) - first
+        return (before + micro_batches[:, None] * busy).max(axis=-1)
+
+    # -- recompute --------------------------------------------------------------------------------------------------
+
+    def _lightest(self, placement: Placement) -> tuple[list[Placement], bool]:
+        if not self._is_open:
+            return [placement], True
+        found = self._smallest(placement)
+        return ([self._with_fewest(placement)], False) if found is None else (found, True)
+
+    def _smallest(self, placement: Placement) -> list[Placement] | None:
+        """With numbers of which none can be less, since time never rises as one falls; None where these are too many to look at.
+
+        What a cell keeps depends on the numbers of its own stages alone.
+        """
+        assert placement.pipe is not None, "several schedules"
+        ranks = self._ranks(placement.pipe)
+        ways = [
+            list(
+                islice(
+                    product(*(range(n + 1) for n in np.array(placement.layers)[ranks == rank].tolist())), CHOICES + 1
+                )
+            )
+            for rank in range(self.shape.pipeline)
+        ]
+        if max(map(len, ways)) > CHOICES:
+            return None
+        try:
+            fits = self.cells_fit(placement.of(self.shape, self.names))
+        except (BadInput, NotExpressible):
+            return [placement]  # pricing it says why
+        rows: dict[Row, list[Row]] = {}
+        for replica, row in enumerate(placement.rows):
+            if row not in rows:
+                smallest = self._smallest_of_ranks(partial(fits, replica), ways, ranks)
+                if not all(smallest):
+                    return []
+                some = islice(product(*smallest), CHOICES + 1)
+                rows[row] = [row._replace(recomputed=_by_stage(of_ranks, ranks)) for of_ranks in some]
+        found = list(islice(product(*(rows[row] for row in placement.rows)), CHOICES + 1))
+        return None if len(found) > CHOICES else [replace(placement, rows=rows) for rows in found]
+
+    def _smallest_of_ranks(
+        self, fits: Callable[[Sequence[int]], Sequence[bool]], ways: list[list[tuple[int, ...]]], ranks: Ints
+    ) -> list[list[tuple[int, ...]]]:
+        found: list[list[tuple[int, ...]]] = [[] for _ in ways]
+        for number in range(max(map(len, ways))):
+            some = [of_rank[min(number, len(of_rank) - 1)] for of_rank in ways]
+            for rank, fit in enumerate(fits(_by_stage(some, ranks))):
+                if fit and number < len(ways[rank]) and not any(_under(less, some[rank]) for less in found[rank]):
+                    found[rank].append(some[rank])  # smaller ones come first
+        return found
+
+    def _with_fewest(self, placement: Placement) -> Placement:
+        """The fewest of each rank, in the first of its stages, of which the most micro-batches wait."""
+        assert placement.pipe is not None, "several schedules"
+        if not self._is_open:
+            return placement
+        try:
+            fits = self.cells_fit(placement.of(self.shape, self.names))
+        except (BadInput, NotExpressible):
+            return placement  # pricing it says why
+        ranks, layers = self._ranks(placement.pipe), np.array(placement.layers)
+        most = [layers[ranks == rank].tolist() for rank in range(self.shape.pipeline)]
+
+        def by_stage(numbers: Sequence[int]) -> tuple[int, ...]:
+            return _by_stage([_filled(n, of_rank) for n, of_rank in zip(numbers, most, strict=True)], ranks)
+
+        known: dict[Row, tuple[int, ...]] = {}
+        for replica, row in enumerate(placement.rows):
+            if row not in known and row.recomputed is not None:
+                least = [int(np.array(row.recomputed)[ranks == rank].sum()) for rank in range(self.shape.pipeline)]
+                known[row] = by_stage(
+                    fewest(lambda numbers, at=replica: fits(at, by_stage(numbers)), least, [sum(of) for of in most])
+                )
+        return replace(placement, rows=tuple(row._replace(recomputed=known[row]) for row in placement.rows))
+
+    # -- where placements are many ----------------------------------------------------------------------------------
+
+    def promising(self) -> list[Placement]:
+        """The most promising with one stage on each rank, under each schedule that is looked at."""
+        found: list[Placement] = []
+        for placement in self.one.promising():
+            if found := list(self._spread(placement)):
+                break
+        return sorted(found, key=lambda placement: placement.at_least_s)
+
+    def of_families(self) -> Iterator[Placement]:
+        """The members of the families, under each schedule that is looked at."""
+        for placement in self.one.of_families():
+            yield from self._spread(placement)
+
+    def first_that_fits(self, price: Price, found: list[Placement]) -> Solved:
+        """Price all: which schedule is the fastest that fits is not said by its bound."""
+        solved = Solved()
+        for placement in found:
+            if solved.best is None or placement.at_least_s < solved.best[1].step_time_s:
+                self._price(price, self._layout(self._with_fewest(placement)), solved)
+        return solved
+
+    def _spread(self, placement: Placement) -> Iterator[Placement]:
+        """The layers of each rank over its stages."""
+        few, m = len(self.pipes) <= len(LOOKED_AT), np.array([row.micro_batches for row in placement.rows])
+        for pipe in self.pipes:
+            goes_round = min(placement.layers) >= pipe.virtual or self.fixed.layers is not None
+            if goes_round and (few or pipe in LOOKED_AT) and self.legal(pipe, m).all():
+                yield self._under(pipe, placement)
+
+    def _under(self, pipe: Pipe, placement: Placement) -> Placement:
+        ranks, v = self._ranks(pipe), pipe.virtual
+        parts = [[n // v + (part < n % v) for part in range(v)] for n in placement.layers]
+        cut = self.fixed.layers or _by_stage(parts, ranks)
+        kinds, m = (
+            np.array([row.kind for row in placement.rows]),
+            np.array([row.micro_batches for row in placement.rows]),
+        )
+        costs = self._costs(pipe, kinds, cut, m)
+        rows = [
+            row._replace(recomputed=self._recomputed(some))
+            for row, some in zip(placement.rows, costs.recomputed.tolist(), strict=True)
+        ]
+        return self._placement(rows, cut, float(self._least_s(pipe, costs, m).max()), pipe)
+
+
+def _by_stage(of_ranks: Sequence[Sequence[int]], ranks: Ints) -> tuple[int, ...]:
+    """In pipeline order, from what each rank has in the order of its stages."""
+    left = [iter(of_rank) for of_rank in of_ranks]
+    return tuple(next(left[rank]) for rank in ranks.tolist())
+
+
+def _filled(number: int, most: Sequence[int]) -> list[int]:
+    """So many, as many as there may be from the first on."""
+    found = []
+    for limit in most:
+        found.append(min(number, limit))
+        number -= found[-1]
+    return found
+
+
+def _under(less: Sequence[int], more: Sequence[int]) -> bool:
+    return all(a <= b for a, b in zip(less, more, strict=True))
