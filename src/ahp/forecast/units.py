@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -70,12 +70,6 @@ class Units:
     context: ContextWay
     """How attention sees tokens of other context ranks."""
 
-    @cached_property
-    def context_s(self) -> float:
-        """Seconds of that in all layers, forward and backward."""
-        blocks = [self.blocks[kind] for kind in self.layers]
-        return sum(unit.context_forward_s + unit.context_backward_s for unit in blocks)
-
 
 class How(NamedTuple):
     """The kernels of an engine."""
@@ -128,11 +122,6 @@ class _Run:
         return expert_parameters(self.segment)
 
 
-def _any_way(how: How) -> How:
-    """The kernels apart from how context ranks see tokens."""
-    return how._replace(context="ring")
-
-
 class _Held(NamedTuple):
     """Weights that a rank holds, in elements but for their number: ``Unit`` says which."""
 
@@ -143,7 +132,8 @@ class _Held(NamedTuple):
     largest: int
 
 
-class _Divided(NamedTuple):
+@dataclass(frozen=True)
+class _Divided:
     """What of a segment its degrees decide, wherever the groups lie on nodes and however context ranks see tokens."""
 
     division: Division
@@ -156,6 +146,8 @@ class _Divided(NamedTuple):
     """The first product with stacked weights of experts."""
     num_unread: int
     """Of the sums over tensor ranks, those at the end that nothing in the backward pass reads."""
+    units: dict[tuple[object, ...], Unit] = field(default_factory=dict)
+    """By the groups that it communicates in."""
 
 
 class TensorCost(NamedTuple):
@@ -184,8 +176,11 @@ class UnitPricer:
         self._forward_flops = cache(lambda micro_batch_size: self._at(micro_batch_size).flops("forward"))
         self._units: dict[tuple[int, Axes, How], Units] = {}
         self._fastest: dict[tuple[int, Axes, Traits], Units] = {}
-        self._kernels: dict[tuple[int, Role, int, How], _Run] = {}
+        self._kernels: dict[tuple[int, Role, int, int], _Run] = {}
         self._divided: dict[tuple[object, ...], _Divided] = {}
+        numbers: dict[How, int] = {}
+        self._number = cache(lambda how: numbers.setdefault(how._replace(context="ring"), len(numbers)))
+        """Of kernels, the same however context ranks see tokens."""
 
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it."""
@@ -195,10 +190,21 @@ class UnitPricer:
         return self._fastest[key]
 
     def _fastest_units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
-        ways: tuple[ContextWay, ...] = traits.context_ways
-        if len(ways) > 1:
-            ways = tuple(way for way in ways if self._can(way, axes)) if axes.context.size > 1 else ways[:1]
-        return min((self._units_by(way, micro_batch_size, axes, traits) for way in ways), key=lambda u: u.context_s)
+        way = traits.context_ways[0]
+        if len(traits.context_ways) > 1 and axes.context.size > 1:
+            graph = self._at(micro_batch_size)
+            able: list[ContextWay] = [way for way in traits.context_ways if self._can(way, axes)]
+            way = min(able, key=lambda way: self._context_of_layers_s(graph, axes, self.how(traits, way)))
+        return self._units_by(way, micro_batch_size, axes, traits)
+
+    def _context_of_layers_s(self, graph: ModelGraph, axes: Axes, how: How) -> float:
+        """Seconds of all layers, forward and backward, in which attention waits for what it needs of other context ranks."""
+        each_s = []
+        for number, block in enumerate(graph.blocks):
+            of = self._of_degrees(graph, block, "block", number, axes, how)
+            forward_s, backward_s = self._context_s(of.attention, of.division, axes, of.times, how)
+            each_s.append(forward_s + backward_s)
+        return sum(each_s[kind] for kind in graph.layers)
 
     def _can(self, way: ContextWay, axes: Axes) -> bool:
         """Whether every rank can have as many heads."""
@@ -273,21 +279,28 @@ class UnitPricer:
     def _unit(
         self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: How,
     ) -> Unit:  # fmt: skip
+        of = self._of_degrees(graph, segment, role, number, axes, how)
         fp8 = how.fp8 if role == "block" else None  # engines leave the head in the compute type
+        context = axes.context if of.attention or fp8 is not None else None
+        groups = axes.tensor, axes.sequence_parallel, context, how.context, axes.expert if of.grouped else None
+        if groups not in of.units:
+            of.units[groups] = self._communicating(of, graph.micro_batch_size, segment, axes, how, fp8)
+        return of.units[groups]
+
+    def _communicating(
+        self, of: _Divided, micro_batch_size: int, segment: Segment, axes: Axes, how: How, fp8: Fp8Recipe | None
+    ) -> Unit:
         in_8_bits = fp8 is not None and fp8.gathers_in_8_bits
-        division, times, memory, weights, attention, grouped, num_unread = self._of_degrees(
-            graph, segment, role, number, axes, how
-        )
-        parts = division.split
+        parts = of.division.split
         tensor = self._tensor(
-            parts, axes, times, how, fp8=in_8_bits, sequences=graph.micro_batch_size, num_unread=num_unread
+            parts, axes, of.times, how, fp8=in_8_bits, sequences=micro_batch_size, num_unread=of.num_unread
         )
         if fp8 is not None and fp8.shares_scales:
             tensor = self._with_scales(tensor, parts, axes, segment)
-        context_s = self._context_s(attention, division, axes, times, how)
+        context_s = self._context_s(of.attention, of.division, axes, of.times, how)
         return Unit(
-            times=times,
-            memory=memory,
+            times=of.times,
+            memory=of.memory,
             tensor_forward_s=tensor.forward_s,
             tensor_again_s=tensor.again_s,
             tensor_gather_s=tensor.gather_s,
@@ -295,8 +308,8 @@ class UnitPricer:
             tensor_launches=tensor.launches,
             context_forward_s=context_s[0],
             context_backward_s=context_s[1],
-            expert_s=self._expert_s(grouped, division, axes, how),
-            **weights._asdict(),
+            expert_s=self._expert_s(of.grouped, of.division, axes, how),
+            **of.weights._asdict(),
         )
 
     def beside_products_s(
@@ -313,7 +326,7 @@ class UnitPricer:
         return tuple(found)
 
     def _run(self, graph: ModelGraph, segment: Segment, role: Role, number: int, how: How) -> _Run:
-        alike = graph.micro_batch_size, role, number, _any_way(how)
+        alike = graph.micro_batch_size, role, number, self._number(how)
         if alike not in self._kernels:
             parts = split(segment, role, whole_biased_experts=how.whole_biased_experts)
             fp8 = how.fp8 if role == "block" else None
@@ -326,7 +339,7 @@ class UnitPricer:
     ) -> _Divided:
         degree, context, experts = axes.tensor.size, axes.context.size, axes.expert.size
         sequence_parallel = axes.sequence_parallel and degree > 1
-        key = graph.micro_batch_size, role, number, _any_way(how), degree, sequence_parallel, context, experts
+        key = graph.micro_batch_size, role, number, self._number(how), degree, sequence_parallel, context, experts
         if key in self._divided:
             return self._divided[key]
         fp8 = how.fp8 if role == "block" else None

@@ -12,7 +12,7 @@ from ahp.errors import BadInput, bad_input
 from ahp.forecast import rules
 from ahp.plan import Parallelism
 from ahp.schedule import patterns
-from ahp.search.orders import Degrees, Order, Orders, Within
+from ahp.search.orders import Degrees, Order, Ordered, Orders, Within
 from ahp.search.problem import Problem
 
 DEEPEST_UNEVEN_VIRTUAL = 8
@@ -97,7 +97,8 @@ class Choices:
         self.splits = cache(self._splits)
         self.lying = cache(self._lying)
         self.pipes = cache(self._pipes)
-        self.legal_splits = cache(self._legal_splits)
+        self.legal_stages = cache(self._legal_stages)
+        self._legal: dict[tuple[int, Shared], tuple[Split, ...]] = {}
         self.legal_states = cache(self._legal_states)
         self.legal_pipes = cache(self._legal_pipes)
         self.legal_recompute = cache(self._legal_recompute)
@@ -160,10 +161,13 @@ class Choices:
         """The same by where the devices of a replica lie, the usual place first."""
         found: dict[Within, list[Split]] = {}
         expert = expert if data * context % expert == 0 else 1  # no legal layout else
-        for split in self.splits(data, context > 1):
-            degrees = Degrees((pipeline, split.replicate, split.shard, context, tensor), expert)
-            for order, within in self.orders.different(degrees, self.given.get("mesh_order")):
-                found.setdefault(within, []).append(split._replace(order=order))
+        ordered: dict[int, tuple[Ordered, ...]] = {}
+        for replicate, shard, zero, _ in self.splits(data, context > 1):
+            if shard not in ordered:
+                degrees = Degrees((pipeline, replicate, shard, context, tensor), expert)
+                ordered[shard] = self.orders.different(degrees, self.given.get("mesh_order"))
+            for order, within in ordered[shard]:
+                found.setdefault(within, []).append(Split(replicate, shard, zero, order))
         return tuple((within, tuple(splits)) for within, splits in found.items())
 
     def _zero_stages(self, shard: int, context: bool) -> list[int]:
@@ -194,19 +198,31 @@ class Choices:
         kept = [pipe for pipe in found if name in (None, pipe.schedule) and virtual in (None, pipe.virtual)]
         return tuple(kept) or (Pipe(name or "1F1B", virtual or 1),)
 
-    def _legal_splits(self, splits: tuple[Split, ...], mesh: Shared) -> tuple[Split, ...]:
-        """Of the ZeRO stages that the engine runs alike the first."""
-        found: dict[tuple[Split, Traits], Split] = {}
-        for split in splits:
-            if not self.refused_split(split, mesh):
-                found.setdefault((split._replace(zero=0), self.traits(split[:3], mesh)), split)
+    def legal_splits(self, splits: tuple[Split, ...], mesh: Shared) -> tuple[Split, ...]:
+        """Of those of a mesh; of the ZeRO stages that the engine runs alike the first."""
+        key = id(splits), mesh  # ``lying`` keeps them
+        if key not in self._legal:
+            self._legal[key] = tuple(
+                split
+                for split in splits
+                if split.zero in self.legal_stages(split.replicate, split.shard, mesh)
+                and not (split.order and self.orders.refused(split.order))
+            )
+        return self._legal[key]
+
+    def _legal_stages(self, replicate: int, shard: int, mesh: Shared) -> tuple[int, ...]:
+        """ZeRO stages that the engine can express for so many replicas and shards, of those that it runs alike the first."""
+        found: dict[Traits, int] = {}
+        for zero in self._zero_stages(shard, mesh.context):
+            if not self.bad_split((replicate, shard, zero), mesh):
+                found.setdefault(self.traits((replicate, shard, zero), mesh), zero)
         return tuple(found.values())
 
     def _legal_states(self, tensor: int, context: int, pipeline: int, expert: int, data: int) -> tuple[Split, ...]:
-        found: dict[Split, Split] = {}
+        found: dict[tuple[int, int, int], Split] = {}
         for _, splits in self.lying(tensor, context, pipeline, expert, data):
             for split in self.legal_splits(splits, Shared(expert, pipeline, context > 1)):
-                found.setdefault(split._replace(order=None), split)
+                found.setdefault(split[:3], split)
         return tuple(found.values())
 
     def _legal_pipes(self, pipeline: int, micro_batches: int) -> tuple[Pipe, ...]:

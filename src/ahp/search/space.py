@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from ahp.forecast import rules
 from ahp.plan import Parallelism
-from ahp.search.choices import Choices, Mesh, Pipe, Shared, Split
+from ahp.search.choices import Choices, Mesh, Pipe, Split
+from ahp.search.different import different
 from ahp.search.problem import Problem
 
 Ints = NDArray[np.int64]
@@ -196,7 +197,7 @@ def build(asked: Problem) -> Space:
     micro, batch = np.array(choices.micro_batch), asked.job.global_batch_size
     per_round = table[:, [5]] * micro
     micro_batches = np.where(batch % per_round == 0, batch // per_round, 0)
-    counted = _Counted(choices, meshes, micro_batches)
+    counted = _Counted(choices, meshes, table, micro_batches)
     legal = counted.legal()
     mesh, size = np.nonzero(legal)
     columns = [mesh, *(table[mesh, i] for i in range(6)), micro[size], micro_batches[mesh, size], legal[mesh, size]]
@@ -207,8 +208,9 @@ def build(asked: Problem) -> Space:
 class _Counted:
     """Rows of each mesh and micro-batch, and how many of them break each rule; [M, K] for M meshes, K micro-batches."""
 
-    def __init__(self, choices: Choices, meshes: list[Mesh], micro_batches: Ints) -> None:
-        self.choices, self.meshes, self.micro_batches = choices, meshes, micro_batches
+    def __init__(self, choices: Choices, meshes: list[Mesh], table: Ints, micro_batches: Ints) -> None:
+        """``table``: [M, 6] the degrees of the meshes."""
+        self.choices, self.meshes, self.table, self.micro_batches = choices, meshes, table, micro_batches
         self.num_recompute = len(choices.recompute)
         self.num_splits = np.array([len(mesh.splits) for mesh in meshes])
         self.num_pipes = np.array([len(choices.pipes(mesh.pipeline)) for mesh in meshes])
@@ -291,15 +293,14 @@ class _Counted:
         """A rule that looks at ``keys`` alone."""
         order = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree",
                  "expert_parallel_degree", "enable_sequence_parallel", "data_parallel_replicate_degree")  # fmt: skip
-        at = [order.index(key) for key in keys]
-        values = [tuple(mesh[i] for i in at) for mesh in self.meshes]
-        reasons = {}
-        for value in dict.fromkeys(values):
+        values, at = different(*(self.table[:, order.index(key)] for key in keys))
+        reasons = []
+        for value in values.tolist():
             chosen: dict[str, Any] = dict(zip(keys, value, strict=True))
-            reasons[value] = reason(Parallelism(**chosen))
-        wrong = np.array([reasons[value] is not None for value in values])
+            reasons.append(reason(Parallelism(**chosen)))
+        wrong = np.array([text is not None for text in reasons])[at]
         broken = int(self.per_micro_batch[wrong].sum()) * self.micro_batches.shape[1]
-        self._count(name, next(filter(None, reasons.values()), None), broken)
+        self._count(name, next(filter(None, reasons), None), broken)
         self.wrong_mesh |= wrong
 
     def _bad_attention(self, layout: Parallelism) -> str | None:
@@ -316,40 +317,41 @@ class _Counted:
     def _good_splits(self) -> tuple[Ints, Ints]:
         """[M] Splits that the engine can express, those that it runs alike once; and how often it runs one alike."""
         each = self.num_recompute * self.micro_batches.shape[1]
-        rows: dict[tuple[tuple[Split, ...], Shared], int] = {}
+        rows: dict[int, int] = {}
+        first: dict[int, Mesh] = {}
         for mesh, pipes in zip(self.meshes, self.num_pipes.tolist(), strict=True):
-            key = mesh.splits, mesh.shared
+            key = id(mesh.splits)  # meshes that have these in common have all else that decides
             rows[key] = rows.get(key, 0) + pipes * each
+            first.setdefault(key, mesh)
         found = {}
-        for key, count in rows.items():
-            good, refused = len(self.choices.legal_splits(*key)), 0
-            if good < len(key[0]):
-                for text in filter(None, (self.choices.refused_split(split, key[1]) for split in key[0])):
-                    self._count(f"engine: {text.split(' = ')[0]}", text, count)
+        for key, mesh in first.items():
+            good, refused = len(self.choices.legal_splits(mesh.splits, mesh.shared)), 0
+            if good < len(mesh.splits):
+                for text in filter(None, (self.choices.refused_split(split, mesh.shared) for split in mesh.splits)):
+                    self._count(f"engine: {text.split(' = ')[0]}", text, rows[key])
                     refused += 1
-            found[key] = good, len(key[0]) - refused - good
-        good, alike = np.array([found[mesh.splits, mesh.shared] for mesh in self.meshes]).T
+            found[key] = good, len(mesh.splits) - refused - good
+        good, alike = np.array([found[id(mesh.splits)] for mesh in self.meshes]).T
         return good, alike
 
     def _good_pipes(self) -> Ints:
         """[M, K] Ways to run the pipeline that the engine can express, the layers allow and the micro-batches suit."""
-        pipeline = np.array([mesh.pipeline for mesh in self.meshes])
         rows = np.broadcast_to((self.num_splits * self.num_recompute)[:, None], self.micro_batches.shape)
-        good = np.zeros(self.micro_batches.shape, dtype=np.int64)
-        for p in np.unique(pipeline):
+        pipeline, good = self.table[:, 2], np.zeros(self.micro_batches.shape, dtype=np.int64)
+        for p in np.unique(pipeline).tolist():
             of_p = pipeline == p
-            counts, weights = self.micro_batches[of_p], rows[of_p]
-            found = np.zeros(counts.shape, dtype=np.int64)
-            for pipe in self.choices.pipes(int(p)):
-                refused, stages = self.choices.refused_pipe(pipe, int(p)), self.choices.bad_stages(pipe, int(p))
-                self._count("engine: pipeline_parallel_schedule", refused, int(weights.sum()))
-                self._count("layers", stages, int(weights.sum()))
-                for m in np.unique(counts):
-                    of_m = counts == m
-                    wrong = self.choices.bad_schedule(pipe, int(p), int(m))
-                    self._count("schedule", wrong, int(weights[of_m].sum()))
-                    found += of_m & (not (refused or stages or wrong))
-            good[of_p] = found
+            counts, at = np.unique(self.micro_batches[of_p].ravel(), return_inverse=True)
+            weights = np.bincount(at, rows[of_p].ravel()).astype(np.int64).tolist()
+            found = np.zeros(len(counts), dtype=np.int64)
+            for pipe in self.choices.pipes(p):
+                refused, stages = self.choices.refused_pipe(pipe, p), self.choices.bad_stages(pipe, p)
+                self._count("engine: pipeline_parallel_schedule", refused, sum(weights))
+                self._count("layers", stages, sum(weights))
+                wrong = [self.choices.bad_schedule(pipe, p, m) for m in counts.tolist()]
+                for text, weight in zip(wrong, weights, strict=True):
+                    self._count("schedule", text, weight)
+                found += np.array([not (refused or stages or text) for text in wrong], dtype=np.int64)
+            good[of_p] = found[at].reshape(-1, self.micro_batches.shape[1])
         return good
 
     def _good_recompute(self) -> Ints:

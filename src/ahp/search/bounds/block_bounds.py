@@ -34,6 +34,7 @@ from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
 from ahp.search.bounds.splits import Splits
 from ahp.search.choices import Pipe
+from ahp.search.different import different
 from ahp.search.problem import Problem
 from ahp.search.space import Space
 
@@ -47,9 +48,9 @@ def block_bounds_s(asked: Problem, space: Space, which: Ints) -> Floats:
     blocks = space.blocks.at(which)
     pipeline, m = blocks.pipeline, blocks.micro_batches
     columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, blocks.micro_batch
-    keys, at = _different(*columns)
+    keys, at = different(*columns)
     per_layer = np.array([found.beside_products_s(*key) for key in keys.tolist()])[at]
-    keys, at = _different(*columns, *space.local(blocks.mesh))
+    keys, at = different(*columns, *space.local(blocks.mesh))
     per_layer += np.array([found.collectives_s(*key) for key in keys.tolist()])[at]
     products_s = found.products_s() / asked.cluster.num_devices
     # Mean over the ranks: work, and the forwards of the stages before, each with as few layers as any cut leaves it.
@@ -69,7 +70,7 @@ def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Spli
     found, of = _BlockNeeds(asked, space), space.blocks
     # Where ranks lie changes no memory.
     columns = of.tensor, of.context, of.pipeline, of.expert, of.sequence_parallel, of.data, of.micro_batch
-    keys, at = _different(*columns)
+    keys, at = different(*columns)
     first = np.zeros(len(keys), dtype=np.int64)
     first[at[::-1]] = np.arange(len(of))[::-1]
     return np.array([found.needs_bytes(block, splits(block)) for block in first.tolist()])[at]
@@ -129,16 +130,6 @@ class _BlockNeeds:
     def _state_bytes(self, splits: Splits, tensor: int, expert: int, m: int) -> tuple[Floats, Floats]:
         """[J, 1] Bytes of the states that each split leaves of a layer at least, and of them the gradients at m = 1."""
         return splits.columns.states_of_layer(int(self._dense / tensor), int(self._experts / expert / tensor), m)
-
-
-def _different(*columns: Ints) -> tuple[Ints, Ints]:
-    """The rows of a table that differ, and which of them each row is. (numpy's own, over rows, is many times slower.)"""
-    number = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        values, at = np.unique(column, return_inverse=True)
-        number = number * len(values) + at
-    _, first, at = np.unique(number, return_index=True, return_inverse=True)
-    return np.stack(columns, axis=1)[first], at
 
 
 class _BlockBounds:

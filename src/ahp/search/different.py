@@ -1,0 +1,24 @@
+"""The rows of a table that differ."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+def different(*columns: Ints) -> tuple[Ints, Ints]:
+    """The rows of a table that differ, in the order in which they come, and which of them each row is.
+
+    numpy's own, over rows, is many times slower.
+    """
+    number = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        values, at = np.unique(column, return_inverse=True)
+        number = number * len(values) + at
+    _, first, at = np.unique(number, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    return np.stack(columns, axis=1)[first[order]], place[at]
