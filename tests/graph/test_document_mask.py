@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from ahp.errors import BadInput
-from ahp.graph.call import Documents, call_model, logits_of
+from ahp.graph.call import BIDIRECTIONAL, CAUSAL, Documents, Sight, call_model, logits_of
 from ahp.graph.document_mask import documents_apart
 from ahp.graph.trace import analyze
 from tests.search.families import build, small_config
@@ -48,10 +50,12 @@ class Block(nn.Module):
 
 
 class Window(nn.Module):
-    """Takes a whole mask as transformers does; its own is a window of three tokens."""
+    """Takes a whole mask as transformers does; its own is a window of three tokens. ``blocks_of_two``: tokens see their neighbour to
+    one side; ``growing``: later blocks see further."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, blocks_of_two: bool = False, growing: bool = False) -> None:
         super().__init__()
+        self.blocks_of_two, self.growing = blocks_of_two, growing
         self.tokens = nn.Embedding(32, 8)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
@@ -62,13 +66,34 @@ class Window(nn.Module):
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         order = torch.arange(ids.shape[1])
-        mask = (order[:, None] - order).abs() < 3
-        if attention_mask is not None:
-            mask = attention_mask if attention_mask.dim() == 4 else mask & (attention_mask[:, None, None] == 1)
+        apart = (order[:, None] - order).abs()
         x = self.tokens(ids)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            mask = order[:, None] // 2 == order // 2 if self.blocks_of_two else apart < 3 + number * self.growing
+            if attention_mask is not None:
+                mask = attention_mask if attention_mask.dim() == 4 else mask & (attention_mask[:, None, None] == 1)
             x = block(x, mask)
         return x @ self.tokens.weight.T
+
+
+WINDOWS = Documents(masks=(("full_attention", BIDIRECTIONAL), ("sliding_attention", Sight(4, 4))))
+
+
+def built(name: str, **more: Any) -> nn.Module:
+    """A family, or one in which every second layer or so sees four tokens to each side."""
+    windows = {"local_attention": 8} if name.startswith("windows of ") else {}
+    return build(name.removeprefix("windows of "), **windows, **more)
+
+
+def swapped() -> nn.Module:
+    """Its config calls its layers by each other's kinds."""
+    model = built("windows of modernbert")
+    model.config.layer_types = model.config.layer_types[::-1]
+    return model
+
+
+def test_a_window_of_all_blocks_alike_is_handed_in() -> None:
+    assert documents_apart(Window(), 16) == Documents(masks=((None, Sight(2, 2)),))
 
 
 def build_eager(model_type: str) -> nn.Module:
@@ -85,15 +110,19 @@ def test_causal_families_make_masks_of_positions(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "documents"),
     [
-        ("bert", Documents(mask="bidirectional")),
-        ("roberta", Documents(first_position=1, mask="bidirectional")),  # after the row of its padding, here 0
-        ("modernbert", Documents(mask="bidirectional")),  # a window of 128, longer than the sequence
-        ("opt", Documents(mask="causal")),
+        ("bert", Documents(masks=((None, BIDIRECTIONAL),))),
+        (
+            "roberta",
+            Documents(first_position=1, masks=((None, BIDIRECTIONAL),)),
+        ),  # after the row of its padding, here 0
+        ("modernbert", Documents(masks=((None, BIDIRECTIONAL),))),  # a window of 128, longer than the sequence
+        ("windows of modernbert", WINDOWS),
+        ("opt", Documents(masks=((None, CAUSAL),))),
     ],
 )
 def test_other_families_are_handed_a_mask(model_type: str, documents: Documents) -> None:
-    assert documents_apart(build(model_type), 16) == documents
-    model = build(model_type, device="cpu").eval()
+    assert documents_apart(built(model_type), 16) == documents
+    model = built(model_type, device="cpu").eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     places = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5]])
@@ -104,7 +133,9 @@ def test_other_families_are_handed_a_mask(model_type: str, documents: Documents)
         for row, start, end in ((0, 0, 5), (0, 5, 8), (1, 0, 2), (1, 2, 8)):
             alone = logits_of(call_model(model, ids[row : row + 1, start:end]))[0]
             torch.testing.assert_close(packed[row, start:end], alone, rtol=1e-4, atol=1e-4)
-            assert (joined[row, start:end] - alone).abs().max() > 1e-2 or (documents.mask == "causal" and start == 0)
+            assert (joined[row, start:end] - alone).abs().max() > 1e-2 or (
+                documents.masks[0][1] == CAUSAL and start == 0
+            )
 
 
 @pytest.mark.parametrize(
@@ -112,8 +143,9 @@ def test_other_families_are_handed_a_mask(model_type: str, documents: Documents)
     [
         (build("qwen3_next"), "block model.layers.0 is given no mask"),
         (build_eager("bert"), "its attention is not fused"),
-        (build("modernbert", local_attention=8), "a mask of documents would take the place of .*windows"),
-        (Window(), "a mask of documents would take the place"),
+        (Window(blocks_of_two=True), "a mask of documents would take the place .* equally far"),
+        (Window(growing=True), "a mask of documents would take the place .* no names"),
+        (swapped(), "of masks by kind of layer block model.layers.0 is not given its own"),
         (Careless(masks=False), "block blocks.0 is given no mask"),
         (Careless(first=2), "block blocks.0 is given no mask"),
         (Careless(own_places=True), "its positions would be others"),
@@ -122,8 +154,9 @@ def test_other_families_are_handed_a_mask(model_type: str, documents: Documents)
     ids=[
         "linear attention",
         "eager",
-        "windows",
-        "own windows",
+        "blocks of two",
+        "growing windows",
+        "swapped windows",
         "own mask",
         "own start",
         "own positions",

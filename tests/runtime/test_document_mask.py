@@ -41,23 +41,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         **CONTEXT, **PIPELINE, "context_parallel_method": "ring", "tensor_parallel_degree": 2, "enable_sequence_parallel": True
     },
 }  # fmt: skip
+WINDOWS = "windows of modernbert"
+"""A family that is handed two masks."""
 HANDED = ("family bert", "family opt")
 """Families that are handed a mask beside the positions, one without causality and one with."""
 MODELS_OF = {
-    "one": ("gpt2", "own", "windows of mistral", "windows of gemma2", "family qwen3", *HANDED),
+    "one": ("gpt2", "own", "windows of mistral", "windows of gemma2", "family qwen3", WINDOWS, *HANDED),
     "zero3-recompute": ("llama", *HANDED),
-    "tp": ("gpt2", "windows of mistral", *HANDED),
+    "tp": ("gpt2", "windows of mistral", WINDOWS, *HANDED),
     "sequence": ("llama", *HANDED),
-    "1f1b": ("gpt2", "own", *HANDED),
+    "1f1b": ("gpt2", "own", WINDOWS, *HANDED),
     "ring": ("llama", "windows of gemma3_text", *HANDED),
-    "all-to-all": ("llama", *HANDED),
+    "all-to-all": ("llama", WINDOWS, *HANDED),
     "expert": ("family mixtral",),
-    "ring+sequence+1f1b": ("llama", *HANDED),
+    "ring+sequence+1f1b": ("llama", WINDOWS, *HANDED),
 }
 CASES = [(layout, model) for layout in LAYOUTS for model in MODELS_OF[layout]]
 FAST = {("one", "gpt2"), ("ring", "llama"), ("ring", "family bert")}
 WIDE = {
     ("one", "family qwen3"), ("one", "windows of gemma2"), ("sequence", "llama"), ("tp", "gpt2"), ("1f1b", "own"),
+    ("tp", WINDOWS), ("1f1b", WINDOWS), ("all-to-all", WINDOWS),
     *((layout, model) for layout in MODELS_OF for model in HANDED),
 } - {("ring", "family bert"), ("all-to-all", "family bert"), ("ring+sequence+1f1b", "family bert"), ("1f1b", "family opt")}  # fmt: skip
 """Parts of the largest product, and families whose masks are made as those of others here."""
@@ -88,14 +91,19 @@ def own() -> nn.Module:
     return Own()
 
 
+WINDOW = {"modernbert": {"local_attention": 8}}
+
+
 def windows(model_type: str) -> nn.Module:
     """A family in which all blocks or some see a few tokens back alone."""
     torch.manual_seed(0)
-    return build(model_type, device="cpu", sliding_window=4)
+    return build(model_type, device="cpu", **WINDOW.get(model_type, {"sliding_window": 4}))
 
 
 BUILDERS["own"] = own
-BUILDERS.update({f"windows of {name}": partial(windows, name) for name in ("mistral", "gemma2", "gemma3_text")})
+BUILDERS.update(
+    {f"windows of {name}": partial(windows, name) for name in ("mistral", "gemma2", "gemma3_text", "modernbert")}
+)
 
 
 def documents(step: int) -> dict[str, torch.Tensor]:
@@ -196,6 +204,7 @@ COMPILED: dict[str, tuple[str, dict[str, Any], int]] = {
     "1f1b-selective": ("gpt2", {**PIPELINE, "activation_checkpoint": "selective"}, 2),
     "zero-x-tp-1f1b-recompute": ("family opt", {**ZERO_3, **TENSOR, **PIPELINE, "activation_checkpoint": "full"}, 1),
     "expert": ("family mixtral", LAYOUTS["expert"], 4),
+    "zero3-recompute-windows": (WINDOWS, LAYOUTS["zero3-recompute"], 2),
 }
 """The model, the layout, and how many graphs there are: those of a block (tests/runtime/test_compiled.py), and twice as many where a
 rank has micro-batches of one document in each row besides, for which transformers makes no mask."""

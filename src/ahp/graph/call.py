@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ahp.errors import BadInput
+
+
+class Sight(NamedTuple):
+    """How far a token sees in its document, in tokens before and after itself; None = all of them."""
+
+    before: int | None = None
+    after: int | None = None
+
+    def sees(self, ahead: torch.Tensor) -> torch.Tensor:
+        """Whether a key that lies so far ahead of a query is seen: bool of the shape of ``ahead``."""
+        seen = torch.ones_like(ahead, dtype=torch.bool)
+        if self.before is not None:
+            seen &= ahead >= -self.before
+        if self.after is not None:
+            seen &= ahead <= self.after
+        return seen
+
+
+BIDIRECTIONAL, CAUSAL = Sight(), Sight(after=0)
 
 
 @dataclass(frozen=True)
@@ -17,24 +36,29 @@ class Documents:
 
     first_position: int = 0
     """Which row of its table of positions stands for the first token of a document."""
-    mask: Literal["causal", "bidirectional"] | None = None
-    """What a token sees of its document, None where the model makes its masks of positions that start again: then no mask is handed
-    in, which would take the place of its own, windows included."""
+    masks: tuple[tuple[str | None, Sight], ...] = ()
+    """What a token sees of its document, by the kind of layer as the model names it, or under None in every layer. Empty where the
+    model makes its masks of positions that start again: then none is handed in, which would take the place of its own."""
 
-    def arguments(self, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def arguments(self, position_ids: torch.Tensor) -> dict[str, Any]:
         """Keyword arguments of the model, ``position_ids`` [B, S] of each token the place in its document, from 0.
 
-        A mask is bool [B, 1, S, S], true where a query sees a key: transformers hands such a one on to its blocks as it is.
+        A mask is bool [B, 1, S, S], true where a query sees a key: transformers hands such a one on to its blocks as it is, and of
+        several in a mapping each block its own.
         """
-        found = {"position_ids": position_ids + self.first_position if self.first_position else position_ids}
-        if self.mask is None:
+        found: dict[str, Any] = {
+            "position_ids": position_ids + self.first_position if self.first_position else position_ids
+        }
+        if not self.masks:
             return found
         document = (position_ids == 0).cumsum(1)
-        seen = document[:, :, None] == document[:, None, :]
-        if self.mask == "causal":
-            order = torch.arange(position_ids.shape[1], device=position_ids.device)
-            seen = seen & (order[:, None] >= order)
-        return {**found, "attention_mask": seen[:, None]}
+        same = document[:, :, None] == document[:, None, :]
+        order = torch.arange(position_ids.shape[1], device=position_ids.device)
+        ahead = order - order[:, None]
+        masks = {
+            kind: (same if sight == BIDIRECTIONAL else same & sight.sees(ahead))[:, None] for kind, sight in self.masks
+        }
+        return {**found, "attention_mask": masks.get(None, masks)}
 
 
 def model_arguments(

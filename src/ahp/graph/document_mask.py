@@ -1,7 +1,7 @@
 """How a model is told to keep the documents of one sequence apart, and whether it then does.
 
-transformers makes masks from positions that start again, but not for every family; others take a whole mask, which they hand on to
-their blocks. A user's own module may do anything. So the model's own forward runs on a few made-up tokens, up to its blocks:
+transformers makes masks from positions that start again, but not for every family; others take a whole mask, or one for each kind of
+layer, which they hand on to their blocks. A user's own module may do anything. So the model's own forward runs on a few made-up tokens, up to its blocks:
 what they are given shows who sees whom.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +18,17 @@ from torch.overrides import TorchFunctionMode
 
 from ahp.errors import BadInput, bad_input
 from ahp.graph.blocks import NoBlocks, find_blocks
-from ahp.graph.call import Documents, model_arguments
+from ahp.graph.call import Documents, Sight, model_arguments
 from ahp.graph.capture import tensor_leaves
 from ahp.graph.initialize import initialize
 
 POSITIONS = ((0, 1, 2, 0, 1), (0, 0, 1, 2, 3))
 """Two rows of two documents each, that lie otherwise: a mask that is one for all rows shows too."""
+
+FEWEST_TOKENS = 3
+"""Of a sequence in which the one in the middle is hidden, and who sees first and last is told all the same."""
+
+REPLACED = "a mask of documents would take the place of those that its blocks are given"
 
 SEEN_ABOVE = -1e4
 """A mask's number that is added to the products: below it a weight is 0 in every precision, exp(-1e4)."""
@@ -34,8 +39,8 @@ def documents_apart(module: nn.Module, sequence_length: int) -> Documents:
 
     Raises BadInput where tokens would see other documents, or positions that start again would mean something else: every block
     must be given a mask [.., sequence, sequence], true where a key is seen or numbers that are added, that hides other documents. A
-    mask is handed in where the model makes none of positions, and where without it every token of ``sequence_length`` sees the whole
-    sequence, or all that is before it.
+    mask is handed in where the model makes none of positions, and where without it every token of ``sequence_length`` sees so many
+    before and after itself. Where that differs between blocks each kind of layer gets its own.
     """
     parameters = inspect.signature(module.forward).parameters.keys()
     if not {"position_ids", "kwargs"} & parameters:
@@ -47,7 +52,7 @@ def documents_apart(module: nn.Module, sequence_length: int) -> Documents:
     first = probe.first_position()
     documents = Documents(first)
     if (unmasked := probe.unmasked(documents)) is not None and "attention_mask" in parameters:
-        documents = Documents(first, probe.own_mask(sequence_length))
+        documents = Documents(first, probe.own_masks(sequence_length))
         unmasked = probe.unmasked(documents)
     if unmasked is not None:
         raise _refused(f"block {unmasked} is given no mask that hides other documents when positions start again")
@@ -79,28 +84,46 @@ class _Probe:
                 return f"{self.blocks.path}.{number}"
         return None
 
-    def own_mask(self, sequence_length: int) -> Literal["causal", "bidirectional"] | None:
-        """What a token sees where nothing is hidden, None where blocks are given no masks at all.
+    def own_masks(self, sequence_length: int) -> tuple[tuple[str | None, Sight], ...]:
+        """What tokens see where nothing is hidden, as ``Documents.masks`` has it; empty where a block is given no mask at all.
 
-        transformers makes no mask where it need not. So the last token is said to be padding, and looked at is who sees the others.
-        Raises BadInput where that is neither the whole sequence nor all that is before: the mask would take the place of windows.
+        transformers makes no mask where it need not. So a token is said to be padding, and looked at is who sees the others.
+        Raises BadInput where a mask that is handed in would show more or less than these do.
         """
-        padded = torch.ones(len(POSITIONS), sequence_length, dtype=torch.int64)
-        padded[:, -1] = 0
+        length = max(sequence_length, FEWEST_TOKENS)
+        padding = length // 2
+        padded = torch.ones(len(POSITIONS), length, dtype=torch.int64)
+        padded[:, padding] = 0
         given = self._given({"attention_mask": padded})
-        masks = {id(tensor): tensor for tensors in given.values() for tensor in tensors if _hides_last(tensor)}
-        masked = all(any(id(tensor) in masks for tensor in given.get(number, [])) for number in range(len(self.blocks)))
-        if not masks or not masked:
-            return None
-        if any(mask.dtype != torch.bool for mask in masks.values()):
-            raise _refused("its attention is not fused, and a mask is handed to scaled_dot_product_attention alone")
-        seen = [mask[..., :-1, :-1] for mask in masks.values()]
-        if all(bool(mask.all()) for mask in seen):
-            return "bidirectional"
-        before = torch.ones(seen[0].shape[-2:], dtype=torch.bool).tril()
-        if all(bool((mask == before).all()) for mask in seen):
-            return "causal"
-        raise _refused("a mask of documents would take the place of those that its blocks are given (windows?)")
+        masks = [next((t for t in given.get(n, []) if _hides(t, padding)), None) for n in range(len(self.blocks))]
+        found = {id(mask): _sight(mask, padding) for mask in masks if mask is not None}
+        if not masks or any(mask is None for mask in masks):
+            return ()
+        sights = [found[id(mask)] for mask in masks]
+        if len(set(sights)) == 1:
+            return ((None, sights[0]),)
+        self._check_handed_on(named := self._named(sights), sights, length)
+        return named
+
+    def _named(self, sights: list[Sight]) -> tuple[tuple[str, Sight], ...]:
+        """By the names that the config has for kinds of layers."""
+        kinds = getattr(getattr(self.model, "config", None), "layer_types", None) or ()
+        pairs = set(zip(kinds, sights, strict=False))
+        if len(kinds) != len(sights) or len({kind for kind, _ in pairs}) < len(pairs):
+            raise _refused(
+                f"{REPLACED}, which differ from block to block and have no names in its config (layer_types)"
+            )
+        return tuple(sorted(pairs))
+
+    def _check_handed_on(self, named: tuple[tuple[str, Sight], ...], sights: list[Sight], length: int) -> None:
+        """Whether of a mapping of masks each block is given its own."""
+        positions = torch.arange(length).expand(len(POSITIONS), -1) % (length // 2)
+        arguments = Documents(masks=named).arguments(positions)
+        given, handed = self._given(arguments), arguments["attention_mask"]
+        own = {sight: handed[kind] for kind, sight in named}
+        for number, sight in enumerate(sights):
+            if not any(tensor is own[sight] for tensor in given.get(number, [])):
+                raise _refused(f"of masks by kind of layer block {self.blocks.path}.{number} is not given its own")
 
     def first_position(self) -> int:
         """From where it counts of its own accord."""
@@ -122,13 +145,13 @@ class _Probe:
             return rows
         return rows.expand(self.positions.shape).gather(1, self.positions)
 
-    def _looked_up(self, arguments: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    def _looked_up(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
         """Which rows of its embeddings the model reads before its blocks."""
         with _LookUps() as found:
             self._given(arguments)
         return found.rows
 
-    def _given(self, arguments: dict[str, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    def _given(self, arguments: dict[str, Any]) -> dict[int, list[torch.Tensor]]:
         """The tensors that each block is called with, by its number. Blocks hand on what the first was given."""
         given: dict[int, list[torch.Tensor]] = {}
 
@@ -216,11 +239,28 @@ def _keeps_apart(tensor: torch.Tensor) -> bool:
     return not bool((seen & apart).any()) and bool(seen.diagonal(dim1=-2, dim2=-1).all())
 
 
-def _hides_last(tensor: torch.Tensor) -> bool:
-    """Whether it is a mask by which no token sees the last one, but for itself."""
+def _hides(tensor: torch.Tensor, padding: int) -> bool:
+    """Whether it is a mask by which no token sees this one, but for itself."""
     if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2]:
         return False
-    return not bool(_seen(tensor[..., :-1, -1]).any())
+    seen = _seen(tensor[..., padding])
+    return not bool(seen[..., :padding].any() or seen[..., padding + 1 :].any())
+
+
+def _sight(mask: torch.Tensor, padding: int) -> Sight:
+    """How far every token sees by a mask of one document in which one token is hidden. Raises BadInput where they do not see alike."""
+    if mask.dtype != torch.bool:
+        raise _refused("its attention is not fused, and a mask is handed to scaled_dot_product_attention alone")
+    length = mask.shape[-1]
+    order = torch.arange(length)
+    known = order != padding
+    seen, ahead = mask[..., known], (order - order[:, None])[:, known]
+    far = ahead[seen.flatten(0, -3)[0]] if seen.dim() > 2 else ahead[seen]
+    before, after = -int(far.min()), int(far.max())
+    sight = Sight(before if before < length - 1 else None, after if after < length - 1 else None)
+    if not bool((seen == sight.sees(ahead)).all()):
+        raise _refused(f"{REPLACED}, and by these tokens do not see equally far")
+    return sight
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor:
