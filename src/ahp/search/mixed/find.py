@@ -26,7 +26,7 @@ from ahp.search.mixed.floors import Entry, Kind, ShapeFloors
 from ahp.search.mixed.nearby_shapes import NearbyShapes
 from ahp.search.mixed.several import SeveralTask
 from ahp.search.mixed.solve import Placement, Solved, Task
-from ahp.search.mixed.space import SEVERAL, MixedSpace, Shape
+from ahp.search.mixed.space import SEVERAL, MixedSpace, Shape, shape_of
 from ahp.search.mixed.tables import LayoutTables
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
@@ -44,8 +44,10 @@ class Budget:
     """Forecasts of these, the most promising first."""
     exact: int = 4000
     """Forecasts of the others."""
-    near: int = 200
+    near: int = 150
     """Shapes near the fastest that are looked at without finding a faster one."""
+    several: int = 8
+    """Of the fastest with one stage on each rank so many are looked at with several."""
 
 
 SLACK = 1.15
@@ -69,6 +71,8 @@ class MixedOutcome:
     """Shapes that break one of them."""
     size: int = 0
     """Legal shapes."""
+    twins: int = 0
+    """Shapes that run the same as another, none of the legal ones."""
     placed: int = 0
     """Shapes that were placed."""
     too_large: int = 0
@@ -93,7 +97,7 @@ class Finder:
         self.names = tuple(group.name for group in asked.cluster.groups)
         self.best_s = best_s
         rules = tuple(space.rules.values())
-        self.outcome = MixedOutcome(rules=rules, size=space.legal, broken=space.size - space.legal)
+        self.outcome = MixedOutcome(rules=rules, size=space.legal, broken=space.size - space.legal, twins=space.twins)
         self.floors = ShapeFloors(found, space)
         self._waiting: list[tuple[float, int, Task, list[Placement]]] = []
         """Shapes with their most promising placements, not priced yet: (its bound, a number of their own, ...)."""
@@ -101,12 +105,17 @@ class Finder:
         """Shapes with too many placements to look at each, of which some were priced: the time of the one that fits, or where none does
         of the first."""
         self._near = NearbyShapes(space)
+        self._seen: set[Shape] = set()
+        """Those that were looked at for being near another."""
 
     def run(self, keep: int, seeds: Iterable[Shape] = ()) -> MixedOutcome:
-        """Place shapes until none left can win, or the budget is spent: first those near ``seeds``, then without a pipeline."""
+        """Place shapes until none left can win, or the budget is spent: first those near ``seeds``, then without a pipeline; and at the
+        end those near the fastest."""
         self._look_nearby(seeds)
         for kind in self.floors.kinds:
             self._queue(kind, keep)
+        if self.outcome.floor_s < self.best_s:
+            self._look_nearby(shape_of(layout) for layout, _ in self._fastest(keep))
         self._price_waiting(keep)
         self.outcome.too_large += self.floors.too_large
         self.outcome.fitting.sort(key=lambda pair: pair[1].step_time_s)
@@ -118,7 +127,8 @@ class Finder:
         What is alike comes up three times, each time better known: by its units; by the shapes that its memory leaves; and
         with their floors, for which its stages are priced.
         """
-        heap = [(float(promise_s), i, UNITS) for i, promise_s in enumerate(kind.promise_s) if promise_s < np.inf]
+        there = np.flatnonzero((kind.promise_s < np.inf) & ~kind.skipped)
+        heap = [(float(kind.promise_s[i]), i, UNITS) for i in there.tolist()]
         heapq.heapify(heap)
         floors_s = dict[int, float]()
         opened: dict[int, list[Entry]] = {}
@@ -215,25 +225,32 @@ class Finder:
                 return
             self._first_that_fits(task, found)
 
+    def _fastest(self, count: int) -> list[Pair]:
+        return sorted(self.outcome.fitting, key=lambda pair: pair[1].step_time_s)[:count]
+
     def _look_nearby(self, seeds: Iterable[Shape]) -> None:
-        """Look at pipelines near some shapes, and near what these find, the least time first, until so many were no faster."""
-        left, seen, number = self.budget.near, set[Shape](), count()
-        heap = [(0.0, next(number), shape) for shape in seeds]
-        while heap:
+        """Look at pipelines near some shapes, and near what these find, the least time first, until so many were no faster. Then at
+        the fastest with several stages on each rank."""
+        left, number = self.budget.near, count()
+        heap = [(0.0, next(number), shape) for shape in dict.fromkeys(seeds)]
+        while heap and left:
             for shape in self._near.of(heapq.heappop(heap)[2]):
-                if shape.pipeline == 1 or shape in seen:
+                if shape.pipeline == 1 or shape in self._seen or not left:
                     continue
-                if not left:
-                    return
-                seen.add(shape)
                 before_s, left = self.best_s, left - 1
                 takes_s = self._look_at(shape)
                 left = self.budget.near if self.best_s < before_s else left
                 if takes_s < float("inf"):
                     heapq.heappush(heap, (takes_s, next(number), shape))
+        if self.budget.near:
+            for layout, _ in self._fastest(self.budget.several):
+                shape = replace(shape_of(layout), schedule=SEVERAL)
+                if shape not in self._seen and self._near.legal(shape):
+                    self._look_at(shape)
 
     def _look_at(self, shape: Shape) -> float:
         """Seconds of a shape: by its forecast where it may win, else at least; infinite where nothing was found that holds it."""
+        self._seen.add(shape)
         task = self.task(shape)
         found = task.promising() if self.columns_hold(task) else []
         if not found:

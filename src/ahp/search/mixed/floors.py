@@ -75,6 +75,8 @@ class Kind:
     """The promise and the floor of those below a limit, by the units alone."""
     entries: Callable[[Alike, float], Iterator[Entry]]
     """Of these those that are below it by their stages; asked after ``near``, once."""
+    skipped: Bools
+    """[N] Whether its shapes are none of the space (``space.is_twin``)."""
 
 
 class Near(NamedTuple):
@@ -109,7 +111,7 @@ class ShapeFloors:
     def alone(self) -> Kind:
         """Without a pipeline."""
         least_s, promise_s = (self.columns.alone_s(recomputing=every) for every in (False, True))
-        return Kind(least_s, promise_s, partial(self._near, "alone"), self._entries_alone)
+        return Kind(least_s, promise_s, partial(self._near, "alone"), self._entries_alone, np.zeros(len(least_s), bool))
 
     @cached_property
     def piped(self) -> Kind:
@@ -128,7 +130,8 @@ class ShapeFloors:
 
     def _pipelines(self, of: Of, *, splits: bool) -> Kind:
         least_s, promise_s = (self.columns.piped_s(splits=splits, recomputing=every) for every in (False, True))
-        return Kind(least_s, promise_s, partial(self._near, of), partial(self._entries_piped, of))
+        twins = np.array([self.space.is_twin(alike) for alike in self.space.alike], dtype=bool)
+        return Kind(least_s, promise_s, partial(self._near, of), partial(self._entries_piped, of), twins)
 
     def least_s(self, alike: Alike) -> float:
         """Seconds that everything which is so alike takes at least, from the units alone."""

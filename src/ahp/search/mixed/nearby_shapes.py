@@ -14,7 +14,7 @@ from typing import Any
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.search.choices import RECOMPUTE
-from ahp.search.mixed.space import Alike, MixedSpace, Shape, layout_of
+from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 
 OF_ALIKE = ("tensor", "context", "shard")
 OF_SHAPE = ("pipeline", "replicas")
@@ -29,8 +29,12 @@ class NearbyShapes:
     def of(self, shape: Shape) -> Iterator[Shape]:
         """Legal shapes that differ in one move, each once; in the same order whenever asked."""
         for found in dict.fromkeys(self._moved(shape)):
-            if found != shape and found.alike in self._legal and self._in_grid(found):
+            if found != shape and self.legal(found):
                 yield found
+
+    def legal(self, shape: Shape) -> bool:
+        """Whether the space has it."""
+        return shape.alike in self._legal and self._in_grid(shape)
 
     def _in_grid(self, shape: Shape) -> bool:
         total = self._space.micro_batches(shape.alike)
@@ -57,7 +61,8 @@ class NearbyShapes:
         yield from (self._with(shape, {"recompute": kind}) for kind in RECOMPUTE)
         yield from (self._with(shape, {"zero": stage}) for stage in self._stages(alike, shape.pipeline))
         yield from (self._with(shape, {"method": method}) for method in self._space.methods(alike.context))
-        yield from (self._with(shape, {"schedule": name}) for name in self._space.schedules(shape.pipeline))
+        names = (name for name in self._space.schedules(shape.pipeline) if name != SEVERAL)
+        yield from (self._with(shape, {"schedule": name}) for name in names)
 
     def _stages(self, alike: Alike, pipeline: int) -> list[int]:
         """ZeRO stages, of those that the engine runs alike the first."""

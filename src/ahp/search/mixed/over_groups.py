@@ -61,8 +61,8 @@ class MixedCertificate(Certificate):
         """One line for people."""
         found = (
             f"Searched {self.shapes:,} shapes over {self.num_groups} groups of devices, and {self.rows - self.shapes:,} "
-            f"layouts of one group alone, in {self.search_s:.1f} s: {self.broken:,} break a rule, {self.not_fit:,} do not "
-            f"fit, {self.placed:,} shapes placed, {self.forecasts:,} forecasts"
+            f"layouts of one group alone, in {self.search_s:.1f} s: {self.broken:,} break a rule, "
+            f"{self._alike()}{self.not_fit:,} do not fit, {self.placed:,} shapes placed, {self.forecasts:,} forecasts"
         )
         if self.lowest_bound_left_s is None or self.proven:
             return f"{found}; no other layout is faster"
@@ -208,10 +208,10 @@ def _certificate(
     floors = [over.floor_s, *(c.lowest_bound_left_s for c in of_groups if c.lowest_bound_left_s is not None)]
     floor_s = min(floors)
     return MixedCertificate(
-        rows=over.size + over.broken + sum(c.rows for c in of_groups),
+        rows=over.size + over.broken + over.twins + sum(c.rows for c in of_groups),
         rules=_rules([over.rules, *(c.rules for c in of_groups)]),
         broken=over.broken + sum(c.broken for c in of_groups),
-        alike=sum(c.alike for c in of_groups),
+        alike=over.twins + sum(c.alike for c in of_groups),
         not_fit=over.too_large + len(over.misfits) + sum(c.not_fit for c in of_groups),
         fit=len(over.fitting) + sum(c.fit for c in of_groups),
         left=over.left + sum(c.left for c in of_groups),
@@ -226,7 +226,7 @@ def _certificate(
         found_s=best_s,
         search_s=search_s,
         num_groups=len(asked.cluster.groups),
-        shapes=over.size + over.broken,
+        shapes=over.size + over.broken + over.twins,
         placed=over.placed,
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.cluster.cells import cells_of
+from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.errors import BadInput
 from ahp.forecast import rules
@@ -153,9 +154,12 @@ class MixedSpace:
         self.size = 0
         """Shapes, legal or not."""
         self.legal = 0
+        self.twins = 0
+        """Pipelines that the engine runs as those of a lower ZeRO stage; none of the shapes."""
         self.grid = cache(self._grid)
         self._count = cache(self._counted)
         self._rules = cache(self._ruled)
+        self._twins = cache(self._twin)
         self.allowed = cache(self._allowed)
         self.pipes = cache(self._pipes)
         self._has_pipes = cache(self._with_pipes)
@@ -316,7 +320,11 @@ class MixedSpace:
 
     def _legal(self, alike: Alike) -> bool:
         batch = self.asked.job.global_batch_size
-        size, wrong = self._count(alike.width, max(self.micro_batches(alike), 1))
+        alone, piped, wrong = self._count(alike.width, max(self.micro_batches(alike), 1))
+        if self.is_twin(alike):
+            self.twins += piped
+            piped = wrong = 0
+        size = alone + piped
         self.size += size
         if batch % (alike.shard * alike.micro_batch):
             rule = f"global_batch_size {batch} must divide by data_parallel_shard_degree x micro_batch_size"
@@ -345,16 +353,33 @@ class MixedSpace:
             ("experts", rules.experts(graph, layout)),
         )
 
-    def _counted(self, width: int, total: int) -> tuple[int, int]:
-        """Shapes of cells so wide, and those of them whose replicas have too few micro-batches for the schedule."""
+    def _counted(self, width: int, total: int) -> tuple[int, int, int]:
+        """Shapes of cells so wide without a pipeline, with one, and those of them whose replicas have too few micro-batches for the
+        schedule."""
         grid = self.grid(width, total)
-        size, wrong = int(self.runs(grid, self.schedules(1)[0], pipelined=False).sum()), 0
+        alone = int(self.runs(grid, self.schedules(1)[0], pipelined=False).sum())
+        piped = wrong = 0
         for schedule in self.schedules(2):
-            piped = self.runs(grid, schedule, pipelined=True)
-            size += int(piped.sum())
+            there = self.runs(grid, schedule, pipelined=True)
+            piped += int(there.sum())
             least = np.array([self.least(p, schedule) for p in range(int(grid.pipeline.max(initial=0)) + 1)])
-            wrong += int((piped & (grid.replicas * least[grid.pipeline] > total)).sum())
-        return size, wrong
+            wrong += int((there & (grid.replicas * least[grid.pipeline] > total)).sum())
+        return alone, piped, wrong
+
+    def is_twin(self, alike: Alike) -> bool:
+        """Whether the engine runs pipelines of a ZeRO stage as those of a lower one that is free to be taken."""
+        return self._twins(alike._replace(micro_batch=1, recompute="none"))
+
+    def _twin(self, alike: Alike) -> bool:
+        if alike.zero < 2 or "zero_stage" in self.given:
+            return False
+        engine, asked = get(self.asked.engine.name), self.asked
+
+        def runs(zero: int) -> list[Traits]:
+            layouts = (layout_of(alike._replace(zero=zero), 2, replicas) for replicas in (1, 2))
+            return [engine.traits(asked.job, layout, asked.engine) for layout in layouts]
+
+        return runs(alike.zero) in map(runs, range(1, alike.zero))
 
     def _breaks(self, name: str, says: str, rows: int) -> bool:
         before = self.rules.get(name, Rule(name, says, 0))
