@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.division import BATCHED, GROUPED, Division, is_weight_gradient, product_bytes
-from ahp.forecast.efficiency import Rates, is_cpu, kind_of
+from ahp.forecast.efficiency import Rates, kind_of
 from ahp.forecast.gpu import AttentionKernel, ElementWiseKind
 from ahp.forecast.kernels import Kernels
 from ahp.forecast.selective import last_read, second_products
@@ -218,7 +218,7 @@ class _Moves:
 
 def _host_s(rates: Rates) -> float:
     """What a launch takes where nothing hides it: on a CPU."""
-    return rates.device.kernel_launch_s if is_cpu(rates.device) else 0.0
+    return rates.device.kernel_launch_s if rates.gpu is None else 0.0
 
 
 def operator_s(

@@ -32,11 +32,12 @@ from ahp.forecast.assembly import (
     step_error,
     step_flops,
     step_parts,
+    unrun,
 )
 from ahp.forecast.communication import Network, Times, strided_group
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
-from ahp.forecast.mesh import pipeline_axis
+from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Muon, places_of
 from ahp.forecast.rules import illegal
 from ahp.forecast.stage import DataParallel, Recompute, StageCost, stage_cost
@@ -110,6 +111,7 @@ class Pricer:
         self._ranges: dict[tuple[int, tuple[int, ...] | None], tuple[range, ...]] = {}
         self._made: dict[tuple[object, ...], dict[tuple[object, ...], StageCost]] = {}
         """Stages by the layers that they hold, of what else they depend on: cuts and schedules of one layout share them."""
+        self._sends: dict[tuple[object, ...], list[float]] = {}
 
     def price(self, parallelism: Parallelism) -> Priced:
         """Price one layout. ``activation_checkpoint`` auto is the lightest that fits.
@@ -222,16 +224,25 @@ class Pricer:
     def _stage_times(
         self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...], units: Units
     ) -> list[StageTimes]:
-        neighbours = list(pairwise(ranks_of_stages(parallelism)))
-        send = {pair: self.send_s(parallelism, traits, *pair, units) for pair in dict.fromkeys(neighbours)}
-        return stage_times(stages, [send[pair] for pair in neighbours])
+        return stage_times(stages, self._sends_s(parallelism, message_bytes(parallelism, traits, units)))
+
+    def _sends_s(self, parallelism: Parallelism, num_bytes: float) -> list[float]:
+        """Seconds to hand so many bytes from each stage to the next; made once for all cuts."""
+        neighbours, axis = tuple(pairwise(ranks_of_stages(parallelism))), pipeline_axis(parallelism)
+        key = neighbours, axis, num_bytes
+        if key not in self._sends:
+            each = {pair: self._sent_s(axis, *pair, num_bytes) for pair in dict.fromkeys(neighbours)}
+            self._sends[key] = [each[pair] for pair in neighbours]
+        return self._sends[key]
 
     def send_s(self, parallelism: Parallelism, traits: Traits, source: int, target: int, units: Units) -> float:
         """Seconds to hand one micro-batch's hidden states from one pipeline rank to another."""
+        return self._sent_s(pipeline_axis(parallelism), source, target, message_bytes(parallelism, traits, units))
+
+    def _sent_s(self, axis: PipelineAxis, source: int, target: int, num_bytes: float) -> float:
         if source == target:
             return 0.0
-        group = pipeline_axis(parallelism).pair(source, target, self.nodes.devices_per_node)
-        return self.network.time_s("send_recv", message_bytes(parallelism, traits, units), group)
+        return self.network.time_s("send_recv", num_bytes, axis.pair(source, target, self.nodes.devices_per_node))
 
     def _optimizer_s(
         self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: tuple[StageCost, ...]
@@ -309,12 +320,29 @@ class Pricer:
         units: Units,
     ) -> tuple[int, memory.RankMemory]:
         """The pipeline rank that needs the most memory, and what it needs."""
-        in_flight = in_flight_bytes(span, stages)
-        ranks = [
-            self.rank_memory(parallelism, traits, span, rank, in_flight[rank], stages, units) for rank in range(span.p)
-        ]
+        ranks = self._ranks_memory(parallelism, traits, span, stages, units)
         fullest = max(range(len(ranks)), key=lambda r: ranks[r].total)
         return fullest, ranks[fullest]
+
+    def needs(self, parallelism: Parallelism) -> list[memory.RankMemory]:
+        """What each pipeline rank of a legal layout needs, without what its schedule takes."""
+        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
+        span = unrun(parallelism, parallelism.num_micro_batches(self.job))
+        return self._ranks_memory(parallelism, traits, span, *self._stages(parallelism, traits))
+
+    def _ranks_memory(
+        self,
+        parallelism: Parallelism,
+        traits: Traits,
+        span: Makespan,
+        stages: tuple[StageCost, ...],
+        units: Units,
+    ) -> list[memory.RankMemory]:
+        """Of each pipeline rank."""
+        in_flight = in_flight_bytes(span, stages)
+        return [
+            self.rank_memory(parallelism, traits, span, rank, in_flight[rank], stages, units) for rank in range(span.p)
+        ]
 
     def rank_memory(
         self,

@@ -9,12 +9,9 @@ has two (a product across the batch), the number is taken as ``slope * b + squar
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ahp.errors import BadInput, bad_input
-
-if TYPE_CHECKING:
-    from ahp.graph.operators import ModelGraph, Operator, Segment, TensorSpec
+from ahp.graph.operators import ModelGraph, Operator, Segment, TensorSpec
 
 
 def grows_alike(small: ModelGraph, large: ModelGraph) -> bool:
@@ -58,7 +55,7 @@ class _Law:
 
     def __init__(self, small: int, large: int, size: int) -> None:
         self._small, self._large, self._size = small, large, size
-        self._specs: dict[tuple[TensorSpec, TensorSpec], TensorSpec] = {}
+        self._specs: dict[tuple[TensorSpec, TensorSpec], tuple[TensorSpec, int]] = {}
 
     def number(self, a: int, b: int, square: bool = False) -> int:
         if a == b:
@@ -74,32 +71,36 @@ class _Law:
         return a + (b - a) * (self._size - self._small) // (self._large - self._small)
 
     def spec(self, a: TensorSpec, b: TensorSpec) -> TensorSpec:
-        if a is b or a == b:
-            return a
+        return self._grown(a, b)[0]
+
+    def _grown(self, a: TensorSpec, b: TensorSpec) -> tuple[TensorSpec, int]:
+        """And how many of its sizes grow; most tensors are read by several operators."""
         found = self._specs.get((a, b))
         if found is None:
-            found = replace(a, shape=tuple(self.number(m, n) for m, n in zip(a.shape, b.shape, strict=True)))
-            self._specs[(a, b)] = found
+            sizes = tuple(self.number(m, n) for m, n in zip(a.shape, b.shape, strict=True))
+            growing = sum(m != n for m, n in zip(a.shape, b.shape, strict=True))
+            found = self._specs[a, b] = (replace(a, shape=sizes) if growing else a), growing
         return found
 
-    def specs(self, a: tuple[TensorSpec, ...], b: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        return tuple(self.spec(m, n) for m, n in zip(a, b, strict=True))
-
     def operator(self, a: Operator, b: Operator) -> Operator:
-        if a == b:
-            return a
-        square = any(
-            sum(m != n for m, n in zip(one.shape, two.shape, strict=True)) > 1
-            for one, two in zip(a.inputs + a.outputs, b.inputs + b.outputs, strict=True)
+        inputs, outputs = (
+            [self._grown(m, n) for m, n in zip(one, two, strict=True)]
+            for one, two in ((a.inputs, b.inputs), (a.outputs, b.outputs))
         )
-        return replace(
-            a,
-            inputs=self.specs(a.inputs, b.inputs),
-            outputs=self.specs(a.outputs, b.outputs),
-            flops=self.number(a.flops, b.flops, square),
-            bytes_read=self.number(a.bytes_read, b.bytes_read, square),
-            bytes_written=self.number(a.bytes_written, b.bytes_written, square),
-            saved_bytes=self.number(a.saved_bytes, b.saved_bytes, square),
+        square = any(growing > 1 for _, growing in (*inputs, *outputs))
+        return Operator(
+            a.index,
+            a.name,
+            a.module,
+            a.phase,
+            tuple(spec for spec, _ in inputs),
+            tuple(spec for spec, _ in outputs),
+            a.depends_on,
+            a.parameters,
+            self.number(a.flops, b.flops, square),
+            self.number(a.bytes_read, b.bytes_read, square),
+            self.number(a.bytes_written, b.bytes_written, square),
+            self.number(a.saved_bytes, b.saved_bytes, square),
         )
 
     def segment(self, a: Segment, b: Segment) -> Segment:

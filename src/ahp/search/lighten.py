@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ahp.engines.registry import get
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import memory
-from ahp.forecast.assembly import in_flight_bytes, ranks_of_stages
+from ahp.forecast.assembly import ranks_of_stages
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.bounds.layer_bounds import Ways
@@ -99,7 +98,6 @@ class _Fewest:
         self.layers = layers_of_stages(layout, asked.graph.num_layers, ends=asked.stage_ends)
         self.forecasts = 0
         self._rank_of = ranks_of_stages(layout)
-        self._traits = get(asked.engine.name).traits(asked.job, layout, asked.engine)
 
     def found(self) -> Pair | None:
         """With numbers for each rank, or, where the engine has only one for all stages, with that; None where it has none."""
@@ -156,13 +154,6 @@ class _Fewest:
     def _fitting(self, recomputed: tuple[int, ...], num_counts: int) -> list[bool]:
         """Whether each rank fits; of one count for all stages, whether all do."""
         self.forecasts += 1
-        layout, pricer = self._with(recomputed), self.asked.pricer
-        priced = pricer.price(layout)
-        kept = in_flight_bytes(priced.span, priced.stages)
-        traits, units = self._traits, pricer.units(layout)
-        needs = (
-            pricer.rank_memory(layout, traits, priced.span, rank, kept[rank], priced.stages, units).total
-            for rank in range(priced.span.p)
-        )
+        needs = (need.total for need in self.asked.pricer.needs(self._with(recomputed)))
         fits = [memory.fit_probability(need, self.asked.capacity_bytes) >= FIT_PROBABILITY for need in needs]
         return fits if num_counts == len(fits) else [all(fits)]
