@@ -257,11 +257,14 @@ def test_fewer_rows_are_left_when_the_rules_are_the_same() -> None:
 
 def test_the_garbage_collector_is_left_as_it_was() -> None:
     assert gc.get_freeze_count() == 0
+    usual = gc.get_threshold()
     with among_new_objects():
         with among_new_objects():
             assert gc.get_freeze_count() > 0
         assert gc.get_freeze_count() > 0, "the outer one is still open"
+        assert gc.get_threshold() > usual, "looks for garbage less often"
     assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == usual
     with pytest.raises(BadInput):
         search(tiny(), "2x4xH100-SXM-80GB", JOB, method="anneal", objective="cost")
     assert gc.get_freeze_count() == 0

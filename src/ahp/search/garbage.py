@@ -6,18 +6,26 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+NEW_OBJECTS = 20_000
+"""Objects, made and not freed, after which Python looks for garbage among them, instead of 700: a search keeps nearly all that it makes.
+[Empirical] 405 B on 16,384 devices: 781 looks took 0.5 of 7.7 s."""
+
 
 @contextmanager
 def among_new_objects() -> Iterator[None]:
-    """Garbage is looked for among objects made while this is open; those that were there before are as they were afterwards.
+    """Garbage is looked for among objects made while this is open, and less often; those that were there before are as they were
+    afterwards.
 
     What somebody has frozen stays frozen: then, and in a search that a search starts, this does nothing.
     """
     if gc.get_freeze_count():
         yield
         return
+    usual, *others = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(max(usual, NEW_OBJECTS) if usual else 0, *others)
     try:
         yield
     finally:
+        gc.set_threshold(usual, *others)
         gc.unfreeze()
