@@ -107,6 +107,15 @@ def test_a_ring_hides_keys_and_values_behind_attention(llama):
     assert gathered.context_backward_s == 2 * gathered.context_forward_s
 
 
+def test_selective_recompute_sends_again_by_all_to_all_and_not_around_a_ring(llama):
+    ring, heads = (
+        block(llama, "ahp", Parallelism(context_parallel_degree=4, context_parallel_method=method), micro_batch=4)
+        for method in ("ring", "all-to-all")
+    )
+    assert ring.context_again_s == 0 < ring.context_forward_s
+    assert heads.context_again_s == heads.context_forward_s > 0
+
+
 @pytest.mark.parametrize(("ranks", "times_sent"), [(4, 1), (8, 2)])
 def test_all_to_all_of_heads_is_the_closed_form(llama, ranks, times_sent):
     # 64 sequences of 256 tokens: queries and results have 8 heads of 64, keys and values 4, which 8 ranks hold twice.

@@ -24,7 +24,7 @@ from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.runtime import compiled
 from ahp.runtime.compiled import Forward, KeepingInputs, compile_block
-from ahp.runtime.recompute import recompute
+from ahp.runtime.recompute import as_one, recompute
 from tests.marks import cases
 from tests.runtime.models import MODELS, batch
 
@@ -60,6 +60,55 @@ def test_gradients_are_those_without(build: Any) -> None:
         assert set(found) == set(expected)
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7)
+
+
+CALLS: list[int] = []
+
+
+class InParts(torch.autograd.Function):
+    """The square of a matrix, from two products of which the second is added in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def parts() -> tuple[torch.Tensor]:
+            CALLS.append(1)
+            half = x.shape[1] // 2
+            total = x[:, :half] @ x[:half]
+            return (total.add_(x[:, half:] @ x[half:]),)
+
+        (out,) = as_one(parts)
+        ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] @ x.T + x.T @ gradients[0]
+
+
+class Squaring(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.leave = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(torch.nn.functional.gelu(InParts.apply(self.enter(x))))
+
+
+def test_selective_keeps_what_is_no_single_operator_as_one() -> None:
+    found, runs = [], []
+    for kind in KINDS:
+        block, x = Squaring(), torch.ones(8, 8).tril().requires_grad_()
+        if kind is not None:
+            recompute(block, kind)
+        CALLS.clear()
+        block(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in block.parameters())])
+        runs.append(len(CALLS))
+    assert runs == [1, 1, 2]
+    for others in found[1:]:
+        torch.testing.assert_close(others, found[0], rtol=1e-6, atol=1e-7)
 
 
 def kept_bytes(

@@ -26,6 +26,8 @@ class Unit:
     """Tensor-parallel collectives of one pass."""
     context_forward_s: float
     """What attention needs of the other context-parallel ranks, as far as the wait for it shows."""
+    context_again_s: float
+    """Of it, what selective recompute sends again where it sends anything: around a ring it keeps the result."""
     context_backward_s: float
     expert_s: float
     """Tokens sent to their experts and back, in one pass."""

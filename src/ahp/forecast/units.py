@@ -314,6 +314,7 @@ class UnitPricer:
             tensor_backward_s=tensor.backward_s,
             tensor_launches=tensor.launches,
             context_forward_s=context_s[0],
+            context_again_s=0.0 if how.context == "ring" else context_s[0],
             context_backward_s=context_s[1],
             expert_s=self._expert_s(of.grouped, of.division, axes, how),
             **of.weights._asdict(),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ahp.runtime import partial_attention
 from ahp.runtime.context import Context
 from ahp.runtime.partial_attention import Rule, hidden_value
+from ahp.runtime.recompute import as_one
 from ahp.runtime.uncompiled import uncompiled
 
 
@@ -51,23 +52,8 @@ class _Ring(torch.autograd.Function):
         scale: float,
         context: Context,
     ) -> torch.Tensor:
-        shapes = (k.shape, v.shape)
-        held = own = _packed(k, v)
-        out = sums = torch.empty(0)
-        for number in range(context.size):
-            sending = Sending(held, context) if number < context.size - 1 else None
-            work = _work(context, number, q, Mask(causal, mask), scale)
-            keys, values = _unpacked(held, shapes)
-            more, more_sums = partial_attention.forward(
-                q[:, :, work.queries], keys[:, :, work.keys], values[:, :, work.keys], work.rule
-            )
-            if number == 0:  # all queries
-                out, sums = more.float(), more_sums
-            else:
-                _join(out[:, :, work.queries], sums[:, :, work.queries], more.float(), more_sums)
-            if sending is not None:
-                held = sending.received()
-        out = out.to(q.dtype)
+        shapes, own = (k.shape, v.shape), _packed(k, v)
+        out, sums = as_one(lambda: _rounds(q, own, shapes, Mask(causal, mask), scale, context))
         ctx.save_for_backward(q, own, out, sums, mask)
         ctx.shapes, ctx.causal, ctx.scale, ctx.context = shapes, causal, scale, context
         return out
@@ -104,6 +90,33 @@ class _Ring(torch.autograd.Function):
         # After as many rounds as ranks, those of this rank's own keys are back.
         of_k, of_v = _unpacked(behind.received(), ctx.shapes)
         return of_q.to(q.dtype), of_k.to(q.dtype), of_v.to(q.dtype), None, None, None, None
+
+
+def _rounds(
+    q: torch.Tensor,
+    own: torch.Tensor,
+    shapes: tuple[torch.Size, torch.Size],
+    mask: Mask,
+    scale: float,
+    context: Context,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention [B, H, S / ranks, D] and the log-sum-exp of its products; ``own``: this rank's keys and values."""
+    held = own
+    out = sums = torch.empty(0)
+    for number in range(context.size):
+        sending = Sending(held, context) if number < context.size - 1 else None
+        work = _work(context, number, q, mask, scale)
+        keys, values = _unpacked(held, shapes)
+        more, more_sums = partial_attention.forward(
+            q[:, :, work.queries], keys[:, :, work.keys], values[:, :, work.keys], work.rule
+        )
+        if number == 0:  # all queries
+            out, sums = more.float(), more_sums
+        else:
+            _join(out[:, :, work.queries], sums[:, :, work.queries], more.float(), more_sums)
+        if sending is not None:
+            held = sending.received()
+    return out.to(q.dtype), sums
 
 
 def _packed(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
