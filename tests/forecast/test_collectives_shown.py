@@ -68,6 +68,12 @@ def test_a_second_run_sends_no_sum_that_nobody_reads(llama):
         ),  # several graphs
         ({"compile": True}, {"context_parallel_degree": 2, "context_parallel_method": "ring"}, "bf16", False),
         ({"compile": True}, {"context_parallel_degree": 2, "context_parallel_method": "all-to-all"}, "bf16", True),
+        (
+            {"compile": True},
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"},
+            "bf16",
+            True,
+        ),
         ({}, {}, "fp8", False),
         ({}, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}, "bf16", False),
         ({"name": "torchtitan"}, {}, "bf16", False),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ahp.runtime.compiled import KeepingInputs, compile_block, keeping_products, leaving_weights
 from ahp.runtime.deferred import Deferring, WeightGradients
 from ahp.runtime.recompute import recompute
+from tests.runtime.graphs import no_kernels
 
 
 class Mixed(nn.Module):
@@ -50,3 +55,26 @@ def test_weights_wait_and_are_the_same() -> None:
         assert set(found) == set(expected)
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [leaving_weights, keeping_products, KeepingInputs])
+def test_weights_of_compiled_blocks_wait_and_are_the_same(compiler: Any) -> None:
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    plain = Mixed()
+    plain(x).square().sum().backward()
+    expected = {name: g.clone() for name, g in gradients(plain, x).items()}
+    later, model = WeightGradients(), Mixed()
+    with no_kernels():
+        compile_block(model, compiler(later))
+        for _ in range(2):  # the second step finds what the first one compiled
+            model.zero_grad()
+            x.grad = None
+            with Deferring(later):
+                loss = model(x).square().sum()
+            loss.backward()
+            assert set(gradients(model, x)) == set(expected) - {"linear.weight", "weight"}
+            later.take()()
+    found = gradients(model, x)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)

@@ -252,7 +252,7 @@ def test_compiled_blocks_keep_what_the_forecast_says(model: str, monkeypatch: py
     assert kept_bytes("full", model, KeepingInputs()) - states == pytest.approx(full, abs=128)
     torch._dynamo.reset()
     everything = kept_bytes("none", model, without_kernels) - full
-    selective = kept_bytes("selective", model, compiled.keeping_products) - full
+    selective = kept_bytes("selective", model, compiled.keeping_products()) - full
     # 128 bytes are positions, which a checkpoint keeps, or a mask's seed.
     assert selective == pytest.approx(sum(memory.beside_products.kept for memory in layers), abs=128)
     assert everything == pytest.approx(sum(memory.saved - hidden for memory in layers), abs=128)

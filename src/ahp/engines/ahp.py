@@ -51,7 +51,7 @@ class AhpEngine(Engine):
         if choice.offload_optimizer and job.optimizer.name != "adamw":
             rule = "its momentum stays on the device, as the products that it goes into"
             return f"job.optimizer.name = {job.optimizer.name!r}: {rule}; engine.offload_optimizer is for adamw (valid: adamw)"
-        return _refuses_compiled(p, choice) if choice.compile else None
+        return _refuses_compiled(job, p, choice) if choice.compile else None
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
@@ -163,12 +163,13 @@ def needs_one_graph(p: Parallelism, choice: EngineChoice) -> bool:
     return choice.compile and p.activation_checkpoint == "selective"
 
 
-def _refuses_compiled(p: Parallelism, choice: EngineChoice) -> str | None:
+def _refuses_compiled(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:
     """What blocks cannot do once they are compiled."""
     rule = "does not go with engine.compile = True"
-    if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD:
+    splits = p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD
+    if splits and job.precision == "fp8":  # products in 8 bits make both of their gradients in the graph
         valid = ", ".join(WHOLE_BACKWARD)
-        return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} (valid: {valid})"
+        return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} in fp8 (valid: {valid})"
     if not needs_one_graph(p, choice):
         return None
     outside = "stays outside of a block's graph, and of one graph alone it is known what to keep"

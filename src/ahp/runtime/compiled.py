@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from ahp.errors import BadInput, HardwareMismatch
-from ahp.runtime.recompute import keep_products, recompute
+from ahp.runtime.deferred import WeightGradients
+from ahp.runtime.recompute import Context, keep_products, recompute
 from ahp.runtime.slice import SlicedForward
+from ahp.runtime.split_graph import SplitGraph
 from ahp.runtime.telling import Noting
 from ahp.runtime.torch_compat import compile_graph, why_graph_broke, within_checkpoint
 
 Forward = Callable[..., Any]
+Compiler = Callable[[Forward], Forward]
+Backend = Callable[[GraphModule, list[torch.Tensor]], Forward]
 
 BACKEND = "inductor"
 """torch.compile's own choice, by name for a graph that it has made already."""
@@ -40,19 +45,32 @@ def compiled(forward: Forward) -> Forward:
     return torch.compile(forward, dynamic=False)
 
 
-def keeping_products(forward: Forward) -> Forward:
-    """``forward`` as one graph that keeps its products for backward, and runs the rest again. Where it is not one graph what is
-    returned raises BadInput."""
-    graph = _one_graph(forward, _products_kept)
+def leaving_weights(later: WeightGradients | None) -> Compiler:
+    """As ``compiled``, with the gradients of weights left to ``later`` where it is given."""
+    if later is None:
+        return compiled
+    backend = _backend(None, later)
+    return lambda forward: torch.compile(forward, dynamic=False, backend=backend)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return graph(*args, **kwargs)
-        except GraphBroke as error:
-            rule = "with engine.compile = True a block must be one graph, and something breaks it"
-            raise BadInput(f"activation_checkpoint = 'selective': {rule}: {error} (valid: none, full)") from error
 
-    return run
+def keeping_products(later: WeightGradients | None = None) -> Compiler:
+    """A compiler of forwards to one graph that keeps its products for backward, and runs the rest again. Where it is not one graph
+    what is returned raises BadInput."""
+    backend = _PRODUCTS_KEPT if later is None else _backend("products", later)
+
+    def compiler(forward: Forward) -> Forward:
+        graph = _one_graph(forward, backend)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return graph(*args, **kwargs)
+            except GraphBroke as error:
+                rule = "with engine.compile = True a block must be one graph, and something breaks it"
+                raise BadInput(f"activation_checkpoint = 'selective': {rule}: {error} (valid: none, full)") from error
+
+        return run
+
+    return compiler
 
 
 class KeepingInputs:
@@ -61,22 +79,25 @@ class KeepingInputs:
     be so, all of them are run again from outside, every graph of theirs whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, later: WeightGradients | None = None) -> None:
         self.one_graph = True
+        self._backend = _INPUTS_KEPT if later is None else _backend("inputs", later)
+        self._graphs = leaving_weights(later)
 
     def __call__(self, forward: Forward) -> Forward:
         """``forward`` as one graph or, once a graph broke, as several."""
-        graph, graphs = _one_graph(forward, _inputs_kept), compiled(forward)
+        graph, graphs = _one_graph(forward, self._backend), self._graphs(forward)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return graph(*args, **kwargs) if self.one_graph else graphs(*args, **kwargs)
 
         return run
 
-    def surround(self, block: nn.Module) -> None:
-        """Be ready, in place, to run a compiled block again from outside. To be done outside of whatever it must run again within."""
+    def surround(self, block: nn.Module, around: Context = nullcontext) -> None:
+        """Be ready, in place, to run a compiled block again from outside, within ``around``. To be done outside of what else it must
+        run again within."""
         inside = block.forward
-        recompute(block, "full")
+        recompute(block, "full", around)
         outside = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +115,7 @@ class GraphBroke(Exception):
     """What was to be one graph is several; says why."""
 
 
-def _one_graph(forward: Forward, backend: Callable[[GraphModule, list[torch.Tensor]], Forward]) -> Forward:
+def _one_graph(forward: Forward, backend: Backend) -> Forward:
     """``forward`` as one graph, made by this backend of torch.compile. What is returned raises GraphBroke.
 
     Its backend puts recompute into the graph. That the forward calls ``checkpoint`` itself would not do: function modes around it,
@@ -113,19 +134,27 @@ def _one_graph(forward: Forward, backend: Callable[[GraphModule, list[torch.Tens
     return run
 
 
-def _products_kept(graph: GraphModule, inputs: list[torch.Tensor]) -> Forward:
-    if torch.is_grad_enabled():
-        graph = within_checkpoint(graph, keep_products)
-    return compile_graph(graph, inputs, BACKEND)
+def _backend(kept: Literal["products", "inputs"] | None, later: WeightGradients | None = None) -> Backend:
+    """torch.compile tells graphs apart by it too: what is to share them is given the same one."""
+
+    def make(graph: GraphModule, inputs: list[torch.Tensor]) -> Forward:
+        if not torch.is_grad_enabled():
+            return compile_graph(graph, inputs, BACKEND)
+        split = None if later is None else SplitGraph(graph, inputs, later)
+        if split is not None:
+            graph, inputs = split.graph, [*inputs, *split.probes]
+        if kept is not None:
+            graph = within_checkpoint(graph, keep_products if kept == "products" else None)
+        run = compile_graph(graph, inputs, BACKEND)
+        return run if split is None else split.around(run)
+
+    return make
 
 
-def _inputs_kept(graph: GraphModule, inputs: list[torch.Tensor]) -> Forward:
-    if torch.is_grad_enabled():
-        graph = within_checkpoint(graph)
-    return compile_graph(graph, inputs, BACKEND)
+_PRODUCTS_KEPT, _INPUTS_KEPT = _backend("products"), _backend("inputs")
 
 
-def compile_block(block: nn.Module, compiler: Callable[[Forward], Forward] = compiled) -> None:
+def compile_block(block: nn.Module, compiler: Compiler = compiled) -> None:
     """Compile a block's forward, in place, when it is first run. Hooks on the block (FSDP2's) stay outside."""
     forward = block.forward
     if isinstance(forward, SlicedForward):  # its graph is known already, collectives and all

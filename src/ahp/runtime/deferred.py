@@ -45,6 +45,8 @@ class Deferring(TorchFunctionMode):
         self.later = later
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # a graph's products are seen to in it (runtime/split_graph.py)
+            return func(*args, **(kwargs or {}))
         if func in LINEAR and torch.is_grad_enabled() and _operand(1, "weight", args, kwargs).requires_grad:
             return _linear(self.later, *args, **(kwargs or {}))
         if func in ADDMM and torch.is_grad_enabled() and len(args) == 3 and not kwargs and args[2].requires_grad:
@@ -61,6 +63,21 @@ def _linear(
     later: WeightGradients, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     return _Product.apply(input, weight, bias, True, later)  # type: ignore[no-any-return]
+
+
+def weight_gradient(
+    x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, transposed: bool
+) -> Callable[[], None]:
+    """What is left to do for the weight of a product: ``x [..., K]``, gradient of its result [..., N], weight [N, K] when
+    ``transposed``, else [K, N]."""
+
+    def finish() -> None:
+        rows, outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        found = outputs.t().mm(rows) if transposed else rows.t().mm(outputs)
+        # Through what made the weight of its parameter (a DTensor's local part), to the parameter's own gradient.
+        torch.autograd.backward(weight, found)
+
+    return finish
 
 
 class _Product(torch.autograd.Function):
@@ -88,13 +105,7 @@ class _Product(torch.autograd.Function):
         (x,), (gradient,) = ctx.saved_tensors, gradients
         weight, transposed = ctx.weight, ctx.transposed
 
-        def finish() -> None:
-            rows, outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-            found = outputs.t().mm(rows) if transposed else rows.t().mm(outputs)
-            # Through what made the weight of its parameter (a DTensor's local part), to the parameter's own gradient.
-            torch.autograd.backward(weight, found)
-
-        ctx.later.pending.append(finish)
+        ctx.later.pending.append(weight_gradient(x, gradient, weight, transposed))
         wants_x, _, wants_bias, _, _ = ctx.needs_input_grad
         of_x = gradient.matmul(weight if transposed else weight.t()) if wants_x else None
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if wants_bias else None

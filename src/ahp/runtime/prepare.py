@@ -12,7 +12,7 @@ from ahp.graph.call import Documents
 from ahp.graph.outline import Outline
 from ahp.plan import Plan
 from ahp.runtime.balance import Balance, Routers
-from ahp.runtime.compiled import KeepingInputs, compile_block, compiled, keeping_products
+from ahp.runtime.compiled import KeepingInputs, compile_block, keeping_products, leaving_weights
 from ahp.runtime.context_blocks import SharedTokens
 from ahp.runtime.deferred import WeightGradients
 from ahp.runtime.experts import divide_experts
@@ -73,8 +73,6 @@ class Preparation:
     """Parameters that are split over the tensor-parallel axis, and how."""
     experts: set[str] = field(default_factory=set)
     """Parameters that are divided over the expert-parallel axis."""
-    keeping_inputs: KeepingInputs = field(default_factory=KeepingInputs)
-    """How blocks are compiled that are recomputed in full: alike on all stages of the rank."""
 
     def __call__(self, index: int, stage: Stage) -> None:
         """In place. Collective."""
@@ -131,16 +129,18 @@ class Preparation:
             stage.routers = Routers(stage.model, layers.values(), self.balance)
         some, kind = p.recomputed_layers(self.mesh.rank("dp_replicate")), p.activation_checkpoint
         again = list(layers.values())[: None if some is None else some[index]]
-        compiles = self.plan.engine.compile
-        for block in layers.values() if compiles else ():
-            keeping = {"selective": keeping_products, "full": self.keeping_inputs}.get(kind, compiled)
-            compile_block(block, keeping if block in again else compiled)
+        compiles, in_full = self.plan.engine.compile, KeepingInputs(stage.later)
+        if compiles:
+            plain = leaving_weights(stage.later)
+            keeping = {"selective": keeping_products(stage.later), "full": in_full}.get(kind, plain)
+            for block in layers.values():
+                compile_block(block, keeping if block in again else plain)
         if self.tokens is not None:
             for block in layers.values():
                 self.tokens.attend(block)
         for block in again:
             if compiles and kind == "full":
-                self.keeping_inputs.surround(block)
+                in_full.surround(block, stage.around)
             elif not compiles and kind in ("selective", "full"):
                 recompute(block, kind, stage.around)
         if self.tokens is not None:
