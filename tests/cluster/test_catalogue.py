@@ -9,9 +9,9 @@ import yaml
 from ahp.cluster import catalogue
 from ahp.errors import BadInput
 
-NAMES = """V100-SXM-16GB V100-SXM-32GB T4-16GB L4-24GB A100-SXM-40GB A100-SXM-80GB A100-PCIe-80GB A800-SXM-80GB
-H100-SXM-80GB H100-PCIe-80GB H800-SXM-80GB H200-SXM-141GB GH200-96GB B200-SXM B300-SXM GB200-NVL72 GB300-NVL72 MI300X
-RTX-3090-24GB RTX-4090-24GB cpu""".split()  # noqa: SIM905
+NAMES = """V100-SXM-16GB V100-SXM-32GB T4-16GB L4-24GB A10G-24GB L40S-48GB A100-SXM-40GB A100-SXM-80GB A100-PCIe-40GB
+A100-PCIe-80GB A800-SXM-80GB H100-SXM-80GB H100-PCIe-80GB H800-SXM-80GB H200-SXM-141GB GH200-96GB B200-SXM B300-SXM GB200-NVL72 GB300-NVL72
+MI300X MI325X RTX-3090-24GB RTX-4090-24GB RTX-A6000-48GB cpu""".split()  # noqa: SIM905
 DATA = yaml.safe_load(resources.files("ahp.cluster").joinpath("catalogue.yaml").read_text())
 NOT_FIGURES = {"aliases", "link", "sources"}
 
@@ -39,6 +39,8 @@ def test_every_figure_has_a_source(name: str) -> None:
         ("B200-SXM", "bf16", 2250),
         ("GB300-NVL72", "bf16", 2500),
         ("MI300X", "bf16", 1307.4),
+        ("L40S", "bf16", 366.5),
+        ("A10G", "bf16", 70),
         ("RTX-4090-24GB", "bf16", 165.2),
     ],
 )
@@ -91,11 +93,15 @@ def test_near_names(spelling: str, name: str) -> None:
         ("NVIDIA H100 NVL", 95830, None),
         ("Tesla V100-SXM2-32GB", 32510, "V100-SXM-32GB"),
         ("NVIDIA A100-SXM4-40GB", 40960, "A100-SXM-40GB"),
-        ("NVIDIA A100-PCIE-40GB", 40960, None),
+        ("NVIDIA A100-PCIE-40GB", 40960, "A100-PCIe-40GB"),
         ("NVIDIA A100 80GB PCIe", 81920, "A100-PCIe-80GB"),
         ("NVIDIA GH200 480GB", 97871, "GH200-96GB"),
         ("NVIDIA B300 SXM6 AC", 275040, "B300-SXM"),
         ("NVIDIA A10", 23028, None),
+        ("NVIDIA A10G", 23028, "A10G-24GB"),
+        ("NVIDIA L40S", 46068, "L40S-48GB"),
+        ("NVIDIA L40", 46068, None),
+        ("NVIDIA RTX A6000", 49140, "RTX-A6000-48GB"),
     ],
 )
 def test_names_that_drivers_print(printed: str, mib: int, name: str | None) -> None:

@@ -95,3 +95,14 @@ def test_megatron_keeps_fp32_gradients_beside_bf16_weights_alone():
         return get("megatron").traits(Job(precision=precision), Parallelism(), EngineChoice()).gradient_bytes
 
     assert (gradient_bytes("fp16"), gradient_bytes("bf16"), gradient_bytes("fp32")) == (2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "overlaps"),
+    [("fp16", 0, False), ("bf16", 1, False), ("fp16", 3, False), ("bf16", 3, True), ("fp8", 1, True)],
+)
+def test_megatron_hides_gradients_in_fp8_and_under_its_fsdp_alone(precision, stage, overlaps):
+    layout = Parallelism(data_parallel_shard_degree=2 if stage else 1, zero_stage=stage)
+    traits = get("megatron").traits(Job(precision=precision), layout, EngineChoice(name="megatron"))
+    assert traits.gradient_overlap == traits.parameter_gather_overlap == float(overlaps)
+    assert (traits.sends_elements_together > 0) == (not overlaps and not traits.gathers_each_weight)

@@ -231,3 +231,10 @@ def test_the_benchmark_prices_every_kind_of_row(tmp_path):
     (published,) = [line for line in result.stdout.splitlines() if line.startswith("H100") and " all " in line]
     assert "96" in published.split()
     assert float(published.split()[-4].rstrip("%")) < 7
+
+
+def test_attention_of_an_unmeasured_part_reaches_less_of_its_peak_as_its_products_do():
+    # Long sequences, so that only the share counts: FlashAttention-2's of Hopper, times what products reach on MI300X and on H100.
+    mi300x, sizes = Gpu(find("MI300X").device), (1e15, 65536, 128, "bf16")
+    slower = mi300x.attention_s(*sizes, backward=True) / H100.attention_s(*sizes, backward=True, kernel="flash2")
+    assert slower == pytest.approx(H100.reach("bf16").burst / mi300x.reach("bf16").burst, rel=0.01)

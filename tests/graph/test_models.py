@@ -149,6 +149,16 @@ def test_a_broken_config_file(tmp_path: Path) -> None:
         load_config(str(tmp_path))
 
 
+def test_a_key_that_the_family_reads_though_its_config_has_no_such_field() -> None:
+    # Qwen/Qwen3-30B-A3B's config.json says it: heads of 128 beside a hidden size of 2048 and 32 heads.
+    keys = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4}
+    config = load_config({**keys, "head_dim": 32})
+    assert config is not None
+    assert config.head_dim == 32
+    with pytest.raises(BadInput, match=r"head_dims: unknown key for model_type qwen3_moe"):
+        load_config({**keys, "head_dims": 32})
+
+
 def test_unknown_attention() -> None:
     with pytest.raises(BadInput, match="attention = 'fast'"):
         build_model("tiny", attention="fast")

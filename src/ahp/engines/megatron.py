@@ -25,6 +25,12 @@ computation. In fp16 stage 3 is priced as its only published runs, Megatron's mo
 behind nothing (arXiv 2104.04473, table 2)."""
 
 
+ONE_BUFFER_ELEMENTS = 1_000_000_000
+"""Megatron-Core d98e8a6, core/distributed/distributed_data_parallel.py: without overlap all gradients of a rank are one bucket (so
+they were in 2021: 8aa4619f, model/distributed.py). As many as this: a rank's own number changes no more than the share of
+the latency, which is small beside so many bytes."""
+
+
 class MegatronEngine(Engine):
     """What Megatron-LM can run, and how it behaves.
 
@@ -52,6 +58,8 @@ class MegatronEngine(Engine):
         half = job.precision != "fp32"
         fp8 = job.precision == "fp8"
         one_by_one = zero == 3 and job.precision == "fp16"
+        # --overlap-grad-reduce and --overlap-param-gather are off by default; Megatron-FSDP always overlaps.
+        overlaps = not one_by_one and (fp8 or zero >= 2)
         gradient = 2 if fp8 or job.precision == "fp16" else 4
         return Traits(
             gradient_bytes=gradient,
@@ -62,9 +70,10 @@ class MegatronEngine(Engine):
             fusion="fused",
             fused_loss=True,
             stage_ends="may_be_empty",
-            gradient_overlap=1.0 if not one_by_one and (fp8 or parallelism.pipeline_parallel_degree == 1) else 0.0,
+            gradient_overlap=1.0 if overlaps else 0.0,
             gathers_each_weight=one_by_one,
-            parameter_gather_overlap=0.0 if one_by_one else 1.0,
+            parameter_gather_overlap=1.0 if overlaps else 0.0,
+            sends_elements_together=0 if overlaps or one_by_one else ONE_BUFFER_ELEMENTS,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
             backward_gathers="per_micro_batch" if zero == 3 else "never",
             gathers_at_start=zero
@@ -76,7 +85,6 @@ class MegatronEngine(Engine):
             host_operators_per_unit=0,
             host_launches_per_operator=steps.value("host_launches"),
             tensor_in_pieces=fp8,
-            few_keys="gathered",  # core/transformer/attention.py: num_query_groups below the tensor-parallel size
             context_ways=("ring",),  # cp_comm_type p2p, the default
             # With sequence parallelism a third, the gathering of the output's gradient, has no product to run beside.
             tensor_overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,

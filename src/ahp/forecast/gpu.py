@@ -150,6 +150,7 @@ class Gpu:
         peak = self._peak(precision)
         if like != generation:  # a kernel for an older generation makes no more of a newer SM than of its own
             peak = min(peak, data["flops_per_sm"][like] * self._sms)
+            peak *= self._shares(precision)[0] / data["products_reach"][like]
         width = head_dim + (value_dim or head_dim)
         keys = sequence / 2 if causal else sequence
         extra = phase["prologue_keys"] + (phase["diagonal_keys"] if causal else 0)
@@ -222,10 +223,14 @@ class Gpu:
         return tuple((a, b, 2.0 * a * b * (1 - share + share * (a + b) / (a * b) / widest)) for a, b in tiles)
 
     def _reached(self, precision: str) -> Reach:
-        key = "half" if precision in ("bf16", "fp16") else precision
-        shares = self._entry.get(key) or self._entry["half"]
+        shares = self._shares(precision)
         rate = self._peak(precision) * self._power()
         return Reach(rate * shares[0], rate * shares[-1])
+
+    def _shares(self, precision: str) -> list[float]:
+        """Of the peak, for a moment and for minutes; one where they do not differ."""
+        key = "half" if precision in ("bf16", "fp16") else precision
+        return self._entry.get(key) or self._entry["half"]
 
     def _peak(self, precision: str) -> float:
         peaks = self.device.peak_flops_per_s

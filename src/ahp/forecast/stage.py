@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ahp.engines.engine import Traits
-from ahp.forecast.communication import Group, Times
+from ahp.forecast.communication import Group, Kind, Times
 from ahp.forecast.compute import Work
 from ahp.forecast.overlap import exposed_ahead_s, exposed_behind_s, shown_s
 from ahp.forecast.unit import Unit
@@ -54,19 +54,17 @@ class DataParallel:
         return self.traits.compute_weight_bytes or self.traits.master_weight_bytes
 
     def gather_s(self, weights: Weights, network: Times) -> float:
-        pieces = weights.tensors if self.traits.gathers_each_weight else 1
         return sum(
-            pieces * network.time_s("all_gather", count * self.weight_bytes / pieces, shard)
+            self._sent_s("all_gather", count, self.weight_bytes, shard, weights, network)
             for count, shard, _ in self._parts(weights)
         )
 
     def reduce_s(self, weights: Weights, network: Times) -> float:
         """Over the shard group; where nothing is sharded, over the replicas."""
         seconds = 0.0
-        pieces = weights.tensors if self.traits.gathers_each_weight else 1
         for count, shard, replicate in self._parts(weights):
             kind, group = ("reduce_scatter", shard) if self.shard.size > 1 else ("all_reduce", replicate)
-            seconds += pieces * network.time_s(kind, count * self.traits.reduce_bytes / pieces, group)
+            seconds += self._sent_s(kind, count, self.traits.reduce_bytes, group, weights, network)
         return seconds
 
     def replicas_s(self, weights: Weights, network: Times) -> float:
@@ -77,6 +75,13 @@ class DataParallel:
             network.time_s("all_reduce", count * self.traits.reduce_bytes / shard.size, replicate)
             for count, shard, replicate in self._parts(weights)
         )
+
+    def _sent_s(self, kind: Kind, count: int, each_bytes: int, group: Group, weights: Weights, network: Times) -> float:
+        """One collective for a unit, one for each of its tensors, or the unit's share of one for many units."""
+        if together := self.traits.sends_elements_together:
+            return count / together * network.time_s(kind, together * each_bytes, group)
+        pieces = weights.tensors if self.traits.gathers_each_weight else 1
+        return pieces * network.time_s(kind, count * each_bytes / pieces, group)
 
     def _parts(self, weights: Weights) -> list[tuple[int, Group, Group]]:
         """What is held by how many ranks alike: (elements, shard group, replicas)."""

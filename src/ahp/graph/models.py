@@ -8,8 +8,10 @@ Nothing here ever asks the network.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,7 +164,7 @@ def _from_keys(keys: dict[str, Any], *, known_only: bool) -> PretrainedConfig:
     if known_only:
         known = _known_keys(kind)
         for key in keys:
-            if key not in known:
+            if key not in known and key not in _keys_asked_for(kind):
                 raise BadInput(
                     f"{key}: unknown key for model_type {model_type} (did you mean: {', '.join(nearest(key, sorted(known), 3))}?)"
                 )
@@ -188,6 +190,16 @@ def _known_keys(kind: type[PretrainedConfig]) -> set[str]:
     except Exception:  # a few types have no valid default; their fields say enough
         own = set()
     return fields | set(kind.attribute_map) | EARLIER_KEYS | own
+
+
+def _keys_asked_for(kind: type[PretrainedConfig]) -> set[str]:
+    """What the family's own module reads of a config that need not have it, such as the ``head_dim`` of Qwen3's experts."""
+    try:
+        module = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+        source = inspect.getsource(module)
+    except (ImportError, OSError, TypeError):
+        return set()
+    return set(re.findall(r"""getattr\(\s*(?:self\.)?config,\s*["'](\w+)["']""", source))
 
 
 def _numbers(keys: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

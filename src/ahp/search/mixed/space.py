@@ -346,10 +346,9 @@ class MixedSpace:
         graph, layout = self.asked.graph, layout_of(alike, 1)
         return (
             ("not placed", self._not_placed()),
-            ("tensor", rules.tensor(graph, self.asked.job, layout, self.asked.engine)),
+            ("tensor", rules.tensor(graph, layout)),
             ("products in 8 bits", rules.products(graph, self.asked.job, layout, self.asked.engine)),
             ("sequence", rules.sequence(graph, layout)),
-            ("whole attention", rules.whole_attention(graph, self.asked.job, layout, self.asked.engine)),
             ("context", rules.context(graph, layout, self.asked.engine)),
             ("experts", rules.experts(graph, layout)),
         )
