@@ -50,7 +50,7 @@ def test_legal(hand_graph, layout):
             ["data_parallel_replicate_degree x data_parallel_shard_degree = 6", "global_batch_size 16"],
         ),
         ({"micro_batch_size": 3}, ["micro_batch_size = 3", "16 sequences", "valid: 1, 2, 4, 8"]),
-        ({"tensor_parallel_degree": 4}, ["tensor_parallel_degree = 4", "num_key_value_heads 2", "valid: 1, 2"]),
+        ({"tensor_parallel_degree": 8}, ["tensor_parallel_degree = 8", "num_attention_heads 4", "valid: 1, 2, 4"]),
         ({"pipeline_parallel_degree": 8}, ["pipeline_parallel_degree = 8", "4 layers"]),
         ({"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 3}, ["= 6 stages", "4 layers"]),
         ({"virtual_stages_per_rank": 2}, ["virtual_stages_per_rank = 2"]),
@@ -63,6 +63,29 @@ def test_illegal(hand_graph, layout, words):
     text = reason(hand_graph, layout)
     assert text is not None
     assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("engine", ["ahp", "megatron", "torchtitan"])
+def test_more_ranks_than_key_heads(hand_graph, engine):
+    """Of 2: as many more as go into whole copies, for an engine that shares them so."""
+    found = reason(hand_graph, {"tensor_parallel_degree": 4}, engine=EngineChoice(name=engine))
+    assert (found is None) == (engine != "torchtitan")
+    assert found is None or all(
+        word in found for word in ("= 4", "does not divide num_key_value_heads 2", "valid: 1, 2")
+    )
+    six = replace(hand_graph, config={"num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 48})
+    found = reason(six, {"tensor_parallel_degree": 4}, engine=EngineChoice(name=engine))
+    assert found is not None
+    assert "num_key_value_heads 6" in found
+
+
+def test_whole_attention_meets_no_parts_of_the_sequence():
+    sizes = {"n_embd": 64, "n_inner": 128, "n_layer": 1, "n_head": 4, "vocab_size": 128, "n_positions": 64}
+    graph = analyze({"model_type": "gpt_bigcode", **sizes}, JOB)
+    assert reason(graph, {"tensor_parallel_degree": 4}) is None
+    found = reason(graph, {"tensor_parallel_degree": 4, "enable_sequence_parallel": True})
+    assert found is not None
+    assert all(word in found for word in ("enable_sequence_parallel = True", "attention whole", "valid: False"))
 
 
 def test_the_clusters_rules(hand_graph):

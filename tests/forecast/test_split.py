@@ -2,8 +2,12 @@
 
 import pytest
 
-from ahp.forecast.split import split
+from ahp.forecast.split import split, way_of_keys
+from ahp.graph.models import build_model
 from ahp.graph.operators import Parameter, Segment
+from ahp.graph.trace import analyze
+from ahp.job import Job
+from ahp.search.slicing.model import slice_model
 
 from .conftest import op, product, spec
 
@@ -54,9 +58,6 @@ def test_projections_to_a_latent_space_stay_whole():
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_experts_that_add_a_bias_last_are_split_only_where_the_engine_can(whole):
-    from ahp.graph.trace import analyze
-    from ahp.job import Job
-
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
     graph = analyze({"model_type": "gpt_oss", "vocab_size": 128, **sizes}, Job(sequence_length=16))
@@ -102,6 +103,79 @@ def test_llama(tiny):
     assert "self_attn" in divided
     assert not any("layernorm" in m for m in divided)
     assert all(i in parts.divided for i, o in enumerate(block.operators) if o.flops)
+
+
+GROUPED_KEYS = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "vocab_size": 256,
+}
+
+
+def grouped(heads):
+    return {"model_type": "llama", "num_key_value_heads": heads, "max_position_embeddings": 64, **GROUPED_KEYS}
+
+
+@pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "in parts of the sequence"])
+@pytest.mark.parametrize(("heads", "degree"), [(1, 2), (2, 4), (4, 4)])
+def test_whole_keys_move_what_the_real_slicing_moves(heads, degree, in_parts):
+    """Bytes that a rank sends in both passes, one pass around the ring of each tensor after the other."""
+    model = build_model(grouped(heads))
+    sliced = slice_model(model, degree, enable_sequence_parallel=in_parts).blocks[0]
+    graph = analyze(model, Job(sequence_length=16, precision="fp32"), micro_batch_size=2)
+    block = graph.blocks[0]
+    parts = split(block, "block", way_of_keys=way_of_keys(block, degree, "whole"))
+    assert bool(parts.key_gradients) == (degree > heads)
+    tensors = [*parts.forward_reduce, *parts.backward_reduce, *parts.key_gradients]
+    sent = 2 * sum(s.bytes for s in tensors)
+    if in_parts:  # beside it the weights of norms whose gradients are sums over ranks, whole in front of whole keys
+        norms = 1 if parts.summed_whole else 2
+        sent += sum(s.bytes for s in parts.summed_whole) + 2 * norms * 64 * 4
+    assert sent * (degree - 1) // degree == sliced.cost[2]
+
+
+def test_what_keys_of_fewer_heads_are_made_by():
+    graph = analyze(grouped(2), Job(sequence_length=16))
+    block = graph.blocks[0]
+    module = {o.index: o.module for o in block.operators}
+    assert block.keys.heads == 2
+    assert {module[i] for i in block.keys.products} == {"self_attn.k_proj", "self_attn.v_proj"}
+    parts = split(block, "block", way_of_keys="whole")
+    assert {module[i] for i in parts.column} == {"self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"}
+    assert {p for p in ("self_attn.k_proj.weight", "self_attn.v_proj.weight") if p in parts.parameters} == set()
+    assert [s.shape for s in parts.key_gradients] == [(1, 2, 16, 8)] * 2
+    back = [block.operators[i] for i in parts.keys if block.operators[i].phase == "backward"]
+    assert back
+    assert all(2 in o.outputs[0].shape[1:3] for o in back)
+    gathered = split(block, "block", way_of_keys="gathered")
+    assert sorted(s.shape for s in gathered.gathered_heads) == [(16, 16), (16, 16), (16, 64)]
+    assert gathered.parameters == split(block, "block").parameters
+
+
+@pytest.mark.parametrize(
+    ("job", "keys", "ways"),
+    [
+        ({}, {}, ["parts", "whole", "whole"]),
+        ({"document_mask": True}, {}, ["parts", "whole attention", "whole attention"]),  # keys are repeated for a mask
+        ({}, {"num_key_value_heads": 8}, ["parts", "parts", "parts"]),
+        ({}, {"model_type": "phi3", "pad_token_id": 0}, ["parts", "whole attention", "whole attention"]),  # one product
+    ],
+    ids=["llama", "masked", "as many", "packed"],
+)
+def test_where_more_ranks_than_key_heads_share_attention(job, keys, ways):
+    block = analyze(grouped(2) | keys, Job(sequence_length=16, **job)).blocks[0]
+    assert [way_of_keys(block, degree, "whole") for degree in (2, 4, 8)] == ways
+    assert way_of_keys(block, 4, "refused") == "parts"
+
+
+def test_attention_that_is_whole_on_every_rank():
+    block = analyze(grouped(2) | {"model_type": "phi3", "pad_token_id": 0}, Job(sequence_length=16)).blocks[0]
+    parts = split(block, "block", way_of_keys="whole attention")
+    assert parts.parameters == {"mlp.gate_up_proj.weight", "mlp.down_proj.weight"}
+    assert len(parts.forward_reduce) == len(parts.backward_reduce) == 1
+    assert not any("attention" in block.operators[i].name for i in parts.divided)
 
 
 def test_the_ends_of_llama(tiny):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from ahp.forecast.division import Division
+from ahp.forecast.kernels import kernels
+from ahp.forecast.memory import segment_memory
+from ahp.forecast.split import split, way_of_keys
+from ahp.graph.trace import analyze
+from ahp.job import Job
 from ahp.runtime.dropout import with_own_numbers
 from tests.runtime.models import BUILDERS, JOB, VOCABULARY, Block
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train
@@ -63,10 +71,33 @@ BUILDERS["one-key"] = partial(family, "llama", num_key_value_heads=1)
 BUILDERS["mixers"] = mixers
 CASES = [*((name, 2) for name in FAMILIES), ("few-keys", 4), ("one-key", 2), ("mixers", 2)]
 FAST = ("cohere",)
+KEPT_SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+}
+
+
+FEW_KEYS = {
+    "sequence": {"tensor_parallel_degree": 4, "enable_sequence_parallel": True},
+    "ring": {"tensor_parallel_degree": 4, "context_parallel_degree": 2, "context_parallel_method": "ring"},
+    "recomputed shards": {
+        "tensor_parallel_degree": 4,
+        "data_parallel_shard_degree": 2,
+        "activation_checkpoint": "full",
+    },
+}
+"""What the whole keys of more ranks than heads meet."""
 
 
 def train_sliced(rank: int, world: int, name: str, steps: int) -> dict[str, Any]:
     return train(rank, world, name, {"tensor_parallel_degree": world, "micro_batch_size": 4}, steps, JOB)
+
+
+def train_few_keys(rank: int, world: int, layout: str, steps: int) -> dict[str, Any]:
+    return train(rank, world, "few-keys", {"micro_batch_size": 4, **FEW_KEYS[layout]}, steps, JOB)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +111,71 @@ def test_a_sliced_model_equals_one_process(
     expected = plain_run(name, STEPS)
     assert_same_curve(results[0], expected)
     assert_same_weights(results, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FEW_KEYS)
+def test_more_ranks_than_key_heads_equal_one_process(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str
+) -> None:
+    world = math.prod(degree for key, degree in FEW_KEYS[layout].items() if key.endswith("_degree"))
+    results = pool.run(train_few_keys, world, layout, STEPS)
+    assert_same_curve(results[0], plain_run("few-keys", STEPS))
+
+
+def held_of_a_block(rank: int, world: int, heads: int, in_parts: bool) -> tuple[int, int]:
+    """In each worker: elements of a block's parameters, and bytes that autograd keeps of what it computes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    from ahp.runtime.slice import slice_module
+    from ahp.search.slicing.model import slice_model
+
+    model = family("llama", num_key_value_heads=heads, **KEPT_SIZES)
+    layers = model.model.layers
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    slicing = slice_model(model, world, enable_sequence_parallel=in_parts)
+    slice_module(model, slicing, dict(enumerate(layers)), init_device_mesh("cpu", (world,)))
+    own, given = layers[1].forward, {}
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        given.update({id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)})
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            return own(*args, **kwargs)
+
+    layers[1].forward = watched
+    out = model(input_ids=torch.zeros(2, 32, dtype=torch.long)).logits
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in layers[1].parameters()]
+    for known in (*parts, *given.values()):
+        kept.pop(known.untyped_storage().data_ptr(), None)
+    del out
+    return sum(p.numel() for p in parts), sum(kept.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "in parts of the sequence"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_rank_holds_what_the_forecast_says(pool: Pool, heads: int, in_parts: bool) -> None:
+    graph = analyze(
+        family("llama", num_key_value_heads=heads, **KEPT_SIZES),
+        Job(sequence_length=32, precision="fp32"),
+        micro_batch_size=2,
+    )
+    block = graph.blocks[0]
+    parts = split(block, "block", way_of_keys=way_of_keys(block, 4, "whole"))
+    elements = sum(p.numel // (4 if p.name in parts.parameters else 1) for p in block.parameters)
+    division = Division(parts, 4, in_parts)
+    memory = segment_memory(block, kernels(block, "traced"), division, keeps_gathered=True)
+    assert block.output is not None
+    handed_on = round(block.output.bytes * division.hidden_share)  # what the next block keeps
+    for result in pool.run(held_of_a_block, 4, heads, in_parts):
+        assert result == (elements, memory.saved - handed_on)
 
 
 class Mixing(nn.Module):

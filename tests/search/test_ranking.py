@@ -167,7 +167,7 @@ def test_with_devices_takes_whole_nodes_or_a_part_of_one() -> None:
     ("cluster", "given", "told"),
     [
         ("8xH100-SXM-80GB", {"tensor_parallel_degree": 3}, r"tensor_parallel_degree = 3: must divide the 8 devices"),
-        ("8xH100-SXM-80GB", {"tensor_parallel_degree": 8}, r"does not divide num_key_value_heads 4"),
+        ("2x8xH100-SXM-80GB", {"tensor_parallel_degree": 16}, r"does not divide num_attention_heads 8"),
         ("7xH100-SXM-80GB", {"pipeline_parallel_degree": 7}, r"7 devices.*4 layers"),
         ("7xH100-SXM-80GB", {"data_parallel_shard_degree": 7}, r"no legal layout of 7 devices: global_batch_size 16"),
         (

@@ -98,12 +98,12 @@ def test_rules_count_the_rows_that_break_them() -> None:
     asked = small("llama", "8xH100-SXM-80GB", batch=12)
     rules, combinations = {rule.name: rule for rule in build(asked).rules}, everything(asked)
     counted = {
-        "tensor": sum(x.tensor_parallel_degree > 2 for x in combinations),
+        "tensor": sum(x.tensor_parallel_degree > 4 for x in combinations),
         "batch": sum(12 % (x.data_parallel_degree * x.micro_batch_size) != 0 for x in combinations),
         "layers": sum(x.num_stages > 4 for x in combinations),
     }
     assert {name: rules[name].broken for name in counted} == counted
-    assert "does not divide num_key_value_heads 2" in rules["tensor"].says
+    assert "does not divide num_attention_heads 4" in rules["tensor"].says
 
 
 @pytest.mark.parametrize(

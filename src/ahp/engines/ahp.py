@@ -97,6 +97,7 @@ class AhpEngine(Engine):
             experts_gather_tokens=True,  # runtime/sliced_experts.py
             leaves_lone_experts=_are_experts_alone(job, parallelism),
             whole_biased_experts=True,  # their result is no summand (search/slicing/solve.py)
+            few_keys="whole",  # search/slicing/solve.py; runtime/rewrite.py takes the rank's head of them
             loss_chunk_tokens=choice.loss_chunk_tokens,
             context_ways=_context_ways(parallelism, choice),
             context_sums_bytes=4,  # runtime/ring_attention.py

@@ -16,6 +16,7 @@ Fusion = Literal["eager", "modules", "fused"]
 Gathers = Literal["never", "per_step", "per_micro_batch"]
 Selective = Literal["core", "beside_products", "every_second_product"]
 SendsAgain = Literal["nothing", "gathers", "all"]
+FewKeys = Literal["refused", "whole", "gathered"]
 
 EAGER_LAUNCHES = 3.5
 """Host time of one operator of eager PyTorch's forward pass over a bare launch. Of a whole step one takes 9 to 12 us in a module with
@@ -104,6 +105,9 @@ class Traits:
     """Whether weights of experts that no other rank holds a part of stay out of what is gathered and reduced, with no copy."""
     whole_biased_experts: bool = False
     """Whether experts that add a bias to their last product stay whole under tensor parallelism, computed by every rank."""
+    few_keys: FewKeys = "refused"
+    """What it does with keys and values of fewer heads than there are tensor-parallel ranks. whole: every rank makes all of them.
+    gathered: the ranks share the products for queries, keys and values, gather what these give, and take their heads of it."""
     attention_kernel: Literal["flash1", "flash2", "cudnn", "masked"] | None = None
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
     fused_loss: bool = False

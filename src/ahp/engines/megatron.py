@@ -85,6 +85,7 @@ class MegatronEngine(Engine):
             host_operators_per_unit=0,
             host_launches_per_operator=steps.value("host_launches"),
             tensor_in_pieces=fp8,
+            few_keys="gathered",  # core/transformer/attention.py: num_query_groups below the tensor-parallel size
             context_ways=("ring",),  # cp_comm_type p2p, the default
             # With sequence parallelism a third, the gathering of the output's gradient, has no product to run beside.
             tensor_overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,

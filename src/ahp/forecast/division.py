@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ahp.forecast.split import GROUPED, Split
+from ahp.graph.key_heads import BATCHED
 from ahp.graph.operators import DTYPE_BYTES, Operator, Segment
-
-BATCHED = ("aten.bmm", "aten.baddbmm")
-"""Products of activations with activations: the scores of unfused attention, and what follows from them."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +32,23 @@ class Division:
         if not self.sequence_parallel:
             return 0.0
         whole = sum(spec.bytes for spec in self.split.backward_reduce if len(spec.shape) > 1)
+        # What whole keys are made of is whole before the norm too, whose weights then need no sum over the ranks.
+        whole += sum(spec.bytes for spec in self.split.summed_whole)
         return whole * (1 - 1 / self.tensor) / self.context
 
     def share(self, op: Operator) -> float:
         """The part of an operator's work that the rank does."""
         if op.index in self.split.masks:
             return 1.0
+        if op.index in self.split.keys and op.flops == 0:
+            return self.split.keys_share / self.context
         divided = op.index in self.split.divided or (self.sequence_parallel and op.flops == 0)
         return (1.0 / self.tensor if divided else 1.0) / self.context
 
     def output_share(self, op: Operator) -> float:
         """The part of an operator's output that the rank holds."""
+        if op.index in self.split.keys:
+            return self.split.keys_share / self.context
         if op.index in self.split.contracted and not self.sequence_parallel:
             return 1.0 / self.context  # the sum of contracted products is whole
         if is_weight_gradient(op):

@@ -175,7 +175,8 @@ def _policies(segment: Segment, *, one_graph: bool) -> list[frozenset[int]]:
 def _kind(op: Operator, split: Split) -> tuple[bool, ...]:
     """All that ``Division.output_share`` asks of an operator."""
     in_parts = op.index in split.contracted, op.index in split.divided
-    return *in_parts, op.index in split.masks, is_weight_gradient(op), op.flops == 0
+    in_parts += op.index in split.masks, op.index in split.keys
+    return *in_parts, is_weight_gradient(op), op.flops == 0
 
 
 def _is_gradient(op: Operator, last_use: dict[tuple[int, str], int]) -> bool:

@@ -17,7 +17,7 @@ from ahp.forecast.division import product_bytes
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.groups import data_groups, data_ranks, shard_ranks
 from ahp.forecast.mesh import axis_group, first_of, group_of, runs
-from ahp.forecast.split import split
+from ahp.forecast.split import KeysWay, split, way_of_keys
 from ahp.graph.operators import ModelGraph, Segment
 from ahp.plan import Parallelism
 
@@ -82,7 +82,7 @@ class Muon:
 
     def __init__(self, graph: ModelGraph, rates: Rates, network: Network) -> None:
         self._blocks, self._rates, self._network = graph.blocks, rates, network
-        self._split = [split(block, "block").parameters for block in graph.blocks]
+        self._split = lru_cache(maxsize=None)(self._parameters_in_parts)
         self._products = [sum(self.product_s(shape) for _, shape in matrices(block)) for block in graph.blocks]
         self._longest = lru_cache(maxsize=None)(self._longest_s)
 
@@ -91,8 +91,9 @@ class Muon:
         device, count, busy_s = self._rates.device, 0, self._longest(tuple(sorted(layers.items())), places.owners)
         part = sent = back = 0.0
         for kind, blocks in layers.items():
+            in_parts = self._split(kind, way_of_keys(self._blocks[kind], places.tensor.size, traits.few_keys))
             for name, (rows, columns) in matrices(self._blocks[kind]):
-                numel, degree = blocks * rows * columns, places.tensor.size if name in self._split[kind] else 1
+                numel, degree = blocks * rows * columns, places.tensor.size if name in in_parts else 1
                 count += blocks
                 part += numel / degree / places.shard.size
                 sent += numel / places.owners if degree * places.shard.size > 1 else 0.0
@@ -106,6 +107,10 @@ class Muon:
         if is_cpu(device):
             return busy_s + launches * device.kernel_launch_s + exchanged_s
         return max(busy_s, launches * device.kernel_launch_s * traits.host_launches_per_operator) + exchanged_s
+
+    def _parameters_in_parts(self, kind: int, way: KeysWay) -> frozenset[str]:
+        """Of a kind of block, those of which a tensor-parallel rank holds a part."""
+        return split(self._blocks[kind], "block", way_of_keys=way).parameters
 
     def held_bytes(self, layers: Mapping[int, int], owners: int) -> int:
         """What a rank holds for the moment, beside momentum and gradients, while so many blocks of each kind are updated."""

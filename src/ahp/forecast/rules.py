@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from ahp.cluster.model import Cluster
 from ahp.engines.ahp import FP8_MULTIPLE, needs_one_graph
+from ahp.engines.engine import FewKeys
 from ahp.engines.registry import get
 from ahp.errors import AhpError, nearest
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.mixed_rules import illegal_placement
-from ahp.forecast.split import in_8_bits
+from ahp.forecast.split import in_8_bits, way_of_keys
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -18,7 +19,8 @@ from ahp.schedule.patterns import illegal as illegal_pattern
 from ahp.schedule.patterns import illegal_in_torch
 from ahp.schedule.stages import layers_of_stages
 
-TENSOR_PARALLEL_FACTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+KEY_HEADS = "num_key_value_heads"
+TENSOR_PARALLEL_FACTS = ("num_attention_heads", KEY_HEADS, "intermediate_size")
 """What of the model tensor_parallel_degree must divide, where the graph knows it."""
 
 
@@ -39,9 +41,10 @@ def illegal(
         refused
         or _cluster(cluster, job, parallelism)
         or batch(job, parallelism)
-        or tensor(graph, parallelism)
+        or tensor(graph, job, parallelism, engine)
         or products(graph, job, parallelism, engine)
         or sequence(graph, parallelism)
+        or whole_attention(graph, job, parallelism, engine)
         or context(graph, parallelism, engine)
         or experts(graph, parallelism)
         or _stages(graph, job, parallelism, engine)
@@ -114,16 +117,36 @@ def _data_key(parallelism: Parallelism) -> str:
     return " x ".join(key for key, degree in degrees.items() if degree > 1)
 
 
-def tensor(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+def tensor(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     """Whether the model can be cut so many ways: a rule of tensor_parallel_degree alone."""
     degree = parallelism.tensor_parallel_degree
     if degree == 1:
         return None
     facts = {key: graph.config[key] for key in TENSOR_PARALLEL_FACTS if isinstance(graph.config.get(key), int)}
-    valid = [d for d in range(1, 2 * degree + 1) if all(size % d == 0 for size in facts.values())]
+    if any(keys := [block.keys.heads for block in graph.blocks]):
+        facts[KEY_HEADS] = min(filter(None, keys))
+    few = get(engine.name).traits(job, parallelism, engine).few_keys != "refused"
+
+    def divides(key: str, degree: int) -> bool:
+        return facts[key] % degree == 0 or (few and key == KEY_HEADS and degree % facts[key] == 0)
+
+    valid = [d for d in range(1, 2 * degree + 1) if all(divides(key, d) for key in facts)]
     for key, size in facts.items():
-        if size % degree:
-            return _broken("tensor_parallel_degree", degree, f"does not divide {key} {size}", valid)
+        if not divides(key, degree):
+            rule = f"neither divides {key} {size} nor is a multiple of it" if few and key == KEY_HEADS else None
+            return _broken("tensor_parallel_degree", degree, rule or f"does not divide {key} {size}", valid)
+    return None
+
+
+def whole_attention(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """Whether attention that every tensor-parallel rank computes whole meets parts of the sequence."""
+    degree = parallelism.tensor_parallel_degree
+    if degree == 1 or not parallelism.enable_sequence_parallel:
+        return None
+    few = get(engine.name).traits(job, parallelism, engine).few_keys
+    if any(way_of_keys(block, degree, few) == "whole attention" for block in graph.blocks):
+        rule = f"with tensor_parallel_degree {degree} every rank computes attention whole, because its keys have fewer heads"
+        return _broken("enable_sequence_parallel", True, rule, [False])
     return None
 
 
@@ -131,13 +154,18 @@ def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
     """Whether ahp's own runtime can compute the linear layers of blocks in 8 bits, whole and in parts (runtime/fp8.py)."""
     if job.precision != "fp8" or engine.name != "ahp":
         return None
-    layers = [layer for block in graph.blocks for layer in in_8_bits(block, graph.config.get("num_experts"))]
+    few = get(engine.name).traits(job, parallelism, engine).few_keys
+    layers = _layers_in_8_bits(graph, parallelism.tensor_parallel_degree, few)
     if not layers:
         rule = f"the blocks have no linear layer whose dims are multiples of {FP8_MULTIPLE}"
         return _broken("precision", job.precision, rule, ["bf16", "fp32"])
     degree = parallelism.tensor_parallel_degree
-    sizes = {size for _, size in layers if size is not None}
-    valid = [d for d in range(1, 2 * degree + 1) if all(size % (d * FP8_MULTIPLE) == 0 for size in sizes)]
+
+    def can(degree: int) -> bool:
+        sizes = {size for _, size in _layers_in_8_bits(graph, degree, few) if size is not None}
+        return all(size % (degree * FP8_MULTIPLE) == 0 for size in sizes)
+
+    valid = [d for d in range(1, 2 * degree + 1) if can(d)]
     if degree == 1 or degree in valid:
         return None
     name, size = next((name, size) for name, size in layers if size is not None and size % (degree * FP8_MULTIPLE))
@@ -145,7 +173,14 @@ def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
         f"would cut the {size} of {name} into parts of {size / degree:g}, and with precision fp8 they must be multiples of "
         f"{FP8_MULTIPLE}"
     )
-    return _broken("tensor_parallel_degree", degree, rule, [d for d in valid if tensor(graph, _cut(d)) is None])
+    return _broken(
+        "tensor_parallel_degree", degree, rule, [d for d in valid if not tensor(graph, job, _cut(d), engine)]
+    )
+
+
+def _layers_in_8_bits(graph: ModelGraph, degree: int, few: FewKeys) -> list[tuple[str, int | None]]:
+    experts = graph.config.get("num_experts")
+    return [layer for block in graph.blocks for layer in in_8_bits(block, experts, way_of_keys(block, degree, few))]
 
 
 def _cut(degree: int) -> Parallelism:

@@ -14,12 +14,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ahp.engines.ahp import FP8_MULTIPLE
+from ahp.engines.engine import FewKeys
+from ahp.graph.key_heads import leads_to_attention
 from ahp.graph.operators import Operator, Segment, TensorSpec
 
 GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback_backward")
 """Products of each expert's tokens with its own weights."""
 
 Role = Literal["block", "embedding", "head"]
+
+KeysWay = Literal["parts", "whole", "gathered", "whole attention"]
+"""parts: each rank makes the keys and values of its own heads. whole: every rank makes all of them, and attends to the head that its
+query heads share. gathered: ranks share the products, and gather what they give. whole attention: every rank computes all of it."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,31 @@ class Split:
     """Gradients all-reduced in the backward pass: one for each whole activation that column products read."""
     masks: frozenset[int] = frozenset()
     """Operators that make what says for each pair of tokens who sees whom, alike for all heads: whole on every rank."""
+    keys: frozenset[int] = frozenset()
+    """Operators that make keys and values of fewer heads than there are ranks, or their gradients."""
+    keys_share: float = 1.0
+    """Of what these make, the part that a rank has."""
+    key_gradients: tuple[TensorSpec, ...] = ()
+    """Whole keys and values, whose gradients are all-reduced in the backward pass: each rank has those of its own query heads."""
+    summed_whole: tuple[TensorSpec, ...] = ()
+    """Of ``backward_reduce``, what whole keys are made of as well: its gradient is all-reduced under sequence parallelism too, since
+    every rank has the whole of one summand."""
+    gathered_heads: tuple[TensorSpec, ...] = ()
+    """What is gathered of column products before attention; its gradients are reduce-scattered."""
 
     def share(self, index: int, degree: int) -> float:
         """The part of operator ``index`` that one rank of the group computes."""
         return 1.0 / degree if index in self.divided else 1.0
+
+
+def way_of_keys(block: Segment, degree: int, few: FewKeys) -> KeysWay:
+    """What so many ranks do with the keys and values of a block. ``few``: what the engine does where they are more than the heads."""
+    keys = block.keys
+    if keys.heads == 0 or keys.heads % degree == 0 or few == "refused":
+        return "parts"
+    if few == "gathered":
+        return "gathered"
+    return "whole" if keys.products and degree % keys.heads == 0 else "whole attention"
 
 
 def is_weight_product(op: Operator) -> bool:
@@ -53,17 +80,19 @@ def is_weight_product(op: Operator) -> bool:
     return op.flops > 0 and bool(op.parameters)
 
 
-def split(segment: Segment, role: Role, *, whole_biased_experts: bool = False) -> Split:
+def split(segment: Segment, role: Role, *, whole_biased_experts: bool = False, way_of_keys: KeysWay = "parts") -> Split:
     """The split of one segment; see the module's words for the rule of a block.
 
     ``embedding``: the table is split by vocabulary and its output reduced. ``head``: the last weight product is
     split by vocabulary and everything after it, the loss included, works on a part of the logits.
-    ``whole_biased_experts``: see ``Traits``.
+    ``whole_biased_experts``: see ``Traits``. ``way_of_keys``: what ranks do with the keys and values of a block.
     """
     forward = list(segment.phase("forward"))
     products = {op.index for op in forward if is_weight_product(op)}
     if whole_biased_experts:
         products -= _of_biased_experts(forward)
+    if way_of_keys == "whole attention" and role == "block":
+        products -= leads_to_attention(forward, products)
     whole_before = _reached_whole(segment, forward, products)
     whole_after = _leads_to_whole(forward, products, segment.output)
     if role == "embedding":
@@ -76,7 +105,55 @@ def split(segment: Segment, role: Role, *, whole_biased_experts: bool = False) -
     row = (products & whole_after) - whole_before
     masks = _masks(segment, forward)
     inside = {op.index for op in forward} - whole_before - whole_after - masks
-    return replace(_finish(segment, forward, inside | column | row, column, row), masks=frozenset(masks))
+    if way_of_keys == "whole":
+        return replace(_with_whole_keys(segment, forward, inside, column, row), masks=frozenset(masks))
+    found = replace(_finish(segment, forward, inside | column | row, column, row), masks=frozenset(masks))
+    return _with_gathered_heads(segment, forward, found) if way_of_keys == "gathered" else found
+
+
+def _with_whole_keys(
+    segment: Segment, forward: list[Operator], inside: set[int], column: set[int], row: set[int]
+) -> Split:
+    """Every rank makes all keys and values: their products are not divided, nor what lies between them and attention."""
+    by_index, keys = {op.index: op for op in forward}, segment.keys
+    whole = keys.products | keys.between
+    sources = {_source(by_index[i], by_index) for i in keys.products & column}
+    column = column - keys.products
+    found = _finish(segment, forward, (inside - whole) | column | row, column, row)
+    also = dict.fromkeys(i for i in (_source(by_index[i], by_index) for i in sorted(column)) if i in sources)
+    summed = (by_index[i].outputs[0] if i in by_index else segment.output for i in also)
+    backward = _backward_of_keys(segment)
+    return replace(
+        found,
+        divided=found.divided - backward,
+        keys=frozenset(whole | backward),
+        key_gradients=tuple(by_index[i].outputs[0] for i in keys.read),
+        summed_whole=tuple(spec for spec in summed if spec is not None),
+    )
+
+
+def _with_gathered_heads(segment: Segment, forward: list[Operator], found: Split) -> Split:
+    """Ranks share the products before attention, gather what they give, and each takes its query heads and the one key head of these."""
+    by_index, keys = {op.index: op for op in forward}, segment.keys
+    before = leads_to_attention(forward, set(found.column | found.row)) & found.column
+    return replace(
+        found,
+        keys=frozenset(keys.products | keys.between | _backward_of_keys(segment)),
+        keys_share=1.0 / keys.heads,
+        gathered_heads=tuple(by_index[i].outputs[0] for i in sorted(before)),
+    )
+
+
+def _backward_of_keys(segment: Segment) -> set[int]:
+    """Backward operators on what has the form of keys: a dim of as many heads, in the module that has attention."""
+    by_index, keys = {op.index: op for op in segment.operators}, segment.keys
+    modules = {by_index[i].module for i in keys.between}
+    shapes = {by_index[i].outputs[0].shape for i in keys.between if len(by_index[i].outputs[0].shape) == 4}
+    return {
+        op.index
+        for op in segment.phase("backward")
+        if op.flops == 0 and op.module in modules and op.outputs and op.outputs[0].shape in shapes
+    }
 
 
 def is_mask(spec: TensorSpec) -> bool:
@@ -96,10 +173,14 @@ def _masks(segment: Segment, forward: list[Operator]) -> set[int]:
     return {op.index for op in forward if op.index not in reached and op.outputs and is_mask(op.outputs[0])}
 
 
-def in_8_bits(block: Segment, num_experts: int | None) -> list[tuple[str, int | None]]:
+def in_8_bits(block: Segment, num_experts: int | None, way_of_keys: KeysWay = "parts") -> list[tuple[str, int | None]]:
     """The weights of linear layers that the native engine multiplies in 8 bits, and the dim of each that tensor parallelism
     cuts (elements; None = it stays whole). A layer that gives as many numbers as there are experts is a router."""
-    shapes, parts, found = {p.name: p.shape for p in block.parameters}, split(block, "block"), []
+    shapes, parts, found = (
+        {p.name: p.shape for p in block.parameters},
+        split(block, "block", way_of_keys=way_of_keys),
+        [],
+    )
     for op in block.phase("forward"):
         name = f"{op.module}.weight"
         if not is_weight_product(op) or name not in op.parameters or len(shapes[name]) != 2:

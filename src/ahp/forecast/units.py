@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
-from ahp.engines.engine import ContextWay, Traits
+from ahp.engines.engine import ContextWay, FewKeys, Traits
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Group, Kind, Network
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
+from ahp.forecast.context import shared_tokens_s
 from ahp.forecast.division import GROUPED, Division, attention_heads, expert_parameters
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
@@ -22,9 +22,9 @@ from ahp.forecast.memory import Held, SegmentMemory
 from ahp.forecast.mesh import axis_group, group_of
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.selective import last_read
-from ahp.forecast.split import Role, Split, is_weight_product, split
+from ahp.forecast.split import KeysWay, Role, Split, is_weight_product, split, way_of_keys
 from ahp.forecast.unit import Unit
-from ahp.graph.operators import DTYPE_BYTES, ModelGraph, Operator, Segment, TensorSpec
+from ahp.graph.operators import ModelGraph, Operator, Segment, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.chunks import chunks
 
@@ -89,6 +89,7 @@ class How(NamedTuple):
     """Of one weight element in the type that computes."""
     experts_gather_tokens: bool
     whole_biased_experts: bool
+    few_keys: FewKeys
     fp8: Fp8Recipe | None
     """Of the products of blocks; None = they are not in 8 bits."""
 
@@ -176,7 +177,7 @@ class UnitPricer:
         self._forward_flops = cache(lambda micro_batch_size: self._at(micro_batch_size).flops("forward"))
         self._units: dict[tuple[int, Axes, How], Units] = {}
         self._fastest: dict[tuple[int, Axes, Traits], Units] = {}
-        self._kernels: dict[tuple[int, Role, int, int], _Run] = {}
+        self._kernels: dict[tuple[int, Role, int, int, KeysWay], _Run] = {}
         self._divided: dict[tuple[object, ...], _Divided] = {}
         numbers: dict[How, int] = {}
         self._number = cache(lambda how: numbers.setdefault(how._replace(context="ring"), len(numbers)))
@@ -202,9 +203,14 @@ class UnitPricer:
         each_s = []
         for number, block in enumerate(graph.blocks):
             of = self._of_degrees(graph, block, "block", number, axes, how)
-            forward_s, backward_s = self._context_s(of.attention, of.division, axes, of.times, how)
+            forward_s, backward_s = self._context_s(of, axes, how)
             each_s.append(forward_s + backward_s)
         return sum(each_s[kind] for kind in graph.layers)
+
+    def _context_s(self, of: _Divided, axes: Axes, how: How) -> tuple[float, float]:
+        return shared_tokens_s(
+            of.attention, of.division, axes.context, of.times, how.context, how.context_sums_bytes, self.rates, self._network
+        )  # fmt: skip
 
     def _can(self, way: ContextWay, axes: Axes) -> bool:
         """Whether every rank can have as many heads."""
@@ -224,6 +230,7 @@ class UnitPricer:
             gathers_again=traits.gathers_inputs_again,
             experts_gather_tokens=traits.experts_gather_tokens,
             whole_biased_experts=traits.whole_biased_experts,
+            few_keys=traits.few_keys,
             tensor_copies=traits.tensor_copies,
             context=way,
             context_sums_bytes=traits.context_sums_bytes,
@@ -297,7 +304,7 @@ class UnitPricer:
         )
         if fp8 is not None and fp8.shares_scales:
             tensor = self._with_scales(tensor, parts, axes, segment)
-        context_s = self._context_s(of.attention, of.division, axes, of.times, how)
+        context_s = self._context_s(of, axes, how)
         return Unit(
             times=of.times,
             memory=of.memory,
@@ -319,17 +326,18 @@ class UnitPricer:
         """Of each kind of block, device seconds of both passes but for products: a part of what its unit has, soon known."""
         graph, found = self._at(micro_batch_size), []
         for number, block in enumerate(graph.blocks):
-            run = self._run(graph, block, "block", number, how)
+            run = self._run(graph, block, "block", number, how, tensor)
             division = Division(run.split, tensor, sequence_parallel, context)
             found.append(
                 run.launched.beside_products_s(division, self.rates, causal=self._causal, kernel=how.attention)
             )
         return tuple(found)
 
-    def _run(self, graph: ModelGraph, segment: Segment, role: Role, number: int, how: How) -> _Run:
-        alike = graph.micro_batch_size, role, number, self._number(how)
+    def _run(self, graph: ModelGraph, segment: Segment, role: Role, number: int, how: How, tensor: int) -> _Run:
+        way: KeysWay = "parts" if role != "block" else way_of_keys(segment, tensor, how.few_keys)
+        alike = graph.micro_batch_size, role, number, self._number(how), way
         if alike not in self._kernels:
-            parts = split(segment, role, whole_biased_experts=how.whole_biased_experts)
+            parts = split(segment, role, whole_biased_experts=how.whole_biased_experts, way_of_keys=way)
             fp8 = how.fp8 if role == "block" else None
             run = kernels(segment, how.fusion, fused_loss=how.fused_loss)
             self._kernels[alike] = _Run(segment, parts, run, fp8 is not None and fp8.keeps_in_8_bits)
@@ -344,7 +352,7 @@ class UnitPricer:
         if key in self._divided:
             return self._divided[key]
         fp8 = how.fp8 if role == "block" else None
-        run = self._run(graph, segment, role, number, how)
+        run = self._run(graph, segment, role, number, how, degree)
         parts, stacked = run.split, run.stacked
         division = Division(parts, degree, sequence_parallel, context, experts)
         held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}
@@ -384,6 +392,7 @@ class UnitPricer:
         ``num_unread``: of the sums, those at the end that nothing in the backward pass reads.
         """
         group, context = axes.tensor, axes.context.size
+        of_heads_s = self._heads_s(parts, group, context)
 
         def total(kind: Kind, tensors: tuple[TensorSpec, ...]) -> float:
             part = 0.5 if fp8 and kind == "all_gather" else 1.0
@@ -400,6 +409,7 @@ class UnitPricer:
         unread = parts.forward_reduce[count - num_unread :]
         if not axes.sequence_parallel:
             forward, backward = total("all_reduce", parts.forward_reduce), total("all_reduce", parts.backward_reduce)
+            forward, backward = forward + of_heads_s[0], backward + of_heads_s[1]
             return TensorCost(forward, forward - total("all_reduce", unread), 0.0, backward, count)
         hidden = tuple(spec for spec in parts.forward_reduce if len(spec.shape) > 1)
         rows = tuple(spec for spec in parts.forward_reduce if len(spec.shape) == 1)
@@ -411,10 +421,24 @@ class UnitPricer:
             # A rank begins with its own piece and ends with it: one piece of each collective has nothing to run beside.
             overlap, beside_s = 1.0 - 1.0 / group.size, times.products.device_s
             forward, gathers, gathered = (shown_s(s, beside_s, overlap) for s in (forward, gathers, gathered))
-        forward += total("all_reduce", rows)
-        backward = gathers + total("reduce_scatter", parts.backward_reduce)
+        forward += total("all_reduce", rows) + of_heads_s[0]
+        backward = gathers + total("reduce_scatter", parts.backward_reduce) + of_heads_s[1]
+        backward += total("all_reduce", parts.summed_whole) - total("reduce_scatter", parts.summed_whole)
         again = max(0.0, forward - total("reduce_scatter", unread))
         return TensorCost(forward, again, gathered, backward, 2 * count)
+
+    def _heads_s(self, parts: Split, group: Group, context: int) -> tuple[float, float]:
+        """Seconds, forward and backward, of what comes of keys with fewer heads than ranks: gradients of whole keys are summed, or
+        what is gathered of all heads is put together from the ranks' columns, and its gradients are cut into them."""
+        forward, backward = 0.0, 0.0
+        if parts.gathered_heads:
+            sent = sum(spec.bytes for spec in parts.gathered_heads) / context
+            copies_s = self.rates.element_wise_s(2 * sent, 0.0, parts.gathered_heads[0].dtype)
+            forward = self._network.time_s("all_gather", sent, group) + copies_s
+            backward = self._network.time_s("reduce_scatter", sent, group) + copies_s
+        for spec in parts.key_gradients:
+            backward += self._network.time_s("all_reduce", spec.bytes / context, group)
+        return forward, backward
 
     def _with_scales(self, tensor: TensorCost, parts: Split, axes: Axes, segment: Segment) -> TensorCost:
         """And what it takes that ranks agree on the largest element of a weight, an input or a gradient that they share."""
@@ -437,46 +461,6 @@ class UnitPricer:
         parts = 1 if how.experts_gather_tokens or not division.sequence_parallel else division.tensor
         sent = grouped.inputs[0].bytes / division.context / parts
         return 2 * self._network.time_s("all_to_all", sent, axes.expert)
-
-    def _context_s(
-        self, attention: tuple[Operator, ...], division: Division, axes: Axes, times: SegmentTimes, how: How
-    ) -> tuple[float, float]:
-        """Seconds, forward and backward, that a rank waits for what attention needs of the other context ranks.
-
-        Keys and values are gathered or go round; in the backward pass again, and their gradients with them. Around a ring they
-        go while attention computes on those that are there, so that all but the last part of the computation can hide
-        them. By all-to-all, queries, keys, values and results are exchanged, and so are their gradients.
-        """
-        ranks = axes.context.size
-        if ranks == 1:
-            return 0.0, 0.0
-        forward = backward = 0.0
-        for op in attention:
-            share = 1.0 / division.tensor if op.index in division.split.divided else 1.0
-            if how.context == "all-to-all":
-                seconds = sum(self._exchange_s(spec, share, axes) for spec in (*op.inputs[:3], op.outputs[0]))
-                forward, backward = forward + seconds, backward + seconds
-            else:
-                keys = op.inputs[1:3]
-                seconds = self._network.time_s("all_gather", sum(spec.bytes for spec in keys) * share, axes.context)
-                forward += seconds
-                backward += seconds + seconds * (how.context_sums_bytes / DTYPE_BYTES[keys[0].dtype] or 1.0)
-        if how.context != "ring" or self._on_cpu:
-            return forward, backward
-        beside = 1.0 - 1.0 / ranks
-        return (
-            shown_s(forward, beside * times.attention.device_s, 1.0),
-            shown_s(backward, beside * times.attention_backward.device_s, 1.0),
-        )
-
-    def _exchange_s(self, spec: TensorSpec, share: float, axes: Axes) -> float:
-        """An all-to-all of [batch, heads, sequence, width], put in order before it and after it. Of fewer heads than ranks, each
-        goes as often as it takes."""
-        ranks, heads = axes.context.size, max(1, round(spec.shape[1] * share))
-        times = ranks // math.gcd(heads, ranks)
-        sent = spec.bytes * share * times / ranks
-        copies_s = 2 * self.rates.element_wise_s(2 * sent, 0.0, spec.dtype)
-        return self._network.time_s("all_to_all", sent, axes.context) + copies_s
 
 
 def _with_casts(memory: SegmentMemory, segment: Segment, division: Division, fp8: Fp8Recipe | None) -> SegmentMemory:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
+
+from ahp.graph.key_heads import Keys, keys_of
 
 DTYPE_BYTES: dict[str, int] = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
@@ -71,7 +74,7 @@ class Operator:
     """Bytes that autograd keeps from this forward operator's outputs until backward, parameters not counted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segment:
     """A part of the model that is traced once: what precedes the blocks, one kind of block, what follows them."""
 
@@ -95,6 +98,11 @@ class Segment:
 
     def phase(self, phase: Phase) -> Iterator[Operator]:
         return (op for op in self.operators if op.phase == phase)
+
+    @cached_property
+    def keys(self) -> Keys:
+        """Where keys and values come from, if they have fewer heads than queries."""
+        return keys_of(self)
 
 
 @dataclass(frozen=True)

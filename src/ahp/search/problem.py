@@ -108,7 +108,7 @@ class Problem:
         """Whether model and engine allow a replica to be cut so many ways."""
         layout = Parallelism(tensor_parallel_degree=tensor, context_parallel_degree=context)
         return not (
-            rules.tensor(self.graph, layout)
+            rules.tensor(self.graph, self.job, layout, self.engine)
             or rules.products(self.graph, self.job, layout, self.engine)
             or rules.sequence(self.graph, layout)
             or rules.context(self.graph, layout, self.engine)

@@ -231,7 +231,9 @@ class _Counted:
             f"global_batch_size {batch} must divide by data-parallel degree x micro_batch_size{self._nearest(batch)}",
             int(((self.micro_batches == 0) * self.per_micro_batch[:, None]).sum()),
         )
-        self._of_mesh("tensor", lambda layout: rules.tensor(graph, layout), "tensor_parallel_degree")
+        self._of_mesh(
+            "tensor", lambda layout: rules.tensor(graph, asked.job, layout, asked.engine), "tensor_parallel_degree"
+        )
         self._of_mesh(
             "products in 8 bits",
             lambda layout: rules.products(graph, asked.job, layout, asked.engine),
@@ -240,6 +242,12 @@ class _Counted:
         self._of_mesh(
             "sequence",
             lambda layout: rules.sequence(graph, layout),
+            "tensor_parallel_degree",
+            "enable_sequence_parallel",
+        )
+        self._of_mesh(
+            "whole attention",
+            lambda layout: rules.whole_attention(graph, asked.job, layout, asked.engine),
             "tensor_parallel_degree",
             "enable_sequence_parallel",
         )

@@ -26,7 +26,7 @@ from ahp.forecast.division import GROUPED, expert_parameters
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.kernels import Fusion, kernels
 from ahp.forecast.overlap import CONTENTION
-from ahp.forecast.split import Split, split
+from ahp.forecast.split import KeysWay, Split, split, way_of_keys
 from ahp.forecast.tables import PRECISION_OF
 from ahp.forecast.units import How
 from ahp.graph.operators import Operator, TensorSpec
@@ -140,8 +140,8 @@ class _BlockBounds:
         self._causal = is_causal(self.graph)
         self._network, self._nodes = asked.pricer.network, asked.pricer.nodes
         traits = get(asked.engine.name).traits(asked.job, Parallelism(), asked.engine)
-        whole = traits.whole_biased_experts
-        self._splits = [split(block, "block", whole_biased_experts=whole) for block in self.graph.blocks]
+        self._of_engine = traits
+        self._split = cache(self._split_of)
         forward = [list(block.phase("forward")) for block in self.graph.blocks]
         self._attention = [[op for op in of_block if "attention" in op.name] for of_block in forward]
         self._grouped = [next((op for op in of_block if op.name in GROUPED), None) for of_block in forward]
@@ -237,10 +237,15 @@ class _BlockBounds:
         """
 
         def of_kind(kind: int) -> float:
-            forward, backward = self._passes_s(self._splits[kind], group, in_parts, size)
+            parts = self._split(kind, way_of_keys(self.graph.blocks[kind], group.size, self._of_engine.few_keys))
+            forward, backward = self._passes_s(parts, group, in_parts, size)
             return forward_shown * forward + backward_shown * backward
 
         return self._of_kinds(of_kind) if group.size > 1 else 0.0
+
+    def _split_of(self, kind: int, way: KeysWay) -> Split:
+        whole = self._of_engine.whole_biased_experts
+        return split(self.graph.blocks[kind], "block", whole_biased_experts=whole, way_of_keys=way)
 
     def _passes_s(self, parts: Split, group: Group, in_parts: bool, size: float) -> tuple[float, float]:
         if not in_parts:

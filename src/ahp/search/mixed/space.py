@@ -346,9 +346,10 @@ class MixedSpace:
         graph, layout = self.asked.graph, layout_of(alike, 1)
         return (
             ("not placed", self._not_placed()),
-            ("tensor", rules.tensor(graph, layout)),
+            ("tensor", rules.tensor(graph, self.asked.job, layout, self.asked.engine)),
             ("products in 8 bits", rules.products(graph, self.asked.job, layout, self.asked.engine)),
             ("sequence", rules.sequence(graph, layout)),
+            ("whole attention", rules.whole_attention(graph, self.asked.job, layout, self.asked.engine)),
             ("context", rules.context(graph, layout, self.asked.engine)),
             ("experts", rules.experts(graph, layout)),
         )

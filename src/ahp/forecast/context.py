@@ -1,0 +1,64 @@
+"""What context-parallel ranks wait for in attention: the keys and values of each other's tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ahp.engines.engine import ContextWay
+from ahp.forecast.communication import Group, Network
+from ahp.forecast.compute import SegmentTimes
+from ahp.forecast.division import Division
+from ahp.forecast.efficiency import Rates, is_cpu
+from ahp.forecast.overlap import shown_s
+from ahp.graph.operators import DTYPE_BYTES, Operator, TensorSpec
+
+
+def shared_tokens_s(
+    attention: Iterable[Operator],
+    division: Division,
+    group: Group,
+    times: SegmentTimes,
+    way: ContextWay,
+    sums_bytes: int,
+    rates: Rates,
+    network: Network,
+) -> tuple[float, float]:
+    """Seconds, forward and backward, that a rank waits for what attention needs of the other ranks of ``group``.
+
+    Keys and values are gathered or go round; in the backward pass again, and their gradients with them (``sums_bytes`` an element, 0 = as
+    they are). Around a ring they go while attention computes on those that are there, so that all but the last part of the
+    computation can hide them. By all-to-all, queries, keys, values and results are exchanged, and so are their gradients.
+    """
+    if group.size == 1:
+        return 0.0, 0.0
+    forward = backward = 0.0
+    for op in attention:
+        share = 1.0 / division.tensor if op.index in division.split.divided else 1.0
+        keys = op.inputs[1:3]
+        of_keys = max(share, 1.0 / keys[0].shape[1])  # a rank has one head at least
+        if way == "all-to-all":
+            seconds = sum(_exchange_s(spec, share, group, rates, network) for spec in (op.inputs[0], op.outputs[0]))
+            seconds += sum(_exchange_s(spec, of_keys, group, rates, network) for spec in keys)
+            forward, backward = forward + seconds, backward + seconds
+        else:
+            seconds = network.time_s("all_gather", sum(spec.bytes for spec in keys) * of_keys, group)
+            forward += seconds
+            backward += seconds + seconds * (sums_bytes / DTYPE_BYTES[keys[0].dtype] or 1.0)
+    if way != "ring" or is_cpu(rates.device):
+        return forward, backward
+    beside = 1.0 - 1.0 / group.size
+    return (
+        shown_s(forward, beside * times.attention.device_s, 1.0),
+        shown_s(backward, beside * times.attention_backward.device_s, 1.0),
+    )
+
+
+def _exchange_s(spec: TensorSpec, share: float, group: Group, rates: Rates, network: Network) -> float:
+    """An all-to-all of [batch, heads, sequence, width], put in order before it and after it. Of fewer heads than ranks, each
+    goes as often as it takes."""
+    heads = max(1, round(spec.shape[1] * share))
+    times = group.size // math.gcd(heads, group.size)
+    sent = spec.bytes * share * times / group.size
+    copies_s = 2 * rates.element_wise_s(2 * sent, 0.0, spec.dtype)
+    return network.time_s("all_to_all", sent, group) + copies_s

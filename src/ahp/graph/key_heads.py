@@ -1,0 +1,123 @@
+"""Keys and values of fewer heads than queries have: where they are made, from the graph alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ahp.graph.operators import Operator, Segment
+
+BATCHED = ("aten.bmm", "aten.baddbmm")
+"""Products of activations with activations: the scores of unfused attention, and what follows from them."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """How the keys and values of one segment come about."""
+
+    heads: int = 0
+    """The fewest of any attention in it; 0 = it has none with fewer than queries."""
+    products: frozenset[int] = frozenset()
+    """Weight products that make keys and values of fused attention, and nothing else; none where they cannot be told apart."""
+    between: frozenset[int] = frozenset()
+    """What lies between them and attention."""
+    read: tuple[int, ...] = ()
+    """Of all these, those that attention reads."""
+
+
+def keys_of(segment: Segment) -> Keys:
+    """The keys and values of a segment."""
+    forward = list(segment.phase("forward"))
+    after = _after_products(forward)
+    repeated = _repeated(forward, after)
+    fused = [op for op in forward if is_fused(op) and op.inputs[1].shape[1] < op.inputs[0].shape[1]]
+    heads = [*repeated, *(op.inputs[1].shape[1] for op in fused)]
+    if not heads:
+        return Keys()
+    paths = [_path(op, forward, after) for op in fused]
+    if repeated or any(path is None for path in paths):
+        return Keys(min(heads))
+    products, between, read = (frozenset().union(*(path[i] for path in paths if path)) for i in range(3))
+    return Keys(min(heads), products, between, tuple(sorted(read)))
+
+
+def is_fused(op: Operator) -> bool:
+    """Attention in one operator, of [batch, heads, tokens, width]."""
+    return "attention" in op.name and len(op.inputs) >= 3 and len(op.inputs[0].shape) == 4
+
+
+def leads_to_attention(forward: list[Operator], products: set[int]) -> set[int]:
+    """Weight products with no other one between them and attention, before it or after it."""
+    core = {op.index for op in forward if is_fused(op) or op.name in BATCHED}
+    after: set[int] = set()
+    found: set[int] = set()
+    for op in forward:
+        if any(i in after for i in op.depends_on):
+            (found if op.index in products else after).add(op.index)
+        if op.index in core:
+            after.add(op.index)
+    before = {i for op in forward if op.index in core for i in op.depends_on}
+    for op in reversed(forward):
+        if op.index in before and op.index in products:
+            found.add(op.index)
+        elif op.index in before:
+            before.update(op.depends_on)
+    return found
+
+
+def _after_products(forward: list[Operator]) -> set[int]:
+    """Weight products, and what anything of them goes into."""
+    after: set[int] = set()
+    for op in forward:
+        if (op.flops > 0 and op.parameters) or after & set(op.depends_on):
+            after.add(op.index)
+    return after
+
+
+def _repeated(forward: list[Operator], after: set[int]) -> list[int]:
+    """Heads of what is repeated, of one for several query heads, and then goes into attention by itself (``cat`` joins it with others)."""
+    found: list[int] = []
+    heads: dict[int, int] = {}
+    for op in forward:
+        sources = [i for i in op.depends_on if i in after]
+        if _grows(op) and sources:
+            heads[op.index] = op.inputs[0].shape[1]
+        elif is_fused(op) or op.name in BATCHED:
+            found += [heads[i] for i in sources if i in heads]
+        elif sources and all(i in heads for i in sources):
+            heads[op.index] = min(heads[i] for i in sources)
+    return found
+
+
+def _grows(op: Operator) -> bool:
+    return op.name == "aten.expand" and len(op.inputs[0].shape) > 3 and op.outputs[0].numel > op.inputs[0].numel
+
+
+def _path(
+    attention: Operator, forward: list[Operator], after: set[int]
+) -> tuple[frozenset[int], frozenset[int], frozenset[int]] | None:
+    """Products that keys and values of fused attention come from, what lies between, and what is read; None where queries share any."""
+    by_index = {op.index: op for op in forward}
+    of_keys = {i for i in attention.depends_on if i in after and set(by_index[i].outputs) & set(attention.inputs[1:3])}
+    keys, queries = (
+        _back_to_products(start, by_index, after)
+        for start in (of_keys, {i for i in attention.depends_on if i in after} - of_keys)
+    )
+    products = frozenset(i for i in keys if by_index[i].flops > 0)
+    if keys & queries or not products:
+        return None
+    return products, frozenset(keys - products), frozenset(of_keys)
+
+
+def _back_to_products(start: set[int], by_index: dict[int, Operator], after: set[int]) -> set[int]:
+    """All operators from ``start`` back to weight products, these included."""
+    found, waiting = set(start), list(start)
+    while waiting:
+        op = by_index[waiting.pop()]
+        if op.flops > 0 and op.parameters:
+            continue
+        new = {i for i in op.depends_on if i in after} - found
+        found |= new
+        waiting += new
+    return found
