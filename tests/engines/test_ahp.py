@@ -14,6 +14,12 @@ from ahp.schedule.patterns import SCHEDULES, WHOLE_BACKWARD
         ({"context_parallel_degree": 2}, {}, {"attention": "math"}, "attention = 'math'"),
         ({"expert_parallel_degree": 4}, {}, {}, "expert_parallel_degree = 4"),
         ({"expert_parallel_degree": 4, "data_parallel_shard_degree": 2}, {}, {}, "expert_parallel_degree = 4"),
+        (
+            {"expert_parallel_degree": 2, "context_parallel_degree": 2, "zero_stage": 0},
+            {},
+            {},
+            "expert_parallel_degree = 2: must divide data_parallel_shard_degree 1 x context_parallel_degree 2 with zero_stage 0",
+        ),
         ({"enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
         ({}, {"optimizer": "muon"}, {"offload_optimizer": True}, "job.optimizer.name = 'muon'"),
         (

@@ -58,6 +58,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "context_parallel_degree": 2,
         "context_parallel_method": "ring", "micro_batch_size": 2,
     },
+    "ep2-context-alone": {"context_parallel_degree": 2, "expert_parallel_degree": 2, "zero_stage": 3, "micro_batch_size": 4},
+    "ep4-context": {
+        "data_parallel_shard_degree": 2, "context_parallel_degree": 2, "expert_parallel_degree": 4, "zero_stage": 1,
+        "micro_batch_size": 2,
+    },
     "ep2-tensor": {
         "data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "tensor_parallel_degree": 2, "micro_batch_size": 4,
     },

@@ -198,7 +198,11 @@ def test_the_native_engine_shares_experts_among_ranks_that_shard() -> None:
     degrees = {layout.expert_parallel_degree: layout for layout in space if layout.expert_parallel_degree > 1}
     assert set(degrees) == {2, 4}
     for layout in space:
-        assert layout.data_parallel_shard_degree % layout.expert_parallel_degree == 0
+        assert layout.weight_shards % layout.expert_parallel_degree == 0
+    assert any(
+        x.data_parallel_shard_degree == 1 and x.expert_parallel_degree == 4 for x in space
+    )  # context ranks alone
     given = small("experts", "4xH100-SXM-80GB", batch=8, constraints=Constraints(expert_parallel_degree=4))
     given.check()
-    assert {layout.data_parallel_shard_degree for layout in build(given)} == {4}
+    ways = {(layout.data_parallel_shard_degree, layout.context_parallel_degree) for layout in build(given)}
+    assert ways == {(4, 1), (2, 2), (1, 4)}

@@ -128,13 +128,13 @@ def _are_experts_alone(job: Job, p: Parallelism) -> bool:
 
 def _refuses_experts(p: Parallelism) -> str | None:
     """Ranks that hold different experts are a part of those that ZeRO shards over."""
-    degree, shard = p.expert_parallel_degree, p.data_parallel_shard_degree
-    if degree == 1:
-        return None
-    key = f"expert_parallel_degree = {degree}"
-    if shard % degree:
-        valid = ", ".join(str(d) for d in range(1, shard + 1) if shard % d == 0)
-        return f"{key}: must divide data_parallel_shard_degree {shard}, whose ranks share the experts (valid: {valid})"
+    degree, shards = p.expert_parallel_degree, p.weight_shards
+    if shards % degree:
+        ranks = f"data_parallel_shard_degree {p.data_parallel_shard_degree}"
+        if p.context_parallel_degree > 1:
+            ranks += f" x context_parallel_degree {p.context_parallel_degree} with zero_stage {p.zero_stage}"
+        valid = ", ".join(str(d) for d in range(1, shards + 1) if shards % d == 0)
+        return f"expert_parallel_degree = {degree}: must divide {ranks}, whose ranks share the experts (valid: {valid})"
     return None
 
 

@@ -56,8 +56,13 @@ class Shared(NamedTuple):
 
     expert: int
     pipeline: int
-    context: bool
-    """Whether there are several context ranks, which share states too."""
+    context: int
+    """Ranks of the context axis, which share states too: how many where there are experts to share, else 2 for any number of them."""
+
+
+def shared(expert: int, pipeline: int, context: int) -> Shared:
+    """What the degrees of a block say of that."""
+    return Shared(expert, pipeline, context if expert > 1 else min(context, 2))
 
 
 class Mesh(NamedTuple):
@@ -75,7 +80,7 @@ class Mesh(NamedTuple):
 
     @property
     def shared(self) -> Shared:
-        return Shared(self.expert, self.pipeline, self.context > 1)
+        return shared(self.expert, self.pipeline, self.context)
 
 
 def divisors(number: int) -> list[int]:
@@ -213,7 +218,7 @@ class Choices:
     def _legal_stages(self, replicate: int, shard: int, mesh: Shared) -> tuple[int, ...]:
         """ZeRO stages that the engine can express for so many replicas and shards, of those that it runs alike the first."""
         found: dict[Traits, int] = {}
-        for zero in self._zero_stages(shard, mesh.context):
+        for zero in self._zero_stages(shard, mesh.context > 1):
             if not self.bad_split((replicate, shard, zero), mesh):
                 found.setdefault(self.traits((replicate, shard, zero), mesh), zero)
         return tuple(found.values())
@@ -221,7 +226,7 @@ class Choices:
     def _legal_states(self, tensor: int, context: int, pipeline: int, expert: int, data: int) -> tuple[Split, ...]:
         found: dict[tuple[int, int, int], Split] = {}
         for _, splits in self.lying(tensor, context, pipeline, expert, data):
-            for split in self.legal_splits(splits, Shared(expert, pipeline, context > 1)):
+            for split in self.legal_splits(splits, shared(expert, pipeline, context)):
                 found.setdefault(split[:3], split)
         return tuple(found.values())
 
@@ -275,12 +280,12 @@ class Choices:
 
     def _shared(self, split: tuple[int, int, int], mesh: Shared) -> Parallelism:
         """A layout that shares states so, with what else decides about it what the engine can run."""
-        context = mesh.context and not self.refused(context_parallel_degree=2)
+        context = 1 if self.refused(context_parallel_degree=mesh.context) else mesh.context
         return Parallelism(
             data_parallel_replicate_degree=split[0],
             data_parallel_shard_degree=split[1],
             zero_stage=split[2],
-            context_parallel_degree=2 if context else 1,
+            context_parallel_degree=context,
             expert_parallel_degree=1 if self.refused_experts(mesh.expert, 1, 1) else mesh.expert,
             pipeline_parallel_degree=1 if self.refused(pipeline_parallel_degree=mesh.pipeline) else mesh.pipeline,
         )
