@@ -99,9 +99,16 @@ def test_megatron_keeps_fp32_gradients_beside_bf16_weights_alone():
 
 @pytest.mark.parametrize(
     ("precision", "stage", "overlaps"),
-    [("fp16", 0, False), ("bf16", 1, False), ("fp16", 3, False), ("bf16", 3, True), ("fp8", 1, True)],
+    [
+        ("fp16", 0, False),
+        ("bf16", 0, False),
+        ("bf16", 1, True),
+        ("fp16", 3, False),
+        ("bf16", 3, True),
+        ("fp8", 0, True),
+    ],
 )
-def test_megatron_hides_gradients_in_fp8_and_under_its_fsdp_alone(precision, stage, overlaps):
+def test_megatron_hides_gradients_in_fp8_and_where_states_are_divided(precision, stage, overlaps):
     layout = Parallelism(data_parallel_shard_degree=2 if stage else 1, zero_stage=stage)
     traits = get("megatron").traits(Job(precision=precision), layout, EngineChoice(name="megatron"))
     assert traits.gradient_overlap == traits.parameter_gather_overlap == float(overlaps)

@@ -58,8 +58,9 @@ class MegatronEngine(Engine):
         half = job.precision != "fp32"
         fp8 = job.precision == "fp8"
         one_by_one = zero == 3 and job.precision == "fp16"
-        # --overlap-grad-reduce and --overlap-param-gather are off by default; Megatron-FSDP always overlaps.
-        overlaps = not one_by_one and (fp8 or zero >= 2)
+        # --overlap-grad-reduce and --overlap-param-gather are off by default, and on in the published recipes, which have the distributed
+        # optimizer (NeMo, scripts/performance/helpers.py); Megatron-FSDP always overlaps.
+        overlaps = not one_by_one and (fp8 or zero >= 1)
         gradient = 2 if fp8 or job.precision == "fp16" else 4
         return Traits(
             gradient_bytes=gradient,
