@@ -107,8 +107,11 @@ WIDE = (
     "mixture-x-tp",
     "zero3-x-tp-recompute",
     "all-to-all-1f1b-recompute",
+    "all-to-all-x-sequence",
+    "experts-x-sequence",
+    "zero3-x-sequence-selective",
 )
-"""In larger products."""
+"""In other products, part by part."""
 BUILDERS.update({name: build for name, build in test_experts.BUILDERS.items() if name.startswith("family")})
 
 

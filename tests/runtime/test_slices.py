@@ -20,6 +20,7 @@ from ahp.forecast.split import split, way_of_keys
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.runtime.dropout import with_own_numbers
+from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB, VOCABULARY, Block
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train
 from tests.runtime.workers import Pool
@@ -113,8 +114,7 @@ def test_a_sliced_model_equals_one_process(
     assert_same_weights(results, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", FEW_KEYS)
+@pytest.mark.parametrize("layout", cases(FEW_KEYS, wide={"recomputed shards"}))
 def test_more_ranks_than_key_heads_equal_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str
 ) -> None:
