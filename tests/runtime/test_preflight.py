@@ -9,6 +9,7 @@ import time
 from multiprocessing.connection import Connection
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -59,6 +60,7 @@ def test_all_answer(pool: Pool) -> None:
     assert pool.run(meet, 2, "none") == ["", ""]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(pool: Pool) -> None:
     said = pool.run(meet, 2, "absent")[0]
     assert said.startswith("rank 1 of 2 did not come to the first exchange within 1 s")

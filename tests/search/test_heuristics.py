@@ -65,6 +65,7 @@ def test_every_point_is_a_legal_layout(point: list[float], engine: str) -> None:
     asked(engine).price(space(engine).layout(block, row))
 
 
+@pytest.mark.slow
 def test_every_block_has_a_point() -> None:
     cube, random = Cube(space()), np.random.default_rng(0)
     found = Counter(cube.place(random.random(NUM_GENES))[0] for _ in range(20_000))
