@@ -137,29 +137,19 @@ class SeveralTask(Task):
                     found[rank].append(some[rank])  # smaller ones come first
         return found
 
-    def _with_fewest(self, placement: Placement) -> Placement:
-        """The fewest of each rank, in the first of its stages, of which the most micro-batches wait."""
+    def _fewest(
+        self, placement: Placement, at_least: tuple[int, ...], fits: Callable[[Sequence[int]], Sequence[bool]]
+    ) -> tuple[int, ...]:
+        """Those of each rank in the first of its stages, of which the most micro-batches wait."""
         assert placement.pipe is not None, "several schedules"
-        if not self._is_open:
-            return placement
-        try:
-            fits = self.cells_fit(placement.of(self.shape, self.names))
-        except (BadInput, NotExpressible):
-            return placement  # pricing it says why
         ranks, layers = self._ranks(placement.pipe), np.array(placement.layers)
         most = [layers[ranks == rank].tolist() for rank in range(self.shape.pipeline)]
+        least = [int(np.array(at_least)[ranks == rank].sum()) for rank in range(self.shape.pipeline)]
 
         def by_stage(numbers: Sequence[int]) -> tuple[int, ...]:
             return _by_stage([_filled(n, of_rank) for n, of_rank in zip(numbers, most, strict=True)], ranks)
 
-        known: dict[Row, tuple[int, ...]] = {}
-        for replica, row in enumerate(placement.rows):
-            if row not in known and row.recomputed is not None:
-                least = [int(np.array(row.recomputed)[ranks == rank].sum()) for rank in range(self.shape.pipeline)]
-                known[row] = by_stage(
-                    fewest(lambda numbers, at=replica: fits(at, by_stage(numbers)), least, [sum(of) for of in most])
-                )
-        return replace(placement, rows=tuple(row._replace(recomputed=known[row]) for row in placement.rows))
+        return by_stage(fewest(lambda numbers: fits(by_stage(numbers)), least, [sum(of) for of in most]))
 
     # -- where placements are many ----------------------------------------------------------------------------------
 

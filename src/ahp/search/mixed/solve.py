@@ -168,8 +168,14 @@ class Task:
         known: dict[Row, tuple[int, ...]] = {}
         for replica, row in enumerate(placement.rows):
             if row not in known and row.recomputed is not None:
-                known[row] = fewest(partial(fits, replica), row.recomputed, placement.layers)
+                known[row] = self._fewest(placement, row.recomputed, partial(fits, replica))
         return replace(placement, rows=tuple(row._replace(recomputed=known[row]) for row in placement.rows))
+
+    def _fewest(
+        self, placement: Placement, at_least: tuple[int, ...], fits: Callable[[Sequence[int]], Sequence[bool]]
+    ) -> tuple[int, ...]:
+        """Layers that the stages of one replica recompute; ``fits``: of each cell, from a number for each stage."""
+        return fewest(fits, at_least, placement.layers)
 
     @property
     def _is_open(self) -> bool:
