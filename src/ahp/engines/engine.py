@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ahp.engines.fp8 import NVIDIAS_FP8, Fp8Recipe
@@ -124,7 +124,7 @@ class Traits:
     """Whether sharded weights are gathered and their gradients reduced one tensor at a time, not a unit at once."""
     sends_elements_together: int = 0
     """Elements of gradients, and of sharded weights, that one collective takes, of whatever units; 0 = those of one unit."""
-    fp8: Fp8Recipe = NVIDIAS_FP8
+    fp8: Fp8Recipe = field(default=NVIDIAS_FP8, hash=False)  # an engine has one or two, and its own hash takes long
     fused_gradient_accumulation: bool = False
     """Whether the products that make weight gradients add them to the fp32 ones directly. The gradients that autograd asks
     for lie in memory beside them, of one block and the head, in the compute type, with nothing in them."""

@@ -32,8 +32,7 @@ ALONE = Group(1, 1, 1)
 SCALE_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Axes:
+class Axes(NamedTuple):
     """The groups that divide a micro-batch within one stage."""
 
     tensor: Group = ALONE
@@ -149,6 +148,8 @@ class _Divided:
     """Of the sums over tensor ranks, those at the end that nothing in the backward pass reads."""
     units: dict[tuple[object, ...], Unit] = field(default_factory=dict)
     """By the groups that it communicates in."""
+    contexts_s: dict[tuple[Group, ContextWay], tuple[float, float]] = field(default_factory=dict)
+    """By the context group, and how its ranks see tokens: seconds forward and backward in which attention waits for them."""
 
 
 class TensorCost(NamedTuple):
@@ -172,6 +173,8 @@ class UnitPricer:
         self._on_cpu = is_cpu(nodes.device)
         self._in_fp8 = precision == "fp8"
         self._causal = is_causal(graph)
+        self._counts = [graph.layers.count(kind) for kind in range(len(graph.blocks))]
+        """Layers of each kind."""
         self._heads = [attention_heads(block) for block in graph.blocks]
         self._graphs = {graph.micro_batch_size: graph}
         self._forward_flops = cache(lambda micro_batch_size: self._at(micro_batch_size).flops("forward"))
@@ -195,22 +198,26 @@ class UnitPricer:
         if len(traits.context_ways) > 1 and axes.context.size > 1:
             graph = self._at(micro_batch_size)
             able: list[ContextWay] = [way for way in traits.context_ways if self._can(way, axes)]
-            way = min(able, key=lambda way: self._context_of_layers_s(graph, axes, self.how(traits, way)))
+            way = able[0]
+            if len(able) > 1:
+                way = min(able, key=lambda way: self._context_of_layers_s(graph, axes, self.how(traits, way)))
         return self._units_by(way, micro_batch_size, axes, traits)
 
     def _context_of_layers_s(self, graph: ModelGraph, axes: Axes, how: How) -> float:
         """Seconds of all layers, forward and backward, in which attention waits for what it needs of other context ranks."""
-        each_s = []
-        for number, block in enumerate(graph.blocks):
+        total_s = 0.0
+        for number, (block, count) in enumerate(zip(graph.blocks, self._counts, strict=True)):
             of = self._of_degrees(graph, block, "block", number, axes, how)
-            forward_s, backward_s = self._context_s(of, axes, how)
-            each_s.append(forward_s + backward_s)
-        return sum(each_s[kind] for kind in graph.layers)
+            total_s += count * sum(self._context_s(of, axes, how))
+        return total_s
 
     def _context_s(self, of: _Divided, axes: Axes, how: How) -> tuple[float, float]:
-        return shared_tokens_s(
-            of.attention, of.division, axes.context, of.times, how.context, how.context_sums_bytes, self.rates, self._network
-        )  # fmt: skip
+        key = axes.context, how.context
+        if key not in of.contexts_s:
+            of.contexts_s[key] = shared_tokens_s(
+                of.attention, of.division, axes.context, of.times, how.context, how.context_sums_bytes, self.rates, self._network
+            )  # fmt: skip
+        return of.contexts_s[key]
 
     def _can(self, way: ContextWay, axes: Axes) -> bool:
         """Whether every rank can have as many heads."""
@@ -273,7 +280,7 @@ class UnitPricer:
         count = len(chunks(graph.micro_batch_size, graph.sequence_length // axes.context.size, how.loss_chunk_tokens))
         # A chunk is to the micro-batch as the part of a context-parallel rank is.
         context = replace(axes.context, size=axes.context.size * count)
-        one = self._unit(graph, graph.head, "head", 0, replace(axes, context=context), how)
+        one = self._unit(graph, graph.head, "head", 0, axes._replace(context=context), how)
         return chunked_head(
             one,
             count,

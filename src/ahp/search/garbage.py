@@ -6,9 +6,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NEW_OBJECTS = 20_000
+NEW_OBJECTS = 100_000
 """Objects, made and not freed, after which Python looks for garbage among them, instead of 700: a search keeps nearly all that it makes.
-[Empirical] 405 B on 16,384 devices: 781 looks took 0.5 of 7.7 s."""
+[Empirical] 405 B on 16,384 devices: 781 looks at 700 objects took 0.5 of 7.7 s, those at 20,000 still 0.2 of 5.2, at 100,000 half of that
+with the same peak memory."""
 
 
 @contextmanager

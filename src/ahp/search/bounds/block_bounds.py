@@ -12,7 +12,7 @@ Both hold for every cut of the layers into stages, even or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 
 import numpy as np
@@ -32,6 +32,7 @@ from ahp.forecast.units import How
 from ahp.graph.operators import Operator, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
+from ahp.search.bounds.split_columns import SplitColumns
 from ahp.search.bounds.splits import Splits
 from ahp.search.choices import Pipe
 from ahp.search.different import different
@@ -67,13 +68,15 @@ def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Spli
 
     ``splits``: those of a block and of all that differ from it in where ranks lie.
     """
-    found, of = _BlockNeeds(asked, space), space.blocks
+    of = space.blocks
+    if not len(of):
+        return np.zeros(0)
     # Where ranks lie changes no memory.
     columns = of.tensor, of.context, of.pipeline, of.expert, of.sequence_parallel, of.data, of.micro_batch
     keys, at = different(*columns)
     first = np.zeros(len(keys), dtype=np.int64)
     first[at[::-1]] = np.arange(len(of))[::-1]
-    return np.array([found.needs_bytes(block, splits(block)) for block in first.tolist()])[at]
+    return _BlockNeeds(asked, space).needs_bytes(first, [splits(block) for block in first.tolist()])[at]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -113,23 +116,62 @@ class _BlockNeeds:
         dense = [sum(p.numel for p in parameters if p.name not in names) for names, parameters in stacked]
         experts = [sum(p.numel for p in parameters if p.name in names) for names, parameters in stacked]
         self._dense, self._experts = min(dense, default=0), min(experts, default=0)
-        self._states = cache(self._state_bytes)
 
-    def needs_bytes(self, block: int, splits: Splits) -> float:
-        of = self.space.blocks
-        context, pipeline = int(of.context[block]), int(of.pipeline[block])
-        m = int(of.micro_batches[block])
-        cut = context * (int(of.tensor[block]) if of.sequence_parallel[block] else 1)
-        kept = self._kept * int(of.micro_batch[block]) / self.graph.micro_batch_size / cut
+    def needs_bytes(self, which: Ints, splits: Sequence[Splits]) -> Floats:
+        """[blocks] Of some blocks; ``splits``: of each of them, those that several share one object."""
+        of = self.space.blocks.at(which)
+        cut = of.context * np.where(of.sequence_parallel > 0, of.tensor, 1)
+        kept = self._kept * of.micro_batch / self.graph.micro_batch_size / cut
+        states = _States({id(one): one for one in splits}.values(), self._dense, self._experts)
+        rows, block, starts = states.rows(splits)
+        found = np.empty(len(rows))
+        for (p, m), at in _alike(of.pipeline[block], of.micro_batches[block]):
+            in_flight = fewest_in_flight(self.space.pipes(int(which[block[at[0]]])), p, m)
+            found[at] = states.needs_bytes(rows[at], kept[block[at]], in_flight, m, self.graph.num_layers)
+        return np.minimum.reduceat(found, starts)
+
+
+class _States:
+    """The states of a layer under each of several ways to share them, one block's behind the other's."""
+
+    def __init__(self, splits: Iterable[Splits], dense: int, experts: int) -> None:
+        """``dense``, ``experts``: parameters of a layer at least, and beside them those of its experts."""
+        each = list(splits)
+        counts = [len(one.layouts) for one in each]
+        self._number = {id(one): number for number, one in enumerate(each)}
+        self._counts, self._starts = np.array(counts), np.cumsum([0, *counts[:-1]])
+        self._columns = SplitColumns.joined([one.columns for one in each])
+        degrees = [
+            (layout.tensor_parallel_degree, layout.expert_parallel_degree)
+            for layout in (one.layouts[0] for one in each)
+        ]
+        own = [(int(dense / tensor), int(experts / expert / tensor)) for tensor, expert in degrees]
+        of_rank = np.repeat(np.array(own, dtype=float), counts, axis=0)
         # Of the number of micro-batches a rank's states ask only whether there are several.
-        states, gradients = self._states(splits, int(of.tensor[block]), int(of.expert[block]), min(m, 2))
-        in_flight = fewest_in_flight(self.space.pipes(block), pipeline, m)
-        each = states[..., None] + np.maximum(in_flight * kept - gradients[..., None], 0.0)
-        return float(splits.columns.device_bytes(fullest_of_any_cut(each, self.graph.num_layers)).min())
+        self._of_layer = [self._columns.states_of_layer(of_rank[:, :1], of_rank[:, 1:], m) for m in (1, 2)]
 
-    def _state_bytes(self, splits: Splits, tensor: int, expert: int, m: int) -> tuple[Floats, Floats]:
-        """[J, 1] Bytes of the states that each split leaves of a layer at least, and of them the gradients at m = 1."""
-        return splits.columns.states_of_layer(int(self._dense / tensor), int(self._experts / expert / tensor), m)
+    def rows(self, splits: Sequence[Splits]) -> tuple[Ints, Ints, Ints]:
+        """The ways of some blocks, which block has each, and where each block's begin."""
+        numbers = np.array([self._number[id(one)] for one in splits])
+        counts = self._counts[numbers]
+        starts = np.cumsum(counts) - counts
+        rows = np.repeat(self._starts[numbers] - starts, counts) + np.arange(counts.sum())
+        return rows, np.repeat(np.arange(len(splits)), counts), starts
+
+    def needs_bytes(self, rows: Ints, kept: Floats, in_flight: Ints, micro_batches: int, num_layers: int) -> Floats:
+        """[rows] Bytes that the fullest rank needs at least; ``kept`` [rows]: of activations of a layer and a micro-batch."""
+        states, gradients = (part[rows][..., None] for part in self._of_layer[micro_batches > 1])
+        each = states + np.maximum(in_flight * kept[:, None, None] - gradients, 0.0)
+        least = fullest_of_any_cut(each, num_layers).min(axis=-1, keepdims=True)
+        return self._columns.part(rows).device_bytes(least)[:, 0]
+
+
+def _alike(*columns: Ints) -> Iterator[tuple[list[int], Ints]]:
+    """The rows of a table that differ, and where each of them is."""
+    keys, at = different(*columns)
+    order = np.argsort(at, kind="stable")
+    ends = np.cumsum(np.bincount(at, minlength=len(keys)))
+    yield from zip(keys.tolist(), np.split(order, ends[:-1]), strict=True)
 
 
 class _BlockBounds:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ahp.forecast.overlap import CONTENTION
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.bounds.block_bounds import fewest_in_flight, fullest_of_any_cut
-from ahp.search.bounds.pipelines import Pipelines
+from ahp.search.bounds.pipelines import Fronts, Pipelines
 from ahp.search.bounds.split_columns import SplitColumns, WeightColumns
 from ahp.search.bounds.splits import Splits
 from ahp.search.bounds.stage_columns import BlockStages
@@ -87,21 +87,29 @@ class LayerBounds:
 
     def of_rows_s(self, most_bytes: float) -> Floats:
         """[B] Seconds of all rows that fit, as if every layer were the cheapest one; infinite where none fits."""
-        return self._of_layer_s(self._layers[0], most_bytes)
+        found = np.full(len(self._of), np.inf)
+        for first, end in self._alike():
+            rows = self._rows(first, end)
+            kinds_s = self._kinds_s(self._layers[0].part(rows), first, self._of[rows])
+            found[rows] = self._least_s(kinds_s, first, rows, most_bytes)
+        return self._of_blocks(found)
 
     def of_kinds_s(self, most_bytes: float) -> Floats:
         """[B] The same without anything that ranks do to share states."""
-        forward = self._of_stages("forward_of_kinds").min(axis=-1)[:, None]
-        backward = self._of_stages("backward_of_kinds").min(axis=-1)
-        nothing = np.zeros(backward.shape)
-        return self._of_layer_s(Layer(forward + nothing, backward, nothing, nothing), most_bytes)
-
-    def _of_layer_s(self, layer: Layer, most_bytes: float) -> Floats:
-        found = np.full(len(self._of), np.inf)
+        forward = np.array([block.stages.forward_of_kinds for block in self.blocks]).min(axis=-1)[:, None]
+        backward = np.array([block.stages.backward_of_kinds for block in self.blocks]).min(axis=-1)
+        nothing, found = np.zeros(backward.shape), np.full(len(self._of), np.inf)
+        layer = Layer(forward + nothing, backward, nothing, nothing)
         for first, end in self._alike():
-            rows = slice(int(self._starts[first]), int(self._starts[end]))
-            found[rows] = self._least_s(layer.part(rows), first, rows, most_bytes)
+            rows = self._rows(first, end)
+            # All ways to share the states of a block take the same.
+            kinds_s = self._kinds_s(layer.part(slice(first, end)), first, np.arange(first, end))
+            found[rows] = self._least_s(kinds_s[self._of[rows] - first], first, rows, most_bytes)
         return self._of_blocks(found)
+
+    def _rows(self, first: int, end: int) -> slice:
+        """The ways to share states of blocks side by side."""
+        return slice(int(self._starts[first]), int(self._starts[end]))
 
     def _alike(self) -> Iterator[tuple[int, int]]:
         """Blocks side by side with the same pipelines: the first, and the one behind the last."""
@@ -119,13 +127,9 @@ class LayerBounds:
         after_s = np.array([block.after_s for block in self.blocks])
         return (np.minimum.reduceat(found, self._starts[:-1]) + after_s) * (1.0 + self.asked.pricer.slowest_share)
 
-    def _least_s(self, layer: Layer, first: int, rows: slice, most_bytes: float) -> Floats:
-        """[rows] Of the rank that takes longest, with its optimizer, in the pipeline and with the recompute that take least."""
-        block, of = self.blocks[first], self._of[rows]
-        fronts = [self.pipelines.fronts(self.blocks[at].rows.pipes, block.p, self.blocks[at].m) for at in np.unique(of)]
-        held = np.array([one.held for one in fronts], dtype=float)[of - first]  # [rows, C]
-        fits = self._fits(rows, fronts[0].layers, held, fronts[0].received, most_bytes)
-        loads = fronts[0].loads
+    def _kinds_s(self, layer: Layer, first: int, of: Ints) -> Floats:
+        """[rows, C, R] Of the rank that takes longest, without its optimizer; ``of``: the block of each row of the layer."""
+        loads = self._fronts(first).loads
         m, head_s = self._m[of], self._column("head_s")[of]
         layers, before, drains = (part[:, None] for part in (loads.layers, loads.before, loads.drains))
         forward, backward, first_s, last_s = (
@@ -135,9 +139,19 @@ class LayerBounds:
         ranks_s += (loads.head * (m * head_s))[..., None]
         # Where weight gradients wait, they may fill the time in which gradients drain from the pipeline.
         ranks_s += np.maximum(layers * last_s, drains * before * backward)
-        kinds_s = np.maximum.reduceat(ranks_s, loads.starts, axis=1)  # [rows, C, R]
-        kinds_s += self._updates_s(rows, loads.most_layers)[..., None]
-        return np.where(fits, kinds_s, np.inf).min(axis=(1, 2))
+        return np.maximum.reduceat(ranks_s, loads.starts, axis=1)
+
+    def _least_s(self, kinds_s: Floats, first: int, rows: slice, most_bytes: float) -> Floats:
+        """[rows] With the optimizer, in the pipeline and with the recompute that take least of those that fit."""
+        of, front = self._of[rows], self._fronts(first)
+        held = np.array([self._fronts(block).held for block in range(first, int(of[-1]) + 1)], dtype=float)
+        fits = self._fits(rows, front.layers, held[of - first], front.received, most_bytes)
+        seconds_s = kinds_s + self._updates_s(rows, front.loads.most_layers)[..., None]
+        return np.where(fits, seconds_s, np.inf).min(axis=(1, 2))
+
+    def _fronts(self, block: int) -> Fronts:
+        one = self.blocks[block]
+        return self.pipelines.fronts(one.rows.pipes, one.p, one.m)
 
     def _fits(self, rows: slice, layers: Ints, held: Floats, received: Ints, most_bytes: float) -> Mask:
         """[rows, C, R] Whether the second rank of each kind of pipeline may fit, with the smallest layers that there are.

@@ -87,14 +87,14 @@ class SplitColumns:
         """``first``: the columns up to ``copied_of_two_bytes``, [N, 1] each."""
         known = {id(one): _figures(one) for one in traits}
         table = np.array([known[id(one)] for one in traits], dtype=float)
-        return cls(*first, *(table[:, [at]] for at in range(table.shape[1])))
+        return cls(*first, *(table[:, at : at + 1] for at in range(table.shape[1])))
 
     @classmethod
     def joined(cls, parts: Sequence[SplitColumns]) -> SplitColumns:
         """One behind the other."""
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
-    def part(self, rows: slice) -> SplitColumns:
+    def part(self, rows: slice | Ints) -> SplitColumns:
         return SplitColumns(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def moved_bytes(self, micro_batches: int | Ints) -> tuple[Floats, Floats]:
@@ -133,9 +133,12 @@ class SplitColumns:
         sent = np.where(self.leaves_lone_experts > 0, weights.dense, weights.total)
         return np.minimum(sent, self.bucket_elements) * self.sent_bytes + self.collected_bytes
 
-    def states_of_layer(self, dense: float, experts: float, micro_batches: int) -> tuple[Floats, Floats]:
-        """[N, 1] each: what a layer with so many parameters adds to ``states`` of its rank at least, beside whatever others."""
-        weights = WeightColumns(np.array([dense + experts]), np.array([dense]), experts=np.array([experts]))
+    def states_of_layer(
+        self, dense: Floats | float, experts: Floats | float, micro_batches: int
+    ) -> tuple[Floats, Floats]:
+        """[N, 1] each: what a layer with so many parameters, [N, 1] or one number, adds to ``states`` of its rank at least, beside
+        whatever others."""
+        weights = WeightColumns(np.atleast_1d(dense + experts), np.atleast_1d(dense), experts=np.atleast_1d(experts))
         states, gradients = self.states(weights, micro_batches)
         return np.maximum(states - 3.0, 0.0), gradients  # three of its parts are rounded up once for a rank
 
