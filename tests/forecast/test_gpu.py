@@ -16,7 +16,7 @@ from ahp.forecast.gpu import Gpu, constants
 
 from .conftest import make_cluster
 
-GPUS = [name for name in names() if find(name).device.num_sms]
+GPUS = [name for name in names() if name != "cpu" and find(name).device.num_sms]  # which would be measured first
 A100, H100, B200 = (Gpu(find(name).device) for name in ("A100-SXM-80GB", "H100-SXM-80GB", "B200-SXM"))
 HALF = {name: "bf16" if "bf16" in find(name).device.peak_flops_per_s else "fp16" for name in GPUS}
 

@@ -59,11 +59,12 @@ MODELS_OF = {
 CASES = [(layout, model) for layout in LAYOUTS for model in MODELS_OF[layout]]
 FAST = {("one", "gpt2"), ("ring", "llama"), ("ring", "family bert")}
 WIDE = {
-    ("one", "family qwen3"), ("one", "windows of gemma2"), ("sequence", "llama"), ("tp", "gpt2"), ("1f1b", "own"),
+    ("one", "family qwen3"), ("one", "windows of gemma2"), ("ring+sequence+1f1b", "llama"), ("tp", "gpt2"), ("1f1b", "own"),
     ("tp", WINDOWS), ("1f1b", WINDOWS), ("all-to-all", WINDOWS),
     *((layout, model) for layout in MODELS_OF for model in HANDED),
 } - {("ring", "family bert"), ("all-to-all", "family bert"), ("1f1b", "family opt")}  # fmt: skip
-"""Parts of the largest product, and families whose masks are made as those of others here."""
+"""Parts of the largest product, which the family of two masks goes through, that product on a model that meets its parts, and families
+whose masks are made as those of others here."""
 
 
 class Own(nn.Module):

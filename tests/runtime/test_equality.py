@@ -140,12 +140,18 @@ def models_of(layout: str) -> tuple[str, ...]:
 
 LONG = {(layout, tuple(MODELS)[turn % len(MODELS)]) for turn, layout in enumerate([*ALONE, "dp-x-tp-x-pp"])}
 CASES = [(layout, model) for layout in LAYOUTS for model in models_of(layout)]
+IN_OTHERS = {("dp-x-tp-x-pp", "llama"), ("replicate-x-zero2", "gpt2")}
+"""Products whose every pair the model goes through, and which another model goes through at length; or which are in a larger product
+on the same model."""
 TURNS = {layout: tuple(MODELS)[turn % len(MODELS)] for turn, layout in enumerate(LAYOUTS)}
 WIDE = [
     (layout, model)
     for layout, model in CASES
-    if (layout, model) not in FAST | LONG
-    and ((layout not in ON_ONE_MODEL and model not in ("custom", TURNS[layout])) or layout in SEEN_IN_PRODUCTS)
+    if (layout, model) in IN_OTHERS
+    or (
+        (layout, model) not in FAST | LONG
+        and ((layout not in ON_ONE_MODEL and model not in ("custom", TURNS[layout])) or layout in SEEN_IN_PRODUCTS)
+    )
 ]
 """What goes through every model: all but the one that nobody prepared and the one whose turn it is, which
 tests/runtime/test_families.py has for the techniques; and pairs that are in larger products."""

@@ -71,11 +71,14 @@ make full steps of the rounding that is its gradient."""
 CALM = {**JOB, "optimizer": {**JOB["optimizer"], "eps": EPS}}
 FAST = {("bert", "tensor")}
 WIDE = {
-    *((name, "ZeRO-1 x tensor x pipeline") for name in ("gemma2", "llama", "mistral", "olmo2", "qwen2", "qwen3")),
+    *(
+        (name, "ZeRO-1 x tensor x pipeline")
+        for name in ("gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3")
+    ),
     *((name, technique) for name in FAMILIES for technique in ("sequence", "full recompute", "compile", *ROUNDED)),
 }
-"""Families whose blocks are split like those of others here, and which meet each technique alone; techniques that have tests of
-their own, on a few models."""
+"""Families whose blocks are split like those of others here, and which meet each technique alone (GPT-2's meets larger products in
+tests/runtime/test_equality.py, Mixtral's is split as Qwen's mixture); techniques that have tests of their own, on a few models."""
 REFUSED = {("gemma2", "context"): ("context_parallel_degree", "aten.matmul", "scaled_dot_product_attention")}
 """What a family cannot do, and words of the reason."""
 WITH_EXPERTS = ("mixtral", "qwen3_moe")

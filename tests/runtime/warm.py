@@ -1,8 +1,8 @@
 """Imported by the server of forks: what every worker would find out again is found out once, before it is forked.
 
 The outline of a model is the same on each rank and under each layout, and a run on fake tensors costs most of what setting up
-a small layout does. Workers keep outlines by all that they depend on; those of the three models of the equality tests, and
-torch's own caches that tracing fills, come with the fork.
+a small layout does. So is how its blocks run on parts of a sequence. Workers keep both by all that they depend on; those of the
+three models of the equality tests, and torch's own caches that tracing fills, come with the fork.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ahp.graph.call import Documents
 from ahp.graph.outline import Outline, outline
-from ahp.runtime import parallelize
+from ahp.job import Job
+from ahp.runtime import context_blocks, parallelize
 from ahp.runtime.hub_names import in_files
 from ahp.search.slicing.model import slice_outline
+from ahp.search.slicing.token_parts import TokenParts
 from tests.runtime.models import MODELS, SEQUENCE
 
 _kept: dict[Any, Outline] = {}
+_kept_parts: dict[Any, tuple[TokenParts, ...]] = {}
+_parts_of_kinds = context_blocks._parts_of_kinds
 
 
 def kept_outline(module: nn.Module, **asked: Any) -> Outline:
@@ -28,6 +33,14 @@ def kept_outline(module: nn.Module, **asked: Any) -> Outline:
     if key not in _kept:
         _kept[key] = outline(module, **asked)
     return _kept[key]
+
+
+def kept_parts(module: nn.Module, found: Outline, job: Job, documents: Documents | None) -> tuple[TokenParts, ...]:
+    """``_parts_of_kinds``, found once for modules that are alike, whose outlines in one dtype are alike too."""
+    key = _likeness(module), found.hidden.dtype, job.sequence_length, documents
+    if key not in _kept_parts:
+        _kept_parts[key] = _parts_of_kinds(module, found, job, documents)
+    return _kept_parts[key]
 
 
 def _likeness(module: nn.Module) -> Any:
@@ -49,12 +62,14 @@ def _is_plain(value: Any) -> bool:
 
 
 parallelize.outline = kept_outline  # type: ignore[attr-defined]
+context_blocks._parts_of_kinds = kept_parts
 torch.set_num_threads(1)  # a process with threads of its own must not be forked
 for build in MODELS.values():
     for micro_batch_size in (1, 2, 4):
         model = build()
         found = kept_outline(model, batch_size=micro_batch_size, sequence_length=SEQUENCE, dtype=torch.float32)
     slice_outline(found, 2)
+    kept_parts(model, found, Job(sequence_length=SEQUENCE), None)
     in_files(model)
 gc.collect()
 gc.freeze()
