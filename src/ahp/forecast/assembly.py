@@ -107,15 +107,15 @@ def num_groups(parallelism: Parallelism) -> int:
     return sum(degree > 1 for degree in degrees)
 
 
-def recompute_of(parallelism: Parallelism, traits: Traits, units: Units) -> Recompute:
-    """What ``activation_checkpoint`` means on an engine, for a model with these blocks.
+def recompute_of(activation_checkpoint: str, traits: Traits, units: Units) -> Recompute:
+    """What ``activation_checkpoint`` of a layout means on an engine, for a model with these blocks.
 
     Where attention is fused it has no core to recompute: norms and activation functions are next (Megatron's
     ``--recompute-modules``).
     """
-    if parallelism.activation_checkpoint == "full":
+    if activation_checkpoint == "full":
         return "read" if traits.recomputes_what_is_read else "full"
-    if parallelism.activation_checkpoint != "selective":
+    if activation_checkpoint != "selective":
         return "none"
     if traits.selective != "core":
         return traits.selective

@@ -150,7 +150,7 @@ class MixedPricer:
             units, data = own.units(parallelism), own.data_parallel(parallelism, traits)
             data = replace(data, replicate=replicate, experts=(data.experts[0], experts), micro_batches=count)
             self._stage_costs[key] = own.stage_cost(
-                units, layers, data, recompute_of(parallelism, traits, units),
+                units, layers, data, recompute_of(parallelism.activation_checkpoint, traits, units),
                 first=first, last=last, network=self.network.times(own.network), recomputed_layers=recomputed_layers,
             )  # fmt: skip
         return self._stage_costs[key]

@@ -166,7 +166,7 @@ class Pricer:
         units = self.units(parallelism)
         data = self.data_parallel(parallelism, traits)
         ranges = self.ranges(parallelism)
-        recompute = recompute_of(parallelism, traits, units)
+        recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
         made = self._made.setdefault((id(units), data, recompute), {})  # the unit pricer keeps its units
         some = parallelism.recomputed_layers_per_stage or (None,) * len(ranges)
         stages = []

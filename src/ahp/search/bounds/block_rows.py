@@ -11,6 +11,7 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.engines.engine import Traits
 from ahp.forecast.assembly import recompute_of
 from ahp.forecast.communication import strided_group
 from ahp.forecast.mesh import pipeline_axis
@@ -63,10 +64,9 @@ def after_s(asked: Problem, layout: Parallelism, units: Units) -> float:
     return norm_s + asked.pricer.tied_s(layout, units)
 
 
-def recomputes(rows: Rows, splits: Splits, units: Units) -> list[Recompute]:
+def recomputes(rows: Rows, traits: Traits, units: Units) -> list[Recompute]:
     """What each kind of recompute in the rows means for these units."""
-    layouts = [splits.layouts[0].model_copy(update={"activation_checkpoint": kind}) for kind in rows.recompute]
-    return [recompute_of(layout, splits.traits[0], units) for layout in layouts]
+    return [recompute_of(kind, traits, units) for kind in rows.recompute]
 
 
 class BlockRows:

@@ -22,6 +22,7 @@ from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.forecast import memory
 from ahp.forecast.memory import FIT_PROBABILITY
+from ahp.forecast.units import Axes, Units
 from ahp.plan import Parallelism
 from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes
 from ahp.search.bounds.block_rows import BlockRows, RowBounds, after_s, recomputes
@@ -61,8 +62,12 @@ class Bounds:
         """The first split of each mesh: most blocks need no other."""
         self._traits: dict[tuple[object, ...], Traits] = {}
         self._same_traits: dict[Traits, Traits] = {}
+        self._numbers: dict[tuple[Axes, Traits], int] = {}
+        self._alike: dict[int, int] = {}
+        """Of each mesh, which groups and traits its units depend on."""
+        self._units: dict[tuple[int, int], Units] = {}
         self._stages: dict[tuple[int, int], BlockStages] = {}
-        """By units and traits."""
+        """Both by this and the micro-batch."""
         self._waiting: list[tuple[float, int]] = []
         """Blocks whose work is known, a heap by its seconds."""
         self._kinds_s: dict[int, float] = {}
@@ -122,9 +127,9 @@ class Bounds:
         """Seconds that every row of one block takes at least, whatever it does beside its units' work. Prices the units."""
         if block not in self._work_s:
             of = space.blocks
-            p, m, size = int(of.pipeline[block]), int(of.micro_batches[block]), int(of.micro_batch[block])
-            first = self._first(space, block)
-            self._work_s[block] = self._work.seconds(first.axes, first.traits[0], p, m, size)
+            p, m = int(of.pipeline[block]), int(of.micro_batches[block])
+            units, first = self._units_of(space, block), self._first(space, block)
+            self._work_s[block] = self._work.seconds(units, first.traits[0], p, m)
             heapq.heappush(self._waiting, (self._work_s[block], block))
         return self._work_s[block]
 
@@ -200,14 +205,29 @@ class Bounds:
         return PricedBlock(rows, self._states(space, block), stages, p, m, 0.0)
 
     def _stages_of(self, space: Space, block: int) -> BlockStages:
-        asked, first, size = self.problem, self._first(space, block), int(space.blocks.micro_batch[block])
-        units = asked.pricer.unit_pricer.units(size, first.axes, first.traits[0])
-        key = id(units), id(first.traits[0])  # the pricer keeps its units, and this the traits
+        key = self._alike_of(space, block), int(space.blocks.micro_batch[block])
         if key not in self._stages:
-            some = asked.constraints.recomputed_layers_per_stage is not None
-            kinds = recomputes(space.rows(block), first, units)
+            first, units = self._first(space, block), self._units_of(space, block)
+            some = self.problem.constraints.recomputed_layers_per_stage is not None
+            kinds = recomputes(space.rows(block), first.traits[0], units)
             self._stages[key] = BlockStages(units, kinds, first.data(0, 1), some_layers=some)
         return self._stages[key]
+
+    def _units_of(self, space: Space, block: int) -> Units:
+        size = int(space.blocks.micro_batch[block])
+        key = self._alike_of(space, block), size
+        if key not in self._units:
+            first = self._first(space, block)
+            self._units[key] = self.problem.pricer.unit_pricer.units(size, first.axes, first.traits[0])
+        return self._units[key]
+
+    def _alike_of(self, space: Space, block: int) -> int:
+        """A number that blocks share whose units depend on the same, but for the micro-batch."""
+        mesh = int(space.blocks.mesh[block])
+        if mesh not in self._alike:
+            first = self._first(space, block)
+            self._alike[mesh] = self._numbers.setdefault((first.axes, first.traits[0]), len(self._numbers))
+        return self._alike[mesh]
 
     def first_s(self, space: Space) -> Floats:
         """Seconds that every row of each block takes at least before its units are priced; infinite where none fits.

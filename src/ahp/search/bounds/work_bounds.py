@@ -13,7 +13,7 @@ from ahp.engines.engine import Traits
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.unit import Unit
-from ahp.forecast.units import Axes, Units
+from ahp.forecast.units import Units
 from ahp.search.problem import Problem
 
 
@@ -27,9 +27,9 @@ class WorkBounds:
         self._share = np.bincount(kinds, minlength=len(asked.graph.blocks)) / max(len(kinds), 1)
         self._passes: dict[tuple[int, float], tuple[float, float, float]] = {}
 
-    def seconds(self, axes: Axes, traits: Traits, p: int, m: int, size: int) -> float:
-        """That ``m`` micro-batches of ``size`` sequences take at least on ``p`` pipeline ranks. ``traits``: of any split."""
-        forward, both, ends = self._of_units(self.asked.pricer.unit_pricer.units(size, axes, traits), traits)
+    def seconds(self, units: Units, traits: Traits, p: int, m: int) -> float:
+        """That ``m`` micro-batches take at least on ``p`` pipeline ranks. ``units``: of one of them; ``traits``: of any split."""
+        forward, both, ends = self._of_units(units, traits)
         # A rank of average place has so many stages before it, each with one layer at least but where an end has none.
         before = (p - 1) / 2 - (self.asked.stage_ends != "hold_layers") * (p - 1) / p
         work_s = m * (both * self.asked.graph.num_layers + ends) / p

@@ -79,7 +79,7 @@ class GroupCells:
         engine = get(self.pricer.choice.name)
         self.traits = engine.traits(self.pricer.job, layout, self.pricer.choice)
         self.units: Units = self.pricer.units(layout)
-        self.recompute: Recompute = recompute_of(layout, self.traits, self.units)
+        self.recompute: Recompute = recompute_of(layout.activation_checkpoint, self.traits, self.units)
         self.states = cache(self._states)
 
     @cached_property
