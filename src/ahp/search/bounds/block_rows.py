@@ -87,6 +87,7 @@ class BlockRows:
         """Whether not all layers are recomputed."""
         self._update_s = cache(self._updated)
         self._beside = cache(self._beside_activations)
+        self._sends = cache(self._sent)
 
     def bounds(self, most_bytes: float) -> RowBounds:
         """Of every row; rows that need more than ``most_bytes`` take infinitely long."""
@@ -131,7 +132,7 @@ class BlockRows:
         }
         for index in pipes:
             pipe = self.rows.pipes[index]
-            sends = self._sends(pipe)
+            sends = self._sends(pipe.virtual, pipe.schedule in V_SHAPED and self.p > 1)
             columns = TimeColumns(
                 forward_s=of_rows["forward"],
                 backward_s=of_rows["backward"],
@@ -147,10 +148,9 @@ class BlockRows:
     def _name(self, pipe: Pipe) -> str:
         return pipe.schedule if self.p > 1 else "1F1B"
 
-    def _sends(self, pipe: Pipe) -> tuple[Floats, Floats]:
+    def _sent(self, virtual: int, v_shaped: bool) -> tuple[Floats, Floats]:
         """[1, S] Seconds on the way forward and back, as the forecast has them."""
-        axis = pipeline_axis(self.any)
-        pairs, at = self.pipelines.links(pipe.schedule in V_SHAPED and self.p > 1, axis, pipe.virtual)
+        pairs, at = self.pipelines.links(v_shaped, pipeline_axis(self.any), virtual)
         sent = [self.pricer.send_s(self.any, self.splits.traits[0], a, b, self.units) for a, b in pairs]
         between = np.array(sent, dtype=float)[at]
         return np.append(between, 0.0)[None], np.append(0.0, between)[None]
