@@ -35,10 +35,11 @@ def graph() -> ModelGraph:
 
 
 def forecasts(graph: ModelGraph):
-    """On GPUs of the catalogue, on GPUs and CPU workers that were measured, on two kinds of GPUs, and of a device that is
+    """On GPUs that publishers measured, on others of the catalogue, on GPUs and CPU workers that were measured, on two kinds of GPUs, and of a device that is
     nearly full."""
     layout = Parallelism(data_parallel_replicate_degree=2)
     clusters = (
+        make_cluster(per_node=2, name="A100-SXM-80GB"),
         make_cluster(per_node=2),
         make_cluster(per_node=2, measured=Measurements()),
         make_cluster(name="cpu", per_node=2),

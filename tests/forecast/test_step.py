@@ -245,3 +245,18 @@ def test_the_band_is_as_wide_as_the_errors_that_were_measured(tiny):
 
     assert half_width() == pytest.approx(margins.value("step_error_catalogue"))
     assert half_width(name="cpu") == pytest.approx(margins.value("step_error_cpu"))
+
+
+@pytest.mark.parametrize(
+    ("device", "margin"),
+    [
+        ("A100-SXM-80GB", "step_error_published"),
+        ("B200-SXM", "step_error_catalogue"),
+        ({"base": "H100-SXM-80GB", "power_limit_w": 500}, "step_error_catalogue"),
+    ],
+)
+def test_the_band_is_wider_on_devices_whose_steps_two_publishers_did_not_measure(tiny, device, margin):
+    cluster = {**PLAIN["cluster"], "device": device}
+    found = simulate(model=tiny, **{**PLAIN, "cluster": cluster})
+    width = math.log(found.step_time_high_s / found.step_time_s) / NORMAL_90
+    assert width == pytest.approx(margins.value(margin))

@@ -86,10 +86,16 @@ def in_flight_bytes(span: Makespan, stages: Sequence[StageCost]) -> tuple[float,
 
 
 def step_error(nodes: NodeGroup) -> float:
-    """Standard error of the log of the step time on such nodes."""
-    if is_cpu(nodes.device):
+    """Standard error of the log of the step time on such nodes: larger where published steps say nothing of the device."""
+    device = nodes.device
+    if is_cpu(device):
         return margins.value("step_error_cpu")
-    return margins.value("step_error_catalogue" if nodes.measured is None else "step_error_measured")
+    if nodes.measured is not None:
+        return margins.value("step_error_measured")
+    published = device.name in margins.margins()["step_error_published"].devices
+    limit, rated = device.power_limit_w, device.rated_power_w
+    limited = limit is not None and rated is not None and limit < rated  # priced by a law that two pairs of parts gave
+    return margins.value("step_error_published" if published and not limited else "step_error_catalogue")
 
 
 def slowest_share(num_ranks: int) -> float:

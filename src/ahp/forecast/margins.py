@@ -17,6 +17,8 @@ class Margin:
     unit: str
     meaning: str
     derivation: str
+    devices: tuple[str, ...] = ()
+    """Of the catalogue, where the constant holds for some alone."""
 
     def __post_init__(self) -> None:
         assert self.value > 0, self
