@@ -10,8 +10,8 @@ from ahp.cluster import catalogue
 from ahp.errors import BadInput
 
 NAMES = """V100-SXM-16GB V100-SXM-32GB T4-16GB L4-24GB A10G-24GB L40S-48GB A100-SXM-40GB A100-SXM-80GB A100-PCIe-40GB
-A100-PCIe-80GB A800-SXM-80GB H100-SXM-80GB H100-PCIe-80GB H800-SXM-80GB H200-SXM-141GB GH200-96GB B200-SXM B300-SXM GB200-NVL72 GB300-NVL72
-MI300X MI325X RTX-3090-24GB RTX-4090-24GB RTX-A6000-48GB cpu""".split()  # noqa: SIM905
+A100-PCIe-80GB A800-SXM-80GB H100-SXM-80GB H100-PCIe-80GB H800-SXM-80GB H20-96GB H200-SXM-141GB GH200-96GB B200-SXM B300-SXM GB200-NVL72
+GB300-NVL72 MI300X MI325X RTX-3090-24GB RTX-4090-24GB RTX-A6000-48GB cpu""".split()  # noqa: SIM905
 DATA = yaml.safe_load(resources.files("ahp.cluster").joinpath("catalogue.yaml").read_text())
 NOT_FIGURES = {"aliases", "link", "sources"}
 
@@ -36,6 +36,7 @@ def test_every_figure_has_a_source(name: str) -> None:
         ("A100-SXM-80GB", "bf16", 312),
         ("H100-SXM-80GB", "bf16", 989.4),
         ("H100-SXM-80GB", "fp8", 1978.9),
+        ("H20-96GB", "bf16", 148),
         ("B200-SXM", "bf16", 2250),
         ("GB300-NVL72", "bf16", 2500),
         ("MI300X", "bf16", 1307.4),
@@ -96,6 +97,7 @@ def test_near_names(spelling: str, name: str) -> None:
         ("NVIDIA A100-PCIE-40GB", 40960, "A100-PCIe-40GB"),
         ("NVIDIA A100 80GB PCIe", 81920, "A100-PCIe-80GB"),
         ("NVIDIA GH200 480GB", 97871, "GH200-96GB"),
+        ("NVIDIA H20", 97871, "H20-96GB"),
         ("NVIDIA B300 SXM6 AC", 275040, "B300-SXM"),
         ("NVIDIA A10", 23028, None),
         ("NVIDIA A10G", 23028, "A10G-24GB"),
