@@ -76,22 +76,39 @@ def test_exact_search_is_brute_force_on_many_problems(asked: Problem, keep: int)
     equals_brute_force(asked, keep)
 
 
-def generous(cluster: Cluster, kind: str) -> Cluster:
+RESOURCES = ("arithmetic", "memory bandwidth", "host", "links in a node", "links between nodes", "latency")
+
+
+def times_faster(cluster: Cluster, by: dict[str, float]) -> Cluster:
+    """The cluster with each of ``RESOURCES`` so many times as fast."""
     group = cluster.groups[0]
     device = group.device
+    peaks = {precision: by.get("arithmetic", 1.0) * peak for precision, peak in device.peak_flops_per_s.items()}
+    bandwidth = by.get("memory bandwidth", 1.0) * device.memory_bandwidth_bytes_per_s
+    launch_s = device.kernel_launch_s / by.get("host", 1.0)
+    figures = {
+        "peak_flops_per_s": peaks, "memory_bandwidth_bytes_per_s": bandwidth, "kernel_launch_s": launch_s
+    }  # fmt: skip
 
-    def faster(link: Link | None) -> Link | None:
-        if link is None:
+    def link(found: Link | None, which: str) -> Link | None:
+        if found is None:
             return None
-        return link.model_copy(update={"bandwidth_bytes_per_s": 2 * link.bandwidth_bytes_per_s})
+        latency_s = found.latency_s / by.get("latency", 1.0)
+        bandwidth = by.get(which, 1.0) * found.bandwidth_bytes_per_s
+        return found.model_copy(update={"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s})
 
+    links = {
+        "intra_node": link(group.intra_node, "links in a node"),
+        "inter_node": link(group.inter_node, "links between nodes"),
+    }
+    return Cluster(groups=(group.model_copy(update={"device": device.model_copy(update=figures)} | links),))
+
+
+def generous(cluster: Cluster, kind: str) -> Cluster:
     if kind == "memory":
-        return with_memory(cluster, 2 * device.memory_bytes)
-    if kind == "links":
-        links = {"intra_node": faster(group.intra_node), "inter_node": faster(group.inter_node)}
-        return Cluster(groups=(group.model_copy(update=links),))
-    peaks = {precision: 2 * peak for precision, peak in device.peak_flops_per_s.items()}
-    return Cluster(groups=(group.model_copy(update={"device": device.model_copy(update={"peak_flops_per_s": peaks})}),))
+        return with_memory(cluster, 2 * cluster.groups[0].device.memory_bytes)
+    kinds = ("links in a node", "links between nodes") if kind == "links" else (kind,)
+    return times_faster(cluster, dict.fromkeys(kinds, 2.0))
 
 
 @settings(max_examples=6, deadline=None)
@@ -106,6 +123,44 @@ def test_more_generous_hardware_is_never_slower(asked: Problem, kind: str) -> No
     assert after.best.parallelism.world_size >= before.best.parallelism.world_size
     # A cut into stages that shortens the step by less than WORTH_S is not taken.
     assert after.best.forecast.step_time_s <= before.best.forecast.step_time_s * (1 + WORTH_S)
+
+
+SLOWER = st.fixed_dictionaries({name: st.sampled_from([1.0, 0.1, 0.01, 0.001, 0.0001]) for name in RESOURCES})
+"""Clusters on which the step waits for something else each time."""
+MOST_COMPARED = 40
+
+
+def never_slower(asked: Problem, by: dict[str, float], faster: str, first: int) -> None:
+    """Layout by layout, some of all from ``first`` on."""
+    try:
+        table = legal_rows(asked.on(times_faster(asked.cluster, by)))
+    except AhpError:
+        return
+    before = table.problem
+    after = before.on(times_faster(before.cluster, {faster: 2.0}))
+    layouts = list(table.space)
+    # How context ranks of ``ahp`` see each other's tokens is chosen by their messages alone.
+    layouts = [x for x in layouts if x.context_parallel_degree == 1 or asked.engine.name != "ahp"]
+    for layout in layouts[first % max(len(layouts), 1) :: max(len(layouts) // MOST_COMPARED, 1)]:
+        now_s, then_s = after.price(layout).step_time_s, before.price(layout).step_time_s
+        assert now_s <= then_s * (1 + 1e-9), layout
+
+
+@settings(max_examples=4, deadline=None)
+@given(problems(constrained=True), SLOWER, st.sampled_from(RESOURCES), st.integers(0, 1000))
+def test_no_layout_is_slower_where_something_is_faster(
+    asked: Problem, by: dict[str, float], faster: str, first: int
+) -> None:
+    never_slower(asked, by, faster, first)
+
+
+@pytest.mark.slow
+@settings(max_examples=many(30), deadline=None)
+@given(problems(constrained=True), SLOWER, st.sampled_from(RESOURCES), st.integers(0, 1000))
+def test_no_layout_of_many_is_slower_where_something_is_faster(
+    asked: Problem, by: dict[str, float], faster: str, first: int
+) -> None:
+    never_slower(asked, by, faster, first)
 
 
 @pytest.mark.parametrize("devices", [1, 5, 7, 13])

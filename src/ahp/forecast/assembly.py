@@ -33,32 +33,37 @@ def ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
     return stage_ranks(parallelism.pipeline_parallel_schedule, p, v) if p > 1 else (0,)
 
 
-def stage_times(stages: Sequence[StageCost], send: Sequence[float]) -> list[StageTimes]:
+def stage_times(parallelism: Parallelism, stages: Sequence[StageCost], send: Sequence[float]) -> list[StageTimes]:
     """What the schedule needs of each stage; ``send[s]``: seconds from stage ``s`` to the next, or back."""
-    count = len(stages)
+    count, last = len(stages), 6 if _schedule(parallelism) in SPLIT_BACKWARD else 5
     return [
         StageTimes(
             *cost.seconds[:4],
             send_forward_s=send[stage] if stage < count - 1 else 0.0,
             send_backward_s=send[stage - 1] if stage > 0 else 0.0,
             first_forward_extra_s=cost.seconds[4],
-            last_backward_extra_s=cost.seconds[5],
+            last_backward_extra_s=cost.seconds[last],
         )
         for stage, cost in enumerate(stages)
     ]
 
 
+def _schedule(parallelism: Parallelism) -> str:
+    """One rank has no other ranks to wait for."""
+    return parallelism.pipeline_parallel_schedule if parallelism.pipeline_parallel_degree > 1 else "1F1B"
+
+
 def pipeline_span(parallelism: Parallelism, micro_batches: int, times: Sequence[StageTimes]) -> Makespan:
     """How long one replica's schedule takes."""
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
-    return makespan(parallelism.pipeline_parallel_schedule if p > 1 else "1F1B", p, v, micro_batches, times)
+    return makespan(_schedule(parallelism), p, v, micro_batches, times)
 
 
 def unrun(parallelism: Parallelism, micro_batches: int) -> Makespan:
     """The same schedule without its times, for what memory asks of it."""
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     return Makespan(
-        parallelism.pipeline_parallel_schedule if p > 1 else "1F1B",
+        _schedule(parallelism),
         p,
         v,
         micro_batches,
@@ -166,8 +171,13 @@ def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> 
         for times, count in counted:
             for part, seconds in times.items():
                 parts[part] = parts.get(part, 0.0) + count * seconds
-    if span.name in SPLIT_BACKWARD:  # the halves may wait for the host where the whole would not
-        parts["host"] += span.busy_s[rank] - sum(parts.values())
+    if span.name in SPLIT_BACKWARD:
+        # The halves may wait for the host where the whole would not, and for tensor-parallel ranks.
+        own = [stages[s] for s in own_stages(span, rank)]
+        shown_s = span.m * sum(c.input_gradient["tensor_parallel"] - c.backward["tensor_parallel"] for c in own)
+        more_s = span.busy_s[rank] - sum(parts.values())
+        parts["tensor_parallel"] += min(shown_s, more_s)
+        parts["host"] += more_s - min(shown_s, more_s)
     parts["gradient_reduce"] = parts.get("gradient_reduce", 0.0) + tied_s
     parts["bubble"] = span.idle_s[rank]
     # What is left of sums that cancel is rounding, not time.

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ahp.engines.engine import ContextWay
 from ahp.forecast.communication import Group, Network
 from ahp.forecast.compute import SegmentTimes
 from ahp.forecast.division import Division
 from ahp.forecast.efficiency import Rates, is_cpu
-from ahp.forecast.overlap import shown_s
+from ahp.forecast.overlap import hidden_s, shown_s
 from ahp.graph.operators import DTYPE_BYTES, Operator, TensorSpec
+
+
+class SharedTokens(NamedTuple):
+    """Seconds of one unit's attention."""
+
+    forward_s: float = 0.0
+    """That the rank waits in the forward pass for what the others have."""
+    backward_s: float = 0.0
+    hidden_forward_s: float = 0.0
+    """Of its computation, those that what goes round a ring hides behind."""
+    hidden_backward_s: float = 0.0
 
 
 def shared_tokens_s(
@@ -23,15 +35,15 @@ def shared_tokens_s(
     sums_bytes: int,
     rates: Rates,
     network: Network,
-) -> tuple[float, float]:
-    """Seconds, forward and backward, that a rank waits for what attention needs of the other ranks of ``group``.
+) -> SharedTokens:
+    """What attention needs of the other ranks of ``group``.
 
     Keys and values are gathered or go round; in the backward pass again, and their gradients with them (``sums_bytes`` an element, 0 = as
     they are). Around a ring they go while attention computes on those that are there, so that all but the last part of the
     computation can hide them. By all-to-all, queries, keys, values and results are exchanged, and so are their gradients.
     """
     if group.size == 1:
-        return 0.0, 0.0
+        return SharedTokens()
     forward = backward = 0.0
     for op in attention:
         share = 1.0 / division.tensor if op.index in division.split.divided else 1.0
@@ -46,11 +58,15 @@ def shared_tokens_s(
             forward += seconds
             backward += seconds + seconds * (sums_bytes / DTYPE_BYTES[keys[0].dtype] or 1.0)
     if way != "ring" or is_cpu(rates.device):
-        return forward, backward
+        return SharedTokens(forward, backward)
     beside = 1.0 - 1.0 / group.size
-    return (
-        shown_s(forward, beside * times.attention.device_s, 1.0),
-        shown_s(backward, beside * times.attention_backward.device_s, 1.0),
+    forward_beside_s = beside * times.attention.device_s
+    backward_beside_s = beside * times.attention_backward.device_s
+    return SharedTokens(
+        shown_s(forward, forward_beside_s, 1.0),
+        shown_s(backward, backward_beside_s, 1.0),
+        hidden_s(forward, forward_beside_s, 1.0),
+        hidden_s(backward, backward_beside_s, 1.0),
     )
 
 

@@ -216,7 +216,8 @@ class MixedPricer:
 
     def _times(self, layout: _Layout, cells: Sequence[Cell], stages: Sequence[StageCost]) -> list[StageTimes]:
         holders = [cells[rank] for rank in layout.stage_rank]
-        return stage_times(stages, [self._send_s(layout, one, other) for one, other in pairwise(holders)])
+        sends = [self._send_s(layout, one, other) for one, other in pairwise(holders)]
+        return stage_times(layout.parallelism, stages, sends)
 
     def _send_s(self, layout: _Layout, one: Cell, other: Cell) -> float:
         """Seconds to hand one micro-batch's hidden states from one cell to another."""

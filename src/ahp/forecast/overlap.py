@@ -9,10 +9,15 @@ CONTENTION = 0.189
 (arXiv 2507.03114)."""
 
 
+def hidden_s(collective_s: float, beside_s: float, overlap: float) -> float:
+    """What of collectives runs beside ``beside_s`` seconds of computation, of which the share ``overlap`` may."""
+    return min(overlap * collective_s, beside_s)
+
+
 def shown_s(collective_s: float, beside_s: float, overlap: float) -> float:
     """What shows of collectives of which the share ``overlap`` may hide behind ``beside_s`` seconds of computation, with
     what they slow that down."""
-    hidden = min(overlap * collective_s, beside_s)
+    hidden = hidden_s(collective_s, beside_s, overlap)
     return collective_s - hidden + CONTENTION * hidden
 
 
@@ -24,8 +29,7 @@ def exposed_ahead_s(collectives: Sequence[float], work: Sequence[float], overlap
     """
     exposed = collectives[0] if collectives else 0.0
     for collective, before in zip(collectives[1:], work, strict=False):
-        hidden = min(overlap * collective, before)
-        exposed += collective - hidden + CONTENTION * hidden
+        exposed += shown_s(collective, before, overlap)
     return exposed
 
 

@@ -224,7 +224,7 @@ class Pricer:
     def _stage_times(
         self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...], units: Units
     ) -> list[StageTimes]:
-        return stage_times(stages, self._sends_s(parallelism, message_bytes(parallelism, traits, units)))
+        return stage_times(parallelism, stages, self._sends_s(parallelism, message_bytes(parallelism, traits, units)))
 
     def _sends_s(self, parallelism: Parallelism, num_bytes: float) -> list[float]:
         """Seconds to hand so many bytes from each stage to the next; made once for all cuts."""

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from ahp.engines.engine import Traits
 from ahp.forecast.communication import Group, Kind, Times
 from ahp.forecast.compute import Work
-from ahp.forecast.overlap import exposed_ahead_s, exposed_behind_s, shown_s
+from ahp.forecast.overlap import exposed_ahead_s, exposed_behind_s, hidden_s, shown_s
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import ALONE, Units
 
@@ -91,7 +91,11 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds of one stage: per micro-batch by part, and once per step by part."""
+    """Seconds of one stage: per micro-batch by part, and once per step by part.
+
+    What comes once is beyond the pass that it comes with. Its ``host`` is 0 or less: while the device does it, it waits
+    that much less for the host.
+    """
 
     forward: dict[str, float]
     backward: dict[str, float]
@@ -102,6 +106,8 @@ class StageCost:
     """What makes weight gradients, which can wait there. The two are launched apart, so that each waits for the host by itself."""
     first_forward: dict[str, float]
     last_backward: dict[str, float]
+    last_weight_gradient: dict[str, float]
+    """The last backward, where a schedule splits it."""
     parameters: int
     experts: int
     """Of the parameters, those of experts."""
@@ -112,9 +118,10 @@ class StageCost:
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """The first six, summed over their parts."""
+        """The first seven, summed over their parts."""
         passes = self.forward, self.backward, self.input_gradient, self.weight_gradient
-        return tuple(sum(parts.values()) for parts in (*passes, self.first_forward, self.last_backward))
+        once = self.first_forward, self.last_backward, self.last_weight_gradient
+        return tuple(sum(parts.values()) for parts in (*passes, *once))
 
 
 Recompute = Literal["none", "core", "chains", "beside_products", "every_second_product", "read", "full"]
@@ -162,6 +169,8 @@ def stage_cost(
     weights_s = sum(u.times.weight_gradient.device_s for u in everything)
     weight_gradient = {"weight_gradient": weights_s}
     rest = {part: seconds for part, seconds in backward.items() if part != "backward"}
+    # Tensor-parallel collectives have no weight gradients to hide behind where those wait.
+    rest["tensor_parallel"] += sum(u.tensor_backward_s - tensor_backward_s(u, data) for u in everything)
     input_gradient = {"input_gradient": backward["backward"] - weights_s, **rest}
     collectives, own = (
         sum(u.tensor_launches for u in everything),
@@ -174,6 +183,10 @@ def stage_cost(
     _add_host(backward, of_inputs + of_weights, own, data)
     _add_host(input_gradient, of_inputs, own, data)
     _add_host(weight_gradient, of_weights, 0.0, data)
+    last_weight_gradient = dict(last_backward)
+    _share_host(first_forward, data, forward)
+    _share_host(last_backward, data, backward)
+    _share_host(last_weight_gradient, data, input_gradient, weight_gradient)
     kept, temporary = _activations(units, blocks, recomputes, first=first, last=last)
     return StageCost(
         forward,
@@ -182,6 +195,7 @@ def stage_cost(
         weight_gradient,
         first_forward,
         last_backward,
+        last_weight_gradient,
         total,
         experts,
         kept,
@@ -270,17 +284,42 @@ def _add_host(parts: dict[str, float], launches: float, own_launches: float, dat
     parts["host"] = max(0.0, host_s - sum(parts.values()))
 
 
-def _work_forward(blocks: list[Unit]) -> list[float]:
-    """Seconds between the arrival of one unit's weights and the next's."""
-    return [u.times.forward_s + u.tensor_forward_s for u in blocks]
+def _share_host(once: dict[str, float], data: DataParallel, *passes: dict[str, float]) -> None:
+    """What comes once per step runs while the host is behind: its pass is as long as the longer of the two."""
+    if not data.host_is_device:
+        once["host"] = -min(sum(once.values()), sum(parts["host"] for parts in passes))
 
 
-def _work_backward(blocks: list[Unit], recomputes: list[Recompute], data: DataParallel) -> list[float]:
-    """The same of the backward pass, in the order of the layers."""
-    return [
-        u.times.backward_s + u.tensor_backward_s + (recomputed(u, kind).device_s + sent_again_s(u, kind, data)[0])
-        for u, kind in zip(blocks, recomputes, strict=True)
-    ]
+def window_forward_s(unit: Unit) -> float:
+    """Seconds that a block gives collectives of weights to hide behind.
+
+    It computes, and waits for its tensor-parallel ranks. What a ring's messages hide behind is theirs: they go over the
+    same network cards.
+    """
+    return unit.times.forward_s + unit.tensor_forward_s - unit.context_hidden_s[0]
+
+
+def window_backward_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
+    """The same of the backward pass."""
+    again_s = recomputed(unit, recompute).device_s + sent_again_s(unit, recompute, data)[0]
+    again_s -= unit.context_hidden_s[0] if recompute in OF_INPUT else 0.0
+    return unit.times.backward_s + tensor_backward_s(unit, data) + again_s - unit.context_hidden_s[1]
+
+
+def _windows_backward(blocks: list[Unit], recomputes: list[Recompute], data: DataParallel) -> list[float]:
+    """In the order of the backward pass."""
+    each = [window_backward_s(u, kind, data) for u, kind in zip(blocks, recomputes, strict=True)]
+    return each[::-1]
+
+
+def _windows_left(sizes: list[Weights], windows: list[float], data: DataParallel, network: Times) -> list[float]:
+    """Of the windows of a backward pass, what gathers of the next block's weights leave to the reductions of gradients: both
+    go over the same network cards."""
+    if data.traits.backward_gathers != "per_micro_batch":
+        return windows
+    overlap = data.overlap * data.traits.parameter_gather_overlap
+    next_s = [*(data.gather_s(size, network) for size in sizes[-2:0:-1]), 0.0]
+    return [own - hidden_s(gather, own, overlap) for own, gather in zip(windows, next_s, strict=False)]
 
 
 def _add_gathers(
@@ -301,14 +340,13 @@ def _add_gathers(
     each = traits.forward_gathers == "per_micro_batch"
     target = forward if each else first_forward
     # The unit outside the blocks and the first block have nothing before them to hide behind.
-    ahead = exposed_ahead_s(gathers[1:], _work_forward(blocks), overlap)
+    ahead = exposed_ahead_s(gathers[1:], [*map(window_forward_s, blocks)], overlap)
     target["weight_gather"] = gathers[0] + ahead if traits.forward_gathers != "never" else 0.0
     target["casts"] = target.get("casts", 0.0) + cast_s
     if traits.backward_gathers == "per_micro_batch":
         # The unit outside the blocks is kept from forward to backward.
         order = gathers[:0:-1]
-        work = _work_backward(blocks, recomputes, data)[::-1]
-        backward["weight_gather"] = exposed_ahead_s(order, work, overlap)
+        backward["weight_gather"] = exposed_ahead_s(order, _windows_backward(blocks, recomputes, data), overlap)
         backward["casts"] = sum(w.total for w in sizes[1:]) * cast_bytes(data) / bytes_per_s
 
 
@@ -325,15 +363,15 @@ def _add_reductions(
     traits = data.traits
     overlap = data.overlap * traits.gradient_overlap
     order = sizes[:0:-1] + sizes[:1]
-    work = [*_work_backward(blocks, recomputes, data)[::-1], 0.0]
+    windows = _windows_backward(blocks, recomputes, data)
+    work = [*_windows_left(sizes, windows, data, network), 0.0]
     reduces = [data.reduce_s(size, network) for size in order]
     replicas = [data.replicas_s(size, network) for size in order]
+    both = [a + b for a, b in zip(reduces, replicas, strict=True)]
+    last_backward["gradient_reduce"] = exposed_behind_s(both, work, overlap)
     if traits.reduces_every_micro_batch:
         backward["gradient_reduce"] = exposed_behind_s(reduces, work, overlap)
-        last_backward["gradient_reduce"] = exposed_behind_s(replicas, work, overlap)
-    else:
-        both = [a + b for a, b in zip(reduces, replicas, strict=True)]
-        last_backward["gradient_reduce"] = exposed_behind_s(both, work, overlap)
+        last_backward["gradient_reduce"] -= backward["gradient_reduce"]
     backward["casts"] = (
         backward.get("casts", 0.0) + sum(w.total for w in sizes) * gradient_copy_bytes(data) / bytes_per_s
     )

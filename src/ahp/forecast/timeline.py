@@ -284,19 +284,17 @@ class _Drawing:
             until_s = min(at_s + seconds, end_s)
             if until_s > at_s:
                 yield span(part_words(part), rank, STREAM_OF.get(part, 0), at_s, until_s)
-            at_s = until_s
+                at_s = until_s
 
     def _parts(self, action: Action) -> Iterator[tuple[str, float]]:
         """The parts of an action in the order in which they are drawn."""
         cost = self.pipeline.stages[action.stage]
         if action.kind is Kind.FORWARD:
-            if action.micro_batch == 0:
-                yield from _in_order(cost.first_forward)
-            yield from _in_order(cost.forward)
-            return
-        yield from _in_order(_backward(cost, action.kind))
-        if (action.kind, action.stage, action.micro_batch) in self.last_of_stage:
-            yield from _in_order(cost.last_backward)
+            return iter(_in_order(cost.forward, cost.first_forward if action.micro_batch == 0 else {}))
+        last = (action.kind, action.stage, action.micro_batch) in self.last_of_stage
+        whole = action.kind is Kind.BACKWARD
+        once = cost.last_backward if whole else cost.last_weight_gradient
+        return iter(_in_order(_backward(cost, action.kind), once if last else {}))
 
     def sends(self, arrows: Iterator[int]) -> Iterator[Event]:
         """What goes from rank to rank, as spans of the sender, and an arrow from each action to the one that needs it."""
@@ -331,7 +329,7 @@ class _Drawing:
             if action.kind is Kind.WEIGHT_GRADIENT:
                 continue
             last = (action.kind, action.stage, action.micro_batch) in self.last_of_stage
-            late_s = sum(self.pipeline.stages[action.stage].last_backward.values()) if last else 0.0
+            late_s = self.pipeline.span.times[action.stage].last_backward_extra_s if last else 0.0
             yield _Done(place, action, starts[at], ends[at] - late_s)
 
     def about(self, num_ranks: int) -> dict[str, str]:
@@ -364,8 +362,9 @@ def _backward(cost: StageCost, kind: Kind) -> dict[str, float]:
     return cost.weight_gradient if kind is Kind.WEIGHT_GRADIENT else cost.input_gradient
 
 
-def _in_order(parts: dict[str, float]) -> list[tuple[str, float]]:
-    """Weights come before what needs them, gradients are reduced after what makes them."""
+def _in_order(parts: dict[str, float], once: dict[str, float]) -> list[tuple[str, float]]:
+    """Weights come before what needs them, gradients are reduced after what makes them. ``once``: what comes in this pass alone."""
+    parts = {part: parts.get(part, 0.0) + once.get(part, 0.0) for part in parts | once}
     place = {"weight_gather": 0, "recompute": 1, "gradient_reduce": 3}
     return sorted(parts.items(), key=lambda item: place.get(item[0], 2))
 

@@ -29,6 +29,8 @@ class Unit:
     context_again_s: float
     """Of it, what selective recompute sends again where it sends anything: around a ring it keeps the result."""
     context_backward_s: float
+    context_hidden_s: tuple[float, float]
+    """Seconds of the forward and of the backward pass that what goes round a ring hides behind."""
     expert_s: float
     """Tokens sent to their experts and back, in one pass."""
     tensors: int

@@ -12,7 +12,7 @@ from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Group, Kind, Network
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
-from ahp.forecast.context import shared_tokens_s
+from ahp.forecast.context import SharedTokens, shared_tokens_s
 from ahp.forecast.division import GROUPED, Division, attention_heads, expert_parameters
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
@@ -148,8 +148,8 @@ class _Divided:
     """Of the sums over tensor ranks, those at the end that nothing in the backward pass reads."""
     units: dict[tuple[object, ...], Unit] = field(default_factory=dict)
     """By the groups that it communicates in."""
-    contexts_s: dict[tuple[Group, ContextWay], tuple[float, float]] = field(default_factory=dict)
-    """By the context group, and how its ranks see tokens: seconds forward and backward in which attention waits for them."""
+    shared_tokens: dict[tuple[Group, ContextWay], SharedTokens] = field(default_factory=dict)
+    """By the context group, and how its ranks see tokens."""
 
 
 class TensorCost(NamedTuple):
@@ -208,16 +208,17 @@ class UnitPricer:
         total_s = 0.0
         for number, (block, count) in enumerate(zip(graph.blocks, self._counts, strict=True)):
             of = self._of_degrees(graph, block, "block", number, axes, how)
-            total_s += count * sum(self._context_s(of, axes, how))
+            shared = self._shared_tokens(of, axes, how)
+            total_s += count * (shared.forward_s + shared.backward_s)
         return total_s
 
-    def _context_s(self, of: _Divided, axes: Axes, how: How) -> tuple[float, float]:
+    def _shared_tokens(self, of: _Divided, axes: Axes, how: How) -> SharedTokens:
         key = axes.context, how.context
-        if key not in of.contexts_s:
-            of.contexts_s[key] = shared_tokens_s(
+        if key not in of.shared_tokens:
+            of.shared_tokens[key] = shared_tokens_s(
                 of.attention, of.division, axes.context, of.times, how.context, how.context_sums_bytes, self.rates, self._network
             )  # fmt: skip
-        return of.contexts_s[key]
+        return of.shared_tokens[key]
 
     def _can(self, way: ContextWay, axes: Axes) -> bool:
         """Whether every rank can have as many heads."""
@@ -311,7 +312,7 @@ class UnitPricer:
         )
         if fp8 is not None and fp8.shares_scales:
             tensor = self._with_scales(tensor, parts, axes, segment)
-        context_s = self._context_s(of, axes, how)
+        shared = self._shared_tokens(of, axes, how)
         return Unit(
             times=of.times,
             memory=of.memory,
@@ -320,9 +321,10 @@ class UnitPricer:
             tensor_gather_s=tensor.gather_s,
             tensor_backward_s=tensor.backward_s,
             tensor_launches=tensor.launches,
-            context_forward_s=context_s[0],
-            context_again_s=0.0 if how.context == "ring" else context_s[0],
-            context_backward_s=context_s[1],
+            context_forward_s=shared.forward_s,
+            context_again_s=0.0 if how.context == "ring" else shared.forward_s,
+            context_backward_s=shared.backward_s,
+            context_hidden_s=(shared.hidden_forward_s, shared.hidden_backward_s),
             expert_s=self._expert_s(of.grouped, of.division, axes, how),
             **of.weights._asdict(),
         )

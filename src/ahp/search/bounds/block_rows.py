@@ -20,7 +20,7 @@ from ahp.forecast.stage import Recompute, dropped_bytes, made_again
 from ahp.forecast.units import Units
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s, ranks_stages
-from ahp.schedule.patterns import V_SHAPED
+from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED
 from ahp.search.bounds.pipelines import Cut, Pipelines
 from ahp.search.bounds.split_columns import WeightColumns
 from ahp.search.bounds.splits import Splits
@@ -133,6 +133,7 @@ class BlockRows:
         for index in pipes:
             pipe = self.rows.pipes[index]
             sends = self._sends(pipe.virtual, pipe.schedule in V_SHAPED and self.p > 1)
+            last = "last_weight_gradient" if self._name(pipe) in SPLIT_BACKWARD else "last_backward"
             columns = TimeColumns(
                 forward_s=of_rows["forward"],
                 backward_s=of_rows["backward"],
@@ -141,7 +142,7 @@ class BlockRows:
                 send_forward_s=sends[0],
                 send_backward_s=sends[1],
                 first_forward_extra_s=of_rows["first_forward"],
-                last_backward_extra_s=of_rows["last_backward"],
+                last_backward_extra_s=of_rows[last],
             )
             times[split, index, kind] = lower_bounds_s(self._name(pipe), self.p, virtual, self.m, columns)
 

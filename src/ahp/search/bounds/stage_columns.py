@@ -8,7 +8,7 @@ chain of gradient reductions shortened to its first or last link.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +25,8 @@ from ahp.forecast.stage import (
     recomputed,
     sent_again_s,
     tensor_backward_s,
+    window_backward_s,
+    window_forward_s,
 )
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
@@ -45,6 +47,7 @@ class PassTimes:
     """The halves of the backward, where a schedule splits it."""
     first_forward: Floats
     last_backward: Floats
+    last_weight_gradient: Floats
 
 
 @dataclass(frozen=True)
@@ -99,18 +102,13 @@ class BlockStages:
 
     @cached_property
     def work_forward(self) -> Floats:
-        """[K] Seconds between the arrival of one block's weights and the next's."""
-        return self._kinds(lambda u: u.times.forward_s + u.tensor_forward_s)
+        """[K] Seconds of each kind of layer that gathers may hide behind."""
+        return self._kinds(window_forward_s)
 
     @cached_property
     def work_backward(self) -> Floats:
         """[R, K]"""
-
-        def work_s(u: Unit, kind: Recompute) -> float:
-            again_s = recomputed(u, kind).device_s + sent_again_s(u, kind, self._any)[0]
-            return u.times.backward_s + u.tensor_backward_s + again_s
-
-        return self._kinds_recomputed(work_s, self._timed)
+        return self._kinds_recomputed(lambda u, kind: window_backward_s(u, kind, self._any), self._timed)
 
     @cached_property
     def parameters(self) -> Floats:
@@ -203,6 +201,10 @@ class BlockStages:
     def _backward_s(self, u: Unit) -> float:
         return u.times.backward_s + tensor_backward_s(u, self._any) + u.context_backward_s + u.expert_s
 
+    def _hidden_s(self, u: Unit) -> float:
+        """Of the tensor-parallel collectives of a backward pass, what weight gradients hide."""
+        return u.tensor_backward_s - tensor_backward_s(u, self._any)
+
     @cached_property
     def again_of_kinds(self) -> Floats:
         """[R, K] Device seconds of a backward pass, those that compute and send again what was not kept."""
@@ -276,29 +278,42 @@ class BlockStages:
             forward = forward + gathered
         else:
             first = first + gathered
-        if traits.backward_gathers == "per_micro_batch":
+        if again_gathered := traits.backward_gathers == "per_micro_batch":
             again = self._behind_neighbour(gathers[0], stages, gather_overlap)
             backward = backward + again + casts * parameters
         backward = backward + copies * (parameters + outside)
         overlap = self._any.overlap * traits.gradient_overlap
+        windows = self._windows_left(gathers[0], stages, gather_overlap if again_gathered else 0.0)
+        last = last + self._reduced((reduces[0] + replicas[0], reduces[1] + replicas[1]), windows, stages, overlap)
         if traits.reduces_every_micro_batch:
-            backward = backward + self._reduced(reduces, stages, overlap)
-            last = last + self._reduced(replicas, stages, overlap)
-        else:
-            both = reduces[0] + replicas[0], reduces[1] + replicas[1]
-            last = last + self._reduced(both, stages, overlap)
+            each = self._reduced(reduces, windows, stages, overlap)
+            backward, last = backward + each, last - each
         if traits.compute_weight_bytes == 0 and traits.reduce_copies:
             last = last + (parameters + outside) * 2 * traits.reduce_bytes / bytes_per_s
         own = (stages.layers + 1) * traits.host_operators_per_unit / 2
         of_backward = self._stages(backward_launches, stages, _backward_launches)
         weight_s, of_weights = self._weight_gradients(stages)
-        return PassTimes(
-            forward=self._with_host(forward, self._stages(launches, stages, _forward_launches), own, traits),
+        of_inputs_s = (
+            backward - weight_s + self._stages(self._over_layers(self._kinds(self._hidden_s)), stages, self._hidden_s)
+        )
+        of_forward = self._stages(launches, stages, _forward_launches)
+        found = PassTimes(
+            forward=self._with_host(forward, of_forward, own, traits),
             backward=self._with_host(backward, of_backward, own, traits),
-            input_gradient=self._with_host(backward - weight_s, of_backward - of_weights, own, traits),
+            input_gradient=self._with_host(of_inputs_s, of_backward - of_weights, own, traits),
             weight_gradient=self._with_host(weight_s, of_weights, 0.0, traits)[None, None],
             first_forward=first,
             last_backward=last,
+            last_weight_gradient=last,
+        )
+        if self.host_is_device:
+            return found
+        halves = found.input_gradient + found.weight_gradient
+        return replace(
+            found,
+            first_forward=_beyond(first, forward, found.forward),
+            last_backward=_beyond(last, backward, found.backward),
+            last_weight_gradient=_beyond(last, of_inputs_s + weight_s, halves),
         )
 
     def _with_host(self, passes_s: Floats, launches: Floats, own: Floats | float, traits: Traits) -> Floats:
@@ -346,17 +361,39 @@ class BlockStages:
     def _work_backward_sums(self) -> Floats:
         return self._over_layers(self.work_backward)
 
-    def _reduced(self, reduces: tuple[Floats, Floats], stages: Stages, overlap: float) -> Floats:
+    def _windows_left(self, kinds: Floats, stages: Stages, overlap: float) -> tuple[Floats, Floats]:
+        """[J, R, S] Of the windows of a backward pass, what gathers leave to reductions: of the last block and of all."""
+        start, end = stages.start, stages.end
+        some = start < end
+        work = self.work_backward[..., self._layers]
+        first, clock = _where_blocks(work, end - 1, some), self._stages(self._work_backward_sums, stages)
+        if not overlap or not work.shape[-1]:
+            return first[None], clock[None]
+        # A block hides the gather of the one below it, but for the lowest of its stage.
+        gathers = kinds[..., self._layers][:, None]
+        below = np.concatenate([np.zeros_like(gathers[..., :1]), gathers[..., :-1]], axis=-1)
+        hidden = np.minimum(overlap * below, work[None])
+        sums, after_lowest = _sums(hidden), np.minimum(start + 1, end)
+        of_first = np.where(end - start > 1, _where_blocks(hidden, end - 1, some), 0.0)
+        return first - of_first, clock - (sums[..., end] - sums[..., after_lowest])
+
+    def _reduced(
+        self, reduces: tuple[Floats, Floats], windows: tuple[Floats, Floats], stages: Stages, overlap: float
+    ) -> Floats:
         """[J, R, S] ``exposed_behind_s``, as if the chain were held up by its first or by its last block alone."""
         layers, outside = reduces[0][..., self._layers][:, None], reduces[1][:, None]
         start, end = stages.start, stages.end
         some = start < end
         blocks = self._stages(_sums(layers), stages)
-        clock = self._stages(self._work_backward_sums, stages)
-        first_work = _where_blocks(self.work_backward[..., self._layers], end - 1, some)
+        first_work, clock = windows
         tail = np.maximum(first_work + blocks - clock, _where_blocks(layers, start, some)) + outside
         total = blocks + outside
         return overlap * (tail + CONTENTION * (total - tail)) + (1.0 - overlap) * total
+
+
+def _beyond(once_s: Floats, device_s: Floats, pass_s: Floats) -> Floats:
+    """What comes once, as far as it does not run while the device waits for the host in its pass."""
+    return np.maximum(once_s - (pass_s - device_s), 0.0)
 
 
 def _shown(collective_s: Floats, beside_s: Floats, overlap: float) -> Floats:
