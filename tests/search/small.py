@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ahp.cluster.model import Cluster
+from ahp.cluster.model import Cluster, Link
 from ahp.engines.registry import names
 from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
@@ -78,6 +78,34 @@ def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
     group = cluster.groups[0]
     device = group.device.model_copy(update={"memory_bytes": memory_bytes, "reserved_memory_bytes": 0})
     return Cluster(groups=(group.model_copy(update={"device": device}),))
+
+
+RESOURCES = ("arithmetic", "memory bandwidth", "host", "links in a node", "links between nodes", "latency")
+
+
+def times_faster(cluster: Cluster, by: dict[str, float]) -> Cluster:
+    """The cluster with each of ``RESOURCES`` so many times as fast."""
+    group = cluster.groups[0]
+    device = group.device
+    peaks = {precision: by.get("arithmetic", 1.0) * peak for precision, peak in device.peak_flops_per_s.items()}
+    bandwidth = by.get("memory bandwidth", 1.0) * device.memory_bandwidth_bytes_per_s
+    launch_s = device.kernel_launch_s / by.get("host", 1.0)
+    figures = {
+        "peak_flops_per_s": peaks, "memory_bandwidth_bytes_per_s": bandwidth, "kernel_launch_s": launch_s
+    }  # fmt: skip
+
+    def link(found: Link | None, which: str) -> Link | None:
+        if found is None:
+            return None
+        latency_s = found.latency_s / by.get("latency", 1.0)
+        bandwidth = by.get(which, 1.0) * found.bandwidth_bytes_per_s
+        return found.model_copy(update={"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s})
+
+    links = {
+        "intra_node": link(group.intra_node, "links in a node"),
+        "inter_node": link(group.inter_node, "links between nodes"),
+    }
+    return Cluster(groups=(group.model_copy(update={"device": device.model_copy(update=figures)} | links),))
 
 
 @st.composite

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ahp.cluster.model import Cluster
 from ahp.errors import NotExpressible
 from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import pipeline_axis
@@ -22,7 +23,7 @@ from ahp.search.rows import legal_rows
 from ahp.search.space import build
 from tests.examples import many
 
-from .small import small
+from .small import small, times_faster
 
 
 def of_degrees(degrees: dict[str, int], expert: int, order: Order | None) -> Parallelism:
@@ -143,8 +144,10 @@ def test_blocks_say_how_their_ranks_lie() -> None:
 
 
 def test_the_answer_says_what_a_node_holds() -> None:
-    given = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4, "zero_stage": 3}
-    asked = small("tied gpt2", "2x4xA100-SXM-80GB", batch=32, constraints=given)
+    given = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4, "zero_stage": 2}
+    slow = {"links between nodes": 0.03, "arithmetic": 0.01, "memory bandwidth": 0.01}
+    where = times_faster(Cluster.parse("2x4xA100-SXM-80GB"), slow)
+    asked = small("tied gpt2", where, batch=8, constraints=given)
     ranking = search(asked.graph, asked.cluster, asked.job, constraints=asked.constraints)
     assert ranking.best.parallelism.mesh_order == ("dp_shard", "dp_replicate")
     told = [line for line in ranking.best.why if line.startswith("mesh order dp_shard > dp_replicate: ")]

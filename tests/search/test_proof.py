@@ -6,8 +6,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ahp.cluster.model import Cluster, Link
+from ahp.cluster.model import Cluster
 from ahp.errors import AhpError, NothingFits
+from ahp.plan import Parallelism
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.method import Method, find
 from ahp.search.problem import Problem, with_devices
@@ -16,7 +17,7 @@ from ahp.search.rows import legal_rows
 from ahp.search.stages import WORTH_S
 from tests.examples import many
 
-from .small import problems, small, with_memory
+from .small import RESOURCES, problems, small, times_faster, with_memory
 
 FEW = ("1xH100-SXM-80GB", "2xH100-SXM-80GB", "3xA100-SXM-40GB", "2x2xH100-SXM-80GB")
 MOST_PRICED = 150
@@ -76,34 +77,6 @@ def test_exact_search_is_brute_force_on_many_problems(asked: Problem, keep: int)
     equals_brute_force(asked, keep)
 
 
-RESOURCES = ("arithmetic", "memory bandwidth", "host", "links in a node", "links between nodes", "latency")
-
-
-def times_faster(cluster: Cluster, by: dict[str, float]) -> Cluster:
-    """The cluster with each of ``RESOURCES`` so many times as fast."""
-    group = cluster.groups[0]
-    device = group.device
-    peaks = {precision: by.get("arithmetic", 1.0) * peak for precision, peak in device.peak_flops_per_s.items()}
-    bandwidth = by.get("memory bandwidth", 1.0) * device.memory_bandwidth_bytes_per_s
-    launch_s = device.kernel_launch_s / by.get("host", 1.0)
-    figures = {
-        "peak_flops_per_s": peaks, "memory_bandwidth_bytes_per_s": bandwidth, "kernel_launch_s": launch_s
-    }  # fmt: skip
-
-    def link(found: Link | None, which: str) -> Link | None:
-        if found is None:
-            return None
-        latency_s = found.latency_s / by.get("latency", 1.0)
-        bandwidth = by.get(which, 1.0) * found.bandwidth_bytes_per_s
-        return found.model_copy(update={"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s})
-
-    links = {
-        "intra_node": link(group.intra_node, "links in a node"),
-        "inter_node": link(group.inter_node, "links between nodes"),
-    }
-    return Cluster(groups=(group.model_copy(update={"device": device.model_copy(update=figures)} | links),))
-
-
 def generous(cluster: Cluster, kind: str) -> Cluster:
     if kind == "memory":
         return with_memory(cluster, 2 * cluster.groups[0].device.memory_bytes)
@@ -139,8 +112,6 @@ def never_slower(asked: Problem, by: dict[str, float], faster: str, first: int) 
     before = table.problem
     after = before.on(times_faster(before.cluster, {faster: 2.0}))
     layouts = list(table.space)
-    # How context ranks of ``ahp`` see each other's tokens is chosen by their messages alone.
-    layouts = [x for x in layouts if x.context_parallel_degree == 1 or asked.engine.name != "ahp"]
     for layout in layouts[first % max(len(layouts), 1) :: max(len(layouts) // MOST_COMPARED, 1)]:
         now_s, then_s = after.price(layout).step_time_s, before.price(layout).step_time_s
         assert now_s <= then_s * (1 + 1e-9), layout
@@ -161,6 +132,21 @@ def test_no_layout_of_many_is_slower_where_something_is_faster(
     asked: Problem, by: dict[str, float], faster: str, first: int
 ) -> None:
     never_slower(asked, by, faster, first)
+
+
+@pytest.mark.parametrize(("recompute", "method"), [("none", "all-to-all"), ("selective", "ring")])
+def test_of_ring_and_all_to_all_the_one_with_the_shorter_step_is_taken(recompute: str, method: str) -> None:
+    """Selective recompute sends an all-to-all again, and keeps what a ring returned."""
+    slow = {"arithmetic": 0.03, "memory bandwidth": 0.005, "links in a node": 0.0002, "links between nodes": 0.08}
+    asked = small("llama", times_faster(Cluster.parse("2x4xA100-SXM-80GB"), slow), batch=4)
+    layout = Parallelism(
+        zero_stage=3, context_parallel_degree=4, pipeline_parallel_degree=2, activation_checkpoint=recompute  # type: ignore[arg-type]
+    )  # fmt: skip
+    other = {"ring": "all-to-all", "all-to-all": "ring"}[method]
+    taken, left = (asked.price(layout.model_copy(update={"context_parallel_method": one})) for one in (method, other))
+    assert asked.price(layout) == taken
+    assert taken.step_time_s < left.step_time_s
+    assert asked.decided(layout).context_parallel_method == method
 
 
 @pytest.mark.parametrize("devices", [1, 5, 7, 13])

@@ -114,8 +114,7 @@ def _runs_again_what_is_read(job: Job, p: Parallelism, choice: EngineChoice) -> 
     checkpoint stops where the last tensor is saved, and products of the runtime's own (runtime/fp8_product.py, runtime/deferred.py)
     save when they are done."""
     if choice.compile:
-        in_one_graph = p.context_parallel_degree == 1 or p.context_parallel_method == "all-to-all"
-        return in_one_graph and p.expert_parallel_degree == 1
+        return p.context_parallel_method != "ring" and p.expert_parallel_degree == 1
     splits = p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD
     return job.precision != "fp8" and not splits
 

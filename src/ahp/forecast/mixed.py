@@ -43,6 +43,7 @@ from ahp.forecast.pricer import (
     Priced,
     Pricer,
     Replica,
+    faster_method,
     legal_traits,
     lightest_that_fits,
 )
@@ -87,11 +88,16 @@ class MixedPricer:
         return self._slowest_share(self.groups, self.cluster.num_devices)
 
     def price(self, parallelism: Parallelism) -> Priced:
-        """Price one layout. ``activation_checkpoint`` auto is the lightest that fits.
+        """Price one layout. ``activation_checkpoint`` auto is the lightest that fits, ``context_parallel_method`` None the
+        faster.
 
         Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
         """
-        return lightest_that_fits(self._price, parallelism)
+        return lightest_that_fits(self._price_faster, parallelism)
+
+    def _price_faster(self, parallelism: Parallelism) -> Priced:
+        any_group = next(iter(self.groups.values()))
+        return faster_method(self._price, parallelism, any_group.methods(parallelism))
 
     def units(self, parallelism: Parallelism, group: str) -> Units:
         """The model's blocks and ends, priced for one rank on a group's devices and one micro-batch."""

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from ahp.cluster.cells import Cell
 from ahp.cluster.model import Cluster
-from ahp.engines.engine import Traits
+from ahp.engines.engine import ContextWay, Traits
 from ahp.engines.registry import get
 from ahp.errors import AhpError, BadInput, NotExpressible, bad_input
 from ahp.forecast import memory
@@ -114,11 +114,23 @@ class Pricer:
         self._sends: dict[tuple[object, ...], list[float]] = {}
 
     def price(self, parallelism: Parallelism) -> Priced:
-        """Price one layout. ``activation_checkpoint`` auto is the lightest that fits.
+        """Price one layout. ``activation_checkpoint`` auto is the lightest that fits, ``context_parallel_method`` None the
+        faster.
 
         Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
         """
-        return lightest_that_fits(self._price, parallelism)
+        return lightest_that_fits(self._price_faster, parallelism)
+
+    def _price_faster(self, parallelism: Parallelism) -> Priced:
+        return faster_method(self._price, parallelism, self.methods(parallelism))
+
+    def methods(self, parallelism: Parallelism) -> list[ContextWay]:
+        """Values of context_parallel_method to choose from; none where there is nothing to choose."""
+        if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
+            return []
+        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
+        axes = axes_of(parallelism, self.nodes.devices_per_node)
+        return self.unit_pricer.ways(axes, traits) if len(traits.context_ways) > 1 else []
 
     def _price(self, parallelism: Parallelism) -> Priced:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
@@ -139,7 +151,7 @@ class Pricer:
         rank, used = self._fullest(parallelism, traits, span, stages, units)
         return Priced(
             self._forecast(parallelism, step_s, step, rank, used, units),
-            self.decided(parallelism), span, stages, optimizer_s,
+            parallelism, span, stages, optimizer_s,
         )  # fmt: skip
 
     def stage_times(self, parallelism: Parallelism) -> list[StageTimes]:
@@ -148,19 +160,18 @@ class Pricer:
         return self._stage_times(parallelism, traits, *self._stages(parallelism, traits))
 
     def units(self, parallelism: Parallelism) -> Units:
-        """The model's blocks and ends, priced for one rank of the layout and one micro-batch."""
+        """The model's blocks and ends, priced for one rank of the layout and one micro-batch; at least, where the layout leaves
+        context_parallel_method open."""
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
         axes = axes_of(parallelism, self.nodes.devices_per_node)
         return self.unit_pricer.units(parallelism.micro_batch_size, axes, traits)
 
     def decided(self, parallelism: Parallelism) -> Parallelism:
         """The layout with the context_parallel_method that it is priced with, where the engine has several."""
-        if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
+        if not self.methods(parallelism):
             return parallelism
-        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
-        if len(traits.context_ways) == 1:
-            return parallelism
-        return parallelism.model_copy(update={"context_parallel_method": self.units(parallelism).context})
+        method = self.price(parallelism).parallelism.context_parallel_method
+        return parallelism.model_copy(update={"context_parallel_method": method})
 
     def _stages(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], Units]:
         units = self.units(parallelism)
@@ -446,6 +457,16 @@ def lightest_that_fits(price: Callable[[Parallelism], Priced], parallelism: Para
             break
     assert priced is not None
     return priced
+
+
+def faster_method(
+    price: Callable[[Parallelism], Priced], parallelism: Parallelism, methods: list[ContextWay]
+) -> Priced:
+    """The layout priced with each ``context_parallel_method``, the faster of those that fit, or of all; as it is without any."""
+    if not methods:
+        return price(parallelism)
+    priced = [price(parallelism.model_copy(update={"context_parallel_method": method})) for method in methods]
+    return min(priced, key=lambda one: (not one.forecast.fits, one.forecast.step_time_s))
 
 
 def legal_traits(

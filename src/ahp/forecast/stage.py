@@ -93,8 +93,7 @@ class DataParallel:
 class StageCost:
     """Seconds of one stage: per micro-batch by part, and once per step by part.
 
-    What comes once is beyond the pass that it comes with. Its ``host`` is 0 or less: while the device does it, it waits
-    that much less for the host.
+    What comes once is beyond the pass that it comes with, as far as the device does not wait for the host there anyway.
     """
 
     forward: dict[str, float]
@@ -183,10 +182,9 @@ def stage_cost(
     _add_host(backward, of_inputs + of_weights, own, data)
     _add_host(input_gradient, of_inputs, own, data)
     _add_host(weight_gradient, of_weights, 0.0, data)
-    last_weight_gradient = dict(last_backward)
-    _share_host(first_forward, data, forward)
-    _share_host(last_backward, data, backward)
-    _share_host(last_weight_gradient, data, input_gradient, weight_gradient)
+    last_weight_gradient = _beyond_host(last_backward, data, input_gradient, weight_gradient)
+    first_forward = _beyond_host(first_forward, data, forward)
+    last_backward = _beyond_host(last_backward, data, backward)
     kept, temporary = _activations(units, blocks, recomputes, first=first, last=last)
     return StageCost(
         forward,
@@ -284,10 +282,13 @@ def _add_host(parts: dict[str, float], launches: float, own_launches: float, dat
     parts["host"] = max(0.0, host_s - sum(parts.values()))
 
 
-def _share_host(once: dict[str, float], data: DataParallel, *passes: dict[str, float]) -> None:
-    """What comes once per step runs while the host is behind: its pass is as long as the longer of the two."""
-    if not data.host_is_device:
-        once["host"] = -min(sum(once.values()), sum(parts["host"] for parts in passes))
+def _beyond_host(once: dict[str, float], data: DataParallel, *passes: dict[str, float]) -> dict[str, float]:
+    """What comes once per step runs while the device waits for the host in its pass, which is as long as the longer of the two."""
+    total_s = sum(once.values())
+    if data.host_is_device or total_s == 0.0:
+        return once
+    share = max(0.0, 1.0 - sum(parts["host"] for parts in passes) / total_s)
+    return {part: share * seconds for part, seconds in once.items()}
 
 
 def window_forward_s(unit: Unit) -> float:

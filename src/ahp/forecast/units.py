@@ -66,8 +66,27 @@ class Units:
     """What a rank holds of the hidden states between two blocks, and sends to the next stage."""
     forward_flops: int
     """Of the whole model and one micro-batch."""
-    context: ContextWay
-    """How attention sees tokens of other context ranks."""
+
+
+def least_of(ways: list[Units]) -> Units:
+    """Of units that differ in how context ranks see tokens, the least of each figure."""
+    if len(ways) == 1:
+        return ways[0]
+    blocks = tuple(map(_least_unit, zip(*(units.blocks for units in ways), strict=True)))
+    return replace(ways[0], blocks=blocks)
+
+
+def _least_unit(alike: tuple[Unit, ...]) -> Unit:
+    return replace(
+        alike[0],
+        context_forward_s=min(unit.context_forward_s for unit in alike),
+        context_again_s=min(unit.context_again_s for unit in alike),
+        context_backward_s=min(unit.context_backward_s for unit in alike),
+        context_hidden_s=(
+            min(unit.context_hidden_s[0] for unit in alike),
+            min(unit.context_hidden_s[1] for unit in alike),
+        ),
+    )
 
 
 class How(NamedTuple):
@@ -179,7 +198,7 @@ class UnitPricer:
         self._graphs = {graph.micro_batch_size: graph}
         self._forward_flops = cache(lambda micro_batch_size: self._at(micro_batch_size).flops("forward"))
         self._units: dict[tuple[int, Axes, How], Units] = {}
-        self._fastest: dict[tuple[int, Axes, Traits], Units] = {}
+        self._least: dict[tuple[int, Axes, Traits], Units] = {}
         self._kernels: dict[tuple[int, Role, int, int, KeysWay], _Run] = {}
         self._divided: dict[tuple[object, ...], _Divided] = {}
         numbers: dict[How, int] = {}
@@ -187,30 +206,19 @@ class UnitPricer:
         """Of kernels, the same however context ranks see tokens."""
 
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
-        """The units for a micro-batch size and the groups that divide it."""
+        """The units for a micro-batch size and the groups that divide it; where the engine has several ways to share sequences,
+        no way takes less than they say."""
         key = micro_batch_size, axes, traits
-        if key not in self._fastest:
-            self._fastest[key] = self._fastest_units(micro_batch_size, axes, traits)
-        return self._fastest[key]
+        if key not in self._least:
+            ways = self.ways(axes, traits)
+            self._least[key] = least_of([self._units_by(way, micro_batch_size, axes, traits) for way in ways])
+        return self._least[key]
 
-    def _fastest_units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
-        way = traits.context_ways[0]
-        if len(traits.context_ways) > 1 and axes.context.size > 1:
-            graph = self._at(micro_batch_size)
-            able: list[ContextWay] = [way for way in traits.context_ways if self._can(way, axes)]
-            way = able[0]
-            if len(able) > 1:
-                way = min(able, key=lambda way: self._context_of_layers_s(graph, axes, self.how(traits, way)))
-        return self._units_by(way, micro_batch_size, axes, traits)
-
-    def _context_of_layers_s(self, graph: ModelGraph, axes: Axes, how: How) -> float:
-        """Seconds of all layers, forward and backward, in which attention waits for what it needs of other context ranks."""
-        total_s = 0.0
-        for number, (block, count) in enumerate(zip(graph.blocks, self._counts, strict=True)):
-            of = self._of_degrees(graph, block, "block", number, axes, how)
-            shared = self._shared_tokens(of, axes, how)
-            total_s += count * (shared.forward_s + shared.backward_s)
-        return total_s
+    def ways(self, axes: Axes, traits: Traits) -> list[ContextWay]:
+        """How the context ranks may see each other's tokens."""
+        if axes.context.size == 1 or len(traits.context_ways) == 1:
+            return [traits.context_ways[0]]
+        return [way for way in traits.context_ways if self._can(way, axes)]
 
     def _shared_tokens(self, of: _Divided, axes: Axes, how: How) -> SharedTokens:
         key = axes.context, how.context
@@ -272,7 +280,6 @@ class UnitPricer:
             tied_parameters=_tied_parameters(graph) // axes.tensor.size,
             hidden_bytes=hidden_bytes // cut,
             forward_flops=self._forward_flops(graph.micro_batch_size),
-            context=how.context,
         )
 
     def _head(self, graph: ModelGraph, axes: Axes, how: How, hidden_bytes: int) -> Unit:
