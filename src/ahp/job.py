@@ -61,8 +61,8 @@ class Job(Record):
     """Whether attention is masked between the documents of one sequence, and positions start again at each."""
     validation: Annotated[float, Field(gt=0, lt=1)] | str | None = None
     """Text that is held out: other data, as ``data``; or a share of the documents of ``data``, the last ones."""
-    sequence_length: int = Field(default=256, ge=2)
-    global_batch_size: int = Field(default=16, ge=1)
+    sequence_length: int = Field(default=256, ge=2, le=1_000_000_000)
+    global_batch_size: int = Field(default=16, ge=1, le=1_000_000_000)
     """Sequences per optimizer step, over all devices."""
     steps: int = Field(default=200, ge=1)
     precision: Precision = "bf16"

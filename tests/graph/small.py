@@ -99,7 +99,17 @@ def custom() -> nn.Module:
     return Custom()
 
 
+def plain() -> nn.Module:
+    """A factory of a model without blocks."""
+    return Plain()
+
+
 not_a_model = dict
+
+
+def broken() -> nn.Module:
+    """A factory that fails."""
+    raise KeyError("width")
 
 
 @cache

@@ -91,6 +91,11 @@ def test_a_factory() -> None:
     assert (describe(FACTORY), plain(FACTORY)) == ("custom", FACTORY)
 
 
+def test_a_factory_that_fails_is_named_with_what_it_raised() -> None:
+    with pytest.raises(BadInput, match=r"model = 'tests.graph.small:broken': the factory raised KeyError: 'width'"):
+        build_model("tests.graph.small:broken")
+
+
 def test_a_live_module_and_a_config_object() -> None:
     module = Custom()
     assert build_model(module) is module

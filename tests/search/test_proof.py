@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster
 from ahp.errors import AhpError, NothingFits
+from ahp.graph.trace import analyze
+from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.method import Method, find
-from ahp.search.problem import Problem, with_devices
+from ahp.search.problem import Problem, problem, with_devices
 from ahp.search.ranking import Ranking, search
 from ahp.search.rows import legal_rows
 from ahp.search.stages import WORTH_S
@@ -159,6 +161,14 @@ def test_one_device_and_prime_numbers_of_them(devices: int, engine: str) -> None
     assert used <= devices
     assert (used < devices) == bool(ranking.notes)
     assert legal_rows(asked.on(with_devices(asked.cluster, used))).notes == ()
+
+
+def test_a_model_without_blocks() -> None:
+    job = Job(sequence_length=64, global_batch_size=2)
+    asked = problem(
+        analyze("tests.graph.small:plain", job), Cluster.parse("2xA100-SXM-40GB"), job, None, {"name": "ahp"}
+    )
+    equals_brute_force(asked, 10)
 
 
 def test_more_devices_than_tokens() -> None:

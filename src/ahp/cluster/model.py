@@ -137,8 +137,8 @@ class NodeGroup(Record):
     """Nodes of one kind."""
 
     name: str = "nodes"
-    nodes: int = Field(ge=1)
-    devices_per_node: int = Field(ge=1)
+    nodes: int = Field(ge=1, le=1_000_000)
+    devices_per_node: int = Field(ge=1, le=10_000)
     device: Device
     intra_node: Link
     """Between two devices of one node; bandwidth per device."""

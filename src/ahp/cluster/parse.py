@@ -42,8 +42,8 @@ class GroupDescription(Record):
     """Nodes of one kind, as a user writes them."""
 
     name: str = "nodes"
-    nodes: int = Field(default=1, ge=1)
-    devices_per_node: int | None = Field(default=None, ge=1)
+    nodes: int = Field(default=1, ge=1, le=1_000_000)
+    devices_per_node: int | None = Field(default=None, ge=1, le=10_000)
     """None = what is usual for the device."""
     device: str | dict[str, Any]
     """A catalogue name, a catalogue name with overrides (``base`` and figures), or all the figures of a device."""

@@ -259,8 +259,11 @@ def _from_factory(model: Any, dtype: torch.dtype, device: Any) -> nn.Module:
         factory = getattr(importlib.import_module(path), function)
     except (ImportError, AttributeError) as error:
         raise BadInput(f"model = {model!r}: {error}") from error
-    with torch.device(device):
-        module = factory()
+    try:
+        with torch.device(device):
+            module = factory()
+    except Exception as error:  # whatever the user's own code raises
+        raise BadInput(f"model = {model!r}: the factory raised {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise BadInput(f"model = {model!r}: the factory returned {type(module).__name__}, not an nn.Module")
     return module.to(dtype)

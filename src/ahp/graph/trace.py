@@ -123,8 +123,9 @@ class _Tracer:
             except Exception as caught:
                 error = caught
         assert error is not None
+        says = str(error).partition("\n")[0]  # torch puts its C++ frames behind
         raise BadInput(
-            f"model = {self._name!r}: cannot be traced without data: {type(error).__name__}: {error}"
+            f"model = {self._name!r}: cannot be traced without data: {type(error).__name__}: {says}"
         ) from error
 
     def _prefix(self, position: int) -> str:

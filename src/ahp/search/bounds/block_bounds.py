@@ -50,7 +50,7 @@ def block_bounds_s(asked: Problem, space: Space, which: Ints) -> Floats:
     pipeline, m = blocks.pipeline, blocks.micro_batches
     columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, blocks.micro_batch
     keys, at = different(*columns)
-    per_layer = np.array([found.beside_products_s(*key) for key in keys.tolist()])[at]
+    per_layer = np.array([found.beside_products_s(*key) for key in keys.tolist()], dtype=float)[at]
     keys, at = different(*columns, *space.local(blocks.mesh))
     per_layer += np.array([found.collectives_s(*key) for key in keys.tolist()])[at]
     products_s = found.products_s() / asked.cluster.num_devices

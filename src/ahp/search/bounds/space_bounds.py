@@ -181,6 +181,8 @@ class Bounds:
     ) -> dict[int, float]:
         """A bound of each block from what its layers take; those with the same kinds of recompute are looked at together, and
         those with the same pipelines side by side."""
+        if not self.problem.graph.blocks:
+            return dict.fromkeys(priced, 0.0)
         found: dict[int, float] = {}
         for kinds in dict.fromkeys(one.rows.recompute for one in priced.values()):
             alike = [block for block, one in priced.items() if one.rows.recompute == kinds]
