@@ -81,6 +81,13 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         ("jobs: {}", ["jobs: unknown key", "job"]),
         ("job: {step: 3}", ["job.step: unknown key", "steps"]),
         ("job: {steps: 0}", ["job.steps = 0", "greater than or equal to 1"]),
+        ("job: {steps: yes}", ["job.steps = True: must be a whole number, not true or false"]),
+        ("job: {steps: '8'}", ["job.steps = '8': must be a whole number, not text"]),
+        ("job: {optimizer: {weight_decay: on}}", ["job.optimizer.weight_decay = True: must be a number"]),
+        (
+            "parallelism: {layers_per_stage: [1, true]}",
+            ["parallelism.layers_per_stage.1 = True: must be a whole number"],
+        ),
         ("job: {precision: int8}", ["job.precision = 'int8'", "'bf16'"]),
         ("job: {optimizer: {learning_rate: fast}}", ["job.optimizer.learning_rate = 'fast'"]),
         ("parallelism: {tensor_paralel_degree: 2}", ["tensor_paralel_degree: unknown key", "tensor_parallel_degree"]),

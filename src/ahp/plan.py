@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -436,9 +436,29 @@ class Plan(Record):
 def validated(kind: type[Record], data: Any, where: str) -> Any:
     """Build a record from plain data; a violation becomes one BadInput that names the keys in the user's words."""
     try:
-        return kind.model_validate(data)
+        found = kind.model_validate(data)
     except ValidationError as error:
         raise BadInput(_explain(error, kind, where)) from None
+    if taken := list(_taken_for_numbers(data, found)):
+        raise BadInput(f"{where}: " + "; ".join(taken))
+    return found
+
+
+def _taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
+    """What pydantic took for a number and a user did not write as one: yes is not 1, and "8" is not 8.
+
+    Text for a float stays allowed: YAML 1.1, as which cluster and plan files are read, takes 1e-3 for text.
+    """
+    if isinstance(given, Mapping) and isinstance(found, Record):
+        for name in (one for one in given if one in found.model_fields_set):
+            yield from _taken_for_numbers(given[name], getattr(found, name), f"{key}.{name}" if key else name)
+    elif isinstance(given, (list, tuple)) and isinstance(found, tuple) and len(given) == len(found):
+        for i, (one, read) in enumerate(zip(given, found, strict=True)):
+            yield from _taken_for_numbers(one, read, f"{key}.{i}")
+    elif type(found) is int and isinstance(given, (bool, str)):
+        yield f"{key} = {given!r}: must be a whole number, not {'true or false' if isinstance(given, bool) else 'text'}"
+    elif type(found) is float and isinstance(given, bool):
+        yield f"{key} = {given!r}: must be a number, not true or false"
 
 
 def _explain(error: ValidationError, kind: type[Record], where: str) -> str:

@@ -68,6 +68,8 @@ def test_short_form_counts(nodes: int, devices: int, name: str) -> None:
         ({"nodes": 2, "device": "H100", "inter_node_gbps": float("inf")}, "inter_node_gbps = inf"),
         ({"nodes": 2, "device": "H100", "gpus": 8}, "gpus: unknown key"),
         ({"nodes": 2}, "device"),
+        ({"nodes": True, "device": "H100-SXM-80GB"}, "nodes = True: must be a whole number, not true or false"),
+        ({"nodes": 1, "devices_per_node": "8", "device": "H100-SXM-80GB"}, "devices_per_node = '8': .* not text"),
         ({"nodes": 10**30, "device": "H100-SXM-80GB"}, "nodes = 1000.*1000000"),
         ("99999999xH100-SXM-80GB", "devices_per_node = 99999999: .*10000"),
         ({"device": {"base": "H100", "memory_gb": 80}}, "memory_gb: unknown key .*memory_bytes"),
