@@ -192,8 +192,6 @@ class UnitPricer:
         self._on_cpu = is_cpu(nodes.device)
         self._in_fp8 = precision == "fp8"
         self._causal = is_causal(graph)
-        self._counts = [graph.layers.count(kind) for kind in range(len(graph.blocks))]
-        """Layers of each kind."""
         self._heads = [attention_heads(block) for block in graph.blocks]
         self._graphs = {graph.micro_batch_size: graph}
         self._forward_flops = cache(lambda micro_batch_size: self._at(micro_batch_size).flops("forward"))
