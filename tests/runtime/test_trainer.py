@@ -156,7 +156,7 @@ def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, t
 
 def test_killed_worker_is_told_and_the_next_start_goes_on(text: Path, tmp_path: Path) -> None:
     long = plan(text, SHARDED, steps=400)
-    killer = threading.Thread(target=kill_a_worker, args=(tmp_path / "run", 12), daemon=True)
+    killer = threading.Thread(target=kill_a_worker, args=(tmp_path / "run", 10), daemon=True)
     killer.start()
     with pytest.raises(TrainingFailed, match="was ended by SIGKILL after step"):
         train(long, tmp_path / "run", checkpoint_every=5)
@@ -178,7 +178,9 @@ def test_killed_worker_is_told_and_the_next_start_goes_on(text: Path, tmp_path: 
 
 
 def kill_a_worker(folder: Path, after: int) -> None:
-    wait_for_steps(RunFolder(folder), after)
+    """``after``: the checkpoint that is whole by then. One is written beside the next steps."""
+    while not any(saved.step >= after for saved in RunFolder(folder).checkpoints()):
+        time.sleep(0.02)
     workers = [p for p in psutil.Process().children() if str(folder) in p.cmdline()]
     workers[-1].kill()
 
