@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "ahp"
 FLOORS: list[set[str]] = [
     {"errors", "shipped", "words"},
     {"job"},
+    {"violations"},
     {"plan"},
     {"config"},
     {"graph", "cluster", "schedule"},

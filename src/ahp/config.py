@@ -201,7 +201,7 @@ def set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
         inner: Any = place.get(part)
         if inner is None or (path == "parallelism" and inner == "auto"):
             inner = {}
-        elif path == "job.optimizer" and isinstance(inner, str):
+        elif path in ("job.optimizer", "engine") and isinstance(inner, str):
             inner = {"name": inner}
         elif not isinstance(inner, dict):
             raise bad_input(key, value, f"{path} = {inner!r} is not a mapping, so it has no key {last!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from ahp.errors import BadInput
 from ahp.job import Job, Record
+from ahp.violations import broken_rules, taken_for_numbers
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 ActivationCheckpoint = Literal["none", "selective", "full", "auto"]
@@ -353,6 +354,11 @@ class EngineChoice(Record):
     offload_optimizer: bool = False
     """Whether AdamW's moments are kept in host memory and come to the device for each update."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, data: Any) -> Any:
+        return {"name": data} if isinstance(data, str) else data
+
 
 class Forecast(Record):
     """What one layout is expected to cost. Times in seconds, memory in bytes of the fullest rank."""
@@ -438,49 +444,7 @@ def validated(kind: type[Record], data: Any, where: str) -> Any:
     try:
         found = kind.model_validate(data)
     except ValidationError as error:
-        raise BadInput(_explain(error, kind, where)) from None
-    if taken := list(_taken_for_numbers(data, found)):
+        raise BadInput(f"{where}: " + "; ".join(broken_rules(error, kind, where))) from None
+    if taken := list(taken_for_numbers(data, found)):
         raise BadInput(f"{where}: " + "; ".join(taken))
     return found
-
-
-def _taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
-    """What pydantic took for a number and a user did not write as one: yes is not 1, and "8" is not 8.
-
-    Text for a float stays allowed: YAML 1.1, as which cluster and plan files are read, takes 1e-3 for text.
-    """
-    if isinstance(given, Mapping) and isinstance(found, Record):
-        for name in (one for one in given if one in found.model_fields_set):
-            yield from _taken_for_numbers(given[name], getattr(found, name), f"{key}.{name}" if key else name)
-    elif isinstance(given, (list, tuple)) and isinstance(found, tuple) and len(given) == len(found):
-        for i, (one, read) in enumerate(zip(given, found, strict=True)):
-            yield from _taken_for_numbers(one, read, f"{key}.{i}")
-    elif type(found) is int and isinstance(given, (bool, str)):
-        yield f"{key} = {given!r}: must be a whole number, not {'true or false' if isinstance(given, bool) else 'text'}"
-    elif type(found) is float and isinstance(given, bool):
-        yield f"{key} = {given!r}: must be a number, not true or false"
-
-
-def _explain(error: ValidationError, kind: type[Record], where: str) -> str:
-    from ahp.errors import nearest
-
-    lines = []
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"]) or where
-        if item["type"] == "extra_forbidden":
-            names = _field_names(kind, item["loc"][:-1])
-            lines.append(f"{key}: unknown key (did you mean: {', '.join(nearest(str(item['loc'][-1]), names, 3))}?)")
-        elif item["type"] == "value_error":
-            lines.append(str(item.get("ctx", {}).get("error", item["msg"])))
-        else:
-            lines.append(f"{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
-    return f"{where}: " + "; ".join(lines)
-
-
-def _field_names(kind: type[Record], loc: tuple[int | str, ...]) -> list[str]:
-    for part in loc:
-        annotation = kind.model_fields[part].annotation if isinstance(part, str) and part in kind.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, Record)):
-            break
-        kind = annotation
-    return list(kind.model_fields)

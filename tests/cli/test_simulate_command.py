@@ -114,6 +114,10 @@ def test_what_cannot_be_is_refused(plan_file: Path, tmp_path: Path) -> None:
         run([str(plan_file), "--engine.name", "accelerate"])
     with pytest.raises(BadInput, match=r"engine.nam: unknown key \(did you mean: name"):
         run([str(plan_file), "--engine.nam", "ahp"])
+    with pytest.raises(
+        BadInput, match=r"engine.name = 'foo': .*\(valid: ahp, torchtitan, megatron, deepspeed, accelerate\)"
+    ):
+        run([str(plan_file), "--engine", "foo"])
     with pytest.raises(BadInput, match="--all-ranks = True"):
         run([str(plan_file), "--all-ranks"])
     with pytest.raises(BadInput, match="degrees multiply to 3"):

@@ -282,6 +282,8 @@ CELLS = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 4}
         ({**PIPES, **stages_on(["old", "new"], "new", "old", "new")}, ["stages.group = 'old'", "valid: ['old', 'new']"]),
         ({**CELLS, "stages": [{"group": "old", "layers": 4}]}, ["stages.group = 'old'", "4 cells of 4", "at most 2"]),
         ({**CELLS, "data_parallel_replicate_degree": 5}, ["replicate 5 x pipeline 1", "2 on old, 2 on new"]),
+        ({"data_parallel_replicate_degree": 10**30}, ["data_parallel_replicate_degree = 1000", "the cluster has 16 devices"]),
+        ({**PIPES, **ACROSS, "data_parallel_replicate_degree": 10**30}, ["data_parallel_replicate_degree = 1000", "16 devices"]),
         ({"data_parallel_shard_degree": 16}, ["cells of 16 devices", "0 on old, 0 on new"]),
         ({**ROWS, "micro_batches_per_replica": [5, 4]}, ["[5, 4]", "= 36 sequences", "global_batch_size is 32", "sum to 8"]),
         ({**ROWS, "micro_batches_per_replica": [8]}, ["micro_batches_per_replica = [8]", "degree is 2"]),

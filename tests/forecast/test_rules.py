@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ahp.errors import BadInput
-from ahp.forecast.rules import illegal, products
+from ahp.forecast.rules import batch, illegal, products
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -63,6 +63,12 @@ def test_illegal(hand_graph, layout, words):
     text = reason(hand_graph, layout)
     assert text is not None
     assert all(word in text for word in words), text
+
+
+def test_valid_degrees_of_a_huge_batch_are_not_counted_one_by_one():
+    told = batch(Job(global_batch_size=999_999_937), Parallelism(data_parallel_replicate_degree=2))  # a prime
+    assert told is not None
+    assert told.endswith("(valid: 1, 999999937)")
 
 
 @pytest.mark.parametrize("engine", ["ahp", "megatron", "torchtitan"])

@@ -218,11 +218,28 @@ def test_simulate_takes_plain_and_typed(tiny):
         ({"engine": {"name": "ahp", "speed": 9}}, "speed: unknown key"),
         ({"parallelism": {"data_parallel_shard_degree": 3}}, "has 2 devices"),
         ({"job": {"sequence_length": 256}}, "sequence_length = 256"),
+        (
+            {"job": {"precision": "int8"}},
+            r"precision = 'int8': there is no such value \(valid: fp32, bf16, fp16, fp8\)",
+        ),
+        ({"engine": {"name": "foo"}}, r"name = 'foo': .*\(valid: ahp, torchtitan, megatron, deepspeed, accelerate\)"),
+        ({"engine": "foo"}, r"name = 'foo': .*\(valid: ahp, torchtitan, megatron, deepspeed, accelerate\)"),
+        ({"engine": ""}, "name = ''"),
+        ({"engine": []}, r"engine = \[\]: must be a mapping of keys, such as name, attention"),
+        ({"engine": False}, "engine = False: must be a mapping"),
+        ({"parallelism": "tp8"}, "parallelism = 'tp8': must be a mapping of keys, such as data_parallel"),
+        ({"cluster": {"nodes": 2}}, "device: missing"),
     ],
 )
 def test_simulate_refuses_by_key(tiny, change, words):
     with pytest.raises(BadInput, match=words):
         simulate(**{"model": tiny, **PLAIN, **change})
+
+
+def test_an_engine_by_its_name_alone(tiny):
+    assert simulate(model=tiny, engine="megatron", **PLAIN) == simulate(
+        model=tiny, engine={"name": "megatron"}, **PLAIN
+    )
 
 
 def test_simulate_refuses_what_the_engine_cannot_run(tiny):

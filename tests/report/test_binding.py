@@ -112,3 +112,10 @@ def test_a_neighbour_that_does_not_fit_is_no_help() -> None:
     assert not any(neighbour.helps for neighbour in told.neighbours)
     assert told.neighbours[0].verdict == "does not fit: 100.0 of 80.0 GiB, probability 0.00"
     assert told.memory == "60.0 of 80.0 GiB, 20.0 GiB free; most is activations, 40.0 GiB"
+
+
+def test_a_neighbour_without_recompute_counts_no_layers() -> None:
+    some = Parallelism(activation_checkpoint="full", recomputed_layers_per_stage=(3,))
+    told, asked = found(some, forecast(step=COMPUTE | {"recompute": 2.0}))
+    assert told.neighbours[0].change == "activation_checkpoint selective, recomputed_layers_per_stage null"
+    assert {one.recomputed_layers_per_stage for one in asked if one.activation_checkpoint != "full"} == {None}

@@ -22,6 +22,7 @@ def illegal_placement(cluster: Cluster, job: Job, parallelism: Parallelism) -> s
         return f"cluster.groups = {names}: every group of a mixed cluster needs its own name"
     return (
         _unknown(names, parallelism)
+        or _devices(cluster, parallelism)
         or _apart(parallelism)
         or _room(cluster, parallelism)
         or _experts(parallelism)
@@ -35,6 +36,15 @@ def _unknown(names: list[str], parallelism: Parallelism) -> str | None:
             if name not in names:
                 return str(bad_input("stages.group", name, "no group of the cluster has this name", names))
     return None
+
+
+def _devices(cluster: Cluster, parallelism: Parallelism) -> str | None:
+    """Whether there is a device for every cell at all, before cells are listed one by one."""
+    replicas, ranks = parallelism.data_parallel_replicate_degree, parallelism.pipeline_parallel_degree
+    if replicas * ranks <= cluster.num_devices:
+        return None
+    rule = f"with pipeline_parallel_degree {ranks} these are {replicas * ranks} cells, and the cluster has {cluster.num_devices} devices"
+    return str(bad_input("data_parallel_replicate_degree", replicas, rule))
 
 
 def _apart(parallelism: Parallelism) -> str | None:

@@ -53,20 +53,19 @@ def simulate(
     cluster: Cluster | dict[str, Any] | str,
     job: Job | dict[str, Any],
     parallelism: Parallelism | dict[str, Any],
-    engine: EngineChoice | dict[str, Any] | None = None,
+    engine: EngineChoice | dict[str, Any] | str | None = None,
 ) -> Forecast:
     """Price one layout, from plain or typed arguments (DESIGN.md, section 3).
 
     ``model``: what ``ahp.analyze`` takes, or a graph. The graph of a plain model is kept, so that a second layout
-    costs milliseconds. Raises BadInput for whatever breaks a rule, NotExpressible for an engine not written yet.
+    costs milliseconds. ``engine``: its keys, or its name alone; None = AHP's own. Raises BadInput for whatever breaks a rule, NotExpressible for an engine not written yet.
     """
     contract: Job = job if isinstance(job, Job) else validated(Job, job, "job")
     layout: Parallelism = (
         parallelism if isinstance(parallelism, Parallelism) else validated(Parallelism, parallelism, "parallelism")
     )
-    choice: EngineChoice = (
-        engine if isinstance(engine, EngineChoice) else validated(EngineChoice, engine or {}, "engine")
-    )
+    given = DEFAULT_ENGINE if engine is None else engine
+    choice: EngineChoice = given if isinstance(given, EngineChoice) else validated(EngineChoice, given, "engine")
     get(choice.name)  # an engine that cannot be priced is refused before the model is traced
     return forecast(_graph(model, contract, choice), _cluster(cluster), contract, layout, choice)
 

@@ -37,6 +37,12 @@ EARLIER_KEYS = {
 POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings", "num_local_experts", "num_experts_per_tok")  # fmt: skip
 
+LARGEST_SIZE = 1_000_000_000
+"""Of what ``POSITIVE`` names: far above any model, and far below what overflows torch's 64 bits as a product of two."""
+
+MOST_LAYERS = 10_000
+"""Every layer is built before those that are alike are told; published models have at most 1,000 (DeepNet, arXiv 2203.00555)."""
+
 
 def load_config(model: Any) -> PretrainedConfig | None:
     """The transformers config of a description; None for a module or a factory. Raises BadInput, naming the key."""
@@ -97,7 +103,8 @@ def build_model(
             return family.from_config(config, dtype=dtype, attn_implementation=implementation)
         except Exception as error:
             if implementation != "sdpa" or "scaled_dot_product_attention" not in str(error):
-                raise BadInput(f"model = {describe(model)!r}: transformers cannot build it: {error!r}") from error
+                told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                raise BadInput(f"model = {describe(model)!r}: transformers cannot build it: {told}") from error
             warnings.warn(f"{describe(model)}: no sdpa attention in transformers, eager is used instead", stacklevel=2)
             return family.from_config(config, dtype=dtype, attn_implementation="eager")
 
@@ -211,12 +218,17 @@ def _numbers(keys: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
 
 
 def _check_sizes(keys: dict[str, Any], aliases: dict[str, str]) -> None:
-    """Sizes are positive and heads divide; ``aliases`` maps the common name to the model type's own (n_embd)."""
+    """Sizes are positive and not absurd, and heads divide; ``aliases`` maps the common name to the model type's own (n_embd)."""
     own = {name: next((k for k in (name, aliases.get(name, name)) if k in keys), None) for name in POSITIVE}
     for key in own.values():
         value = keys.get(key) if key else None
         if value is not None and (isinstance(value, bool) or (isinstance(value, int) and value < 1)):
             raise bad_input(str(key), value, "a whole number of at least 1 was expected")
+    for name, key in own.items():
+        most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
+        value = keys.get(key) if key else None
+        if isinstance(value, int) and value > most:
+            raise bad_input(str(key), value, f"at most {most:,} was expected")
     _check_divides(keys, own["hidden_size"], own["num_attention_heads"], unless=own["head_dim"])
     _check_divides(keys, own["num_attention_heads"], own["num_key_value_heads"])
 

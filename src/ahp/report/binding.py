@@ -24,6 +24,7 @@ NO_LAYOUT_CHANGES = ("slowest_rank",)
 """Time that follows from the devices."""
 FOLLOWS = {
     "layers_per_stage": ("pipeline_parallel_degree", "virtual_stages_per_rank"),
+    "recomputed_layers_per_stage": ("pipeline_parallel_degree", "virtual_stages_per_rank", "activation_checkpoint"),
     "stages": ("pipeline_parallel_degree", "virtual_stages_per_rank", "data_parallel_replicate_degree"),
     "micro_batches_per_replica": ("data_parallel_replicate_degree", "data_parallel_shard_degree", "micro_batch_size"),
     "mesh_order": (

@@ -178,7 +178,7 @@ def problem(
     cluster: Cluster | Mapping[str, Any] | str,
     job: Job | Mapping[str, Any],
     constraints: Constraints | Parallelism | Mapping[str, Any] | None = None,
-    engine: EngineChoice | Mapping[str, Any] | None = None,
+    engine: EngineChoice | Mapping[str, Any] | str | None = None,
 ) -> Problem:
     """Check the arguments of a search; plain dicts become records. Raises BadInput or NotExpressible."""
     where = (
@@ -187,9 +187,8 @@ def problem(
         else Cluster.resolve(cluster if isinstance(cluster, str) else dict(cluster))
     )
     contract: Job = job if isinstance(job, Job) else validated(Job, dict(job), "job")
-    choice: EngineChoice = (
-        engine if isinstance(engine, EngineChoice) else validated(EngineChoice, engine or {}, "engine")
-    )
+    given: Any = EngineChoice() if engine is None else engine
+    choice: EngineChoice = given if isinstance(given, EngineChoice) else validated(EngineChoice, given, "engine")
     fixed: Constraints
     if isinstance(constraints, Parallelism):
         fixed = Constraints.exactly(constraints)

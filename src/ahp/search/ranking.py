@@ -147,7 +147,7 @@ def search(
     job: Job | Mapping[str, Any],
     *,
     constraints: Constraints | Parallelism | Mapping[str, Any] | None = None,
-    engine: EngineChoice | Mapping[str, Any] | None = None,
+    engine: EngineChoice | Mapping[str, Any] | str | None = None,
     keep: int = 10,
     current: Parallelism | Mapping[str, Any] | None = None,
     method: Method | MethodName = "exact",

@@ -1,0 +1,73 @@
+"""What of a user's data breaks a record's rules, in the user's words: the key, its value, the rule, what would be valid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from ahp.errors import nearest
+from ahp.job import Record
+
+MOST_SHOWN = 80
+"""Characters of a value that is repeated in an error; a longer one is cut."""
+
+
+def broken_rules(error: ValidationError, kind: type[Record], where: str) -> Iterator[str]:
+    """One line for each violation that pydantic found in data for ``kind``; ``where`` is what the data as a whole is called."""
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or where
+        match item["type"]:
+            case "extra_forbidden":
+                near = nearest(str(item["loc"][-1]), _field_names(kind, item["loc"][:-1]), 3)
+                yield f"{key}: unknown key (did you mean: {', '.join(near)}?)"
+            case "missing":
+                yield f"{key}: missing, and it has no default"
+            case "model_type" | "model_attributes_type":
+                names = _field_names(kind, item["loc"])
+                yield f"{key} = {_shown(item['input'])}: must be a mapping of keys, such as {', '.join(names[:3])}"
+            case "literal_error":
+                yield f"{key} = {_shown(item['input'])}: there is no such value (valid: {', '.join(_choices(item))})"
+            case "value_error":
+                yield str(item.get("ctx", {}).get("error", item["msg"]))
+            case _:
+                yield f"{key} = {_shown(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
+    """What pydantic took for a number and a user did not write as one: yes is not 1, and "8" is not 8.
+
+    Text for a float stays allowed: YAML 1.1, as which cluster and plan files are read, takes 1e-3 for text.
+    """
+    if isinstance(given, Mapping) and isinstance(found, Record):
+        for name in (one for one in given if one in found.model_fields_set):
+            yield from taken_for_numbers(given[name], getattr(found, name), f"{key}.{name}" if key else name)
+    elif isinstance(given, (list, tuple)) and isinstance(found, tuple) and len(given) == len(found):
+        for i, (one, read) in enumerate(zip(given, found, strict=True)):
+            yield from taken_for_numbers(one, read, f"{key}.{i}")
+    elif type(found) is int and isinstance(given, (bool, str)):
+        yield f"{key} = {given!r}: must be a whole number, not {'true or false' if isinstance(given, bool) else 'text'}"
+    elif type(found) is float and isinstance(given, bool):
+        yield f"{key} = {given!r}: must be a number, not true or false"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
+def _choices(item: ErrorDetails) -> list[str]:
+    """The values that a key takes, out of pydantic's ``'a', 'b' or 'c'``."""
+    expected: str = item.get("ctx", {})["expected"]
+    return [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
+
+
+def _field_names(kind: type[Record], loc: tuple[int | str, ...]) -> list[str]:
+    for part in loc:
+        annotation = kind.model_fields[part].annotation if isinstance(part, str) and part in kind.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, Record)):
+            break
+        kind = annotation
+    return list(kind.model_fields)
