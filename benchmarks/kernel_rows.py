@@ -1,4 +1,4 @@
-"""Measured kernels on GPUs as rows that can be priced: from a JSON list, and the bars of attention_h100.yaml."""
+"""Measured kernels on GPUs as rows that can be priced: from a JSON list, and the attention of two files beside this one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ LONG_S = 1.0e-3
 
 LARGEST = "largest product"
 """A kind of row: the best of a device, measured for a moment, so compared without the sustained clock."""
+
+UNSEEN = "unseen attention"
+"""A kind of row: what attention_unseen.yaml has, which no constant may be derived from."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def rows_of(path: Path) -> tuple[list[Row], int]:
             skipped += 1
         else:
             found.append(row)
-    return found + h100_attention(), skipped
+    return found + h100_attention() + unseen_attention(), skipped
 
 
 def _shaped(raw: dict[str, Any], device: str) -> Row:
@@ -110,8 +113,9 @@ def _attention_row(
     predict = lambda g: g.attention_s(  # noqa: E731
         flops, s, d, "bf16", backward=backward, kernel=kernel, causal=causal, value_dim=v
     )
-    detail = f"{kernel or gpu.attention_kernel} {'backward' if backward else 'forward'}"
-    share = (kernel or gpu.attention_kernel, gpu.generation, int(backward))
+    kernel = kernel or gpu.torch_kernel("bf16", d)
+    detail = f"{kernel} {'backward' if backward else 'forward'}"
+    share = (kernel, gpu.generation, int(backward))
     return Row(name, device, "attention", detail, seconds, predict, share)
 
 
@@ -127,6 +131,29 @@ def h100_attention() -> list[Row]:
             args = flops, flops / (tflops * 1e12), s, d, d, backward, causal, line["kernel"]
             found.append(_attention_row(name, "H100-SXM-80GB", *args))
     return found
+
+
+def unseen_attention() -> list[Row]:
+    """Other people's figures of attention on A100, H100, H20, H200, B200, GB200 and GB300."""
+    data = yaml.safe_load((Path(__file__).parent / "attention_unseen.yaml").read_text(encoding="utf-8"))
+    found = []
+    for line in data["series"]:
+        for s, tflops in zip(line.get("sequences", data["sequences"]), line["tflops"], strict=True):
+            tokens = line.get("tokens") or line["batch"] * s
+            forward = 4.0 * tokens * s * line["width"] * (0.5 if line["causal"] else 1.0)
+            flops = {"forward": 1.0, "backward": 2.5, "both": 3.5}[line["phase"]] * forward
+            name = "-".join(str(line[key]) for key in ("device", "kernel", "phase", "head_dim", "causal")) + f"-s{s}"
+            predict = lambda gpu, f=forward, of=line, s=s: _passes_s(gpu, f, of, s)  # noqa: E731
+            detail = f"{line['kernel']} {line['phase']}"
+            found.append(Row(name, line["device"], UNSEEN, detail, flops / (tflops * 1e12), predict))
+    return found
+
+
+def _passes_s(gpu: Gpu, forward: float, of: dict[str, Any], s: int) -> float:
+    """Seconds of the passes that a line has; ``forward``: FLOPs of the forward pass."""
+    how = {"kernel": of["kernel"], "causal": of["causal"]}
+    passes = {"forward": (1.0,), "backward": (2.5,), "both": (1.0, 2.5)}[of["phase"]]
+    return sum(gpu.attention_s(n * forward, s, of["head_dim"], "bf16", backward=n > 1, **how) for n in passes)
 
 
 def _largest(raw: dict[str, Any], device: str) -> Row:

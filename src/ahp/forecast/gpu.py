@@ -70,16 +70,15 @@ class Gpu:
         kind: ElementWiseKind = "stream"
         self.bytes_per_s = self._data["element_wise"]["share"][kind] * device.memory_bandwidth_bytes_per_s
 
-    @property
-    def attention_kernel(self) -> AttentionKernel:
-        """What torch's scaled_dot_product_attention takes on this device."""
-        return self._data["attention"]["default"].get(self.generation, "flash2")
-
-    def masked_kernel(self, precision: str) -> AttentionKernel:
-        """The same where every query has a mask of its own: FlashAttention takes none, cuDNN, where torch asks it first, adds one up
-        in 16 bits, and next comes the efficient kernel (torch 2.13, transformers/cuda/sdp_utils.cpp, priority_order)."""
-        takes = self.attention_kernel == "cudnn" and precision != "fp32"
-        return "cudnn" if takes else EFFICIENT
+    def torch_kernel(self, precision: str, head_dim: float, *, masked: bool = False) -> AttentionKernel:
+        """What torch's scaled_dot_product_attention takes: the first that can. ``masked``: every query has a mask of its own."""
+        cudnn, flash2 = (self._data["attention"]["takes"][name] for name in ("cudnn", "flash2"))
+        if precision == "fp32":
+            return EFFICIENT
+        if self.generation in cudnn["generations"] and head_dim % 8 == 0 and head_dim <= cudnn["head_dim"]:
+            return "cudnn"
+        refused = masked or self.generation in flash2["not_generations"] or head_dim > flash2["head_dim"]
+        return EFFICIENT if refused else "flash2"
 
     def reach(self, precision: str) -> Reach:
         """FLOP/s of large products; a precision the device has no units for computes as fp32."""
@@ -143,23 +142,43 @@ class Gpu:
         """
         data = self._data["attention"]
         phase = data["backward" if backward else "forward"]
-        name = self.masked_kernel(precision) if kernel == "masked" else kernel or self.attention_kernel
-        generation = self.generation
-        like = data["like"][name].get(generation, generation)
-        share = 1.0 / (1.0 / data["product_share"][name][like][backward] + phase["softmax_channels"] / head_dim)
-        peak = self._peak(precision)
-        if like != generation:  # a kernel for an older generation makes no more of a newer SM than of its own
-            peak = min(peak, data["flops_per_sm"][like] * self._sms)
-            peak *= self._shares(precision)[0] / data["products_reach"][like]
+        if kernel is None or kernel == "masked":
+            kernel = self.torch_kernel(precision, head_dim, masked=kernel == "masked")
+        rate = self._attention_rate(kernel, head_dim, precision, backward=backward)
         width = head_dim + (value_dim or head_dim)
         keys = sequence / 2 if causal else sequence
-        extra = phase["prologue_keys"] + (phase["diagonal_keys"] if causal else 0)
-        work_s = flops * (2 * head_dim / width) * (keys + extra) / keys / (peak * share * self._power())
         heads = flops / ((5 if backward else 2) * sequence * keys * width)
-        rows = data["block_queries"].get(generation, data["block_queries"][name])
-        block_s = work_s * self._sms / max(1.0, heads * math.ceil(sequence / rows))
+        rows = data["block_queries"].get(self.generation, data["block_queries"][kernel])
+        blocks = max(1.0, heads * math.ceil(sequence / rows))
+        extra = phase["prologue_keys"] + (phase["diagonal_keys"] if causal else 0)
+        work_s = flops * (2 * head_dim / width) * (keys + extra) / keys / rate
+        block_s = work_s * self._sms / blocks
         longest_s = (2 if causal else 1) * block_s
         return max(work_s + phase["tail"] * longest_s, block_s, flops / self.reach(precision).sustained)
+
+    def _attention_rate(self, kernel: str, head_dim: float, precision: str, *, backward: bool) -> float:
+        """FLOP/s of many long blocks: what the products take at the burst rate, and beside them the softmax.
+
+        An exponential takes its time whatever the tensor units can do: each SM has as many units for it on every part.
+        """
+        data = self._data["attention"]
+        like = data["like"][kernel].get(self.generation, self.generation)
+        peak = self._peak(precision)
+        if like != self.generation:  # a kernel for an older generation makes no more of a newer SM than of its own
+            peak = min(peak, data["flops_per_sm"][like] * self._sms)
+        power = self._power()
+        product_s = 1.0 / (data["product_share"][kernel][like][backward] * peak * self._shares(precision)[0] * power)
+        phase = data["backward" if backward else "forward"]
+        shown = phase["exponentials"] * data["shown"].get(like, 1.0)
+        softmax_s = shown / (phase["flops_of_score"] * head_dim * self._exponentials_per_s * power)
+        return 1.0 / (product_s + softmax_s)
+
+    @property
+    def _exponentials_per_s(self) -> float:
+        """Of the whole device, from its fp32 peak, which has the clock and the SMs in it."""
+        per_fma = self._data["attention"]["exponentials_per_fma"]
+        ratio = self._entry.get("exponentials_per_fma", per_fma[self.generation])
+        return ratio * self._peak("fp32") / 2.0
 
     def element_wise_s(self, moved_bytes: float, *, kind: ElementWiseKind = "stream") -> float:
         """A kernel bound by memory; what fits in the level-2 cache moves faster."""
