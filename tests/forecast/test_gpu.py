@@ -162,14 +162,14 @@ def test_attention_takes_the_kernel_that_torch_takes():
         name: Gpu(find(name).device).torch_kernel("bf16", 128) for name in ("A100", "H100", "B200", "V100", "MI300X")
     }
     assert takes == {"A100": "flash2", "H100": "cudnn", "B200": "cudnn", "V100": "flash1", "MI300X": "flash2"}
-    # cuDNN takes no head of more than 128 or of a width that is no multiple of 8, FlashAttention none of more than 256.
-    assert [H100.torch_kernel("bf16", width) for width in (100, 192, 256, 320)] == ["flash2"] * 3 + ["flash1"]
+    # cuDNN takes no head of a width that is no multiple of 8, FlashAttention none of more than 256.
+    assert [H100.torch_kernel("bf16", width) for width in (100, 192, 256, 320)] == [
+        "flash2",
+        "cudnn",
+        "cudnn",
+        "flash1",
+    ]
     assert H100.torch_kernel("fp32", 128) == A100.torch_kernel("fp32", 128) == "flash1"
-    assert (
-        attention(H100, 8192, 192)
-        == attention(H100, 8192, 192, kernel="flash2")
-        < attention(H100, 8192, 192, kernel="te")
-    )
     assert attention(H100, 8192) == attention(H100, 8192, kernel="cudnn") > 1.4 * attention(H100, 8192, kernel="flash2")
     # A kernel for Hopper makes no more of Blackwell's SMs than of its own.
     assert attention(B200, 8192, kernel="flash2") < 1.25 * attention(H100, 8192, kernel="flash2")
