@@ -2,6 +2,7 @@
 
 import pytest
 
+from ahp.engines.engine import ALL_ELEMENTS
 from ahp.engines.registry import ENGINES, get
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -112,4 +113,29 @@ def test_megatron_hides_gradients_in_fp8_and_where_states_are_divided(precision,
     layout = Parallelism(data_parallel_shard_degree=2 if stage else 1, zero_stage=stage)
     traits = get("megatron").traits(Job(precision=precision), layout, EngineChoice(name="megatron"))
     assert traits.gradient_overlap == traits.parameter_gather_overlap == float(overlaps)
-    assert (traits.sends_elements_together > 0) == (not overlaps and not traits.gathers_each_weight)
+    # All gradients of a rank at once where nothing hides them; Megatron-FSDP sends blocks, ZeRO-3 in fp16 single weights.
+    bucket = 0 if stage == 3 else 40_000_000 if overlaps else ALL_ELEMENTS
+    assert traits.reduce_bucket_elements == traits.gather_bucket_elements == bucket
+
+
+def test_megatrons_buckets_grow_with_the_ranks_and_are_of_the_first_stage_alone():
+    def traits(**degrees):
+        layout = Parallelism(zero_stage=1, **degrees)
+        return get("megatron").traits(Job(precision="bf16"), layout, EngineChoice(name="megatron"))
+
+    assert traits(data_parallel_shard_degree=64).reduce_bucket_elements == 64_000_000
+    assert not traits(data_parallel_shard_degree=64).buckets_on_first_stage_alone
+    assert traits(data_parallel_shard_degree=2, pipeline_parallel_degree=2).buckets_on_first_stage_alone
+
+
+@pytest.mark.parametrize(
+    ("stage", "to_all", "overlap"), [(0, False, 0.0), (1, True, 0.0), (2, True, 0.0), (3, False, 1.0)]
+)
+def test_deepspeed_sums_gradients_whole_and_hides_them_in_stage_3_alone(stage, to_all, overlap):
+    layout = Parallelism(data_parallel_shard_degree=2 if stage else 1, zero_stage=stage)
+    traits = get("deepspeed").traits(Job(precision="bf16"), layout, EngineChoice(name="deepspeed"))
+    assert (traits.reduces_to_all, traits.gradient_overlap, traits.parameter_gather_overlap) == (
+        to_all,
+        overlap,
+        overlap,
+    )

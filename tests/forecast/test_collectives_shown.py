@@ -4,8 +4,8 @@ import pytest
 
 from ahp.engines.registry import get
 from ahp.forecast.communication import Network
+from ahp.forecast.data_parallel import DataParallel, gradient_copy_bytes
 from ahp.forecast.pricer import slowest_share
-from ahp.forecast.stage import DataParallel, gradient_copy_bytes
 from ahp.forecast.step import price
 from ahp.forecast.units import ALONE, UnitPricer, axes_of
 from ahp.graph.trace import analyze

@@ -138,6 +138,26 @@ def test_deepspeed_collects_gradients_in_a_bucket_and_copies_what_it_sends(zero,
     assert state_bytes(weights, alone, shards=1, micro_batches=4)["reduce_buffers"] == 0
 
 
+@pytest.mark.parametrize(("zero", "total", "elements"), [(2, 10**10, 10**10), (3, 10**10, 10**9), (3, 10**8, 10**8)])
+def test_deepspeed_gathers_a_thousand_million_weights_ahead(zero, total, elements):
+    layout = Parallelism(data_parallel_shard_degree=4, zero_stage=zero)
+    traits = get("deepspeed").traits(Job(precision="bf16"), layout, EngineChoice(name="deepspeed"))
+    weights = RankWeights(total=total, largest_block=100, outside_blocks=200)
+    assert state_bytes(weights, traits, shards=4, micro_batches=1)["gathered_weights"] == 2 * elements
+
+
+def test_buckets_of_distributed_data_parallel_lie_beside_the_gradients():
+    weights = RankWeights(total=10**9, largest_block=100, outside_blocks=200)
+
+    def buffers(**degrees):
+        layout = Parallelism(**degrees)
+        traits = get("accelerate").traits(Job(precision="fp32"), layout, EngineChoice(name="accelerate"))
+        return state_bytes(weights, traits, shards=layout.weight_shards, micro_batches=4)["reduce_buffers"]
+
+    assert buffers(data_parallel_replicate_degree=2) == 4 * 10**9
+    assert buffers(data_parallel_shard_degree=2, zero_stage=3) == (4 + 4) * 200
+
+
 def test_experts_that_one_rank_has_alone_are_neither_gathered_nor_sent():
     weights = RankWeights(total=1000, largest_block=400, outside_blocks=200, experts=320, largest_without_experts=80)
 

@@ -3,11 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster
-from ahp.engines.megatron import ONE_BUFFER_ELEMENTS
 from ahp.engines.registry import get
 from ahp.forecast.communication import Group, Network
-from ahp.forecast.overlap import CONTENTION, exposed_ahead_s, exposed_behind_s
-from ahp.forecast.stage import DataParallel, Weights
+from ahp.forecast.data_parallel import DataParallel, Held, Weights
+from ahp.forecast.overlap import CONTENTION, Sent, exposed_ahead_s, exposed_behind_s, in_buckets
 from ahp.forecast.units import ALONE
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -46,14 +45,59 @@ def test_exposed_is_between_nothing_and_everything(collectives, work, overlap):
 
 def test_units_that_one_collective_takes_do_not_pay_for_its_start():
     network, replicas = Network(Cluster.parse("16x8xH100-SXM-80GB").groups[0]), Group(128, 8, 16)
-    layout = Parallelism(data_parallel_replicate_degree=128)
+    layout, unit = Parallelism(data_parallel_replicate_degree=128), Weights(10**7)
 
-    def reduce_s(precision, elements):
+    def reduce_s(precision, stage=None):
         traits = get("megatron").traits(Job(precision=precision), layout, EngineChoice(name="megatron"))
-        return DataParallel(ALONE, replicas, traits, 1, 1.0).reduce_s(Weights(elements), network)
+        return DataParallel(ALONE, replicas, traits, 1, 1.0).reduce_s(unit, network, stage)
 
-    # fp16 in one buffer: as much of it as the unit is. fp8 of the same 16 bits, unit by unit: each starts by itself.
-    whole = network.time_s("all_reduce", 2.0 * ONE_BUFFER_ELEMENTS, replicas)
-    assert reduce_s("fp16", 10**7) == pytest.approx(whole * 10**7 / ONE_BUFFER_ELEMENTS)
-    assert reduce_s("fp8", 10**7) == network.time_s("all_reduce", 2.0 * 10**7, replicas)
-    assert reduce_s("fp8", 10**7) > 1.5 * reduce_s("fp16", 10**7)
+    def share_s(elements):
+        return network.time_s("all_reduce", 2.0 * elements, replicas) * unit.dense / elements
+
+    # fp16 in one buffer: as much of it as the unit is. fp8 in buckets of a million elements a rank. No more than a stage has.
+    assert reduce_s("fp16") == reduce_s("fp16", Held(2 * 10**9, 0, first=True)) == pytest.approx(share_s(10**9))
+    assert reduce_s("fp8") == reduce_s("fp8", Held(10**9, 0, first=False)) == pytest.approx(share_s(128 * 10**6))
+    assert reduce_s("fp16", Held(10**7, 0, first=True)) == reduce_s("fp8", Held(10**7, 0, first=True)) == share_s(10**7)
+    assert share_s(10**7) > 1.1 * reduce_s("fp8") > 1.1 * reduce_s("fp16")
+
+
+def test_units_wait_for_others_until_they_fill_a_bucket():
+    units = [
+        (3, Sent(1.0, 5.0)),
+        (3, Sent(2.0, 6.0)),
+        (25, Sent(4.0, 7.0, 5)),
+        (2, Sent(8.0, 8.0)),
+        (1, Sent(16.0, 9.0)),
+    ]
+    assert in_buckets(units, 0) == [unit for _, unit in units]
+    assert in_buckets(units, 3) == [units[0][1], units[1][1], units[2][1], Sent(24.0, 17.0)]
+    assert in_buckets(units, 6) == [Sent(3.0, 11.0), Sent(4.0, 7.0, 5), Sent(24.0, 17.0)]
+    assert in_buckets(units, 7) == [Sent(3.0, 11.0), Sent(4.0, 7.0, 5), Sent(24.0, 17.0)]
+    assert in_buckets(units, 10**9) == [Sent(31.0, 35.0)]
+    assert in_buckets([], 5) == []
+
+
+@pytest.mark.parametrize(("bucket", "pieces"), [(0, 1), (1, 4), (40, 2), (50, 2), (80, 1), (200, 1)])
+def test_a_unit_is_sent_in_whole_weights(bucket, pieces):
+    assert Weights(115, 0, (30, 20, 5, 60)).pieces(bucket) == pieces
+
+
+@given(seconds, seconds, st.integers(1, 9))
+def test_pieces_are_units_of_their_own(collectives, work, count):
+    work = (work * 6)[: len(collectives)]
+    cut = (
+        [part / count for part in collectives for _ in range(count)],
+        [part / count for part in work for _ in range(count)],
+    )
+    pieces = exposed_behind_s(collectives, work, 1.0, pieces=[count] * len(work))
+    assert pieces == pytest.approx(exposed_behind_s(*cut, 1.0), abs=1e-9)
+    assert pieces <= exposed_behind_s(collectives, work, 1.0) + 1e-9
+
+
+@given(seconds, seconds, st.floats(0, 5))
+def test_what_a_rank_computes_later_hides_more(collectives, work, later_s):
+    work = (work * 6)[: len(collectives)]
+    behind = exposed_behind_s(collectives, work, 1.0, later_s=later_s)
+    at_once = exposed_behind_s(collectives, work, 1.0)
+    assert CONTENTION * sum(collectives) - 1e-9 <= behind <= at_once
+    assert behind == pytest.approx(max(at_once - (1.0 - CONTENTION) * later_s, CONTENTION * sum(collectives)), abs=1e-9)

@@ -19,6 +19,11 @@ SUPPORT = Support(
 Transformer Engine or torchao; ``ParallelismConfig`` adds tensor and context degrees; no pipeline for training."""
 
 
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that torch's DistributedDataParallel sums at once (torch 2.13, bucket_cap_mb), in buckets of its own beside them
+(gradient_as_bucket_view is off by default)."""
+
+
 class AccelerateEngine(Engine):
     """What accelerate can run, and how it behaves.
 
@@ -39,6 +44,7 @@ class AccelerateEngine(Engine):
         sharded = parallelism.weight_shards > 1
         zero = parallelism.zero_stage if sharded else 0
         half = job.precision != "fp32"
+        ddp = not sharded and parallelism.weight_replicas > 1
         return Traits(
             gradient_bytes=4,
             reduce_bytes=2 if half and sharded else 4,
@@ -54,8 +60,11 @@ class AccelerateEngine(Engine):
             reduces_every_micro_batch=zero >= 2,
             keeps_whole_gradients=zero < 2,
             reduce_copies=True,
+            reduce_bucket_elements=BUCKET_BYTES // 4 if ddp else 0,
+            keeps_reduce_buckets=ddp,
+            ends_apart=not sharded,
             host_operators_per_unit=0,
             attention_kernel=None if choice.compile else "flash1",
             fused_loss=True,
-            source="accelerate 16cb6eb: utils/dataclasses.py FullyShardedDataParallelPlugin; FSDP of torch",
+            source="accelerate 16cb6eb: utils/dataclasses.py FullyShardedDataParallelPlugin; FSDP and DistributedDataParallel of torch",
         )

@@ -24,9 +24,17 @@ Ulysses; ZeRO's ranks are all data ranks (MiCS and ZeRO++ are apart). DeepSpeed 
 (runtime/engine.py, _do_optimizer_sanity_check), which divides the states over data ranks whatever the stage."""
 
 
-REDUCE_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed 0.19.8, runtime/zero/config.py: default of reduce_bucket_size (5e8 since 2020); engine.py,
+REDUCE_BUCKET_ELEMENTS = ALLGATHER_BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed 0.19.8, runtime/zero/config.py: defaults of reduce_bucket_size and allgather_bucket_size (5e8 since 2020); engine.py,
 buffered_allreduce_fallback: the same without ZeRO."""
+
+PREFETCH_BUCKET_ELEMENTS = 50_000_000
+"""runtime/zero/config.py: stage3_prefetch_bucket_size. partitioned_param_coordinator.py: weights of the next modules are gathered
+together until they are as many."""
+
+LIVE_ELEMENTS = 1_000_000_000
+"""runtime/zero/config.py: stage3_max_live_parameters and stage3_max_reuse_distance. Each module gathers ahead until so many are whole,
+and frees none that is needed again within so many."""
 
 
 class DeepSpeedEngine(Engine):
@@ -60,9 +68,12 @@ class DeepSpeedEngine(Engine):
             compute_weight_bytes=2 if half else 0,
             fusion="fused",
             fused_loss=False,  # Megatron's, whose logits are copied to fp32 first
-            gradient_overlap=0.0,  # overlap_comm is off by default
-            gathers_each_weight=zero == 3,
-            parameter_gather_overlap=0.0,
+            # runtime/zero/config.py, overlap_comm_valid: on in stage 3 alone.
+            gradient_overlap=1.0 if zero == 3 else 0.0,
+            parameter_gather_overlap=1.0 if zero == 3 else 0.0,
+            # runtime/zero/stage_1_and_2.py, average_tensor: use_multi_rank_bucket_allreduce, the default since 2023
+            reduces_to_all=zero in (1, 2),
+            ends_apart=True,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
             backward_gathers="per_micro_batch" if zero == 3 else "never",
             gathers_at_start=zero in (1, 2),  # all-gathered at the end of the optimizer's step
@@ -72,6 +83,8 @@ class DeepSpeedEngine(Engine):
             reduce_copies=sends,
             reduce_bucket_elements=REDUCE_BUCKET_ELEMENTS if sends else 0,
             collects_in_bucket=zero > 0,
+            gather_bucket_elements=PREFETCH_BUCKET_ELEMENTS if zero == 3 else ALLGATHER_BUCKET_ELEMENTS,
+            gathered_ahead_elements=LIVE_ELEMENTS if zero == 3 else 0,
             sends_split_by_tensor=True,  # runtime/config.py: pipe_partitioned, grad_partitioned
             host_operators_per_unit=0,
             host_launches_per_operator=steps.value("host_launches"),

@@ -24,6 +24,11 @@ autograd, of which 1.1 us its own work on a CPU (torch 2.13, AMD EPYC; docs/fore
 (10.5 - 1.1 + 5) / 5 = 2.9; one of the forward pass as much more as one of the backward pass takes less (forecast/compute.py)."""
 
 
+ALL_ELEMENTS = 1_000_000_000
+"""A bucket that takes whatever a pipeline stage has. What a stage has beyond it changes the share of the latency alone, which is
+small beside so many bytes."""
+
+
 @dataclass(frozen=True)
 class Traits:
     """How an engine's kernels, buffers and overlap behave, so that the forecast is for that stack.
@@ -66,9 +71,23 @@ class Traits:
     host_launches_per_operator: float = EAGER_LAUNCHES
     """Host time of one operator of the traced graph, over the device's ``kernel_launch_s``: autograd, Python and dispatch."""
     reduce_bucket_elements: int = 0
-    """Most elements of gradients, of whatever units, that are copied together to be sent; 0 = those of one unit."""
+    """Elements of gradients, of whatever units, that one collective sums; 0 = those of one unit."""
+    buckets_on_first_stage_alone: bool = False
+    """Whether only the first stage of a pipeline sends such buckets, and every other all of its gradients at once."""
     collects_in_bucket: bool = False
-    """Whether a buffer of that size, allocated whole, collects them before they are copied."""
+    """Whether a buffer of that size, allocated whole, collects them before they are copied to be sent."""
+    keeps_reduce_buckets: bool = False
+    """Whether buckets for all gradients lie in memory beside them, from the first step on."""
+    gather_bucket_elements: int = 0
+    """Elements of sharded weights, of whatever units, that one collective gathers; 0 = those of one unit."""
+    gathered_ahead_elements: int = 0
+    """Elements of gathered weights that lie in memory at once, where they are freed after use; 0 = those of the block that computes
+    and of the next one."""
+    reduces_to_all: bool = False
+    """Whether gradients of which each rank needs a part are summed whole on every rank."""
+    ends_apart: bool = False
+    """Whether the embedding and the head are units of their own, gathered when they are needed and sent when their gradients are
+    there; else what is in no block is one unit, gathered first and sent last."""
     tensor_overlap_backward: float = 0.0
     """Share of the tensor-parallel collectives of a backward pass that hides behind products for weight gradients."""
     gathers_at_start: bool = False
@@ -122,8 +141,6 @@ class Traits:
     """Bytes of optimizer states more, of a parameter outside of the blocks or of stacked experts (Muon leaves them to AdamW)."""
     gathers_each_weight: bool = False
     """Whether sharded weights are gathered and their gradients reduced one tensor at a time, not a unit at once."""
-    sends_elements_together: int = 0
-    """Elements of gradients, and of sharded weights, that one collective takes, of whatever units; 0 = those of one unit."""
     fp8: Fp8Recipe = field(default=NVIDIAS_FP8, hash=False)  # an engine has one or two, and its own hash takes long
     fused_gradient_accumulation: bool = False
     """Whether the products that make weight gradients add them to the fp32 ones directly. The gradients that autograd asks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ahp.engines import steps
-from ahp.engines.engine import Engine, Traits
+from ahp.engines.engine import ALL_ELEMENTS, Engine, Traits
 from ahp.engines.support import Support
 from ahp.job import Job
 from ahp.plan import AXES, EngineChoice, Parallelism
@@ -25,10 +25,10 @@ computation. In fp16 stage 3 is priced as its only published runs, Megatron's mo
 behind nothing (arXiv 2104.04473, table 2)."""
 
 
-ONE_BUFFER_ELEMENTS = 1_000_000_000
-"""Megatron-Core d98e8a6, core/distributed/distributed_data_parallel.py: without overlap all gradients of a rank are one bucket (so
-they were in 2021: 8aa4619f, model/distributed.py). As many as this: a rank's own number changes no more than the share of
-the latency, which is small beside so many bytes."""
+LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_OF_RANK = 40_000_000, 1_000_000
+"""Megatron-Core d98e8a6, core/distributed/distributed_data_parallel.py: gradients that are sent beside the computation go in buckets of
+max(40,000,000, 1,000,000 x data-parallel ranks) elements on the first pipeline rank, and there of the first model chunk alone (training.py,
+disable_bucketing); all others, and all without overlap, have one bucket (so they had in 2021: 8aa4619f, model/distributed.py)."""
 
 
 class MegatronEngine(Engine):
@@ -62,6 +62,8 @@ class MegatronEngine(Engine):
         # optimizer (NeMo, scripts/performance/helpers.py); Megatron-FSDP always overlaps.
         overlaps = not one_by_one and (fp8 or zero >= 1)
         gradient = 2 if fp8 or job.precision == "fp16" else 4
+        each = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_OF_RANK * parallelism.data_parallel_degree)
+        bucket = 0 if one_by_one or zero >= 2 else each if overlaps else ALL_ELEMENTS
         return Traits(
             gradient_bytes=gradient,
             reduce_bytes=gradient,
@@ -74,7 +76,10 @@ class MegatronEngine(Engine):
             gradient_overlap=1.0 if overlaps else 0.0,
             gathers_each_weight=one_by_one,
             parameter_gather_overlap=1.0 if overlaps else 0.0,
-            sends_elements_together=0 if overlaps or one_by_one else ONE_BUFFER_ELEMENTS,
+            reduce_bucket_elements=bucket,
+            gather_bucket_elements=bucket,
+            buckets_on_first_stage_alone=overlaps and parallelism.pipeline_parallel_degree > 1,
+            ends_apart=True,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
             backward_gathers="per_micro_batch" if zero == 3 else "never",
             gathers_at_start=zero

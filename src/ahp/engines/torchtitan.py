@@ -55,6 +55,7 @@ class TorchtitanEngine(Engine):
             # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
             gathers_inputs_again=False,
             tensor_copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
+            ends_apart=True,  # distributed/fsdp.py, apply_fsdp_to_decoder; tied weights are one unit
             torch_pipeline=True,
             stage_ends="count_as_layers",  # generate_llm_fqn_per_model_part, input and output weight 1
             # ActivationCheckpointConfig.early_stop is off, but of a compiled checkpoint nothing is run that nobody reads.

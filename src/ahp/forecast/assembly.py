@@ -33,6 +33,16 @@ def ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
     return stage_ranks(parallelism.pipeline_parallel_schedule, p, v) if p > 1 else (0,)
 
 
+def passes_behind(parallelism: Parallelism, stage: int) -> int:
+    """Backward passes that a rank computes after the last one of a stage, but for the last of the stage that comes next: they hide
+    what it still sends, and that last one hides its own.
+
+    Interleaved 1F1B takes micro-batches in groups of as many as there are ranks: so many are left of the next chunk.
+    """
+    p = parallelism.pipeline_parallel_degree
+    return p - 1 if _schedule(parallelism) == "Interleaved1F1B" and stage >= p else 0
+
+
 def stage_times(parallelism: Parallelism, stages: Sequence[StageCost], send: Sequence[float]) -> list[StageTimes]:
     """What the schedule needs of each stage; ``send[s]``: seconds from stage ``s`` to the next, or back."""
     count, last = len(stages), 6 if _schedule(parallelism) in SPLIT_BACKWARD else 5

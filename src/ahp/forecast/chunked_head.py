@@ -27,7 +27,7 @@ def chunked_head(
     """
     # Each chunk's gradient is read and added to the sum; the first is copied.
     moved = weights * (num_chunks * (weight_bytes + 2 * SUM_BYTES) - SUM_BYTES)
-    added = Work(rates.element_wise_s(moved, 0.0, "float32"), num_chunks * one.tensors)
+    added = Work(rates.element_wise_s(moved, 0.0, "float32"), num_chunks * max(1, len(one.tensors)))
     cast = weights * (weight_bytes if weight_bytes != SUM_BYTES else 0)
     scaled = weights * 2 * SUM_BYTES + 2 * hidden_bytes + (cast + weights * SUM_BYTES if cast else 0)
     chunk = one.times.forward + one.times.input_gradient + one.times.weight_gradient
@@ -37,7 +37,7 @@ def chunked_head(
         **zero
         | {
             "forward": forward,
-            "input_gradient": Work(rates.element_wise_s(scaled, 0.0, "float32"), one.tensors + 1),
+            "input_gradient": Work(rates.element_wise_s(scaled, 0.0, "float32"), max(1, len(one.tensors)) + 1),
             "element_wise": _times(one.times.element_wise, num_chunks),
             "products": _times(one.times.products, num_chunks),
         }

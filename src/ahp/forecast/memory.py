@@ -238,17 +238,18 @@ def state_bytes(
     gathered = 0
     if shards > 1 or traits.compute_weight_bytes != traits.master_weight_bytes:
         # FSDP2 holds the block it computes and the one it prefetches.
-        gathered = sent if traits.keeps_gathered_weights else weights.outside_blocks + 2 * block
+        in_use = max(weights.outside_blocks + 2 * block, traits.gathered_ahead_elements)
+        gathered = sent if traits.keeps_gathered_weights else in_use
         gathered = min(gathered, sent) * traits.compute_weight_bytes
     waits_whole = traits.keeps_whole_gradients and micro_batches > 1
     part = weights.updated(shards, expert_ranks)
     no_matrix = weights.outside_blocks / shards + weights.experts / max(1.0, shards / expert_ranks)
     unit = max(block, weights.outside_blocks)
     buffers = 0
-    if traits.reduce_bucket_elements:
-        sent_at_once = min(sent, traits.reduce_bucket_elements)
+    if traits.reduce_copies and traits.reduce_bucket_elements:
+        copied = sent if traits.keeps_reduce_buckets else min(sent, traits.reduce_bucket_elements)
         collected = traits.reduce_bucket_elements if traits.collects_in_bucket else 0
-        buffers = (sent_at_once + collected) * traits.reduce_bytes
+        buffers = (copied + collected) * traits.reduce_bytes
     elif traits.reduce_copies:
         # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
         buffers = unit * (traits.compute_weight_bytes + traits.reduce_bytes)

@@ -23,6 +23,7 @@ from ahp.forecast.assembly import (
     NORMAL_90,
     in_flight_bytes,
     message_bytes,
+    passes_behind,
     pipeline_span,
     ranks_of_stages,
     recompute_of,
@@ -141,6 +142,7 @@ class MixedPricer:
         replicate: Group = ALONE,
         experts: Group = ALONE,
         recomputed_layers: int | None = None,
+        passes_behind: int = 0,
     ) -> StageCost:
         """One stage on a group's devices; which, of ``parallelism``, lies where does not matter.
 
@@ -150,7 +152,7 @@ class MixedPricer:
         degrees = parallelism.model_copy(update=dict.fromkeys(OF_CELLS))
         count = micro_batches or parallelism.num_micro_batches(self.job)
         kinds = tuple(self.graph.layers[i] for i in layers)
-        key = (degrees, group, kinds, first, last, count, replicate, experts, recomputed_layers)
+        key = (degrees, group, kinds, first, last, count, replicate, experts, recomputed_layers, passes_behind)
         if key not in self._stage_costs:
             own, traits = self.groups[group], self._traits(parallelism)
             units, data = own.units(parallelism), own.data_parallel(parallelism, traits)
@@ -158,6 +160,7 @@ class MixedPricer:
             self._stage_costs[key] = own.stage_cost(
                 units, layers, data, recompute_of(parallelism.activation_checkpoint, traits, units),
                 first=first, last=last, network=self.network.times(own.network), recomputed_layers=recomputed_layers,
+                passes_behind=passes_behind,
             )  # fmt: skip
         return self._stage_costs[key]
 
@@ -194,6 +197,7 @@ class MixedPricer:
             return self.stage_cost(
                 parallelism, group, ranges[stage], first=stage == 0, last=stage == len(ranges) - 1,
                 micro_batches=micro_batches, replicate=replicate, experts=of_experts, recomputed_layers=recomputed_layers,
+                passes_behind=passes_behind(parallelism, stage) if traits.gradient_overlap else 0,
             )  # fmt: skip
 
         return _Layout(parallelism, traits, placement, stage_rank, cache(cost))

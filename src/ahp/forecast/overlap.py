@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 CONTENTION = 0.189
 """Computation slows down by this share while a collective runs beside it: mean over A100, H100, MI2xx
@@ -33,15 +34,58 @@ def exposed_ahead_s(collectives: Sequence[float], work: Sequence[float], overlap
     return exposed
 
 
-def exposed_behind_s(collectives: Sequence[float], work: Sequence[float], overlap: float) -> float:
-    """Gradients reduced behind the backward pass: unit ``i`` is sent once ``work[i]`` is done, one after another.
+def exposed_behind_s(
+    collectives: Sequence[float],
+    work: Sequence[float],
+    overlap: float,
+    *,
+    pieces: Sequence[int] | None = None,
+    later_s: float = 0.0,
+) -> float:
+    """Gradients reduced behind the backward pass: ``collectives[i]`` is sent once ``work[i]`` is done, one after another.
 
-    Seconds from the end of the computation to the end of the last collective, and what the hidden ones slow down.
+    ``pieces``: equal parts in which each is sent as its work goes on; None = one. ``later_s``: what the rank computes
+    afterwards, which hides more. Seconds from the end of the computation to the end of the last collective, and what the
+    hidden ones slow down.
     """
     clock = finish = 0.0
-    for collective, own in zip(collectives, work, strict=True):
+    for collective, own, count in zip(collectives, work, pieces or [1] * len(work), strict=True):
+        # The first piece waits for those before it or for its work, the last one for all of its work.
+        finish = max(finish + collective, clock + own / count + collective, clock + own + collective / count)
         clock += own
-        finish = max(finish, clock) + collective
     total = sum(collectives)
-    tail = finish - clock
+    tail = max(0.0, finish - clock - later_s)
     return overlap * (tail + CONTENTION * (total - tail)) + (1.0 - overlap) * total
+
+
+class Sent(NamedTuple):
+    """What is sent at once, or in equal pieces."""
+
+    collective_s: float
+    work_s: float
+    """Of the units whose gradients it is."""
+    pieces: int = 1
+
+
+def in_buckets(units: Iterable[tuple[int, Sent]], bucket: int) -> list[Sent]:
+    """Units, with their elements, as they are sent: one waits for others until they are as many elements as ``bucket``, one that
+    has as many is sent by itself. 0 = each by itself."""
+    sent: list[Sent] = []
+    waiting: list[Sent] = []
+    held = 0
+    for count, unit in units:
+        if count < bucket:
+            waiting.append(unit)
+            held += count
+            if held < bucket:
+                continue
+        sent += _together(waiting)
+        if count >= bucket:
+            sent.append(unit)
+        waiting, held = [], 0
+    return sent + _together(waiting)
+
+
+def _together(waiting: list[Sent]) -> list[Sent]:
+    """One of all of them, if there are any."""
+    return [Sent(sum(unit.collective_s for unit in waiting), sum(unit.work_s for unit in waiting))] if waiting else []

@@ -23,6 +23,7 @@ from ahp.forecast.assembly import (
     one_backward,
     optimized,
     own_stages,
+    passes_behind,
     pipeline_buffers,
     pipeline_span,
     ranks_of_stages,
@@ -35,12 +36,13 @@ from ahp.forecast.assembly import (
     unrun,
 )
 from ahp.forecast.communication import Network, Times, strided_group
+from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Muon, places_of
 from ahp.forecast.rules import illegal
-from ahp.forecast.stage import DataParallel, Recompute, StageCost, stage_cost
+from ahp.forecast.stage import Recompute, StageCost, stage_cost
 from ahp.forecast.units import UnitPricer, Units, axes_of
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -183,11 +185,13 @@ class Pricer:
         stages = []
         for index, layers in enumerate(ranges):
             first, last = index == 0, index == len(ranges) - 1
-            kinds = self.graph.layers[layers.start : layers.stop], first, last, some[index]
+            behind = passes_behind(parallelism, index) if traits.gradient_overlap else 0
+            kinds = self.graph.layers[layers.start : layers.stop], first, last, some[index], behind
             if kinds not in made:
                 made[kinds] = self.stage_cost(
-                    units, layers, data, recompute, first=first, last=last, recomputed_layers=some[index]
-                )
+                    units, layers, data, recompute,
+                    first=first, last=last, recomputed_layers=some[index], passes_behind=behind,
+                )  # fmt: skip
             stages.append(made[kinds])
         return tuple(stages), units
 
@@ -217,12 +221,13 @@ class Pricer:
         last: bool,
         network: Times | None = None,
         recomputed_layers: int | None = None,
+        passes_behind: int = 0,
     ) -> StageCost:
         """Price one stage on these nodes; ``network``: what prices its collectives, where not these nodes' own."""
         return stage_cost(
             units, layers, first=first, last=last, recompute=recompute, data=data,
             network=network or self.network, bytes_per_s=self.unit_pricer.rates.bytes_per_s,
-            recomputed_layers=recomputed_layers,
+            recomputed_layers=recomputed_layers, passes_behind=passes_behind,
         )  # fmt: skip
 
     def ranges(self, parallelism: Parallelism) -> tuple[range, ...]:

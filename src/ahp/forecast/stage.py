@@ -4,89 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from ahp.engines.engine import Traits
-from ahp.forecast.communication import Group, Kind, Times
+from ahp.forecast.communication import Times
 from ahp.forecast.compute import Work
-from ahp.forecast.overlap import exposed_ahead_s, exposed_behind_s, hidden_s, shown_s
+from ahp.forecast.data_parallel import DataParallel, Held, Weights
+from ahp.forecast.overlap import shown_s
+from ahp.forecast.sharing import Sharing, outside_blocks
 from ahp.forecast.unit import Unit
-from ahp.forecast.units import ALONE, Units
-
-
-class Weights(NamedTuple):
-    """Elements of one unit of communication on one rank."""
-
-    dense: int
-    experts: int = 0
-    tensors: int = 1
-    """Weights that it consists of."""
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.experts
-
-    @classmethod
-    def of(cls, unit: Unit) -> Weights:
-        return cls(unit.parameters - unit.experts, unit.experts, unit.tensors)
-
-
-@dataclass(frozen=True)
-class DataParallel:
-    """The groups over which a rank's weights are sharded and replicated, and what goes over them."""
-
-    shard: Group
-    replicate: Group
-    traits: Traits
-    micro_batches: int
-    overlap: float
-    """Share of a collective that can hide behind computation on this device: 0 on a CPU."""
-    experts: tuple[Group, Group] = (ALONE, ALONE)
-    """The same two groups for the weights of experts, which an expert-parallel group has once."""
-    operator_s: float = 0.0
-    """Host time of one operator."""
-    host_is_device: bool = False
-    """Whether operators wait for the host one by one (a CPU), instead of running behind it."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of one weight element as it is gathered."""
-        return self.traits.compute_weight_bytes or self.traits.master_weight_bytes
-
-    def gather_s(self, weights: Weights, network: Times) -> float:
-        return sum(
-            self._sent_s("all_gather", count, self.weight_bytes, shard, weights, network)
-            for count, shard, _ in self._parts(weights)
-        )
-
-    def reduce_s(self, weights: Weights, network: Times) -> float:
-        """Over the shard group; where nothing is sharded, over the replicas."""
-        seconds = 0.0
-        for count, shard, replicate in self._parts(weights):
-            kind, group = ("reduce_scatter", shard) if self.shard.size > 1 else ("all_reduce", replicate)
-            seconds += self._sent_s(kind, count, self.traits.reduce_bytes, group, weights, network)
-        return seconds
-
-    def replicas_s(self, weights: Weights, network: Times) -> float:
-        """The second step of a hybrid: the shard is summed over the replicas, once per step."""
-        if self.shard.size == 1:
-            return 0.0
-        return sum(
-            network.time_s("all_reduce", count * self.traits.reduce_bytes / shard.size, replicate)
-            for count, shard, replicate in self._parts(weights)
-        )
-
-    def _sent_s(self, kind: Kind, count: int, each_bytes: int, group: Group, weights: Weights, network: Times) -> float:
-        """One collective for a unit, one for each of its tensors, or the unit's share of one for many units."""
-        if together := self.traits.sends_elements_together:
-            return count / together * network.time_s(kind, together * each_bytes, group)
-        pieces = weights.tensors if self.traits.gathers_each_weight else 1
-        return pieces * network.time_s(kind, count * each_bytes / pieces, group)
-
-    def _parts(self, weights: Weights) -> list[tuple[int, Group, Group]]:
-        """What is held by how many ranks alike: (elements, shard group, replicas)."""
-        parts = [(weights.dense, self.shard, self.replicate)]
-        return [*parts, (weights.experts, *self.experts)] if weights.experts else parts
+from ahp.forecast.units import Units
 
 
 @dataclass(frozen=True)
@@ -142,28 +68,38 @@ def stage_cost(
     network: Times,
     bytes_per_s: float,
     recomputed_layers: int | None = None,
+    passes_behind: int = 0,
 ) -> StageCost:
     """Price the stage that holds ``layers``, the embedding if ``first``, the head if ``last``.
 
-    ``recomputed_layers``: so many of its first layers are recomputed; None = all.
+    ``recomputed_layers``: so many of its first layers are recomputed; None = all. ``passes_behind``: backward passes of other stages
+    that the rank computes after this stage's last one, behind which gradients may still travel.
     """
     blocks = [units.blocks[units.layers[i]] for i in layers]
     some = len(blocks) if recomputed_layers is None else recomputed_layers
     recomputes: list[Recompute] = [recompute if i < some else "none" for i in range(len(blocks))]
     ends = ([units.embedding] if first else []) + ([units.head] if last else [])
-    outside = sum(u.parameters for u in ends) + (units.tied_parameters if last and not first else 0)
-    total = outside + sum(u.parameters for u in blocks)
+    before, after = outside_blocks(units, data.traits, first=first, last=last)
+    total = before + after + sum(u.parameters for u in blocks)
     experts = sum(u.experts for u in blocks)
     forward = _forward([*blocks, *ends])
     backward = _backward(blocks, ends, recomputes, data)
     first_forward: dict[str, float] = {}
     last_backward: dict[str, float] = {}
-    # FSDP2's units in the order of the forward pass: what is in no block is one unit, and it comes first.
-    sizes = [Weights(outside), *(Weights.of(u) for u in blocks)]
-    _add_gathers(forward, backward, first_forward, sizes, blocks, recomputes, data, network, bytes_per_s)
+    sharing = Sharing(
+        before=Weights(before),
+        after=Weights(after),
+        blocks=[Weights.of(u) for u in blocks],
+        windows_forward_s=[*map(window_forward_s, blocks)],
+        windows_backward_s=[window_backward_s(u, kind, data) for u, kind in zip(blocks, recomputes, strict=True)][::-1],
+        held=Held(total - experts, experts, first),
+        data=data,
+        network=network,
+    )
+    sharing.add_gathers(forward, backward, first_forward, bytes_per_s)
     if data.traits.gathers_at_start and not first:
         first_forward["weight_gather"] = 0.0  # done while the pipeline fills
-    _add_reductions(backward, last_backward, sizes, blocks, recomputes, data, network, bytes_per_s)
+    sharing.add_reductions(backward, last_backward, bytes_per_s, passes_behind)
     everything = [*blocks, *ends]
     weights_s = sum(u.times.weight_gradient.device_s for u in everything)
     weight_gradient = {"weight_gradient": weights_s}
@@ -305,102 +241,6 @@ def window_backward_s(unit: Unit, recompute: Recompute, data: DataParallel) -> f
     again_s = recomputed(unit, recompute).device_s + sent_again_s(unit, recompute, data)[0]
     again_s -= unit.context_hidden_s[0] if recompute in OF_INPUT else 0.0
     return unit.times.backward_s + tensor_backward_s(unit, data) + again_s - unit.context_hidden_s[1]
-
-
-def _windows_backward(blocks: list[Unit], recomputes: list[Recompute], data: DataParallel) -> list[float]:
-    """In the order of the backward pass."""
-    each = [window_backward_s(u, kind, data) for u, kind in zip(blocks, recomputes, strict=True)]
-    return each[::-1]
-
-
-def _windows_left(sizes: list[Weights], windows: list[float], data: DataParallel, network: Times) -> list[float]:
-    """Of the windows of a backward pass, what gathers of the next block's weights leave to the reductions of gradients: both
-    go over the same network cards."""
-    if data.traits.backward_gathers != "per_micro_batch":
-        return windows
-    overlap = data.overlap * data.traits.parameter_gather_overlap
-    next_s = [*(data.gather_s(size, network) for size in sizes[-2:0:-1]), 0.0]
-    return [own - hidden_s(gather, own, overlap) for own, gather in zip(windows, next_s, strict=False)]
-
-
-def _add_gathers(
-    forward: dict[str, float],
-    backward: dict[str, float],
-    first_forward: dict[str, float],
-    sizes: list[Weights],
-    blocks: list[Unit],
-    recomputes: list[Recompute],
-    data: DataParallel,
-    network: Times,
-    bytes_per_s: float,
-) -> None:
-    traits = data.traits
-    overlap = data.overlap * traits.parameter_gather_overlap
-    gathers = [data.gather_s(size, network) for size in sizes]
-    cast_s = sum(w.total for w in sizes) * cast_bytes(data) / bytes_per_s
-    each = traits.forward_gathers == "per_micro_batch"
-    target = forward if each else first_forward
-    # The unit outside the blocks and the first block have nothing before them to hide behind.
-    ahead = exposed_ahead_s(gathers[1:], [*map(window_forward_s, blocks)], overlap)
-    target["weight_gather"] = gathers[0] + ahead if traits.forward_gathers != "never" else 0.0
-    target["casts"] = target.get("casts", 0.0) + cast_s
-    if traits.backward_gathers == "per_micro_batch":
-        # The unit outside the blocks is kept from forward to backward.
-        order = gathers[:0:-1]
-        backward["weight_gather"] = exposed_ahead_s(order, _windows_backward(blocks, recomputes, data), overlap)
-        backward["casts"] = sum(w.total for w in sizes[1:]) * cast_bytes(data) / bytes_per_s
-
-
-def _add_reductions(
-    backward: dict[str, float],
-    last_backward: dict[str, float],
-    sizes: list[Weights],
-    blocks: list[Unit],
-    recomputes: list[Recompute],
-    data: DataParallel,
-    network: Times,
-    bytes_per_s: float,
-) -> None:
-    traits = data.traits
-    overlap = data.overlap * traits.gradient_overlap
-    order = sizes[:0:-1] + sizes[:1]
-    windows = _windows_backward(blocks, recomputes, data)
-    work = [*_windows_left(sizes, windows, data, network), 0.0]
-    reduces = [data.reduce_s(size, network) for size in order]
-    replicas = [data.replicas_s(size, network) for size in order]
-    both = [a + b for a, b in zip(reduces, replicas, strict=True)]
-    last_backward["gradient_reduce"] = exposed_behind_s(both, work, overlap)
-    if traits.reduces_every_micro_batch:
-        backward["gradient_reduce"] = exposed_behind_s(reduces, work, overlap)
-        last_backward["gradient_reduce"] -= backward["gradient_reduce"]
-    backward["casts"] = (
-        backward.get("casts", 0.0) + sum(w.total for w in sizes) * gradient_copy_bytes(data) / bytes_per_s
-    )
-    if traits.compute_weight_bytes == 0 and traits.reduce_copies:
-        last_backward["casts"] = sum(w.total for w in sizes) * 2 * traits.reduce_bytes / bytes_per_s
-
-
-def cast_bytes(data: DataParallel) -> float:
-    """Bytes moved per weight element to make the compute copy: the shard cast, and the gathered buffer copied out."""
-    traits, shards = data.traits, data.shard.size
-    cast = (traits.master_weight_bytes + traits.compute_weight_bytes) / shards
-    copied = 2 * data.weight_bytes if shards > 1 else 0
-    return (cast if traits.compute_weight_bytes not in (0, traits.master_weight_bytes) else 0.0) + copied
-
-
-def gradient_copy_bytes(data: DataParallel) -> float:
-    """Bytes moved per weight element and micro-batch: the gradient into the type and buffer it waits in, or is sent from."""
-    traits, made = data.traits, data.weight_bytes
-    if traits.fused_gradient_accumulation:
-        return 0.0
-    if traits.reduces_every_micro_batch:
-        # Into the flat buffer; then the shard is added to the earlier ones.
-        added = 0.0 if data.micro_batches == 1 else 2 * traits.gradient_bytes / data.shard.size
-        return made + traits.reduce_bytes + added
-    # The first is kept as it is, or cast; each later one is read, and added in one kernel to the sum, which is read and written.
-    first = made + traits.gradient_bytes if made != traits.gradient_bytes else 0.0
-    later = made + 2 * traits.gradient_bytes
-    return (first + (data.micro_batches - 1) * later) / data.micro_batches
 
 
 def _activations(

@@ -33,8 +33,8 @@ class Unit:
     """Seconds of the forward and of the backward pass that what goes round a ring hides behind."""
     expert_s: float
     """Tokens sent to their experts and back, in one pass."""
-    tensors: int
-    """Weights that it has."""
+    tensors: tuple[int, ...]
+    """Elements of each of its weights, in the order of the forward pass."""
     parameters: int
     """Elements of its weights that the rank holds, before sharding over data ranks."""
     experts: int

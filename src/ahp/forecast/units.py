@@ -142,9 +142,9 @@ class _Run:
 
 
 class _Held(NamedTuple):
-    """Weights that a rank holds, in elements but for their number: ``Unit`` says which."""
+    """Weights that a rank holds, in elements: ``Unit`` says which."""
 
-    tensors: int
+    tensors: tuple[int, ...]
     parameters: int
     experts: int
     shapes: int
@@ -382,7 +382,7 @@ class UnitPricer:
         )
         on = run.held.on(division, keeps_gathered=not how.gathers_again)
         weights = _Held(
-            tensors=max(1, len(held)),
+            tensors=tuple(held.values()),
             parameters=sum(held.values()),
             experts=sum(count for name, count in held.items() if name in one),
             shapes=sum((held | one).values()),

@@ -310,6 +310,8 @@ class LayerBounds:
         overlap = self.blocks[0].stages.overlap * self.ways.gradient_overlap[..., None]
         work_s = self._of_stages("work_backward")
         longer = np.maximum((reduces - work_s).min(axis=-1, keepdims=True), 0.0)
+        # In a pipeline other stages of the rank may hide that.
+        longer = longer * np.array([block.p == 1 for block in self.blocks])[self._of, None, None]
         return overlap * (CONTENTION * reduces + (1.0 - CONTENTION) * longer) + (1.0 - overlap) * reduces
 
 

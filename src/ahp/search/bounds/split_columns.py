@@ -5,6 +5,7 @@ Dims: N = ways to share states, of one block or of several one behind the other;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -58,11 +59,13 @@ class SplitColumns:
     buffer_bytes: Floats
     """Of a parameter of the unit whose gradients are sent."""
     bucket_elements: Floats
-    """Most elements of gradients that are sent at once, of whatever units; 0 = those of one unit."""
+    """Most elements of gradients that are copied at once, of whatever units; 0 = those of one unit."""
     collected_bytes: Floats
     """Of the buffer that collects them."""
     sent_bytes: Floats
     """Of one element as it is sent."""
+    ahead_elements: Floats
+    """Of gathered weights that are in memory at once, beside those in use."""
     fused_bytes: Floats
     """Of a weight's place for gradients that are added elsewhere."""
     keeps_whole_gradients: Floats
@@ -118,7 +121,7 @@ class SplitColumns:
         alone = self.leaves_lone_experts > 0
         sent = np.where(alone, weights.dense, total)
         block = np.where(alone, weights.largest_without_experts, weights.largest_block)
-        units = weights.outside_blocks + 2 * block
+        units = _in_use(weights, block)
         gathered = np.minimum(np.where(self.keeps_gathered > 0, sent, units), sent)
         gathered = gathered * np.where(any_gathered, self.compute_bytes, 0.0)
         gradient = np.where(self.keeps_whole_gradients * (np.asarray(micro_batches) > 1) > 0, total, part)
@@ -129,9 +132,11 @@ class SplitColumns:
         return held + gathered + gradients + buffers, np.where(np.asarray(micro_batches) == 1, gradients, 0.0)
 
     def buckets(self, weights: WeightColumns) -> Floats:
-        """[N, W] Bytes of gradients on their way, where an engine sends those of several units at once."""
+        """[N, W] Bytes on their way beyond one unit: gradients of several that are sent at once, weights that are gathered ahead."""
         sent = np.where(self.leaves_lone_experts > 0, weights.dense, weights.total)
-        return np.minimum(sent, self.bucket_elements) * self.sent_bytes + self.collected_bytes
+        ahead = np.minimum(sent, self.ahead_elements) - np.minimum(sent, _in_use(weights, weights.largest_block))
+        gradients = np.minimum(sent, self.bucket_elements) * self.sent_bytes + self.collected_bytes
+        return gradients + np.maximum(ahead, 0.0) * self.compute_bytes
 
     def states_of_layer(
         self, dense: Floats | float, experts: Floats | float, micro_batches: int
@@ -153,9 +158,14 @@ class SplitColumns:
         return outside + np.floor(allocated) * each - 1.0  # a byte for the rounding
 
 
+def _in_use(weights: WeightColumns, block: Floats | float) -> Floats | float:
+    """Gathered weights of a rank: what is in no block, the block that computes and the next one."""
+    return weights.outside_blocks + 2 * block
+
+
 def _figures(traits: Traits) -> tuple[float, ...]:
     """The columns from ``master_bytes`` on."""
-    bucket = traits.reduce_bucket_elements
+    bucket = traits.reduce_copies * traits.reduce_bucket_elements
     return (
         traits.master_weight_bytes,
         traits.device_state_bytes,
@@ -163,9 +173,10 @@ def _figures(traits: Traits) -> tuple[float, ...]:
         traits.compute_weight_bytes,
         traits.keeps_gathered_weights,
         (traits.reduce_copies and not bucket) * (traits.compute_weight_bytes + traits.reduce_bytes),
-        bucket,
+        math.inf if bucket and traits.keeps_reduce_buckets else bucket,
         traits.collects_in_bucket * bucket * traits.reduce_bytes,
         traits.reduce_bytes,
+        traits.gathered_ahead_elements,
         traits.fused_gradient_accumulation * traits.compute_weight_bytes,
         traits.keeps_whole_gradients,
         traits.forward_gathers != "never" and not traits.gathers_at_start,

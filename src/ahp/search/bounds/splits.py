@@ -15,10 +15,10 @@ from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import Traits
 from ahp.forecast import memory
 from ahp.forecast.communication import Group, Network
+from ahp.forecast.data_parallel import DataParallel, Weights, cast_bytes, gradient_copy_bytes
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.pricer import Pricer, num_groups
-from ahp.forecast.stage import DataParallel, Weights, cast_bytes, gradient_copy_bytes
 from ahp.forecast.units import ALONE, Axes, axes_of
 from ahp.plan import Parallelism
 from ahp.search.bounds.split_columns import SplitColumns
@@ -56,6 +56,11 @@ class Splits:
     def axes(self) -> Axes:
         """The groups that divide a micro-batch within one stage, whatever the split."""
         return axes_of(self.layouts[0], self._nodes.devices_per_node)
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Whatever the split."""
+        return self.layouts[0].pipeline_parallel_degree
 
     @cached_property
     def alike(self) -> dict[Traits, list[int]]:

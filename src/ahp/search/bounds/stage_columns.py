@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.engines.engine import Traits
+from ahp.forecast.data_parallel import DataParallel, Weights
 from ahp.forecast.overlap import CONTENTION
+from ahp.forecast.sharing import outside_blocks
 from ahp.forecast.stage import (
     OF_INPUT,
-    DataParallel,
     Recompute,
-    Weights,
     dropped_bytes,
     recomputed,
     sent_again_s,
@@ -48,6 +48,21 @@ class PassTimes:
     first_forward: Floats
     last_backward: Floats
     last_weight_gradient: Floats
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Seconds of one kind of collective for weights or gradients."""
+
+    kinds: Floats
+    """[J, K] Of each kind of layer."""
+    before: Floats
+    """[J, S] Of what is in no block: what is gathered before the blocks and sent after them."""
+    after: Floats
+    """[J, S] What is gathered after the blocks and sent before them."""
+
+    def __add__(self, other: Collectives) -> Collectives:
+        return Collectives(self.kinds + other.kinds, self.before + other.before, self.after + other.after)
 
 
 @dataclass(frozen=True)
@@ -241,6 +256,12 @@ class BlockStages:
         ends = units.embedding.parameters * stages.first + units.head.parameters * stages.last
         return (ends + tied).astype(float)
 
+    def _ends(self, stages: Stages, traits: Traits) -> tuple[list[int], list[int]]:
+        """Parameters of each stage that are gathered before its blocks, and after them."""
+        kinds = [(bool(first), bool(last)) for first, last in zip(stages.first, stages.last, strict=True)]
+        known = {kind: outside_blocks(self.units, traits, first=kind[0], last=kind[1]) for kind in set(kinds)}
+        return [known[kind][0] for kind in kinds], [known[kind][1] for kind in kinds]
+
     def in_blocks(self, stages: Stages) -> tuple[Floats, Floats]:
         """[S] Parameters of the blocks, and of them those of experts."""
         parameters, experts = self._parameter_sums
@@ -263,7 +284,7 @@ class BlockStages:
         forward = self._stages(forward_s, stages, _forward_s)[None, None]
         backward = self._stages(backward_s, stages, self._backward_s)[None]
         first = last = np.zeros((1, 1, 1))
-        gathers, reduces, replicas = self._collectives(splits, which, outside)
+        gathers, reduces, replicas = self._collectives(splits, which, stages)
         parameters = self._stages(self._parameter_sums[0], stages)
         # [J, 1, 1] Seconds for each parameter of a micro-batch: the compute copy made, and gradients copied.
         casts, copies = (part[which, None] / bytes_per_s for part in splits.columns.moved_bytes(m))
@@ -279,14 +300,14 @@ class BlockStages:
         else:
             first = first + gathered
         if again_gathered := traits.backward_gathers == "per_micro_batch":
-            again = self._behind_neighbour(gathers[0], stages, gather_overlap)
+            again = self._behind_neighbour(gathers.kinds, stages, gather_overlap)
             backward = backward + again + casts * parameters
         backward = backward + copies * (parameters + outside)
-        overlap = self._any.overlap * traits.gradient_overlap
-        windows = self._windows_left(gathers[0], stages, gather_overlap if again_gathered else 0.0)
-        last = last + self._reduced((reduces[0] + replicas[0], reduces[1] + replicas[1]), windows, stages, overlap)
+        windows = self._windows_left(gathers.kinds, stages, gather_overlap if again_gathered else 0.0)
+        behind = self._behind(traits, windows, stages, in_pipeline=splits.pipeline_ranks > 1)
+        last = last + behind(reduces + replicas)
         if traits.reduces_every_micro_batch:
-            each = self._reduced(reduces, windows, stages, overlap)
+            each = behind(reduces)
             backward, last = backward + each, last - each
         if traits.compute_weight_bytes == 0 and traits.reduce_copies:
             last = last + (parameters + outside) * 2 * traits.reduce_bytes / bytes_per_s
@@ -323,29 +344,29 @@ class BlockStages:
             return passes_s + own * data.operator_s
         return np.maximum(passes_s, (launches * traits.host_launches_per_operator + own) * data.operator_s)
 
-    def _collectives(self, splits: Splits, which: list[int], outside: Floats) -> tuple[tuple[Floats, Floats], ...]:
-        """Seconds of gathering, reducing and summing over replicas: of each kind of layer [J, K], and of what is outside the
-        blocks [J, S]."""
+    def _collectives(self, splits: Splits, which: list[int], stages: Stages) -> tuple[Collectives, ...]:
+        """Of gathering weights, reducing gradients, and summing them over replicas."""
         of_kinds = splits.collectives_of_kinds(self.weights).at(which)
-        ends = [splits.collectives(Weights(int(count))).at(which) for count in outside.tolist()]
-        parts = (
-            [one.gather for one in ends],
-            [one.reduce for one in ends],
-            [one.replicas for one in ends],
+        ends = [
+            [splits.collectives(Weights(count)).at(which) for count in counts]
+            for counts in self._ends(stages, splits.traits[which[0]])
+        ]
+        return tuple(
+            Collectives(getattr(of_kinds, kind), *(np.array([getattr(one, kind) for one in end]).T for end in ends))
+            for kind in ("gather", "reduce", "replicas")
         )
-        kinds = of_kinds.gather, of_kinds.reduce, of_kinds.replicas
-        return tuple((of_kind, np.array(part).T) for of_kind, part in zip(kinds, parts, strict=True))
 
-    def _ahead(self, gathers: tuple[Floats, Floats], stages: Stages, overlap: float) -> Floats:
-        """[J, S] ``exposed_ahead_s`` of the forward pass: what is outside the blocks and the first block hide behind nothing."""
-        kinds, outside = gathers
-        layers = kinds[..., self._layers]
+    def _ahead(self, gathers: Collectives, stages: Stages, overlap: float) -> Floats:
+        """[J, S] ``exposed_ahead_s`` of the forward pass: what comes before the blocks and the first block hide behind nothing."""
+        layers = gathers.kinds[..., self._layers]
         work = self.work_forward[self._layers]
         before = np.concatenate([[0.0], work[:-1]]) if len(work) else work
         shown = _sums(_shown(layers, before, overlap))
         start, end = stages.start, stages.end
         after_first = np.minimum(start + 1, end)
-        return outside + _where_blocks(layers, start, start < end) + shown[..., end] - shown[..., after_first]
+        after = _shown(gathers.after, _where_blocks(work[None], end - 1, start < end), overlap)
+        first = _where_blocks(layers, start, start < end)
+        return gathers.before + first + shown[..., end] - shown[..., after_first] + after
 
     def _behind_neighbour(self, kinds: Floats, stages: Stages, overlap: float) -> Floats:
         """[J, R, S] The same of the backward pass, from the last block of the stage to its first."""
@@ -377,18 +398,30 @@ class BlockStages:
         of_first = np.where(end - start > 1, _where_blocks(hidden, end - 1, some), 0.0)
         return first - of_first, clock - (sums[..., end] - sums[..., after_lowest])
 
-    def _reduced(
-        self, reduces: tuple[Floats, Floats], windows: tuple[Floats, Floats], stages: Stages, overlap: float
-    ) -> Floats:
-        """[J, R, S] ``exposed_behind_s``, as if the chain were held up by its first or by its last block alone."""
-        layers, outside = reduces[0][..., self._layers][:, None], reduces[1][:, None]
-        start, end = stages.start, stages.end
-        some = start < end
-        blocks = self._stages(_sums(layers), stages)
-        first_work, clock = windows
-        tail = np.maximum(first_work + blocks - clock, _where_blocks(layers, start, some)) + outside
-        total = blocks + outside
-        return overlap * (tail + CONTENTION * (total - tail)) + (1.0 - overlap) * total
+    def _behind(
+        self, traits: Traits, windows: tuple[Floats, Floats], stages: Stages, *, in_pipeline: bool
+    ) -> Callable[[Collectives], Floats]:
+        """[J, R, S] ``exposed_behind_s`` of collectives, as if the chain were held up by its first or by its last block alone.
+
+        What the last pass of a stage does not hide may hide behind those of other stages of the rank, but for the first stage.
+        """
+        overlap = self._any.overlap * traits.gradient_overlap
+        start, end, (first_work, clock) = stages.start, stages.end, windows
+        of_kinds = np.array([weights.pieces(traits.reduce_bucket_elements) for weights in self.weights], dtype=float)
+        some, pieces = start < end, of_kinds[self._layers]
+        first_work = first_work / np.maximum(_where_blocks(pieces, end - 1, some), 1.0)
+
+        def exposed_s(sent: Collectives) -> Floats:
+            layers = sent.kinds[..., self._layers][:, None]
+            before, after = sent.before[:, None], sent.after[:, None]
+            blocks = self._stages(_sums(layers), stages)
+            tail = np.maximum(after, first_work) + blocks - clock
+            tail = np.maximum(tail, _where_blocks(layers / pieces, start, some)) + before
+            total = blocks + before + after
+            tail = np.maximum(tail, 0.0) * (stages.first if in_pipeline else 1.0)
+            return overlap * (tail + CONTENTION * (total - tail)) + (1.0 - overlap) * total
+
+        return exposed_s
 
 
 def _beyond(once_s: Floats, device_s: Floats, pass_s: Floats) -> Floats:

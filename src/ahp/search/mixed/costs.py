@@ -20,13 +20,13 @@ from ahp.cluster.model import NodeGroup
 from ahp.engines.registry import get
 from ahp.forecast import margins, memory
 from ahp.forecast.assembly import num_groups, recompute_of
+from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import shard_ranks
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.stage import (
     OF_INPUT,
-    DataParallel,
     Recompute,
     StageCost,
     dropped_bytes,
