@@ -9,9 +9,11 @@ import yaml
 from ahp.cluster import catalogue
 from ahp.errors import BadInput
 
-NAMES = """V100-SXM-16GB V100-SXM-32GB T4-16GB L4-24GB A10G-24GB L40S-48GB A100-SXM-40GB A100-SXM-80GB A100-PCIe-40GB
-A100-PCIe-80GB A800-SXM-80GB H100-SXM-80GB H100-PCIe-80GB H800-SXM-80GB H20-96GB H200-SXM-141GB GH200-96GB B200-SXM B300-SXM GB200-NVL72
-GB300-NVL72 MI300X MI325X RTX-3090-24GB RTX-4090-24GB RTX-A6000-48GB cpu""".split()  # noqa: SIM905
+NAMES = """V100-SXM-16GB V100-SXM-32GB V100-PCIe-16GB V100-PCIe-32GB T4-16GB L4-24GB A10G-24GB A40-48GB L40-48GB
+L40S-48GB A100-SXM-40GB A100-SXM-80GB A100-PCIe-40GB A100-PCIe-80GB A800-SXM-80GB H100-SXM-80GB H100-PCIe-80GB
+H100-NVL-94GB H800-SXM-80GB H20-96GB H200-SXM-141GB H200-NVL-141GB GH200-96GB GH200-144GB B200-SXM B300-SXM
+GB200-NVL72 GB300-NVL72 MI250X MI300X MI325X MI350X MI355X RTX-3090-24GB RTX-4090-24GB RTX-5090-32GB RTX-A6000-48GB
+RTX-6000-Ada-48GB RTX-PRO-6000-96GB cpu""".split()  # noqa: SIM905
 DATA = yaml.safe_load(resources.files("ahp.cluster").joinpath("catalogue.yaml").read_text())
 NOT_FIGURES = {"aliases", "link", "sources"}
 
@@ -39,7 +41,12 @@ def test_every_figure_has_a_source(name: str) -> None:
         ("H20-96GB", "bf16", 148),
         ("B200-SXM", "bf16", 2250),
         ("GB300-NVL72", "bf16", 2500),
+        ("MI250X", "bf16", 191.5),
         ("MI300X", "bf16", 1307.4),
+        ("MI355X", "fp8", 5033.2),
+        ("A40", "bf16", 149.7),
+        ("H100 NVL", "bf16", 835.5),
+        ("RTX 5090", "bf16", 209.5),
         ("L40S", "bf16", 366.5),
         ("A10G", "bf16", 70),
         ("RTX-4090-24GB", "bf16", 165.2),
@@ -91,7 +98,10 @@ def test_near_names(spelling: str, name: str) -> None:
     [
         ("NVIDIA H100 80GB HBM3", 81559, "H100-SXM-80GB"),
         ("NVIDIA H100 PCIe", 81559, "H100-PCIe-80GB"),
-        ("NVIDIA H100 NVL", 95830, None),
+        ("NVIDIA H100 NVL", 95830, "H100-NVL-94GB"),
+        ("NVIDIA H200 NVL", 143771, "H200-NVL-141GB"),
+        ("NVIDIA H200", 143771, "H200-SXM-141GB"),
+        ("Tesla V100-PCIE-32GB", 32768, "V100-PCIe-32GB"),
         ("Tesla V100-SXM2-32GB", 32510, "V100-SXM-32GB"),
         ("NVIDIA A100-SXM4-40GB", 40960, "A100-SXM-40GB"),
         ("NVIDIA A100-PCIE-40GB", 40960, "A100-PCIe-40GB"),
@@ -102,7 +112,16 @@ def test_near_names(spelling: str, name: str) -> None:
         ("NVIDIA A10", 23028, None),
         ("NVIDIA A10G", 23028, "A10G-24GB"),
         ("NVIDIA L40S", 46068, "L40S-48GB"),
-        ("NVIDIA L40", 46068, None),
+        ("NVIDIA L40", 46068, "L40-48GB"),
+        ("NVIDIA A40", 46068, "A40-48GB"),
+        ("NVIDIA GH200 144G HBM3e", 146831, "GH200-144GB"),
+        ("AMD Instinct MI250X", 65520, "MI250X"),
+        ("NVIDIA GeForce RTX 5090", 32607, "RTX-5090-32GB"),
+        ("NVIDIA RTX 6000 Ada Generation", 49140, "RTX-6000-Ada-48GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97887, "RTX-PRO-6000-96GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97887, None),
+        ("NVIDIA RTX 5880 Ada Generation", 49140, None),
+        ("NVIDIA RTX A5500", 24564, None),
         ("NVIDIA RTX A6000", 49140, "RTX-A6000-48GB"),
     ],
 )

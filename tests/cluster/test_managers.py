@@ -159,7 +159,7 @@ def test_kubernetes_job(nodes: str, per_node: str, expected: tuple[int, int]) ->
         ({}, programs(), "not inside a training job"),
         ({}, kubectl(node(None, 0)), "no node that is ready"),
         ({}, kubectl(node("NVIDIA-A100-SXM4-80GB-MIG-1g.10gb", 7)), "parts of GPUs"),
-        ({}, kubectl(node("NVIDIA-A40", 8)), "'NVIDIA-A40', which is not in the catalogue"),
+        ({}, kubectl(node("NVIDIA-A30", 8)), "'NVIDIA-A30', which is not in the catalogue"),
         ({"PET_NNODES": "many"}, programs(), "PET_NNODES = 'many'"),
         ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "xpu"}, programs(), "PET_NPROC_PER_NODE = 'xpu'"),
     ],

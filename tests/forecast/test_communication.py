@@ -260,6 +260,11 @@ DGX1V_LINKS = {
     (2, 6): 2, (3, 7): 2, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 1,
 }  # fmt: skip
 
+MI250X_LINKS = {
+    (0, 1): 4, (0, 2): 1, (0, 6): 2, (1, 3): 1, (1, 5): 1, (2, 3): 4, (2, 4): 2, (3, 7): 1, (4, 5): 4, (4, 6): 1, (5, 7): 1, (6, 7): 4,
+}  # fmt: skip
+"""Between the eight dies of a node: ROCm/rccl 0cbce2a7, src/graph/rome_models.cc, rome_model_74."""
+
 
 def most_rings(left, cycles):
     """The largest number of cycles that use no link twice in one direction."""
@@ -271,14 +276,17 @@ def most_rings(left, cycles):
     return best
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 6])
-def test_the_rings_of_a_cube_mesh_are_counted_right(count):
+@pytest.mark.parametrize(
+    ("starts", "links_of", "count"),
+    [*(("V100-SXM", DGX1V_LINKS, n) for n in (2, 3, 4, 6)), *(("MI250X", MI250X_LINKS, n) for n in (2, 4, 7, 8))],
+)
+def test_the_rings_of_nodes_without_a_switch_are_counted_right(starts, links_of, count):
     left = {}
-    for (a, b), links in DGX1V_LINKS.items():
+    for (a, b), links in links_of.items():
         if max(a, b) < count:
             left[a, b] = left[b, a] = links
     rings = [tuple(zip((0, *order), (*order, 0), strict=True)) for order in permutations(range(1, count))]
-    mesh = next(m for m in constants()["meshes"] if m["starts"] == "V100" and m["devices_per_node"] == 8)
+    mesh = next(m for m in constants()["meshes"] if m["starts"] == starts and m["devices_per_node"] == 8)
     assert mesh["rings"][count] == most_rings(left, [ring for ring in rings if all(e in left for e in ring)])
 
 

@@ -83,12 +83,13 @@ def match(name: str, memory_bytes: int) -> Entry | None:
     for entry in close:
         if words in {_words(spelling) for spelling in (entry.device.name, *entry.aliases)}:
             return entry
-    # PCIe and SXM parts of one name and size differ in everything else, so the form factor must not be guessed.
+    # PCIe and SXM parts of one name and size differ in everything else, so the form factor must not be guessed. Cards whose
+    # names start with RTX differ by what follows it: those are known by their aliases or not at all.
     tokens = set(re.split(r"[^a-z0-9]+", name.lower()))
     on_pcie = bool(tokens & {"pcie", "nvl"})
     for entry in close:
         model = entry.device.name.split("-")[0].lower()
-        if model in tokens and ("PCIe" in entry.device.name) == on_pcie:
+        if model != "rtx" and model in tokens and ("PCIe" in entry.device.name) == on_pcie:
             return entry
     return None
 
