@@ -10,10 +10,11 @@ import pytest
 from pydantic import BaseModel
 
 from ahp.cli.overrides import split_overrides
-from ahp.config import HELP, Config, Constraints, config_help, load_config, parse_yaml
+from ahp.config import HELP, Config, Constraints, config_help, load_config
 from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.plan import Parallelism
+from ahp.yaml_text import parse_yaml
 
 DOCS = Path(__file__).parents[1] / "docs" / "config.md"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from ahp.errors import BadInput, bad_input
 from ahp.job import Job, Record
 from ahp.plan import ActivationCheckpoint, Axis, ContextMethod, Parallelism, ScheduleName, StagePlace, validated
+from ahp.yaml_text import parse_yaml
 
 Tracker = Literal["tensorboard", "wandb"]
 
@@ -225,30 +225,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise BadInput(f"config = {str(path)!r}: a mapping of keys was expected, not a {type(data).__name__}")
     return data
-
-
-def parse_yaml(text: str) -> Any:
-    """YAML as ``yaml.safe_load`` reads it, but 1e-3 is a number and a key that stands twice is an error."""
-    return yaml.load(text, Loader=_Loader)
-
-
-class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if key in seen and key != "<<":
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1, which PyYAML reads, wants a dot and a signed exponent (1.0e-3); YAML 1.2 and people write 1e-3.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
 
 
 def _default(key: str) -> str:

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from ahp.errors import BadInput
 from ahp.job import Job, Record
 from ahp.violations import broken_rules, taken_for_numbers
+from ahp.yaml_text import parse_yaml
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 ActivationCheckpoint = Literal["none", "selective", "full", "auto"]
@@ -428,7 +429,7 @@ class Plan(Record):
             what = "a folder without a plan.yaml" if path.is_dir() else "no such file"
             raise BadInput(f"plan = {str(path)!r}: {what}; write one with: ahp plan MODEL CLUSTER")
         try:
-            data = yaml.safe_load(file.read_text(encoding="utf-8"))
+            data = parse_yaml(file.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise BadInput(f"plan = {str(path)!r}: not YAML: {error}") from None
         if not isinstance(data, dict):

@@ -39,7 +39,7 @@ def broken_rules(error: ValidationError, kind: type[Record], where: str) -> Iter
 def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
     """What pydantic took for a number and a user did not write as one: yes is not 1, and "8" is not 8.
 
-    Text for a float stays allowed: YAML 1.1, as which cluster and plan files are read, takes 1e-3 for text.
+    Text for a float stays allowed: who reads YAML 1.1 by other means and hands it in has 1e-3 as text.
     """
     if isinstance(given, Mapping) and isinstance(found, Record):
         for name in (one for one in given if one in found.model_fields_set):

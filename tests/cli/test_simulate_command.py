@@ -36,7 +36,8 @@ def next_commands(out: str) -> list[str]:
 def test_bars_what_binds_and_a_trace(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.json"
     assert run([str(plan_file), "--trace", str(trace)]) == 0
-    out = capsys.readouterr().out
+    out, progress = capsys.readouterr()
+    assert progress.splitlines() == ["analyzing tiny ...", "pricing its neighbours ..."]
     for words in (
         "Model    tiny, 8 sequences of 64, bf16",
         "Cluster  4 x A100-SXM-80GB",

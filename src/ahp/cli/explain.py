@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,6 +59,7 @@ def run(argv: list[str]) -> int:
     forecast = plan.forecast or subject.price(plan.parallelism)
     plan = plan.model_copy(update={"forecast": forecast, "cluster": subject.cluster.plain()})
     other = None if alternatives is None else why_not(subject, plan, alternatives)
+    print("searching again with 10 % more of each piece of hardware ...", file=sys.stderr)
     moves = sensitivity(subject, plan.parallelism)
     binds = _binds(subject, plan)
     if arguments.json:
@@ -74,6 +76,8 @@ def _subject(plan: Plan) -> Problem:
 
     if plan.cluster is None:
         raise BadInput("cluster = None: the plan names no cluster to explain it on; write it with: ahp plan")
+    model = plan.model if isinstance(plan.model, str) else plan.model.get("model_type", "given config")
+    print(f"analyzing {model} ...", file=sys.stderr)
     graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
     fixed = validated(Constraints, plan.fixed, "fixed")
     return problem(graph, Cluster.resolve(plan.cluster), plan.job, fixed, plan.engine)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ahp.config import Constraints, parse_yaml
+from ahp.config import Constraints
 from ahp.errors import bad_input
 from ahp.plan import Parallelism, validated
+from ahp.yaml_text import parse_yaml
 
 SHORT_NAMES = {
     "dp_replicate": "data_parallel_replicate_degree",

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from ahp.config import parse_yaml
 from ahp.errors import BadInput, bad_input
+from ahp.yaml_text import parse_yaml
 
 CONFIG_ROOTS = ("model", "init_from", "cluster", "job", "parallelism", "run")
 

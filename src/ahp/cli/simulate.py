@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,6 +65,7 @@ def run(argv: list[str]) -> int:
     )
     if arguments.trace is not None:
         _write_trace(priced, arguments.trace, all_ranks=arguments.all_ranks)
+    print("pricing its neighbours ...", file=sys.stderr)
     found, following = _binding(graph, cluster, plan), _following(plan, arguments, overrides)
     if arguments.json:
         result = {
@@ -115,6 +117,7 @@ def _subject(plan: Plan) -> tuple[ModelGraph, Cluster]:
     layout = plan.parallelism.model_copy(update=lightest)
     if reason := get(plan.engine.name).refuses(plan.job, layout, plan.engine):
         raise NotExpressible(reason)
+    print(f"analyzing {_named(plan)} ...", file=sys.stderr)
     return analyze(plan.model, plan.job, attention=plan.engine.attention), cluster
 
 
@@ -201,19 +204,23 @@ def _heading(plan: Plan) -> list[str]:
 
     assert plan.cluster is not None, "_subject refuses a plan without one"
     groups, forecast, job, engine = plan.cluster["groups"], forecast_of(plan), plan.job, plan.engine
-    model = plan.model if isinstance(plan.model, str) else plan.model.get("model_type", "given config")
     devices = " + ".join(f"{g['nodes'] * g['devices_per_node']} x {g['device']['name']}" for g in groups)
     more = ", compiled" if engine.compile else ""
     more += f", loss in chunks of {count(engine.loss_chunk_tokens)} tokens" if engine.loss_chunk_tokens else ""
     idle = sum(g["nodes"] * g["devices_per_node"] for g in groups) - plan.parallelism.world_size
     left = f", {idle} of them left idle by this layout" if idle else ""
     return [
-        f"Model    {model}, {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}",
+        f"Model    {_named(plan)}, {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}",
         f"Cluster  {devices}{left}",
         f"Engine   {engine.name}, {engine.attention} attention{more}",
         f"Layout   {plan.parallelism.short()}",
         f"Speed    {forecast.tokens_per_s_per_device:,.0f} tokens/s/device, MFU {percent(forecast.mfu)}",
     ]
+
+
+def _named(plan: Plan) -> str:
+    """The model in a word."""
+    return plan.model if isinstance(plan.model, str) else plan.model.get("model_type", "given config")
 
 
 def _told(found: Binding) -> list[str]:

@@ -20,6 +20,7 @@ from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster, Device, GroupLink
 from ahp.errors import BadInput, bad_input
 from ahp.job import Record
 from ahp.plan import validated
+from ahp.yaml_text import parse_yaml
 
 _SHORT = re.compile(
     r"(?:(?P<nodes>[-+.\d]+)x)??(?:(?P<devices>[-+.\d]+)x)?(?P<device>[a-z].*?)(?:@(?P<gbps>[^@]*))?", re.I
@@ -139,7 +140,7 @@ def from_file(path: Path) -> Cluster:
     if not path.is_file():
         raise BadInput(f"cluster = {str(path)!r}: no such file; write one with: ahp probe -o {path}")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"cluster = {str(path)!r}: not YAML: {error}") from None
     if not isinstance(data, dict):
