@@ -24,7 +24,7 @@ from ahp.forecast.communication import (
 )
 from ahp.forecast.mesh import PipelineAxis, axis_group, group_of, pipeline_axis, runs
 from ahp.forecast.nccl import Nccl, constants
-from ahp.plan import Parallelism
+from ahp.plan import DEGREE, Parallelism
 
 from .conftest import make_cluster
 
@@ -103,11 +103,38 @@ def test_groups_are_those_of_the_ranks_themselves(order, per_node, data):
     for axes in (("tp",), ("dp_shard",), ("dp_replicate", "dp_shard"), ("dp_shard", "tp")):
         first = ranks[tuple(slice(None) if axis in axes else 0 for axis in order)].reshape(-1)
         local = int((first // per_node == 0).sum())
-        assert group_of(runs(layout, axes), per_node) == Group(first.size, local, -(-first.size // local))
+        alike = Group(first.size, local, -(-first.size // local))
+        assert group_of(runs(layout, axes), per_node, layout.world_size) == alike
     places = np.moveaxis(ranks, order.index("pp"), 0).reshape(degrees["pp"], -1)
     assert sorted(places[0].tolist()) == list(pipeline_axis(layout).offsets)
     apart = (places[0] // per_node != places[1] // per_node).any()
     assert pipeline_axis(layout).pair(0, 1, per_node) == (Group(2, 1, 2) if apart else Group(2, 2, 1))
+
+
+@given(st.permutations(["pp", "dp_replicate", "dp_shard", "cp", "tp"]), st.sampled_from([4, 6, 8]), st.data())
+def test_no_group_reaches_further_than_the_one_that_is_priced(order, per_node, data):
+    """Degrees of 3 and nodes of 6, against ranks written out: the first three neighbours share a node of 8, the third three do not."""
+    degrees = {axis: data.draw(st.sampled_from([1, 2, 3, 4])) for axis in order}
+    axes = tuple(axis for axis in order if degrees[axis] > 1)
+    layout = Parallelism(
+        **{DEGREE[axis]: degree for axis, degree in degrees.items()}, zero_stage=1, mesh_order=axes or None
+    )
+    ranks = np.arange(layout.world_size).reshape([degrees[axis] for axis in order])
+    for axis in axes:
+        nodes = np.moveaxis(ranks, order.index(axis), -1).reshape(-1, degrees[axis]) // per_node
+        spread = [np.unique(group, return_counts=True)[1] for group in nodes]
+        furthest = max(len(counts) for counts in spread)
+        fewest = min(counts.max() for counts in spread if len(counts) == furthest)
+        priced = axis_group(layout, axis, per_node)
+        assert priced.nodes >= furthest
+        assert priced.local <= fewest
+        assert (priced.nodes == 1) == (furthest == 1)
+
+
+def test_a_group_over_two_nodes_is_not_priced_as_one_within():
+    layout = Parallelism(pipeline_parallel_degree=4, data_parallel_shard_degree=3, tensor_parallel_degree=2)
+    assert axis_group(layout, "dp_shard", 8) == Group(3, 2, 2), "ranks 6, 8 and 10"
+    assert axis_group(layout, "tp", 8) == Group(2, 2, 1)
 
 
 def test_a_ring_of_cpu_workers_is_the_closed_form():

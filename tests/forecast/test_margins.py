@@ -35,7 +35,7 @@ def graph() -> ModelGraph:
 
 
 def forecasts(graph: ModelGraph):
-    """On GPUs that publishers measured, on others of the catalogue, on GPUs and CPU workers that were measured, on two kinds of GPUs, and of a device that is
+    """On GPUs that publishers measured, on others of the catalogue, on GPUs and CPU workers that were measured, on workers that were not, on two kinds of GPUs, and of a device that is
     nearly full."""
     layout = Parallelism(data_parallel_replicate_degree=2)
     clusters = (
@@ -43,6 +43,7 @@ def forecasts(graph: ModelGraph):
         make_cluster(per_node=2),
         make_cluster(per_node=2, measured=Measurements()),
         make_cluster(name="cpu", per_node=2),
+        make_cluster(name="cpu", per_node=2, measured=Measurements()),
         two_kinds(),
     )
     steps = [price(graph, cluster, JOB, layout, EngineChoice()).forecast for cluster in clusters]

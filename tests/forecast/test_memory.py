@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from ahp.engines.ahp import AhpEngine
 from ahp.engines.megatron import MegatronEngine
 from ahp.engines.registry import get
+from ahp.forecast.assembly import num_groups
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
 from ahp.forecast.memory import RankWeights, fit_probability, rank_memory, segment_memory, state_bytes
@@ -198,6 +199,29 @@ def test_the_rest_of_the_device():
     assert used.reserved == 1038
     assert used.total == sum(used.parts.values()) == 1038 + 3 * 600_000_000
     assert rank_memory({"parameters": 1000}, cpu, num_groups=3).parts["communicators"] == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "groups"),
+    [
+        ({}, 0),
+        ({"data_parallel_replicate_degree": 4}, 2),  # the replicas and all ranks
+        ({"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2}, 3),
+        ({"tensor_parallel_degree": 4, "pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2}, 4),
+        (
+            {"context_parallel_degree": 4, "data_parallel_shard_degree": 2},
+            3,
+        ),  # attention's ranks beside the eight that shard
+        (
+            {"data_parallel_shard_degree": 8, "expert_parallel_degree": 4},
+            4,
+        ),  # who shares experts, and who shards the same ones
+        ({"data_parallel_replicate_degree": 8, "zero_stage": 0, "expert_parallel_degree": 4}, 4),
+        ({"data_parallel_shard_degree": 8, "expert_parallel_degree": 8}, 3),
+    ],
+)
+def test_communicators_are_those_of_the_mesh(keys, groups):
+    assert num_groups(Parallelism(**keys)) == groups
 
 
 @given(st.floats(1e6, 1e12), st.floats(1e6, 1e12), st.floats(1.001, 2))

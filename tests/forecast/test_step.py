@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from ahp.cluster.model import Measurements
 from ahp.engines.ahp import FSDP_OPERATORS
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import margins
@@ -261,7 +262,19 @@ def test_the_band_is_as_wide_as_the_errors_that_were_measured(tiny):
         return math.log(found.step_time_high_s / found.step_time_s) / NORMAL_90
 
     assert half_width() == pytest.approx(margins.value("step_error_catalogue"))
-    assert half_width(name="cpu") == pytest.approx(margins.value("step_error_cpu"))
+    assert half_width(name="cpu") == pytest.approx(margins.value("step_error_cpu_sensed"))
+
+
+def test_the_band_is_narrower_after_a_probe_on_every_kind_of_device(tiny):
+    layout = Parallelism(data_parallel_replicate_degree=2)
+    for name in ("cpu", "toy", "A100-SXM-80GB"):
+        cluster = make_cluster(per_node=2, name=name)
+        nodes = cluster.groups[0].model_copy(update={"measured": Measurements()})
+        unknown, probed = (
+            forecast(tiny, one, JOB, layout, EngineChoice())
+            for one in (cluster, cluster.model_copy(update={"groups": (nodes,)}))
+        )
+        assert probed.step_time_high_s / probed.step_time_low_s < unknown.step_time_high_s / unknown.step_time_low_s
 
 
 @pytest.mark.parametrize(

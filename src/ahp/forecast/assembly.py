@@ -104,7 +104,7 @@ def step_error(nodes: NodeGroup) -> float:
     """Standard error of the log of the step time on such nodes: larger where published steps say nothing of the device."""
     device = nodes.device
     if is_cpu(device):
-        return margins.value("step_error_cpu")
+        return margins.value("step_error_cpu_sensed" if nodes.measured is None else "step_error_cpu")
     if nodes.measured is not None:
         return margins.value("step_error_measured")
     published = device.name in margins.margins()["step_error_published"].devices
@@ -120,11 +120,17 @@ def slowest_share(num_ranks: int) -> float:
 
 
 def num_groups(parallelism: Parallelism) -> int:
-    """Process groups whose communicators a rank holds."""
-    degrees = (
-        parallelism.weight_replicas, parallelism.weight_shards,
-        parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree, parallelism.world_size,
-    )  # fmt: skip
+    """Process groups whose communicators a rank holds: those of the mesh that have more than one rank, and all ranks."""
+    p = parallelism
+    degrees = [
+        p.weight_replicas, p.weight_shards,
+        p.context_parallel_degree, p.tensor_parallel_degree, p.pipeline_parallel_degree, p.world_size,
+    ]  # fmt: skip
+    if p.expert_parallel_degree > 1:
+        # Who holds the same experts is another group than who holds the same dense weights.
+        shards = max(1, p.weight_shards // p.expert_parallel_degree)
+        alike = p.weight_replicas * p.weight_shards // p.expert_parallel_degree // shards
+        degrees += [p.expert_parallel_degree, shards, alike if alike != p.weight_replicas else 1]
     return sum(degree > 1 for degree in degrees)
 
 

@@ -27,7 +27,8 @@ def _joined(within: tuple[Run, ...], between: tuple[Run, ...]) -> tuple[Run, ...
 def data_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group, Group]:
     """The ranks over which weights are sharded, and those that replicate them; context ranks belong to either."""
     shards, replicas = first_of(data_ranks(parallelism), shard_ranks(parallelism))
-    return group_of(shards, devices_per_node), group_of(replicas, devices_per_node)
+    world = parallelism.world_size
+    return group_of(shards, devices_per_node, world), group_of(replicas, devices_per_node, world)
 
 
 def expert_ranks(parallelism: Parallelism) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
@@ -48,7 +49,8 @@ def expert_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Grou
         return data_groups(parallelism, devices_per_node)
     _, alike = expert_ranks(parallelism)
     shards, replicas = first_of(alike, max(1, shard_ranks(parallelism) // parallelism.expert_parallel_degree))
-    return group_of(shards, devices_per_node), group_of(replicas, devices_per_node)
+    world = parallelism.world_size
+    return group_of(shards, devices_per_node, world), group_of(replicas, devices_per_node, world)
 
 
 def replica_members(parallelism: Parallelism) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ahp.forecast.communication import Group
 from ahp.plan import Axis, Parallelism
@@ -53,16 +57,52 @@ def first_of(ranks: tuple[Run, ...], count: int) -> tuple[tuple[Run, ...], tuple
     return tuple(first), tuple(rest)
 
 
-def group_of(ranks: tuple[Run, ...], devices_per_node: int) -> Group:
-    """Runs of runs as the group of a collective."""
+def group_of(ranks: tuple[Run, ...], devices_per_node: int, world: int) -> Group:
+    """Runs of runs as the group of a collective; of the groups that ``world`` ranks form so, one that reaches furthest.
+
+    Where a run does not fill nodes evenly, some of its groups lie on more nodes than the first: three neighbours on nodes of
+    eight, the third group of them on two.
+    """
     size = math.prod(run.size for run in ranks)
     local = math.prod(min(run.size, max(1, devices_per_node // run.stride)) for run in ranks)
-    return Group(size, local, math.ceil(size / local))
+    first = Group(size, local, math.ceil(size / local))
+    if world <= devices_per_node or all(_fills_nodes(run, devices_per_node) for run in ranks):
+        return first
+    furthest = _furthest(ranks, devices_per_node, world)
+    return Group(size, min(local, furthest.local), max(first.nodes, furthest.nodes))
+
+
+def _fills_nodes(run: Run, devices_per_node: int) -> bool:
+    """Whether all its groups lie on nodes alike: within one, on whole ones, or each rank on its own."""
+    whole = run.size * run.stride
+    within, beyond = devices_per_node % whole == 0, devices_per_node % run.stride == 0 and whole % devices_per_node == 0
+    return within or beyond or run.stride % devices_per_node == 0
+
+
+@lru_cache(maxsize=4096)
+def _furthest(ranks: tuple[Run, ...], devices_per_node: int, world: int) -> Group:
+    """The group on the most nodes, of these the one with the fewest ranks on its fullest node."""
+    members, starts, whole = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), 1
+    for run in sorted((run for run in ranks if run.size > 1), key=lambda run: run.stride):
+        # Between the runs lie the ranks of other groups; where a node begins is all that matters of them.
+        starts = _sums(starts, run.stride // whole, whole, devices_per_node)
+        members = (members[:, None] + run.stride * np.arange(run.size)).ravel()
+        whole = run.size * run.stride
+    starts = _sums(starts, world // whole, whole, devices_per_node)
+    found = [np.unique((start + members) // devices_per_node, return_counts=True)[1] for start in starts]
+    nodes, local = max((len(counts), -int(counts.max())) for counts in found)
+    return Group(len(members), -local, nodes)
+
+
+def _sums(starts: NDArray[np.int64], count: int, stride: int, devices_per_node: int) -> NDArray[np.int64]:
+    """Places on a node of what lies 0 .. ``count`` - 1 strides behind ``starts``."""
+    steps = stride * np.arange(min(count, devices_per_node))
+    return np.unique((starts[:, None] + steps) % devices_per_node)
 
 
 def axis_group(parallelism: Parallelism, axis: Axis, devices_per_node: int) -> Group:
     """The group of one mesh axis."""
-    return group_of(runs(parallelism, (axis,)), devices_per_node)
+    return group_of(runs(parallelism, (axis,)), devices_per_node, parallelism.world_size)
 
 
 class PipelineAxis(NamedTuple):

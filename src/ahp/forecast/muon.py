@@ -73,7 +73,7 @@ def places_of(parallelism: Parallelism, devices_per_node: int) -> Places:
     tensor = axis_group(parallelism, "tp", devices_per_node)
     shard, replicas = data_groups(parallelism, devices_per_node)
     shards, _ = first_of(data_ranks(parallelism), shard_ranks(parallelism))
-    within = group_of((*runs(parallelism, ("tp",)), *shards), devices_per_node)
+    within = group_of((*runs(parallelism, ("tp",)), *shards), devices_per_node, parallelism.world_size)
     return Places(tensor, shard, within, replicas)
 
 

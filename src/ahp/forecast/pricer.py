@@ -99,8 +99,12 @@ class Priced:
 class Pricer:
     """Forecasts for one model, cluster, job and engine."""
 
-    def __init__(self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice) -> None:
+    def __init__(
+        self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice, *, in_cells: bool = False
+    ) -> None:
+        """``in_cells``: the nodes are a group of a mixed cluster, on which each cell lies on one node or on whole ones."""
         self.graph, self.cluster, self.job, self.choice = graph, cluster, job, choice
+        self.in_cells = in_cells
         self.nodes = cluster.groups[0]
         self.network = Network(self.nodes)
         self.slowest_share = 0.0 if is_cpu(self.nodes.device) else slowest_share(cluster.num_devices)
@@ -131,7 +135,7 @@ class Pricer:
         if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
             return []
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
-        axes = axes_of(parallelism, self.nodes.devices_per_node)
+        axes = axes_of(self._numbered(parallelism), self.nodes.devices_per_node)
         return self.unit_pricer.ways(axes, traits) if len(traits.context_ways) > 1 else []
 
     def _price(self, parallelism: Parallelism) -> Priced:
@@ -156,6 +160,12 @@ class Pricer:
             parallelism, span, stages, optimizer_s,
         )  # fmt: skip
 
+    def _numbered(self, parallelism: Parallelism) -> Parallelism:
+        """The layout whose ranks fill these nodes in order: the one of a cell, where cells are placed."""
+        if not self.in_cells:
+            return parallelism
+        return parallelism.model_copy(update={"pipeline_parallel_degree": 1, "data_parallel_replicate_degree": 1})
+
     def stage_times(self, parallelism: Parallelism) -> list[StageTimes]:
         """What each stage of a legal layout takes, without the schedule and without memory."""
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
@@ -165,7 +175,7 @@ class Pricer:
         """The model's blocks and ends, priced for one rank of the layout and one micro-batch; at least, where the layout leaves
         context_parallel_method open."""
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
-        axes = axes_of(parallelism, self.nodes.devices_per_node)
+        axes = axes_of(self._numbered(parallelism), self.nodes.devices_per_node)
         return self.unit_pricer.units(parallelism.micro_batch_size, axes, traits)
 
     def decided(self, parallelism: Parallelism) -> Parallelism:
@@ -198,11 +208,12 @@ class Pricer:
     def data_parallel(self, parallelism: Parallelism, traits: Traits) -> DataParallel:
         """How the ranks of these nodes share the weights of a layout."""
         per_node, on_cpu = self.nodes.devices_per_node, is_cpu(self.nodes.device)
-        shard, replicate = data_groups(parallelism, per_node)
+        numbered = self._numbered(parallelism)
+        shard, replicate = data_groups(numbered, per_node)
         return DataParallel(
             shard=shard,
             replicate=replicate,
-            experts=expert_groups(parallelism, per_node),
+            experts=expert_groups(numbered, per_node),
             traits=traits,
             micro_batches=parallelism.num_micro_batches(self.job),
             overlap=0.0 if on_cpu else 1.0,

@@ -84,13 +84,13 @@ class _Same:
 
 
 @lru_cache(maxsize=32)
-def _pricer(graph: _Same, cluster: _Same, job: str, engine: str) -> Pricer | MixedPricer:
+def _pricer(graph: _Same, cluster: _Same, job: str, engine: str, in_cells: bool = False) -> Pricer | MixedPricer:
     of, on = Job.model_validate_json(job), cluster.value
     choice: EngineChoice = EngineChoice.model_validate_json(engine)
     if not on.is_mixed:
-        return Pricer(graph.value, on, of, choice)
+        return Pricer(graph.value, on, of, choice, in_cells=in_cells)
     alone = [_Same(Cluster(groups=(group,), source=on.source)) for group in on.groups]
-    found = [_pricer(graph, part, job, engine) for part in alone]
+    found = [_pricer(graph, part, job, engine, True) for part in alone]
     groups = {part.nodes.name: part for part in found if isinstance(part, Pricer)}
     return MixedPricer(graph.value, on, of, choice, groups)
 

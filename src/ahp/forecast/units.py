@@ -48,7 +48,7 @@ def axes_of(parallelism: Parallelism, devices_per_node: int) -> Axes:
         tensor=axis_group(parallelism, "tp", devices_per_node),
         sequence_parallel=parallelism.enable_sequence_parallel and tensor > 1,
         context=axis_group(parallelism, "cp", devices_per_node),
-        expert=group_of(expert_ranks(parallelism)[0], devices_per_node),
+        expert=group_of(expert_ranks(parallelism)[0], devices_per_node, parallelism.world_size),
     )
 
 

@@ -29,6 +29,9 @@ class Within(NamedTuple):
     expert: int
     pipeline: tuple[int, int]
     """The same of the pipeline; and where nodes do not begin at the same place of every pipeline, how far places are apart."""
+    uneven: tuple[tuple[Axis, int], ...] = ()
+    """Where some axis does not fill nodes evenly, the inner axes with their degrees: they say which groups lie on more nodes than
+    others of their axis."""
 
 
 class Ordered(NamedTuple):
@@ -99,7 +102,7 @@ class Orders:
 
     def _from_inside(self, degrees: Degrees, usual: Order, inner: Order = (), stride: int = 1) -> Iterator[Order]:
         outer: Order = tuple(axis for axis in usual if axis not in inner)
-        if not outer or (degrees.nest and stride >= self.devices_per_node):
+        if not outer or (degrees.nest and stride % self.devices_per_node == 0):
             yield outer + inner
             return
         for axis in reversed(outer):
@@ -121,7 +124,8 @@ class Orders:
             stride *= degree
         expert, alike = self._experts(degrees, order)
         # Where every axis fills nodes evenly the numbers on a node say all; else an order is taken to be like no other.
-        within = Within(local["tp"], local["cp"], expert, (local["pp"], 0 if even else strides["pp"]))
+        uneven: tuple[tuple[Axis, int], ...] = () if even else tuple((axis, degrees.by_axis[axis]) for axis in order)
+        within = Within(local["tp"], local["cp"], expert, (local["pp"], 0 if even else strides["pp"]), uneven)
         data = local["dp_replicate"], local["dp_shard"]
         return within, (data, alike, None if even and degrees.nest else order)
 
