@@ -21,9 +21,6 @@ from ahp.forecast import step
 
 Simulate = Callable[..., Any]
 
-NORMAL_90 = 1.645
-"""Half width of the central 90 % of a normal distribution, in standard errors."""
-
 ROWS_OF_A_SOURCE = 90
 """A fit takes at most so many rows of one source, evenly spaced: every eighth of 720."""
 
@@ -48,8 +45,8 @@ class Judged:
     failure: str | None = None
     """Why it could not be priced; then the rest is None."""
     predicted_s: float | None = None
-    sigma: float | None = None
-    """Standard error of the log of the step time that the forecast's own band stands for."""
+    inside: bool | None = None
+    """Whether the forecast's band holds what was measured; None without a step time."""
     error: float | None = None
     allocated_error: float | None = None
     reserved_error: float | None = None
@@ -57,13 +54,6 @@ class Judged:
     fit_probability: float | None = None
     seconds: float | None = None
     """That one call took, on this machine."""
-
-    @property
-    def inside(self) -> bool | None:
-        """Whether the band holds what was measured; None without a step time."""
-        if self.error is None or self.sigma is None:
-            return None
-        return abs(math.log1p(self.error)) <= NORMAL_90 * self.sigma
 
     @property
     def fit_mistaken(self) -> bool:
@@ -88,7 +78,7 @@ def judge(run: Run, simulate: Simulate) -> Judged:
     return Judged(
         run,
         predicted_s=found.step_time_s,
-        sigma=math.log(found.step_time_high_s / found.step_time_s) / NORMAL_90,
+        inside=found.step_time_low_s <= run.measured_s <= found.step_time_high_s if run.measured_s else None,
         error=off(found.step_time_s, run.measured_s),
         allocated_error=off(found.memory_allocated_bytes, run.allocated_bytes),
         reserved_error=off(found.memory_reserved_bytes, run.reserved_bytes) if run.reserved_bytes else on_device,

@@ -8,11 +8,13 @@ from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
-from accuracy_judge import NORMAL_90, Judged
+from accuracy_judge import Judged
+from numpy.typing import NDArray
 from page import table
 from scipy.stats import spearmanr
 
 from ahp.engines import steps
+from ahp.forecast.assembly import band_s
 
 FAR_OFF = 0.30
 """Rows further off than this are listed one by one."""
@@ -153,7 +155,22 @@ def ranking(judged: Sequence[Judged]) -> str:
 
 
 def _covered(own: Sequence[Judged], sigma: float) -> float:
-    return float((abs(np.log1p(errors(own))) <= NORMAL_90 * sigma).mean())
+    low, high = band_s(1.0, sigma)
+    return float(((low <= _slower(own)) & (_slower(own) <= high)).mean())
+
+
+def _slower(own: Sequence[Judged]) -> NDArray[np.float64]:
+    """Measured over forecast."""
+    return 1.0 / (1.0 + errors(own))
+
+
+def _tails(groups: Sequence[Sequence[Judged]]) -> str:
+    """The 5th and the 95th percentile of ln(measured / forecast), every group one vote."""
+    logs = np.concatenate([np.log(_slower(own)) for own in groups])
+    votes = np.concatenate([np.full(len(own), 1.0 / (len(own) * len(groups))) for own in groups])
+    order = np.argsort(logs)
+    low, high = (logs[order][np.searchsorted(np.cumsum(votes[order]), share)] for share in (0.05, 0.95))
+    return f"{low:+.2f} and {high:+.2f}"
 
 
 def _reaching(coverage: Callable[[float], float], share: float) -> float:
@@ -164,18 +181,22 @@ def _reaching(coverage: Callable[[float], float], share: float) -> float:
 def bands(judged: Sequence[Judged], left_out: Sequence[Judged], notes: Mapping[str, Any]) -> str:
     """The standard error that would make the band hold 85, 90 and 97 %, by source and over them."""
     lines = [_band(name, [own]) for name, own in _timed(judged, notes).items()]
-    spans = []
+    spans, tails = [], []
     for found, words in ((judged, ""), (left_out, ", left out")):
         groups = list(_timed(found, notes).values())
         if not groups:
             continue
         rows = [one for own in groups for one in own]
+        tails.append(f"{_tails(groups)}{words}")
         for view, own in ((f"each source one vote{words}", groups), (f"each row one vote{words}", [rows])):
             lines.append(_band(f"**{view}**", own))
             spans.append(f"{view}, {lines[-1][2]} to {lines[-1][4]} %")
     head = ["source", "in band now", *(f"sigma for {percent(share, '.0f')}" for share in COVERAGE)]
     low, high = percent(COVERAGE[0], ".0f"), percent(COVERAGE[-1], ".0f")
-    return f"{table(head, lines)}\n\nThe band holds {low} to {high} % with a sigma of: {'; '.join(spans)}."
+    return (
+        f"{table(head, lines)}\n\nThe band holds {low} to {high} % with a sigma of: {'; '.join(spans)}. "
+        f"The 5th and the 95th percentile of ln(measured / forecast), each source one vote: {'; '.join(tails)}."
+    )
 
 
 def _timed(judged: Sequence[Judged], notes: Mapping[str, Any]) -> dict[str, list[Judged]]:

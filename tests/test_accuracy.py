@@ -129,7 +129,7 @@ def test_a_pattern_explains_rows_and_the_rest_stay_open(accuracy: Any) -> None:
 
     def far(name: str) -> Any:
         run = accuracy_rows.Run(name, "s", "g", {}, 1.0, None, None, None, True)
-        return accuracy_judge.Judged(run, error=-0.5, sigma=0.1, predicted_s=0.5)
+        return accuracy_judge.Judged(run, error=-0.5, inside=False, predicted_s=0.5)
 
     notes = {"far_off": [{"rows": ["a-*"], "why": "slow network"}]}
     told = accuracy_tables.far_off([far("a-1"), far("b-1"), far("a-2")], notes)

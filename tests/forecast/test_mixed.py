@@ -12,7 +12,7 @@ from ahp.cluster.cells import Cell, cells_of, place
 from ahp.cluster.model import Cluster, GroupLink, Link, NodeGroup
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import margins, timeline
-from ahp.forecast.assembly import NORMAL_90
+from ahp.forecast.assembly import band_s
 from ahp.forecast.communication import Group
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.mixed_network import MixedNetwork, Spread
@@ -149,7 +149,7 @@ def test_parts_add_up_and_no_bound_is_above(hand_graph, stages):
     assert sum(found.step.values()) == pytest.approx(found.step_time_s)
     assert min(found.step.values()) > 0
     error = (margins.value("step_error_catalogue") ** 2 + margins.value("step_error_mixed") ** 2) ** 0.5
-    assert found.step_time_high_s / found.step_time_s == pytest.approx(2.718281828 ** (NORMAL_90 * error))
+    assert (found.step_time_low_s, found.step_time_high_s) == pytest.approx(band_s(found.step_time_s, error))
     peak = 8 * 1e14 + 8 * 2e14
     assert found.mfu == pytest.approx(3 * hand_graph.flops("forward") * 32 / (found.step_time_s * peak))
     assert isinstance(prices, MixedPricer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import NormalDist
 
@@ -111,6 +112,12 @@ def step_error(nodes: NodeGroup) -> float:
     limit, rated = device.power_limit_w, device.rated_power_w
     limited = limit is not None and rated is not None and limit < rated  # priced by a law that two pairs of parts gave
     return margins.value("step_error_published" if published and not limited else "step_error_catalogue")
+
+
+def band_s(step_s: float, error: float) -> tuple[float, float]:
+    """Seconds between which nine of ten steps lie that are forecast to take ``step_s``, with a standard error of the log."""
+    width, above = 2 * NORMAL_90 * error, margins.value("band_above")
+    return step_s * math.exp(-(1.0 - above) * width), step_s * math.exp(above * width)
 
 
 def slowest_share(num_ranks: int) -> float:

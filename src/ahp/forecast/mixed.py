@@ -20,7 +20,7 @@ from ahp.engines.registry import get
 from ahp.forecast import margins, memory
 from ahp.forecast.assembly import (
     FLOP_CONVENTION,
-    NORMAL_90,
+    band_s,
     in_flight_bytes,
     message_bytes,
     passes_behind,
@@ -297,12 +297,12 @@ class MixedPricer:
         peaks = {name: self.groups[name].unit_pricer.rates.peak(self.job.precision) for name in layout.placement.used}
         all_flops = sum(count * peaks[name] for name, count in layout.placement.used.items())
         flops = step_flops(self.job, parallelism, self.units(parallelism, cell.group))
-        band = math.exp(NORMAL_90 * self._step_error(layout.placement))
+        low_s, high_s = band_s(step_s, self._step_error(layout.placement))
         probability = memory.fit_probability(used.total, self._capacity(cell.group))
         return Forecast(
             step_time_s=step_s,
-            step_time_low_s=step_s / band,
-            step_time_high_s=step_s * band,
+            step_time_low_s=low_s,
+            step_time_high_s=high_s,
             tokens_per_s_per_device=self.job.tokens_per_step / (step_s * world),
             mfu=flops / (step_s * all_flops),
             mfu_peak=f"{self._peak_words(layout.placement, peaks)}; {FLOP_CONVENTION}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from ahp.errors import AhpError, BadInput, NotExpressible, bad_input
 from ahp.forecast import memory
 from ahp.forecast.assembly import (
     FLOP_CONVENTION,
-    NORMAL_90,
+    band_s,
     in_flight_bytes,
     message_bytes,
     num_groups,
@@ -435,14 +434,14 @@ class Pricer:
         units: Units,
     ) -> Forecast:
         device, world = self.nodes.device, parallelism.world_size
-        band = math.exp(NORMAL_90 * step_error(self.nodes))
+        low_s, high_s = band_s(step_s, step_error(self.nodes))
         peak = self.unit_pricer.rates.peak(self.job.precision)
         model_flops = step_flops(self.job, parallelism, units)
         probability = memory.fit_probability(used.total, device.memory_bytes)
         return Forecast(
             step_time_s=step_s,
-            step_time_low_s=step_s / band,
-            step_time_high_s=step_s * band,
+            step_time_low_s=low_s,
+            step_time_high_s=high_s,
             tokens_per_s_per_device=self.job.tokens_per_step / (step_s * world),
             mfu=model_flops / (step_s * world * peak),
             mfu_peak=f"{device.name}, dense {self.job.precision} peak {peak / 1e12:.4g} TFLOP/s; {FLOP_CONVENTION}",
