@@ -44,6 +44,9 @@ def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
     if isinstance(given, Mapping) and isinstance(found, Record):
         for name in (one for one in given if one in found.model_fields_set):
             yield from taken_for_numbers(given[name], getattr(found, name), f"{key}.{name}" if key else name)
+    elif isinstance(given, Mapping) and isinstance(found, Mapping):
+        for name in (one for one in given if one in found):
+            yield from taken_for_numbers(given[name], found[name], f"{key}.{name}")
     elif isinstance(given, (list, tuple)) and isinstance(found, tuple) and len(given) == len(found):
         for i, (one, read) in enumerate(zip(given, found, strict=True)):
             yield from taken_for_numbers(one, read, f"{key}.{i}")

@@ -172,5 +172,43 @@ def test_plain_form_is_checked(tmp_path: Path) -> None:
     data["groups"][0]["intra_node"]["bandwidth_bytes_per_s"] = float("nan")
     with pytest.raises(BadInput, match="bandwidth_bytes_per_s"):
         Cluster.from_dict(data)
-    with pytest.raises(ValueError, match="must be above 0"):
-        Device(name="x", memory_bytes=1, memory_bandwidth_bytes_per_s=1, peak_flops_per_s={"fp32": 0.0})
+    for peaks, words in (
+        ({"fp32": 0.0}, "must be 1 or more"),
+        ({"fp23": 1e12}, r"fp23: .*\(valid: fp32, bf16, fp16, fp8\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Device(name="x", memory_bytes=1, memory_bandwidth_bytes_per_s=1, peak_flops_per_s=peaks)
+    data = Cluster.parse("2x8xH100").plain()
+    data["groups"][0]["device"]["peak_flops_per_s"]["bf16"] = True
+    with pytest.raises(BadInput, match=r"peak_flops_per_s.bf16 = True: must be a number"):
+        Cluster.from_dict(data)
+
+
+SAMPLES = {
+    "matmul": {"m": 8, "n": 8, "k": 8, "dtype": "fp32", "workers": 1, "seconds": 1e-6},
+    "memory": {"workers": 1, "bytes_per_s": 1e9},
+    "attention": {
+        "heads": 1,
+        "sequence": 8,
+        "head_dim": 8,
+        "dtype": "fp32",
+        "workers": 1,
+        "phase": "forward",
+        "seconds": 1e-6,
+    },
+    "element_wise": {"kind": "add", "elements": 8, "dtype": "fp32", "workers": 1, "seconds": 1e-6},
+    "collectives": {"kind": "all_reduce", "workers": 2, "bytes": 8, "seconds": 1e-6},
+}
+
+
+@pytest.mark.parametrize("table", SAMPLES)
+def test_a_measurement_of_nothing_is_refused(table: str) -> None:
+    """Their logarithms are asked for."""
+    data = Cluster.parse("1x2xH100").plain()
+    sample: dict[str, Any] = SAMPLES[table]
+    data["groups"][0]["measured"] = {table: [sample]}
+    assert Cluster.from_dict(data)
+    for key in (key for key, value in sample.items() if not isinstance(value, str)):
+        data["groups"][0]["measured"] = {table: [sample | {key: -1}]}
+        with pytest.raises(BadInput, match=key):
+            Cluster.from_dict(data)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ahp.job import Record
+from ahp.job import BYTES_PER_ELEMENT, Record
 
 CLUSTER_SCHEMA_VERSION = 1
+
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=1)]
+"""Something a second. Less than one of it is no hardware, and the reciprocal of next to nothing is no time."""
 
 
 class Device(Record):
@@ -17,10 +22,10 @@ class Device(Record):
 
     name: str
     memory_bytes: int = Field(gt=0)
-    memory_bandwidth_bytes_per_s: float = Field(gt=0)
+    memory_bandwidth_bytes_per_s: Rate
     peak_flops_per_s: dict[str, float] = Field(min_length=1)
     """Dense peak by precision (fp32, bf16, fp16, fp8); a precision that is absent is not supported."""
-    num_sms: int | None = None
+    num_sms: Count | None = None
     power_limit_w: float | None = Field(default=None, gt=0)
     """What the device may draw, as set on it or by the user."""
     rated_power_w: float | None = Field(default=None, gt=0)
@@ -28,18 +33,22 @@ class Device(Record):
     kernel_launch_s: float = Field(default=5.0e-6, ge=0)
     """Time that every operator takes at least. On a GPU the launch of a kernel; on a CPU what Python, dispatch and
     autograd take for one operator of a training step, which nothing hides there."""
-    host_bandwidth_bytes_per_s: float | None = Field(default=None, gt=0)
+    host_bandwidth_bytes_per_s: Rate | None = None
     """Between its memory and the host's, one way at a time, while all devices of the node copy; None = nobody says."""
-    reserved_memory_bytes: int = 0
+    reserved_memory_bytes: NotNegative = 0
     """Held by the driver and the context before the first tensor."""
     source: str = ""
 
     @model_validator(mode="after")
     def _peaks_are_rates(self) -> Device:
         for precision, peak in self.peak_flops_per_s.items():
-            if not peak > 0:
+            if precision not in BYTES_PER_ELEMENT:
                 raise ValueError(
-                    f"peak_flops_per_s.{precision} = {peak}: must be above 0; leave out what is not supported"
+                    f"peak_flops_per_s.{precision}: no precision of a job (valid: {', '.join(BYTES_PER_ELEMENT)})"
+                )
+            if not peak >= 1:
+                raise ValueError(
+                    f"peak_flops_per_s.{precision} = {peak}: must be 1 or more; leave out what is not supported"
                 )
         return self
 
@@ -47,7 +56,7 @@ class Device(Record):
 class Link(Record):
     """A level of the network. ``bandwidth`` is per direction."""
 
-    bandwidth_bytes_per_s: float = Field(gt=0)
+    bandwidth_bytes_per_s: Rate
     latency_s: float = Field(ge=0)
     source: str = ""
 
@@ -55,11 +64,11 @@ class Link(Record):
 class MatmulSample(Record):
     """A measured matrix product (m, k) x (k, n)."""
 
-    m: int
-    n: int
-    k: int
+    m: Count
+    n: Count
+    k: Count
     dtype: str
-    workers: int
+    workers: Count
     """Workers that ran it at once on the node."""
     seconds: float = Field(gt=0)
 
@@ -68,19 +77,19 @@ class CollectiveSample(Record):
     """A measured collective over ``workers`` ranks; ``bytes`` is the whole tensor (the gathered one for all-gather)."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
-    workers: int
-    bytes: int
+    workers: Count
+    bytes: NotNegative
     seconds: float = Field(gt=0)
 
 
 class AttentionSample(Record):
     """Measured causal fused attention of one sequence over ``heads`` heads (torch's scaled_dot_product_attention)."""
 
-    heads: int
-    sequence: int
-    head_dim: int
+    heads: Count
+    sequence: Count
+    head_dim: Count
     dtype: str
-    workers: int
+    workers: Count
     phase: Literal["forward", "backward"]
     seconds: float = Field(gt=0)
 
@@ -92,17 +101,17 @@ class ElementWiseSample(Record):
     """
 
     kind: Literal["add", "silu"]
-    elements: int
+    elements: Count
     dtype: str
-    workers: int
+    workers: Count
     seconds: float = Field(gt=0)
 
 
 class MemorySample(Record):
     """Measured streaming bandwidth of one worker while ``workers`` of them stream."""
 
-    workers: int
-    bytes_per_s: float = Field(gt=0)
+    workers: Count
+    bytes_per_s: Rate
 
 
 class Measurements(Record):
@@ -119,18 +128,18 @@ class Host(Record):
     """One node beside its devices."""
 
     cpu: str = ""
-    cores: int | None = None
+    cores: Count | None = None
     """Physical cores that this process may use, container limits included."""
-    memory_bytes: int | None = None
+    memory_bytes: NotNegative | None = None
     """Memory that this process may use, container limits included."""
-    numa_nodes: int | None = None
-    network_gbps: float | None = None
+    numa_nodes: NotNegative | None = None
+    network_gbps: float | None = Field(default=None, ge=0)
     """Gb/s per direction of the node's network cards, as they say; None where they do not."""
     storage_path: str | None = None
     storage_kind: str | None = None
-    storage_free_bytes: int | None = None
-    storage_read_bytes_per_s: float | None = None
-    storage_write_bytes_per_s: float | None = None
+    storage_free_bytes: NotNegative | None = None
+    storage_read_bytes_per_s: float | None = Field(default=None, ge=0)
+    storage_write_bytes_per_s: float | None = Field(default=None, ge=0)
 
 
 class NodeGroup(Record):
