@@ -17,7 +17,7 @@ vpp                    virtual stages of a pipeline rank, or "max" (one layer ea
 schedule               1f1b, gpipe or zb-1p; absent = by vpp
 zero_stage, zero_group, sequence_parallel, micro_batch (sequences), global_batch (sequences)
 recompute              none, selective or full; absent = the lightest that fits
-flash_attention, torch_compile    whether they were used
+flash_attention, torch_compile, async_tp    whether they were used; async_tp absent = as the engine does by itself
 measured               step_time_s, or tokens_per_s_per_gpu (``derived`` may hold a step time reckoned from FLOP/s);
                        memory_gib (allocated, 2**30), memory_reserved_gib, memory_gb_reported (10**9 bytes, what the
                        source's tool showed: reserved), memory_device_gib (what nvidia-smi showed: with CUDA's context
@@ -149,6 +149,7 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
     """What ``ahp.simulate`` is called with for one row."""
     gpus, per_node = row["gpus"], row["gpus_per_node"]
     flash, compiled = bool(row.get("flash_attention")), bool(row.get("torch_compile"))
+    pieces = {"enable_async_tensor_parallel": row["async_tp"]} if "async_tp" in row else {}
     return {
         "model": model_config(row["model"]),
         "cluster": {
@@ -164,7 +165,7 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
             "optimizer": "adamw",
         },
         "parallelism": _parallelism(row),
-        "engine": {"name": _engine(row), "attention": "flash" if flash else "math", "compile": compiled},
+        "engine": {"name": _engine(row), "attention": "flash" if flash else "math", "compile": compiled} | pieces,
     }
 
 

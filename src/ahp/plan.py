@@ -354,6 +354,9 @@ class EngineChoice(Record):
     """Tokens of which the logits, their loss and their gradient exist at a time; None = all of a micro-batch."""
     offload_optimizer: bool = False
     """Whether AdamW's moments are kept in host memory and come to the device for each update."""
+    enable_async_tensor_parallel: bool | None = None
+    """Whether the collectives of sequence parallelism travel in pieces beside the products that read or make them; None = as the
+    engine does by itself."""
 
     @model_validator(mode="before")
     @classmethod

@@ -16,6 +16,8 @@ from ahp.plan import EngineChoice, Parallelism
         ("megatron", {}, {}, {"compile": True}, "engine.compile = True"),
         ("torchtitan", {}, {}, {"loss_chunk_tokens": 512}, "engine.loss_chunk_tokens = 512"),
         ("deepspeed", {}, {}, {"offload_optimizer": True}, "engine.offload_optimizer = True"),
+        ("torchtitan", {}, {}, {"enable_async_tensor_parallel": True}, "engine.enable_async_tensor_parallel = True"),
+        ("deepspeed", {}, {}, {"enable_async_tensor_parallel": True}, "engine.enable_async_tensor_parallel = True"),
         ("torchtitan", {}, {"precision": "fp16"}, {}, "precision = 'fp16'"),
         ("deepspeed", {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}, {}, {}, "data_parallel_replicate_degree = 2"),
         ("deepspeed", {"activation_checkpoint": "selective"}, {}, {}, "activation_checkpoint = 'selective'"),

@@ -61,6 +61,7 @@ def small(
     offload: bool = False,
     compiled: bool = False,
     precision: str = "bf16",
+    pieces: bool | None = None,
 ) -> Problem:
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if memory_bytes is not None:
@@ -68,7 +69,8 @@ def small(
     asked = {"sequence_length": SEQUENCE, "global_batch_size": batch, "optimizer": optimizer, "precision": precision}
     job = Job.model_validate(asked)
     choice = {
-        "name": engine, "loss_chunk_tokens": loss_chunk_tokens, "offload_optimizer": offload, "compile": compiled
+        "name": engine, "loss_chunk_tokens": loss_chunk_tokens, "offload_optimizer": offload, "compile": compiled,
+        "enable_async_tensor_parallel": pieces,
     }  # fmt: skip
     return problem(graph(model), where, job, constraints, choice)
 
@@ -132,6 +134,7 @@ def problems(draw: st.DrawFn, clusters: tuple[str, ...] = CLUSTERS, *, constrain
         offload=own and optimizer == "adamw" and draw(st.booleans()),
         loss_chunk_tokens=draw(st.sampled_from([None, 24] if own else [None])),
         compiled=own and draw(st.booleans()),
+        pieces=draw(st.sampled_from([None, True])) if engine == "megatron" else None,
         batch=draw(st.sampled_from([1, 4, 6, 16])),
         constraints=given,
         memory_bytes=draw(st.sampled_from([None, None, 2_000_000_000, 2_010_000_000, 2_050_000_000])),

@@ -207,6 +207,7 @@ def _heading(plan: Plan) -> list[str]:
     devices = " + ".join(f"{g['nodes'] * g['devices_per_node']} x {g['device']['name']}" for g in groups)
     more = ", compiled" if engine.compile else ""
     more += f", loss in chunks of {count(engine.loss_chunk_tokens)} tokens" if engine.loss_chunk_tokens else ""
+    more += ", asynchronous tensor parallelism" if engine.enable_async_tensor_parallel else ""
     idle = sum(g["nodes"] * g["devices_per_node"] for g in groups) - plan.parallelism.world_size
     left = f", {idle} of them left idle by this layout" if idle else ""
     return [

@@ -48,6 +48,9 @@ class AhpEngine(Engine):
             return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
         if job.precision not in PRECISIONS:
             return f"precision = {job.precision!r}: {cannot} (valid: {', '.join(PRECISIONS)})"
+        if choice.enable_async_tensor_parallel:
+            valid = "null; or engine.name torchtitan or megatron"
+            return f"engine.enable_async_tensor_parallel = True: {cannot} (valid: {valid})"
         if choice.offload_optimizer and job.optimizer.name != "adamw":
             rule = "its momentum stays on the device, as the products that it goes into"
             return f"job.optimizer.name = {job.optimizer.name!r}: {rule}; engine.offload_optimizer is for adamw (valid: adamw)"

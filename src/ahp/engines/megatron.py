@@ -13,6 +13,7 @@ SUPPORT = Support(
     schedules=("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
     zero_stages_in_pipeline=(1,),
     compile=False,
+    async_tensor="always",
     recomputed_layers="the same",
     mesh_orders=(AXES, ("dp_replicate", "dp_shard", "pp", "cp", "tp")),
 )
@@ -40,7 +41,7 @@ class MegatronEngine(Engine):
     fp8 is priced as NVIDIA's recipes for it set their flags (examples/llama/train_llama3_8b_h100_fp8.sh, NeMo's performance
     scripts): gradients kept and reduced in bf16, reduced and weights gathered beside the computation in a pipeline too, and
     tensor-parallel collectives in pieces beside the products (``--tp-comm-overlap``, which asks for sequence parallelism and Transformer
-    Engine). In other precisions these flags are off, as by default.
+    Engine). In other precisions these flags are off, as by default; ``engine.enable_async_tensor_parallel`` says the last one.
     """
 
     name = "megatron"
@@ -90,7 +91,9 @@ class MegatronEngine(Engine):
             reduce_copies=False,
             host_operators_per_unit=0,
             host_launches_per_operator=steps.value("host_launches"),
-            tensor_in_pieces=fp8,
+            tensor_in_pieces=fp8
+            if choice.enable_async_tensor_parallel is None
+            else choice.enable_async_tensor_parallel,
             few_keys="gathered",  # core/transformer/attention.py: num_query_groups below the tensor-parallel size
             context_ways=("ring",),  # cp_comm_type p2p, the default
             # With sequence parallelism a third, the gathering of the output's gradient, has no product to run beside.

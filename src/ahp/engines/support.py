@@ -20,6 +20,8 @@ class Support:
     """Pipeline schedules; empty = the engine has no pipeline."""
     activation_checkpoints: tuple[str, ...] = ("none", "selective", "full")
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    async_tensor: Literal["never", "compiled", "always"] = "never"
+    """Whether collectives of sequence parallelism can travel in pieces beside products: never, with ``compile``, or always."""
     zero_stages_in_pipeline: tuple[int, ...] | None = None
     """None = the same as without a pipeline."""
     hybrid: bool = True
@@ -75,10 +77,24 @@ class Support:
             return _cannot(engine, "job.optimizer.name", job.optimizer.name, ["adamw"])
         if choice.compile and not self.compile:
             return _cannot(engine, "engine.compile", True, [False])
+        if reason := self._refuses_async(engine, p, choice):
+            return reason
         if choice.offload_optimizer:
             return _cannot(engine, "engine.offload_optimizer", True, ["False; or engine.name ahp"])
         if choice.loss_chunk_tokens is not None:
             return _cannot(engine, "engine.loss_chunk_tokens", choice.loss_chunk_tokens, ["null; or engine.name ahp"])
+        return None
+
+    def _refuses_async(self, engine: str, p: Parallelism, choice: EngineChoice) -> str | None:
+        key = "engine.enable_async_tensor_parallel"
+        if not choice.enable_async_tensor_parallel:
+            return None
+        if self.async_tensor == "never":
+            return _cannot(engine, key, True, ["null; or engine.name torchtitan or megatron"])
+        if self.async_tensor == "compiled" and not choice.compile:
+            return _cannot(engine, key, True, ["null; or engine.compile true"])
+        if p.tensor_parallel_degree > 1 and not p.enable_sequence_parallel:
+            return f"{key} = True: what travels in pieces is that of sequence parallelism (valid: null; or enable_sequence_parallel true)"
         return None
 
     def _refuses_order(self, engine: str, p: Parallelism) -> str | None:

@@ -12,6 +12,7 @@ from ahp.plan import EngineChoice, Parallelism
 
 SUPPORT = Support(
     precisions=("fp32", "bf16", "fp8"),
+    async_tensor="compiled",
     schedules=("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
 )
 """torchtitan b5bcd76: all of torch's schedules; ``TrainingConfig.dtype`` is bfloat16 or float32, fp16 was closed (#2363).
@@ -54,6 +55,8 @@ class TorchtitanEngine(Engine):
             host_operators_per_unit=casts if job.precision == "fp8" else 0,
             # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
             gathers_inputs_again=False,
+            # distributed/compile.py, _maybe_enable_async_tp: inductor's pass over a compiled block; off by default
+            tensor_in_pieces=bool(choice.enable_async_tensor_parallel),
             tensor_copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
             ends_apart=True,  # distributed/fsdp.py, apply_fsdp_to_decoder; tied weights are one unit
             torch_pipeline=True,
