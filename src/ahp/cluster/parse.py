@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field
 
 from ahp.cluster import catalogue
-from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster, Device, GroupLink, Link, NodeGroup
+from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster, Device, GroupLink, Link, NodeGroup, Rate
 from ahp.errors import BadInput, bad_input
 from ahp.job import Record
 from ahp.plan import validated
@@ -26,7 +26,9 @@ _SHORT = re.compile(
     r"(?:(?P<nodes>[-+.\d]+)x)??(?:(?P<devices>[-+.\d]+)x)?(?P<device>[a-z].*?)(?:@(?P<gbps>[^@]*))?", re.I
 )
 _COUNT = re.compile(r"[1-9]\d*")
-Positive = Annotated[float, Field(gt=0)]
+Watts = Annotated[float, Field(gt=0)]
+Gbps = Annotated[float, Field(ge=1e-6)]
+"""Gigabits a second, a thousand bits at least."""
 
 
 class DeviceOverrides(Record):
@@ -34,9 +36,9 @@ class DeviceOverrides(Record):
 
     base: str
     memory_bytes: int | None = Field(default=None, gt=0)
-    memory_bandwidth_bytes_per_s: Positive | None = None
-    host_bandwidth_bytes_per_s: Positive | None = None
-    power_limit_w: Positive | None = None
+    memory_bandwidth_bytes_per_s: Rate | None = None
+    host_bandwidth_bytes_per_s: Rate | None = None
+    power_limit_w: Watts | None = None
 
 
 class GroupDescription(Record):
@@ -48,7 +50,7 @@ class GroupDescription(Record):
     """None = what is usual for the device."""
     device: str | dict[str, Any]
     """A catalogue name, a catalogue name with overrides (``base`` and figures), or all the figures of a device."""
-    inter_node_gbps: Positive | None = None
+    inter_node_gbps: Gbps | None = None
     """Gb/s of one node, per direction; None = what is usual for the device."""
     inter_node_latency_us: float | None = Field(default=None, ge=0)
     """Microseconds of one hop between nodes; None = the usual latency of a network."""
@@ -58,7 +60,7 @@ class LinkDescription(Record):
     """The connection of two groups, as a user writes it."""
 
     between: tuple[str, str]
-    gbps: Positive
+    gbps: Gbps
     """Gb/s of one node, per direction."""
     latency_us: float | None = Field(default=None, ge=0)
     """Microseconds; None = the usual latency of a network."""
