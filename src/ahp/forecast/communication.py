@@ -14,24 +14,24 @@ from functools import lru_cache
 from typing import Literal, Protocol
 
 from ahp.cluster.model import Link, NodeGroup
+from ahp.forecast import constants
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.nccl import Nccl
 from ahp.forecast.tables import interpolate
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
-INTRA_NODE_EFFICIENCY = 0.78
-"""Of a CPU worker's link: bus bandwidth of a ring over what the link carries. [Empirical] only what the measured tables
-of gloo lack is priced with it, mostly as a ratio of two such prices."""
+INTRA_NODE_EFFICIENCY = constants.value("gloo_intra_node_share")
+"""Of a CPU worker's link: bus bandwidth of a ring over what the link carries."""
 
-INTER_NODE_EFFICIENCY = 0.93
-"""The same over the network cards of a node. [Empirical] as above; no row over a network was measured with gloo."""
+INTER_NODE_EFFICIENCY = constants.value("gloo_inter_node_share")
+"""The same over the network cards of a node."""
 
-BASE_S = 14.0e-6
-"""Start of any collective between CPU workers. [Empirical] as above."""
+BASE_S = constants.value("gloo_start_s")
+"""Start of any collective between CPU workers."""
 
-TREE_BANDWIDTH = 0.5 * 0.92
-"""A tree's algorithm bandwidth over the ring's bus bandwidth: NCCL tuning.cc 5067397c; both ways along a chain."""
+TREE_BANDWIDTH = constants.value("gloo_tree_share")
+"""A tree's algorithm bandwidth over the ring's bus bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)

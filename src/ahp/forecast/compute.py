@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, fields
 
 from ahp.engines.fp8 import Fp8Recipe
+from ahp.forecast import constants
 from ahp.forecast.division import BATCHED, GROUPED, Division, is_weight_gradient, product_bytes
 from ahp.forecast.efficiency import Rates, kind_of
 from ahp.forecast.gpu import AttentionKernel, ElementWiseKind
@@ -18,14 +19,11 @@ EXPONENTIAL = ("softmax", "silu", "gelu", "sigmoid", "tanh", "exp", "logsumexp",
 """Element-wise operators that take an exponential (or as much arithmetic) of every element, by a part of their name."""
 
 
-VIEW_LAUNCHES = 0.5
-"""Host time of an operator that only makes a view, over that of one that launches a kernel: dispatch and autograd without
-the launch. [Empirical] torch 2.13 on an AMD EPYC: 5 against 10 us in modules with autograd."""
+VIEW_LAUNCHES = constants.value("view_launches")
+"""Host time of an operator that only makes a view, over that of one that launches a kernel."""
 
-BACKWARD_LAUNCHES = 0.65
-"""Host time of an operator of the backward pass, over that of one of the forward pass: autograd's engine calls it without modules and
-Python. [Empirical] torch 2.13 on an AMD EPYC, GPT-2 and LLaMA blocks of hidden size 32 and 16 tokens, views at half: 0.55 to 0.68, mean
-0.60 of six runs of processor time; 0.66 to 0.74 with a GPU's launch of 5 us in the place of an operator's own 1.1 us. Between both."""
+BACKWARD_LAUNCHES = constants.value("backward_launches")
+"""Host time of an operator of the backward pass, over that of one of the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,22 +10,21 @@ from functools import lru_cache
 import numpy as np
 
 from ahp.cluster.model import Device, Measurements
+from ahp.forecast import constants
 from ahp.forecast.gpu import AttentionKernel, ElementWiseKind, Gpu
 from ahp.forecast.tables import PRECISION_OF, Attention, ElementWise, nearest_workers
 
-CPU_PRODUCT = 0.80
-"""[Empirical] Share of its peak that a large product reaches on a worker that nobody measured: that of the GPUs."""
+CPU_PRODUCT = constants.value("cpu_product")
+"""Share of its peak that a large product reaches on a worker that nobody measured."""
 
-HALF_DEPTH = 256
-"""[Empirical] Depth K at which such a product reaches half of that, as on the GPUs measured first."""
+HALF_DEPTH = constants.value("cpu_half_depth")
+"""Depth K at which such a product reaches half of that."""
 
-STREAMING = 0.80
-"""Share of the memory bandwidth that a streaming kernel reaches on such a worker: 0.66-0.90 (cost model, section 3.6)."""
+STREAMING = constants.value("cpu_streaming")
+"""Share of the memory bandwidth that a streaming kernel reaches on such a worker."""
 
-CPU_ATTENTION: dict[str, float] = {"fp32": 0.45, "bf16": 0.20}
-"""Causal fused attention on a CPU over the rate of a large matrix product in the same precision. [Empirical] torch 2.13,
-one thread of an AMD EPYC (Zen 4): 0.36-0.68 in fp32 and 0.10-0.36 in bf16 for sequences of 256-1024 and heads of
-32-128; the lower values belong to the small models that train on a CPU."""
+CPU_ATTENTION: dict[str, float] = {name: constants.value(f"cpu_attention_{name}") for name in ("fp32", "bf16")}
+"""Causal fused attention on a CPU over the rate of a large matrix product in the same precision."""
 
 
 def is_cpu(device: Device) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-CONTENTION = 0.189
-"""Computation slows down by this share while a collective runs beside it: mean over A100, H100, MI2xx
-(arXiv 2507.03114)."""
+from ahp.forecast import constants
+
+CONTENTION = constants.value("contention")
+"""Computation slows down by this share while a collective runs beside it."""
 
 
 def hidden_s(collective_s: float, beside_s: float, overlap: float) -> float:
