@@ -18,6 +18,7 @@ CATALOGUE = {
     "NVIDIA A100 PCIe": "A100-PCIe-80GB", "NVIDIA H100 SXM": "H100-SXM-80GB", "NVIDIA H200 SXM": "H200-SXM-141GB",
     "NVIDIA GH200 SXM": "GH200-96GB", "NVIDIA B200 SXM": "B200-SXM", "NVIDIA B300 SXM": "B300-SXM",
     "NVIDIA GB200 SXM": "GB200-NVL72", "AMD MI300X": "MI300X",
+    "AMD MI325X": "MI325X", "AMD MI355X": "MI355X",
 }  # fmt: skip
 """The catalogue's name of a row's accelerator."""
 
@@ -134,7 +135,7 @@ def h100_attention() -> list[Row]:
 
 
 def unseen_attention() -> list[Row]:
-    """Other people's figures of attention on A100, H100, H20, H200, B200, GB200 and GB300."""
+    """Other people's figures of attention on A100, H100, H20, H200, B200, GB200, GB300 and MI355X."""
     data = yaml.safe_load((Path(__file__).parent / "attention_unseen.yaml").read_text(encoding="utf-8"))
     found = []
     for line in data["series"]:
