@@ -129,6 +129,12 @@ LLAMA, GPT2 = CONFIGS["llama"], CONFIGS["gpt2"]
         (LLAMA | {"rms_norm_eps": math.nan}, ["rms_norm_eps = nan", "finite"]),
         (LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": math.inf}}, ["rope_parameters.rope_theta"]),
         (LLAMA | {"vocab_size": "many"}, ["vocab_size = 'many'"]),
+        (LLAMA | {"hidden_act": "silo"}, ["hidden_act = 'silo'", "silu"]),
+        (LLAMA | {"rope_theta": "x"}, ["rope_theta = 'x'", "a number"]),
+        (
+            {"model_type": "mixtral", "num_experts_per_tok": 9},
+            ["num_experts_per_tok = 9", "8 experts"],
+        ),
         (LLAMA | {"vocab_size": 10**30}, ["vocab_size = 1000", "at most 1,000,000,000"]),
         (LLAMA | {"num_hidden_layers": 10**9}, ["num_hidden_layers = 1000000000", "at most 10,000"]),
         (GPT2 | {"n_layer": 10**9}, ["n_layer = 1000000000", "at most 10,000"]),

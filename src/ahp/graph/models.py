@@ -37,6 +37,9 @@ EARLIER_KEYS = {
 POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings", "num_local_experts", "num_experts_per_tok")  # fmt: skip
 
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
+"""Keys that name an activation function; the family says which."""
+
 LARGEST_SIZE = 1_000_000_000
 """Of what ``POSITIVE`` names: far above any model, and far below what overflows torch's 64 bits as a product of two."""
 
@@ -180,12 +183,15 @@ def _from_keys(keys: dict[str, Any], *, known_only: bool) -> PretrainedConfig:
             raise bad_input(key, value, "a finite number was expected")
     rest = {key: value for key, value in keys.items() if key != "model_type"}
     _check_sizes(rest, kind.attribute_map)
+    _check_values(rest)
     try:
-        return kind(**rest)
+        config = kind(**rest)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         named = [key for key in rest if f"'{key}'" in str(error)]
         shown = ", ".join(f"{key} = {rest[key]!r}" for key in named) or f"model_type = {model_type!r}"
         raise BadInput(f"{shown}: {str(error).strip().splitlines()[-1].strip()}") from None
+    _check_experts(config)
+    return config
 
 
 def _known_keys(kind: type[PretrainedConfig]) -> set[str]:
@@ -231,6 +237,24 @@ def _check_sizes(keys: dict[str, Any], aliases: dict[str, str]) -> None:
             raise bad_input(str(key), value, f"at most {most:,} was expected")
     _check_divides(keys, own["hidden_size"], own["num_attention_heads"], unless=own["head_dim"])
     _check_divides(keys, own["num_attention_heads"], own["num_key_value_heads"])
+
+
+def _check_values(keys: dict[str, Any]) -> None:
+    """What transformers takes as it is, and stumbles over when the model is built or run, in words that name no key."""
+    from transformers.activations import ACT2FN
+
+    for key in ACTIVATIONS:
+        if isinstance(keys.get(key), str) and keys[key] not in ACT2FN:
+            raise bad_input(key, keys[key], "transformers has no such activation", sorted(ACT2FN))
+    if isinstance(theta := keys.get("rope_theta"), str):
+        raise bad_input("rope_theta", theta, "a number was expected")
+
+
+def _check_experts(config: PretrainedConfig) -> None:
+    chosen = getattr(config, "num_experts_per_tok", None)
+    experts = getattr(config, "num_local_experts", getattr(config, "num_experts", None))
+    if isinstance(chosen, int) and isinstance(experts, int) and chosen > experts > 0:
+        raise bad_input("num_experts_per_tok", chosen, f"there are {experts} experts (valid: up to {experts})")
 
 
 def _check_divides(keys: dict[str, Any], whole: str | None, part: str | None, unless: str | None = None) -> None:
