@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ahp.errors import BadInput
-from ahp.forecast.rules import batch, illegal, products
+from ahp.forecast.rules import batch, illegal, products, tensor
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -63,6 +63,12 @@ def test_illegal(hand_graph, layout, words):
     text = reason(hand_graph, layout)
     assert text is not None
     assert all(word in text for word in words), text
+
+
+def test_valid_degrees_beside_a_huge_one_are_not_counted_one_by_one(hand_graph):
+    told = tensor(hand_graph, Job(), Parallelism(tensor_parallel_degree=10**12), EngineChoice())
+    assert told is not None
+    assert told.endswith("(valid: 1, 2, 4)")
 
 
 def test_valid_degrees_of_a_huge_batch_are_not_counted_one_by_one():

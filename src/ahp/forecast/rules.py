@@ -24,6 +24,9 @@ KEY_HEADS = "num_key_value_heads"
 TENSOR_PARALLEL_FACTS = ("num_attention_heads", KEY_HEADS, "intermediate_size")
 """What of the model tensor_parallel_degree must divide, where the graph knows it."""
 
+MOST_TRIED = 4096
+"""Degrees that are tried one by one for those that an error calls valid."""
+
 
 def illegal(
     graph: ModelGraph, cluster: Cluster, job: Job, parallelism: Parallelism, engine: EngineChoice
@@ -131,7 +134,7 @@ def tensor(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engine
     def divides(key: str, degree: int) -> bool:
         return facts[key] % degree == 0 or (few and key == KEY_HEADS and degree % facts[key] == 0)
 
-    valid = [d for d in range(1, 2 * degree + 1) if all(divides(key, d) for key in facts)]
+    valid = [d for d in range(1, min(2 * degree, MOST_TRIED) + 1) if all(divides(key, d) for key in facts)]
     for key, size in facts.items():
         if not divides(key, degree):
             rule = f"neither divides {key} {size} nor is a multiple of it" if few and key == KEY_HEADS else None
@@ -166,8 +169,8 @@ def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
         sizes = {size for _, size in _layers_in_8_bits(graph, degree, few) if size is not None}
         return all(size % (degree * FP8_MULTIPLE) == 0 for size in sizes)
 
-    valid = [d for d in range(1, 2 * degree + 1) if can(d)]
-    if degree == 1 or degree in valid:
+    valid = [d for d in range(1, min(2 * degree, MOST_TRIED) + 1) if can(d)]
+    if degree == 1 or can(degree):
         return None
     name, size = next((name, size) for name, size in layers if size is not None and size % (degree * FP8_MULTIPLE))
     rule = (
