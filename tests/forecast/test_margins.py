@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ahp.cluster.model import Cluster, GroupLink, Link, Measurements
+from ahp.cluster.model import Calibration, Cluster, GroupLink, Link, Measurements
 from ahp.forecast import margins
 from ahp.forecast.memory import fit_probability
 from ahp.forecast.step import price
@@ -28,6 +28,13 @@ def two_kinds() -> Cluster:
     return Cluster(groups=tuple(groups), links=(GroupLink(between=("a", "b"), link=link),))
 
 
+def calibrated(name: str) -> Cluster:
+    """Two devices on which a run was held against its forecast."""
+    [nodes] = make_cluster(per_node=2, name=name).groups
+    known = Calibration(step_ratio=1.0, runs=1, source="a test")
+    return Cluster(groups=(nodes.model_copy(update={"calibration": known}),))
+
+
 @pytest.fixture(scope="module")
 def graph() -> ModelGraph:
     model = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -35,8 +42,8 @@ def graph() -> ModelGraph:
 
 
 def forecasts(graph: ModelGraph):
-    """On GPUs that publishers measured, on others of the catalogue, on GPUs and CPU workers that were measured, on workers that were not, on two kinds of GPUs, and of a device that is
-    nearly full."""
+    """On GPUs that publishers measured, on others of the catalogue, on GPUs and CPU workers that were measured, on workers that were
+    not, on two kinds of GPUs, after runs on GPUs and on workers, and of a device that is nearly full."""
     layout = Parallelism(data_parallel_replicate_degree=2)
     clusters = (
         make_cluster(per_node=2, name="A100-SXM-80GB"),
@@ -45,6 +52,8 @@ def forecasts(graph: ModelGraph):
         make_cluster(name="cpu", per_node=2),
         make_cluster(name="cpu", per_node=2, measured=Measurements()),
         two_kinds(),
+        calibrated("toy"),
+        calibrated("cpu"),
     )
     steps = [price(graph, cluster, JOB, layout, EngineChoice()).forecast for cluster in clusters]
     return steps, fit_probability(0.95e9, 1e9)

@@ -17,7 +17,7 @@ from ahp.forecast.communication import Group
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.mixed_network import MixedNetwork, Spread
 from ahp.forecast.nccl import Nccl
-from ahp.forecast.pricer import Priced
+from ahp.forecast.priced import Priced
 from ahp.forecast.step import price, pricer, simulate
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism

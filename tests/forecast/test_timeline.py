@@ -12,7 +12,7 @@ import pytest
 
 from ahp.errors import BadInput
 from ahp.forecast import timeline
-from ahp.forecast.pricer import Priced
+from ahp.forecast.priced import Priced
 from ahp.forecast.step import price
 from ahp.forecast.trace_events import free_lane
 from ahp.graph.operators import ModelGraph

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ahp.cluster.model import Cluster, Link
+from ahp.cluster.model import Calibration, Cluster, Link
 from ahp.engines.registry import names
 from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
@@ -62,10 +62,16 @@ def small(
     compiled: bool = False,
     precision: str = "bf16",
     pieces: bool | None = None,
+    step_ratio: float | None = None,
 ) -> Problem:
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if memory_bytes is not None:
         where = with_memory(where, memory_bytes)
+    if step_ratio is not None:
+        known = Calibration(step_ratio=step_ratio, runs=1, source="a test")
+        where = where.model_copy(
+            update={"groups": tuple(g.model_copy(update={"calibration": known}) for g in where.groups)}
+        )
     asked = {"sequence_length": SEQUENCE, "global_batch_size": batch, "optimizer": optimizer, "precision": precision}
     job = Job.model_validate(asked)
     choice = {
@@ -135,6 +141,7 @@ def problems(draw: st.DrawFn, clusters: tuple[str, ...] = CLUSTERS, *, constrain
         loss_chunk_tokens=draw(st.sampled_from([None, 24] if own else [None])),
         compiled=own and draw(st.booleans()),
         pieces=draw(st.sampled_from([None, True])) if engine == "megatron" else None,
+        step_ratio=draw(st.sampled_from([None, None, 0.6])),
         batch=draw(st.sampled_from([1, 4, 6, 16])),
         constraints=given,
         memory_bytes=draw(st.sampled_from([None, None, 2_000_000_000, 2_010_000_000, 2_050_000_000])),

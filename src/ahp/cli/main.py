@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "explain": "where a plan's time and memory go, what binds, why not another layout",
     "train": "the main job: analyze, probe, search, run",
     "verify": "a plan against one device, step by step, within tolerance",
+    "calibrate": "correct a cluster's forecasts by runs on it",
     "report": "one HTML page about a run or a plan",
     "generate": "text from a run's checkpoint",
 }

@@ -24,7 +24,7 @@ from ahp.words import part_words
 
 if TYPE_CHECKING:
     from ahp.cluster.model import Cluster
-    from ahp.forecast.pricer import Priced
+    from ahp.forecast.priced import Priced
     from ahp.graph.operators import ModelGraph
     from ahp.report.binding import Binding
 

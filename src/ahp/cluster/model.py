@@ -142,6 +142,16 @@ class Host(Record):
     storage_write_bytes_per_s: float | None = Field(default=None, ge=0)
 
 
+class Calibration(Record):
+    """What training runs on some nodes took beside their forecast."""
+
+    step_ratio: float = Field(gt=0.01, lt=100)
+    """Seconds of a measured step over the forecast ones: of several runs the geometric mean."""
+    runs: Count
+    source: str
+    """Which runs, when and how long."""
+
+
 class NodeGroup(Record):
     """Nodes of one kind."""
 
@@ -155,6 +165,8 @@ class NodeGroup(Record):
     """Between nodes; bandwidth of the whole node's network cards together. None for a single node."""
     host: Host = Host()
     measured: Measurements | None = None
+    calibration: Calibration | None = None
+    """From ``ahp calibrate``: every forecast on these nodes is multiplied by its ratio."""
 
     @property
     def num_devices(self) -> int:

@@ -104,6 +104,8 @@ def in_flight_bytes(span: Makespan, stages: Sequence[StageCost]) -> tuple[float,
 def step_error(nodes: NodeGroup) -> float:
     """Standard error of the log of the step time on such nodes: larger where published steps say nothing of the device."""
     device = nodes.device
+    if nodes.calibration is not None:
+        return margins.value("step_error_cpu_calibrated" if is_cpu(device) else "step_error_calibrated")
     if is_cpu(device):
         return margins.value("step_error_cpu_sensed" if nodes.measured is None else "step_error_cpu")
     if nodes.measured is not None:
@@ -114,9 +116,12 @@ def step_error(nodes: NodeGroup) -> float:
     return margins.value("step_error_published" if published and not limited else "step_error_catalogue")
 
 
-def band_s(step_s: float, error: float) -> tuple[float, float]:
-    """Seconds between which nine of ten steps lie that are forecast to take ``step_s``, with a standard error of the log."""
-    width, above = 2 * NORMAL_90 * error, margins.value("band_above")
+def band_s(step_s: float, error: float, *, centred: bool = False) -> tuple[float, float]:
+    """Seconds between which nine of ten steps lie that are forecast to take ``step_s``, with a standard error of the log.
+
+    ``centred``: by runs on the same nodes, so that as much lies above the forecast as below.
+    """
+    width, above = 2 * NORMAL_90 * error, 0.5 if centred else margins.value("band_above")
     return step_s * math.exp(-(1.0 - above) * width), step_s * math.exp(above * width)
 
 

@@ -38,15 +38,12 @@ from ahp.forecast.communication import Group, Kind
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import replica_members
 from ahp.forecast.mixed_network import MixedNetwork
+from ahp.forecast.priced import Priced, Replica, faster_method, lightest_that_fits
 from ahp.forecast.pricer import (
     LOSS_AND_NORM_BYTES,
     TIED_BYTES,
-    Priced,
     Pricer,
-    Replica,
-    faster_method,
     legal_traits,
-    lightest_that_fits,
 )
 from ahp.forecast.stage import StageCost
 from ahp.forecast.units import ALONE, Units
@@ -87,6 +84,11 @@ class MixedPricer:
     def slowest_share(self) -> float:
         """By how much the slowest of all devices is behind the mean; a layout that leaves some idle counts its own."""
         return self._slowest_share(self.groups, self.cluster.num_devices)
+
+    @property
+    def stretch(self) -> float:
+        """What the seconds of the mean rank are multiplied by, since the slowest is behind."""
+        return 1.0 + self.slowest_share
 
     def price(self, parallelism: Parallelism) -> Priced:
         """Price one layout. ``activation_checkpoint`` auto is the lightest that fits, ``context_parallel_method`` None the
@@ -182,7 +184,7 @@ class MixedPricer:
         if slowest_s := step_s * self._slowest_share(layout.placement.used, parallelism.world_size):
             step["slowest_rank"] = slowest_s
         forecast = self._forecast(layout, step_s + slowest_s, step, replicas)
-        return Priced(forecast, parallelism, slowest.span, slowest.stages, optimizer_s, tuple(replicas))
+        return Priced(forecast, parallelism, slowest.span, slowest.stages, optimizer_s, replicas=tuple(replicas))
 
     def _layout(self, parallelism: Parallelism, traits: Traits) -> _Layout:
         placement = place(self.cluster, parallelism)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 
-from ahp.cluster.cells import Cell
 from ahp.cluster.model import Cluster
 from ahp.engines.engine import ContextWay, Traits
 from ahp.engines.registry import get
-from ahp.errors import AhpError, BadInput, NotExpressible, bad_input
+from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import memory
 from ahp.forecast.assembly import (
     FLOP_CONVENTION,
@@ -40,15 +37,15 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Muon, places_of
+from ahp.forecast.priced import Priced, faster_method, lightest_that_fits
 from ahp.forecast.rules import illegal
 from ahp.forecast.stage import Recompute, StageCost, stage_cost
 from ahp.forecast.units import UnitPricer, Units, axes_of
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
-from ahp.schedule.actions import Schedule
 from ahp.schedule.makespan import Makespan
-from ahp.schedule.simulate import StageTimes, Timeline
+from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import Ends, layer_ranges, layers_of_stages
 
 LOSS_AND_NORM_BYTES = 16
@@ -59,40 +56,6 @@ TIED_BYTES = 4
 
 CLIP_BYTES = 12
 """Bytes moved per gradient element by clipping in fp32: one read for the norm, one read and write for the scale."""
-
-
-@dataclass(frozen=True)
-class Replica:
-    """The pipeline of one replica on a mixed cluster."""
-
-    cells: tuple[Cell, ...]
-    """The devices of each pipeline rank."""
-    stages: tuple[StageCost, ...]
-    span: Makespan
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A layout with everything its forecast was made from."""
-
-    forecast: Forecast
-    parallelism: Parallelism
-    """As given, with activation_checkpoint ``auto`` and context_parallel_method decided."""
-    span: Makespan
-    """How long the schedule takes, rank by rank."""
-    stages: tuple[StageCost, ...]
-    optimizer_s: float
-    replicas: tuple[Replica, ...] = ()
-    """On a mixed cluster all replicas; ``span`` and ``stages`` are those of the slowest. Elsewhere they are alike."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """Every action with its start and end; made when it is asked for."""
-        return self.span.timeline
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.timeline.schedule
 
 
 class Pricer:
@@ -107,6 +70,8 @@ class Pricer:
         self.nodes = cluster.groups[0]
         self.network = Network(self.nodes)
         self.slowest_share = 0.0 if is_cpu(self.nodes.device) else slowest_share(cluster.num_devices)
+        self.ratio = self.nodes.calibration.step_ratio if self.nodes.calibration else 1.0
+        """Measured over forecast steps of runs on these nodes."""
         self.unit_pricer = UnitPricer(graph, self.nodes, self.network, job.precision)
         if choice.offload_optimizer:
             self._refuse_without_host_link()
@@ -117,6 +82,11 @@ class Pricer:
         self._made: dict[tuple[object, ...], dict[tuple[object, ...], StageCost]] = {}
         """Stages by the layers that they hold, of what else they depend on: cuts and schedules of one layout share them."""
         self._sends: dict[tuple[object, ...], list[float]] = {}
+
+    @property
+    def stretch(self) -> float:
+        """What the seconds of the mean rank are multiplied by: the slowest rank is behind, and runs took longer than forecast."""
+        return (1.0 + self.slowest_share) * self.ratio
 
     def price(self, parallelism: Parallelism) -> Priced:
         """Price one layout. ``activation_checkpoint`` auto is the lightest that fits, ``context_parallel_method`` None the
@@ -153,10 +123,12 @@ class Pricer:
             step["offload"] = offload_s
         if slowest_s:
             step["slowest_rank"] = slowest_s
+        if self.ratio != 1.0:
+            step_s, step = step_s * self.ratio, {part: seconds * self.ratio for part, seconds in step.items()}
         rank, used = self._fullest(parallelism, traits, span, stages, units)
         return Priced(
             self._forecast(parallelism, step_s, step, rank, used, units),
-            parallelism, span, stages, optimizer_s,
+            parallelism, span, stages, optimizer_s, ratio=self.ratio,
         )  # fmt: skip
 
     def _numbered(self, parallelism: Parallelism) -> Parallelism:
@@ -434,7 +406,7 @@ class Pricer:
         units: Units,
     ) -> Forecast:
         device, world = self.nodes.device, parallelism.world_size
-        low_s, high_s = band_s(step_s, step_error(self.nodes))
+        low_s, high_s = band_s(step_s, step_error(self.nodes), centred=self.nodes.calibration is not None)
         peak = self.unit_pricer.rates.peak(self.job.precision)
         model_flops = step_flops(self.job, parallelism, units)
         probability = memory.fit_probability(used.total, device.memory_bytes)
@@ -453,35 +425,6 @@ class Pricer:
             memory=used.parts,
             fullest_rank=rank * pipeline_axis(parallelism).stride,
         )
-
-
-def lightest_that_fits(price: Callable[[Parallelism], Priced], parallelism: Parallelism) -> Priced:
-    """The layout priced; ``activation_checkpoint`` auto as the lightest that fits, or that can be."""
-    if parallelism.activation_checkpoint != "auto":
-        return price(parallelism)
-    priced = None
-    for lightest_first in ("none", "selective", "full"):
-        layout = parallelism.model_copy(update={"activation_checkpoint": lightest_first})
-        try:
-            priced = price(layout)
-        except AhpError:
-            if priced is None:  # with nothing recomputed, so that it is something else
-                raise
-            continue
-        if priced.forecast.fits:
-            break
-    assert priced is not None
-    return priced
-
-
-def faster_method(
-    price: Callable[[Parallelism], Priced], parallelism: Parallelism, methods: list[ContextWay]
-) -> Priced:
-    """The layout priced with each ``context_parallel_method``, the faster of those that fit, or of all; as it is without any."""
-    if not methods:
-        return price(parallelism)
-    priced = [price(parallelism.model_copy(update={"context_parallel_method": method})) for method in methods]
-    return min(priced, key=lambda one: (not one.forecast.fits, one.forecast.step_time_s))
 
 
 def legal_traits(

@@ -10,7 +10,8 @@ from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.errors import bad_input
 from ahp.forecast.mixed import MixedPricer
-from ahp.forecast.pricer import Priced, Pricer
+from ahp.forecast.priced import Priced
+from ahp.forecast.pricer import Pricer
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism, validated
@@ -89,6 +90,10 @@ def _pricer(graph: _Same, cluster: _Same, job: str, engine: str, in_cells: bool 
     choice: EngineChoice = EngineChoice.model_validate_json(engine)
     if not on.is_mixed:
         return Pricer(graph.value, on, of, choice, in_cells=in_cells)
+    for group in on.groups:
+        if group.calibration is not None:
+            rule = f"the steps of a mixed cluster do not say which of its groups took longer: leave it out of {group.name!r}"
+            raise bad_input("cluster.groups.calibration", group.calibration.step_ratio, rule, ["null"])
     alone = [_Same(Cluster(groups=(group,), source=on.source)) for group in on.groups]
     found = [_pricer(graph, part, job, engine, True) for part in alone]
     groups = {part.nodes.name: part for part in found if isinstance(part, Pricer)}

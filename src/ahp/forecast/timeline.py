@@ -16,9 +16,9 @@ from typing import Any
 
 from ahp.errors import bad_input
 from ahp.forecast.mesh import pipeline_axis
-from ahp.forecast.pricer import Priced, Replica
+from ahp.forecast.priced import Priced, Replica
 from ahp.forecast.stage import StageCost
-from ahp.forecast.trace_events import Event, arrow, free_lane, named, span
+from ahp.forecast.trace_events import Event, arrow, free_lane, named, span, stretched
 from ahp.schedule.actions import Action, Kind
 from ahp.schedule.makespan import Makespan
 from ahp.schedule.simulate import Timeline
@@ -75,7 +75,7 @@ def chrome_trace(priced: Priced, *, all_ranks: bool = False) -> dict[str, Any]:
     streams = {(event["pid"], event["tid"]) for event in events}
     names = [event for drawing in drawings for event in drawing.names()]
     shown = sum(len(drawing.ranks) for drawing in drawings)
-    events = [*names, *_stream_names(streams), *events]
+    events = [*names, *_stream_names(streams), *(stretched(event, priced.ratio) for event in events)]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": drawings[0].about(shown)}
 
 
@@ -252,7 +252,8 @@ class _Drawing:
         timeline, stages = self.priced.timeline, self.priced.stages
         m = timeline.schedule.num_micro_batches
         slowest = max(range(len(timeline.ends_s)), key=lambda place: (timeline.end_s(place), timeline.busy_s[place]))
-        left = {part: seconds for part, seconds in self.priced.forecast.step.items() if part != "bubble"}
+        step = self.priced.forecast.step.items()
+        left = {part: seconds / self.priced.ratio for part, seconds in step if part != "bubble"}
         for cost in (
             cost for cost, place in zip(stages, timeline.schedule.stage_rank, strict=True) if place == slowest
         ):

@@ -36,6 +36,17 @@ def arrow(number: int, sender: tuple[int, float], receiver: tuple[int, float]) -
     )
 
 
+def stretched(event: Event, times: float) -> Event:
+    """The same event where all takes so many times as long."""
+    if times == 1.0:
+        return event
+    start_us = round(event["ts"] * times, NS_DIGITS)
+    if "dur" not in event:
+        return {**event, "ts": start_us}
+    end_us = round((event["ts"] + event["dur"]) * times, NS_DIGITS)
+    return {**event, "ts": start_us, "dur": round(end_us - start_us, NS_DIGITS)}
+
+
 def free_lane(busy_until_s: list[float], start_s: float, end_s: float) -> int:
     """The first thread that is free from ``start_s`` on, taken until ``end_s``; spans of one thread must not overlap."""
     for lane, until_s in enumerate(busy_until_s):

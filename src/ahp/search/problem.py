@@ -13,7 +13,8 @@ from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import rules
-from ahp.forecast.pricer import Priced, Pricer
+from ahp.forecast.priced import Priced
+from ahp.forecast.pricer import Pricer
 from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job

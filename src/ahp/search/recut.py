@@ -95,7 +95,7 @@ class LayoutCosts:
             self.layout.virtual_stages_per_rank,
         )
         times = TimeColumns.of(*map(self._times, found))
-        return (lower_bounds_s(name, p, v, self.m, times) * (1.0 + self.pricer.slowest_share)).tolist()
+        return (lower_bounds_s(name, p, v, self.m, times) * self.pricer.stretch).tolist()
 
     def stage_s(self, cut: Cut) -> NDArray[np.float64]:
         """[S] Seconds of each stage on one micro-batch, forward and backward."""
@@ -111,7 +111,7 @@ class LayoutCosts:
 
     def floor_s(self) -> float:
         """Seconds that no cut can go below: of its longest stage, from the layers' own computation."""
-        return self.longest[0] * (1.0 + self.pricer.slowest_share)
+        return self.longest[0] * self.pricer.stretch
 
     def _least_longest(self) -> tuple[float, Cut]:
         """The floor, and the cut with the shortest longest stage; of several stages a rank, over all of them."""

@@ -60,7 +60,7 @@ def block_bounds_s(asked: Problem, space: Space, which: Ints) -> Floats:
     forward_s = found.layer_forward_s() * blocks.micro_batch / per_replica
     fill_s = (pipeline - 1) / 2 * shortest * forward_s
     bound = products_s + fill_s + m * per_layer * layers / pipeline
-    return bound * (1.0 + asked.pricer.slowest_share)
+    return bound * asked.pricer.stretch
 
 
 def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Splits]) -> Floats:

@@ -158,7 +158,7 @@ class BlockRows:
 
     @property
     def _slowest(self) -> float:
-        return 1.0 + self.pricer.slowest_share
+        return self.pricer.stretch
 
     @cached_property
     def _after_s(self) -> float:

@@ -125,7 +125,7 @@ class LayerBounds:
     def _of_blocks(self, found: Floats) -> Floats:
         """[B] From the seconds of each way [N], the least of each block, with what comes after all layers."""
         after_s = np.array([block.after_s for block in self.blocks])
-        return (np.minimum.reduceat(found, self._starts[:-1]) + after_s) * (1.0 + self.asked.pricer.slowest_share)
+        return (np.minimum.reduceat(found, self._starts[:-1]) + after_s) * self.asked.pricer.stretch
 
     def _kinds_s(self, layer: Layer, first: int, of: Ints) -> Floats:
         """[rows, C, R] Of the rank that takes longest, without its optimizer; ``of``: the block of each row of the layer."""

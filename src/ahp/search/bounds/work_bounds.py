@@ -33,7 +33,7 @@ class WorkBounds:
         # A rank of average place has so many stages before it, each with one layer at least but where an end has none.
         before = (p - 1) / 2 - (self.asked.stage_ends != "hold_layers") * (p - 1) / p
         work_s = m * (both * self.asked.graph.num_layers + ends) / p
-        return (before * forward + work_s) * (1.0 + self.asked.pricer.slowest_share)
+        return (before * forward + work_s) * self.asked.pricer.stretch
 
     def _of_units(self, units: Units, traits: Traits) -> tuple[float, float, float]:
         """Device seconds of one micro-batch: the shortest layer's forward pass, both passes of the mean layer, and of the ends."""

@@ -1,0 +1,145 @@
+"""Correct a cluster's numbers by runs on it: the steps that they took, over what the forecast says.
+
+Writes the cluster with the ratio; every forecast and search on it takes that into account, with a narrower band.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ahp.cli.probe import require_writable
+from ahp.errors import BadInput
+from ahp.plan import Forecast, Plan
+
+if TYPE_CHECKING:
+    from ahp.cluster.model import Cluster
+    from ahp.runtime.calibrate import MeasuredRun
+
+
+@dataclass(frozen=True)
+class Arguments:
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """Folders of runs of ahp train on the same cluster."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("cluster.calibrated.yaml")
+    """File to write."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One run beside its forecast, with nothing known of runs and with the ratio of all."""
+
+    run: MeasuredRun
+    plan: Plan
+    before: Forecast
+    after: Forecast
+
+    @property
+    def ratio(self) -> float:
+        return self.run.step_s / self.before.step_time_s
+
+
+def run(argv: list[str]) -> int:
+    """``ahp calibrate RUN ...``. Returns the exit code; raises AhpError."""
+    arguments = tyro.cli(Arguments, args=argv, prog="ahp calibrate", description=__doc__)
+    if not arguments.runs:
+        raise BadInput("RUN = (none): give the folder of at least one run of ahp train")
+    require_writable(arguments.output)
+    cluster, found = _held(arguments.runs)
+    cluster.save(arguments.output)
+    following = f"ahp plan {_model(found[0].plan)} {shlex.quote(str(arguments.output))}"
+    if arguments.json:
+        result = {
+            "runs": [
+                {**asdict(one.run), "forecast_s": one.before.step_time_s, "ratio": one.ratio} for one in found
+            ],
+            "calibration": _calibration(cluster), "wrote": str(arguments.output), "next": following,
+        }  # fmt: skip
+        print(json.dumps(result))
+    else:
+        print("\n".join(_lines(cluster, found)))
+        print(f"\nwrote {arguments.output}\nNext: {following}")
+    return 0
+
+
+def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[Held]]:
+    """The calibrated cluster of some runs, and each of them beside its forecasts."""
+    from ahp.runtime.calibrate import calibrated, measured, without_calibration
+    from ahp.runtime.run_folder import RunFolder
+
+    runs, plans, before, cluster = [], [], [], None
+    for name in folders:
+        folder = RunFolder(name)
+        runs.append(measured(folder))
+        plan = Plan.load(folder.plan_file)
+        own = without_calibration(_cluster(plan, name))
+        if cluster is not None and own != cluster:
+            raise BadInput(
+                f"RUN = {name!r}: it ran on another cluster than {folders[0]!r} (valid: runs on the same one)"
+            )
+        cluster = own
+        plans.append(plan)
+        print(f"pricing {name} ...", file=sys.stderr)
+        before.append(_forecast(plan, own))
+    assert cluster is not None, "there is a run"
+    ratios = {one.folder: one.step_s / told.step_time_s for one, told in zip(runs, before, strict=True)}
+    cluster = calibrated(cluster, ratios, runs)
+    after = [_forecast(plan, cluster) for plan in plans]
+    return cluster, [Held(*parts) for parts in zip(runs, plans, before, after, strict=True)]
+
+
+def _forecast(plan: Plan, cluster: Cluster) -> Forecast:
+    from ahp.forecast.step import simulate
+
+    return simulate(model=plan.model, cluster=cluster, job=plan.job, parallelism=plan.parallelism, engine=plan.engine)
+
+
+def _cluster(plan: Plan, name: str) -> Cluster:
+    from ahp.cluster.model import Cluster
+
+    if plan.cluster is None:
+        raise BadInput(f"RUN = {name!r}: its plan names no cluster (valid: the folder of a run of ahp train)")
+    return Cluster.resolve(plan.cluster)
+
+
+def _calibration(cluster: Cluster) -> dict[str, object]:
+    [group] = cluster.groups
+    assert group.calibration is not None, "it was just put there"
+    return group.calibration.model_dump(mode="json")
+
+
+def _lines(cluster: Cluster, found: list[Held]) -> list[str]:
+    from ahp.words import percent, seconds
+
+    lines = []
+    for one in found:
+        lines += [
+            f"{one.run.folder}: {one.plan.parallelism.short()}, {one.run.steps} steps",
+            f"  measured   {seconds(one.run.step_s)} a step (median)",
+            f"  forecast   {_told(one.before)}; measured is {percent(one.ratio - 1.0)} off",
+            f"  calibrated {_told(one.after)}",
+        ]
+    known = _calibration(cluster)
+    lines.append(
+        f"Forecasts on this cluster are multiplied by {known['step_ratio']:.3g} from here on ({known['source']})."
+    )
+    return lines
+
+
+def _told(forecast: Forecast) -> str:
+    from ahp.words import seconds
+
+    low, high = forecast.step_time_low_s, forecast.step_time_high_s
+    return f"{seconds(forecast.step_time_s)} ({seconds(low)} .. {seconds(high)})"
+
+
+def _model(plan: Plan) -> str:
+    return shlex.quote(plan.model) if isinstance(plan.model, str) else "MODEL"

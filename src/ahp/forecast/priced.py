@@ -1,0 +1,80 @@
+"""A layout with what its forecast was made from; and which one is taken where the layout leaves something open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ahp.cluster.cells import Cell
+from ahp.engines.engine import ContextWay
+from ahp.errors import AhpError
+from ahp.forecast.stage import StageCost
+from ahp.plan import Forecast, Parallelism
+from ahp.schedule.actions import Schedule
+from ahp.schedule.makespan import Makespan
+from ahp.schedule.simulate import Timeline
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The pipeline of one replica on a mixed cluster."""
+
+    cells: tuple[Cell, ...]
+    """The devices of each pipeline rank."""
+    stages: tuple[StageCost, ...]
+    span: Makespan
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A layout with everything its forecast was made from."""
+
+    forecast: Forecast
+    parallelism: Parallelism
+    """As given, with activation_checkpoint ``auto`` and context_parallel_method decided."""
+    span: Makespan
+    """How long the schedule takes, rank by rank."""
+    stages: tuple[StageCost, ...]
+    optimizer_s: float
+    ratio: float = 1.0
+    """Measured over forecast steps of runs on these nodes, which the forecast is multiplied by, and the rest is not."""
+    replicas: tuple[Replica, ...] = ()
+    """On a mixed cluster all replicas; ``span`` and ``stages`` are those of the slowest. Elsewhere they are alike."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """Every action with its start and end; made when it is asked for."""
+        return self.span.timeline
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+
+def lightest_that_fits(price: Callable[[Parallelism], Priced], parallelism: Parallelism) -> Priced:
+    """The layout priced; ``activation_checkpoint`` auto as the lightest that fits, or that can be."""
+    if parallelism.activation_checkpoint != "auto":
+        return price(parallelism)
+    priced = None
+    for lightest_first in ("none", "selective", "full"):
+        layout = parallelism.model_copy(update={"activation_checkpoint": lightest_first})
+        try:
+            priced = price(layout)
+        except AhpError:
+            if priced is None:  # with nothing recomputed, so that it is something else
+                raise
+            continue
+        if priced.forecast.fits:
+            break
+    assert priced is not None
+    return priced
+
+
+def faster_method(
+    price: Callable[[Parallelism], Priced], parallelism: Parallelism, methods: list[ContextWay]
+) -> Priced:
+    """The layout priced with each ``context_parallel_method``, the faster of those that fit, or of all; as it is without any."""
+    if not methods:
+        return price(parallelism)
+    priced = [price(parallelism.model_copy(update={"context_parallel_method": method})) for method in methods]
+    return min(priced, key=lambda one: (not one.forecast.fits, one.forecast.step_time_s))
