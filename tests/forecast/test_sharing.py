@@ -69,6 +69,16 @@ def test_blocks_of_the_first_bucket_are_gathered_before_any_computes():
     assert gathered(sharing(gather_bucket_elements=9)) == gathered(sharing())
 
 
+def test_weights_of_blocks_may_be_gathered_in_8_bits():
+    network, traits = OneByteASecond(), get("megatron").traits
+    layout, choice = Parallelism(data_parallel_shard_degree=8, zero_stage=1), EngineChoice(name="megatron")
+    for precision, block_bytes in (("bf16", 2), ("fp8", 1)):
+        given = replace(traits(Job(precision=precision), layout, choice), gather_bucket_elements=0)
+        data = DataParallel(RANKS, ALONE, given, 1, 1.0)
+        assert data.gather_s(Weights(100), network) == 2 * 100 + 1
+        assert data.gather_s(Weights(100, in_block=True), network) == block_bytes * 100 + 1
+
+
 def test_gradients_wait_until_a_bucket_is_full():
     own = {"backward_gathers": "never"}
     assert reduced(sharing(**own)) == pytest.approx(11 + CONTENTION * 22)

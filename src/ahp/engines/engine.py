@@ -80,6 +80,8 @@ class Traits:
     """Whether buckets for all gradients lie in memory beside them, from the first step on."""
     gather_bucket_elements: int = 0
     """Elements of sharded weights, of whatever units, that one collective gathers; 0 = those of one unit."""
+    gathered_block_bytes: int = 0
+    """Bytes of one weight element of a block as it is gathered; 0 = as it computes."""
     gathered_ahead_elements: int = 0
     """Elements of gathered weights that lie in memory at once, where they are freed after use; 0 = those of the block that computes
     and of the next one."""

@@ -39,7 +39,8 @@ class MegatronEngine(Engine):
     fp16 beside fp16 weights; the fp32 master weights belong to the optimizer.
 
     fp8 is priced as NVIDIA's recipes for it set their flags (examples/llama/train_llama3_8b_h100_fp8.sh, NeMo's performance
-    scripts): gradients kept and reduced in bf16, reduced and weights gathered beside the computation in a pipeline too, and
+    scripts): gradients kept and reduced in bf16, weights of blocks gathered in 8 bits (``--fp8-param-gather``; beside them lie their transposes),
+    both beside the computation in a pipeline too, and
     tensor-parallel collectives in pieces beside the products (``--tp-comm-overlap``, which asks for sequence parallelism and Transformer
     Engine). In other precisions these flags are off, as by default; ``engine.enable_async_tensor_parallel`` says the last one.
     """
@@ -79,6 +80,7 @@ class MegatronEngine(Engine):
             parameter_gather_overlap=1.0 if overlaps else 0.0,
             reduce_bucket_elements=bucket,
             gather_bucket_elements=bucket,
+            gathered_block_bytes=1 if fp8 else 0,
             buckets_on_first_stage_alone=overlaps and parallelism.pipeline_parallel_degree > 1,
             ends_apart=True,
             forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",

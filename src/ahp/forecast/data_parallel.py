@@ -19,6 +19,7 @@ class Weights(NamedTuple):
     experts: int = 0
     tensors: tuple[int, ...] = ()
     """Of each weight that it consists of, in the order of the forward pass; none = one."""
+    in_block: bool = False
 
     @property
     def total(self) -> int:
@@ -26,7 +27,8 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, unit: Unit) -> Weights:
-        return cls(unit.parameters - unit.experts, unit.experts, unit.tensors)
+        """Of a block."""
+        return cls(unit.parameters - unit.experts, unit.experts, unit.tensors, in_block=True)
 
     def pieces(self, bucket: int) -> int:
         """Collectives that it is sent in, where each takes whole weights until they are as many elements as ``bucket``; 0 = one."""
@@ -81,9 +83,10 @@ class DataParallel:
     def gather_s(self, weights: Weights, network: Times, stage: Held | None = None) -> float:
         """Seconds of gathering one unit. ``stage``: what its stage holds; None = whatever it may hold, the least that it takes."""
         seconds, bucket = 0.0, self.traits.gather_bucket_elements
+        each_bytes = (weights.in_block and self.traits.gathered_block_bytes) or self.weight_bytes
         for count, shard, _, held in self._parts(weights, stage):
             together = _together(weights, count, bucket, held)
-            seconds += self._sent_s("all_gather", count, self.weight_bytes, shard, weights, together, network)
+            seconds += self._sent_s("all_gather", count, each_bytes, shard, weights, together, network)
         return seconds
 
     def reduce_s(self, weights: Weights, network: Times, stage: Held | None = None) -> float:
