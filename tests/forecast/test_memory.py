@@ -147,6 +147,18 @@ def test_deepspeed_gathers_a_thousand_million_weights_ahead(zero, total, element
     assert state_bytes(weights, traits, shards=4, micro_batches=1)["gathered_weights"] == 2 * elements
 
 
+@pytest.mark.parametrize(("precision", "pipeline", "each_bytes"), [("bf16", 2, 2 + 4), ("bf16", 1, 2), ("fp16", 2, 2)])
+def test_deepspeed_adds_gradients_up_in_fp32_in_a_pipeline_in_bf16(precision, pipeline, each_bytes):
+    layout = Parallelism(data_parallel_shard_degree=4, zero_stage=1, pipeline_parallel_degree=pipeline)
+    traits = get("deepspeed").traits(Job(precision=precision), layout, EngineChoice(name="deepspeed"))
+    weights = RankWeights(total=10**9, largest_block=100, outside_blocks=200)
+    held = state_bytes(weights, traits, shards=4, micro_batches=4)
+    assert held["gradients"] == each_bytes * 10**9
+    collected = 0 if each_bytes == 6 else 5 * 10**8
+    assert held["reduce_buffers"] == traits.reduce_bytes * (5 * 10**8 + collected)
+    assert traits.reduce_bytes == max(2, each_bytes - 2)
+
+
 def test_buckets_of_distributed_data_parallel_lie_beside_the_gradients():
     weights = RankWeights(total=10**9, largest_block=100, outside_blocks=200)
 

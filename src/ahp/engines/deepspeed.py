@@ -38,7 +38,12 @@ and frees none that is needed again within so many."""
 
 
 class DeepSpeedEngine(Engine):
-    """What DeepSpeed can run, and how it behaves: gradients in the compute type, fp32 master weights in the optimizer."""
+    """What DeepSpeed can run, and how it behaves: gradients in the compute type, fp32 master weights in the optimizer.
+
+    A pipeline in bf16 is priced with ``data_types.grad_accum_dtype: fp32``, as its published runs have it (BLOOM, LUMI) and as
+    DeepSpeed asks for with many micro-batches (runtime/engine.py, _do_optimizer_sanity_check): BF16_Optimizer adds gradients up in
+    fp32 beside those of 16 bits, and sums them so (runtime/bf16_optimizer.py).
+    """
 
     name = "deepspeed"
 
@@ -59,10 +64,12 @@ class DeepSpeedEngine(Engine):
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
         zero = parallelism.zero_stage if parallelism.weight_shards > 1 else 0
         half = job.precision != "fp32"
+        sums_in_fp32 = job.precision == "bf16" and parallelism.pipeline_parallel_degree > 1
         sends = parallelism.weight_shards * parallelism.weight_replicas > 1
         return Traits(
-            gradient_bytes=2 if half else 4,
-            reduce_bytes=2 if half else 4,
+            gradient_bytes=4 if sums_in_fp32 or not half else 2,
+            gradient_beside_bytes=2 if sums_in_fp32 else 0,
+            reduce_bytes=4 if sums_in_fp32 or not half else 2,
             master_weight_bytes=4,
             optimizer_state_bytes=8,
             compute_weight_bytes=2 if half else 0,
@@ -82,7 +89,7 @@ class DeepSpeedEngine(Engine):
             keeps_whole_gradients=zero < 2,
             reduce_copies=sends,
             reduce_bucket_elements=REDUCE_BUCKET_ELEMENTS if sends else 0,
-            collects_in_bucket=zero > 0,
+            collects_in_bucket=zero > 0 and not sums_in_fp32,
             gather_bucket_elements=PREFETCH_BUCKET_ELEMENTS if zero == 3 else ALLGATHER_BUCKET_ELEMENTS,
             gathered_ahead_elements=LIVE_ELEMENTS if zero == 3 else 0,
             sends_split_by_tensor=True,  # runtime/config.py: pipe_partitioned, grad_partitioned

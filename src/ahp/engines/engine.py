@@ -70,6 +70,8 @@ class Traits:
     source: str
     host_launches_per_operator: float = EAGER_LAUNCHES
     """Host time of one operator of the traced graph, over the device's ``kernel_launch_s``: autograd, Python and dispatch."""
+    gradient_beside_bytes: int = 0
+    """Bytes of one gradient element as a pass makes it, where all of them stay in memory beside those that are kept."""
     reduce_bucket_elements: int = 0
     """Elements of gradients, of whatever units, that one collective sums; 0 = those of one unit."""
     buckets_on_first_stage_alone: bool = False

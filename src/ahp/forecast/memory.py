@@ -260,7 +260,9 @@ def state_bytes(
         "parameters": math.ceil(part * traits.master_weight_bytes),
         "optimizer_states": math.ceil(part * traits.device_state_bytes + no_matrix * traits.no_matrix_state_bytes),
         "gathered_weights": gathered,
-        "gradients": math.ceil((total if waits_whole else part) * traits.gradient_bytes),
+        "gradients": math.ceil(
+            (total if waits_whole else part) * (traits.gradient_bytes + traits.gradient_beside_bytes)
+        ),
         "reduce_buffers": buffers,
     }
 

@@ -169,7 +169,7 @@ def _figures(traits: Traits) -> tuple[float, ...]:
     return (
         traits.master_weight_bytes,
         traits.device_state_bytes,
-        traits.gradient_bytes,
+        traits.gradient_bytes + traits.gradient_beside_bytes,
         traits.compute_weight_bytes,
         traits.keeps_gathered_weights,
         (traits.reduce_copies and not bucket) * (traits.compute_weight_bytes + traits.reduce_bytes),
