@@ -7,6 +7,7 @@ from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import DataParallel, gradient_copy_bytes
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.pricer import slowest_share
+from ahp.forecast.rules import asynchronous
 from ahp.forecast.step import price
 from ahp.forecast.units import ALONE, UnitPricer, axes_of
 from ahp.graph.trace import analyze
@@ -122,10 +123,11 @@ def test_async_tensor_parallelism_hides_all_pieces_but_one(llama, engine):
 
 def test_async_tensor_parallelism_needs_sequence_parallelism():
     choice = EngineChoice(name="megatron", enable_async_tensor_parallel=True)
-    reason = get("megatron").refuses(Job(), Parallelism(tensor_parallel_degree=4), choice)
+    reason = asynchronous(Parallelism(tensor_parallel_degree=4), choice)
     assert reason is not None
-    assert reason.startswith("engine.enable_async_tensor_parallel = True: ")
-    assert "enable_sequence_parallel true" in reason
+    assert reason.startswith("enable_sequence_parallel = False: ")
+    assert reason.endswith("(engine.enable_async_tensor_parallel) (valid: True)")
+    assert asynchronous(Parallelism(), choice) is asynchronous(SPLIT, choice) is None
 
 
 def test_a_ring_hides_keys_and_values_behind_attention(llama):

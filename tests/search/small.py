@@ -9,12 +9,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ahp.cluster.model import Calibration, Cluster, Link
+from ahp.divisors import divisors
 from ahp.engines.registry import names
 from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
-from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, divisors
+from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE
 from ahp.search.problem import Problem, problem
 
 SEQUENCE = 64

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.config import Constraints
+from ahp.divisors import divisors
 from ahp.engines.registry import names
 from ahp.errors import BadInput
 from ahp.forecast.rules import illegal
 from ahp.plan import Parallelism
-from ahp.search.choices import Split, divisors
+from ahp.search.choices import Split
 from ahp.search.problem import Problem
 from ahp.search.space import build
 

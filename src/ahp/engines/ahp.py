@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ahp.divisors import divisors
 from ahp.engines.engine import ContextWay, Engine, Traits
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.job import Job
@@ -135,7 +136,7 @@ def _refuses_experts(p: Parallelism) -> str | None:
         ranks = f"data_parallel_shard_degree {p.data_parallel_shard_degree}"
         if p.context_parallel_degree > 1:
             ranks += f" x context_parallel_degree {p.context_parallel_degree} with zero_stage {p.zero_stage}"
-        valid = ", ".join(str(d) for d in range(1, shards + 1) if shards % d == 0)
+        valid = ", ".join(map(str, divisors(shards)))
         return f"expert_parallel_degree = {degree}: must divide {ranks}, whose ranks share the experts (valid: {valid})"
     return None
 

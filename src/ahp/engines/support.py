@@ -77,7 +77,7 @@ class Support:
             return _cannot(engine, "job.optimizer.name", job.optimizer.name, ["adamw"])
         if choice.compile and not self.compile:
             return _cannot(engine, "engine.compile", True, [False])
-        if reason := self._refuses_async(engine, p, choice):
+        if reason := self._refuses_async(engine, choice):
             return reason
         if choice.offload_optimizer:
             return _cannot(engine, "engine.offload_optimizer", True, ["False; or engine.name ahp"])
@@ -85,7 +85,7 @@ class Support:
             return _cannot(engine, "engine.loss_chunk_tokens", choice.loss_chunk_tokens, ["null; or engine.name ahp"])
         return None
 
-    def _refuses_async(self, engine: str, p: Parallelism, choice: EngineChoice) -> str | None:
+    def _refuses_async(self, engine: str, choice: EngineChoice) -> str | None:
         key = "engine.enable_async_tensor_parallel"
         if not choice.enable_async_tensor_parallel:
             return None
@@ -93,8 +93,6 @@ class Support:
             return _cannot(engine, key, True, ["null; or engine.name torchtitan or megatron"])
         if self.async_tensor == "compiled" and not choice.compile:
             return _cannot(engine, key, True, ["null; or engine.compile true"])
-        if p.tensor_parallel_degree > 1 and not p.enable_sequence_parallel:
-            return f"{key} = True: what travels in pieces is that of sequence parallelism (valid: null; or enable_sequence_parallel true)"
         return None
 
     def _refuses_order(self, engine: str, p: Parallelism) -> str | None:

@@ -8,6 +8,7 @@ from itertools import combinations
 
 from ahp.cluster.cells import cell_width, cells_of, link_between, named_groups
 from ahp.cluster.model import Cluster, NodeGroup
+from ahp.divisors import divisors
 from ahp.errors import bad_input
 from ahp.forecast.efficiency import is_cpu
 from ahp.job import Job
@@ -108,9 +109,7 @@ def _experts(parallelism: Parallelism) -> str | None:
         rule = (
             f"on a mixed cluster the experts of a layer lie in one cell: it must divide shard x context degree {within}"
         )
-        return str(
-            bad_input("expert_parallel_degree", expert, rule, [d for d in range(1, within + 1) if within % d == 0])
-        )
+        return str(bad_input("expert_parallel_degree", expert, rule, divisors(within)))
     return None
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from ahp.cluster.model import Cluster
+from ahp.divisors import divisors
 from ahp.engines.ahp import FP8_MULTIPLE, needs_one_graph
 from ahp.engines.engine import FewKeys
 from ahp.engines.registry import get
@@ -46,6 +46,7 @@ def illegal(
         or _cluster(cluster, job, parallelism)
         or batch(job, parallelism)
         or tensor(graph, job, parallelism, engine)
+        or asynchronous(parallelism, engine)
         or products(graph, job, parallelism, engine)
         or sequence(graph, parallelism)
         or whole_attention(graph, job, parallelism, engine)
@@ -91,10 +92,10 @@ def batch(job: Job, parallelism: Parallelism) -> str | None:
     if parallelism.micro_batches_per_replica is not None:
         return _uneven_batch(whole, parallelism)
     if whole % replicas:
-        return _broken(_data_key(parallelism), replicas, f"does not divide global_batch_size {whole}", _divisors(whole))
+        return _broken(_data_key(parallelism), replicas, f"does not divide global_batch_size {whole}", divisors(whole))
     if whole // replicas % size:
         rule = f"does not divide the {whole // replicas} sequences of each of {replicas} replicas (global_batch_size {whole})"
-        return _broken("micro_batch_size", size, rule, _divisors(whole // replicas))
+        return _broken("micro_batch_size", size, rule, divisors(whole // replicas))
     return None
 
 
@@ -154,6 +155,14 @@ def whole_attention(graph: ModelGraph, job: Job, parallelism: Parallelism, engin
     return None
 
 
+def asynchronous(parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """Asynchronous tensor parallelism is about what sequence parallelism gathers and scatters."""
+    if not engine.enable_async_tensor_parallel or parallelism.tensor_parallel_degree == 1:
+        return None
+    rule = "with it the collectives of sequence parallelism travel in pieces (engine.enable_async_tensor_parallel)"
+    return None if parallelism.enable_sequence_parallel else _broken("enable_sequence_parallel", False, rule, [True])
+
+
 def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     """Whether ahp's own runtime can compute the linear layers of blocks in 8 bits, whole and in parts (runtime/fp8.py)."""
     if job.precision != "fp8" or engine.name != "ahp":
@@ -200,13 +209,11 @@ def sequence(graph: ModelGraph | Job, parallelism: Parallelism) -> str | None:
     )
     if parallelism.enable_sequence_parallel and length % tensor:
         rule = f"does not divide sequence_length {length}, which enable_sequence_parallel cuts"
-        return _broken("tensor_parallel_degree", tensor, rule, _divisors(length))
+        return _broken("tensor_parallel_degree", tensor, rule, divisors(length))
     if context > 1 and length % (2 * context):
         # A causal mask leaves the first part little to do and the last much: each rank takes one from either end.
         rule = f"sequence_length {length} must divide into two parts for each rank"
-        return _broken(
-            "context_parallel_degree", context, rule, [d for d in _divisors(length) if length % (2 * d) == 0]
-        )
+        return _broken("context_parallel_degree", context, rule, [d for d in divisors(length) if length % (2 * d) == 0])
     return None
 
 
@@ -240,11 +247,11 @@ def experts(graph: ModelGraph, parallelism: Parallelism) -> str | None:
     if not isinstance(experts, int):
         return _broken("expert_parallel_degree", degree, "the model has no experts", [1])
     if experts % degree:
-        return _broken("expert_parallel_degree", degree, f"does not divide num_experts {experts}", _divisors(experts))
+        return _broken("expert_parallel_degree", degree, f"does not divide num_experts {experts}", divisors(experts))
     ranks = parallelism.data_parallel_degree * parallelism.context_parallel_degree
     if ranks % degree:
         rule = f"does not divide the {ranks} ranks of the data and context axes, which share the experts"
-        return _broken("expert_parallel_degree", degree, rule, [d for d in _divisors(ranks) if experts % d == 0])
+        return _broken("expert_parallel_degree", degree, rule, [d for d in divisors(ranks) if experts % d == 0])
     if not any(map(expert_parameters, graph.blocks)):
         rule = "no block of the model multiplies tokens with stacked experts chosen for them, which ranks could share"
         return _broken("expert_parallel_degree", degree, rule, [1])
@@ -302,8 +309,3 @@ def schedule(name: str, p: int, v: int, m: int, *, in_torch: bool) -> str | None
 def _broken(key: str, value: object, rule: str, valid: Iterable[object]) -> str:
     choices = nearest(value, list(valid))
     return f"{key} = {value!r}: {rule}" + (f" (valid: {', '.join(map(str, choices))})" if choices else "")
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})

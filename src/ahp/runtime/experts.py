@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ahp.divisors import divisors
 from ahp.errors import bad_input
 from ahp.graph.experts import num_stacked
 from ahp.graph.outline import Outline
@@ -36,9 +37,8 @@ def check_experts(module: nn.Module, found: Outline | None, degree: int) -> None
     for path in found.experts:
         number = num_stacked(module.get_submodule(path)) or 0
         if number % degree:
-            divisors = [d for d in range(1, number + 1) if number % d == 0]
             raise bad_input(
-                "expert_parallel_degree", degree, f"does not divide the {number} experts of {path}", divisors
+                "expert_parallel_degree", degree, f"does not divide the {number} experts of {path}", divisors(number)
             )
 
 

@@ -6,6 +6,7 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from ahp.divisors import divisors
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.errors import BadInput, bad_input
@@ -81,12 +82,6 @@ class Mesh(NamedTuple):
     @property
     def shared(self) -> Shared:
         return shared(self.expert, self.pipeline, self.context)
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 class Choices:

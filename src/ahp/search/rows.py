@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from ahp.divisors import divisors
 from ahp.errors import BadInput, NotExpressible
-from ahp.search.choices import DEGREES, divisors
+from ahp.search.choices import DEGREES
 from ahp.search.problem import Problem, with_devices
 from ahp.search.space import Rule, Space, build
 

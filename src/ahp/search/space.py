@@ -251,6 +251,8 @@ class _Counted:
             "tensor_parallel_degree",
             "enable_sequence_parallel",
         )
+        tensor_too = ("tensor_parallel_degree", "enable_sequence_parallel")
+        self._of_mesh("asynchronous", lambda layout: rules.asynchronous(layout, asked.engine), *tensor_too)
         self._of_mesh("context", lambda layout: rules.sequence(graph, layout), "context_parallel_degree")
         both = ("tensor_parallel_degree", "context_parallel_degree")
         self._of_mesh("attention", self._bad_attention, *both)
@@ -267,7 +269,6 @@ class _Counted:
             "tensor_parallel_degree",
             "context_parallel_degree",
         )
-        tensor_too = ("tensor_parallel_degree", "enable_sequence_parallel")
         self._of_mesh("engine: enable_sequence_parallel", self._refused_with_sequence, *tensor_too)
         pipes, recompute = self._good_pipes(), self._good_recompute()
         good, alike = (

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.cluster.cells import cells_of
+from ahp.divisors import divisors
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.errors import BadInput
 from ahp.forecast import rules
 from ahp.plan import ContextMethod, Parallelism, StagePlace
 from ahp.schedule.patterns import V_SHAPED
-from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, LOOPED, RECOMPUTE, Pipe, divisors
+from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, LOOPED, RECOMPUTE, Pipe
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
 
