@@ -10,6 +10,7 @@ import pytest
 
 import ahp
 from ahp.cli.calibrate import run
+from ahp.cli.plan import confidence
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
 from ahp.forecast import timeline
@@ -48,6 +49,9 @@ def test_the_next_forecast_is_what_the_run_took(tmp_path: Path, capsys: pytest.C
     assert "9 steps" in shown
     assert "measured is 30 % off" in shown
     assert shown.splitlines()[-1] == f"Next: ahp plan tiny {out}"
+    assert "; steps are forecast to take 1.3 times what its figures say, as measured in 9 steps" in confidence(
+        Cluster.load(out)
+    )
     other = plan_of({"tensor_parallel_degree": 4})
     for layout in (plan, other):
         before, after = forecast(layout), forecast(layout.model_copy(update={"cluster": Cluster.load(out).plain()}))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ahp.cluster.model import Measurements
-from ahp.engines.ahp import FSDP_OPERATORS
+from ahp.engines import host
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import margins
 from ahp.forecast.assembly import NORMAL_90, band_s
@@ -123,7 +123,9 @@ def test_what_the_engine_does_at_each_block_adds_up_on_a_cpu(tiny):
     layout = {"data_parallel_shard_degree": 4, "zero_stage": 2, "micro_batch_size": 8}
     cpu = price_on_one_node(tiny, layout, name="cpu", launch_s=1e-5)
     units = tiny.num_layers + 1
-    assert cpu.forecast.step["host"] == pytest.approx(FSDP_OPERATORS * 1e-5 * units * cpu.schedule.num_micro_batches)
+    assert cpu.forecast.step["host"] == pytest.approx(
+        host.value("fsdp_operators") * 1e-5 * units * cpu.schedule.num_micro_batches
+    )
 
 
 def test_a_gpu_waits_for_the_host_only_where_that_is_slower(tiny):

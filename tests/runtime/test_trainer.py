@@ -178,8 +178,9 @@ def test_killed_worker_is_told_and_the_next_start_goes_on(text: Path, tmp_path: 
 
 
 def kill_a_worker(folder: Path, after: int) -> None:
-    """``after``: the checkpoint that is whole by then. One is written beside the next steps."""
-    while not any(saved.step >= after for saved in RunFolder(folder).checkpoints()):
+    """Once a checkpoint of step ``after`` or later is whole, and steps behind it are measured. One is written beside the next steps."""
+    run = RunFolder(folder)
+    while not any(after <= saved.step < len(run.metrics()) - 1 for saved in run.checkpoints()[-1:]):
         time.sleep(0.02)
     workers = [p for p in psutil.Process().children() if str(folder) in p.cmdline()]
     workers[-1].kill()

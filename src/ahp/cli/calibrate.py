@@ -90,7 +90,7 @@ def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[Held]]:
         print(f"pricing {name} ...", file=sys.stderr)
         before.append(_forecast(plan, own))
     assert cluster is not None, "there is a run"
-    ratios = {one.folder: one.step_s / told.step_time_s for one, told in zip(runs, before, strict=True)}
+    ratios = [one.step_s / told.step_time_s for one, told in zip(runs, before, strict=True)]
     cluster = calibrated(cluster, ratios, runs)
     after = [_forecast(plan, cluster) for plan in plans]
     return cluster, [Held(*parts) for parts in zip(runs, plans, before, after, strict=True)]

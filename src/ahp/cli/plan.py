@@ -265,6 +265,10 @@ def cluster_words(cluster: Cluster) -> str:
 
 def confidence(cluster: Cluster) -> str:
     """How far the figures can be trusted, and what would make them better."""
+    known = cluster.groups[0].calibration  # a mixed cluster has none
+    if known is not None:
+        times = f"{known.step_ratio:.3g} times what its figures say"
+        return f"Confidence: {cluster.source}; steps are forecast to take {times}, as measured in {known.source}"
     if is_datasheet(cluster):
         return (
             "Confidence: datasheet figures only, nobody measured this cluster. On it run: "

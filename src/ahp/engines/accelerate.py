@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ahp.engines import host
 from ahp.engines.engine import Engine, Traits
 from ahp.engines.support import Support
 from ahp.job import Job
@@ -64,6 +65,7 @@ class AccelerateEngine(Engine):
             keeps_reduce_buckets=ddp,
             ends_apart=not sharded,
             host_operators_per_unit=0,
+            host_launches_per_operator=host.value("eager_launches"),
             attention_kernel=None if choice.compile else "flash1",
             fused_loss=True,
             source="accelerate 16cb6eb: utils/dataclasses.py FullyShardedDataParallelPlugin; FSDP and DistributedDataParallel of torch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ahp.divisors import divisors
+from ahp.engines import host
 from ahp.engines.engine import ContextWay, Engine, Traits
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.job import Job
@@ -10,13 +11,6 @@ from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.patterns import SPLIT_BACKWARD, WHOLE_BACKWARD
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-
-FSDP_OPERATORS, SPLIT_OPERATORS, FSDP_OF_SPLIT_OPERATORS = 60, 100, 240
-"""Host time of FSDP2's hooks at a unit, of a block that tensor parallelism has rewritten, and of FSDP2 on split weights,
-in operators. [Empirical] torch 2.13 on an AMD EPYC (Zen 4), a LLaMA of hidden size 32 and 16 tokens, so that nothing else
-takes time: thread time of a micro-batch with 8 blocks less that with 2, over what one operator of the same run without
-takes (13 us). One run on a busy machine: good to a factor of 1.5."""
-
 
 OFFLOAD_BUCKET_BYTES = 256 * 2**20
 """Moments that are on the device at once under ``engine.offload_optimizer``, at least one parameter's: enough to keep a link of
@@ -66,9 +60,9 @@ class AhpEngine(Engine):
         every = zero >= 2 and not pipelined
         wrapped = sharded or job.precision != "fp32"
         if parallelism.tensor_parallel_degree > 1:
-            host_operators = FSDP_OF_SPLIT_OPERATORS + SPLIT_OPERATORS if wrapped else SPLIT_OPERATORS
+            host_operators = host.value("split_operators") + (host.value("fsdp_of_split_operators") if wrapped else 0)
         else:
-            host_operators = FSDP_OPERATORS if wrapped else 0
+            host_operators = host.value("fsdp_operators") if wrapped else 0
         if job.precision == "fp8":
             host_operators += FUSED_TORCHAO_OPERATORS if choice.compile else EAGER_TORCHAO_OPERATORS
         # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the weights
@@ -108,6 +102,7 @@ class AhpEngine(Engine):
             torch_pipeline=True,
             fp8=FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8,
             host_operators_per_unit=host_operators,
+            host_launches_per_operator=host.value("eager_launches"),
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )
 

@@ -18,12 +18,6 @@ Selective = Literal["core", "beside_products", "every_second_product"]
 SendsAgain = Literal["nothing", "gathers", "all"]
 FewKeys = Literal["refused", "whole", "gathered"]
 
-EAGER_LAUNCHES = 3.5
-"""Host time of one operator of eager PyTorch's forward pass over a bare launch. Of a whole step one takes 9 to 12 us in a module with
-autograd, of which 1.1 us its own work on a CPU (torch 2.13, AMD EPYC; docs/forecast.md), with the 5 us launch of a GPU in its place:
-(10.5 - 1.1 + 5) / 5 = 2.9; one of the forward pass as much more as one of the backward pass takes less (forecast/compute.py)."""
-
-
 ALL_ELEMENTS = 1_000_000_000
 """A bucket that takes whatever a pipeline stage has. What a stage has beyond it changes the share of the latency alone, which is
 small beside so many bytes."""
@@ -63,13 +57,13 @@ class Traits:
     """Whether gradients wait for that whole, rather than as the shard of the rank."""
     reduce_copies: bool
     """Whether gradients are copied into a flat buffer to be sent."""
-    host_operators_per_unit: int
+    host_operators_per_unit: float
     """What the engine does at each unit (a block) and micro-batch beside the model's own operators, forward and backward,
     as a number of operators that take the host as long. On a CPU it adds to the computation; on a GPU it shows where
     kernels are so short that the host cannot keep ahead."""
-    source: str
-    host_launches_per_operator: float = EAGER_LAUNCHES
+    host_launches_per_operator: float
     """Host time of one operator of the traced graph, over the device's ``kernel_launch_s``: autograd, Python and dispatch."""
+    source: str
     gradient_beside_bytes: int = 0
     """Bytes of one gradient element as a pass makes it, where all of them stay in memory beside those that are kept."""
     reduce_bucket_elements: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ahp.engines import host
 from ahp.engines.engine import Engine, Traits
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.engines.support import Support
@@ -53,6 +54,7 @@ class TorchtitanEngine(Engine):
             keeps_whole_gradients=not every,
             reduce_copies=True,
             host_operators_per_unit=casts if job.precision == "fp8" else 0,
+            host_launches_per_operator=host.value("eager_launches"),
             # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
             gathers_inputs_again=False,
             # distributed/compile.py, _maybe_enable_async_tp: inductor's pass over a compiled block; off by default

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 
-from ahp.shipped import shipped
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constant:
-    """The keys are explained at the top of constants.yaml."""
-
-    value: float
-    unit: str
-    meaning: str
-    derivation: str
-
-    def __post_init__(self) -> None:
-        assert self.value > 0, self
+from ahp import shipped
+from ahp.shipped import Constant
 
 
-@cache
 def constants() -> Mapping[str, Constant]:
-    """All of constants.yaml by name, read once."""
-    return {name: Constant(**entry) for name, entry in shipped("ahp.forecast", "constants.yaml").items()}
+    """All of constants.yaml by name."""
+    return shipped.constants("ahp.forecast", "constants.yaml")
 
 
 def value(name: str) -> float:

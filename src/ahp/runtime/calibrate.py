@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 
@@ -57,8 +57,8 @@ def without_calibration(cluster: Cluster) -> Cluster:
     return cluster.model_copy(update={"groups": groups})
 
 
-def calibrated(cluster: Cluster, ratios: Mapping[str, float], runs: Sequence[MeasuredRun]) -> Cluster:
-    """The cluster with the geometric mean of the runs' ``ratios`` (measured over forecast), by their folder.
+def calibrated(cluster: Cluster, ratios: Sequence[float], runs: Sequence[MeasuredRun]) -> Cluster:
+    """The cluster with the geometric mean of the runs' ``ratios``, measured over forecast.
 
     Raises BadInput for a mixed cluster: a step does not say which of its groups took longer.
     """
@@ -68,7 +68,7 @@ def calibrated(cluster: Cluster, ratios: Mapping[str, float], runs: Sequence[Mea
             f"cluster.groups = {names}: the steps of a mixed cluster do not say which of its groups took longer (valid: one group)"
         )
     steps = sum(run.steps for run in runs)
-    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios.values()))
+    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
     source = f"{steps} steps of {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {date.today().isoformat()}"
     [group] = without_calibration(cluster).groups
     known = Calibration(step_ratio=mean, runs=len(runs), source=source)
