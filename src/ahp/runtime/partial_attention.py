@@ -84,8 +84,10 @@ def _is_fused(q: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _takes_flash(q: torch.Tensor, rule: Rule) -> bool:
-    """FlashAttention takes half precision, heads of up to 256 in steps of 8, and no mask."""
-    return rule.mask is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] in range(8, 257, 8)
+    """FlashAttention takes half precision, heads of up to 256 in steps of 8, and no mask, from compute capability 8.0 on."""
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    fits = half and rule.mask is None and q.shape[-1] in range(8, 257, 8)
+    return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _aligned(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
