@@ -1,6 +1,7 @@
 """Operands of successive calls lie in different places, and none of them in a cache."""
 
 import itertools
+import weakref
 
 import torch
 
@@ -34,3 +35,25 @@ def test_what_the_user_has_set_for_the_workers_stays() -> None:
     assert with_ours({}) == COMPUTE
     (name,) = COMPUTE
     assert with_ours({name: "0", "other": "1"}) == {name: "0", "other": "1"}
+
+
+def test_results_are_kept_until_there_are_so_many_bytes_of_them_and_then_dropped_together() -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def call() -> tuple[torch.Tensor, ...]:
+        made = torch.zeros(64), torch.zeros(64)
+        alive.append(weakref.ref(made[0]))
+        return made
+
+    timed = Operands(4 * 2 * 64 * 4, CPU).kept(call)  # four times two tensors
+    counts = []
+    for _ in range(9):
+        timed()
+        counts.append(sum(ref() is not None for ref in alive))
+    assert counts == [2, 3, 4, 1, 2, 3, 4, 1, 2]
+
+
+def test_one_result_is_kept_where_it_is_more_than_that() -> None:
+    timed = Operands(0, CPU).kept(lambda: torch.zeros(64))
+    timed()
+    timed()

@@ -8,7 +8,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ahp.cluster.model import Calibration, Cluster, Link
+from ahp.cluster.model import (
+    Calibration,
+    Cluster,
+    CollectiveSample,
+    Device,
+    Host,
+    Link,
+    MatmulSample,
+    Measurements,
+    MemorySample,
+    NodeGroup,
+)
 from ahp.divisors import divisors
 from ahp.engines.registry import names
 from ahp.graph.operators import ModelGraph
@@ -87,6 +98,34 @@ def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
     group = cluster.groups[0]
     device = group.device.model_copy(update={"memory_bytes": memory_bytes, "reserved_memory_bytes": 0})
     return Cluster(groups=(group.model_copy(update={"device": device}),))
+
+
+def cpu_workers(workers: int, cores: int) -> Cluster:
+    """One node of so many workers, measured while all compute on so many cores."""
+    shapes = ((64, 64, 64), (256, 256, 256), (1024, 1024, 1024))
+    products = tuple(
+        MatmulSample(m=m, n=n, k=k, dtype=dtype, workers=workers, seconds=1e-6 + m * n * k / 2e10)
+        for m, n, k in shapes
+        for dtype in ("fp32", "bf16")
+    )
+    collectives = tuple(
+        CollectiveSample(kind=kind, workers=workers, bytes=size, seconds=2e-4 + size / 2e9)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+        for size in (4096, 2**24)
+    )
+    measured = Measurements(
+        matmul=products, memory=(MemorySample(workers=workers, bytes_per_s=5e9),), collectives=collectives
+    )
+    device = Device(
+        name="cpu",
+        memory_bytes=4 * 2**30,
+        memory_bandwidth_bytes_per_s=5e9,
+        peak_flops_per_s={"fp32": 4e10, "bf16": 4e10},
+    )
+    link = Link(bandwidth_bytes_per_s=2e9, latency_s=2e-4)
+    host = Host(cores=cores)
+    nodes = NodeGroup(nodes=1, devices_per_node=workers, device=device, intra_node=link, host=host, measured=measured)
+    return Cluster(groups=(nodes,))
 
 
 RESOURCES = ("arithmetic", "memory bandwidth", "host", "links in a node", "links between nodes", "latency")

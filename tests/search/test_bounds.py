@@ -19,7 +19,7 @@ from ahp.search.problem import Problem
 from ahp.search.space import Space, build
 from tests.examples import many
 
-from .small import MODELS, problems, small
+from .small import MODELS, cpu_workers, problems, small
 
 ROUNDING = 1 + 1e-9
 
@@ -81,6 +81,23 @@ def test_bounds_are_under_the_forecast(asked: Problem, data: st.DataObject) -> N
 def test_bounds_are_under_the_forecast_where_experts_are_alone(data: st.DataObject) -> None:
     asked = small("experts", "2x2xH100-SXM-80GB", precision="fp32", constraints={"expert_parallel_degree": 2})
     holds(asked, (space := build(asked)), some_rows(space, data, 3))
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(list(MODELS)), st.sampled_from([(4, 2), (6, 2), (4, 3)]), st.sampled_from([4, 8]), st.data())
+def test_bounds_are_under_the_forecast_of_workers_that_share_cores(
+    model: str, workers: tuple[int, int], batch: int, data: st.DataObject
+) -> None:
+    asked = small(model, cpu_workers(*workers), batch=batch)
+    holds(asked, space := build(asked), pipelines(space, data, 4))
+    holds_in_part(asked, space, pipelines(space, data, 2), data)
+
+
+def pipelines(space: Space, data: st.DataObject, count: int) -> list[Place]:
+    """Rows with several pipeline ranks."""
+    blocks = np.flatnonzero(space.blocks.pipeline > 1).tolist()
+    found = [data.draw(st.sampled_from(blocks)) for _ in range(count if blocks else 0)]
+    return [(block, data.draw(st.integers(0, int(space.blocks.rows[block]) - 1))) for block in found]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from ahp.search.rows import legal_rows
 from ahp.search.stages import WORTH_S
 from tests.examples import many
 
-from .small import RESOURCES, problems, small, times_faster, with_memory
+from .small import RESOURCES, cpu_workers, problems, small, times_faster, with_memory
 
 FEW = ("1xH100-SXM-80GB", "2xH100-SXM-80GB", "3xA100-SXM-40GB", "2x2xH100-SXM-80GB")
 MOST_PRICED = 150
@@ -70,6 +70,18 @@ def equals_brute_force(asked: Problem, keep: int) -> None:
 @given(problems(FEW, constrained=True), st.sampled_from([1, 3, 10]))
 def test_exact_search_is_brute_force(asked: Problem, keep: int) -> None:
     equals_brute_force(asked, keep)
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    st.sampled_from([(2, 1), (3, 2), (4, 2)]), st.sampled_from([2, 4, 6]), st.sampled_from(["llama", "tied gpt2"]),
+    st.sampled_from([1, 10]),
+)  # fmt: skip
+def test_exact_search_is_brute_force_where_workers_share_cores(
+    workers: tuple[int, int], batch: int, model: str, keep: int
+) -> None:
+    only = {"context_parallel_degree": 1, "activation_checkpoint": "none"}
+    equals_brute_force(small(model, cpu_workers(*workers), batch=batch, constraints=only), keep)
 
 
 @pytest.mark.slow

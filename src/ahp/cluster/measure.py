@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,8 +39,9 @@ Progress = Callable[[str, float], None]
 class Pace:
     """How long to measure: everything together, the longest of one task, and the size of the file for the disk.
 
-    The list of tasks is gone through ``rounds`` times and the best median of a task counts: what another program
-    does to the machine for a moment spoils one round, not the figure.
+    The list of tasks is gone through ``rounds`` times and the median of a task's figures counts: what another program
+    does to the machine for a moment spoils one round, not the figure. The best would be that of the machine's best moment, where
+    a run meets its usual ones.
     """
 
     total_s: float
@@ -49,7 +51,7 @@ class Pace:
     disk_bytes: int
 
 
-QUICK = Pace(total_s=24.0, rounds=2, slowest_s=0.8, disk_bytes=64 * 2**20)
+QUICK = Pace(total_s=24.0, rounds=3, slowest_s=0.8, disk_bytes=64 * 2**20)
 FULL = Pace(total_s=130.0, rounds=3, slowest_s=3.0, disk_bytes=512 * 2**20)
 BUSY_SHARE, BUSY_SAMPLE_S = 0.1, 0.5
 """Other programs that use more than this share of the processor are mentioned; over how long that is watched."""
@@ -166,26 +168,20 @@ def _measure(
     }
     say("starting workers", 0.0)
     facts: dict[str, Any] = {}
-    values: list[float | None] = [None] * len(plan)
+    found: list[list[float]] = [[] for _ in plan]
     done = 0
     for line in team.results(settings):
         if "task" not in line:
             facts = line
             continue
         index = line["task"]
-        values[index] = _better(plan[index], values[index], line["value"])
+        if line["value"] is not None:
+            found[index].append(line["value"])
         done += 1
         say(plan[done % len(plan)].words(), done / (len(plan) * pace.rounds))
     if not facts:
         raise AhpError("probe: the workers ended without a word")
-    return facts, values
-
-
-def _better(task: Task, one: float | None, other: float | None) -> float | None:
-    """The shorter time, the higher bandwidth, or the one there is."""
-    if one is None or other is None:
-        return one if other is None else other
-    return max(one, other) if task.kind == "memory" else min(one, other)
+    return facts, [statistics.median(values) if values else None for values in found]
 
 
 def _tables(plan: list[Task], values: list[float | None]) -> Measurements:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -36,6 +36,23 @@ class Operands:
             for first in range(0, len(pool) - sum(sizes) + 1, sum(sizes))
         ]
         return itertools.cycle(sets)
+
+    def kept(self, call: Callable[[], Tensor | tuple[Tensor, ...]]) -> Callable[[], None]:
+        """The same call with its results kept until there are ``num_bytes`` of them, and then all dropped.
+
+        So does a step with what its backward pass needs: a result lies outside of the caches, and on pages that the system has
+        yet to hand out, since it takes back what was dropped.
+        """
+        results: list[object] = [made := call()]
+        num_bytes = sum(tensor.nbytes for tensor in (made if isinstance(made, tuple) else (made,)))
+        most = max(1, self.num_bytes // max(num_bytes, 1))
+
+        def keeps() -> None:
+            if len(results) >= most:
+                results.clear()
+            results.append(call())
+
+        return keeps
 
     def _pool(self, dtype: torch.dtype, at_least: int) -> Tensor:
         if dtype not in self._pools:

@@ -79,6 +79,8 @@ class MixedPricer:
         self.graph, self.cluster, self.job, self.choice, self.groups = graph, cluster, job, choice, groups
         self.network = MixedNetwork(cluster)
         self._stage_costs: dict[tuple[object, ...], StageCost] = {}
+        self.turns = 1.0
+        """Workers that wait are not known to leave cores to others: groups are probed each for itself."""
 
     @cached_property
     def slowest_share(self) -> float:

@@ -40,6 +40,7 @@ from ahp.forecast.muon import Muon, places_of
 from ahp.forecast.priced import Priced, faster_method, lightest_that_fits
 from ahp.forecast.rules import illegal
 from ahp.forecast.stage import Recompute, StageCost, stage_cost
+from ahp.forecast.turns import share, turns
 from ahp.forecast.units import UnitPricer, Units, axes_of
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -72,6 +73,8 @@ class Pricer:
         self.slowest_share = 0.0 if is_cpu(self.nodes.device) else slowest_share(cluster.num_devices)
         self.ratio = self.nodes.calibration.step_ratio if self.nodes.calibration else 1.0
         """Measured over forecast steps of runs on these nodes."""
+        self.turns = 1.0 if in_cells else turns(self.nodes)
+        """Workers that take turns on a core."""
         self.unit_pricer = UnitPricer(graph, self.nodes, self.network, job.precision)
         if choice.offload_optimizer:
             self._refuse_without_host_link()
@@ -110,8 +113,7 @@ class Pricer:
     def _price(self, parallelism: Parallelism) -> Priced:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         stages, units = self._stages(parallelism, traits)
-        times = self._stage_times(parallelism, traits, stages, units)
-        span = pipeline_span(parallelism, parallelism.num_micro_batches(self.job), times)
+        stages, span = self._run(parallelism, stages, self._stage_times(parallelism, traits, stages, units))
         update_s, offload_s = self._optimizer_s(parallelism, traits, span, stages)
         optimizer_s = update_s + offload_s
         tied_s = self.tied_s(parallelism, units)
@@ -130,6 +132,17 @@ class Pricer:
             self._forecast(parallelism, step_s, step, rank, used, units),
             parallelism, span, stages, optimizer_s, ratio=self.ratio,
         )  # fmt: skip
+
+    def _run(
+        self, parallelism: Parallelism, stages: tuple[StageCost, ...], times: list[StageTimes]
+    ) -> tuple[tuple[StageCost, ...], Makespan]:
+        """How long the schedule takes, and its stages: where workers share cores, both as those that wait leave them."""
+        span = pipeline_span(parallelism, parallelism.num_micro_batches(self.job), times)
+        if self.turns == 1.0 or span.p == 1:
+            return stages, span
+        part = share(span.timeline, pipeline_axis(parallelism), self.nodes.devices_per_node, self.turns)
+        times = [one.scaled(part) for one in times]
+        return tuple(one.scaled(part) for one in stages), pipeline_span(parallelism, span.m, times)
 
     def _numbered(self, parallelism: Parallelism) -> Parallelism:
         """The layout whose ranks fill these nodes in order: the one of a cell, where cells are placed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -47,6 +47,15 @@ class StageCost:
         passes = self.forward, self.backward, self.input_gradient, self.weight_gradient
         once = self.first_forward, self.last_backward, self.last_weight_gradient
         return tuple(sum(parts.values()) for parts in (*passes, *once))
+
+    def scaled(self, factor: float) -> StageCost:
+        """The same stage with all its seconds times ``factor``."""
+        seconds = {
+            field.name: {part: factor * s for part, s in parts.items()}
+            for field in fields(self)
+            if isinstance(parts := getattr(self, field.name), dict)
+        }
+        return replace(self, **seconds)
 
 
 Recompute = Literal["none", "core", "chains", "beside_products", "every_second_product", "read", "full"]

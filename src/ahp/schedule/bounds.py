@@ -50,8 +50,14 @@ def lower_bound_s(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]
     return float(lower_bounds_s(name, p, v, m, TimeColumns.of(times))[0])
 
 
-def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns) -> Floats:
-    """``lower_bound_s`` of many layouts at once, [N]; O(N p v), with one stage per rank O(N p^2)."""
+def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns, *, turns: float = 1.0) -> Floats:
+    """``lower_bound_s`` of many layouts at once, [N]; O(N p v), with one stage per rank O(N p^2).
+
+    ``turns``: workers that share a core where ``times`` are those of all at once (``forecast.turns``): while some wait the
+    others are faster, by so much at most, and all together not faster than with all at once.
+    """
+    if turns > 1.0 and p > 1:
+        return np.maximum(lower_bounds_s(name, p, v, m, times) / turns, _Paths(name, p, v, m, times).mean_work_s())
     if name == "GPipe":
         return _gpipe_s(m, times)
     paths = _Paths(name, p, v, m, times)
@@ -176,13 +182,21 @@ class _Paths:
         down_s = self.fill_s[..., -1] + t.forward_s[..., -1] + t.first_forward_extra_s[..., -1]
         return down_s + self.gradient_s[..., -1] + self.tail_s[..., -1]
 
-    def ranks_s(self) -> Floats:
-        """[N, p] What comes before each rank's first action, all its work, and what follows its last gradient."""
+    def _work_s(self) -> Floats:
+        """[N, S] Seconds of each stage's actions, without what follows its last gradient."""
         t, split = self.times, self.split
         work = self.m * t.forward_s + t.first_forward_extra_s + (self.m - split) * t.backward_s
-        work = work + split * (t.input_gradient_s + t.weight_gradient_s)
+        return work + split * (t.input_gradient_s + t.weight_gradient_s)
+
+    def mean_work_s(self) -> Floats:
+        """[N] Seconds that a rank computes on average."""
+        return (self._work_s() + self.times.last_backward_extra_s).sum(axis=-1) / self.p
+
+    def ranks_s(self) -> Floats:
+        """[N, p] What comes before each rank's first action, all its work, and what follows its last gradient."""
+        work = self._work_s()
         work_s = work[..., self.own].sum(axis=-1)
-        last = np.broadcast_to(t.last_backward_extra_s, work.shape)
+        last = np.broadcast_to(self.times.last_backward_extra_s, work.shape)
         extra_s = last[..., self.own].sum(axis=-1)
         before_s = self.fill_s[..., : self.p] + work_s
         deferred_s, others_s = self._after_last_gradient(extra_s - last[..., : self.p])

@@ -6,7 +6,7 @@ Where only the step's length is wanted ``ahp.schedule.makespan`` has it many tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
 
@@ -33,6 +33,10 @@ class StageTimes:
     last_backward_extra_s: float = 0.0
     """Keeps the rank busy after the stage's last backward or weight gradient, such as the reduction of gradients;
     what the backward sends does not wait for it."""
+
+    def scaled(self, factor: float) -> StageTimes:
+        """All seconds times ``factor``."""
+        return StageTimes(**{name: factor * seconds for name, seconds in asdict(self).items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.errors import BadInput, NotExpressible
+from ahp.forecast.turns import least_share
 from ahp.forecast.unit import Unit
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.bounds import TimeColumns, lower_bounds_s
@@ -95,7 +96,8 @@ class LayoutCosts:
             self.layout.virtual_stages_per_rank,
         )
         times = TimeColumns.of(*map(self._times, found))
-        return (lower_bounds_s(name, p, v, self.m, times) * self.pricer.stretch).tolist()
+        bounds_s = lower_bounds_s(name, p, v, self.m, times, turns=self.pricer.turns)
+        return (bounds_s * self.pricer.stretch).tolist()
 
     def stage_s(self, cut: Cut) -> NDArray[np.float64]:
         """[S] Seconds of each stage on one micro-batch, forward and backward."""
@@ -111,7 +113,8 @@ class LayoutCosts:
 
     def floor_s(self) -> float:
         """Seconds that no cut can go below: of its longest stage, from the layers' own computation."""
-        return self.longest[0] * self.pricer.stretch
+        part = float(least_share(self.pricer.turns, self.layout.pipeline_parallel_degree))
+        return self.longest[0] * self.pricer.stretch * part
 
     def _least_longest(self) -> tuple[float, Cut]:
         """The floor, and the cut with the shortest longest stage; of several stages a rank, over all of them."""

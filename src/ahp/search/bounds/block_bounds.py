@@ -28,6 +28,7 @@ from ahp.forecast.kernels import Fusion, kernels
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.split import KeysWay, Split, split, way_of_keys
 from ahp.forecast.tables import PRECISION_OF
+from ahp.forecast.turns import least_share
 from ahp.forecast.units import How
 from ahp.graph.operators import Operator, TensorSpec
 from ahp.plan import Parallelism
@@ -59,7 +60,8 @@ def block_bounds_s(asked: Problem, space: Space, which: Ints) -> Floats:
     per_replica = blocks.tensor * blocks.context
     forward_s = found.layer_forward_s() * blocks.micro_batch / per_replica
     fill_s = (pipeline - 1) / 2 * shortest * forward_s
-    bound = products_s + fill_s + m * per_layer * layers / pipeline
+    work_s = products_s + m * per_layer * layers / pipeline
+    bound = np.maximum(work_s, (fill_s + work_s) * least_share(asked.pricer.turns, pipeline))
     return bound * asked.pricer.stretch
 
 

@@ -144,7 +144,8 @@ class BlockRows:
                 first_forward_extra_s=of_rows["first_forward"],
                 last_backward_extra_s=of_rows[last],
             )
-            times[split, index, kind] = lower_bounds_s(self._name(pipe), self.p, virtual, self.m, columns)
+            name, turns = self._name(pipe), self.pricer.turns
+            times[split, index, kind] = lower_bounds_s(name, self.p, virtual, self.m, columns, turns=turns)
 
     def _name(self, pipe: Pipe) -> str:
         return pipe.schedule if self.p > 1 else "1F1B"

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.forecast.overlap import CONTENTION
+from ahp.forecast.turns import least_share
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.bounds.block_bounds import fewest_in_flight, fullest_of_any_cut
 from ahp.search.bounds.pipelines import Fronts, Pipelines
@@ -124,8 +125,9 @@ class LayerBounds:
 
     def _of_blocks(self, found: Floats) -> Floats:
         """[B] From the seconds of each way [N], the least of each block, with what comes after all layers."""
-        after_s = np.array([block.after_s for block in self.blocks])
-        return (np.minimum.reduceat(found, self._starts[:-1]) + after_s) * self.asked.pricer.stretch
+        after_s, p = np.array([block.after_s for block in self.blocks]), np.array([block.p for block in self.blocks])
+        bounds_s = np.minimum.reduceat(found, self._starts[:-1]) + after_s
+        return bounds_s * self.asked.pricer.stretch * least_share(self.asked.pricer.turns, p)
 
     def _kinds_s(self, layer: Layer, first: int, of: Ints) -> Floats:
         """[rows, C, R] Of the rank that takes longest, without its optimizer; ``of``: the block of each row of the layer."""

@@ -12,6 +12,7 @@ import numpy as np
 from ahp.engines.engine import Traits
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.overlap import shown_s
+from ahp.forecast.turns import least_share
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 from ahp.search.problem import Problem
@@ -33,7 +34,8 @@ class WorkBounds:
         # A rank of average place has so many stages before it, each with one layer at least but where an end has none.
         before = (p - 1) / 2 - (self.asked.stage_ends != "hold_layers") * (p - 1) / p
         work_s = m * (both * self.asked.graph.num_layers + ends) / p
-        return (before * forward + work_s) * self.asked.pricer.stretch
+        pricer = self.asked.pricer
+        return max(work_s, (before * forward + work_s) * float(least_share(pricer.turns, p))) * pricer.stretch
 
     def _of_units(self, units: Units, traits: Traits) -> tuple[float, float, float]:
         """Device seconds of one micro-batch: the shortest layer's forward pass, both passes of the mean layer, and of the ends."""
