@@ -110,11 +110,8 @@ class Worker:
         if not taken:
             return None
         # A collective alone is over when the last is; products and streams are an average worker's, and so is what a collective adds.
-        return (
-            max(taken)
-            if task.kind in COLLECTIVES and (self.on_cuda or task.kind == "send_recv")
-            else statistics.fmean(taken)
-        )
+        alone = task.kind in COLLECTIVES and (self.on_cuda or task.kind == "send_recv")
+        return max(taken) if alone else statistics.fmean(taken)
 
     def measure(self, task: Task, budget_s: float) -> float | None:
         """Seconds of one call (bytes per second for memory); None when it would take too long."""
