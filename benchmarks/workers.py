@@ -30,8 +30,8 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
-    "ahp.runtime.checkpoint",
-    "ahp.runtime.parallelize",
+    "ahp.runtime.weights.checkpoint",
+    "ahp.runtime.parallel",
 ]
 JOIN_TIMEOUT_S = 120
 """[Empirical] Of a single collective. A rank waits for another's first step, which takes seconds, not minutes; what hangs

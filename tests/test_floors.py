@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,25 @@ def f():
     from ahp.search.ranking import search
 """
     assert imported_rooms(source, PACKAGE / "graph" / "trace.py") == {"cli", "runtime", "forecast", "search"}
+
+
+def imported_modules(source: str, modules: set[str]) -> set[str]:
+    """Of some modules those that a file imports anywhere in it, functions and TYPE_CHECKING blocks included."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & modules
+
+
+def test_no_circle_of_imports_in_the_runtime() -> None:
+    """Each file of it can be read after those that it imports."""
+    files = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+        for path in (PACKAGE / "runtime").rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    graph = {name: imported_modules(path.read_text(), set(files)) - {name} for name, path in files.items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(files)  # raises CycleError with the circle

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ahp.plan import Forecast as Forecast
     from ahp.plan import Parallelism as Parallelism
     from ahp.plan import Plan as Plan
-    from ahp.runtime.parallelize import parallelize as parallelize
-    from ahp.runtime.trainer import Trainer as Trainer
+    from ahp.runtime.parallel import parallelize as parallelize
+    from ahp.runtime.run.trainer import Trainer as Trainer
     from ahp.search.ranking import search as search
     from ahp.search.slicing.solve import slicing as slicing
 
@@ -32,8 +32,8 @@ _HOMES = {
     "Cluster": "ahp.cluster.model",
     "simulate": "ahp.forecast.step",
     "slicing": "ahp.search.slicing.solve",
-    "Trainer": "ahp.runtime.trainer",
-    "parallelize": "ahp.runtime.parallelize",
+    "Trainer": "ahp.runtime.run.trainer",
+    "parallelize": "ahp.runtime.parallel",
     "Plan": "ahp.plan",
     "Parallelism": "ahp.plan",
     "Forecast": "ahp.plan",

@@ -16,10 +16,10 @@ from ahp.config import Config, Constraints
 from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
-from ahp.runtime import generate as generation
-from ahp.runtime import trainer
-from ahp.runtime.generate import generate as from_checkpoint
-from ahp.runtime.run_folder import RunFolder, Status
+from ahp.runtime.run import generate as generation
+from ahp.runtime.run import trainer
+from ahp.runtime.run.folder import RunFolder, Status
+from ahp.runtime.run.generate import generate as from_checkpoint
 
 STEPS = 3
 

@@ -10,7 +10,7 @@ import pytest
 from ahp.cli import verify as command
 from ahp.errors import HardwareMismatch
 from ahp.plan import Plan
-from ahp.runtime.verify import Comparison, verify
+from ahp.runtime.check.verify import Comparison, verify
 
 MODEL = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -38,7 +38,7 @@ def test_a_difference_is_told(
 ) -> None:
     plan(tensor_parallel_degree=2).save(tmp_path / "plan.yaml")
     rows = [Comparison(1, 4.0, 4.0, 1.0, 1.0, 1e-5), Comparison(2, 4.0, 4.0, 532.7, 2.087, 1e-4)]
-    monkeypatch.setattr("ahp.runtime.verify.verify", lambda *args, **kwargs: rows)
+    monkeypatch.setattr("ahp.runtime.check.verify.verify", lambda *args, **kwargs: rows)
     assert command.run([str(tmp_path / "plan.yaml")]) == 1
     out = capsys.readouterr().out
     assert "NOT EQUAL" in out

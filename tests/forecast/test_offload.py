@@ -17,7 +17,7 @@ from ahp.errors import BadInput, NothingFits
 from ahp.forecast.memory import RankWeights, visiting_bytes
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
-from ahp.runtime.offload import _buckets
+from ahp.runtime.optimizer.offload import _buckets
 from ahp.search.space import build
 from tests.search.small import CLUSTERS, MODELS, small
 

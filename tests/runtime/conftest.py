@@ -28,7 +28,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def launched_on_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What would start processes of its own runs on the pool. That the launcher starts them is shown elsewhere."""
-    monkeypatch.setattr("ahp.runtime.launch.launch", pool.launch)
+    monkeypatch.setattr("ahp.runtime.ranks.launch.launch", pool.launch)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from ahp.runtime import compiled
+from ahp.runtime.compute import compile as compiled
 
 
 @contextmanager

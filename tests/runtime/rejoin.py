@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from ahp.plan import Plan
-from ahp.runtime.team import team
+from ahp.runtime.ranks.ranks import joined
 
 
 def main(folder: Path) -> None:
     plan = Plan.load(folder)
-    with team("cpu") as ranks:
+    with joined("cpu") as ranks:
         before = ranks.rank
-        with team("cpu", plan) as placed, team("cpu", plan) as again:
+        with joined("cpu", plan) as placed, joined("cpu", plan) as again:
             total = torch.tensor(placed.rank)
             dist.all_reduce(total)
             words = f"{before} {placed.rank} {again.rank} {total.item()}"

@@ -172,15 +172,16 @@ def world_size(layout: dict[str, Any]) -> int:
 
 def train(rank: int, world: int, model: str, layout: dict[str, Any], steps: int, job: dict[str, Any]) -> dict[str, Any]:
     """Runs in each worker."""
-    from ahp.runtime.checkpoint import whole
-    from ahp.runtime.parallelize import parallelize
+    from ahp.runtime.parallel import parallelize
 
     parallel = parallelize(BUILDERS[model](), {"job": job, "parallelism": layout})
     results = [parallel.step(parallel.shard(batch(step))) for step in range(steps)]
     return {
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
-        "weights": {name: whole(parallel, name, p.detach()) for name, p in sorted(parallel.parameters.items())},
+        "weights": {
+            name: parallel.state.layout.whole(name, p.detach()) for name, p in sorted(parallel.parameters.items())
+        },
     }
 
 

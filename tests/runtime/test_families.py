@@ -19,7 +19,7 @@ from torch import nn
 from ahp.errors import AhpError
 from ahp.plan import Plan, validated
 from tests.marks import cases
-from tests.runtime import test_bf16, test_fp8
+from tests.runtime.compute import test_bf16, test_fp8
 from tests.runtime.graphs import no_kernels
 from tests.runtime.models import BUILDERS, JOB, batch
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, world_size
@@ -103,8 +103,7 @@ BUILDERS.update({f"torchao {name}": lambda name=name: test_fp8.with_torchaos_lay
 def train_family(rank: int, world: int, name: str, technique: str) -> dict[str, Any]:
     """Runs in each worker, which finds the families by importing this file. Processor cores stand for devices with products in 8
     bits."""
-    from ahp.runtime.checkpoint import whole
-    from ahp.runtime.parallelize import rehearse
+    from ahp.runtime.parallel import rehearse
 
     asked = TECHNIQUES[technique]
     plan = {"job": job_of(asked), "parallelism": asked.layout, "engine": {"compile": asked.compiled}}
@@ -115,7 +114,9 @@ def train_family(rank: int, world: int, name: str, technique: str) -> dict[str, 
     return {
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
-        "weights": {name: whole(parallel, name, p.detach()) for name, p in sorted(parallel.parameters.items())},
+        "weights": {
+            name: parallel.state.layout.whole(name, p.detach()) for name, p in sorted(parallel.parameters.items())
+        },
         "graphs": graphs,
     }
 
@@ -179,7 +180,7 @@ def within_rounding(
 
 def refused(rank: int, world: int, name: str, technique: str) -> str:
     """Runs in each worker; why it cannot be."""
-    from ahp.runtime.parallelize import parallelize
+    from ahp.runtime.parallel import parallelize
 
     with pytest.raises(AhpError) as error:
         parallelize(BUILDERS[name](), {"job": CALM, "parallelism": TECHNIQUES[technique].layout})

@@ -16,8 +16,9 @@ from torch import nn
 from ahp.graph.call import Documents
 from ahp.graph.outline import Outline, outline
 from ahp.job import Job
-from ahp.runtime import context_blocks, parallelize
-from ahp.runtime.hub_names import in_files
+from ahp.runtime import parallel as parallelize
+from ahp.runtime.sequence import own_tokens as context_blocks
+from ahp.runtime.weights.hub_names import in_files
 from ahp.search.slicing.model import slice_outline
 from ahp.search.slicing.token_parts import TokenParts
 from tests.runtime.models import MODELS, SEQUENCE

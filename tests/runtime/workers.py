@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
-from ahp.runtime.launch import WorkersEnded
+from ahp.runtime.ranks.launch import WorkersEnded
 from benchmarks import workers
 
 
@@ -17,7 +17,7 @@ class Pool(workers.Pool):
     PRELOAD = (*workers.PRELOAD, "tests.runtime.test_families", "tests.runtime.warm")
 
     def launch(self, module: str, arguments: Sequence[str], *, num_workers: int, log_folder: Path) -> int:
-        """In place of ``ahp.runtime.launch.launch``: workers that have found each other, and spend no seconds on imports."""
+        """In place of ``ahp.runtime.ranks.launch.launch``: workers that have found each other, and spend no seconds on imports."""
         try:
             codes = self.run(as_launched, num_workers, module, list(arguments), free_port())
         except workers.WorkerFailed as error:

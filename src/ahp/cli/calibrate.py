@@ -20,7 +20,7 @@ from ahp.plan import Forecast, Plan
 
 if TYPE_CHECKING:
     from ahp.cluster.model import Cluster
-    from ahp.runtime.calibrate import MeasuredRun
+    from ahp.runtime.check.calibrate import MeasuredRun
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParameters:
     """One run beside its forecast, with nothing known of runs and with the ratio of all."""
 
     run: MeasuredRun
@@ -70,10 +70,10 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[Held]]:
+def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[LocalParameters]]:
     """The calibrated cluster of some runs, and each of them beside its forecasts."""
-    from ahp.runtime.calibrate import calibrated, measured, without_calibration
-    from ahp.runtime.run_folder import RunFolder
+    from ahp.runtime.check.calibrate import calibrated, measured, without_calibration
+    from ahp.runtime.run.folder import RunFolder
 
     runs, plans, before, cluster = [], [], [], None
     for name in folders:
@@ -93,7 +93,7 @@ def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[Held]]:
     ratios = [one.step_s / told.step_time_s for one, told in zip(runs, before, strict=True)]
     cluster = calibrated(cluster, ratios, runs)
     after = [_forecast(plan, cluster) for plan in plans]
-    return cluster, [Held(*parts) for parts in zip(runs, plans, before, after, strict=True)]
+    return cluster, [LocalParameters(*parts) for parts in zip(runs, plans, before, after, strict=True)]
 
 
 def _forecast(plan: Plan, cluster: Cluster) -> Forecast:
@@ -116,7 +116,7 @@ def _calibration(cluster: Cluster) -> dict[str, object]:
     return group.calibration.model_dump(mode="json")
 
 
-def _lines(cluster: Cluster, found: list[Held]) -> list[str]:
+def _lines(cluster: Cluster, found: list[LocalParameters]) -> list[str]:
     from ahp.words import percent, seconds
 
     lines = []

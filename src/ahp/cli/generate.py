@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     arguments = tyro.cli(Arguments, args=argv, prog="ahp generate", description=__doc__)
     if arguments.seed < 0:
         raise bad_input("seed", arguments.seed, "must be 0 or above")
-    from ahp.runtime.generate import Sampling, generate
+    from ahp.runtime.run.generate import Sampling, generate
 
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed)
     text = generate(arguments.run, arguments.prompt, sampling)

@@ -178,7 +178,7 @@ def find(
 
 def measured(found: Found, count: int) -> Found:
     """The same with the first ``count`` plans in the order of what they really take, each saying so."""
-    from ahp.runtime.measure import measure
+    from ahp.runtime.check.measure import measure
 
     ranking = found.ranking
     results = measure(ranking.plans[:count], say=lambda text: print(text, file=sys.stderr))

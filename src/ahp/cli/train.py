@@ -26,7 +26,7 @@ from ahp.plan import Plan, validated
 from ahp.words import seconds
 
 if TYPE_CHECKING:
-    from ahp.runtime.trainer import Outcome
+    from ahp.runtime.run.trainer import Outcome
 
 SAMPLE_TOKENS = 160
 PROMPTS = {"python-stdlib": "def "}
@@ -91,9 +91,9 @@ def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
 
 def train(request: Request, arguments: Arguments, command: str) -> int:
     """Plan, run, and report; under torchrun the first rank plans for all."""
-    from ahp.runtime import track
-    from ahp.runtime.team import choose_device, is_joined, team
-    from ahp.runtime.trainer import Trainer
+    from ahp.runtime.ranks.ranks import choose_device, is_joined, joined
+    from ahp.runtime.run import trackers as track
+    from ahp.runtime.run.trainer import Trainer
 
     track.check(request.run.track)
 
@@ -105,9 +105,9 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
         outcome = start(make_plan(request, arguments, workers=None))
         return report(outcome, arguments, command)
     world_size = int(os.environ["WORLD_SIZE"])
-    with team(choose_device(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))) as ranks:
-        outcome = start(ranks.decided_by_leader(lambda: make_plan(request, arguments, workers=world_size)))
-    return report(outcome, arguments, command) if ranks.leads else outcome.exit_code
+    with joined(choose_device(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))) as ranks:
+        outcome = start(ranks.decided_by_first(lambda: make_plan(request, arguments, workers=world_size)))
+    return report(outcome, arguments, command) if ranks.is_first else outcome.exit_code
 
 
 def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Plan:
@@ -119,7 +119,7 @@ def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Pl
         workers: ranks that a launcher has started already; None = as many as the plan wants.
     """
     from ahp.cli import train_plan
-    from ahp.runtime.run_folder import RunFolder
+    from ahp.runtime.run.folder import RunFolder
 
     folder = RunFolder(request.run.folder)
     folder.create()
@@ -135,7 +135,7 @@ def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Pl
 
 def report(outcome: Outcome, arguments: Arguments, command: str) -> int:
     """Say how it went: text and page for a finished run, how to go on for a stopped one."""
-    from ahp.runtime.run_folder import RunFolder
+    from ahp.runtime.run.folder import RunFolder
 
     folder = RunFolder(outcome.folder)
     result: dict[str, Any] = {"folder": str(folder.path), **asdict(outcome.status)}
@@ -197,7 +197,7 @@ def _speed(metrics: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _sample(folder: Path) -> dict[str, str]:
     """Text from the trained model; nothing, and a line on stderr, from a model that does not continue text."""
-    from ahp.runtime.generate import Sampling, generate
+    from ahp.runtime.run.generate import Sampling, generate
 
     data = Plan.load(folder / "plan.yaml").job.data
     try:
@@ -226,8 +226,8 @@ def _told_in_status(folder: Any) -> Iterator[None]:
     try:
         yield
     except AhpError as error:
-        from ahp.runtime import failure
-        from ahp.runtime.run_folder import RunFolder
+        from ahp.runtime.run import failure
+        from ahp.runtime.run.folder import RunFolder
 
         place = folder()
         if place is not None and os.environ.get("RANK", "0") == "0":

@@ -15,7 +15,7 @@ from ahp.errors import AhpError
 from ahp.plan import Plan
 
 if TYPE_CHECKING:
-    from ahp.runtime.run_folder import RunFolder
+    from ahp.runtime.run.folder import RunFolder
 
 DEGREES = (
     "data_parallel_replicate_degree",
@@ -44,9 +44,9 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     from ahp.graph.models import build_model
     from ahp.graph.trace import analyze
     from ahp.report import tables
-    from ahp.runtime import pretrained
     from ahp.runtime.data import text
-    from ahp.runtime.run_folder import write_aside
+    from ahp.runtime.files import write_aside
+    from ahp.runtime.weights import pretrained
     from ahp.search.ranking import search as ranked
 
     # Text, model and weights first: a wrong name is told before the machine is measured.

@@ -15,7 +15,7 @@ from rich.table import Table
 from ahp.plan import Plan
 
 if TYPE_CHECKING:
-    from ahp.runtime.verify import Comparison
+    from ahp.runtime.check.verify import Comparison
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -36,7 +36,7 @@ class Arguments:
 def run(argv: list[str]) -> int:
     """Parse, verify, print. Returns 0 when every step is equal within tolerance, else 1."""
     arguments = tyro.cli(Arguments, prog="ahp verify", args=argv)
-    from ahp.runtime.verify import verify
+    from ahp.runtime.check.verify import verify
 
     file = arguments.plan / "plan.yaml" if arguments.plan.is_dir() else arguments.plan
     plan = Plan.load(file)

@@ -75,7 +75,9 @@ class AhpEngine(Engine):
             master_weight_bytes=4,
             optimizer_state_bytes=4 if muon else 8,
             no_matrix_state_bytes=4 if muon else 0,
-            host_state_bytes=8 if choice.offload_optimizer else 0,  # runtime/offload.py: both moments, in fp32
+            host_state_bytes=8
+            if choice.offload_optimizer
+            else 0,  # runtime/optimizer/offload.py: both moments, in fp32
             host_bucket_bytes=OFFLOAD_BUCKET_BYTES if choice.offload_optimizer else 0,
             compute_weight_bytes=2 if job.precision != "fp32" else 4 if sharded else 0,
             fusion="fused" if choice.compile else "eager",
@@ -88,17 +90,17 @@ class AhpEngine(Engine):
             keeps_whole_gradients=not every,
             reduce_copies=wrapped or parallelism.weight_replicas > 1,
             gathers_inputs_again=False,  # autograd keeps what the product read
-            tensor_copies=True,  # runtime/collectives.py joins and cuts parts along the sequence
+            tensor_copies=True,  # runtime/tensor/collectives.py joins and cuts parts along the sequence
             recomputes_what_is_read=_runs_again_what_is_read(job, parallelism, choice),
             selective="beside_products",
             selective_sends_again="all",
-            experts_gather_tokens=True,  # runtime/sliced_experts.py
+            experts_gather_tokens=True,  # runtime/experts/sliced_experts.py
             leaves_lone_experts=_are_experts_alone(job, parallelism),
             whole_biased_experts=True,  # their result is no summand (search/slicing/solve.py)
-            few_keys="whole",  # search/slicing/solve.py; runtime/rewrite.py takes the rank's head of them
+            few_keys="whole",  # search/slicing/solve.py; runtime/tensor/rewrite.py takes the rank's head of them
             loss_chunk_tokens=choice.loss_chunk_tokens,
             context_ways=_context_ways(parallelism, choice),
-            context_sums_bytes=4,  # runtime/ring_attention.py
+            context_sums_bytes=4,  # runtime/sequence/ring.py
             torch_pipeline=True,
             fp8=FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8,
             host_operators_per_unit=host_operators,
@@ -109,8 +111,8 @@ class AhpEngine(Engine):
 
 def _runs_again_what_is_read(job: Job, p: Parallelism, choice: EngineChoice) -> bool:
     """Whether full recompute leaves a block's last product out. Of a compiled block backward has in its graph what it reads, unless the
-    block is several graphs (runtime/compiled.py): each of these is one operator to the checkpoint around them. Without, torch's
-    checkpoint stops where the last tensor is saved, and products of the runtime's own (runtime/fp8_product.py, runtime/deferred.py)
+    block is several graphs (runtime/compute/compile.py): each of these is one operator to the checkpoint around them. Without, torch's
+    checkpoint stops where the last tensor is saved, and products of the runtime's own (runtime/compute/fp8_product.py, runtime/pipeline/weight_gradients.py)
     save when they are done."""
     if choice.compile:
         return p.context_parallel_method != "ring" and p.expert_parallel_degree == 1
@@ -119,7 +121,7 @@ def _runs_again_what_is_read(job: Job, p: Parallelism, choice: EngineChoice) -> 
 
 
 def _are_experts_alone(job: Job, p: Parallelism) -> bool:
-    """Whether each expert is on one rank and in its own precision: FSDP2 would only copy it (runtime/shard.py)."""
+    """Whether each expert is on one rank and in its own precision: FSDP2 would only copy it (runtime/shard/fsdp.py)."""
     shards, degree = p.weight_shards, p.expert_parallel_degree
     return job.precision == "fp32" and shards == degree > 1 and p.weight_replicas == 1
 

@@ -38,7 +38,7 @@ EAGER_TORCHAO_FP8 = Fp8Recipe(
     (33, 33), (33, 29), (2, 29), 9, gathers_in_8_bits=False, keeps_in_8_bits=False, experts=False, shares_scales=True
 )
 """torchao's casts, kernel by kernel: |x| and its maximum move 6 bytes of a 16-bit element; in fp32, scaled, clamped and rounded 27; a
-transpose of 8 bits 2. Scales are found once, casts of the input and the weight done again in backward (runtime/fp8_product.py).
+transpose of 8 bits 2. Scales are found once, casts of the input and the weight done again in backward (runtime/compute/fp8_product.py).
 Two fp32 copies and the result lie in memory at once."""
 FUSED_TORCHAO_FP8 = Fp8Recipe(
     (5, 5), (6, 4), (0, 4), 2, gathers_in_8_bits=False, keeps_in_8_bits=False, experts=False, shares_scales=True

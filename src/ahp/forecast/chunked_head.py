@@ -14,7 +14,7 @@ from ahp.forecast.memory import NOTHING, SegmentMemory
 from ahp.forecast.unit import Unit
 
 SUM_BYTES = 4
-"""Of the fp32 in which gradients of chunks are added up (runtime/chunked_loss.py)."""
+"""Of the fp32 in which gradients of chunks are added up (runtime/compute/chunked_loss.py)."""
 
 
 def chunked_head(

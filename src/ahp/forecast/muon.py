@@ -1,6 +1,6 @@
 """What Muon's update of a stage's matrices costs: each is sent to its owner, orthogonalised there, and every rank is sent its part.
 
-The matrices are dealt out over all ranks of a stage (runtime/muon.py), so that sharding, tensor parallelism and replicas divide
+The matrices are dealt out over all ranks of a stage (runtime/optimizer/muon.py), so that sharding, tensor parallelism and replicas divide
 this work as pipeline stages do, as far as the matrices go round.
 """
 
@@ -30,7 +30,7 @@ each iteration what is added to a product (torch.optim._muon, _zeropower_via_new
 
 PART_BYTES = (3 * 4) + (2 * 4) + (2 + 4 + 4)
 """For each element of a rank's part: momentum, weight decay, the update from bf16, each an operator of its own
-(runtime/optimizer.py)."""
+(runtime/optimizer/adamw.py)."""
 
 OWN_PART_BYTES = (3 * 4) + (4 + 2) + (2 + 2)
 """And of those matrices that the rank's own replica orthogonalises: the mean of momentum and gradient, its cast, its packing."""
@@ -46,7 +46,7 @@ SENT_BYTES = 2
 """Of one element, on the way to the owner and back."""
 
 HELD_ELEMENTS = 2**27
-"""Of the matrices that an owner has at a time on average; at least one matrix (runtime/muon.py)."""
+"""Of the matrices that an owner has at a time on average; at least one matrix (runtime/optimizer/muon.py)."""
 
 HELD_BYTES = 12
 """For each of those elements at the most: as they are made, packed, sent, put together and iterated on. [Empirical] torch 2.13 on CPUs and
@@ -149,5 +149,5 @@ class Muon:
 
 
 def matrices(block: Segment) -> list[tuple[str, tuple[int, int]]]:
-    """The parameters of a block that Muon updates, as the runtime chooses them (runtime/optimizer.py, matrices_of)."""
+    """The parameters of a block that Muon updates, as the runtime chooses them (runtime/optimizer/adamw.py, matrices_of)."""
     return [(p.name, (p.shape[0], p.shape[1])) for p in block.parameters if len(p.shape) == 2]

@@ -288,7 +288,7 @@ class Pricer:
 
     def offload_s(self, parameters: float, traits: Traits) -> float:
         """States of so many parameters from host memory to one device and back, one way after the other: copies and updates
-        are in one stream (runtime/offload.py)."""
+        are in one stream (runtime/optimizer/offload.py)."""
         if not traits.host_state_bytes:
             return 0.0
         bytes_per_s = self.nodes.device.host_bandwidth_bytes_per_s

@@ -164,7 +164,7 @@ def asynchronous(parallelism: Parallelism, engine: EngineChoice) -> str | None:
 
 
 def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Whether ahp's own runtime can compute the linear layers of blocks in 8 bits, whole and in parts (runtime/fp8.py)."""
+    """Whether ahp's own runtime can compute the linear layers of blocks in 8 bits, whole and in parts (runtime/compute/fp8.py)."""
     if job.precision != "fp8" or engine.name != "ahp":
         return None
     few = get(engine.name).traits(job, parallelism, engine).few_keys

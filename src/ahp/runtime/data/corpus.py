@@ -21,7 +21,7 @@ from ahp.runtime.data import tokenizer as tokenizers
 from ahp.runtime.data.chat import fingerprint_beside, template_beside
 from ahp.runtime.data.documents import Document, Template
 from ahp.runtime.data.text import TextSource, find
-from ahp.runtime.run_folder import crc32
+from ahp.runtime.files import crc32
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

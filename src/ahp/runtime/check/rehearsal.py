@@ -1,0 +1,117 @@
+"""A plan on workers of this machine without a run's folder or data: what ``ahp verify`` and ``ahp plan --measure`` share."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ahp.errors import AhpError
+from ahp.graph.models import build_model
+from ahp.plan import Plan
+from ahp.runtime.ranks import launch
+from ahp.runtime.ranks.ranks import DeviceType, Ranks, joined
+from ahp.runtime.weights.allocate import materialize
+
+if TYPE_CHECKING:
+    from ahp.runtime.parallel import Parallel
+
+Batch = dict[str, torch.Tensor]
+
+DOCUMENT_SHARE = 0.05
+"""Of the tokens of a rehearsal, those that begin a document: short ones show soonest whether they are kept apart."""
+
+
+def on_workers(module: str, plan: Plan, device: DeviceType, *arguments: str) -> str:
+    """Run ``python -m module FOLDER DEVICE arguments`` as every rank of the plan; what rank 0 left with ``answer``.
+
+    The weights are those of the job's seed, given ones (``init_from``) are not read.
+
+    Raises AhpError with the cause when a worker fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="ahp-rehearsal-") as name:
+        folder = Path(name)
+        plan.model_copy(update={"init_from": None}).save(folder / "plan.yaml")
+        try:
+            launch.launch(
+                module,
+                [name, device, *arguments],
+                num_workers=plan.parallelism.world_size,
+                log_folder=folder / "log",
+            )
+        except launch.WorkersEnded as ended:
+            errors = sorted(folder.glob("error-*.txt"))
+            message = (
+                errors[0].read_text() if errors else f"workers ended with {ended.exit_codes}: {_last_words(folder)}"
+            )
+            raise AhpError(message) from None
+        return (folder / "answer").read_text()
+
+
+def _last_words(folder: Path) -> str:
+    """The end of what the workers wrote to stderr; their folder is about to go."""
+    logs = sorted((folder / "log").rglob("stderr.log"))
+    return "\n".join(line for log in logs for line in log.read_text().splitlines()[-5:]) or "they left no message"
+
+
+@contextmanager
+def as_rank(argv: list[str]) -> Iterator[tuple[Plan, Ranks, Callable[[str], None]]]:
+    """On a rank that ``on_workers`` started: the plan, the ranks, and how to leave an answer; an error is left too."""
+    folder, device = Path(argv[0]), argv[1]
+    plan = Plan.load(folder / "plan.yaml")
+
+    def answer(text: str) -> None:
+        if ranks.is_first:
+            (folder / "answer").write_text(text)
+
+    with joined("cuda" if device == "cuda" else "cpu", plan) as ranks:
+        try:
+            yield plan, ranks, answer
+        except Exception as error:
+            (folder / f"error-{ranks.rank}.txt").write_text(str(error) or type(error).__name__)
+            raise
+
+
+def parallel_model(plan: Plan, *, on_any_device: bool = False) -> tuple[Parallel, int]:
+    """The plan's model, parallelized over the ranks, and the tokens it can embed. ``on_any_device``: processor cores may stand for
+    devices with products in 8 bits, to compute the same, not to be timed."""
+    from ahp.runtime.parallel import parallelize, rehearse
+
+    module = model(plan)
+    tokens = vocabulary(module)
+    return (rehearse if on_any_device else parallelize)(module, plan), tokens
+
+
+def model(plan: Plan) -> nn.Module:
+    """The plan's model with the weights of its seed, in fp32 on the CPU."""
+    found = build_model(plan.model, device="meta", attention=plan.engine.attention)
+    materialize(found, seed=plan.job.seed)
+    return found.train()
+
+
+def vocabulary(module: nn.Module) -> int:
+    """Tokens that a model can embed."""
+    return next(m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding))
+
+
+def batch(plan: Plan, step: int, tokens: int) -> Batch:
+    """Random tokens int64 [global batch, sequence], and labels of which each sequence scores another share; where the job masks
+    documents, their positions too: tokens begin one at random."""
+    job = plan.job
+    generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step)
+    input_ids = torch.randint(0, tokens, (job.global_batch_size, job.sequence_length), generator=generator)
+    labels = input_ids.clone()
+    unscored = torch.randint(0, job.sequence_length // 2 + 1, (job.global_batch_size, 1), generator=generator)
+    labels[torch.arange(job.sequence_length) < unscored] = -100
+    found = {"input_ids": input_ids, "labels": labels}
+    if job.document_mask:
+        starts = torch.rand(labels.shape, generator=generator) < DOCUMENT_SHARE
+        labels[starts] = -100
+        place = torch.arange(job.sequence_length)
+        found["position_ids"] = place - (place * starts).cummax(1).values
+    return found

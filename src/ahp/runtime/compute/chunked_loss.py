@@ -1,0 +1,155 @@
+"""The loss of a large vocabulary chunk by chunk: logits and their gradient exist for a few tokens at a time.
+
+The model's forward ends at its last block. What comes after the blocks (norm, head, scaling, soft cap) runs by the model's
+own code on a few tokens, with stand-ins for everything before, so no family needs code here. The gradient of a chunk is
+made at once, when its logits are there anyway: nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ahp.errors import BadInput
+from ahp.graph.call import call_model, logits_of
+from ahp.graph.outline import Outline
+from ahp.runtime.pipeline.cut import PassThrough, StageInput, StopForward, separate, stand_in_for, zeros_for
+from ahp.runtime.torch_compat import like_distributed, local_tensor
+from ahp.schedule.chunks import chunks
+
+Score = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits [batch, sequence, vocabulary], targets [batch, sequence]) -> their loss, a scalar that adds up over tokens."""
+
+
+class Tail:
+    """What a model does after its blocks, token by token."""
+
+    def __init__(self, model: nn.Module, found: Outline, dtype: torch.dtype, chunk_tokens: int) -> None:
+        """``model``: of the last stage, ready to run: its forward then returns no more than hidden states of ``dtype``."""
+        self.model, self.chunk_tokens = model, chunk_tokens
+        self.blocks = model.get_submodule(found.blocks_path)
+        inside = {id(module) for module in self.blocks.modules()}
+        self.outside = [module for module in model.modules() if id(module) not in inside]
+        self.received = StageInput(found.block_output)
+        *earlier, last = self.blocks._modules.items()
+        self.stand_ins = {
+            name: stand_in_for(_module(block), PassThrough(found.block_output)) for name, block in earlier
+        }
+        self.stand_ins[last[0]] = stand_in_for(_module(last[1]), self.received)
+        self.zero_embeddings = {} if found.shares_inputs else dict(_zero_embeddings(model, found, dtype))
+        _module(last[1]).register_forward_hook(_stop)
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor, score: Score) -> torch.Tensor:
+        """The sum of ``score`` over all chunks of ``hidden`` [batch, sequence, hidden]; ``targets`` int64 [batch, sequence]."""
+
+        def of_chunk(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            return score(self._logits(x), wanted)
+
+        with self._alone():
+            if torch.is_grad_enabled():
+                return _Chunked.apply(hidden, targets, self.chunk_tokens, of_chunk, *self._weights())  # type: ignore[no-any-return]
+            parts = chunks(targets.shape[0], targets.shape[1], self.chunk_tokens)
+            return torch.stack([of_chunk(hidden[part], targets[part]) for part in parts]).sum()
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.received.value = hidden
+        try:
+            ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+            logits = logits_of(call_model(self.model, ids))
+        finally:
+            self.received.value = None
+        if logits.shape[:2] != hidden.shape[:2]:
+            raise BadInput(
+                f"engine.loss_chunk_tokens = {self.chunk_tokens}: of hidden states {list(hidden.shape)} this model makes logits "
+                f"{list(logits.shape)}, so it cannot be computed in chunks of tokens (valid: null)"
+            )
+        return logits
+
+    def _weights(self) -> list[nn.Parameter]:
+        """The trainable parameters outside of the blocks, as they are now: FSDP2 puts others in their place."""
+        found = (p for module in self.outside for p in module._parameters.values() if p is not None and p.requires_grad)
+        return list({id(p): p for p in found}.values())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within, the blocks pass on and hand in what was received, and embeddings give zeros."""
+        blocks = dict(self.blocks._modules)
+        forwards = {module: module.__dict__.get("forward") for module in self.zero_embeddings}
+        self.blocks._modules.update(self.stand_ins)
+        for module, nothing in self.zero_embeddings.items():
+            module.forward = nothing.forward
+        try:
+            yield
+        finally:
+            self.blocks._modules.update(blocks)
+            for module, forward in forwards.items():
+                del module.forward
+                if forward is not None:  # tensor parallelism has put it there
+                    module.forward = forward
+
+
+class _Chunked(torch.autograd.Function):
+    """The sum of ``of_chunk`` over chunks. Gradients are made in the forward pass and handed out in the backward pass.
+
+    Those of weights are added up in fp32, however few bits a chunk's own gradient has.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        chunk_tokens: int,
+        of_chunk: Score,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        of_hidden = torch.empty_like(hidden)
+        of_weights: list[torch.Tensor | None] = [None] * len(weights)
+        for part in chunks(targets.shape[0], targets.shape[1], chunk_tokens):
+            x = hidden[part].detach().requires_grad_()
+            with torch.enable_grad():
+                loss = of_chunk(x, targets[part])
+            of_hidden[part], *found = torch.autograd.grad(loss, (x, *weights), allow_unused=True)
+            for i, gradient in enumerate(found):
+                of_weights[i] = _added(of_weights[i], gradient)
+            total += loss.detach()
+        ctx.gradients, ctx.weights = (of_hidden, of_weights), weights
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (of_hidden, of_weights), ctx.gradients = ctx.gradients, None
+        scaled = [
+            None if found is None else like_distributed(found.mul_(gradients[0]).to(weight.dtype), weight)
+            for found, weight in zip(of_weights, ctx.weights, strict=True)
+        ]
+        return of_hidden.mul_(gradients[0]), None, None, None, *scaled
+
+
+def _added(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None:
+        return total
+    local = local_tensor(gradient)
+    return local.to(torch.float32, copy=True) if total is None else total.add_(local)
+
+
+def _zero_embeddings(model: nn.Module, found: Outline, dtype: torch.dtype) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Modules before the blocks, each with what gives zeros in its place; a later stage has such stand-ins already."""
+    modules = dict(model.named_modules())
+    for path in separate(found.before, found.blocks_path):
+        if path in modules and (nothing := zeros_for(modules[path], dtype)) is not None:
+            yield modules[path], nothing
+
+
+def _module(block: nn.Module | None) -> nn.Module:
+    assert block is not None
+    return block
+
+
+def _stop(module: nn.Module, args: Any, output: Any) -> None:
+    raise StopForward(output[0] if isinstance(output, tuple) else output)

@@ -1,0 +1,129 @@
+"""The loss: the sum of the cross-entropy over scored tokens, divided by their number in the global batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from ahp.runtime.compute.chunked_loss import Tail
+    from ahp.runtime.experts.balance_loss import Balance
+    from ahp.runtime.sequence.context import Context
+
+IGNORED = -100
+"""Label of a token that is not scored, as in transformers."""
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Targets of a causal model: position i is scored against token i + 1, the last position against nothing.
+
+    labels: int64 [batch, sequence]; result alike.
+    """
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def count_scored(labels: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Number of scored tokens, int64 scalar on the labels' device."""
+    return ((shifted(labels) if causal else labels) != IGNORED).sum()
+
+
+class Loss:
+    """Callable(logits [batch, sequence, vocabulary or this rank's part], labels [batch, sequence]) -> scalar.
+
+    With a ``tail`` it is given hidden states [batch, sequence, hidden] in the place of logits, and makes these in chunks.
+    ``total`` is set before each step: the number of scored tokens in the global batch. Every rank's losses then add up
+    to the mean, and gradients only ever need summing, whatever the layout.
+
+    With a ``balance`` and where gradients are made, it is given the sums of the balance loss beside the logits.
+    """
+
+    def __init__(
+        self, *, causal: bool, vocabulary_group: dist.ProcessGroup | None, context: Context | None = None
+    ) -> None:
+        self.causal, self.vocabulary_group = causal, vocabulary_group
+        self.tail: Tail | None = None
+        self.context = context
+        """The ranks that share each sequence: logits are of this rank's tokens, labels of all, because the label of its last
+        token is the next rank's first."""
+        self.total: PendingCount | None = None
+        self.balance: Balance | None = None
+        self.num_micro_batches = 1
+        """Of the global batch, over all replicas: balance losses add up to their mean."""
+        self.scale = 1.0
+        """What each loss is multiplied by (``ahp.runtime.optimizer.loss_scale``), so that fp16 holds its gradients."""
+
+    def __call__(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+        if self.balance is None or not torch.is_grad_enabled():
+            return self._of_tokens(output, labels)
+        output, sums = output
+        group = None if self.context is None else self.context.group
+        balance = self.balance.loss(sums, group) / self.num_micro_batches * self.scale
+        return self._of_tokens(output, labels) + balance
+
+    def _of_tokens(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        targets = shifted(labels) if self.causal else labels
+        if self.context is not None:
+            targets = self.context.own(targets, 1)
+        return self._share(output, targets) if self.tail is None else self.tail.loss(output, targets, self._share)
+
+    def _share(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Of the mean over the global batch, what these tokens are; ``targets`` [batch, sequence] of the same tokens."""
+        assert self.total is not None
+        targets = targets.reshape(-1)
+        logits = logits.reshape(-1, logits.shape[-1])
+        if self.vocabulary_group is None:
+            loss = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+        else:
+            loss = _SplitCrossEntropy.apply(logits, targets, self.vocabulary_group)
+        return loss / self.total.value() * self.scale
+
+
+class PendingCount:
+    """The number of scored tokens, summed over ranks while the forward pass already runs."""
+
+    def __init__(self, local: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._count = local.clone()
+        self._work = dist.all_reduce(self._count, group=group, async_op=True)
+
+    def value(self) -> torch.Tensor:
+        """At least 1: a batch without a scored token has loss 0 and no gradient."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._count.clamp(min=1)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Cross-entropy over logits whose vocabulary is split over ranks; the whole logits exist nowhere.
+
+    Three numbers for each token cross the group: its largest logit, its sum of exponentials, its target's logit.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        rows = logits.shape[-1]
+        first = group.rank() * rows
+        largest = logits.amax(dim=-1).float()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        # One full-size temporary: whatever is not done in place here costs as much as the exponential itself.
+        fresh = logits.to(torch.float32, copy=True)
+        exponentials = fresh.sub_(largest.unsqueeze(-1)).exp_()
+        scored = targets != IGNORED
+        here = scored & (targets >= first) & (targets < first + rows)
+        column = (targets - first).clamp(0, rows - 1)
+        picked = (logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float() - largest) * here
+        sums = torch.stack((exponentials.sum(dim=-1), picked))
+        dist.all_reduce(sums, group=group)
+        ctx.save_for_backward(exponentials, sums[0], column, here, scored)
+        return ((sums[0].log() - sums[1]) * scored).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        exponentials, total, column, here, scored = ctx.saved_tensors
+        gradient = gradients[0]
+        grad = exponentials * (scored * gradient / total).unsqueeze(-1)
+        grad.scatter_add_(-1, column.unsqueeze(-1), -(here * gradient).unsqueeze(-1))
+        return grad, None, None

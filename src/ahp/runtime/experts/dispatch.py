@@ -1,0 +1,113 @@
+"""Expert parallelism: each rank of the ``ep`` axis holds a part of a mixture's experts, and tokens travel to those they need.
+
+A module of experts (``ahp.graph.experts``) keeps its own forward. It runs on the tokens that arrived, as if its experts were
+all there are; around it every copy of a token is sent to the rank of its expert and its result is brought back. No token is
+dropped, whatever the router does. In the names of tensors T are tokens, H features, K the experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ahp.divisors import divisors
+from ahp.errors import bad_input
+from ahp.graph.experts import num_stacked
+from ahp.graph.outline import Outline
+from ahp.runtime.compute.uncompiled import uncompiled
+from ahp.runtime.ranks.mesh import Mesh
+from ahp.runtime.tensor.collectives import exchange_rows
+from ahp.runtime.tensor.slice import local_weights, replace_parameter
+from ahp.search.slicing.placement import Split
+
+
+def check_experts(module: nn.Module, found: Outline | None, degree: int) -> None:
+    """Raises BadInput unless the degree divides the experts of every layer that has any."""
+    if degree == 1:
+        return
+    if found is None or not found.experts:
+        rule = (
+            "no module of the model's blocks is seen to hold experts: stacked weights [experts, ...], called with tokens [T, H], "
+            "the chosen experts [T, K] and their weights [T, K]"
+        )
+        raise bad_input("expert_parallel_degree", degree, rule, [1])
+    for path in found.experts:
+        number = num_stacked(module.get_submodule(path)) or 0
+        if number % degree:
+            raise bad_input(
+                "expert_parallel_degree", degree, f"does not divide the {number} experts of {path}", divisors(number)
+            )
+
+
+def divide_experts(model: nn.Module, found: Outline, mesh: Mesh, splits: dict[str, Split]) -> dict[str, nn.Module]:
+    """Give a stage's model, in place, this rank's experts and forwards that exchange tokens.
+
+    ``splits``: by name in ``model``, the parameters of experts that are cut over the tensor-parallel ranks too, and how.
+    Returns its modules of experts by their paths. Their parameters are DTensors on the ``ep`` axis, or on ``ep`` and ``tp``.
+    """
+    assert mesh.experts is not None
+    here = dict(model.named_modules())
+    divided = {path: here[path] for path in found.experts if path in here}  # others live on other stages
+    for path, module in divided.items():
+        number = num_stacked(module)
+        assert number is not None
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            split, whole_ones = splits.get(f"{path}.{name}"), Split(0, (parameter.shape[0],))
+            if split is None:
+                replace_parameter(module, name, (whole_ones,), mesh.experts["ep"], {})
+            else:
+                replace_parameter(module, name, (whole_ones, split), mesh.experts["ep", "tp"], {})
+        _count_fewer(module, number, number // mesh.size("ep"))
+        module.forward = DividedExperts(module, number, mesh.group("ep"))  # type: ignore[method-assign]
+    return divided
+
+
+def _count_fewer(module: nn.Module, number: int, here: int) -> None:
+    """The attributes by which a module knows how many experts it has."""
+    for name, value in vars(module).items():
+        if "expert" in name and type(value) is int and value == number:
+            setattr(module, name, here)
+
+
+class DividedExperts:
+    """Runs a module's experts on the tokens of all ranks of a group that chose them. It stays outside of compiled graphs: how
+    many come is another number at each call."""
+
+    def __init__(self, module: nn.Module, num_experts: int, group: dist.ProcessGroup) -> None:
+        self.module, self.forward, self.num_experts, self.group = module, module.forward, num_experts, group
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tokens_TH, chosen_TK, weights_TK = (*args, *kwargs.values())
+        num_tokens, num_chosen = chosen_TK.shape
+        order = chosen_TK.reshape(-1).argsort(stable=True)  # copies of tokens by expert, and so by rank
+        sent, received, experts = self._counts(chosen_TK)
+        copies = tokens_TH[order // num_chosen], weights_TK.reshape(-1, 1)[order]
+        arrived, weights = exchange_rows(copies, sent, received, self.group)
+        if not experts.numel():
+            # A rank without a token computes on one of zeros and sends nothing back: its weights get gradients of zero, and it
+            # takes part in whatever sums them.
+            arrived, weights, experts = (
+                torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in (arrived, weights, experts)
+            )
+        values = (arrived, experts.unsqueeze(1), weights)
+        named = dict(zip(kwargs, values[len(args) :], strict=True))
+        with local_weights(self.module):
+            results = self.forward(*values[: len(args)], **named)
+        (back,) = exchange_rows((results[: sum(received)],), received, sent, self.group)
+        return back[order.argsort()].view(num_tokens, num_chosen, -1).sum(dim=1)
+
+    def _counts(self, chosen_TK: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
+        """Copies of tokens that go to each rank and come from it; and of each that comes the expert, counted from this
+        rank's first."""
+        ranks = self.group.size()
+        here = self.num_experts // ranks
+        sent = torch.bincount(chosen_TK.reshape(-1), minlength=self.num_experts)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        each = torch.stack((sent, received)).view(2, ranks, here).sum(dim=2).tolist()
+        experts = torch.arange(here, device=sent.device).repeat(ranks).repeat_interleave(received)
+        return each[0], each[1], experts

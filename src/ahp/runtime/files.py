@@ -1,0 +1,47 @@
+"""Files that are whole or absent, and how a disk or a checksum says that they are not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+FULL_DISK_BYTES = 1 << 20
+"""[Empirical] With less than this free, a write that failed failed for want of space, whatever its message says
+(torch's archive writer reports a full disk as RuntimeError)."""
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk behind a folder takes nothing more."""
+    return shutil.disk_usage(folder).free < FULL_DISK_BYTES
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Replace a file in one stroke: a reader, or a crash, sees the old text or the new one."""
+    aside = path.with_name(path.name + ".tmp")
+    try:
+        with aside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def crc32(file: Path) -> int:
+    """Checksum of a file's bytes."""
+    value = 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,84 @@
+"""What a plan asks of this runtime, its devices and a model that they cannot do, told before anything is changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ahp.engines import registry
+from ahp.engines.ahp import needs_one_graph
+from ahp.errors import BadInput, NotExpressible
+from ahp.forecast import rules
+from ahp.graph.blocks import BlockList
+from ahp.graph.outline import Outline
+from ahp.plan import ContextMethod, Plan
+from ahp.runtime.compute.compile import refuse_without_compiler
+from ahp.runtime.compute.fp8 import check_linear
+from ahp.runtime.experts.dispatch import check_experts
+from ahp.runtime.optimizer.offload import refuse_without_host
+from ahp.runtime.tensor.sliced_dropout import drops_parts
+from ahp.schedule.stages import layers_of_stages
+from ahp.search.slicing.model import ModelSlicing
+
+
+def refuse_plan(plan: Plan, device: torch.device) -> None:
+    """Raises NotExpressible or BadInput for a plan that no model could run under on this device."""
+    p, job = plan.parallelism, plan.job
+    if plan.engine.name != "ahp":
+        raise NotExpressible(f"engine.name = {plan.engine.name!r}: this runtime runs plans for 'ahp' only")
+    if reason := registry.get("ahp").refuses(job, p, plan.engine):
+        raise NotExpressible(reason)
+    if reason := rules.batch(job, p) or rules.sequence(job, p) or rules.schedules(job, p, in_torch=True):
+        raise BadInput(reason)
+    if plan.engine.compile:
+        refuse_without_compiler(device)
+    if plan.engine.offload_optimizer:
+        refuse_without_host(device)
+
+
+def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | None, plan: Plan) -> None:
+    """Raises BadInput for a model that cannot run under this plan. ``found``: None too where the plan asks nothing of it."""
+    p = plan.parallelism
+    if blocks:
+        layers_of_stages(p, len(blocks))  # raises where they do not go round
+        if reason := rules.recomputed(len(blocks), plan.job, p, plan.engine):
+            raise BadInput(reason)
+    if plan.engine.loss_chunk_tokens is not None:
+        _refuse_chunks(plan.engine.loss_chunk_tokens, found)
+    check_experts(module, found, p.expert_parallel_degree)
+    if plan.job.precision == "fp8":
+        check_linear(blocks)
+    if found and p.tensor_parallel_degree > 1 and p.enable_sequence_parallel and found.uncuttable is not None:
+        raise BadInput(
+            f"enable_sequence_parallel: {found.uncuttable}, which would meet a part of the sequence (valid: False)"
+        )
+
+
+def refuse_what_stays_outside(plan: Plan, sliced: ModelSlicing | None, method: ContextMethod | None) -> None:
+    """Raises BadInput where something of a block would stay outside of its compiled graph that must be in it.
+
+    ``method``: how ranks share sequences, None where they do not.
+    """
+    if not needs_one_graph(plan.parallelism, plan.engine):
+        return
+    if method == "ring":
+        what = "the ring of context parallelism, which is taken because all-to-all does not divide the attention heads"
+    elif sliced is not None and any(map(drops_parts, sliced.blocks)):
+        what = "dropout of a tensor that tensor-parallel ranks have parts of"
+    else:
+        return
+    raise BadInput(
+        f"activation_checkpoint = 'selective': with engine.compile = True a block must be one graph, and outside of it stays {what} "
+        "(valid: none, full)"
+    )
+
+
+def _refuse_chunks(tokens: int, found: Outline | None) -> None:
+    """The logits of some tokens alone need a model whose blocks end before them."""
+    reason = (
+        "the model has no blocks, and what follows them is what it computes in chunks"
+        if found is None
+        else found.uncuttable
+    )
+    if reason is not None:
+        raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {reason} (valid: null)")

@@ -1,0 +1,124 @@
+"""The optimizer over this rank's shards: AdamW element by element, Muon matrix by matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
+from ahp.errors import BadInput
+from ahp.graph.blocks import NoBlocks, find_blocks
+from ahp.job import Optimizer as Settings
+from ahp.runtime.optimizer.muon import LocalMatrices, OwnedMatrices
+from ahp.runtime.optimizer.offload import HostMoments
+from ahp.runtime.torch_compat import local_tensor
+
+
+def matrices_of(module: nn.Module, settings: Settings) -> frozenset[str]:
+    """Parameters that Muon updates, by every name they have: the matrices inside the blocks; the rest is AdamW's.
+
+    Embeddings, the head, norms, biases and stacks of experts are left to AdamW (Keller Jordan, kellerjordan.github.io/posts/muon).
+    Raises BadInput for a model without blocks.
+    """
+    if settings.name != "muon":
+        return frozenset()
+    try:
+        path = find_blocks(module).path
+    except NoBlocks as error:
+        raise BadInput(f"job.optimizer.name = 'muon': it updates the matrices of a model's blocks; {error}") from None
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, p in named if name.startswith(f"{path}.") and p.ndim == 2)
+
+
+class ShardedOptimizer:
+    """``torch.optim.AdamW`` and ``torch.optim.Muon`` on the local shards of distributed parameters.
+
+    AdamW works element by element, so it needs no collective and no knowledge of how a tensor is spread: plain tensors that
+    share memory with the shards spare DTensor's dispatch at every operator. Muon's momentum is a shard too; only its
+    update is orthogonalised whole, by the owner of each matrix (``ahp.runtime.optimizer.muon``).
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: Settings,
+        *,
+        matrices: Collection[str] = (),
+        offload: bool = False,
+        muon: LocalMatrices | OwnedMatrices | None = None,
+    ) -> None:
+        """``matrices``: what Muon updates, and ``muon`` how. ``offload``: whether AdamW's moments are kept in host memory."""
+        self.settings = settings
+        self.parameters = parameters
+        self.shards = {
+            name: nn.Parameter(local_tensor(p.detach()), p.requires_grad)
+            for name, p in parameters.items()
+            if p.requires_grad
+        }
+        self.momentum = {name: torch.zeros_like(self.shards[name].data) for name in self.shards if name in matrices}
+        """Of each matrix that Muon updates, this rank's part."""
+        self.muon = muon if muon is not None else LocalMatrices(self.momentum)
+        self.adamw = torch.optim.AdamW(
+            self._groups() or [nn.Parameter(torch.zeros(1))],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+        self.host = HostMoments(self.adamw) if offload else None
+
+    def _groups(self) -> list[dict[str, object]]:
+        """AdamW's parameters by whether they decay: vectors (norms, biases) only where the settings say so."""
+        by_decay: dict[float, list[nn.Parameter]] = {}
+        for name, shard in self.shards.items():
+            if shard.numel() > 0 and name not in self.momentum:
+                decays = self.settings.decay_norms_and_biases or self.parameters[name].ndim > 1
+                by_decay.setdefault(self.settings.weight_decay if decays else 0.0, []).append(shard)
+        return [{"params": shards, "weight_decay": decay} for decay, shards in by_decay.items()]
+
+    def step(self, rate: float, gradients: dict[str, torch.Tensor]) -> None:
+        """One update at ``rate`` with this rank's parts of the gradients, by parameter name. Collective under Muon."""
+        for name, shard in self.shards.items():
+            shard.grad = gradients.get(name)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        (self.adamw if self.host is None else self.host).step()
+        self._muon_step(rate)
+        for shard in self.shards.values():
+            shard.grad = None
+
+    @torch.no_grad()
+    def _muon_step(self, rate: float) -> None:
+        """As ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, on this rank's parts of the matrices."""
+        beta = self.settings.momentum
+        # A rank whose part is empty takes part in what is exchanged all the same.
+        gradients = {
+            name: torch.zeros_like(momentum) if (found := self.shards[name].grad) is None else found
+            for name, momentum in self.momentum.items()
+        }
+        for name, momentum in self.momentum.items():
+            momentum.lerp_(gradients[name], 1 - beta)
+        for name, part in self.muon.orthogonalized(lambda name: gradients[name].lerp(self.momentum[name], beta)):
+            shard, (rows, columns) = self.shards[name], self.parameters[name].shape
+            shard.mul_(1 - rate * self.settings.weight_decay)
+            shard.add_(part, alpha=-rate * ADAMW_RMS * max(rows, columns) ** 0.5)
+
+    def moments(self, name: str) -> dict[str, torch.Tensor]:
+        """States of one parameter's shard, made if no step was taken yet: tensors like it and, of AdamW, ``step``."""
+        if name in self.momentum:
+            return {"momentum_buffer": self.momentum[name]}
+        if self.host is not None:
+            self.host.wait()
+        shard = self.shards[name]
+        state = self.adamw.state[shard]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
+            state["exp_avg"] = torch.zeros_like(shard)
+            state["exp_avg_sq"] = torch.zeros_like(shard)
+        return state
+
+
+ADAMW_RMS = 0.2
+"""Root mean square of an AdamW update, to which Muon's is scaled, so that both share rate and decay (Moonlight, arXiv
+2502.16982, section 2.2)."""

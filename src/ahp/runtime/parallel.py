@@ -1,0 +1,414 @@
+"""A model under a plan: cut into stages, sliced, sharded, ready to take steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ahp.errors import BadInput, bad_input
+from ahp.graph.blocks import BlockList, NoBlocks, find_blocks
+from ahp.graph.call import Documents
+from ahp.graph.document_mask import documents_apart
+from ahp.graph.models import is_masked
+from ahp.graph.outline import Outline, outline
+from ahp.plan import Parallelism, Plan, validated
+from ahp.runtime.compute.chunked_loss import Tail
+from ahp.runtime.compute.fp8 import check_parts, refuse_device
+from ahp.runtime.compute.loss import Loss, PendingCount, count_scored
+from ahp.runtime.experts.balance_loss import Balance, balance_of
+from ahp.runtime.limits import refuse_model, refuse_plan, refuse_what_stays_outside
+from ahp.runtime.optimizer.adamw import ShardedOptimizer, matrices_of
+from ahp.runtime.optimizer.learning_rate import learning_rate
+from ahp.runtime.optimizer.loss_scale import LossScale
+from ahp.runtime.optimizer.muon import OwnedMatrices
+from ahp.runtime.optimizer.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
+from ahp.runtime.pipeline.schedules import Accumulation, Inputs, Pipeline, stages_of_rank
+from ahp.runtime.ranks.device_order import check_device
+from ahp.runtime.ranks.mesh import Mesh, build_mesh
+from ahp.runtime.ranks.preflight import Hosts, preflight
+from ahp.runtime.run.nan_fault import find_fault
+from ahp.runtime.run.validation import evaluate
+from ahp.runtime.sequence.own_tokens import SequenceSharding
+from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
+from ahp.runtime.shard.ownership import LocalParameters, ParameterNames, TiedParameters
+from ahp.runtime.shard.parameter_layout import ParameterLayout
+from ahp.runtime.stage_setup import StageSetup, cut_stages
+from ahp.runtime.training_state import TrainingState
+from ahp.runtime.weights.starting_values import StartingValues
+from ahp.search.slicing.model import ModelSlicing, slice_outline
+
+if TYPE_CHECKING:
+    from ahp.runtime.weights.checkpoint import BackgroundSaver
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gave; the same on every rank."""
+
+    loss: float
+    """Mean cross-entropy over the scored tokens of the global batch, before the update; and the weighted balance loss of a
+    mixture of experts, where the model's config asks for it (docs/runtime.md)."""
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    learning_rate: float
+    skipped: bool = False
+    """Whether the gradients overflowed fp16, so that nothing was updated; ``grad_norm`` is no number then."""
+
+
+def parallelize(
+    module: nn.Module, plan: Plan | dict[str, Any], *, device: torch.device | str | None = None
+) -> Parallel:
+    """Split a model over the ranks of the initialised default process group, by a plan. Collective.
+
+    ``module``: built on every rank alike, or on the meta device (then it is initialised from ``plan.job.seed``, or each rank
+    reads its parts of ``plan.init_from``); called
+    with token ids [batch, sequence] it gives logits [batch, sequence, vocabulary]. With ``pipeline_parallel_degree`` 1
+    it is changed in place, else its parts are taken over. ``plan``: a Plan, or ``{"job": {...}, "parallelism": {...}}``.
+    ``device``: where to compute; None = the current GPU under NCCL, else the CPU.
+
+    Raises BadInput, NotExpressible or HardwareMismatch before anything is changed when the layout cannot run, NoAnswer when
+    a rank does not come or an axis of the mesh does not carry.
+    """
+    checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
+    if checked.job.precision == "fp8":
+        refuse_device(_device(device))
+    return rehearse(module, checked, device=device)
+
+
+def rehearse(module: nn.Module, plan: Plan, *, device: torch.device | str | None = None) -> Parallel:
+    """``parallelize`` where processor cores may stand for devices with products in 8 bits: the same products, very slowly."""
+    refuse_plan(plan, _device(device))
+    mesh = build_mesh(plan.parallelism, _device(device))
+    check_device(plan, dist.get_rank(), mesh.device)
+    hosts = preflight(mesh)
+    return Parallel(module, plan, mesh, hosts)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class Parallel:
+    """A model that takes optimizer steps under a plan. Made by ``parallelize``."""
+
+    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, hosts: Hosts) -> None:
+        self.plan, self.mesh, self.hosts = plan, mesh, hosts
+        self.config = getattr(module, "config", None)
+        self._saver: BackgroundSaver | None = None
+        self.bad_gradients: tuple[str, ...] = ()
+        """Of this rank, those that were no numbers at the last step."""
+        p = plan.parallelism
+        blocks, balance = _blocks(module, p), balance_of(module)
+        documents = documents_apart(module, plan.job.sequence_length) if plan.job.document_mask else None
+        found = _outline(module, plan, documents) if blocks and _needs_outline(plan) else None
+        refuse_model(module, blocks, found, plan)
+        path, num_layers = (blocks.path, len(blocks)) if blocks else (None, 0)
+        sliced = _sliced(found, p)
+        if found and sliced and plan.job.precision == "fp8":
+            check_parts(module, found, sliced, p.tensor_parallel_degree)
+        self.tokens = (
+            SequenceSharding(module, found, plan, mesh, documents) if found and p.context_parallel_degree > 1 else None
+        )
+        """How sequences are cut over the context ranks, None where they are not."""
+        refuse_what_stays_outside(plan, sliced, self.tokens.context.method if self.tokens else None)
+        self.names = ParameterNames(module)
+        matrices = matrices_of(module, plan.job.optimizer)
+        start = StartingValues(module, plan)
+        self.in_files = start.in_files
+        """How transformers writes each parameter."""
+        stages = cut_stages(module, found, plan, documents)
+        self.ties = TiedParameters([self.names.on(stage.model) for stage in stages], mesh, p)
+        self.stages = {i: stages[i] for i in stages_of_rank(mesh.rank("pp"), p)}
+        self.sharding = Sharding(mesh, p.zero_stage, plan.job.precision)
+        prepare = StageSetup(
+            plan, mesh, self.names, self.sharding, path, num_layers, found, sliced, balance, self.tokens, start.streamed
+        )
+        for index, stage in self.stages.items():
+            prepare(index, stage)
+        local = LocalParameters([stage.model for stage in self.stages.values()], self.names)
+        layout = ParameterLayout(
+            mesh,
+            self.names.shapes,
+            prepare.splits,
+            frozenset(prepare.experts),
+            self.sharding.uses_fsdp,
+            local.parameters,
+        )
+        buffers = (named for stage in self.stages.values() for named in stage.model.named_buffers())
+        self.bytes_read = start.fill(layout, buffers)
+        """Of ``plan.init_from``, by this rank."""
+        local.refresh_twins()
+        self.state = TrainingState(
+            layout, local, self._optimizer(layout, matrices), LossScale(plan.job.precision), self.stages
+        )
+        """What training changes."""
+        vocabulary = bool(sliced and sliced.vocabulary)
+        self.loss = self._loss(found, vocabulary, balance, causal=not is_masked(module))
+        self.runner = self._runner(found, vocabulary)
+        self.copies = {name: self._num_copies(name) for name in self.parameters}
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of which this rank holds a part, by the hub's names; DTensors where they are split."""
+        return self.state.parameters
+
+    @property
+    def num_steps_done(self) -> int:
+        return self.state.num_steps_done
+
+    def _optimizer(self, layout: ParameterLayout, matrices: frozenset[str]) -> ShardedOptimizer:
+        ours = [name for name, p in layout.parameters.items() if p.requires_grad and name in matrices]
+        return ShardedOptimizer(
+            layout.parameters,
+            self.plan.job.optimizer,
+            matrices=matrices,
+            offload=self.plan.engine.offload_optimizer,
+            muon=OwnedMatrices(layout, ours) if matrices else None,
+        )
+
+    def _loss(self, found: Outline | None, vocabulary: bool, balance: Balance | None, *, causal: bool) -> Loss:
+        loss = Loss(
+            causal=causal,
+            vocabulary_group=self.mesh.group("tp") if vocabulary else None,
+            context=None if self.tokens is None else self.tokens.context,
+        )
+        loss.balance = balance
+        chunk, last = self.plan.engine.loss_chunk_tokens, self.stages.get(self.plan.parallelism.num_stages - 1)
+        if chunk is not None and last is not None:
+            assert found is not None, "refused for a model without blocks"
+            loss.tail = Tail(last.model, found, COMPUTE_DTYPE[self.plan.job.precision], chunk)
+        return loss
+
+    def _runner(self, found: Outline | None, vocabulary: bool) -> Accumulation | Pipeline:
+        p = self.plan.parallelism
+        if p.num_stages == 1:
+            return Accumulation(self.stages[0], self.loss, self.sharding)
+        assert found is not None
+        shape = found.logits.shape
+        context, part = p.context_parallel_degree, shape[-1] // (p.tensor_parallel_degree if vocabulary else 1)
+        batch, sequence, *rest = found.hidden.shape
+        logits = replace(found.logits, shape=(batch, sequence // context, part))
+        hidden = replace(found.hidden, shape=(batch, sequence // context, *rest))
+        outputs = logits if self.plan.engine.loss_chunk_tokens is None else hidden
+        if p.enable_sequence_parallel:
+            hidden = replace(hidden, shape=(batch, sequence // context // p.tensor_parallel_degree, *rest))
+        return Pipeline(
+            self.stages,
+            p,
+            self.loss,
+            self.mesh,
+            ids=(batch, found.hidden.shape[1]),
+            hidden=hidden,
+            outputs=outputs,
+        )
+
+    def _num_copies(self, name: str) -> int:
+        """Ranks that hold the very same elements of a parameter as this one, itself included."""
+        tensor = 1 if name in self.state.layout.splits else self.mesh.size("tp")
+        return self.mesh.num_replicas * tensor * self.ties.num_holders(name)
+
+    def shard(self, global_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's part of ``{"input_ids", "labels"}`` int64 [global batch, sequence]: rows by data-parallel rank.
+
+        With ``job.document_mask`` beside them ``position_ids``, alike: of each token the place in its document, from 0.
+        """
+        rows = self.rows(len(global_batch["input_ids"]))
+        part = slice(rows.start, rows.stop)
+        return {key: value[part].to(self.mesh.device, non_blocking=True) for key, value in global_batch.items()}
+
+    def rows(self, num_rows: int) -> range:
+        """Which rows of a global batch of so many are this rank's, for a reader that reads no others: replica by replica as many
+        as its micro-batches, and within a replica shard by shard."""
+        p, replica, shard = self.plan.parallelism, self.mesh.rank("dp_replicate"), self.mesh.rank("dp_shard")
+        counts = p.micro_batches_per_replica or (1,) * p.data_parallel_replicate_degree
+        share = sum(counts) * p.data_parallel_shard_degree
+        if num_rows % (share * p.micro_batch_size):
+            named = (
+                f"data_parallel degree {share}"
+                if p.micro_batches_per_replica is None
+                else (
+                    f"micro_batches_per_replica {list(counts)} x data_parallel_shard_degree {p.data_parallel_shard_degree}"
+                )
+            )
+            rule = f"its rows must be a multiple of {named} x micro_batch_size {p.micro_batch_size}"
+            raise bad_input("global_batch", num_rows, rule)
+        each = num_rows // share
+        start = (sum(counts[:replica]) * p.data_parallel_shard_degree + counts[replica] * shard) * each
+        return range(start, start + counts[replica] * each)
+
+    def _micro_batches(self, num_rows: int) -> int:
+        """Of the global batch, over all replicas and shards, where this rank has so many rows."""
+        p = self.plan.parallelism
+        counts = p.micro_batches_per_replica or (1,) * p.data_parallel_replicate_degree
+        mine = counts[self.mesh.rank("dp_replicate")]
+        return num_rows // p.micro_batch_size * sum(counts) * p.data_parallel_shard_degree // mine
+
+    def step(self, part: dict[str, torch.Tensor]) -> StepResult:
+        """Forward, backward, clip, update. Collective. Where the gradient is no number, no weight changes.
+
+        ``part``: as ``shard`` gives it, ``labels`` unshifted, -100 = not scored. Ranks may hold different numbers of
+        scored tokens: the loss is the mean over all of them. Raises BadInput for other keys and shapes.
+        """
+        inputs, labels = self._checked(part)
+        state, scale = self.state, self.state.loss_scale.value
+        scored = count_scored(labels, causal=self.loss.causal)
+        self.loss.scale = scale
+        self.loss.num_micro_batches = self._micro_batches(len(labels))
+        self.loss.total = PendingCount(scored, self.mesh.data.get_group())
+        loss = self.runner.run(inputs, labels, len(labels) // self.plan.parallelism.micro_batch_size)
+        self.sharding.finish()
+        gradients = state.local.gradients()
+        self.ties.sum_(gradients, state.optimizer.shards)
+        squares = weighted_square_sum(gradients, self.copies, self.mesh.device)
+        mean_loss, norm = loss_and_norm(loss / self.mesh.size("tp"), squares)
+        mean_loss, norm = mean_loss / scale, norm / scale
+        skipped = not math.isfinite(norm) and state.loss_scale.can_skip()
+        state.loss_scale.update(overflowed=skipped)
+        rate = learning_rate(self.plan.job.optimizer, state.num_steps_done, self.plan.job.steps)
+        self.bad_gradients = (
+            () if math.isfinite(norm) else tuple(n for n, g in gradients.items() if not g.isfinite().all())
+        )
+        if math.isfinite(norm):
+            unscale_and_clip_(gradients, norm, self.plan.job.optimizer.grad_clip, scale)
+            state.optimizer.step(rate, gradients)
+            state.local.refresh_twins()
+        state.num_steps_done += 1
+        return StepResult(mean_loss, norm, rate, skipped)
+
+    def evaluate(self, parts: Iterable[dict[str, torch.Tensor]]) -> float:
+        """Mean loss over the scored tokens of some global batches, without training on them: no dropout, no gradient.
+
+        ``parts``: for each, this rank's rows as ``shard`` gives them. Collective; the same on every rank, under every plan.
+        """
+        size = self.plan.parallelism.micro_batch_size
+        return evaluate(self.runner, self.mesh, size, (self._checked(part) for part in parts))
+
+    def find_fault(self, part: dict[str, torch.Tensor]) -> str:
+        """After a step whose loss or norm is no number, and which left the weights as they were: what it comes from, in words.
+
+        ``part``: as ``step`` had it. Collective; the same on every rank.
+        """
+        size = self.plan.parallelism.micro_batch_size
+        return find_fault(
+            self.runner, size, *self._checked(part), names=list(self.names.shapes), bad_gradients=self.bad_gradients
+        )
+
+    def _checked(self, part: dict[str, torch.Tensor]) -> tuple[Inputs, torch.Tensor]:
+        """What the model is called with, and the labels."""
+        masks = self.plan.job.document_mask
+        wanted = ["input_ids", "labels", *(["position_ids"] if masks else [])]
+        missing, unused = sorted(set(wanted) - set(part)), sorted(set(part) - set(wanted))
+        if missing or unused:
+            rule = f"with job.document_mask {masks} its keys must be {', '.join(wanted[:-1])} and {wanted[-1]}"
+            fault = f"{', '.join(missing)} is missing" if missing else f"{', '.join(unused)} would not be used"
+            raise bad_input("part", sorted(part), f"{rule}; {fault}")
+        found = {key: part[key].to(self.mesh.device) for key in wanted}
+        shapes, size = {tuple(tensor.shape) for tensor in found.values()}, self.plan.parallelism.micro_batch_size
+        rows, *rest = next(iter(shapes))
+        if len(shapes) > 1 or len(rest) != 1 or rows % size or not rows:
+            raise bad_input(
+                "part",
+                ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in found.items()),
+                f"all must be [rows, sequence] with rows a multiple of micro_batch_size {size}; did you call parallel.shard(batch)?",
+            )
+        labels = found.pop("labels")
+        return found, labels
+
+    def memory_bytes(self) -> int:
+        """Most memory that this rank has used so far: allocated on a GPU, resident in a process on a CPU."""
+        if self.mesh.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.mesh.device)
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def save(self, folder: str | Path) -> None:
+        """Write weights, optimizer states and the step count to a folder. Collective; loads under any other plan."""
+        from ahp.runtime.weights.checkpoint import save
+
+        save(self.state, Path(folder))
+
+    @property
+    def saver(self) -> BackgroundSaver:
+        """Writes checkpoints while steps go on. Made at the first use, which is collective."""
+        from ahp.runtime.weights.checkpoint import BackgroundSaver
+
+        if self._saver is None:
+            self._saver = BackgroundSaver(self.state)
+        return self._saver
+
+    def seed_step(self, step: int) -> None:
+        """Let the random numbers of a step (dropout) depend on the job's seed, the step and this rank's place alone.
+
+        A run that goes on under the same layout draws what it would have drawn, so no generator's state is kept. Ranks of a
+        tensor-parallel group draw alike, others their own, those that share a sequence too: each has its own tokens.
+        """
+        place = (self.plan.job.seed, step, self.mesh.token_rank, self.mesh.rank("pp"))
+        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1))
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from what ``save`` wrote, under whatever plan. Collective."""
+        from ahp.runtime.weights.checkpoint import load
+
+        load(self.state, Path(folder))
+
+    def export_hf(self, folder: str | Path) -> None:
+        """Write the weights as safetensors under the hub's names, and config.json where there is one. Collective."""
+        from ahp.runtime.weights.hf_export import export_hf
+
+        holders = self.ties.holders
+        export_hf(
+            self.state,
+            Path(folder),
+            in_files=self.in_files,
+            writer_of=lambda name: holders[name][0],
+            config=self.config,
+        )
+
+
+def _blocks(module: nn.Module, p: Parallelism) -> BlockList | None:
+    """The model's blocks, None where it has none. Raises BadInput when they are what the layout divides."""
+    try:
+        return find_blocks(module)
+    except NoBlocks as error:
+        for key in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):
+            if getattr(p, key) > 1:
+                raise BadInput(f"{key} = {getattr(p, key)}: {error}") from None
+        return None
+
+
+def _needs_outline(plan: Plan) -> bool:
+    """Whether what happens inside of the model matters, not only which modules are its blocks: a run on fake tensors takes most of
+    a second, which replicas and shards alone need not wait for."""
+    p = plan.parallelism
+    inside = p.pipeline_parallel_degree, p.tensor_parallel_degree, p.context_parallel_degree, p.expert_parallel_degree
+    return max(inside) > 1 or plan.engine.loss_chunk_tokens is not None
+
+
+def _outline(module: nn.Module, plan: Plan, documents: Documents | None) -> Outline:
+    return outline(
+        module,
+        batch_size=plan.parallelism.micro_batch_size,
+        sequence_length=plan.job.sequence_length,
+        dtype=COMPUTE_DTYPE[plan.job.precision],
+        documents=documents,
+    )
+
+
+def _sliced(found: Outline | None, p: Parallelism) -> ModelSlicing | None:
+    """How the model is split over the tensor-parallel ranks, None where it is not."""
+    if found is None or p.tensor_parallel_degree == 1:
+        return None
+    return slice_outline(found, p.tensor_parallel_degree, enable_sequence_parallel=p.enable_sequence_parallel)

@@ -1,0 +1,150 @@
+"""Weight gradients of compiled blocks apart from their input gradients, for the schedules that split the backward.
+
+A compiled backward is one call, and inside of it nothing can be noted for later. So each product with a weight is given two inputs
+more, of the shapes of its result and of what it multiplies, which do nothing forward. The gradient of the first is that of the
+result, and what comes back as the gradient of the second is the operand itself. Of the two the gradient of the weight is made
+outside of the graph. Nothing is hidden from the compiler, which keeps operands or computes them again as it does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
+
+from ahp.runtime.pipeline.weight_gradients import ADDMM, LINEAR, WeightGradients, weight_gradient
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A product with a weight in a graph."""
+
+    weight: int
+    """Which of the graph's inputs."""
+    transposed: bool
+    """The weight is [N, K], as in nn.Linear; else [K, N]."""
+    probes: tuple[torch.Tensor, torch.Tensor]
+    """One zero that stands for a tensor like the result, and one for a tensor like the operand."""
+
+
+class SplitGraph:
+    """A graph of torch.compile's that leaves the gradients of its weights to ``later``."""
+
+    def __init__(self, graph: GraphModule, inputs: Sequence[torch.Tensor], later: WeightGradients) -> None:
+        self.later = later
+        self.found: list[_Found] = []
+        self.graph = self._rewritten(graph, inputs)
+
+    @property
+    def probes(self) -> list[torch.Tensor]:
+        """The inputs that the graph takes beside its own, after them."""
+        return [probe for found in self.found for probe in found.probes]
+
+    def forward_context(self, run: Run) -> Run:
+        """What is called with the graph's own inputs; ``run``: the compiled graph."""
+
+        if not self.found:
+            return run
+
+        def call(*inputs: Any) -> Any:
+            weights = [inputs[found.weight] for found in self.found]
+            start = torch.empty(0, requires_grad=True)
+            return run(*inputs, *_Probes.apply(start, self, weights))
+
+        return call
+
+    def _rewritten(self, graph: GraphModule, inputs: Sequence[torch.Tensor]) -> GraphModule:
+        """A copy, because torch.compile reads its own again."""
+        copied = Graph()
+        copied.output(copied.graph_copy(graph.graph, {}))
+        placeholders = copied.find_nodes(op="placeholder")
+        number = {node: i for i, node in enumerate(placeholders)}
+        last = placeholders[-1] if placeholders else None
+        for node in list(copied.nodes):
+            operands = _operands(node)
+            if operands is None or last is None:
+                continue
+            x, weight, bias, transposed = operands
+            if weight not in number or not inputs[number[weight]].requires_grad:
+                continue  # made from weights in the graph, which then has their gradients too
+            probes = tuple(_standing_for(like) for like in (node, x))
+            self.found.append(_Found(number[weight], transposed, probes))  # type: ignore[arg-type]
+            of_each = []
+            for like in (node, x):
+                with copied.inserting_after(last):
+                    last = copied.placeholder(f"probe_{node.name}_{len(of_each)}")
+                last.meta = {"example_value": like.meta["example_value"]}
+                of_each.append(last)
+            with copied.inserting_before(node):
+                product = copied.call_function(_Product.apply, (x, weight, bias, transposed, *of_each))
+            product.meta = dict(node.meta)
+            node.replace_all_uses_with(product)
+            copied.erase_node(node)
+        return GraphModule(graph, copied)
+
+
+def _operands(node: Node) -> tuple[Any, Any, Any, bool] | None:
+    """What a product multiplies and adds, and whether its weight is transposed; None where the node is no product."""
+    if node.target in LINEAR:
+        given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+        return given["input"], given["weight"], given.get("bias"), True
+    if node.target in ADDMM and len(node.args) == 3 and not node.kwargs:
+        bias, x, weight = node.args
+        return x, weight, bias, False
+    return None
+
+
+def _standing_for(node: Node) -> torch.Tensor:
+    like = node.meta["example_value"]
+    return like.new_zeros(()).expand(like.shape).detach().requires_grad_()
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight + bias`` within a graph, without a gradient of the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: bool,
+        of_result: torch.Tensor,
+        of_operand: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.transposed = transposed
+        return F.linear(x, weight, bias) if transposed else torch.addmm(bias, x, weight)  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        of_x = gradient.matmul(weight if ctx.transposed else weight.t()) if ctx.needs_input_grad[0] else None
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return of_x, None, of_bias, None, gradient, x
+
+
+class _Probes(torch.autograd.Function):
+    """The inputs that do nothing forward; backward leaves what comes back for them to ``later``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, start: torch.Tensor, split: SplitGraph, weights: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.split, ctx.weights = split, weights
+        return tuple(
+            torch.zeros((), dtype=probe.dtype, device=probe.device).expand(probe.shape) for probe in split.probes
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        pairs = zip(gradients[::2], gradients[1::2], ctx.split.found, ctx.weights, strict=True)
+        for gradient, x, found, weight in pairs:
+            ctx.split.later.pending.append(weight_gradient(x, gradient, weight, found.transposed))
+        return None, None, None

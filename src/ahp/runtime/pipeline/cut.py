@@ -1,0 +1,190 @@
+"""Cut an unmodified model into pipeline stages at its blocks.
+
+Every stage runs the model's own forward. What belongs to other stages is replaced: modules before the blocks give
+zeros, earlier blocks pass on, the last of them hands in what was received, later blocks stop the forward. So masks,
+positions and rotary tables are made by the model's own code, and no family needs code here.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ahp.errors import BadInput
+from ahp.graph.call import Documents, call_model, logits_of
+from ahp.graph.capture import tensor_leaves
+from ahp.graph.outline import Outline, block_input
+from ahp.runtime.experts.balance_loss import Routers
+from ahp.runtime.pipeline.weight_gradients import Deferring, WeightGradients
+
+
+class Stage(nn.Module):
+    """One stage: ``forward(x, **inputs)`` takes hidden states (token ids on the first stage) and gives hidden
+    states (logits on the last). ``inputs``: the model's own, of the same rows: ``input_ids``, and ``position_ids`` where the job masks
+    documents.
+
+    With ``routers``, and where gradients are made, it takes and gives the sums of the balance loss beside them.
+    """
+
+    def __init__(self, model: nn.Module, receive: StageInput | None) -> None:
+        super().__init__()
+        self.model = model
+        self.receive = [receive] if receive is not None else []  # in a list: not a submodule a second time
+        self.later: WeightGradients | None = None
+        """Where the gradients of weights wait, under a schedule that splits the backward."""
+        self.routers: Routers | None = None
+        self.documents: Documents | None = None
+        """How the model is told which tokens are one document, where the job masks documents."""
+
+    def forward_context(self) -> AbstractContextManager[object]:
+        """What the model's forward runs within, also when it runs again for backward."""
+        return nullcontext() if self.later is None else Deferring(self.later)
+
+    def forward(self, x: torch.Tensor, *earlier: torch.Tensor, **inputs: torch.Tensor) -> Any:
+        if self.routers is None or not torch.is_grad_enabled():
+            return self._run(x, inputs)
+        self.routers.begin()
+        output = self._run(x, inputs)
+        start = earlier[0] if earlier else self.routers.balance.nothing(x.device)
+        return output, self.routers.end(start)
+
+    def _run(self, x: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.receive:
+            self.receive[0].value = x
+        try:
+            with self.forward_context():
+                return logits_of(call_model(self.model, **inputs, documents=self.documents))
+        except StopForward as stop:
+            return stop.hidden
+        finally:
+            if self.receive:
+                self.receive[0].value = None
+
+
+class StopForward(BaseException):
+    """Leaves the model's forward where the next stage takes over. Not an Exception: model code must not catch it."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class PassThrough(nn.Module):
+    """In the place of a block of an earlier stage."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _as(self.output, block_input(args, kwargs))
+
+
+class StageInput(PassThrough):
+    """In the place of the last block of the earlier stages: its output is what came from the previous stage."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__(output)
+        self.value: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.value is not None
+        return _as(self.output, self.value)
+
+
+class Stop(nn.Module):
+    """In the place of the first block of the later stages."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StopForward(block_input(args, kwargs))
+
+
+class ZeroEmbedding(nn.Module):
+    """In the place of a module before the blocks on a later stage: zeros of the right shape, with no memory."""
+
+    def __init__(self, width: int | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width, self.dtype = width, dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = tensor_leaves(args, kwargs)
+        x = given[0]
+        if (
+            self.width is not None
+        ):  # a table's rows are [batch, sequence] at most; OPT's is given a mask of documents before them
+            x = next((tensor for tensor in given if tensor.dim() <= 2), x)
+        shape = x.shape if self.width is None else (*x.shape, self.width)
+        return torch.zeros((), dtype=self.dtype, device=x.device).expand(shape)
+
+
+def _as(output: str, hidden: torch.Tensor) -> Any:
+    return (hidden, None) if output == "tuple" else hidden
+
+
+def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) -> Stage:
+    """The stage with the blocks numbered ``layers``; its parameters are those of ``module``, nothing is copied.
+
+    ``dtype`` is that of the hidden states. Raises BadInput when the model does more between its blocks than hand on.
+    """
+    if found.uncuttable is not None:
+        raise BadInput(
+            f"pipeline_parallel_degree: {found.uncuttable}, so it cannot be cut into stages; use pipeline_parallel_degree 1"
+        )
+    first, last = layers.start == 0, layers.stop == found.num_layers
+    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+    memo.update({id(b): b for b in module.buffers()})
+    model = copy.deepcopy(module, memo)
+    blocks = model.get_submodule(found.blocks_path)
+    receive = StageInput(found.block_output) if not first else None
+    for number in range(found.num_layers):
+        if number < layers.start:
+            _stand_in(
+                blocks, number, receive if receive and number == layers.start - 1 else PassThrough(found.block_output)
+            )
+        elif number >= layers.stop:
+            _stand_in(blocks, number, Stop())
+    if not first and not found.shares_inputs:
+        for path in separate(found.before, found.blocks_path):
+            if (nothing := zeros_for(model.get_submodule(path), dtype)) is not None:
+                _put(model, path, nothing)
+    if not last:
+        for path in separate(found.after, found.blocks_path):
+            _put(model, path, nn.Identity())
+    return Stage(model, receive)
+
+
+def _stand_in(blocks: nn.Module, number: int, module: PassThrough | Stop) -> None:
+    name = str(number)
+    blocks._modules[name] = stand_in_for(blocks.get_submodule(name), module)
+
+
+def stand_in_for(block: nn.Module, module: PassThrough | Stop) -> nn.Module:
+    """``module`` with the plain attributes that the model may ask the block for."""
+    for key, value in vars(block).items():
+        if isinstance(value, (str, int, float)) and not hasattr(module, key):
+            setattr(module, key, value)
+    return module
+
+
+def separate(paths: tuple[str, ...], blocks_path: str) -> list[str]:
+    """Modules that can be taken out: not those that contain the blocks (their own parameters stay on every stage)."""
+    return [path for path in paths if path and not blocks_path.startswith(f"{path}.")]
+
+
+def zeros_for(module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
+    """What stands in for a module before the blocks; None when its output's shape is not known from its class: then it
+    stays on every stage, where it works in vain but right."""
+    if isinstance(module, nn.Embedding):
+        return ZeroEmbedding(module.embedding_dim, dtype)
+    if isinstance(module, nn.LayerNorm) or "Norm" in type(module).__name__:
+        return ZeroEmbedding(None, dtype)
+    return None
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    model.get_submodule(parent)._modules[leaf] = module

@@ -1,0 +1,162 @@
+"""Runs the micro-batches of a step: one after the other on a single stage, or on torch's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from ahp.graph.capture import TensorLike
+from ahp.plan import Parallelism
+from ahp.runtime.compute.loss import Loss
+from ahp.runtime.pipeline.cut import Stage
+from ahp.runtime.ranks.mesh import Mesh
+from ahp.runtime.shard.fsdp import Sharding
+from ahp.runtime.torch_compat import accumulate_in_reduce_dtype
+from ahp.schedule.patterns import stage_ranks
+
+Inputs = dict[str, torch.Tensor]
+"""What a model is called with, int64 [rows, sequence]: ``input_ids``, and ``position_ids`` where the job masks documents."""
+
+
+def split_rows(inputs: Inputs, labels: torch.Tensor, size: int) -> Iterator[tuple[Inputs, torch.Tensor]]:
+    """``size`` rows at a time, of inputs and labels."""
+    for first in range(0, len(labels), size):
+        part = slice(first, first + size)
+        yield {key: value[part] for key, value in inputs.items()}, labels[part]
+
+
+class Accumulation:
+    """No pipeline: forward and backward of each micro-batch in turn, gradients accumulate."""
+
+    def __init__(self, stage: Stage, loss: Loss, sharding: Sharding) -> None:
+        self.stages, self.loss, self.sharding = {0: stage}, loss, sharding
+
+    def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
+        """Gradients of the whole part; returns its share of the mean loss, detached."""
+        total = torch.zeros((), device=labels.device)
+        for number, (part, targets) in enumerate(split_rows(inputs, labels, len(labels) // num_micro_batches)):
+            self.sharding.before_backward(last=number == num_micro_batches - 1)
+            loss = self.loss(self.stages[0](part["input_ids"], **part), targets)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def evaluate(self, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the loss of one micro-batch, forward alone."""
+        return self.loss(self.stages[0](inputs["input_ids"], **inputs), labels)
+
+
+class Pipeline:
+    """Several stages under one of torch's schedules, which says which rank holds which stages."""
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        parallelism: Parallelism,
+        loss: Loss,
+        mesh: Mesh,
+        *,
+        ids: tuple[int, int],
+        hidden: TensorLike,
+        outputs: TensorLike,
+    ) -> None:
+        """``hidden``: what passes between stages; ``outputs``: what the last one gives to the loss. Both beside the sums of the
+        balance loss, where there is one."""
+        p = parallelism
+        self.stages, self.num_stages, self.loss, self.mesh = stages, p.num_stages, loss, mesh
+        self.kind = get_schedule_class(p.pipeline_parallel_schedule)
+        self.stage_ranks = stage_ranks(
+            p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank
+        )
+        """The pipeline rank of each stage."""
+        self.ids, self.hidden, self.outputs = ids, hidden, outputs
+        self.schedules: dict[int, Any] = {}
+
+    def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
+        """As ``Accumulation.run``; 0 on ranks that do not hold the last stage."""
+        if num_micro_batches not in self.schedules:
+            self.schedules[num_micro_batches] = self._schedule(num_micro_batches)
+        losses: list[torch.Tensor] = []
+        first, last = 0 in self.stages, self.num_stages - 1 in self.stages
+        self.schedules[num_micro_batches].step(
+            *((inputs["input_ids"],) if first else ()),
+            **inputs,
+            target=labels if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
+        return torch.stack([loss.detach() for loss in losses]).sum() if last else torch.zeros((), device=labels.device)
+
+    def evaluate(self, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the loss of one micro-batch, forward alone: 0 where the last stage is elsewhere. Collective.
+
+        Stages run one after the other. Every rank goes through them in the same order, so that whoever sends is waited for;
+        nothing waits in a circle.
+        """
+        group, me, last = self.mesh.group("pp"), self.mesh.rank("pp"), self.num_stages - 1
+        hidden = inputs["input_ids"]
+        for index in sorted(self.stages):
+            if index > 0 and self.stage_ranks[index - 1] != me:
+                hidden = torch.empty(self.hidden.shape, dtype=self.hidden.dtype, device=self.mesh.device)
+                dist.recv(hidden, group=group, group_src=self.stage_ranks[index - 1])
+            hidden = self.stages[index](hidden, **inputs)
+            if index == last:
+                return self.loss(hidden, labels)
+            if self.stage_ranks[index + 1] != me:
+                dist.send(hidden.contiguous(), group=group, group_dst=self.stage_ranks[index + 1])
+        return torch.zeros((), device=self.mesh.device)
+
+    def _schedule(self, num_micro_batches: int) -> Any:
+        stages = [self._stage(index) for index in sorted(self.stages)]
+        held: Any = stages[0] if issubclass(self.kind, PipelineScheduleSingle) else stages
+        # The loss is a sum over the global number of tokens: dividing by the micro-batches again would be wrong.
+        return self.kind(held, n_microbatches=num_micro_batches, loss_fn=self.loss, scale_grads=False)
+
+    def _stage(self, index: int) -> PipelineStage:
+        """With all shapes given, so that torch need not run the stage on made-up data to find them."""
+        last = index == self.num_stages - 1
+        shape = self.hidden.shape
+        ids = torch.empty(self.ids, dtype=torch.int64, device="meta")
+        hidden = torch.empty(shape, dtype=self.hidden.dtype, device="meta")
+        outputs = torch.empty(self.outputs.shape, dtype=self.outputs.dtype, device="meta")
+        stage, balance = self.stages[index], self.loss.balance
+        sums = () if balance is None else (balance.nothing(torch.device("meta")),)
+        return PipelineStage(
+            stage,
+            index,
+            self.num_stages,
+            self.mesh.device,
+            input_args=(ids,) if index == 0 else (hidden.clone().requires_grad_(), *sums),
+            output_args=((outputs if last else hidden).clone().requires_grad_(), *sums),
+            group=self.mesh.group("pp"),
+            dw_builder=None if stage.later is None else lambda: _weight_gradients(stage),
+        )
+
+
+Runner = Accumulation | Pipeline
+
+
+def stages_of_rank(rank: int, parallelism: Parallelism) -> tuple[int, ...]:
+    """The stages that a pipeline rank holds: looped, or down and up again under the V-shaped schedules."""
+    p = parallelism
+    if p.num_stages == 1:
+        return (0,)
+    ranks = stage_ranks(p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank)
+    return tuple(stage for stage, holder in enumerate(ranks) if holder == rank)
+
+
+def _weight_gradients(stage: Stage) -> Callable[[], None]:
+    """What the backward that has just run left to do for the weights."""
+    assert stage.later is not None
+    compute = stage.later.take()
+
+    def run() -> None:
+        compute()
+        accumulate_in_reduce_dtype(stage)
+
+    return run

@@ -1,0 +1,114 @@
+"""Weight gradients apart from input gradients: what the split-backward schedules ask for.
+
+torch's own split walks the autograd graph at every micro-batch, looks for weights that FSDP2 may have freed, and would
+run a recomputed block again for each of its weights. Here the products with a weight compute the gradient of their input in
+backward and leave that of the weight for later (the weight-gradient store of arXiv 2401.10241); everything else, such as
+biases and norms, has its gradients at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+aten = torch.ops.aten
+LINEAR = {F.linear, aten.linear.default}
+ADDMM = {torch.addmm, aten.addmm.default}
+
+
+class WeightGradients:
+    """What the last backward has left to do, until ``take`` hands it over."""
+
+    def __init__(self) -> None:
+        self.pending: list[Callable[[], None]] = []
+
+    def take(self) -> Callable[[], None]:
+        """All that is pending, as one function that computes it; torch calls this ``dw_builder``."""
+        pending, self.pending = self.pending, []
+
+        def run() -> None:
+            while pending:
+                pending.pop()()  # what a product kept is freed as soon as it is done
+
+        return run
+
+
+class Deferring(TorchFunctionMode):
+    """Within, products with a trainable weight leave its gradient to ``later``."""
+
+    def __init__(self, later: WeightGradients) -> None:
+        super().__init__()
+        self.later = later
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            torch.compiler.is_compiling()
+        ):  # a graph's products are seen to in it (runtime/pipeline/compiled_weight_gradients.py)
+            return func(*args, **(kwargs or {}))
+        if func in LINEAR and torch.is_grad_enabled() and _operand(1, "weight", args, kwargs).requires_grad:
+            return _linear(self.later, *args, **(kwargs or {}))
+        if func in ADDMM and torch.is_grad_enabled() and len(args) == 3 and not kwargs and args[2].requires_grad:
+            bias, x, weight = args
+            return _Product.apply(x, weight, bias, False, self.later)
+        return func(*args, **(kwargs or {}))
+
+
+def _operand(position: int, name: str, args: Any, kwargs: Any) -> torch.Tensor:
+    return args[position] if len(args) > position else kwargs[name]
+
+
+def _linear(
+    later: WeightGradients, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    return _Product.apply(input, weight, bias, True, later)  # type: ignore[no-any-return]
+
+
+def weight_gradient(
+    x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, transposed: bool
+) -> Callable[[], None]:
+    """What is left to do for the weight of a product: ``x [..., K]``, gradient of its result [..., N], weight [N, K] when
+    ``transposed``, else [K, N]."""
+
+    def finish() -> None:
+        rows, outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        found = outputs.t().mm(rows) if transposed else rows.t().mm(outputs)
+        # Through what made the weight of its parameter (a DTensor's local part), to the parameter's own gradient.
+        torch.autograd.backward(weight, found)
+
+    return finish
+
+
+class _Product(torch.autograd.Function):
+    """``x [..., K] @ weight + bias``; weight [N, K] when ``transposed``, else [K, N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: bool,
+        later: WeightGradients,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        # Not saved: the gradient is handed to this very tensor, and a recomputed block would give another.
+        ctx.weight, ctx.transposed, ctx.later = weight, transposed, later
+        if transposed:
+            return F.linear(x, weight, bias)
+        assert bias is not None
+        return torch.addmm(bias, x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), (gradient,) = ctx.saved_tensors, gradients
+        weight, transposed = ctx.weight, ctx.transposed
+
+        ctx.later.pending.append(weight_gradient(x, gradient, weight, transposed))
+        wants_x, _, wants_bias, _, _ = ctx.needs_input_grad
+        of_x = gradient.matmul(weight if transposed else weight.t()) if wants_x else None
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if wants_bias else None
+        return of_x, None, of_bias, None, None

@@ -1,0 +1,159 @@
+"""Starts the workers of a run on this node through torch's own launcher, and waits for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from ahp.cluster.environment import COMPUTE
+from ahp.cluster.sense import physical_cores
+
+SECONDS_BETWEEN_POLLS = 0.1
+"""The launcher's own default (torch.distributed.launcher.api.LaunchConfig.monitor_interval)."""
+SAME_MOMENT_S = 10
+"""Workers that end within this of the first failure were not ended by the launcher, which waits 30 s before it kills
+(TORCH_ELASTIC_SHUTDOWN_TIMEOUT)."""
+SECOND_SIGNAL_S = 1.0
+"""[Empirical] Signals closer together than this are one wish, sent to a group of processes and passed on."""
+
+
+class WorkersEnded(Exception):
+    """Not every worker ended well; ``exit_codes`` of those that ended first, by rank, minus the signal if killed."""
+
+    def __init__(self, exit_codes: dict[int, int]) -> None:
+        super().__init__(f"workers ended with {exit_codes}")
+        self.exit_codes = exit_codes
+
+    @property
+    def killed(self) -> dict[int, signal.Signals]:
+        """The signal that took each rank; SIGTERM is not looked at, it is how the launcher ends the others."""
+        ours = -signal.SIGTERM
+        return {rank: signal.Signals(-code) for rank, code in self.exit_codes.items() if code < 0 and code != ours}
+
+
+def launch(module: str, arguments: Sequence[str], *, num_workers: int, log_folder: Path) -> int:
+    """Run ``python -m module arguments`` as ranks 0 .. num_workers - 1 on this node until all have ended.
+
+    Their output goes to files under ``log_folder``. SIGINT and SIGTERM are passed on to the workers as SIGTERM, which
+    end when they have saved; a second SIGINT or SIGTERM kills them.
+
+    Returns:
+        The signal that asked for the stop, 0 for none.
+
+    Raises:
+        WorkersEnded: a worker exited with an error or was killed.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_workers,
+        run_id=f"start-{int(time.time())}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=SECONDS_BETWEEN_POLLS,
+        logs_specs=DefaultLogsSpecs(log_dir=str(log_folder), redirects=Std.ALL),
+        # Ours are set below; the launcher's would kill the workers 30 s after the signal, saved or not.
+        signals_to_handle="SIGQUIT",
+    )
+    with _quiet_launcher(), _environment(num_workers), _forwarding_signals(module) as wish:
+        try:
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
+        except KeyboardInterrupt:
+            if not wish.number:
+                raise
+        except ChildFailedError as error:
+            if wish.number:
+                return wish.number
+            raise _ended(error) from None
+    return wish.number
+
+
+def _ended(error: Exception) -> WorkersEnded:
+    failures = getattr(error, "failures", {})
+    first = min(f.timestamp for f in failures.values())
+    return WorkersEnded({rank: f.exitcode for rank, f in failures.items() if f.timestamp <= first + SAME_MOMENT_S})
+
+
+@dataclass
+class _StopSignal:
+    number: int = 0
+    came_s: float = 0.0
+
+
+@contextmanager
+def _forwarding_signals(module: str) -> Iterator[_StopSignal]:
+    wish = _StopSignal()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        again = wish.number and time.monotonic() - wish.came_s > SECOND_SIGNAL_S
+        if not wish.number:
+            wish.number, wish.came_s = number, time.monotonic()
+        workers = _workers(module)
+        for worker in workers:
+            worker.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+        if not workers:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield wish
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _workers(module: str) -> list:
+    import psutil
+
+    found = []
+    for child in psutil.Process().children():
+        try:
+            if module in child.cmdline():
+                found.append(child)
+        except psutil.Error:
+            continue
+    return found
+
+
+@contextmanager
+def _environment(num_workers: int) -> Iterator[None]:
+    """Variables that the workers inherit; what the user has set stays."""
+    ours = {"OMP_NUM_THREADS": str(max(1, physical_cores() // num_workers)), **COMPUTE}
+    if Path("/sys/class/net/lo").exists():
+        # All ranks are on this node: gloo need not look up the machine's name, which may not resolve.
+        ours["GLOO_SOCKET_IFNAME"] = "lo"
+    added = {key: value for key, value in ours.items() if key not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """The launcher logs tables about failures; the user is told the cause instead."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    before = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)

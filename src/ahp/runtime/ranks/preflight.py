@@ -1,0 +1,96 @@
+"""Before the first step: the ranks of every mesh axis exchange one number, so that whoever does not answer is named.
+
+Without it the first collective of the run would wait for a rank that never comes until its own time-out, and then say only
+that a peer is silent.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ahp.errors import AhpError
+from ahp.runtime.ranks.mesh import AXES, Mesh
+from ahp.runtime.torch_compat import default_store
+
+ANSWER_S = 120.0
+"""[Empirical] Ranks reach this point within a second of each other where all start well; on a busy machine of two cores
+that starts eight of them, within 30 s."""
+
+EXCHANGE_S = 60.0
+"""Of one all-reduce of one number. The first on an axis also makes NCCL's communicator: seconds for a thousand ranks."""
+
+
+class NoAnswer(AhpError):
+    """Ranks that did not come, or a network that does not carry."""
+
+
+def preflight(mesh: Mesh, *, answer_s: float = ANSWER_S, exchange_s: float = EXCHANGE_S) -> Hosts:
+    """Let all ranks meet, then all-reduce one number along each axis. Collective. Returns who came, and from where.
+
+    Raises NoAnswer: ranks and hosts that did not come within ``answer_s``, or the axis on which an exchange failed or took
+    longer than ``exchange_s``, with the ranks and hosts on it.
+    """
+    hosts = Hosts(mesh)
+    hosts.meet(answer_s)
+    for axis in (*AXES, "ep"):
+        if mesh.size(axis) > 1:
+            _exchange(mesh, axis, hosts, exchange_s)
+    return hosts
+
+
+class Hosts:
+    """The ranks on this rank's axes, and where they run. The others are their own neighbours' to wait for: with thousands of
+    ranks, all waiting for all would be too much for the store."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.store, rank = default_store(), dist.get_rank()
+        found = {other for axis in AXES for other in dist.get_process_group_ranks(mesh.group(axis))}
+        self.ranks = sorted(found | {rank})
+        time = self.store.add(f"ahp/preflight/{rank}", 1)  # a process may ask more than once; all ranks count alike
+        self.keys = {other: f"ahp/preflight/{time}/{other}" for other in self.ranks}
+        self.store.set(self.keys[rank], socket.gethostname())
+
+    def meet(self, answer_s: float) -> None:
+        """Wait for all of them."""
+        try:
+            self.store.wait(list(self.keys.values()), timedelta(seconds=answer_s))
+        except RuntimeError:
+            missing = [rank for rank in self.ranks if not self.store.check([self.keys[rank]])]
+            there = [rank for rank in self.ranks if rank not in missing]
+            raise NoAnswer(
+                f"{named(missing)} of {dist.get_world_size()} did not come to the first exchange within {answer_s:.0f} s; "
+                f"{named(there)} did, on {self.of(there)}. The logs of those that are missing say where they hang or why "
+                "they ended"
+            ) from None
+
+    def of(self, ranks: list[int]) -> str:
+        """The hosts of ranks that have come, each once."""
+        return ", ".join(dict.fromkeys(self.store.get(self.keys[rank]).decode() for rank in ranks))
+
+
+def _exchange(mesh: Mesh, axis: str, hosts: Hosts, exchange_s: float) -> None:
+    group = mesh.group(axis)
+    ranks = dist.get_process_group_ranks(group)
+    one = torch.ones((), device=mesh.device)
+    wrong = None
+    try:
+        work = dist.all_reduce(one, group=group, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=exchange_s))
+        if (total := one.item()) != len(ranks):
+            wrong = f"an all-reduce of ones gave {total}, not {len(ranks)}"
+    except RuntimeError as error:
+        first_line = str(error).strip().splitlines()[0]
+        wrong = f"an all-reduce of one number did not end within {exchange_s:.0f} s: {first_line}"
+    if wrong:
+        raise NoAnswer(f"axis {axis}, {named(ranks)} on {hosts.of(ranks)}: {wrong}")
+
+
+def named(ranks: list[int]) -> str:
+    """Ranks in words, the first eight by their numbers."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,118 @@
+"""A run's weights as a folder that transformers reads: config, safetensors, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ahp.errors import BadInput
+from ahp.plan import Parallelism, Plan
+from ahp.runtime.data.tokenizer import copy_for_transformers, save_for_transformers, tokenizer_of
+from ahp.runtime.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from torch import Tensor, nn
+
+MARK = "ahp.json"
+"""Holds the step that the weights are from."""
+
+
+def publish(run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step: int) -> Path:
+    """Complete a folder of safetensors and put it in the place of the run's older one."""
+    published = tokenizer_of(plan)
+    if published is not None:
+        copy_for_transformers(published, aside)
+    else:
+        save_for_transformers(tokenizer, aside)
+    (aside / MARK).write_text(json.dumps({"step": step}) + "\n")
+    shutil.rmtree(run.weights_folder, ignore_errors=True)
+    aside.rename(run.weights_folder)
+    return run.weights_folder
+
+
+def newest(run: RunFolder, plan: Plan) -> Path:
+    """The weights of the newest checkpoint; converted from it now if the run has not done that (it was stopped).
+
+    Raises BadInput when there is no checkpoint.
+    """
+    checkpoints = run.checkpoints()
+    written = _step(run.weights_folder)
+    if written is not None and (not checkpoints or written >= checkpoints[-1].step):
+        return run.weights_folder
+    if not checkpoints:
+        raise BadInput(f"run = {str(run.path)!r}: it has no checkpoint yet; let it train on: ahp train")
+    damaged = checkpoints[-1].damaged_file()
+    if damaged is not None:
+        raise BadInput(
+            f"run = {str(run.path)!r}: its newest checkpoint is damaged ({checkpoints[-1].path.name}/{damaged}); "
+            "let it train on, which takes the one before: ahp train"
+        )
+    return _convert(run, plan, checkpoints[-1].path, checkpoints[-1].step)
+
+
+def load(folder: Path, plan: Plan) -> tuple[nn.Module, Tokenizer]:
+    """The model with its weights in fp32, ready to run on this machine's best device, and its tokenizer."""
+    from safetensors.torch import load_file
+    from tokenizers import Tokenizer
+
+    from ahp.graph.models import build_model
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    module = build_model(plan.model, device=device, attention=plan.engine.attention)
+    state: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        state |= load_file(file, device=str(device))
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    # A tied weight is stored once; under its second name it is missing rightly.
+    second_names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    second_names -= {name for name, _ in module.named_parameters()}
+    wrong = [*(set(missing) - second_names), *unexpected]
+    if wrong:
+        raise BadInput(f"weights = {str(folder)!r}: not of this model; missing or unknown: {sorted(wrong)[:5]}")
+    return module.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def _step(folder: Path) -> int | None:
+    try:
+        return json.loads((folder / MARK).read_text())["step"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _convert(run: RunFolder, plan: Plan, checkpoint: Path, step: int) -> Path:
+    """Read a checkpoint, whatever layout saved it, under the layout of one device."""
+    from tokenizers import Tokenizer
+
+    from ahp.graph.models import build_model
+    from ahp.runtime.parallel import parallelize
+
+    alone = plan.model_copy(update={"parallelism": Parallelism(), "init_from": None})
+    aside = Path(tempfile.mkdtemp(prefix="hf.tmp-", dir=run.path))
+    try:
+        with _world_of_one():
+            parallel = parallelize(build_model(plan.model, device="meta", attention=plan.engine.attention), alone)
+            parallel.load(checkpoint)
+            parallel.export_hf(aside)
+        return publish(run, aside, plan, Tokenizer.from_file(str(run.tokenizer_file)), step)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _world_of_one() -> Iterator[None]:
+    if dist.is_initialized():
+        raise RuntimeError("weights are converted by one process alone, outside of a training job")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

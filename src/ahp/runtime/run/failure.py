@@ -1,0 +1,87 @@
+"""What a failing worker leaves behind for the user: the first one to fail says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ahp.errors import AhpError
+from ahp.runtime.run.folder import RunFolder, Status
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error of one rank."""
+
+    rank: int
+    message: str
+    exit_code: int
+    trace: str
+
+
+class TrainingFailed(AhpError):
+    """A run that ended early, with the exit code of what ended it."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def record(folder: RunFolder, rank: int, error: BaseException) -> None:
+    """Write log/failure.json and status.json, unless another rank failed earlier.
+
+    The first failure is the cause; what the other ranks see afterwards is only that a peer has gone.
+    """
+    known = isinstance(error, AhpError)
+    failure = Failure(
+        rank=rank,
+        message=str(error) if known else f"rank {rank}: {type(error).__name__}: {error}",
+        exit_code=error.exit_code if isinstance(error, AhpError) else 1,
+        trace="".join(traceback.format_exception(error)),
+    )
+    try:
+        with _file(folder).open("x") as file:
+            json.dump(asdict(failure), file, indent=1)
+        report(folder, failure.message, failure.exit_code)
+    except OSError:
+        # Either it is not the first, or the disk takes nothing more: the trace still goes to the worker's log.
+        return
+
+
+def report(folder: RunFolder, cause: str, exit_code: int) -> None:
+    """Let status.json say that the run failed, after the last step that metrics.jsonl has.
+
+    On a disk that takes nothing more it stays as it is: the user still reads the cause on stderr.
+    """
+    with suppress(OSError):
+        folder.write_status(Status("failed", last_step(folder), cause, exit_code))
+
+
+def last_step(folder: RunFolder) -> int:
+    """The last completed step that was written down, 0 for none."""
+    metrics = folder.metrics()
+    return int(metrics[-1]["step"]) if metrics else 0
+
+
+def read(folder: RunFolder) -> Failure | None:
+    """The first failure since ``forget``, if a worker could still write it."""
+    try:
+        return Failure(**json.loads(_file(folder).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def forget(folder: RunFolder) -> None:
+    """Before a new start: an old failure is not this run's."""
+    try:
+        os.unlink(_file(folder))
+    except FileNotFoundError:
+        return
+
+
+def _file(folder: RunFolder) -> Path:
+    return folder.log_folder / "failure.json"

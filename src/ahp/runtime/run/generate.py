@@ -1,0 +1,89 @@
+"""Text from a trained model, on one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ahp.errors import BadInput, bad_input
+from ahp.graph.call import call_model, logits_of
+from ahp.graph.models import is_masked, load_config
+from ahp.plan import Plan
+from ahp.runtime.data.tokenizer import end_of_text
+from ahp.runtime.run import exported
+from ahp.runtime.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    max_new_tokens: int = 120
+    temperature: float = 0.8
+    """0 takes the likeliest token; 1 draws from the model's own distribution."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise bad_input("max_new_tokens", self.max_new_tokens, "must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise bad_input("temperature", self.temperature, "must be 0 (the likeliest token) or above")
+
+
+def generate(folder: str | Path, prompt: str = "", sampling: Sampling | None = None) -> str:
+    """Continue ``prompt`` with the newest weights of a run; an empty prompt begins a new document.
+
+    The same seed gives the same text. Raises BadInput when the folder holds no run, or a run without a checkpoint.
+    """
+    run = RunFolder(folder)
+    if not run.plan_file.is_file():
+        raise BadInput(f"run = {str(run.path)!r}: no run's folder: it holds no plan.yaml; start one with: ahp train")
+    plan = Plan.load(run.plan_file)
+    module, tokenizer = exported.load(exported.newest(run, plan), plan)
+    if is_masked(module):
+        raise BadInput(f"run = {str(run.path)!r}: a masked language model fills in words, it does not continue a text")
+    return continue_text(module, tokenizer, prompt, sampling or Sampling(), longest_context(plan.model))
+
+
+def continue_text(
+    module: nn.Module, tokenizer: Tokenizer, prompt: str, sampling: Sampling, longest: int | None = None
+) -> str:
+    """The prompt and what the model writes after it, up to the end of the document or ``max_new_tokens``.
+
+    Nothing is cached between tokens, so that any module will do whose output has ``logits`` [B, S, V] or is them;
+    the context is cut to its last ``longest`` tokens.
+    """
+    device = next(module.parameters()).device
+    generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
+    end = end_of_text(tokenizer)
+    ids = [end, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    first = len(ids)
+    with torch.inference_mode():
+        for _ in range(sampling.max_new_tokens):
+            context = torch.tensor([ids[-longest:] if longest else ids], device=device)
+            token = _choose(
+                logits_of(call_model(module, context))[0, -1].float().cpu(), sampling.temperature, generator
+            )
+            if token == end:
+                break
+            ids.append(token)
+    return prompt + tokenizer.decode(ids[first:], skip_special_tokens=False)
+
+
+def longest_context(model: Any) -> int | None:
+    """Tokens that a model can look back on, None when it does not say."""
+    config = load_config(model)
+    return getattr(config, "max_position_embeddings", None) if config is not None else None
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))

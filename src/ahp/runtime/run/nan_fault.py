@@ -1,0 +1,71 @@
+"""Where a loss or a gradient that is no number comes from: the first module, and the rank that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ahp.runtime.pipeline.schedules import Inputs, Runner, split_rows
+from ahp.runtime.torch_compat import local_tensor
+
+
+def find_fault(
+    runner: Runner,
+    micro_batch_size: int,
+    inputs: Inputs,
+    labels: torch.Tensor,
+    *,
+    names: Sequence[str],
+    bad_gradients: Sequence[str],
+) -> str:
+    """In words, from a forward pass over this rank's rows with the weights that the failed step had. Collective.
+
+    ``names``: of all parameters, in the model's order; ``bad_gradients``: of this rank, those that were no numbers.
+    Under tensor parallelism a block runs as one rewritten graph, so that the block is named and not what is inside. A module
+    counts when its output has a NaN or a positive infinity (masks hold negative ones) and no module that ran before has. Where all outputs are numbers, the gradient is at fault: the last parameter in the model's order whose
+    gradient is no number, because backward carries a fault from there to all that come before.
+    """
+    seen: list[tuple[int, str]] = []
+    with ExitStack() as hooks, torch.no_grad():
+        for index, stage in runner.stages.items():
+            for name, module in stage.model.named_modules():
+                # First of all hooks: one of the last block may leave the model there (runtime/compute/chunked_loss.py).
+                watch = module.register_forward_hook(_watch(seen, index, name), prepend=True)
+                hooks.callback(watch.remove)
+        for part, targets in split_rows(inputs, labels, micro_batch_size):
+            runner.evaluate(part, targets)
+    forward = min(seen, key=lambda fault: fault[0]) if seen else None  # of one stage the first that ran
+    order = list(names)
+    gradient = max(bad_gradients, key=order.index, default=None)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (forward, gradient))
+    return _words(found, order)
+
+
+def _watch(seen: list[tuple[int, str]], index: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        if any(bool((tensor.isnan() | tensor.isposinf()).any()) for tensor in tensors):
+            weights = module.named_parameters()
+            bad = next((n for n, p in weights if not local_tensor(p.detach()).isfinite().all()), None)
+            seen.append((index, (name or type(module).__name__) + (f", whose {bad} is none either" if bad else "")))
+
+    return hook
+
+
+def _words(found: list[tuple[tuple[int, str] | None, str | None]], order: list[str]) -> str:
+    """``found``: of each rank the first fault of its forward (stage, module), and the last parameter with a bad gradient."""
+    forward = min(((fault[0], rank, fault[1]) for rank, (fault, _) in enumerate(found) if fault), default=None)
+    if forward is not None:
+        return f"the first module whose output is no number: {forward[2]} (rank {forward[1]})"
+    gradients = [(order.index(name), -rank, name) for rank, (_, name) in enumerate(found) if name]
+    if gradients:
+        _, rank, name = max(gradients)
+        return f"all outputs are numbers; the first gradient that backward finds to be none: {name} (rank {-rank})"
+    return "all outputs and gradients are numbers, the loss or the norm alone overflows"

@@ -1,0 +1,267 @@
+"""Runs a plan to the end: starts the workers or joins them, watches, and says how it went."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ahp.config import COLLECTIVE_TIMEOUT_S
+from ahp.errors import BadInput, HardwareMismatch, bad_input
+from ahp.plan import Plan
+from ahp.runtime.data.corpus import Corpus, prepare, read
+from ahp.runtime.data.tokenizer import tokenizer_of
+from ahp.runtime.files import is_full
+from ahp.runtime.ranks import launch
+from ahp.runtime.ranks.ranks import DeviceType, Ranks, device_for, is_joined, joined
+from ahp.runtime.run import failure
+from ahp.runtime.run.failure import TrainingFailed
+from ahp.runtime.run.folder import RunFolder, Status
+from ahp.runtime.run.progress import Display, following, progress, say
+from ahp.runtime.run.stop_signal import StopRequest
+from ahp.runtime.run.trackers import check
+from ahp.runtime.run.worker import WorkerSettings, run_rank
+
+WORKER = "ahp.runtime.run.worker"
+Texts = tuple[str, str | None]
+"""Folders of the tokenised text that is trained on, and of the held-out text where it is other text."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended that did not fail; a failed one raises."""
+
+    folder: Path
+    status: Status
+    already_done: bool = False
+    """Nothing was left to do: the folder held the finished run."""
+
+    @property
+    def exit_code(self) -> int:
+        return self.status.exit_code or 0
+
+
+class Trainer:
+    """Trains a plan in a folder; the same plan and folder again continue where the last complete checkpoint is.
+
+    The layout may change between two starts, the job and the model may not. Under torchrun (its variables are set)
+    every rank makes its own Trainer and they join; otherwise ``run`` starts the workers on this node.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        folder: str | Path = "runs/demo",
+        checkpoint_every: int = 50,
+        keep: int = 3,
+        validate_every: int = 50,
+        validation_batches: int = 4,
+        collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+        track: Sequence[str] = (),
+    ) -> None:
+        self.often = {
+            "checkpoint_every": checkpoint_every,
+            "keep": keep,
+            "validate_every": validate_every,
+            "validation_batches": validation_batches,
+        }
+        self.collective_timeout_s = collective_timeout_s
+        for name, value in {**self.often, "collective_timeout_s": collective_timeout_s}.items():
+            if value < 1:
+                raise bad_input(f"run.{name}", value, "must be at least 1")
+        check(track)
+        self.plan = plan
+        self.folder = RunFolder(folder)
+        self.track = tuple(track)
+
+    def run(self) -> Outcome:
+        """Train to the last step, or until SIGINT or SIGTERM, which end it with a checkpoint.
+
+        Raises:
+            BadInput: the folder holds another job, or the data cannot be used.
+            HardwareMismatch: the plan was made for other hardware.
+            TrainingFailed: a worker failed; ``exit_code`` and status.json carry the cause.
+        """
+        return self._join() if is_joined() else self._launch()
+
+    def _launch(self) -> Outcome:
+        finished = self._begin()
+        if finished is not None:
+            return finished
+        try:
+            stopped = self._start_workers(
+                self._order(device_for(self.plan, self.plan.parallelism.world_size), self._texts())
+            )
+        except Exception as error:
+            failure.report(self.folder, str(error), getattr(error, "exit_code", 1))
+            raise
+        return Outcome(self.folder.path, self._status_after(stopped))
+
+    def _status_after(self, stopped: int) -> Status:
+        """What the workers left in status.json, in the words of the signal that the user sent (0 for none)."""
+        status = self.folder.status()
+        if status is not None and status.state == "failed":
+            raise TrainingFailed(status.cause or "failed", status.exit_code or 1)
+        if not stopped or (status is not None and status.state == "done"):
+            assert status is not None, "the workers ended well and left no status"
+            return status
+        # Workers are always told with SIGTERM; a stop before they listen finds them without a status of their own.
+        saved = self.folder.checkpoints()
+        step = saved[-1].step if saved else 0
+        status = Status("interrupted", step, f"stopped by {signal.Signals(stopped).name}", 128 + stopped)
+        self.folder.write_status(status)
+        return status
+
+    def _join(self) -> Outcome:
+        stop = StopRequest()
+        stop.listen()
+        world_size = int(os.environ["WORLD_SIZE"])
+        device = device_for(self.plan, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        if world_size != self.plan.parallelism.world_size:
+            raise HardwareMismatch(
+                f"WORLD_SIZE = {world_size}: the plan {self.plan.parallelism.short()} is for "
+                f"{self.plan.parallelism.world_size} workers; start that many, or plan again"
+            )
+        with joined(device, self.plan) as ranks:
+            finished = ranks.decided_by_first(self._begin)
+            if finished is not None:
+                return finished
+            order = self._order(device, self._texts_of(ranks))
+            display = self._display() if ranks.is_first else None
+            try:
+                status = run_rank(self.plan, self.folder, order, stop, display.update if display else _nothing)
+            finally:
+                if display is not None:
+                    display.close()
+            return Outcome(self.folder.path, status)
+
+    def _begin(self) -> Outcome | None:
+        """Check the folder against the plan and write the plan into it; the outcome when nothing is left to do."""
+        self.folder.create()
+        self.folder.check_same_job(self.plan)
+        status = self.folder.status()
+        if status is not None and status.state == "done" and status.step == self.plan.job.steps:
+            return Outcome(self.folder.path, status, already_done=True)
+        with self.folder.held():
+            failure.forget(self.folder)
+            self.folder.take_notes()
+            saved = self.folder.checkpoints()
+            step = saved[-1].step if saved else 0
+            self.folder.truncate_metrics(step)
+            self.plan.save(self.folder.plan_file)
+            self.folder.write_status(Status("running", step))
+        if saved:
+            say(f"continuing {self.folder.path} from step {step} of {self.plan.job.steps}")
+        return None
+
+    def _start_workers(self, order: WorkerSettings) -> int:
+        num_workers = self.plan.parallelism.world_size
+        say(
+            f"starting {num_workers} worker{'s' * (num_workers > 1)} on {order.device}: {self.plan.parallelism.short()}"
+        )
+        try:
+            with following(self.folder.metrics_file, self._display()):
+                return launch.launch(
+                    WORKER,
+                    [str(self.folder.path), json.dumps(asdict(order))],
+                    num_workers=num_workers,
+                    log_folder=self.folder.log_folder,
+                )
+        except launch.WorkersEnded as ended:
+            why = self._why(ended)
+            self.folder.discard_unfinished()
+            raise why from None
+        finally:
+            for line in self.folder.take_notes():
+                say(line)
+
+    def _why(self, ended: launch.WorkersEnded) -> TrainingFailed:
+        logs = f"the workers' output: {self.folder.log_folder}"
+        if failure.read(self.folder) is None and is_full(self.folder.path):
+            return TrainingFailed(f"run.folder = {str(self.folder.path)!r}: the disk is full; {logs}")
+        if ended.killed:
+            rank, number = next(iter(ended.killed.items()))
+            step = failure.last_step(self.folder)
+            hint = "; often the system ran out of memory" if number == signal.SIGKILL else ""
+            return TrainingFailed(f"worker {rank} was ended by {number.name} after step {step}{hint}; {logs}")
+        cause = failure.read(self.folder)
+        if cause is not None:
+            return TrainingFailed(f"{cause.message}\n{logs}", cause.exit_code)
+        return TrainingFailed(f"workers ended with exit codes {ended.exit_codes}; {logs}")
+
+    def _order(self, device: DeviceType, texts: Texts) -> WorkerSettings:
+        corpus, validation = texts
+        return WorkerSettings(
+            corpus=corpus, device=device, validation=validation, collective_timeout_s=self.collective_timeout_s,
+            track=self.track, **self.often,
+        )  # fmt: skip
+
+    def _texts_of(self, ranks: Ranks) -> Texts:
+        """What the first rank prepares and verifies; on a node that does not see its cache, made once more."""
+        found = ranks.decided_by_first(self._texts)
+        try:
+            for folder in found:
+                if folder is not None:
+                    read(Path(folder), verify=False)
+        except BadInput:
+            return self._texts()
+        return found
+
+    def _texts(self) -> Texts:
+        """The folders of the tokenised text and of the held-out one, checked against the job, so that nothing is refused after
+        the workers were started."""
+        from ahp.graph.models import build_model, is_masked
+        from ahp.runtime.data.batches import batches_for, validation_batches_for
+        from ahp.runtime.weights.pretrained import check_folder
+
+        job, module = self.plan.job, build_model(self.plan.model, device="meta")
+        masked = is_masked(module)
+        if self.plan.init_from is not None:
+            check_folder(self.plan.init_from, module)
+        corpus = self._prepared(job.data, masked, tokenizer_of(self.plan))
+        other = None
+        if isinstance(job.validation, str):
+            given = tokenizer_of(self.plan) or corpus.folder / "tokenizer.json"
+            other = self._prepared(job.validation, masked, given)
+        batches_for(job, corpus, masked=masked)
+        validation_batches_for(job, corpus, other, masked=masked)
+        return str(corpus.folder), None if other is None else str(other.folder)
+
+    def _prepared(self, data: str, masked: bool, tokenizer_file: Path | None) -> Corpus:
+        return prepare(
+            data,
+            vocabulary_size(self.plan.model),
+            field=self.plan.job.data_field,
+            masked=masked,
+            tokenizer_file=tokenizer_file,
+            say=say,
+            progress=progress,
+        )
+
+    def _display(self) -> Display:
+        forecast = self.plan.forecast
+        return Display(steps=self.plan.job.steps, predicted_s=forecast.step_time_s if forecast is not None else None)
+
+
+def vocabulary_size(model: Any) -> int:
+    """Tokens that a model can embed: its config's ``vocab_size``, else the rows of its first embedding."""
+    from torch import nn
+
+    from ahp.graph.models import build_model, load_config
+
+    config = load_config(model)
+    if config is not None:
+        return config.get_text_config().vocab_size
+    for module in build_model(model, device="meta").modules():
+        if isinstance(module, nn.Embedding):
+            return module.num_embeddings
+    raise bad_input("model", model, "it has no nn.Embedding, so no text can be fed to it")
+
+
+def _nothing(record: dict[str, Any]) -> None:
+    """Ranks beside the first show no progress."""

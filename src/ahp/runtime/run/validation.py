@@ -1,0 +1,50 @@
+"""The loss on held-out text: forward alone, without dropout, the same under every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from ahp.runtime.compute.loss import PendingCount, count_scored
+from ahp.runtime.pipeline.schedules import Inputs, Runner, split_rows
+from ahp.runtime.ranks.mesh import Mesh
+
+
+def evaluate(runner: Runner, mesh: Mesh, micro_batch_size: int, parts: Iterable[tuple[Inputs, torch.Tensor]]) -> float:
+    """Mean loss over the scored tokens of some global batches, of which each rank gives its rows. Collective.
+
+    ``parts``: what the model is called with and unshifted labels, int64 [rows, sequence] each.
+    """
+    stages = runner.stages.values()
+    for stage in stages:
+        stage.eval()
+    runner.loss.scale = 1.0
+    total, tokens = 0.0, 0
+    try:
+        with torch.no_grad():
+            for part in parts:
+                mean, count = _batch(runner, mesh, micro_batch_size, *part)
+                total, tokens = total + mean * count, tokens + count
+    finally:
+        for stage in stages:
+            stage.train()
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # backward would have freed the gathered weights
+    return total / max(1, tokens)
+
+
+def _batch(
+    runner: Runner, mesh: Mesh, micro_batch_size: int, inputs: Inputs, labels: torch.Tensor
+) -> tuple[float, int]:
+    """Mean loss of one global batch, and how many tokens it scores; the same on every rank."""
+    scored = PendingCount(count_scored(labels, causal=runner.loss.causal), mesh.data.get_group())
+    runner.loss.total = scored
+    pairs = split_rows(inputs, labels, micro_batch_size)
+    share = sum((runner.evaluate(*pair) for pair in pairs), torch.zeros((), device=mesh.device))
+    mean = (share / mesh.size("tp")).double()
+    dist.all_reduce(mean)
+    return mean.item(), int(scored.value())

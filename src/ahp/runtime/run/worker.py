@@ -1,0 +1,179 @@
+"""One rank of a training run; ``python -m ahp.runtime.run.worker FOLDER SETTINGS`` under the launcher's variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from ahp.config import COLLECTIVE_TIMEOUT_S
+from ahp.plan import Plan
+from ahp.runtime.run import failure
+from ahp.runtime.run.folder import RunFolder, Status
+from ahp.runtime.run.stop_signal import StopRequest
+
+if TYPE_CHECKING:
+    from ahp.runtime.data.corpus import Corpus
+    from ahp.runtime.ranks.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What the launcher asks of every rank."""
+
+    corpus: str
+    """Folder of the tokenised text."""
+    device: Literal["cpu", "cuda"]
+    checkpoint_every: int
+    keep: int
+    validation: str | None = None
+    """Folder of the tokenised held-out text, where it is not a share of the other."""
+    validate_every: int = 50
+    validation_batches: int = 4
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
+    track: Sequence[str] = ()
+
+
+def run_rank(
+    plan: Plan,
+    folder: RunFolder,
+    order: WorkerSettings,
+    stop: StopRequest,
+    on_step: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> Status:
+    """Train this rank's part of the plan, from the last checkpoint to the end or to a stop; every rank calls it.
+
+    Errors are left in the folder (``ahp.runtime.run.failure``) and raised.
+    """
+    from ahp.runtime.ranks.ranks import joined
+
+    try:
+        with (
+            joined(order.device, plan) as ranks,
+            folder.held() if ranks.is_first else nullcontext(),
+        ):
+            return _train(plan, folder, order, stop, on_step, ranks)
+    except BaseException as error:
+        failure.record(folder, int(os.environ["RANK"]), error)
+        raise
+
+
+def _train(
+    plan: Plan,
+    folder: RunFolder,
+    order: WorkerSettings,
+    stop: StopRequest,
+    on_step: Callable[[dict[str, Any]], None],
+    ranks: Ranks,
+) -> Status:
+    import torch.distributed as dist
+
+    from ahp.graph.models import build_model, is_masked
+    from ahp.runtime.data import corpus as corpora
+    from ahp.runtime.data.batches import batches_for, validation_batches_for
+    from ahp.runtime.parallel import parallelize
+    from ahp.runtime.ranks.hangs import explained
+    from ahp.runtime.run.loop import Loop, Settings
+    from ahp.runtime.run.trackers import Trackers
+    from ahp.runtime.torch_compat import limit_time
+
+    job = plan.job
+    corpus = corpora.read(Path(order.corpus), verify=False)
+    module = build_model(plan.model, device="meta", attention=plan.engine.attention)
+    masked = is_masked(module)
+    batches = batches_for(job, corpus, masked=masked)
+    held_out = corpora.read(Path(order.validation), verify=False) if order.validation is not None else None
+    validation = validation_batches_for(job, corpus, held_out, masked=masked)
+    trackers = Trackers(order.track, folder.path, plan)
+
+    def tell(record: dict[str, Any]) -> None:
+        on_step(record)
+        trackers.log(record)
+
+    # Not while ranks found each other: the groups of the mesh get it from the group of all.
+    limit_time(dist.group.WORLD, timedelta(seconds=order.collective_timeout_s))
+    parallel = parallelize(module, plan)
+    loop = Loop(
+        parallel=parallel,
+        batches=batches,
+        plan=plan,
+        folder=folder,
+        ranks=ranks,
+        settings=Settings(order.checkpoint_every, order.keep, order.validate_every, order.validation_batches),
+        stop=stop,
+        data_fingerprint=corpus.fingerprint,
+        validation=validation,
+        on_step=tell,
+    )
+    if ranks.is_first:
+        shutil.copyfile(corpus.folder / "tokenizer.json", folder.tokenizer_file)
+    try:
+        status = loop.run()
+    except Exception as error:
+        if (cause := explained(error, parallel.mesh, parallel.hosts, failure.last_step(folder))) is not error:
+            raise cause from error
+        raise
+    finally:
+        trackers.close()
+    if status.state == "interrupted":
+        return status
+    _export(parallel, folder, plan, corpus, ranks)
+    status = Status("done", job.steps, None, 0)
+    if ranks.is_first:
+        folder.write_status(status)
+    ranks.barrier()
+    return status
+
+
+def _export(parallel: Any, folder: RunFolder, plan: Plan, corpus: Corpus, ranks: Ranks) -> None:
+    """Leave the weights and the tokenizer as a folder that transformers reads; whole or absent."""
+
+    from ahp.runtime.run import exported
+
+    aside = folder.path / "hf.tmp"
+    if ranks.is_first:
+        aside.mkdir()
+    ranks.barrier()
+    parallel.export_hf(aside)
+    ranks.barrier()
+    if ranks.is_first:
+        exported.publish(folder, aside, plan, corpus.tokenizer(), plan.job.steps)
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank of the plan in FOLDER. Returns the exit code; a clean stop is 0, status.json tells it apart."""
+    stop = StopRequest()
+    stop.listen()
+    folder = RunFolder(argv[0])
+    run_rank(Plan.load(folder.plan_file), folder, WorkerSettings(**json.loads(argv[1])), stop)
+    return 0
+
+
+def end_process(work: Callable[[], int]) -> NoReturn:
+    """Do the work and end this process with its exit code, 1 and the trace on stderr when it raises.
+
+    Everything is on disk then and the group has been left, so nothing is lost with the interpreter's own end, which is
+    passed over: threads that torch's libraries still have may abort the process there ("terminate called without an
+    active exception"), and a run that is done would count as failed. [Empirical] Seen at the end of a run
+    of one worker on a busy machine of two cores, torch 2.13.
+    """
+    try:
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    end_process(lambda: main(sys.argv[1:]))

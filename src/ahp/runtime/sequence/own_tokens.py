@@ -1,0 +1,124 @@
+"""Blocks on parts of the sequence: what each rank of the context axis is given, and how its attention sees the rest.
+
+The model's own forward makes embeddings, masks and rotary tables of whole sequences on every rank. The first block takes this
+rank's tokens of the hidden states, which stay in parts from there to the loss; every block takes those of rotary
+tables and whatever else is by token; masks stay whole. No gradient is gathered for it: each rank's is that of its own
+tokens, and the sums over data-parallel ranks are over these ranks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ahp.errors import bad_input
+from ahp.graph.call import Documents
+from ahp.graph.capture import capture
+from ahp.graph.outline import Outline, block_input, fake_copy, outline
+from ahp.job import Job
+from ahp.plan import ContextMethod, Parallelism, Plan
+from ahp.runtime.pipeline.cut import cut
+from ahp.runtime.ranks.mesh import Mesh
+from ahp.runtime.sequence.context import Context
+from ahp.runtime.sequence.ulysses import InContext
+from ahp.search.slicing.token_parts import BATCH, Attention, TokenParts, check_tokens_apart, token_parts, traced_length
+
+
+class SequenceSharding:
+    """How a model runs on parts of its sequences. Raises BadInput when it cannot."""
+
+    def __init__(self, module: nn.Module, found: Outline, plan: Plan, mesh: Mesh, documents: Documents | None) -> None:
+        """``found``: the model's outline for sequences of the job's length; ``documents``: as it was called for that."""
+        degree = plan.parallelism.context_parallel_degree
+        if found.uncuttable is not None:
+            raise bad_input(
+                "context_parallel_degree", degree, f"{found.uncuttable}, which would meet a part of it", [1]
+            )
+        self.found = found
+        self.parts = _parts_of_kinds(module, found, plan.job, documents)
+        method = _method(plan.parallelism, [parts.attention for parts in self.parts])
+        self.context = Context(mesh.group("cp"), method)
+
+    def attend(self, block: nn.Module) -> None:
+        """Let the block's attention see the whole sequence, in place. To be done before it is made to recompute."""
+        forward = block.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with InContext(self.context):
+                return forward(*args, **kwargs)
+
+        block.forward = run  # type: ignore[method-assign]
+
+    def take_own_tokens(self, block: nn.Module, number: int) -> None:
+        """Let the block, in place, take this rank's part of what it is given; to block 0 the hidden states come whole.
+
+        To be done after it is made to recompute, so that the parts are what is kept.
+        """
+        parts = self.parts[self.found.kinds[number]]
+        block.forward = TakeOwnTokens(block.forward, self.context, parts, first=number == 0)  # type: ignore[method-assign]
+
+
+class TakeOwnTokens:
+    def __init__(self, forward: Callable[..., Any], context: Context, parts: TokenParts, *, first: bool) -> None:
+        self.forward, self.context, self.parts, self.first = forward, context, parts, first
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = block_input(args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        if tensors - self.parts.dims.keys():  # fewer may be: rows of one document each need no mask of documents
+            rule = f"a block is given {len(tensors)} tensors, and others on tensors without data"
+            raise bad_input("context_parallel_degree", self.context.size, rule, [1])
+        for i in tensors:
+            dim = self.parts.dims[i]
+            if dim is not None and (self.first or leaves[i] is not hidden):
+                leaves[i] = self.context.own(leaves[i], dim).contiguous()
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return self.forward(*args, **kwargs)
+
+
+def _parts_of_kinds(module: nn.Module, found: Outline, job: Job, documents: Documents | None) -> tuple[TokenParts, ...]:
+    """Of each kind of block; what runs after the blocks is looked at too."""
+    sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
+    length, dtype = traced_length(sizes, job.sequence_length), found.hidden.dtype
+    traced = outline(module, batch_size=BATCH, sequence_length=length, dtype=dtype, documents=documents)
+    kinds = tuple(token_parts(block, length) for block in traced.captures)
+    num_layers = found.num_layers
+    with FakeTensorMode():
+        end = cut(fake_copy(module, dtype), replace(traced, before=()), range(num_layers, num_layers), dtype)
+        hidden, ids = torch.empty(traced.hidden.shape, dtype=dtype), torch.empty(BATCH, length, dtype=torch.int64)
+    after = capture(end, (hidden,), {"input_ids": ids})
+    check_tokens_apart(after, (1, None), length)
+    return kinds
+
+
+def _method(p: Parallelism, attentions: list[Attention]) -> ContextMethod:
+    """The method that was asked for if it can be; else all-to-all, which runs the kernels of one device, where heads allow."""
+    tensor, context, key = p.tensor_parallel_degree, p.context_parallel_degree, "context_parallel_method"
+    heads = sorted({count for attention in attentions for count in attention.heads})
+    undivided = next((count for count in heads if count % (tensor * context)), None)
+    if p.context_parallel_method == "all-to-all" or (p.context_parallel_method is None and undivided is None):
+        if undivided is not None:
+            rule = f"context_parallel_degree {context} x tensor_parallel_degree {tensor} does not divide {undivided} attention heads"
+            raise bad_input(key, "all-to-all", rule, ["ring"])
+        return "all-to-all"
+    shown = (
+        p.context_parallel_method
+        or f"null (ring, because {context} x {tensor} ranks do not divide {undivided} attention heads)"
+    )
+    if any(attention.drops for attention in attentions):
+        raise bad_input(key, shown, "attention with dropout cannot go round a ring", ["all-to-all"])
+    if any(attention.trainable_mask for attention in attentions):
+        raise bad_input(
+            key,
+            shown,
+            "attention adds a trainable tensor to its products, which cannot go round a ring",
+            ["all-to-all"],
+        )
+    return "ring"

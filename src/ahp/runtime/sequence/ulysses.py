@@ -1,0 +1,125 @@
+"""Attention of blocks that hold a part of each sequence: ``scaled_dot_product_attention`` done by all context ranks together.
+
+``ring``: ahp.runtime.sequence.ring. ``all-to-all``: ranks exchange tokens for heads, so that each has some heads of the whole
+sequence, and back (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from ahp.errors import BadInput, bad_input
+from ahp.runtime.sequence.context import Context
+from ahp.runtime.sequence.ring import Mask, ring_attention
+from ahp.runtime.tensor.collectives import exchange_rows
+
+ATTENTION = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
+
+
+class InContext(TorchFunctionMode):
+    """Within, attention of a part of the tokens is attention to the whole sequence."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context = context
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ATTENTION and not isinstance(
+            _query(args, kwargs), FakeTensor
+        ):  # those are of a block that is traced
+            return _attention(self.context, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _query(args: Any, kwargs: Any) -> torch.Tensor:
+    return args[0] if args else kwargs["query"]
+
+
+def _attention(
+    context: Context,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As ``torch.nn.functional.scaled_dot_product_attention``; query [B, H, S / ranks, D], the mask that of the whole sequence."""
+    mask = Mask(is_causal, None if attn_mask is None else _whole(attn_mask, query.shape[2], context))
+    if context.method == "all-to-all":
+        return _by_heads(context, query, key, value, mask, dropout_p, scale)
+    if dropout_p or (attn_mask is not None and attn_mask.requires_grad):
+        what = "with dropout" if dropout_p else "that adds a trainable tensor"
+        raise bad_input("context_parallel_method", "ring", f"attention {what} cannot go round", ["all-to-all"])
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return ring_attention(query, key, value, mask, scale, context)
+
+
+def _whole(mask: torch.Tensor, own: int, context: Context) -> torch.Tensor:
+    """A mask as [B or 1, H or 1, S or 1, S]. One that is of single keys came with the tokens, in parts."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    rows, keys = mask.shape[-2:]
+    if rows == 1 and keys == own:
+        return context.gathered(mask, -1)
+    length = own * context.size
+    if rows not in (1, length) or keys != length:
+        raise BadInput(
+            f"context_parallel_degree = {context.size}: a block makes a mask of {rows} x {keys} tokens from one of the sequence "
+            f"of {length}; blocks must hand it to attention as it is"
+        )
+    return mask
+
+
+def _by_heads(
+    context: Context,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    dropout_p: float,
+    scale: float | None,
+) -> torch.Tensor:
+    heads, ranks = query.shape[1], context.size
+    # Fewer key heads than ranks, or a number that they do not divide: each is sent as often as it takes.
+    times = ranks // math.gcd(key.shape[1], ranks)
+    if times > 1:
+        key, value = (x.repeat_interleave(times, 1) for x in (key, value))
+    q, k, v = _tokens_for_heads((query, key, value), context.group)
+    whole = mask.whole
+    if whole is not None and whole.shape[1] == heads > 1:
+        whole = whole.chunk(ranks, 1)[context.rank]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=whole, dropout_p=dropout_p, is_causal=mask.causal, scale=scale,
+        enable_gqa=k.shape[1] != q.shape[1],
+    )  # fmt: skip
+    return _heads_for_tokens(out, context.group)
+
+
+def _tokens_for_heads(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+    """Of each tensor [B, heads, S / ranks, D] -> [B, heads / ranks, S, D]; in one message where their heads are as wide."""
+    parts = tuple(x.unflatten(1, (group.size(), -1)).movedim(1, 0) for x in tensors)
+    if len({x.shape[-1] for x in parts}) > 1:
+        return tuple(x.movedim(0, 2).flatten(2, 3) for x in _exchanged(parts, group))
+    (found,) = _exchanged((torch.cat(parts, 2),), group)
+    return found.movedim(0, 2).flatten(2, 3).split([x.shape[2] for x in parts], 1)
+
+
+def _heads_for_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[B, heads / ranks, S, D] -> [B, heads, S / ranks, D]"""
+    (found,) = _exchanged((x.unflatten(2, (group.size(), -1)).movedim(2, 0),), group)
+    return found.movedim(0, 1).flatten(1, 2)
+
+
+def _exchanged(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+    """Of each, ``x[r]`` goes to rank r; what comes from rank r is the r-th of the result."""
+    each = [1] * group.size()
+    return exchange_rows(tensors, each, each, group)

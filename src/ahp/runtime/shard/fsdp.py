@@ -1,0 +1,138 @@
+"""Step 5: optimizer states, gradients and parameters at 1/n per rank, and the replicas' sums. One mechanism: FSDP2.
+
+ZeRO stage   parameters              gradients of the micro-batches       optimizer states
+0            whole                   whole, summed once per step           whole
+1            gathered once per step  whole, reduce-scattered once          sharded
+2            gathered once per step  reduce-scattered at each micro-batch  sharded
+3            gathered at each use    reduce-scattered at each micro-batch  sharded
+
+Where nothing is sharded and nothing is cast (fp32), FSDP2 would only copy: then the gradients of the replicas are summed
+by ``replicas`` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from ahp.job import Precision
+from ahp.runtime.ranks.mesh import Mesh
+from ahp.runtime.shard.replicas import Replicas
+from ahp.runtime.torch_compat import local_tensor, sum_gradients
+
+COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
+"""Precisions that the runtime computes in, fp8 with products of blocks in 8 bits (``fp8``); master weights, reduction and optimizer are always fp32."""
+
+
+class Sharding:
+    """How the parts of one rank are sharded, and what each micro-batch's backward must send."""
+
+    def __init__(self, mesh: Mesh, zero_stage: int, precision: Precision) -> None:
+        self.mesh = mesh
+        # Where nothing is sharded FSDP2 still casts, and its stages would sum over the replicas at every micro-batch.
+        replicated, sharded = mesh.num_replicas > 1, mesh.shards[1] > 1
+        self.zero_stage = zero_stage if sharded else 0
+        dtype = COMPUTE_DTYPE[precision]
+        self.policy = (
+            MixedPrecisionPolicy()
+            if dtype is torch.float32
+            else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        )
+        self.fsdp_mesh = (
+            mesh.weights["dp_replicate", "dp_shard"] if replicated and sharded else mesh.weights["dp_shard"]
+        )
+        self.uses_fsdp = sharded or dtype is not torch.float32
+        self.replicas = Replicas(mesh.weights.get_group("dp_replicate")) if replicated and not sharded else None
+        self.roots: list[FSDPModule] = []
+        self.units: list[FSDPModule] = []
+        self._set_for_last: bool | None = None
+
+    def apply(self, root: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) -> None:
+        """Shard each block as a unit, then what is left of ``root``, and sum over replicas in the same units.
+
+        ``experts``: modules inside the blocks whose weights are divided over the ``ep`` axis, and sharded over the rest of
+        the shard axis, each as a unit of its own.
+        """
+        if not self.uses_fsdp:
+            if self.replicas is not None:
+                self.replicas.watch([*blocks, root])
+            return
+        alone: set[nn.Parameter] = set()
+        if self._experts_are_alone():
+            alone = {parameter for module in experts for parameter in module.parameters()}
+            experts = []
+        for module in experts:
+            self._shard_experts(module)
+        for module in [*blocks, root]:
+            keep_whole = self.zero_stage < 3 or module is root
+            # What the root is given is of the right type, but for the fp32 sums of the balance loss.
+            policy = replace(self.policy, cast_forward_inputs=module is not root)
+            fully_shard(
+                module,
+                mesh=self.fsdp_mesh,
+                mp_policy=policy,
+                reshard_after_forward=not keep_whole,
+                ignored_params=alone,
+            )
+        assert isinstance(root, FSDPModule)
+        for module in [*experts, *blocks, root]:
+            assert isinstance(module, FSDPModule)
+            sum_gradients(module, self.replicas.start if self.replicas else None)
+            self.units.append(module)
+        self.roots.append(root)
+
+    def _experts_are_alone(self) -> bool:
+        """Whether each expert is on one rank and in its own precision: then FSDP2 would only copy its weights and gradients."""
+        mesh = self.mesh.experts
+        return (
+            mesh is not None
+            and self.mesh.size("efsdp") == 1
+            and self.mesh.num_replicas == 1
+            and self.policy.param_dtype is None
+        )
+
+    def _shard_experts(self, module: nn.Module) -> None:
+        mesh = self.mesh.experts
+        assert mesh is not None
+        fully_shard(
+            module,
+            mesh=mesh["dp_replicate", "efsdp"] if self.mesh.num_replicas > 1 else mesh["efsdp"],
+            # The router's weights stay in the precision that the router gave them.
+            mp_policy=replace(self.policy, cast_forward_inputs=False),
+            reshard_after_forward=self.zero_stage == 3,
+            shard_placement_fn=lambda parameter: shard_of_experts(parameter, self.mesh.size("efsdp")),
+        )
+
+    def before_backward(self, *, last: bool) -> None:
+        """Set what the backward of one micro-batch sends and frees."""
+        if last == self._set_for_last:
+            return
+        self._set_for_last = last
+        if self.replicas is not None:
+            self.replicas.armed = last
+        for root in self.roots:
+            root.set_is_last_backward(last)
+        for unit in self.units:  # each by itself: from the root the setters would walk over every module
+            unit.set_requires_gradient_sync(last or self.zero_stage >= 2, recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)
+            unit.set_reshard_after_backward(last or self.zero_stage == 3, recurse=False)
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over all replicas."""
+        if self.replicas is not None:
+            self.replicas.finish()
+
+
+def shard_of_experts(parameter: torch.Tensor, ranks: int) -> Shard:
+    """The dim along which ``ranks`` divide a rank's experts: the experts, or where they do not go round, their rows."""
+    shape = local_tensor(parameter).shape
+    return Shard(1) if shape[0] % ranks and len(shape) > 1 and shape[1] % ranks == 0 else Shard(0)

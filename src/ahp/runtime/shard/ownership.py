@@ -1,0 +1,100 @@
+"""Which rank holds which parameter: names, copies, and the sums that tied parameters on several stages need."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ahp.plan import Parallelism
+from ahp.runtime.pipeline.schedules import stages_of_rank
+from ahp.runtime.ranks.mesh import Mesh
+from ahp.runtime.torch_compat import local_tensor, time_limit
+
+
+class ParameterNames:
+    """The hub's names of a model's parameters; of a tied parameter the first name stands for all."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.first: dict[int, str] = {}
+        self.of: dict[str, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self.of[name] = self.first.setdefault(id(parameter), name)
+        self.shapes = {name: tuple(module.get_parameter(name).shape) for name in self.first.values()}
+
+    def on(self, model: nn.Module) -> set[str]:
+        """Parameters that are on a stage's cut model."""
+        return {self.of[name] for name, _ in model.named_parameters()}
+
+
+class LocalParameters:
+    """The parameters of one rank's stages by the hub's names.
+
+    Two stages of one rank may hold the same parameter (a bare table that every stage reads). The first is the one that
+    the optimizer updates; the others, its twins, add their gradients to it and take its values over.
+    """
+
+    def __init__(self, stages: list[nn.Module], names: ParameterNames) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.twins: list[tuple[str, nn.Parameter]] = []
+        for stage in stages:
+            for local_name, parameter in stage.named_parameters():
+                name = names.of[local_name]
+                if name in self.parameters:
+                    self.twins.append((name, parameter))
+                else:
+                    self.parameters[name] = parameter
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's part of every gradient there is, twins added up; afterwards no parameter holds one."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in [*self.parameters.items(), *self.twins]:
+            if parameter.grad is not None:
+                gradient = local_tensor(parameter.grad)
+                found[name] = found[name].add_(gradient) if name in found else gradient
+                parameter.grad = None
+        return found
+
+    def refresh_twins(self) -> None:
+        """After parameters changed."""
+        with torch.no_grad():
+            for name, twin in self.twins:
+                local_tensor(twin).copy_(local_tensor(self.parameters[name]))
+
+
+class TiedParameters:
+    """Parameters that several stages hold (tied embeddings): their gradients are the sum of what each stage found."""
+
+    def __init__(self, names_of_stage: list[set[str]], mesh: Mesh, parallelism: Parallelism) -> None:
+        self.holders: dict[str, tuple[int, ...]] = {}
+        stages = [stages_of_rank(rank, parallelism) for rank in range(mesh.size("pp"))]
+        for name in sorted(set().union(*names_of_stage)):
+            self.holders[name] = tuple(
+                rank for rank, held in enumerate(stages) if any(name in names_of_stage[stage] for stage in held)
+            )
+        self.groups = self._make_groups(mesh)
+
+    def num_holders(self, name: str) -> int:
+        """How many pipeline ranks hold a parameter."""
+        return len(self.holders[name])
+
+    def _make_groups(self, mesh: Mesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """This rank's group for each set of pipeline ranks that ties something. Collective: every rank makes every group."""
+        mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        columns = mesh.whole.mesh.reshape(mesh.size("pp"), -1)
+        for ranks in sorted({holders for holders in self.holders.values() if len(holders) > 1}):
+            for column in range(columns.shape[1]):
+                members = [int(columns[r, column]) for r in ranks]
+                group = dist.new_group(members, timeout=time_limit(mesh.device))
+                if isinstance(group, dist.ProcessGroup) and dist.get_rank() in members:
+                    mine[ranks] = group
+        return mine
+
+    def sum_(self, gradients: dict[str, torch.Tensor], shards: dict[str, nn.Parameter]) -> None:
+        """Add up, in place, the gradients of tied parameters over the stages that hold them."""
+        for name in sorted(shards):
+            group = self.groups.get(self.holders[name])
+            if group is not None:
+                if name not in gradients:
+                    gradients[name] = torch.zeros_like(shards[name])
+                dist.all_reduce(gradients[name], group=group)

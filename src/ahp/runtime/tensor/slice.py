@@ -1,0 +1,327 @@
+"""Step 4 at work: give each tensor-parallel rank its part of the weights, and forwards that compute on it.
+
+Weights become DTensors on the ``tp`` axis, so that sharding, norms and checkpoints know the whole; activations are
+plain local tensors. A block's forward is its own traced graph, rewritten; the embedding and the head keep their own
+forward and see a part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.fx import GraphModule
+
+from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves, weights_of
+from ahp.graph.outline import block_input
+from ahp.runtime.compute.fp8 import Fp8, InGraph
+from ahp.runtime.experts.router_outputs import WithRouterOutputs
+from ahp.runtime.experts.sliced_experts import ExpertsPlaceholder, leave_out, splits_of_experts
+from ahp.runtime.tensor.collectives import cut_segments, cut_sequence, gather_sequence, sum_gradient, sum_over_ranks
+from ahp.runtime.tensor.rewrite import rewrite
+from ahp.runtime.torch_compat import outside_modes
+from ahp.search.slicing.model import ModelSlicing
+from ahp.search.slicing.placement import Placement, Split
+from ahp.search.slicing.solve import Slicing, solve
+
+
+def slice_module(
+    module: nn.Module,
+    slicing: ModelSlicing,
+    layers: dict[int, nn.Module],
+    tp: DeviceMesh,
+    context_degree: int = 1,
+    experts: tuple[str, ...] = (),
+    fp8: Fp8 | None = None,
+) -> dict[str, Split]:
+    """Slice, in place, the given layers (number -> block of ``module``) and the modules split by vocabulary.
+
+    ``context_degree``: of how many parts of the sequence the blocks will be given one, beside masks of all of it.
+    ``experts``: paths in ``module`` of modules that are to be divided over other ranks too. Their parameters are left as they
+    are, and they are called where the graph calls them.
+    ``fp8``: how the blocks compute their linear layers in 8 bits, None = they do not.
+    Returns for every sliced parameter, under its name in ``module``, how it was cut; or is to be, of experts.
+    """
+    cuts: dict[str, Split] = {}
+    replaced: dict[int, nn.Parameter] = {}
+    programs: dict[int, dict[Any, Any]] = {}
+    of_experts: dict[tuple[int, str], dict[str, Split]] = {}
+    called: dict[tuple[int, str], ExpertsPlaceholder] = {}
+    for number, block in layers.items():
+        kind = slicing.outline.kinds[number]
+        solution = slicing.blocks[kind]
+        prefix = f"{slicing.outline.blocks_path}.{number}."
+        template = meta_copy(block)
+        in_graph = None if fp8 is None else InGraph(fp8, template)
+        inside = {path.removeprefix(prefix) for path in experts if path.startswith(prefix)}
+        for name, split in _splits(solution.weights):
+            if name.rpartition(".")[0] not in inside:
+                replace_parameter(block, name, (split,), tp, replaced)
+                cuts[prefix + name] = split
+        for path in inside:
+            if (kind, path) not in of_experts:
+                stacks, width = template.get_submodule(path), slicing.outline.hidden.shape[-1]
+                of_experts[kind, path] = splits_of_experts(stacks, path, solution, width, tp.size())
+            splits = of_experts[kind, path]
+            leave_out(template, path, is_summand=bool(splits))
+            cuts.update({f"{prefix}{path}.{name}": split for name, split in splits.items()})
+        run = SlicedForward(
+            block, template, solution, tp.get_group(), programs.setdefault(kind, {}), context_degree, in_graph
+        )
+        run.experts = {
+            path: (called.setdefault((kind, path), ExpertsPlaceholder()), block.get_submodule(path)) for path in inside
+        }
+        block.forward = run  # type: ignore[method-assign]
+        if slicing.sequence_parallel:
+            run.split_sequence(first=number == 0, last=number == slicing.outline.num_layers - 1)
+    for path in slicing.vocabulary:
+        part = dict(module.named_modules()).get(path)
+        if part is None or not any(True for _ in part.parameters(recurse=False)):  # lives on another stage
+            continue
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            split = Split(0, (parameter.shape[0],))
+            replace_parameter(part, name, (split,), tp, replaced)
+            cuts[f"{path}.{name}"] = split
+        local = _embed if isinstance(part, nn.Embedding) else _project
+        part.forward = _bound(local, part, type(part).forward, tp.get_group())  # type: ignore[method-assign]
+    _replace_twins(module, replaced)
+    return cuts
+
+
+def _splits(placed: dict[str, Placement]) -> Iterator[tuple[str, Split]]:
+    for name, placement in placed.items():
+        if isinstance(placement, Split):
+            yield name, placement
+
+
+def replace_parameter(
+    module: nn.Module, name: str, splits: tuple[Split, ...], mesh: DeviceMesh, replaced: dict[int, nn.Parameter]
+) -> None:
+    """Put this rank's part in the place of a parameter; tied parameters stay tied. ``splits``: one for each axis of ``mesh``."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    whole = owner._parameters[leaf]
+    assert whole is not None
+    if isinstance(whole, DTensor):  # its twin came first
+        return
+    if id(whole) not in replaced:
+        local = whole.detach()
+        for axis, split in enumerate(splits):
+            local = cut_segments(local, split.dim, split.segments, mesh.size(axis), mesh.get_local_rank(axis))
+        part = DTensor.from_local(
+            local.clone(),
+            mesh,
+            [Shard(split.dim) for split in splits],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.detach().contiguous().stride(),
+        )
+        replaced[id(whole)] = nn.Parameter(part, whole.requires_grad)
+    owner._parameters[leaf] = replaced[id(whole)]
+
+
+def _replace_twins(module: nn.Module, replaced: dict[int, nn.Parameter]) -> None:
+    """A parameter that is registered a second time elsewhere (BERT's output bias) is the same part there too."""
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor) and id(parameter) in replaced:
+                owner._parameters[name] = replaced[id(parameter)]
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """A copy without memory: same structure and shapes, every tensor on the meta device, hooks left behind."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(module, memo)
+
+
+class SlicedForward:
+    """Runs a block's rewritten graph on this rank's weights; traces again for arguments of another shape.
+
+    With sequence parallelism it takes and returns this rank's part of the hidden states [batch, sequence / ranks, hidden];
+    the first block is given the whole and the last returns the whole.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        template: nn.Module,
+        solution: Slicing,
+        group: dist.ProcessGroup,
+        programs: dict[Any, Any],
+        context_degree: int,
+        fp8: InGraph | None,
+    ) -> None:
+        self.block, self.template, self.solution, self.group, self.programs = block, template, solution, group, programs
+        self.context_degree, self.fp8 = context_degree, fp8
+        self.in_parts = self.first = self.last = False
+        self.compiler: Callable[[GraphModule], Callable[..., Any]] | None = None
+        """What the graph is run by, None = as it is."""
+        self.experts: dict[str, tuple[ExpertsPlaceholder, nn.Module]] = {}
+        """By their paths in the block, those that its graph calls, and what stands for them in it."""
+        self.note: Callable[[torch.Tensor], None] | None = None
+
+    def split_sequence(self, *, first: bool, last: bool) -> None:
+        """Work on parts of the sequence. ``first``, ``last``: whether this block begins or ends the row of them."""
+        self.in_parts, self.first, self.last = True, first, last
+
+    def tell(self, outputs: dict[str, int], note: Callable[[torch.Tensor], None]) -> None:
+        """Give ``note``, at each call, what modules of the block return: in the rewritten graph they are not called.
+
+        ``outputs``: by the path of a module in the block which of its outputs, if it has several.
+        """
+        self.note = note
+        self.template.forward = WithRouterOutputs(self.template, outputs)  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.in_parts:
+            return self._run(args, kwargs)
+        if self.first:
+            args, kwargs = with_block_input(args, kwargs, cut_sequence(block_input(args, kwargs), self.group))
+        out = self._run(args, kwargs)
+        if not self.last:
+            return out
+        return (
+            (gather_sequence(out[0], self.group), *out[1:])
+            if isinstance(out, tuple)
+            else gather_sequence(out, self.group)
+        )
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        weights = weights_of(self.block)
+        activations = tensor_leaves(args, kwargs)
+        key = self._key(args, kwargs, weights)
+        if key not in self.programs:
+            with outside_modes():
+                self.programs[key] = self._program(args, kwargs, weights)
+        program, output_spec = self.programs[key]
+        for called, module in self.experts.values():
+            called.module = module
+        local = [w.to_local() if isinstance(w, DTensor) else w for w in weights.values()]
+        out = pytree.tree_unflatten(program(local, activations), output_spec)
+        if self.note is None:
+            return out
+        for told in out[1]:
+            self.note(told)
+        return out[0]
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        facts = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+        return facts, spec, self.block.training, next(iter(weights.values())).dtype, self.compiler
+
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+        captured, solution = self._solved(args, kwargs, weights)
+        experts = {path: called for path, (called, _) in self.experts.items()}
+        program = rewrite(captured, solution, self.group, experts, self.fp8)
+        return self.compiler(program) if self.compiler else program, captured.output_spec
+
+    def _solved(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]
+    ) -> tuple[Capture, Slicing]:
+        self.template.train(self.block.training)
+        shapes = {n: TensorLike(tuple(w.shape), w.dtype, w.device, w.requires_grad) for n, w in weights.items()}
+        hidden, permission = None, self.solution.permission
+        if self.in_parts:
+            (args, kwargs, hidden), permission = self._whole_sequence(args, kwargs), None
+        if self.context_degree > 1:
+            args, kwargs = self._masks_of_own_tokens(args, kwargs)
+        captured = capture(self.template, args, kwargs, shapes)
+        pinned = {name: placement for name, placement in self.solution.weights.items() if name in captured.names}
+        return captured, solve(captured, self.group.size(), pinned, hidden=hidden, permission=permission)
+
+    def _whole_sequence(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+        """The arguments with hidden states of the whole shape and no memory, and which of the activations they are."""
+        part = block_input(args, kwargs)
+        number = next(i for i, leaf in enumerate(tensor_leaves(args, kwargs)) if leaf is part)
+        batch, sequence, *rest = part.shape
+        whole = part.new_zeros(()).expand(batch, sequence * self.group.size(), *rest)
+        return *with_block_input(args, kwargs, whole.detach().requires_grad_(part.requires_grad)), number
+
+    def _masks_of_own_tokens(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with masks of this rank's tokens alone and no memory: attention is traced on those, and given the whole."""
+        own = block_input(args, kwargs).shape[1]
+        whole = own * self.context_degree
+
+        def part(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
+                return leaf
+            rows, keys = leaf.shape[-2:]
+            if keys != whole or rows not in (1, whole):  # a rotary table may be as wide as the sequence is long
+                return leaf
+            shape = [own if size == whole and dim >= leaf.dim() - 2 else size for dim, size in enumerate(leaf.shape)]
+            return leaf.detach().new_zeros(()).expand(shape).requires_grad_(leaf.requires_grad)
+
+        return pytree.tree_map(part, (args, kwargs))
+
+
+def with_block_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block's call with other hidden states."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def _bound(
+    local: Callable[..., Any], module: nn.Module, forward: Callable[..., Any], group: dist.ProcessGroup
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return local(module, forward, group, *args, **kwargs)
+
+    return run
+
+
+def _embed(
+    module: nn.Embedding, forward: Callable[..., Any], group: dist.ProcessGroup, ids: torch.Tensor
+) -> torch.Tensor:
+    """Each rank looks up the tokens of its rows; the sum over ranks is the whole embedding."""
+    padding = module.padding_idx
+    with local_weights(module) as rows:
+        first = group.rank() * rows
+        elsewhere = (ids < first) | (ids >= first + rows)
+        try:
+            # the row that gets no gradient is counted from this rank's first one, as the ids are
+            module.padding_idx = padding - first if padding is not None and first <= padding < first + rows else None
+            out = forward(module, (ids - first).masked_fill(elsewhere, 0))
+        finally:
+            module.padding_idx = padding
+    return sum_over_ranks(out.masked_fill(elsewhere.unsqueeze(-1), 0), group)
+
+
+def _project(module: nn.Linear, forward: Callable[..., Any], group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    """Each rank computes the logits of its rows of the vocabulary; they stay where they are."""
+    with local_weights(module):
+        return forward(module, sum_gradient(x, group))
+
+
+@contextmanager
+def local_weights(module: nn.Module) -> Iterator[int]:
+    """Within, the module's own parameters are this rank's plain tensors; yields their number of rows."""
+    whole = dict(module._parameters)
+    rows = 0
+    try:
+        for name, parameter in whole.items():
+            if parameter is not None:
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                rows = local.shape[0]
+                del module._parameters[name]
+                module.__dict__[name] = local
+        yield rows
+    finally:
+        for name, parameter in whole.items():
+            module.__dict__.pop(name, None)
+            module._parameters[name] = parameter

@@ -1,0 +1,88 @@
+"""Memory for a model built on the meta device, and its initial weights: the same ones whatever the plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ahp.errors import BadInput
+from ahp.graph.initialize import initialize, is_hub_model
+from ahp.runtime.torch_compat import allocate
+from ahp.runtime.weights.initial import InitialWeights
+
+
+def is_meta(module: nn.Module) -> bool:
+    return any(p.is_meta for p in module.parameters())
+
+
+def materialize(module: nn.Module, *, seed: int) -> None:
+    """Allocate a meta module on the CPU and initialise it whole, in place, from ``seed`` alone. See ``initial_weights``."""
+    initial = initial_weights(module, seed=seed)
+    allocate_on(module, torch.device("cpu"))
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, value in initial.values(set(parameters)):
+            parameters[name].copy_(value)
+
+
+def initial_weights(module: nn.Module, *, seed: int) -> InitialWeights:
+    """What the parameters of a meta module start from; it gets its buffers (rotary tables, masks), in place, and no more.
+
+    A transformers model is initialised by its own rules, another by ``reset_parameters`` of its modules. Raises BadInput when
+    some module has parameters and no way to initialise them.
+    """
+    _allocate_buffers(module)
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    without = [p for p in module.parameters() if p.is_meta]
+    if not is_hub_model(module):
+        _refuse_without_rule(module)
+    return InitialWeights(names, without, seed, lambda: initialize(module))
+
+
+def materialize_buffers(module: nn.Module) -> None:
+    """Give a meta module its buffers, in place, by the same rules; its parameters stay without memory."""
+    _allocate_buffers(module)
+    initialize(module)
+
+
+def _allocate_buffers(module: nn.Module) -> None:
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                child._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+
+def allocate_on(module: nn.Module, device: torch.device) -> None:
+    """Memory without values for what is on the meta device; tied parameters stay tied."""
+    tied = _tied(module)
+    allocate(module, device)
+    _retie(module, tied)
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    """Groups of names that share one parameter; ``to_empty`` would part them."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    return [names for names in by_id.values() if len(names) > 1]
+
+
+def _retie(module: nn.Module, groups: list[list[str]]) -> None:
+    for first, *others in groups:
+        shared = module.get_parameter(first)
+        for name in others:
+            path, _, leaf = name.rpartition(".")
+            module.get_submodule(path)._parameters[leaf] = shared
+
+
+def _refuse_without_rule(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if next(child.parameters(recurse=False), None) is not None and not callable(
+            getattr(child, "reset_parameters", None)
+        ):
+            raise BadInput(
+                f"module: {name or type(module).__name__} ({type(child).__name__}) holds parameters on the meta device and has no "
+                "reset_parameters(); add one, or build the module with real weights, alike on every rank"
+            )

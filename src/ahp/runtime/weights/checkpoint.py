@@ -1,0 +1,123 @@
+"""What a checkpoint holds, in a form that no plan leaves a mark on; files by torch.distributed.checkpoint.
+
+Every tensor is the whole one under the hub's name: sharded, but in its own order of rows. A packed projection, which
+a tensor-parallel rank holds as [q_r | k_r | v_r], is put back into [q | k | v] on the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ahp.runtime.files import crc32
+from ahp.runtime.shard.parameter_layout import ParameterLayout
+from ahp.runtime.torch_compat import like_distributed, local_tensor
+from ahp.runtime.training_state import TrainingState
+
+METADATA = ".metadata"
+"""The file of torch's that rank 0 writes when all ranks have written; the others are called ``__RANK_NUMBER.distcp``."""
+
+
+def save(state: TrainingState, folder: Path) -> None:
+    """Write a checkpoint. Collective. The folder may exist; the caller makes it appear at once or not at all."""
+    dcp.save(_tensors(state), checkpoint_id=str(folder))
+
+
+class BackgroundSaver:
+    """Writes checkpoints in a thread while training goes on, with a process group of its own."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self.state = state
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        self.group = group
+        """Apart from the main thread's, whose collectives go on meanwhile."""
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+    def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]:
+        """Copy this rank's part of the state to the host, then write it. Collective, and so is what the thread does.
+
+        On rank 0 ``complete(checksums)`` is called in the thread once every rank's files are written: crc32 by file name.
+        The future ends when this rank's work has; it holds the error of a rank that could not write.
+        """
+        copied = {name: _copy(tensor) for name, tensor in _tensors(self.state).items()}
+        return self.thread.submit(self._write, copied, folder, complete)
+
+    def _write(self, state: dict[str, torch.Tensor], folder: Path, complete: Callable[[dict[str, int]], None]) -> None:
+        dcp.save(state, checkpoint_id=str(folder), process_group=self.group)
+        rank = dist.get_rank()
+        mine = {file.name: crc32(file) for file in folder.glob(f"__{rank}_*")}
+        if rank == 0:
+            mine[METADATA] = crc32(folder / METADATA)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(mine, found if rank == 0 else None, dst=0, group=self.group)
+        if rank == 0:
+            complete({name: value for part in found for name, value in part.items()})
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with memory of its own on the host, distributed as it was."""
+    local = local_tensor(tensor.detach())
+    return like_distributed(local.to("cpu", copy=True), tensor)
+
+
+def load(state: TrainingState, folder: Path) -> None:
+    """Read a checkpoint into the parameters and the optimizer, in place. Collective."""
+    tensors = _tensors(state)
+    dcp.load(tensors, checkpoint_id=str(folder))
+    for name, parameter in state.parameters.items():
+        _take_over(state.layout, name, parameter, tensors[f"model.{name}"])
+        if name in state.optimizer.shards:
+            for key, moment in state.optimizer.moments(name).items():
+                if key == "step":
+                    moment.copy_(tensors[f"adam_step.{name}"])
+                else:
+                    _take_over(state.layout, name, like_distributed(moment, parameter), tensors[f"{key}.{name}"])
+    state.local.refresh_twins()
+    state.num_steps_done = int(tensors["num_steps_done"])
+    state.loss_scale.take_over(tensors)
+
+
+def _tensors(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Name -> tensor. What is not packed shares memory with the live tensors, so loading fills them directly."""
+    found: dict[str, torch.Tensor] = {"num_steps_done": torch.tensor(state.num_steps_done)}
+    found |= state.loss_scale.state()
+    for name, parameter in state.parameters.items():
+        found[f"model.{name}"] = _canonical(state.layout, name, parameter.detach())
+        if name in state.optimizer.shards:
+            for key, moment in state.optimizer.moments(name).items():
+                if key == "step":
+                    found[f"adam_step.{name}"] = moment.detach().clone().cpu()
+                else:
+                    found[f"{key}.{name}"] = _canonical(state.layout, name, like_distributed(moment, parameter))
+    return found
+
+
+def _is_packed(layout: ParameterLayout, name: str) -> bool:
+    split = layout.splits.get(name)
+    return split is not None and len(split.segments) > 1
+
+
+def _canonical(layout: ParameterLayout, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the hub's order; a packed one is gathered for it and then spread over the shard axis again."""
+    if not _is_packed(layout, name):
+        return tensor
+    # From the device: its backend may carry nothing that lies in host memory (engine.offload_optimizer).
+    there = like_distributed(local_tensor(tensor).to(layout.mesh.device), tensor)
+    return distribute_tensor(layout.whole(name, there), layout.mesh.weights["dp_shard"], [Shard(0)], src_data_rank=None)
+
+
+def _take_over(layout: ParameterLayout, name: str, live: torch.Tensor, loaded: torch.Tensor) -> None:
+    """Copy what was loaded into the live tensor, where the two do not share memory."""
+    if not _is_packed(layout, name):
+        return
+    assert isinstance(loaded, DTensor)
+    with torch.no_grad():
+        local_tensor(live.detach()).copy_(layout.own_part(name, loaded.full_tensor()))

@@ -1,0 +1,153 @@
+"""The initial values of a model on the meta device, parameter by parameter, so that no rank makes more than it holds.
+
+The model's own initialisation runs once on tensors without memory, and what it does to them is written down. The values of a
+parameter are then made by doing that again on real memory, wherever they are wanted: the same ones on every rank, because
+the random numbers depend on the seed and the parameter's name alone. (Deferred initialisation, as in torchdistX.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ahp.errors import BadInput
+from ahp.runtime.shard.parameter_layout import ParameterLayout
+from ahp.runtime.torch_compat import local_tensor
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operator that read, made or wrote tensors without memory."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    tensors: tuple[torch.Tensor, ...]
+    """Those without memory among all of them."""
+
+
+class _Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if found := tuple(_meta_tensors((args, kwargs, output))):
+            self.calls.append(_Call(func, args, kwargs, output, found))
+        return output
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Parameters that are initialised together, mostly one alone, and what is done to them in its order."""
+
+    parameters: dict[str, torch.Tensor]
+    """By name, without memory."""
+    calls: list[_Call]
+
+    def values(self, seed: int) -> dict[str, torch.Tensor]:
+        """On the CPU."""
+        real = {id(p): torch.zeros(p.shape, dtype=p.dtype) for p in self.parameters.values()}
+        stream = [seed, *_words(min(self.parameters))]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for number, call in enumerate(self.calls):
+                if torch.Tag.nondeterministic_seeded in call.func.tags:
+                    state = np.random.SeedSequence([*stream, number]).generate_state(1, np.uint64)[0]
+                    torch.manual_seed(int(state >> 1))
+                args, kwargs = pytree.tree_map(lambda leaf: _real(leaf, real), (call.args, call.kwargs))
+                output = call.func(*args, **kwargs)
+                made = zip(pytree.tree_leaves(call.output), pytree.tree_leaves(output), strict=True)
+                real.update((id(before), now) for before, now in made if isinstance(before, torch.Tensor))
+        return {name: real[id(p)] for name, p in self.parameters.items()}
+
+
+class InitialWeights:
+    """The values that a model's parameters without memory start from."""
+
+    def __init__(
+        self, names: dict[int, str], parameters: Sequence[torch.Tensor], seed: int, initialise: Callable[[], None]
+    ):
+        """``names``: of each parameter, by its id; ``initialise`` writes all ``parameters``, in place.
+
+        Raises BadInput when it leaves one out, or asks what values are.
+        """
+        self.seed, tape = seed, _Tape()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), tape:
+                torch.manual_seed(seed)  # of buffers, which have memory and are made here and now
+                initialise()
+        except (NotImplementedError, RuntimeError) as error:
+            raise BadInput(
+                f"module: its initialisation cannot run on the meta device ({str(error).splitlines()[0]}); start from weights "
+                "(init_from), or build the module with real ones, alike on every rank"
+            ) from error
+        self.parts = _parts({names[id(p)]: p for p in parameters}, tape.calls)
+        written = {id(t) for call in tape.calls for t in call.tensors}
+        left = [name for part in self.parts for name, p in part.parameters.items() if id(p) not in written]
+        if left:
+            raise BadInput(
+                f"module: its initialisation leaves out {', '.join(left[:3])} ({len(left)} in all), so that they would have no "
+                "values on the meta device; start from weights (init_from), or build the module with real ones, alike on every rank"
+            )
+
+    def values(self, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the parameters with these names, on the CPU, a few at a time: what was given may be freed."""
+        for part in self.parts:
+            if wanted & set(part.parameters):
+                for name, value in part.values(self.seed).items():
+                    if name in wanted:
+                        yield name, value
+
+
+def fill_initial(layout: ParameterLayout, initial: InitialWeights) -> None:
+    """Copy this rank's parts of the initial values into its parameters. No collective: every rank makes its own."""
+    held = {name: local_tensor(p.detach()) for name, p in layout.parameters.items()}
+    for name, value in initial.values({name for name, local in held.items() if local.numel() > 0}):
+        held[name].copy_(layout.own_part(name, value))
+
+
+def _parts(parameters: dict[str, torch.Tensor], calls: list[_Call]) -> list[_Part]:
+    """Parameters apart, but for those that some operator or chain of operators connects."""
+    root: dict[int, int] = {}
+
+    def find(key: int) -> int:
+        while root.setdefault(key, key) != key:
+            root[key] = key = root[root[key]]
+        return key
+
+    for call in calls:
+        first, *others = call.tensors
+        for other in others:
+            root[find(id(other))] = find(id(first))
+    parts: dict[int, _Part] = {}
+    for name, parameter in parameters.items():
+        parts.setdefault(find(id(parameter)), _Part({}, [])).parameters[name] = parameter
+    for call in calls:
+        if (part := parts.get(find(id(call.tensors[0])))) is not None:
+            part.calls.append(call)
+    return list(parts.values())
+
+
+def _meta_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_meta)
+
+
+def _real(leaf: Any, real: dict[int, torch.Tensor]) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        return real[id(leaf)]
+    return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+
+def _words(name: str) -> list[int]:
+    """128 bits that stand for a name, as numbers of 32."""
+    return np.frombuffer(hashlib.sha256(name.encode()).digest()[:16], dtype="<u4").tolist()

@@ -1,0 +1,206 @@
+"""Given weights (``init_from``): a folder of safetensors, of which every rank reads the parts that it holds."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ahp.errors import BadInput, bad_input
+from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges
+from ahp.runtime.torch_compat import local_tensor
+from ahp.runtime.weights.hub_names import InFiles, Piece, as_it_is, in_files
+
+
+class Pretrained:
+    """The tensors in a folder of Hugging Face weights, by name. Only headers are read until a part is asked for."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        self.bytes_read = 0
+        """Of tensors, by this process."""
+        self._opened: dict[Path, Any] = {}
+        self.files = self._index()
+
+    def _index(self) -> dict[str, Path]:
+        from safetensors import SafetensorError, safe_open
+
+        paths = sorted(self.folder.glob("*.safetensors"))
+        if not paths:
+            what = "it holds no *.safetensors" if self.folder.is_dir() else "no such folder"
+            raise bad_input("init_from", str(self.folder), f"{what}; give a folder as save_pretrained writes it")
+        index: dict[str, Path] = {}
+        for path in paths:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    index.update(dict.fromkeys(file.keys(), path))
+            except SafetensorError as error:
+                raise bad_input("init_from", str(self.folder), f"{path.name} cannot be read ({error})") from None
+        return index
+
+    def check(self, module: nn.Module, known: dict[str, InFiles]) -> dict[str, InFiles]:
+        """Where each of a module's tensors is in the folder. Raises BadInput unless it is this module's.
+
+        ``known``: how transformers writes its parameters (``in_files``); they may also have their names in the module. A tied
+        parameter is found under any of its names; a name may lack or have the prefix of the base model.
+        """
+        prefix = getattr(module, "base_model_prefix", "") or ""
+        found: dict[str, InFiles] = {}
+        missing: list[str] = []
+        for names in _aliases(module):
+            shape = known[names[0]].shape
+            given = [self._under_its_name(as_it_is(name, shape), prefix) for name in names]
+            given.append(self._under_its_name(known[names[0]], prefix))
+            stored = next((one for one in given if one is not None), None)
+            if stored is None:
+                pieces = [piece.stored for piece in known[names[0]].pieces]
+                lacking = [name for name in pieces if not any(s in self.files for s in _spellings(name, prefix))]
+                missing += lacking if len(lacking) < len(pieces) else [names[0]]
+            else:
+                found[names[0]] = stored
+        for name, buffer in module.named_buffers():
+            plain = as_it_is(name, tuple(buffer.shape))
+            given = [self._under_its_name(form, prefix) for form in (plain, known.get(name, plain))]
+            if stored := given[0] or given[1]:
+                found[name] = stored
+        names = {piece.stored for form in known.values() for piece in form.pieces}.union(*_aliases(module), found)
+        self._refuse_others({s for name in names for s in _spellings(name, prefix)}, missing, module)
+        self._check_shapes(found)
+        return found
+
+    def _under_its_name(self, wanted: InFiles, prefix: str) -> InFiles | None:
+        """With the names that its pieces have here, None when one is not here."""
+        pieces = []
+        for piece in wanted.pieces:
+            stored = next((name for name in _spellings(piece.stored, prefix) if name in self.files), None)
+            if stored is None:
+                return None
+            pieces.append(replace(piece, stored=stored))
+        return InFiles(wanted.shape, tuple(pieces))
+
+    def _refuse_others(self, known: set[str], missing: list[str], module: nn.Module) -> None:
+        """Tensors that the folder lacks, or that the model has no place for."""
+        passed_over = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+        unknown = [s for s in self.files if s not in known and not any(re.search(p, s) for p in passed_over)]
+        if missing or unknown:
+            told = [f"{what}: {', '.join(sorted(names)[:3])} ({len(names)} in all)"
+                    for what, names in (("missing", missing), ("unknown", unknown)) if names]  # fmt: skip
+            raise bad_input("init_from", str(self.folder), f"not the weights of this model; {'; '.join(told)}")
+
+    def _check_shapes(self, found: dict[str, InFiles]) -> None:
+        for piece in (piece for one in found.values() for piece in one.pieces):
+            shape = tuple(self._file(piece.stored).get_slice(piece.stored).get_shape())
+            if shape != piece.shape:
+                raise bad_input(
+                    "init_from",
+                    str(self.folder),
+                    f"{piece.stored} has the shape {list(shape)}, the model's has {list(piece.shape)}; the model's "
+                    "config must be that of the weights",
+                )
+
+    def part(self, source: InFiles, ranges: dict[int, Ranges]) -> torch.Tensor:
+        """Of a tensor, what ``ranges`` says of each dim; a dim that is not named is taken whole."""
+        wanted = [ranges.get(dim, [(0, size)]) for dim, size in enumerate(source.shape)]
+        size = [sum(end - first for first, end in of_dim) for of_dim in wanted]
+        parts: list[tuple[tuple[slice, ...], torch.Tensor]] = []
+        for piece in source.pieces:
+            overlaps = [
+                _overlaps(of_dim, start, start + rows)
+                for of_dim, start, rows in zip(wanted, piece.starts, piece.sizes, strict=True)
+            ]
+            for block in itertools.product(*overlaps):
+                read = self._read(piece, tuple((first, end) for first, end, _ in block))
+                parts.append((tuple(slice(at, at + end - first) for first, end, at in block), read))
+        if len(parts) == 1:
+            return parts[0][1]
+        first = source.pieces[0]
+        out = self._read(first, tuple((start, start) for start in first.starts)).new_empty(size)
+        for place, read in parts:
+            out[place] = read
+        return out
+
+    def _read(self, piece: Piece, block: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """Rows ``first .. end`` of each dim of the parameter, all of them in the piece."""
+        file = self._file(piece.stored)
+        if not piece.shape:
+            read = file.get_tensor(piece.stored)
+        else:
+            index = [slice(0, 1)] * len(piece.shape)
+            for dim, start, (first, end) in zip(piece.dims, piece.starts, block, strict=True):
+                if dim is not None:
+                    index[dim] = slice(first - start, end - start)
+            read = file.get_slice(piece.stored)[tuple(index)]
+        self.bytes_read += read.numel() * read.element_size()
+        order = [dim for dim in piece.dims if dim is not None]
+        others = [dim for dim in range(read.dim()) if dim not in order]
+        return read.permute(*order, *others).reshape([end - first for first, end in block])
+
+    def _file(self, stored: str) -> Any:
+        """The file that holds a tensor; it stays open, because its header names every tensor in it."""
+        from safetensors import safe_open
+
+        path = self.files[stored]
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, framework="pt")
+        return self._opened[path]
+
+
+def _overlaps(ranges: Ranges, low: int, high: int) -> list[tuple[int, int, int]]:
+    """Of the ranges, what is in ``low .. high``: first, end, and how many rows of the ranges come before it."""
+    found, passed = [], 0
+    for first, end in ranges:
+        a, b = max(first, low), min(end, high)
+        if a < b:
+            found.append((a, b, passed + a - first))
+        passed += end - first
+    return found
+
+
+def _aliases(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter, the first one first."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    return list(by_id.values())
+
+
+def _spellings(name: str, prefix: str) -> Iterator[str]:
+    yield name
+    if prefix:
+        yield name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
+
+
+def fill(
+    layout: ParameterLayout, buffers: Iterable[tuple[str, torch.Tensor]], source: Pretrained, stored: dict[str, InFiles]
+) -> None:
+    """Copy this rank's parts into its parameters and its ``buffers``. No collective: every rank reads for itself."""
+    with torch.no_grad():
+        for name, parameter in layout.parameters.items():
+            local = local_tensor(parameter)
+            if local.numel() > 0:
+                local.copy_(source.part(stored[name], layout.ranges(name)))
+        for name, buffer in buffers:
+            if name in stored:
+                buffer.copy_(source.part(stored[name], {}))
+
+
+def check_folder(folder: str | Path, module: nn.Module) -> Path:
+    """Look, before a worker starts, whether a folder is there and holds this model's weights. Returns its tokenizer.json.
+
+    Raises BadInput.
+    """
+    source = Pretrained(folder)
+    source.check(module, in_files(module))
+    tokenizer = source.folder / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise BadInput(
+            f"init_from = {str(folder)!r}: it holds no tokenizer.json, and the weights mean the tokens of their own tokenizer "
+            "alone; save it there with AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+        )
+    return tokenizer

@@ -1,0 +1,95 @@
+"""Plans timed on workers of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ahp.cli import plan as plan_command
+from ahp.cluster.model import Cluster
+from ahp.errors import AhpError, BadInput, HardwareMismatch
+from ahp.job import Job
+from ahp.plan import Parallelism, Plan
+from ahp.runtime.check.measure import Measured, measure
+
+SMALL = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128,
+}  # fmt: skip
+JOB = Job(sequence_length=16, global_batch_size=4, steps=2, precision="fp32")
+
+
+def of(**degrees: int) -> Plan:
+    return Plan(model=SMALL, job=JOB, parallelism=Parallelism(**degrees))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("launched_on_pool")
+def test_every_plan_is_timed_and_one_that_fails_comes_last() -> None:
+    said: list[str] = []
+    bad = of(pipeline_parallel_degree=2, micro_batch_size=4)  # torch's 1F1B needs two micro-batches
+    found = measure([bad, of(data_parallel_replicate_degree=2, micro_batch_size=2), of()], steps=3, say=said.append)
+    assert [len(one.step_times_s) for one in found] == [3, 3, 0]
+    assert found[0].step_time_s <= found[1].step_time_s
+    assert said[1].startswith("measuring 2 of 3: dp2x1")
+    assert found[2].plan == bad
+    assert found[2].words().startswith("could not be measured: pipeline_parallel_degree = 2: torch's 1F1B needs")
+
+
+def test_when_no_plan_runs_the_first_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> str:
+        raise AhpError("out of memory")
+
+    monkeypatch.setattr("ahp.runtime.check.rehearsal.on_workers", fails)
+    with pytest.raises(AhpError, match="no plan could be measured; the first: out of memory"):
+        measure([of(), of()])
+
+
+def test_what_cannot_be_measured_here_is_refused_before_a_worker_starts() -> None:
+    elsewhere = of(data_parallel_replicate_degree=64).model_copy(
+        update={"cluster": Cluster.parse("8x8xH100-SXM-80GB").plain()}
+    )
+    with pytest.raises(HardwareMismatch, match=r"H100.*plan again: ahp plan MODEL local"):
+        measure([elsewhere])
+    with pytest.raises(HardwareMismatch, match=r"job\.precision = 'fp8': processor cores have no products in 8 bits"):
+        measure([of().model_copy(update={"job": JOB.model_copy(update={"precision": "fp8"})})])
+    with pytest.raises(BadInput, match="steps = 0"):
+        measure([of()], steps=0)
+    with pytest.raises(BadInput, match="--measure = -1"):
+        plan_command.run(["tiny", "local", "--measure", "-1"])
+
+
+def test_the_order_is_that_of_medians() -> None:
+    odd, steady = Measured(of(), (1.0, 1.0, 9.0)), Measured(of(), (2.0, 2.0, 2.0))
+    assert odd.step_time_s < steady.step_time_s < Measured(of(), failure="no room").step_time_s
+    assert steady.words(against=odd) == "measured here: 2.00 s a step (2.00 s .. 2.00 s), 100 % slower"
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_plan_that_was_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def backwards(plans: tuple[Plan, ...], **_: object) -> list[Measured]:
+        return [Measured(plan, (1.0 + number,)) for number, plan in enumerate(reversed(plans))]
+
+    monkeypatch.setattr("ahp.runtime.check.measure.measure", backwards)
+    model, out, cluster = tmp_path / "config.json", tmp_path / "plan.yaml", tmp_path / "cluster.yaml"
+    model.write_text(json.dumps(SMALL))
+    Cluster.parse("1x2xcpu").save(cluster)  # whose copies are timed when it is described: once, for both plans
+    keys = ["--job.sequence-length", "16", "--job.global-batch-size", "4", "--job.precision", "fp32"]
+    assert plan_command.run([str(model), str(cluster), "-o", str(out), *keys]) == 0
+    forecast_first = Plan.load(out).parallelism
+    assert plan_command.run([str(model), str(cluster), "--measure", "3", "-o", str(out), *keys]) == 0
+    best = Plan.load(out)
+    assert best.parallelism != forecast_first
+    assert best.why[0].startswith("measured here: 1.00 s a step")
+    assert best.why[1] == f"the forecast had {forecast_first.short()} first"
+    assert "measured here: 3.00 s a step" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_budget_without_a_solver_is_refused() -> None:
+    for option in (["--budget", "7"], ["--seed", "3"]):
+        with pytest.raises(BadInput, match="the exact search has none"):
+            plan_command.run(["tiny", "local", *option])

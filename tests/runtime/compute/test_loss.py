@@ -1,0 +1,50 @@
+"""The loss, whole and split by vocabulary, against torch's cross_entropy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ahp.runtime.compute.loss import count_scored, shifted
+from tests.runtime.workers import Pool
+
+
+def test_shifted_scores_the_next_token() -> None:
+    labels = torch.tensor([[5, 6, -100, 8]])
+    assert shifted(labels).tolist() == [[6, -100, 8, -100]]
+    assert count_scored(labels, causal=True).item() == 2
+    assert count_scored(labels, causal=False).item() == 3
+
+
+def split_loss(rank: int, world: int, scale: float) -> tuple[float, float]:
+    from ahp.runtime.compute.loss import Loss, PendingCount
+
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, 6, 32, generator=generator) * scale
+    labels = torch.randint(0, 32, (4, 6), generator=generator)
+    labels[0, :4] = -100
+    whole = logits.clone().requires_grad_()
+    expected = F.cross_entropy(whole[:, :-1].reshape(-1, 32), labels[:, 1:].reshape(-1), ignore_index=-100)
+    expected.backward()
+    assert whole.grad is not None
+
+    part = logits.chunk(world, -1)[rank].clone().requires_grad_()
+    group = dist.group.WORLD
+    assert group is not None
+    loss = Loss(causal=True, vocabulary_group=group)
+    loss.total = PendingCount(count_scored(labels, causal=True) if rank == 0 else torch.tensor(0), group)
+    got = loss(part, labels)
+    got.backward()
+    assert part.grad is not None
+    difference = (part.grad - whole.grad.chunk(world, -1)[rank]).abs().max().item()
+    return abs(got.item() - expected.item()) / expected.item(), difference
+
+
+@pytest.mark.slow
+def test_split_by_vocabulary_equals_whole(pool: Pool) -> None:
+    for scale in (1.0, 100.0):  # large logits overflow unless the maximum over all ranks is taken off
+        for error, gradient_error in pool.run(split_loss, 2, scale):
+            assert error < 1e-6
+            assert gradient_error < 1e-6

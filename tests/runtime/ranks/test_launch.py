@@ -1,0 +1,205 @@
+"""Starting workers: what they are given, how their ends are told, how a wish to stop reaches them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ahp.cluster.sense import physical_cores
+from ahp.errors import HardwareMismatch
+from ahp.job import Job
+from ahp.plan import Parallelism, Plan
+from ahp.runtime.data.tokenizer import tokenizer_of
+from ahp.runtime.ranks import launch
+from ahp.runtime.run import failure
+from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.trainer import Trainer, vocabulary_size
+
+SCRIPT = """
+import json, os, signal, sys, time
+rank, folder, what = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MASTER_ADDR")
+if what == "wait":
+    def noted(number, frame):
+        open(f"{folder}/stopped-{rank}", "w").write(str(number))
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, noted)
+json.dump({k: os.environ[k] for k in keys}, open(f"{folder}/{rank}.json", "w"))
+print("hello from", rank)
+if what == "fail" and rank == 1:
+    sys.exit(7)
+if what == "killed" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if what != "end":
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A worker that needs no torch, importable by the processes that the launcher starts."""
+    (tmp_path / "a_worker.py").write_text(SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return "a_worker"
+
+
+def start(module: str, folder: Path, what: str) -> int:
+    return launch.launch(module, [str(folder), what], num_workers=2, log_folder=folder / "log")
+
+
+def test_workers_know_their_place_and_share_the_cores(module: str, tmp_path: Path) -> None:
+    assert start(module, tmp_path, "end") == 0
+    given = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [(g["RANK"], g["LOCAL_RANK"], g["WORLD_SIZE"]) for g in given] == [("0", "0", "2"), ("1", "1", "2")]
+    assert {g["OMP_NUM_THREADS"] for g in given} == {str(max(1, physical_cores() // 2))}
+    assert "OMP_NUM_THREADS" not in os.environ
+    logs = sorted(tmp_path.rglob("stdout.log"))
+    assert [log.read_text() for log in logs] == ["hello from 0\n", "hello from 1\n"]
+
+
+@pytest.mark.parametrize(("what", "codes", "killed"), [("fail", 7, {}), ("killed", -9, {1: signal.SIGKILL})])
+def test_end_of_the_worker_that_failed_is_told(
+    module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], what: str, codes: int, killed: dict[int, int]
+) -> None:
+    with pytest.raises(launch.WorkersEnded) as ended:
+        start(module, tmp_path, what)
+    assert ended.value.exit_codes[1] == codes
+    assert ended.value.killed == killed
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_wish_to_stop_reaches_every_worker(module: str, tmp_path: Path, number: signal.Signals) -> None:
+    def stop_when_all_run() -> None:
+        while not all((tmp_path / f"{rank}.json").exists() for rank in range(2)):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    threading.Thread(target=stop_when_all_run, daemon=True).start()
+    assert start(module, tmp_path, "wait") == number
+    assert (tmp_path / "stopped-0").read_text() == (tmp_path / "stopped-1").read_text() == str(int(signal.SIGTERM))
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize(("work", "code", "told"), [("0", 0, ""), ("1 // 0", 1, "ZeroDivisionError")])
+def test_what_happens_while_the_interpreter_ends_changes_no_exit_code(work: str, code: int, told: str) -> None:
+    script = (
+        "import atexit, os; from ahp.runtime.run import worker; atexit.register(os.abort); print('said'); "
+        f"worker.end_process(lambda: {work})"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (code, "said\n")
+    assert told in ended.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    return folder
+
+
+def test_first_failure_is_the_cause(folder: RunFolder) -> None:
+    folder.append_metrics({"step": 4})
+    failure.record(folder, 1, HardwareMismatch("the plan is for 4 workers"))
+    failure.record(folder, 0, RuntimeError("connection closed by peer"))
+    told = failure.read(folder)
+    assert told is not None
+    assert (told.rank, told.message, told.exit_code) == (1, "the plan is for 4 workers", 4)
+    status = folder.status()
+    assert status is not None
+    assert (status.state, status.step, status.exit_code) == ("failed", 4, 4)
+    failure.forget(folder)
+    assert failure.read(folder) is None
+
+
+def test_reason_comes_from_the_kill_then_the_failure_then_the_codes(folder: RunFolder) -> None:
+    trainer = Trainer(Plan(), folder=folder.path)
+    assert "exit codes {0: 3}" in str(trainer._why(launch.WorkersEnded({0: 3})))
+    failure.record(folder, 0, ValueError("wrong shape"))
+    why = trainer._why(launch.WorkersEnded({0: 1, 1: -15}))
+    assert str(why).startswith("rank 0: ValueError: wrong shape")
+    assert why.exit_code == 1
+    assert "worker 1 was ended by SIGKILL" in str(trainer._why(launch.WorkersEnded({0: 1, 1: -9})))
+
+
+def test_finished_run_is_left_alone(folder: RunFolder) -> None:
+    from ahp.runtime.run.folder import Status
+
+    folder.write_status(Status("done", 10, None, 0))
+    outcome = Trainer(Plan(job=Job(steps=10)), folder=folder.path).run()
+    assert outcome.already_done
+    assert outcome.exit_code == 0
+    assert not folder.plan_file.exists()
+
+
+def test_missing_data_is_refused_before_any_worker_starts(folder: RunFolder) -> None:
+    with pytest.raises(ValueError, match=r"job\.data"):
+        Trainer(Plan(job=Job(data="no/such")), folder=folder.path).run()
+    status = folder.status()
+    assert status is not None
+    assert (status.state, status.exit_code) == ("failed", 2)
+    assert "job.data" in (status.cause or "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({}, r"fewer than one batch of job\.global_batch_size"),
+        ({"validation": 0.5, "global_batch_size": 1, "sequence_length": 16}, r"job\.validation = 0\.5"),
+        ({"packing": "padded"}, "fewer than one batch"),
+    ],
+)
+def test_too_little_text_is_refused_before_any_worker_starts(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], rule: str
+) -> None:
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: pytest.fail("a worker was started"))
+    (tmp_path / "short.txt").write_text("a few words")
+    job = Job.model_validate({"data": str(tmp_path / "short.txt"), **changes})
+    with pytest.raises(ValueError, match=rule):
+        Trainer(Plan(job=job), folder=folder.path).run()
+    status = folder.status()
+    assert status is not None
+    assert (status.state, status.exit_code) == ("failed", 2)
+
+
+def test_plan_for_gpus_is_refused_where_there_are_too_few(folder: RunFolder) -> None:
+    group = {"device": {"name": "H100-SXM-80GB"}}
+    plan = Plan(cluster={"groups": [group]}, parallelism=Parallelism(data_parallel_replicate_degree=1000))
+    with pytest.raises(HardwareMismatch, match=r"H100-SXM-80GB and needs 1000 of them"):
+        Trainer(plan, folder=folder.path).run()
+
+
+def test_vocabulary_is_the_configs_or_the_first_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_model.py").write_text(
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Embedding(37, 8), nn.Linear(8, 37))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert vocabulary_size("gpt2") == 50257
+    assert vocabulary_size("a_model:make") == 37
+
+
+def test_tokenizer_beside_the_weights_or_the_models_config_is_found(tmp_path: Path) -> None:
+    assert tokenizer_of(Plan()) is None
+    model, given = tmp_path / "model", tmp_path / "given"
+    for folder in (model, given):
+        folder.mkdir()
+        assert tokenizer_of(Plan(model=str(model))) is None
+    (model / "tokenizer.json").write_text("{}")
+    (model / "config.json").write_text("{}")
+    assert tokenizer_of(Plan(model=str(model))) == model / "tokenizer.json"
+    assert tokenizer_of(Plan(model=str(model / "config.json"), init_from=str(given))) == model / "tokenizer.json"
+    (given / "tokenizer.json").write_text("{}")
+    assert tokenizer_of(Plan(model=str(model), init_from=str(given))) == given / "tokenizer.json"

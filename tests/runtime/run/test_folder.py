@@ -1,0 +1,147 @@
+"""A run's folder: nothing half-written counts, nothing of another job is continued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ahp.errors import BadInput
+from ahp.job import Job, Optimizer
+from ahp.plan import Plan
+from ahp.runtime.run.folder import RunFolder, Status
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    return folder
+
+
+def write_checkpoint(folder: RunFolder, step: int, plan: Plan | None = None, keep: int = 3) -> Path:
+    plan = plan or Plan()
+    aside = folder.open_checkpoint(step)
+    (aside / "__0_0.distcp").write_bytes(b"x" * step)
+    meta = {"job": plan.job.model_dump(mode="json"), "model": plan.model}
+    return folder.commit_checkpoint(step, meta, keep).path
+
+
+def test_status_reads_back_and_rubbish_is_no_status(folder: RunFolder) -> None:
+    assert folder.status() is None
+    status = Status("failed", 7, "the disk is full", 1)
+    folder.write_status(status)
+    assert folder.status() == status
+    assert json.loads(folder.status_file.read_text()) == {
+        "state": "failed",
+        "step": 7,
+        "cause": "the disk is full",
+        "exit_code": 1,
+    }
+    folder.status_file.write_text("{")
+    assert folder.status() is None
+
+
+def test_metrics_end_at_a_half_line_and_truncate_to_a_step(folder: RunFolder) -> None:
+    for step in range(1, 6):
+        folder.append_metrics({"step": step, "loss": 1 / step})
+    with folder.metrics_file.open("a") as file:
+        file.write('{"step": 6, "lo')
+    assert [record["step"] for record in folder.metrics()] == [1, 2, 3, 4, 5]
+    folder.truncate_metrics(3)
+    folder.append_metrics({"step": 4, "loss": 0.5})
+    assert [record["step"] for record in folder.metrics()] == [1, 2, 3, 4]
+    assert folder.metrics()[2] == {"step": 3, "loss": 1 / 3}
+
+
+def test_checkpoint_counts_only_when_committed(folder: RunFolder) -> None:
+    write_checkpoint(folder, 10)
+    aside = folder.open_checkpoint(20)
+    (aside / "__0_0.distcp").write_bytes(b"half")
+    assert [c.step for c in folder.checkpoints()] == [10]
+    folder.discard_unfinished()
+    assert not aside.exists()
+    assert [c.step for c in folder.checkpoints()] == [10]
+
+
+def test_newest_are_kept(folder: RunFolder) -> None:
+    for step in (5, 10, 100, 20):
+        write_checkpoint(folder, step, keep=2)
+    assert [c.step for c in folder.checkpoints()] == [20, 100]
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "no meta", "meta rubbish"])
+def test_damaged_checkpoint_is_passed_over(folder: RunFolder, damage: str) -> None:
+    write_checkpoint(folder, 10)
+    path = write_checkpoint(folder, 20)
+    if damage == "cut":
+        (path / "__0_0.distcp").write_bytes(b"x")
+    elif damage == "gone":
+        (path / "__0_0.distcp").unlink()
+    elif damage == "no meta":
+        (path / "meta.json").unlink()
+    else:
+        (path / "meta.json").write_text("[]")
+    assert [c.step for c in folder.checkpoints()] == [10]
+
+
+def test_the_same_step_again_replaces_the_old_one(folder: RunFolder) -> None:
+    write_checkpoint(folder, 10)
+    aside = folder.open_checkpoint(10)
+    (aside / "other").write_bytes(b"new")
+    folder.commit_checkpoint(10, {"job": {}, "model": "tiny"}, keep=3)
+    assert set(folder.checkpoints()[0].meta()["files"]) == {"other"}
+
+
+def test_another_layout_may_continue_another_job_may_not(folder: RunFolder) -> None:
+    plan = Plan(job=Job(seed=3))
+    write_checkpoint(folder, 10, plan)
+    folder.check_same_job(plan.model_copy(update={"parallelism": plan.parallelism.model_copy()}))
+    with pytest.raises(BadInput, match=r"job\.seed = 4 \(the run has 3\).*--run\.folder"):
+        folder.check_same_job(Plan(job=Job(seed=4)))
+    with pytest.raises(BadInput, match=r"job\.optimizer\.learning_rate = 0\.5"):
+        folder.check_same_job(Plan(job=Job(seed=3, optimizer=Optimizer(learning_rate=0.5))))
+    with pytest.raises(BadInput, match=r"model = 'gpt2' \(the run has 'tiny'\)"):
+        folder.check_same_job(Plan(model="gpt2", job=Job(seed=3)))
+
+
+def test_a_run_of_before_a_key_came_goes_on(folder: RunFolder) -> None:
+    write_checkpoint(folder, 10)
+    meta = folder.checkpoints()[0].path / "meta.json"
+    written = json.loads(meta.read_text())
+    del written["job"]["packing"]
+    meta.write_text(json.dumps(written))
+    folder.check_same_job(Plan())
+    with pytest.raises(BadInput, match=r"job\.packing = 'padded' \(the run has 'packed'\)"):
+        folder.check_same_job(Plan(job=Job(packing="padded")))
+
+
+@pytest.mark.parametrize(("schedule", "allowed"), [("constant", True), ("cosine", False), ("wsd", True)])
+def test_more_steps_continue_only_what_does_not_look_ahead(folder: RunFolder, schedule: str, allowed: bool) -> None:
+    def plan(steps: int) -> Plan:
+        return Plan(job=Job.model_validate({"steps": steps, "optimizer": {"schedule": schedule, "warmup_steps": 2}}))
+
+    write_checkpoint(folder, 10, plan(20))
+    if allowed:
+        folder.check_same_job(plan(40))
+        with pytest.raises(BadInput, match="model = 'gpt2'"):
+            folder.check_same_job(plan(40).model_copy(update={"model": "gpt2"}))
+    else:
+        with pytest.raises(BadInput, match=r"job\.steps = 40"):
+            folder.check_same_job(plan(40))
+    with pytest.raises(BadInput, match=r"job\.steps = 5"):
+        folder.check_same_job(plan(5))
+
+
+def test_two_runs_do_not_share_a_folder(folder: RunFolder) -> None:
+    with folder.held(), pytest.raises(BadInput, match="another run"), RunFolder(folder.path).held():
+        pass
+    with RunFolder(folder.path).held():
+        pass
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match=r"run\.folder = .*file/run"):
+        RunFolder(tmp_path / "file" / "run").create()

@@ -1,0 +1,77 @@
+"""Trackers get what metrics.jsonl gets; one that is not installed is refused before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ahp.errors import BadInput
+from ahp.plan import Plan
+from ahp.runtime.run.trackers import Trackers, check
+from ahp.runtime.run.trainer import Trainer
+
+RECORDS = [{"step": 7, "loss": 2.5, "predicted_step_time_s": None}, {"step": 8, "loss": 2.0, "validation_loss": 2.25}]
+
+
+def test_wandb_is_given_every_figure_and_the_same_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[int, dict[str, float]]] = []
+    finished: list[bool] = []
+
+    def init(**settings: Any) -> SimpleNamespace:
+        started.append(settings)
+        return SimpleNamespace(
+            log=lambda figures, step: logged.append((step, figures)), finish=lambda: finished.append(True)
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for _ in range(2):
+        trackers = Trackers(["wandb"], tmp_path / "run", Plan())
+        assert len(started) == len(finished)
+        for record in RECORDS:
+            trackers.log(record)
+        trackers.close()
+    assert logged == [(7, {"loss": 2.5}), (8, {"loss": 2.0, "validation_loss": 2.25})] * 2
+    assert started[0] == started[1]
+    assert (started[0]["name"], started[0]["resume"]) == ("run", "allow")
+    assert started[0]["config"]["job"]["steps"] == 200
+    assert len(finished) == 2
+
+
+def test_tensorboard_begins_where_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[str, float, int]] = []
+    made: list[tuple[str, int]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            made.append((folder, purge_step))
+
+        def add_scalar(self, key: str, value: float, step: int) -> None:
+            written.append((key, value, step))
+
+        def close(self) -> None:
+            written.append(("closed", 0, 0))
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    trackers = Trackers(["tensorboard", "tensorboard"], tmp_path, Plan())
+    for record in RECORDS:
+        trackers.log(record)
+    trackers.close()
+    assert made == [(str(tmp_path / "tensorboard"), 7)]
+    assert written == [("loss", 2.5, 7), ("loss", 2.0, 8), ("validation_loss", 2.25, 8), ("closed", 0, 0)]
+
+
+def test_what_is_not_installed_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"run\.track = \['wandb'\].*'ahp\[track\]'"):
+        Trainer(Plan(), track=["wandb"])
+    with pytest.raises(BadInput, match=r"mlflow is no tracker \(valid: tensorboard, wandb\)"):
+        check(["mlflow"])
+    check([])

@@ -1,0 +1,275 @@
+"""Whole runs in real processes, launched, joined and under torchrun: stopped, killed, moved to another layout, and still
+the same curve."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from ahp.errors import AhpError
+from ahp.graph.models import build_model
+from ahp.job import Job
+from ahp.plan import Parallelism, Plan
+from ahp.runtime.data.corpus import prepare
+from ahp.runtime.data.tokenizer import save_for_transformers
+from ahp.runtime.run.failure import TrainingFailed
+from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.generate import Sampling, generate
+from ahp.runtime.run.trainer import Outcome, Trainer
+from tests.runtime import hanging
+from tests.runtime.workers import Pool, place
+
+pytestmark = pytest.mark.slow
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+STEPS, HALF = 8, 4
+ALONE = Parallelism()
+SHARDED = Parallelism(data_parallel_shard_degree=2, zero_stage=3)
+SLICED = Parallelism(tensor_parallel_degree=2)
+PIPED = Parallelism(pipeline_parallel_degree=2)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("text")
+    shutil.copy(json.__file__, folder / "a.txt")
+    shutil.copy(shutil.__file__, folder / "b.txt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AHP_CACHE", str(folder / "cache"))
+        yield folder
+
+
+def plan(text: Path, parallelism: Parallelism = ALONE, **changes: Any) -> Plan:
+    job = {"data": str(text), "steps": STEPS, "global_batch_size": 4, "sequence_length": 32, "precision": "fp32"}
+    return Plan(model=MODEL, job=Job.model_validate({**job, **changes}), parallelism=parallelism)
+
+
+def train(plan: Plan, folder: Path, checkpoint_every: int = HALF) -> Outcome:
+    return Trainer(plan, folder=folder, checkpoint_every=checkpoint_every).run()
+
+
+def join(pool: Pool, plan: Plan, folder: Path, checkpoint_every: int = HALF) -> tuple[str, int, str]:
+    """``train`` on workers that have found each other already, as under torchrun. All must end alike."""
+    world_size = plan.parallelism.world_size
+    ends = pool.run(joined, world_size, plan, folder, checkpoint_every, os.environ["AHP_CACHE"])
+    assert ends == [ends[0]] * world_size
+    return ends[0]
+
+
+def joined(rank: int, world_size: int, plan: Plan, folder: Path, every: int, cache: str) -> tuple[str, int, str]:
+    """Runs in each worker. State, exit code, and what was raised."""
+    with mock.patch.dict(os.environ, place(rank, world_size), AHP_CACHE=cache):
+        try:
+            outcome = train(plan, folder, every)
+        except AhpError as error:
+            return "failed", error.exit_code, str(error)
+    return outcome.status.state, outcome.exit_code, ""
+
+
+def curve(folder: Path) -> list[tuple[int, float, float]]:
+    return [(m["step"], m["loss"], m["grad_norm"]) for m in RunFolder(folder).metrics()]
+
+
+def stopped_half_way(whole: Path, folder: Path) -> Path:
+    """The run as it was when its checkpoint of ``HALF`` had just been written, and a little more had been done."""
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns(f"step-{STEPS}", "hf", "status.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(pool: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert join(pool, plan(text), folder) == ("done", 0, "")
+    assert len(curve(folder)) == STEPS
+    return folder
+
+
+def test_resumed_run_is_the_same_to_the_last_digit(text: Path, whole: Path, tmp_path: Path) -> None:
+    folder = stopped_half_way(whole, tmp_path / "run")
+    outcome = train(plan(text), folder)
+    assert (outcome.status.state, outcome.status.step, outcome.exit_code) == ("done", STEPS, 0)
+    assert curve(folder) == curve(whole)
+    weights = "hf/model.safetensors"
+    assert (folder / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+@pytest.mark.parametrize("parallelism", [SHARDED, SLICED, PIPED], ids=lambda p: p.short())
+def test_resumed_under_another_layout_the_curve_goes_on(
+    pool: Pool, text: Path, whole: Path, tmp_path: Path, parallelism: Parallelism
+) -> None:
+    folder = stopped_half_way(whole, tmp_path / "run")
+    assert join(pool, plan(text, parallelism), folder) == ("done", 0, "")
+    assert [step for step, _, _ in curve(folder)] == list(range(1, STEPS + 1))
+    assert curve(folder)[:HALF] == curve(whole)[:HALF]
+    for ours, theirs in zip(curve(folder), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert RunFolder(folder).checkpoints()[-1].meta()["parallelism"] == parallelism.model_dump(mode="json")
+
+
+def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, tmp_path: Path, text: Path) -> None:
+    """From a folder of transformers to a folder of transformers, the chat template with it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    given, talks = tmp_path / "given", tmp_path / "talks.jsonl"
+    torch.manual_seed(3)
+    build_model(MODEL, device="cpu").save_pretrained(given)  # type: ignore[operator]
+    save_for_transformers(prepare(str(text), MODEL["vocab_size"]).tokenizer(), given)
+    turn = "{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}"
+    opening = "{% if add_generation_prompt %}assistant: {% endif %}"
+    (given / "chat_template.jinja").write_text("{% for m in messages %}" + turn + "{% endfor %}" + opening)
+    talk = [{"role": "user", "content": "def"}, {"role": "assistant", "content": "return x"}]
+    talks.write_text(f"{json.dumps({'messages': talk})}\n" * 40)
+    job = Job.model_validate(
+        {"data": str(talks), "packing": "padded", "steps": 60, "global_batch_size": 4, "sequence_length": 32,
+         "precision": "fp32", "optimizer": {"learning_rate": 2e-2, "warmup_steps": 5}}
+    )  # fmt: skip
+    tuned = Plan(model=str(given), init_from=str(given), job=job, parallelism=SHARDED)
+    assert join(pool, tuned, tmp_path / "run", checkpoint_every=60) == ("done", 0, "")
+    folder = RunFolder(tmp_path / "run").weights_folder
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(talk[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    written = model.generate(**prompt, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=0)[
+        0, prompt["input_ids"].shape[1] :
+    ]
+    assert tokenizer.decode(written, skip_special_tokens=True) == "return x"
+
+
+def test_killed_worker_is_told_and_the_next_start_goes_on(text: Path, tmp_path: Path) -> None:
+    long = plan(text, SHARDED, steps=400)
+    killer = threading.Thread(target=kill_a_worker, args=(tmp_path / "run", 10), daemon=True)
+    killer.start()
+    with pytest.raises(TrainingFailed, match="was ended by SIGKILL after step"):
+        train(long, tmp_path / "run", checkpoint_every=5)
+    folder = RunFolder(tmp_path / "run")
+    status, saved = folder.status(), folder.checkpoints()[-1].step
+    assert status is not None
+    assert (status.state, status.exit_code) == ("failed", 1)
+    assert status.step >= saved >= 10
+    before = curve(folder.path)
+    folder.write_status(status)
+    stop_after(folder, saved + 3)
+    outcome = train(long, folder.path, checkpoint_every=5)
+    assert outcome.exit_code == 128 + signal.SIGTERM
+    again = curve(folder.path)
+    assert [step for step, _, _ in again] == list(range(1, outcome.status.step + 1))
+    common = min(len(before), len(again))
+    assert common > saved
+    assert again[:common] == before[:common]
+
+
+def kill_a_worker(folder: Path, after: int) -> None:
+    """Once a checkpoint of step ``after`` or later is whole, and steps behind it are measured. One is written beside the next steps."""
+    run = RunFolder(folder)
+    while not any(after <= saved.step < len(run.metrics()) - 1 for saved in run.checkpoints()[-1:]):
+        time.sleep(0.02)
+    workers = [p for p in psutil.Process().children() if str(folder) in p.cmdline()]
+    workers[-1].kill()
+
+
+def stop_after(folder: RunFolder, step: int) -> None:
+    def stop() -> None:
+        time.sleep(1)
+        wait_for_steps(folder, step)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # The next start first cuts metrics.jsonl back to its checkpoint; only what comes after that is waited for.
+    folder.truncate_metrics(folder.checkpoints()[-1].step)
+    threading.Thread(target=stop, daemon=True).start()
+
+
+def wait_for_steps(folder: RunFolder, step: int) -> None:
+    while len(folder.metrics()) < step:
+        time.sleep(0.02)
+
+
+def test_interrupted_run_gives_text_from_its_checkpoint(text: Path, whole: Path, tmp_path: Path) -> None:
+    folder = RunFolder(stopped_half_way(whole, tmp_path / "run"))
+    sampling = Sampling(max_new_tokens=12)
+    assert generate(folder.path, "def ", sampling) == generate(folder.path, "def ", sampling)
+    assert json.loads((folder.weights_folder / "ahp.json").read_text()) == {"step": HALF}
+    shutil.copytree(whole / "checkpoints" / f"step-{STEPS}", folder.checkpoints_folder / f"step-{STEPS}")
+    generate(folder.path, "def ", sampling)
+    weights = "hf/model.safetensors"
+    assert (folder.path / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def test_fault_in_a_worker_has_its_cause_and_exit_code(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed, match="global_batch_size") as error:
+        train(plan(text, Parallelism(micro_batch_size=3)), tmp_path / "run")
+    assert error.value.exit_code == 2
+    status = RunFolder(tmp_path / "run").status()
+    assert status is not None
+    assert (status.state, status.step, status.exit_code) == ("failed", 0, 2)
+
+
+def test_a_rank_that_hangs_in_a_step_is_named(text: Path, tmp_path: Path) -> None:
+    """Under the launcher: within the limit the other rank gives up, and what is told is who hangs."""
+    one_micro_batch = SHARDED.model_copy(update={"micro_batch_size": 2})
+    hanging_plan = plan(text, one_micro_batch).model_copy(update={"model": "tests.runtime.hanging:model"})
+    told = f"after step {hanging.AFTER}: rank 1 on {socket.gethostname()} did not come to a collective on axis dp_shard"
+    trainer = Trainer(hanging_plan, folder=tmp_path / "run", checkpoint_every=2, collective_timeout_s=8.0)
+    with pytest.raises(TrainingFailed, match=re.escape(told)) as error:
+        trainer.run()
+    folder = RunFolder(tmp_path / "run")
+    status = folder.status()
+    assert status is not None
+    assert (
+        (status.state, status.step, status.exit_code)
+        == ("failed", hanging.AFTER, 1)
+        == ("failed", hanging.AFTER, error.value.exit_code)
+    )
+    assert status.cause is not None
+    assert status.cause.startswith(told)
+    assert "run.collective_timeout_s = 8; rank 0 on" in status.cause
+    assert [saved.step for saved in folder.checkpoints()] == [2, hanging.AFTER]
+
+
+def test_loss_that_is_no_number_stops_the_run(pool: Pool, text: Path, tmp_path: Path) -> None:
+    wild = {"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": None}
+    state, exit_code, cause = join(pool, plan(text, optimizer=wild), tmp_path / "run", checkpoint_every=1)
+    assert (state, exit_code) == ("failed", 1)
+    assert re.search(r"step \d+: loss = .*learning_rate", cause)
+    folder = RunFolder(tmp_path / "run")
+    status = folder.status()
+    assert status is not None
+    assert (status.state, status.exit_code, status.cause) == ("failed", 1, cause)
+    assert folder.checkpoints()
+
+
+def test_torchrun_joins_and_gives_the_same_curve(text: Path, whole: Path, tmp_path: Path) -> None:
+    config = {
+        "model": MODEL,
+        "cluster": {"nodes": 1, "devices_per_node": 2, "device": "cpu"},
+        "job": plan(text).job.model_dump(mode="json"),
+        "parallelism": {"data_parallel_shard_degree": 2},
+        "run": {"folder": str(tmp_path / "run"), "checkpoint_every": HALF},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "ahp", "train", str(tmp_path / "config.yaml"), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert (result["state"], result["step"]) == ("done", STEPS)
+    for ours, theirs in zip(curve(tmp_path / "run"), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)

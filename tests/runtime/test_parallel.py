@@ -1,0 +1,166 @@
+"""What ahp.parallelize refuses, and what it does beside steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.models import JOB, MODELS, VOCABULARY, batch
+from tests.runtime.workers import Pool
+
+
+def refusal(rank: int, world: int, model: str, layout: dict[str, Any], job: dict[str, Any]) -> tuple[str, str, int]:
+    from ahp.errors import AhpError
+    from ahp.runtime.parallel import parallelize
+
+    try:
+        parallelize(MODELS[model](), {"job": {**JOB, **job}, "parallelism": layout})
+    except AhpError as error:
+        return type(error).__name__, str(error), error.exit_code
+    return "", "", 0
+
+
+IN_PARTS = {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "job", "kind", "words"),
+    [
+        (1, {"tensor_parallel_degree": 2}, {}, "HardwareMismatch", "start 2 workers"),
+        (2, {"data_parallel_replicate_degree": 2, "micro_batch_size": 3}, {}, "BadInput", "global_batch_size 8"),
+        (2, {"pipeline_parallel_degree": 2, "layers_per_stage": (2, 2)}, {}, "BadInput", "layers_per_stage"),
+        (
+            1,
+            {},
+            {"precision": "fp8"},
+            "HardwareMismatch",
+            "job.precision = 'fp8': device cpu has no products in 8 bits",
+        ),
+        (2, {"context_parallel_degree": 2}, {"sequence_length": 18}, "BadInput", "context_parallel_degree"),
+        (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}, {}, "BadInput", "valid: 2"),
+        (1, {"enable_sequence_parallel": True}, {}, "NotExpressible", "tensor_parallel_degree above 1"),
+        (2, IN_PARTS, {"sequence_length": 15}, "BadInput", "does not divide sequence_length 15"),
+        (1, {"data_parallel_shard_degree": 2, "zero_stage": 0}, {}, "BadInput", "zero_stage 0 shards nothing"),
+        (1, {"tensor_paralel_degree": 2}, {}, "BadInput", "tensor_parallel_degree"),
+    ],
+)
+def test_refuses(pool: Pool, world: int, layout: dict[str, Any], job: dict[str, Any], kind: str, words: str) -> None:
+    for name, message, _ in pool.run(refusal, world, "llama", layout, job):
+        assert name == kind, message
+        assert words in message
+
+
+class NoList(nn.Module):
+    """No list of blocks: it trains under ZeRO and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tokens(input_ids))
+
+
+def without_blocks(rank: int, world: int) -> tuple[str, list[float]]:
+    from ahp.errors import BadInput
+    from ahp.runtime.parallel import parallelize
+
+    message = ""
+    try:
+        parallelize(NoList(), {"job": JOB, "parallelism": {"tensor_parallel_degree": 2}})
+    except BadInput as error:
+        message = str(error)
+    torch.manual_seed(0)
+    parallel = parallelize(NoList(), {"job": JOB, "parallelism": {"data_parallel_shard_degree": 2}})
+    return message, [parallel.step(parallel.shard(batch(0))).loss for _ in range(3)]
+
+
+def test_a_module_without_blocks_trains_under_zero_only(pool: Pool) -> None:
+    (message, losses), _ = pool.run(without_blocks, 2)
+    assert message.startswith("tensor_parallel_degree = 2")
+    assert losses[2] < losses[0]
+
+
+def from_meta(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
+    from ahp.runtime.parallel import parallelize
+
+    with torch.device("meta"):
+        module = MODELS["gpt2"]()
+    torch.manual_seed(rank)  # the initial weights come from the job's seed, whatever the ranks drew before
+    parallel = parallelize(module, {"job": JOB, "parallelism": layout})
+    return [parallel.step(parallel.shard(batch(step))).loss for step in range(3)]
+
+
+@pytest.mark.slow
+def test_a_meta_module_starts_alike_under_every_plan(pool: Pool) -> None:
+    one = pool.run(from_meta, 1, {})[0]
+    for layout in ({"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}):
+        assert pool.run(from_meta, 2, layout)[0] == pytest.approx(one, rel=1e-5)
+
+
+def bad_parts(rank: int, world: int) -> list[str]:
+    from ahp.errors import BadInput
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(MODELS["llama"](), {"job": JOB, "parallelism": {"micro_batch_size": 2}})
+    data = batch(0)
+    messages = []
+    for part in ({"input_ids": data["input_ids"]}, {key: value[:3] for key, value in data.items()}):
+        try:
+            parallel.step(part)
+        except BadInput as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_bad_parts_are_named(pool: Pool) -> None:
+    missing, uneven = pool.run(bad_parts, 1)[0]
+    assert "labels is missing" in missing
+    assert "multiple of micro_batch_size 2" in uneven
+
+
+def recomputed_blocks(rank: int, world: int, layout: dict[str, Any]) -> list[int]:
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(MODELS["llama"](), {"job": JOB, "parallelism": {"activation_checkpoint": "full", **layout}})
+    (stage,) = parallel.stages.values()
+    blocks = stage.model.get_submodule("model.layers").named_children()
+    return [int(number) for number, block in blocks if "forward" in vars(block)]
+
+
+def test_the_first_blocks_of_each_stage_are_recomputed(pool: Pool) -> None:
+    def found(*some: int) -> list[list[int]]:
+        layout = {"pipeline_parallel_degree": 2, "recomputed_layers_per_stage": some}
+        return pool.run(recomputed_blocks, 2, layout)
+
+    first, second = found(2, 1)
+    assert first == [0, 1]
+    assert len(second) == 1
+    assert second[0] in (2, 3)
+    assert found(0, 2) == [[], [second[0], second[0] + 1]]
+
+
+def test_each_replica_recomputes_its_own_number_of_blocks(pool: Pool) -> None:
+    stage = {"group": ("new", "old"), "layers": 5, "recomputed_layers": (0, 3)}
+    assert pool.run(recomputed_blocks, 2, {"data_parallel_replicate_degree": 2, "stages": (stage,)}) == [[], [0, 1, 2]]
+
+
+def shapes_between_blocks(rank: int, world: int) -> list[tuple[int, ...]]:
+    from ahp.runtime.parallel import parallelize
+
+    module: Any = MODELS["llama"]()
+    parallel = parallelize(module, {"job": JOB, "parallelism": {**IN_PARTS, "micro_batch_size": 4}})
+    found = []
+    for block in module.model.layers:
+        block.register_forward_pre_hook(lambda block, args: found.append(tuple(args[0].shape)))
+    parallel.step(parallel.shard(batch(0)))
+    return found[: len(module.model.layers)]
+
+
+def test_hidden_states_between_blocks_are_parts_of_the_sequence(pool: Pool) -> None:
+    for shapes in pool.run(shapes_between_blocks, 2):
+        assert shapes == [(4, 16, 32)] + [(4, 8, 32)] * 4

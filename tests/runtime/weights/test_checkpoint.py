@@ -1,0 +1,157 @@
+"""A checkpoint saved under one plan continues the same curve under any other, and goes out to safetensors as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ahp.runtime.files import crc32
+from tests.marks import cases
+from tests.runtime.models import JOB, MODELS, batch
+from tests.runtime.test_equality import assert_same_curve, world_size
+from tests.runtime.workers import Pool
+
+BEFORE, AFTER = 2, 3
+"""The last loss comes after two steps with the moments that were loaded."""
+
+PLANS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "zero0": {"data_parallel_replicate_degree": 2},
+    "zero1": {"data_parallel_shard_degree": 2, "zero_stage": 1},
+    "zero3": {"data_parallel_shard_degree": 4},
+    "tp": {"tensor_parallel_degree": 2},
+    "1f1b": {"pipeline_parallel_degree": 2, "micro_batch_size": 2},
+    "interleaved": {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2},
+    "zero3-x-tp": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+    "zero3-x-tp-x-pp": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2},
+}
+MOVES = [
+    ("one", "zero3-x-tp-x-pp"), ("zero0", "tp"), ("zero1", "1f1b"), ("zero3", "interleaved"), ("tp", "one"),
+    ("tp", "zero3-x-tp"), ("1f1b", "zero3"), ("interleaved", "tp"), ("zero3-x-tp", "zero0"), ("zero3-x-tp-x-pp", "zero1"),
+]  # fmt: skip
+FAST = {("tp", "one", "gpt2")}
+CASES = [(saved, loaded, tuple(MODELS)[number % len(MODELS)]) for number, (saved, loaded) in enumerate(MOVES)]
+"""Every plan is saved and loaded; the models take turns."""
+WIDE = [case for case in CASES if case[:2] in (("zero0", "tp"), ("zero3", "interleaved"), ("zero3-x-tp", "zero0"))]
+
+
+def save_after(rank: int, world: int, model: str, layout: dict[str, Any], folder: str) -> dict[str, Any]:
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(MODELS[model](), {"job": JOB, "parallelism": layout})
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(BEFORE)]
+    written: dict[str, int] = {}
+    done = parallel.saver.start(Path(folder), written.update)
+    parallel.step(parallel.shard(batch(BEFORE)))  # what is being written is not what is being changed
+    done.result()
+    if rank == 0:
+        assert written == {file.name: crc32(file) for file in Path(folder).iterdir()}
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results]}
+
+
+def continue_from(rank: int, world: int, model: str, layout: dict[str, Any], folder: str) -> dict[str, Any]:
+    from ahp.runtime.parallel import parallelize
+
+    torch.manual_seed(rank + 7)  # whatever the module was built with must not matter
+    module = MODELS[model]()
+    for parameter in module.parameters():
+        parameter.data.normal_()
+    parallel = parallelize(module, {"job": JOB, "parallelism": layout})
+    parallel.load(folder)
+    assert parallel.num_steps_done == BEFORE
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(BEFORE, BEFORE + AFTER)]
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results]}
+
+
+@pytest.fixture(scope="module")
+def saved_run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[str, dict[str, Any]]]:
+    """(plan, model) -> the folder of its checkpoint, and the curve up to there; run once for each."""
+
+    @cache
+    def run(plan: str, model: str) -> tuple[str, dict[str, Any]]:
+        folder = str(tmp_path_factory.mktemp("saved") / "checkpoint")
+        return folder, pool.run(save_after, world_size(PLANS[plan]), model, PLANS[plan], folder)[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "model"),
+    cases(CASES, fast=FAST, wide=WIDE),
+)
+def test_continues_under_another_plan(
+    pool: Pool,
+    plain_run: Callable[..., dict[str, Any]],
+    saved_run: Callable[[str, str], tuple[str, dict[str, Any]]],
+    saved: str,
+    loaded: str,
+    model: str,
+) -> None:
+    folder, before = saved_run(saved, model)
+    after = pool.run(continue_from, world_size(PLANS[loaded]), model, PLANS[loaded], folder)[0]
+    expected = plain_run(model, BEFORE + AFTER)
+    assert_same_curve({key: before[key] + after[key] for key in before}, expected)
+
+
+def dropped(rank: int, world: int, folder: str, first: int, layout: dict[str, Any]) -> list[float]:
+    """Losses of a model with dropout from step ``first`` on; a checkpoint after two steps, or from one."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from ahp.runtime.parallel import parallelize
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="sdpa")
+    parallel = parallelize(GPT2LMHeadModel(config), {"job": JOB, "parallelism": layout})
+    if first:
+        parallel.load(folder)
+    losses = []
+    for step in range(first, 4):
+        parallel.seed_step(step)
+        losses.append(parallel.step(parallel.shard(batch(step))).loss)
+        if step == 1:
+            parallel.save(folder)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["zero0", "zero3-x-tp"])
+def test_dropout_goes_on_where_it_was(pool: Pool, tmp_path: Path, plan: str) -> None:
+    size, layout = world_size(PLANS[plan]), PLANS[plan]
+    whole = pool.run(dropped, size, str(tmp_path / "checkpoint"), 0, layout)[0]
+    again = pool.run(dropped, size, str(tmp_path / "checkpoint"), 2, layout)[0]
+    assert again == whole[2:]
+    assert len(set(whole)) == 4
+
+
+def export(rank: int, world: int, model: str, layout: dict[str, Any], folder: str) -> None:
+    from ahp.runtime.parallel import parallelize
+
+    parallelize(MODELS[model](), {"job": JOB, "parallelism": layout}).export_hf(folder)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tp",
+        pytest.param("zero3-x-tp-x-pp", marks=pytest.mark.slow),
+        pytest.param("interleaved", marks=pytest.mark.slow),
+    ],
+)
+def test_export_loads_in_transformers(pool: Pool, tmp_path: Path, model: str, plan: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    pool.run(export, world_size(PLANS[plan]), model, PLANS[plan], str(tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    original = MODELS[model]()
+    weights = dict(loaded.named_parameters())
+    for name, parameter in original.named_parameters():
+        torch.testing.assert_close(weights[name], parameter, rtol=0, atol=0)
+    input_ids = batch(0)["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=input_ids).logits, original(input_ids=input_ids).logits)
