@@ -12,12 +12,13 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(CI),--quiet,) --disable-pip-version-check
 CODE := $(wildcard src tests benchmarks .ci)
 
-.PHONY: help install dev train test lint clean
+.PHONY: help install dev train test test-gpu lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train    install, then plan and train a small LLaMA on this machine (ARGS=... for ahp train)"
 	@echo "make test     install, then run the tests (ARGS=... for pytest)"
+	@echo "make test-gpu install, then run the tests that need a GPU"
 	@echo "make lint     formatting, lint and types"
 	@echo "make install  only install, into $(VENV)"
 	@echo "make clean    remove $(VENV) and caches; the runs stay"
@@ -47,6 +48,9 @@ train: install
 
 test: dev
 	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: dev
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 lint: dev
 	$(BIN)/ruff format --check $(CODE)

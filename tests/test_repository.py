@@ -33,7 +33,7 @@ def shell_lines(path: Path) -> list[list[str]]:
 
 
 def makefile_targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", READMES)

@@ -1,0 +1,37 @@
+"""What only a GPU can show: ``pytest -m gpu`` or ``make test-gpu``. Collected everywhere, skipped where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+NO_GPU = pytest.mark.skip(reason="no GPU that torch can use on this machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ours = [item for item in items if HERE in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.gpu)
+        if not torch.cuda.is_available():
+            item.add_marker(NO_GPU)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def alone(device: torch.device) -> Iterator[torch.device]:
+    """A process group of this process alone, under NCCL; yields its device."""
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
