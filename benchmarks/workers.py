@@ -30,7 +30,7 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
-    "ahp.runtime.weights.checkpoint",
+    "ahp.runtime.weights.saver",
     "ahp.runtime.parallel",
 ]
 JOIN_TIMEOUT_S = 120

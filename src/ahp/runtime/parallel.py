@@ -46,7 +46,7 @@ from ahp.runtime.weights.starting_values import StartingValues
 from ahp.search.slicing.model import ModelSlicing, slice_outline
 
 if TYPE_CHECKING:
-    from ahp.runtime.weights.checkpoint import BackgroundSaver
+    from ahp.runtime.weights.saver import BackgroundSaver
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class Parallel:
     @property
     def saver(self) -> BackgroundSaver:
         """Writes checkpoints while steps go on. Made at the first use, which is collective."""
-        from ahp.runtime.weights.checkpoint import BackgroundSaver
+        from ahp.runtime.weights.saver import BackgroundSaver
 
         if self._saver is None:
             self._saver = BackgroundSaver(self.state)

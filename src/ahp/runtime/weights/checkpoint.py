@@ -6,71 +6,25 @@ a tensor-parallel rank holds as [q_r | k_r | v_r], is put back into [q | k | v] 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ahp.runtime.files import crc32
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.torch_compat import like_distributed, local_tensor
 from ahp.runtime.training_state import TrainingState
 
-METADATA = ".metadata"
-"""The file of torch's that rank 0 writes when all ranks have written; the others are called ``__RANK_NUMBER.distcp``."""
-
 
 def save(state: TrainingState, folder: Path) -> None:
     """Write a checkpoint. Collective. The folder may exist; the caller makes it appear at once or not at all."""
-    dcp.save(_tensors(state), checkpoint_id=str(folder))
-
-
-class BackgroundSaver:
-    """Writes checkpoints in a thread while training goes on, with a process group of its own."""
-
-    def __init__(self, state: TrainingState) -> None:
-        self.state = state
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
-        self.group = group
-        """Apart from the main thread's, whose collectives go on meanwhile."""
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-
-    def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]:
-        """Copy this rank's part of the state to the host, then write it. Collective, and so is what the thread does.
-
-        On rank 0 ``complete(checksums)`` is called in the thread once every rank's files are written: crc32 by file name.
-        The future ends when this rank's work has; it holds the error of a rank that could not write.
-        """
-        copied = {name: _copy(tensor) for name, tensor in _tensors(self.state).items()}
-        return self.thread.submit(self._write, copied, folder, complete)
-
-    def _write(self, state: dict[str, torch.Tensor], folder: Path, complete: Callable[[dict[str, int]], None]) -> None:
-        dcp.save(state, checkpoint_id=str(folder), process_group=self.group)
-        rank = dist.get_rank()
-        mine = {file.name: crc32(file) for file in folder.glob(f"__{rank}_*")}
-        if rank == 0:
-            mine[METADATA] = crc32(folder / METADATA)
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(mine, found if rank == 0 else None, dst=0, group=self.group)
-        if rank == 0:
-            complete({name: value for part in found for name, value in part.items()})
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with memory of its own on the host, distributed as it was."""
-    local = local_tensor(tensor.detach())
-    return like_distributed(local.to("cpu", copy=True), tensor)
+    dcp.save(tensors_of(state), checkpoint_id=str(folder))
 
 
 def load(state: TrainingState, folder: Path) -> None:
     """Read a checkpoint into the parameters and the optimizer, in place. Collective."""
-    tensors = _tensors(state)
+    tensors = tensors_of(state)
     dcp.load(tensors, checkpoint_id=str(folder))
     for name, parameter in state.parameters.items():
         _take_over(state.layout, name, parameter, tensors[f"model.{name}"])
@@ -85,7 +39,7 @@ def load(state: TrainingState, folder: Path) -> None:
     state.loss_scale.take_over(tensors)
 
 
-def _tensors(state: TrainingState) -> dict[str, torch.Tensor]:
+def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
     """Name -> tensor. What is not packed shares memory with the live tensors, so loading fills them directly."""
     found: dict[str, torch.Tensor] = {"num_steps_done": torch.tensor(state.num_steps_done)}
     found |= state.loss_scale.state()
