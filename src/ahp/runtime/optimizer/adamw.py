@@ -69,10 +69,13 @@ class ShardedOptimizer:
         self.host = HostMoments(self.adamw) if offload else None
 
     def _groups(self) -> list[dict[str, object]]:
-        """AdamW's parameters by whether they decay: vectors (norms, biases) only where the settings say so."""
+        """AdamW's parameters by whether they decay: vectors (norms, biases) only where the settings say so.
+
+        An empty shard is one of them too: its ``step`` counts as on every other rank, whichever of them a checkpoint asks.
+        """
         by_decay: dict[float, list[nn.Parameter]] = {}
         for name, shard in self.shards.items():
-            if shard.numel() > 0 and name not in self.momentum:
+            if name not in self.momentum:
                 decays = self.settings.decay_norms_and_biases or self.parameters[name].ndim > 1
                 by_decay.setdefault(self.settings.weight_decay if decays else 0.0, []).append(shard)
         return [{"params": shards, "weight_decay": decay} for decay, shards in by_decay.items()]
