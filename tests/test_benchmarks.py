@@ -169,3 +169,14 @@ def test_figures_go_between_the_markers(tmp_path: Path) -> None:
     assert path.read_text() == "before\n<!-- x -->\n| a | b |\n|---|---:|\n| 1 | 2 |\n<!-- end of x -->\nafter\n"
     with pytest.raises(SystemExit, match="needs the lines"):
         page.write(path, "y", "text")
+
+
+@pytest.mark.slow
+def test_the_sides_of_a_gpu_row_compute_the_same() -> None:
+    found = run("gpu.py", "--only", "eager", "chunked-loss")
+    rows = {(row["variant"], row["side"]): row for row in found["rows"]}
+    assert {variant for variant, _ in rows} == {"eager", "chunked-loss"}  # rows whose losses differ are left out
+    for (_, side), row in rows.items():
+        assert row["step_s"] > 0
+        assert 0 < row["mfu"] < 1
+        assert (row["predicted_s"] is not None) == (side == "ahp")

@@ -1,6 +1,6 @@
-"""One pool of workers and one reference run per model for the whole session; and the table of docs/runtime.md:
+"""One pool of workers and one reference run per model for the whole session; and the table of docs/runtime/models.md:
 
-AHP_FAMILIES_PAGE=docs/runtime.md python -m pytest -m "" tests/runtime/test_families.py
+AHP_FAMILIES_PAGE=docs/runtime/models.md python -m pytest -m "" tests/runtime/test_families.py
 """
 
 from __future__ import annotations

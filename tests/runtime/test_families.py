@@ -1,6 +1,6 @@
 """Unmodified families of transformers under each technique and their product: the curve of one process.
 
-docs/runtime.md has the table of what was compared here; tests/runtime/conftest.py writes it.
+docs/runtime/models.md has the table of what was compared here; tests/runtime/conftest.py writes it.
 """
 
 from __future__ import annotations

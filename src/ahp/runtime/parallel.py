@@ -55,7 +55,7 @@ class StepResult:
 
     loss: float
     """Mean cross-entropy over the scored tokens of the global batch, before the update; and the weighted balance loss of a
-    mixture of experts, where the model's config asks for it (docs/runtime.md)."""
+    mixture of experts, where the model's config asks for it (docs/runtime/experts.md)."""
     grad_norm: float
     """Global norm of the gradient before clipping."""
     learning_rate: float

@@ -68,7 +68,7 @@ whose masks are made as those of others here."""
 
 
 class Own(nn.Module):
-    """What docs/runtime.md asks of a user's own module: it takes positions, and gives its blocks a mask."""
+    """What docs/runtime/models.md asks of a user's own module: it takes positions, and gives its blocks a mask."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

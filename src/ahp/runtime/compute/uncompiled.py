@@ -1,4 +1,4 @@
-"""What stays outside of compiled graphs (docs/runtime.md has the table)."""
+"""What stays outside of compiled graphs (docs/runtime/compute.md has the table)."""
 
 from __future__ import annotations
 
