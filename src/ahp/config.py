@@ -79,6 +79,7 @@ class Run(Record):
     validation_batches: int = Field(default=4, ge=1)
     collective_timeout_s: float = Field(default=COLLECTIVE_TIMEOUT_S, ge=1)
     track: tuple[Tracker, ...] = ()
+    sample: bool = True
 
 
 class Config(Record):
@@ -164,6 +165,7 @@ HELP: dict[str, str] = {
     "run.validation_batches": "global batches of one look; the same ones each time",
     "run.collective_timeout_s": "seconds after which a rank that the others wait for ends the run",
     "run.track": "beside metrics.jsonl: tensorboard, wandb (extra [track])",
+    "run.sample": "whether a finished run ends with a sample of text, for which the whole model is loaded once more",
 }
 """Every key of config.yaml in words; docs/config.md and ``ahp train --help`` show these."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -52,6 +53,33 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert captured.out == ""
     assert "command = 'trian'" in captured.err
     assert "valid: train" in captured.err
+
+
+@pytest.fixture
+def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of the user's own, in which the console script is started: that one adds no folder to the path."""
+    (tmp_path / "my_own_model.py").write_text(
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Embedding(37, 8), nn.Linear(8, 37))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
+    monkeypatch.delitem(sys.modules, "my_own_model", raising=False)
+    return tmp_path
+
+
+def test_a_factory_is_found_in_the_folder_that_the_command_starts_in(
+    users_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyze", "my_own_model:make", "--sequence-length", "16"]) == 0
+    assert "Next: ahp plan my_own_model:make" in capsys.readouterr().out
+    assert sys.path[-1] == str(users_folder), "last, so that no library is hidden by a file of the user's"
+
+
+def test_a_factory_that_is_nowhere_is_told_with_the_places(
+    users_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyze", "no_such_module:make"]) == 2
+    assert "No module named 'no_such_module'; it must lie in the folder" in capsys.readouterr().err
 
 
 def test_arguments_and_code_pass_through(command) -> None:

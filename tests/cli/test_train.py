@@ -16,6 +16,7 @@ from ahp.config import Config, Constraints
 from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
+from ahp.report import page
 from ahp.runtime.run import generate as generation
 from ahp.runtime.run import trainer
 from ahp.runtime.run.folder import RunFolder, Status
@@ -72,6 +73,44 @@ def test_plan_is_run_as_it_is_and_told(plan_file: Path, capsys: pytest.CaptureFi
     run = plan_file.parent / "run"
     assert (run / "report.html").is_file()
     assert (run / "sample.txt").read_text() == "def seed0():\n  pass\n"
+
+
+def test_a_sample_that_fails_fails_nothing(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module with fewer positions than the sample has tokens ended the command with an internal error, without a report."""
+
+    def fails(*_: Any) -> str:
+        raise IndexError("index out of range in self")
+
+    monkeypatch.setattr(generation, "generate", fails)
+    assert main.main(args(plan_file)) == 0
+    out, err = capsys.readouterr()
+    assert "no sample: IndexError: index out of range in self" in err
+    assert (plan_file.parent / "run" / "report.html").is_file()
+    assert "Sample" not in out
+    assert "ahp generate" not in out
+
+
+def test_no_sample_is_made_where_none_is_wanted(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "generate", lambda *_: pytest.fail("the model was loaded"))
+    assert main.main(args(plan_file, "--run.sample", "false")) == 0
+    out, err = capsys.readouterr()
+    assert "Sample" not in out
+    assert "no sample" not in err
+
+
+def test_a_page_that_cannot_be_drawn_fails_nothing(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: Path) -> Path:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(page, "write", fails)
+    assert main.main(args(plan_file)) == 0
+    assert "no report.html: ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_json_is_one_object_with_the_result(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

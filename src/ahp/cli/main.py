@@ -71,7 +71,16 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if words[0] not in COMMANDS:
         raise bad_input("command", words[0], "no such command; ahp --help lists them", COMMANDS)
+    _find_users_modules()
     return import_module(f"ahp.cli.{words[0]}").run(words[1:])
+
+
+def _find_users_modules() -> None:
+    """The folder that the command starts in is searched for ``pkg.mod:factory``, as ``python -m`` does, and the workers, which are started
+    so, do too. It comes last: a file of the user's that is called like a library takes nothing's place."""
+    folder = os.getcwd()
+    if not sys.flags.safe_path and not {"", folder} & set(sys.path):
+        sys.path.append(folder)
 
 
 def _quiet_libraries() -> None:

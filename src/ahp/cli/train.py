@@ -99,15 +99,15 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
 
     def start(plan: Plan) -> Outcome:
         run = request.run
-        return Trainer(plan, **dict(run)).run()
+        return Trainer(plan, **{key: value for key, value in run if key != "sample"}).run()
 
     if not is_joined():
         outcome = start(make_plan(request, arguments, workers=None))
-        return report(outcome, arguments, command)
+        return report(outcome, arguments, command, sample=request.run.sample)
     world_size = int(os.environ["WORLD_SIZE"])
     with joined(choose_device(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))) as ranks:
         outcome = start(ranks.decided_by_first(lambda: make_plan(request, arguments, workers=world_size)))
-    return report(outcome, arguments, command) if ranks.is_first else outcome.exit_code
+    return report(outcome, arguments, command, sample=request.run.sample) if ranks.is_first else outcome.exit_code
 
 
 def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Plan:
@@ -133,7 +133,7 @@ def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Pl
     return train_plan.search(request.config, folder, workers, top=arguments.top, quiet=arguments.json)
 
 
-def report(outcome: Outcome, arguments: Arguments, command: str) -> int:
+def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool = True) -> int:
     """Say how it went: text and page for a finished run, how to go on for a stopped one."""
     from ahp.runtime.run.folder import RunFolder
 
@@ -147,7 +147,7 @@ def report(outcome: Outcome, arguments: Arguments, command: str) -> int:
     if held_out:
         result["validation_loss"] = held_out[-1]
     if outcome.status.state == "done":
-        result |= _sample(folder.path)
+        result |= _sample(folder.path) if sample else {}
         text = [f"ahp generate {folder.path}"] if "sample" in result else []
         result["next"] = [*text, f"ahp report {folder.path}", f"ahp explain {folder.plan_file}"]
     else:
@@ -196,16 +196,16 @@ def _speed(metrics: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _sample(folder: Path) -> dict[str, str]:
-    """Text from the trained model; nothing, and a line on stderr, from a model that does not continue text."""
+    """Text from the trained model; nothing, and a line on stderr that says why, when there is none. The run stands either way."""
     from ahp.runtime.run.generate import Sampling, generate
 
-    data = Plan.load(folder / "plan.yaml").job.data
     try:
+        data = Plan.load(folder / "plan.yaml").job.data
         text = generate(folder, PROMPTS.get(data, ""), Sampling(max_new_tokens=SAMPLE_TOKENS))
-    except BadInput as error:
-        print(f"no sample: {error}", file=sys.stderr)
+        (folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
+    except Exception as error:
+        print(f"no sample: {_reason(error)}", file=sys.stderr)
         return {}
-    (folder / "sample.txt").write_text(text + "\n")
     return {"sample": text}
 
 
@@ -215,9 +215,13 @@ def _write_page(folder: Path) -> str | None:
 
     try:
         return str(page.write(folder))
-    except AhpError as error:
-        print(f"no report.html: {error}", file=sys.stderr)
+    except Exception as error:
+        print(f"no report.html: {_reason(error)}", file=sys.stderr)
         return None
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, AhpError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager

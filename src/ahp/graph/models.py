@@ -293,6 +293,10 @@ def _from_factory(model: Any, dtype: torch.dtype, device: Any) -> nn.Module:
     path, _, function = str(model).partition(":")
     try:
         factory = getattr(importlib.import_module(path), function)
+    except ModuleNotFoundError as error:
+        found_in = "it must lie in the folder that the command starts in, be installed, or be on PYTHONPATH"
+        rule = f"{error}; {found_in}" if error.name == path.split(".")[0] else str(error)
+        raise BadInput(f"model = {model!r}: {rule}") from error
     except (ImportError, AttributeError) as error:
         raise BadInput(f"model = {model!r}: {error}") from error
     try:

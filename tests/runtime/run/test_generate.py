@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from ahp.errors import BadInput
 from ahp.graph.models import build_model
+from ahp.job import Job
 from ahp.plan import Plan
 from ahp.runtime.data import tokenizer as tokenizers
 from ahp.runtime.run import exported
@@ -22,11 +25,18 @@ MODEL = {
 }  # fmt: skip
 
 
-def finished_run(path: Path, tied: bool) -> RunFolder:
+EXPERTS = {
+    "mixtral": {**MODEL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**MODEL, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8},
+}  # fmt: skip
+"""Whose files hold each expert apart, where the module has a stack of all."""
+
+
+def finished_run(path: Path, tied: bool, model: dict[str, Any] = MODEL) -> RunFolder:
     """A run's folder as training leaves it, with random weights."""
     run = RunFolder(path)
     run.create()
-    plan = Plan(model={**MODEL, "tie_word_embeddings": tied})
+    plan = Plan(model={**model, "tie_word_embeddings": tied})
     plan.save(run.plan_file)
     torch.manual_seed(0)
     aside = run.path / "hf.tmp"
@@ -49,6 +59,11 @@ def test_seed_decides_the_text(run: RunFolder) -> None:
     assert text(temperature=0, seed=1) == text(temperature=0, seed=2)
 
 
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_give_text_as_transformers_does(tmp_path: Path, family: str) -> None:
+    test_likeliest_tokens_agree_with_transformers(finished_run(tmp_path / "run", False, EXPERTS[family]))
+
+
 def test_likeliest_tokens_agree_with_transformers(run: RunFolder) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +81,56 @@ def test_weights_of_another_model_are_refused(run: RunFolder) -> None:
     state = load_file(file)
     state["model.layers.0.extra"] = state.pop("model.layers.0.mlp.up_proj.weight")
     save_file(state, file)
-    with pytest.raises(BadInput, match=r"not of this model.*extra.*up_proj"):
+    with pytest.raises(
+        BadInput, match=r"weights = .*not the weights of this model; missing: .*up_proj.*unknown: .*extra"
+    ):
+        generate(run.path)
+
+
+class Short(nn.Module):
+    """A module of the user's own: transformers knows nothing of its 32 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(300, 16), nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 300)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def own_module(path: Path, sequence_length: int) -> RunFolder:
+    run = RunFolder(path)
+    run.create()
+    plan = Plan(model=f"{__name__}:Short", job=Job(sequence_length=sequence_length))
+    plan.save(run.plan_file)
+    torch.manual_seed(0)
+    aside = run.path / "hf.tmp"
+    aside.mkdir()
+    save_file(Short().state_dict(), aside / "model.safetensors")
+    exported.publish(run, aside, plan, tokenizers.train(["def call(x): return x + 1\n" * 9], 300), step=10)
+    return run
+
+
+def test_a_module_of_the_users_own_is_not_asked_beyond_what_it_was_trained_on(tmp_path: Path) -> None:
+    run = own_module(tmp_path / "run", sequence_length=32)
+    assert len(generate(run.path, "def ", Sampling(max_new_tokens=60))) > 40
+
+
+def test_a_module_that_cannot_be_called_is_told(tmp_path: Path) -> None:
+    run = own_module(tmp_path / "run", sequence_length=64)
+    with pytest.raises(BadInput, match=r"its forward failed on 33 tokens .*IndexError"):
+        generate(run.path, "def ", Sampling(max_new_tokens=60))
+
+
+def test_weights_for_which_there_is_no_room_are_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exported, "memory_available_bytes", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BadInput, match=r"in fp32 they take .* GiB free"):
         generate(run.path)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ahp.cluster.sense import memory_available_bytes
 from ahp.errors import BadInput
 from ahp.plan import Parallelism, Plan
 from ahp.runtime.data.tokenizer import copy_for_transformers, save_for_transformers, tokenizer_of
@@ -20,10 +21,13 @@ from ahp.runtime.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from torch import Tensor, nn
+    from torch import nn
 
 MARK = "ahp.json"
 """Holds the step that the weights are from."""
+
+ROOM = 1.2
+"""[Empirical] Memory that is asked for, over the weights': a fifth more is far above what one sequence's activations take."""
 
 
 def publish(run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step: int) -> Path:
@@ -61,24 +65,30 @@ def newest(run: RunFolder, plan: Plan) -> Path:
 
 def load(folder: Path, plan: Plan) -> tuple[nn.Module, Tokenizer]:
     """The model with its weights in fp32, ready to run on this machine's best device, and its tokenizer."""
-    from safetensors.torch import load_file
     from tokenizers import Tokenizer
 
     from ahp.graph.models import build_model
+    from ahp.runtime.weights.pretrained import Pretrained, fill_whole
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source = Pretrained(folder, "weights")
+    size = build_model(plan.model, device="meta", attention=plan.engine.attention)
+    device = _device_with_room(sum(p.numel() * p.element_size() for p in size.parameters()))
     module = build_model(plan.model, device=device, attention=plan.engine.attention)
-    state: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        state |= load_file(file, device=str(device))
-    missing, unexpected = module.load_state_dict(state, strict=False)
-    # A tied weight is stored once; under its second name it is missing rightly.
-    second_names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    second_names -= {name for name, _ in module.named_parameters()}
-    wrong = [*(set(missing) - second_names), *unexpected]
-    if wrong:
-        raise BadInput(f"weights = {str(folder)!r}: not of this model; missing or unknown: {sorted(wrong)[:5]}")
+    fill_whole(module, source)
     return module.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def _device_with_room(num_bytes: int) -> torch.device:
+    """A GPU that holds the weights, else the host. Raises BadInput where neither does, before the system ends a process."""
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > num_bytes * ROOM:
+        return torch.device("cuda")
+    free = memory_available_bytes()
+    if free < num_bytes * ROOM:
+        raise BadInput(
+            f"weights: in fp32 they take {num_bytes / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB free; "
+            "generate on a larger one"
+        )
+    return torch.device("cpu")
 
 
 def _step(folder: Path) -> int | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ahp.errors import BadInput, bad_input
+from ahp.errors import AhpError, BadInput, bad_input
 from ahp.graph.call import call_model, logits_of
 from ahp.graph.models import is_masked, load_config
 from ahp.plan import Plan
@@ -49,7 +49,7 @@ def generate(folder: str | Path, prompt: str = "", sampling: Sampling | None = N
     module, tokenizer = exported.load(exported.newest(run, plan), plan)
     if is_masked(module):
         raise BadInput(f"run = {str(run.path)!r}: a masked language model fills in words, it does not continue a text")
-    return continue_text(module, tokenizer, prompt, sampling or Sampling(), longest_context(plan.model))
+    return continue_text(module, tokenizer, prompt, sampling or Sampling(), longest_context(plan))
 
 
 def continue_text(
@@ -68,19 +68,31 @@ def continue_text(
     with torch.inference_mode():
         for _ in range(sampling.max_new_tokens):
             context = torch.tensor([ids[-longest:] if longest else ids], device=device)
-            token = _choose(
-                logits_of(call_model(module, context))[0, -1].float().cpu(), sampling.temperature, generator
-            )
+            token = _choose(_next_logits(module, context), sampling.temperature, generator)
             if token == end:
                 break
             ids.append(token)
     return prompt + tokenizer.decode(ids[first:], skip_special_tokens=False)
 
 
-def longest_context(model: Any) -> int | None:
-    """Tokens that a model can look back on, None when it does not say."""
-    config = load_config(model)
-    return getattr(config, "max_position_embeddings", None) if config is not None else None
+def longest_context(plan: Plan) -> int | None:
+    """Tokens that a run's model can look back on; None when it has no limit.
+
+    A module of the user's own does not say how many positions it has: only the length that it was trained on is known to work.
+    """
+    config = load_config(plan.model)
+    return plan.job.sequence_length if config is None else getattr(config, "max_position_embeddings", None)
+
+
+def _next_logits(module: nn.Module, context: Tensor) -> Tensor:
+    """Logits [V] of the token after the context [1, S]. Raises BadInput when the module cannot be called like this."""
+    try:
+        return logits_of(call_model(module, context))[0, -1].float().cpu()
+    except AhpError:
+        raise
+    except Exception as error:  # whatever a module of the user's own raises
+        told = f"{type(error).__name__}: {error}"
+        raise BadInput(f"model: its forward failed on {context.shape[1]} tokens in evaluation mode ({told})") from error
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:

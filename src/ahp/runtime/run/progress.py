@@ -50,13 +50,15 @@ class Display:
             self.console.print(words, soft_wrap=True)
 
     def words(self) -> str:
+        """The last step's loss; the speed, in tokens and in seconds alike, is that of the median of the last steps."""
         record = self.recent[-1]
         seconds = sorted(r["step_time_s"] for r in self.recent)[len(self.recent) // 2]
+        tokens = record["tokens_per_s"] * record["step_time_s"]
         left = (self.steps - record["step"]) * seconds
         predicted = f", predicted {_seconds(self.predicted_s)}" if self.predicted_s is not None else ""
         return (
             f"step {record['step']}/{self.steps}  loss {record['loss']:.3f}  "
-            f"{record['tokens_per_s']:,.0f} tokens/s  {_seconds(seconds)} a step{predicted}  "
+            f"{tokens / seconds:,.0f} tokens/s  {_seconds(seconds)} a step{predicted}  "
             f"{int(left) // 60}:{int(left) % 60:02d} left"
         )
 

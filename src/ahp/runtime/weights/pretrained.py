@@ -15,14 +15,16 @@ from torch import nn
 from ahp.errors import BadInput, bad_input
 from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges
 from ahp.runtime.torch_compat import local_tensor
-from ahp.runtime.weights.hub_names import InFiles, Piece, as_it_is, in_files
+from ahp.runtime.weights.hub_names import InFiles, Piece, as_it_is, in_files, kept_buffers
 
 
 class Pretrained:
     """The tensors in a folder of Hugging Face weights, by name. Only headers are read until a part is asked for."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, key: str = "init_from") -> None:
         self.folder = Path(folder).expanduser()
+        self.key = key
+        """What errors call the folder."""
         self.bytes_read = 0
         """Of tensors, by this process."""
         self._opened: dict[Path, Any] = {}
@@ -34,14 +36,14 @@ class Pretrained:
         paths = sorted(self.folder.glob("*.safetensors"))
         if not paths:
             what = "it holds no *.safetensors" if self.folder.is_dir() else "no such folder"
-            raise bad_input("init_from", str(self.folder), f"{what}; give a folder as save_pretrained writes it")
+            raise bad_input(self.key, str(self.folder), f"{what}; give a folder as save_pretrained writes it")
         index: dict[str, Path] = {}
         for path in paths:
             try:
                 with safe_open(path, framework="pt") as file:
                     index.update(dict.fromkeys(file.keys(), path))
             except SafetensorError as error:
-                raise bad_input("init_from", str(self.folder), f"{path.name} cannot be read ({error})") from None
+                raise bad_input(self.key, str(self.folder), f"{path.name} cannot be read ({error})") from None
         return index
 
     def check(self, module: nn.Module, known: dict[str, InFiles]) -> dict[str, InFiles]:
@@ -91,14 +93,14 @@ class Pretrained:
         if missing or unknown:
             told = [f"{what}: {', '.join(sorted(names)[:3])} ({len(names)} in all)"
                     for what, names in (("missing", missing), ("unknown", unknown)) if names]  # fmt: skip
-            raise bad_input("init_from", str(self.folder), f"not the weights of this model; {'; '.join(told)}")
+            raise bad_input(self.key, str(self.folder), f"not the weights of this model; {'; '.join(told)}")
 
     def _check_shapes(self, found: dict[str, InFiles]) -> None:
         for piece in (piece for one in found.values() for piece in one.pieces):
             shape = tuple(self._file(piece.stored).get_slice(piece.stored).get_shape())
             if shape != piece.shape:
                 raise bad_input(
-                    "init_from",
+                    self.key,
                     str(self.folder),
                     f"{piece.stored} has the shape {list(shape)}, the model's has {list(piece.shape)}; the model's "
                     "config must be that of the weights",
@@ -188,6 +190,15 @@ def fill(
         for name, buffer in buffers:
             if name in stored:
                 buffer.copy_(source.part(stored[name], {}))
+
+
+def fill_whole(module: nn.Module, source: Pretrained) -> None:
+    """Copy all of a folder's weights into a module that is not cut. Raises BadInput unless they are this module's."""
+    stored = source.check(module, in_files(module))
+    with torch.no_grad():
+        for name, tensor in (*module.named_parameters(), *kept_buffers(module)):
+            if name in stored:
+                tensor.copy_(source.part(stored[name], {}))
 
 
 def check_folder(folder: str | Path, module: nn.Module) -> Path:
