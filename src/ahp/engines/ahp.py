@@ -13,8 +13,8 @@ from ahp.schedule.patterns import SPLIT_BACKWARD, WHOLE_BACKWARD
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
 OFFLOAD_BUCKET_BYTES = 256 * 2**20
-"""Moments that are on the device at once under ``engine.offload_optimizer``, at least one parameter's: enough to keep a link of
-tens of GB/s busy for milliseconds, little beside what is saved."""
+"""Moments that are on the device at once under ``engine.offload_optimizer``, in buckets that come, are updated and go back (runtime/optimizer/offload.py):
+each of them keeps a link of tens of GB/s busy for a millisecond, and all are little beside what is saved."""
 
 FP8_MULTIPLE = 16
 """Of what the dims of a weight must be, whole and in parts, for a product in 8 bits (torch._scaled_mm; ATen/native/cuda/ScaledBlas.cpp).

@@ -146,7 +146,7 @@ class Traits:
     host_state_bytes: int = 0
     """Of ``optimizer_state_bytes``, those that lie in host memory: for each update they come to the device, and go back."""
     host_bucket_bytes: int = 0
-    """So many of them are on the device at once; all of one weight, where it has more."""
+    """So many of them are on the device at once, at most."""
 
     @property
     def device_state_bytes(self) -> int:

@@ -209,8 +209,6 @@ class RankWeights:
     """Of the total, weights of experts: an expert-parallel group holds them once, so that fewer ranks divide their states."""
     shapes: int = 0
     """One weight of each shape in a block, of the block where they are the most: experts have the same shapes."""
-    largest_weight: int = 0
-    """Of the total, those of the largest weight."""
     largest_without_experts: int = 0
     """Of the block that has the most of them, those that are no weights of experts."""
 
@@ -269,9 +267,7 @@ def state_bytes(
 
 def visiting_bytes(weights: RankWeights, traits: Traits, *, shards: int, expert_ranks: int = 1) -> int:
     """Bytes of states from host memory that are on the device at once while the weights are updated, at most."""
-    most = weights.largest_weight / (max(1.0, shards / expert_ranks) if weights.experts else shards)
-    at_once = max(traits.host_bucket_bytes, most * traits.host_state_bytes)
-    return math.ceil(min(at_once, weights.updated(shards, expert_ranks) * traits.host_state_bytes))
+    return math.ceil(min(traits.host_bucket_bytes, weights.updated(shards, expert_ranks) * traits.host_state_bytes))
 
 
 @dataclass(frozen=True)

@@ -287,8 +287,8 @@ class Pricer:
         return parameters * self.optimizer_bytes(traits) / self.unit_pricer.rates.bytes_per_s
 
     def offload_s(self, parameters: float, traits: Traits) -> float:
-        """States of so many parameters from host memory to one device and back, one way after the other: copies and updates
-        are in one stream (runtime/optimizer/offload.py)."""
+        """States of so many parameters from host memory to one device and back, both ways added up. They go at the same
+        time (runtime/optimizer/offload.py), but what a link carries then is known of none in the catalogue, only what it carries one way."""
         if not traits.host_state_bytes:
             return 0.0
         bytes_per_s = self.nodes.device.host_bandwidth_bytes_per_s
@@ -406,7 +406,6 @@ class Pricer:
             experts=sum(unit.experts for unit in blocks),
             shapes=max((unit.shapes for unit in blocks), default=0),
             largest_without_experts=max((unit.parameters - unit.experts for unit in blocks), default=0),
-            largest_weight=max((unit.largest for unit in (*blocks, units.embedding, units.head)), default=0),
         )
 
     def _forecast(

@@ -41,5 +41,3 @@ class Unit:
     """Of them, those of experts, which fewer data ranks hold alike."""
     shapes: int
     """Of them, one of each shape: all but those of every expert but one."""
-    largest: int
-    """Of them, those of the largest weight."""

@@ -148,7 +148,6 @@ class _Held(NamedTuple):
     parameters: int
     experts: int
     shapes: int
-    largest: int
 
 
 @dataclass(frozen=True)
@@ -386,7 +385,6 @@ class UnitPricer:
             parameters=sum(held.values()),
             experts=sum(count for name, count in held.items() if name in one),
             shapes=sum((held | one).values()),
-            largest=max(held.values(), default=0),
         )
         forward = list(segment.phase("forward"))
         attention = tuple(op for op in forward if "attention" in op.name)

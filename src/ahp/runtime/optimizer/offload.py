@@ -2,16 +2,32 @@
 
 The update itself stays torch's fused AdamW on the device, so that it is the very same one; weights and gradients, which FSDP2
 computes with, stay there too. Two of the four fp32 numbers of a parameter leave the device.
+
+While one bucket is updated the next comes in and the one before goes back, each way on a stream of its own:
+
+    stream in        bucket 0   bucket 1   bucket 2   ...
+    stream compute              update 0   update 1   update 2   ...
+    stream out                             bucket 0   bucket 1   bucket 2   ...
+
+AdamW works element by element, so a bucket may hold a part of a weight: what is on the device never exceeds the slots.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
+from torch.optim.adamw import adamw as adamw_update
 
 from ahp.engines.ahp import OFFLOAD_BUCKET_BYTES
 from ahp.errors import HardwareMismatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NUM_SLOTS = 4
+"""Buckets on the device at once: one that comes, one that is updated, one that goes back, and one so that none waits for another."""
+ALIGNED_BYTES = 256
+"""Where parts begin: torch's fused kernels read sixteen bytes at once, a processor's a line of its cache."""
 
 
 def refuse_without_host(device: torch.device) -> None:
@@ -22,57 +38,150 @@ def refuse_without_host(device: torch.device) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Part:
+    """Elements ``first .. end`` of a shard, seen flat, and their place in the bucket's slot."""
+
+    shard: torch.Tensor
+    first: int
+    end: int
+    at: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor like the shard; shares its memory."""
+        return tensor.detach().reshape(-1)[self.first : self.end]
+
+    def in_slot(self, slot: torch.Tensor) -> torch.Tensor:
+        """Where they are in a slot [moments, elements]: [moments, end - first]."""
+        return slot[:, self.at : self.at + self.end - self.first]
+
+
+@dataclass
+class Bucket:
+    """Parts of one group of AdamW's that come to the device together."""
+
+    group: dict[str, Any]
+    """AdamW's settings for them."""
+    parts: list[Part] = field(default_factory=list)
+    num_elements: int = 0
+    """Of a slot that holds them, with what lies between parts so that they are aligned."""
+
+
 class HostMoments:
     """Keeps the moments of an AdamW in host memory, pinned where the device is a GPU, and takes its steps."""
 
     def __init__(self, adamw: torch.optim.AdamW, *, bucket_bytes: int = OFFLOAD_BUCKET_BYTES) -> None:
+        """``bucket_bytes``: of moments, at most so many are on the device at once."""
         self.adamw = adamw
-        shards: list[torch.Tensor] = [shard for group in adamw.param_groups for shard in group["params"]]
-        for shard in shards:
+        self.shards: list[torch.Tensor] = [shard for group in adamw.param_groups for shard in group["params"]]
+        """Empty ones too, which are in no bucket and count their steps."""
+        for shard in self.shards:
             state = adamw.state[shard]
             state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
             for key in MOMENTS:
                 state[key] = torch.zeros(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
-        self.buckets = _buckets(shards, bucket_bytes)
+        self.device = self.shards[0].device
+        self.buckets = _buckets(adamw.param_groups, bucket_bytes // NUM_SLOTS)
+        device = torch.get_device_module(self.device)
+        self.incoming, self.outgoing = device.Stream(), device.Stream()
 
+    @torch.no_grad()
     def step(self) -> None:
         """As ``AdamW.step``, bucket by bucket: parameters without a gradient stay as they are. No gradient is left.
 
-        All copies go in the order of the device's stream, so that moments may be read only after ``wait``.
+        When the compute stream gets here again all moments are back, so they may be read only after ``wait``.
         """
-        gradients = {shard: shard.grad for bucket in self.buckets for shard in bucket}
-        for shard in gradients:
+        updated = {shard for shard in self.shards if shard.grad is not None}
+        device = torch.get_device_module(self.device)
+        compute = device.current_stream(self.device)
+        slots = self._slots()
+        is_free = [device.Event() for _ in slots]
+        self.incoming.wait_stream(compute)  # a slot's memory may still be read by what had it before
+        for number, bucket in enumerate(self.buckets):
+            slot, free = slots[number % NUM_SLOTS], is_free[number % NUM_SLOTS]
+            parts = [part for part in bucket.parts if part.shard in updated]
+            with device.stream(self.incoming):
+                if number >= NUM_SLOTS:
+                    self.incoming.wait_event(free)
+                self._copy(parts, slot, to_host=False)
+            compute.wait_stream(self.incoming)
+            self._update(bucket.group, parts, slot)
+            self.outgoing.wait_stream(compute)
+            with device.stream(self.outgoing):
+                self._copy(parts, slot, to_host=True)
+                free.record(self.outgoing)
+        compute.wait_stream(self.outgoing)  # whatever has the slots' memory next comes after
+        self._count(updated)
+        for shard in self.shards:
             shard.grad = None
-        for bucket in self.buckets:
-            updated = [shard for shard in bucket if gradients[shard] is not None]
-            kept = [{key: self.adamw.state[shard][key] for key in MOMENTS} for shard in updated]
-            for shard, host in zip(updated, kept, strict=True):
-                shard.grad = gradients.pop(shard)
-                self.adamw.state[shard].update(
-                    {key: moment.to(shard.device, non_blocking=True, copy=True) for key, moment in host.items()}
-                )
-            self.adamw.step()
-            for shard, host in zip(updated, kept, strict=True):
-                shard.grad = None
-                for key, moment in host.items():
-                    moment.copy_(self.adamw.state[shard][key], non_blocking=True)
-                self.adamw.state[shard].update(host)
+
+    def _count(self, updated: set[torch.Tensor]) -> None:
+        """One step more, but where AMP's gradient scaler found that the gradients overflowed: then the kernels did nothing."""
+        overflowed = getattr(self.adamw, "found_inf", None)
+        for shard in updated:
+            self.adamw.state[shard]["step"] += 1 if overflowed is None else 1 - overflowed
+
+    def _slots(self) -> list[torch.Tensor]:
+        """[moments, elements] each. Made for a step, when activations are gone, and freed after it."""
+        like = self.shards[0]
+        return [
+            like.new_empty((len(MOMENTS), max(bucket.num_elements for bucket in self.buckets[number::NUM_SLOTS])))
+            for number in range(min(NUM_SLOTS, len(self.buckets)))
+        ]
+
+    def _copy(self, parts: list[Part], slot: torch.Tensor, *, to_host: bool) -> None:
+        for part in parts:
+            for key, here in zip(MOMENTS, part.in_slot(slot), strict=True):
+                host = part.of(self.adamw.state[part.shard][key])
+                target, source = (host, here) if to_host else (here, host)
+                target.copy_(source, non_blocking=True)
+
+    def _update(self, group: dict[str, Any], parts: list[Part], slot: torch.Tensor) -> None:
+        """Torch's fused AdamW on these parts, whose moments are in the slot. What AMP's gradient scaler gives an optimizer is taken
+        as ``AdamW.step`` takes it."""
+        here = [part.in_slot(slot) for part in parts]
+        beta1, beta2 = group["betas"]
+        adamw_update(
+            [part.of(part.shard) for part in parts],
+            [part.of(part.shard.grad) for part in parts if part.shard.grad is not None],
+            [moments[0] for moments in here],
+            [moments[1] for moments in here],
+            [],
+            # A shard's own count goes up once a step, however many parts it has.
+            [self.adamw.state[part.shard]["step"].clone() for part in parts],
+            fused=True,
+            grad_scale=getattr(self.adamw, "grad_scale", None),
+            found_inf=getattr(self.adamw, "found_inf", None),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def wait(self) -> None:
         """Until the moments in host memory are those after the last step."""
-        for device in {shard.device for bucket in self.buckets for shard in bucket if shard.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        torch.get_device_module(self.device).synchronize(self.device)
 
 
-def _buckets(shards: list[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:
-    """Neighbours together, as many as have moments of so many bytes; what is larger alone goes alone."""
-    buckets: list[list[torch.Tensor]] = []
-    held = 0
-    for shard in shards:
-        size = len(MOMENTS) * shard.numel() * shard.element_size()
-        if not buckets or held + size > bucket_bytes:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(shard)
-        held += size
+def _buckets(groups: list[dict[str, Any]], slot_bytes: int) -> list[Bucket]:
+    """The shards of AdamW's groups in their order, cut so that every slot is full but the last of a group."""
+    buckets: list[Bucket] = []
+    for group in groups:
+        bucket: Bucket | None = None
+        for shard in group["params"]:
+            assert shard.is_contiguous(), "its elements are counted as they lie in memory"
+            aligned = ALIGNED_BYTES // shard.element_size()
+            capacity = max(aligned, slot_bytes // (len(MOMENTS) * ALIGNED_BYTES) * aligned)
+            first = 0
+            while first < shard.numel():
+                if bucket is None or bucket.num_elements == capacity:
+                    bucket = Bucket(group)
+                    buckets.append(bucket)
+                end = min(shard.numel(), first + capacity - bucket.num_elements)
+                bucket.parts.append(Part(shard, first, end, bucket.num_elements))
+                bucket.num_elements += -(-(end - first) // aligned) * aligned
+                first = end
     return buckets
