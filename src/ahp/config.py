@@ -121,7 +121,7 @@ HELP: dict[str, str] = {
     "job.data_field": "key of a row with its text or messages; null = text, prompt and completion, or messages, as there is",
     "job.packing": "packed: documents one after the other, cut into sequences; padded: one document in a sequence",
     "job.document_mask": "packed documents do not see each other, and positions start again at each (docs/data.md)",
-    "job.validation": "held-out text: data as job.data, or a share of its documents such as 0.05; null = none",
+    "job.validation": "held-out text: data as job.data, or a share of its documents such as 0.05 (of its tokens where that is none); null = none",
     "job.sequence_length": "tokens of one sequence",
     "job.global_batch_size": "sequences of one optimizer step, over all devices",
     "job.steps": "optimizer steps of the whole job",

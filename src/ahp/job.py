@@ -60,7 +60,7 @@ class Job(Record):
     document_mask: bool = False
     """Whether attention is masked between the documents of one sequence, and positions start again at each."""
     validation: Annotated[float, Field(gt=0, lt=1)] | str | None = None
-    """Text that is held out: other data, as ``data``; or a share of the documents of ``data``, the last ones."""
+    """Text that is held out: other data, as ``data``; or a share of the documents of ``data``, the last ones (of its tokens where that is none or all)."""
     sequence_length: int = Field(default=256, ge=2, le=1_000_000_000)
     global_batch_size: int = Field(default=16, ge=1, le=1_000_000_000)
     """Sequences per optimizer step, over all devices."""

@@ -78,6 +78,28 @@ def test_jsonl_faults_name_file_and_line(tmp_path: Path, line: str) -> None:
         list(text.find(str(file)).documents(template))
 
 
+LATIN = "Stra\N{LATIN SMALL LETTER SHARP S}e".encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.txt", b"plain " + LATIN, r"a\.txt: byte 0xdf at offset 10 is not UTF-8.*LATIN1"),
+        ("a.txt", "text".encode("utf-16"), r"a\.txt: byte 0xff at offset 0 .*UTF-16"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": "' + LATIN + b'"}\n', r"a\.jsonl line 2: byte 0xdf at offset 31 "),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": "ab\\ud800"}\n', r"a\.jsonl line 2: \\ud800 at character 2 is half of a pair"),
+    ],
+)  # fmt: skip
+def test_bytes_that_are_no_text_are_refused_with_their_place(
+    folder: Path, name: str, content: bytes, told: str
+) -> None:
+    """They were read with signs for what could not be, and trained on."""
+    (folder / name).write_bytes(content)
+    for data in (folder, folder / name):
+        with pytest.raises(BadInput, match=r"job\.data: .*" + told):
+            prepare(str(data), VOCABULARY)
+
+
 def test_a_field_is_read_where_it_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"text": "title", "body": "words"}) + "\n")
@@ -460,12 +482,27 @@ def test_held_out_documents_are_the_last_and_not_trained_on() -> None:
     assert other is not None
     assert other.num_sequences == 10
     assert validation_batches_for(Job(), corpus, None, masked=False) is None
-    with pytest.raises(BadInput, match=r"job\.validation = 0\.01: that is no document of the 10"):
-        batches_for(job.model_copy(update={"validation": 0.01}), corpus, masked=False)
     with pytest.raises(BadInput, match=r"job\.validation = 0\.1: .*fewer than one batch"):
         validation_batches_for(
             job.model_copy(update={"validation": 0.1, "global_batch_size": 6}), corpus, None, masked=False
         )
+
+
+@pytest.mark.parametrize(("lengths", "share"), [([400], 0.2), ([400], 0.6), ([300, 100], 0.2), ([200, 200], 0.8)])
+def test_the_last_tokens_are_held_out_where_documents_are_too_few(lengths: list[int], share: float) -> None:
+    """One long file has no last document to hold out: it is cut, and what is left of a document is one."""
+    job = Job(sequence_length=8, global_batch_size=2, validation=share)
+    corpus, first = made_of(lengths), 400 - round(share * 400)
+    train, held_out = batches_for(job, corpus, masked=False), validation_batches_for(job, corpus, None, masked=False)
+    assert held_out is not None
+    seen = []
+    for batches, tokens in ((train, range(first)), (held_out, range(first, 400))):
+        batch = [batches(step) for step in range(batches.num_sequences // 2)]
+        assert sorted(torch.cat([b["input_ids"] for b in batch]).flatten().tolist()) == list(tokens)
+        seen.append(sum((b["labels"] == NOT_SCORED).sum().item() for b in batch))
+    assert seen == [1 + sum(0 < start < first for start in corpus.starts), 1 + sum(corpus.starts > first)]
+    with pytest.raises(BadInput, match=r"job\.validation = 0\.01: its 4 tokens make 0 sequences"):
+        validation_batches_for(job.model_copy(update={"validation": 0.01}), corpus, None, masked=False)
 
 
 def test_less_text_than_one_batch_is_refused() -> None:

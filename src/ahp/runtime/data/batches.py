@@ -42,7 +42,7 @@ class Batches:
     ``packed``: documents are concatenated and cut into sequences of ``sequence_length``; what is left at the end is not
     used. ``padded``: a sequence holds one document, or a part of one that is longer, and is filled up.
     Every epoch is a permutation of all sequences, drawn from (seed, epoch). Nothing is remembered between steps, and of
-    the tokens only those of the rows that are asked for are read.
+    the tokens only those of the rows that are asked for are read. ``named`` is what errors call the text.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Batches:
         masking: Masking | None = None,
         packing: Packing = "packed",
         document_mask: bool = False,
+        named: str = "job.data",
     ) -> None:
         self.corpus = corpus
         self.masking = masking
@@ -71,11 +72,10 @@ class Batches:
         else:
             self.num_sequences = len(corpus.tokens) // sequence_length
         if self.num_sequences < global_batch_size:
-            raise bad_input(
-                "job.data",
-                str(len(corpus.tokens)) + " tokens",
-                f"they make {self.num_sequences} sequences of job.sequence_length {sequence_length}, fewer than one "
-                f"batch of job.global_batch_size {global_batch_size}; give more text or make either smaller",
+            raise BadInput(
+                f"{named}: its {len(corpus.tokens)} tokens make {self.num_sequences} sequences of job.sequence_length "
+                f"{sequence_length}, fewer than one batch of job.global_batch_size {global_batch_size}; give more text or make "
+                "either smaller"
             )
         # The two epochs that a batch may touch; a cache of a pure function, not a state.
         self._permutation = lru_cache(maxsize=2)(self._draw)
@@ -160,38 +160,36 @@ class Batches:
 
 def batches_for(job: Job, corpus: Corpus, *, masked: bool) -> Batches:
     """The batches that a job trains on. Raises BadInput when the text is shorter than one, or does not suit the model."""
-    share = _held_out(job, corpus)
-    return _batches(job, corpus.part(0, len(corpus.starts) - share) if share else corpus, masked)
+    first = _first_held_out(job, corpus)
+    trained = corpus if first == len(corpus.tokens) else corpus.part(0, first)
+    return _batches(job, trained, masked, f"job.data = {job.data!r}")
 
 
 def validation_batches_for(job: Job, corpus: Corpus, other: Corpus | None, *, masked: bool) -> Batches | None:
-    """The batches of the text that a job holds out: the last documents of ``corpus``, or those of ``other``; None for neither.
+    """The batches of the text that a job holds out: the last of ``corpus``, or ``other``; None for neither.
 
     Raises BadInput as ``batches_for`` does.
     """
     if job.validation is None:
         return None
     if other is None:
-        count = len(corpus.starts)
-        other = corpus.part(count - _held_out(job, corpus), count)
-    try:
-        return _batches(job, other, masked)
-    except BadInput as error:
-        raise BadInput(f"job.validation = {job.validation!r}: {error}") from None
+        other = corpus.part(_first_held_out(job, corpus), len(corpus.tokens))
+    return _batches(job, other, masked, f"job.validation = {job.validation!r}")
 
 
-def _held_out(job: Job, corpus: Corpus) -> int:
-    """Documents at the end of a corpus that are not trained on, where the job holds out a share of them."""
+def _first_held_out(job: Job, corpus: Corpus) -> int:
+    """The token from which on a corpus is not trained on: where the last documents begin, by the share that the job holds out.
+
+    Where that share is no document, or is all of them, it is the last tokens.
+    """
+    count, size = len(corpus.starts), len(corpus.tokens)
     if not isinstance(job.validation, float):
-        return 0
-    count = round(job.validation * len(corpus.starts))
-    if count == 0:
-        rule = f"that is no document of the {len(corpus.starts)} there are; give a larger share, or other text"
-        raise bad_input("job.validation", job.validation, rule)
-    return count
+        return size
+    documents = round(job.validation * count)
+    return int(corpus.starts[count - documents]) if 0 < documents < count else size - round(job.validation * size)
 
 
-def _batches(job: Job, corpus: Corpus, masked: bool) -> Batches:
+def _batches(job: Job, corpus: Corpus, masked: bool, named: str) -> Batches:
     masking = None
     if masked:
         if job.packing == "padded":
@@ -199,7 +197,7 @@ def _batches(job: Job, corpus: Corpus, masked: bool) -> Batches:
             raise bad_input("job.packing", job.packing, rule, ["packed"])
         if corpus.scored is not None:
             rule = "a masked language model has no prompt to read; give it plain text (.txt, or rows with a key text)"
-            raise bad_input("job.data", job.data, rule)
+            raise BadInput(f"{named}: {rule}")
         tokenizer = corpus.tokenizer()
         masking = Masking(tokenizers.mask(tokenizer), tokenizer.get_vocab_size())
     return Batches(
@@ -210,6 +208,7 @@ def _batches(job: Job, corpus: Corpus, masked: bool) -> Batches:
         masking=masking,
         packing=job.packing,
         document_mask=job.document_mask,
+        named=named,
     )
 
 

@@ -26,7 +26,7 @@ from ahp.runtime.files import crc32
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 """Counts up when the cache's files change meaning; an entry of another format is never found."""
 FILES = ("tokenizer.json", "tokens.bin", "starts.bin", "scored.bin")
 """Of an entry, beside meta.json; the last only where some token is not scored."""
@@ -53,14 +53,16 @@ class Corpus:
     """bool [num_tokens], memory-mapped: which tokens the model is trained to write; None = all of them."""
 
     def part(self, first: int, end: int) -> Corpus:
-        """The documents ``first`` to ``end``, the last one not included."""
-        last_token = int(self.starts[end]) if end < len(self.starts) else len(self.tokens)
-        tokens = slice(int(self.starts[first]) if first < len(self.starts) else last_token, last_token)
+        """The tokens ``first`` to ``end``, the last one not included; what is left of a document begins one of its own."""
+        begin, after = np.searchsorted(self.starts, [first, end])
+        starts = self.starts[begin:after] - first
+        if first < end and (not len(starts) or starts[0] > 0):
+            starts = np.insert(starts, 0, 0)
         return replace(
             self,
-            tokens=self.tokens[tokens],
-            starts=self.starts[first:end] - tokens.start,
-            scored=None if self.scored is None else self.scored[tokens],
+            tokens=self.tokens[first:end],
+            starts=starts,
+            scored=None if self.scored is None else self.scored[first:end],
         )
 
     def tokenizer(self) -> Tokenizer:

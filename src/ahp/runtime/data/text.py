@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import importlib.util
 import json
@@ -59,14 +60,16 @@ class TextSource:
     def documents(self, template: Template) -> Iterator[Document]:
         """Every document that is not empty: a .txt file is one, a row of anything else is one (or more, a conversation).
 
-        Raises BadInput, naming file and line, where a row is of no known shape.
+        Raises BadInput, naming file and line, where a row is of no known shape or bytes are not UTF-8.
         """
         for row, where, size in self._rows():
             if isinstance(row, str):
                 if row.strip():
                     yield Document((Piece(row, True),), size)
-            else:
-                yield from documents_of(row, where, size, template, self.field)
+                continue
+            for document in documents_of(row, where, size, template, self.field):
+                _refuse_halves(document.text, where)
+                yield document
 
     def _rows(self) -> Iterator[tuple[object, str, float]]:
         """Row, its place in words, and its share of the source's bytes."""
@@ -80,7 +83,7 @@ class TextSource:
             elif file.suffix == ".parquet":
                 yield from _parquet_rows(file)
             else:
-                yield file.read_text(encoding="utf-8", errors="replace"), str(file), file.stat().st_size
+                yield _decoded(file.read_bytes(), str(file)), str(file), file.stat().st_size
 
 
 def find(data: str, field: str | None = None) -> TextSource:
@@ -162,15 +165,44 @@ def _standard_library() -> list[Path]:
 
 
 def _json_lines(file: Path) -> Iterator[tuple[object, str, float]]:
+    end = 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            begin, end = end, end + len(line)
             if not line.strip():
                 continue
             where = f"{file} line {number}"
+            text = _decoded(line, where, begin)
             try:
-                yield json.loads(line.decode("utf-8", errors="replace")), where, len(line)
+                yield json.loads(text), where, len(line)
             except ValueError as error:
                 raise BadInput(f"job.data: {where}: not JSON ({error})") from None
+
+
+def _decoded(content: bytes, where: str, begin: int = 0) -> str:
+    """The text that bytes are, ``begin`` bytes after the start of their file. Raises BadInput where they are no UTF-8."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte, offset = content[error.start], begin + error.start
+        if begin == 0 and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            fix = "it begins as UTF-16 does: iconv -f UTF-16 -t UTF-8 FILE > NEW"
+        else:
+            fix = "if it is Latin-1: iconv -f LATIN1 -t UTF-8 FILE > NEW"
+        raise BadInput(
+            f"job.data: {where}: byte 0x{byte:02x} at offset {offset} is not UTF-8, and text must be (valid: UTF-8; {fix})"
+        ) from None
+
+
+def _refuse_halves(text: str, where: str) -> None:
+    """JSON can hold one half of a UTF-16 pair, which is no character and which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadInput(
+            f"job.data: {where}: \\u{ord(text[error.start]):04x} at character {error.start} is half of a pair, no character of its own "
+            "(valid: the pair, or neither half)"
+        ) from None
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[object, str, float]]:
