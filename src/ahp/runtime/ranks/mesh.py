@@ -122,4 +122,5 @@ def _numbered(parallelism: Parallelism) -> torch.Tensor:
     """The rank at each place of the mesh, with one dim for each axis: ranks are numbered as ``mesh_order`` says."""
     numbered: list[Axis] = [*(axis for axis in AXES if parallelism.degree(axis) == 1), *parallelism.axes]
     ranks = torch.arange(parallelism.world_size).view([parallelism.degree(axis) for axis in numbered])
-    return ranks.permute([numbered.index(axis) for axis in AXES])
+    # A copy: torch 2.11 reads the order of the axes off the strides, and a dim of size 1 may have any in a view.
+    return ranks.permute([numbered.index(axis) for axis in AXES]).clone(memory_format=torch.contiguous_format)
