@@ -157,7 +157,7 @@ def test_missing_data_is_refused_before_any_worker_starts(folder: RunFolder) -> 
     ("changes", "rule"),
     [
         ({}, r"fewer than one batch of job\.global_batch_size"),
-        ({"validation": 0.5, "global_batch_size": 1, "sequence_length": 16}, r"job\.validation = 0\.5"),
+        ({"validation": 0.2, "global_batch_size": 1, "sequence_length": 2}, r"job\.validation = 0\.2: its 1 tokens"),
         ({"packing": "padded"}, "fewer than one batch"),
     ],
 )
