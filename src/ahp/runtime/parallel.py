@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from ahp.runtime.compute.chunked_loss import Tail
 from ahp.runtime.compute.fp8 import check_parts, refuse_device
 from ahp.runtime.compute.loss import Loss, PendingCount, count_scored
 from ahp.runtime.experts.balance_loss import Balance, balance_of
+from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.limits import refuse_model, refuse_plan, refuse_what_stays_outside
 from ahp.runtime.optimizer.adamw import ShardedOptimizer, matrices_of
 from ahp.runtime.optimizer.learning_rate import learning_rate
@@ -41,26 +41,13 @@ from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
 from ahp.runtime.shard.ownership import LocalParameters, ParameterNames, TiedParameters
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.stage_setup import StageSetup, cut_stages
+from ahp.runtime.step_result import StepResult
 from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.starting_values import StartingValues
 from ahp.search.slicing.model import ModelSlicing, slice_outline
 
 if TYPE_CHECKING:
     from ahp.runtime.weights.saver import BackgroundSaver
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step gave; the same on every rank."""
-
-    loss: float
-    """Mean cross-entropy over the scored tokens of the global batch, before the update; and the weighted balance loss of a
-    mixture of experts, where the model's config asks for it (docs/runtime/experts.md)."""
-    grad_norm: float
-    """Global norm of the gradient before clipping."""
-    learning_rate: float
-    skipped: bool = False
-    """Whether the gradients overflowed fp16, so that nothing was updated; ``grad_norm`` is no number then."""
 
 
 def parallelize(
@@ -107,8 +94,10 @@ class Parallel:
         self.plan, self.mesh, self.hosts = plan, mesh, hosts
         self.config = getattr(module, "config", None)
         self._saver: BackgroundSaver | None = None
-        self.bad_gradients: tuple[str, ...] = ()
-        """Of this rank, those that were no numbers at the last step."""
+        self.halts_at_fault = False
+        """Whether, once a loss or a gradient was no number, no later step changes a weight either: for a loop that calls the next step
+        before it has read that of the one before."""
+        self._halted = torch.zeros((), dtype=torch.bool, device=mesh.device)
         p = plan.parallelism
         blocks, balance = _blocks(module, p), balance_of(module)
         documents = documents_apart(module, plan.job.sequence_length) if plan.job.document_mask else None
@@ -151,7 +140,7 @@ class Parallel:
         """Of ``plan.init_from``, by this rank."""
         local.refresh_twins()
         self.state = TrainingState(
-            layout, local, self._optimizer(layout, matrices), LossScale(plan.job.precision), self.stages
+            layout, local, self._optimizer(layout, matrices), LossScale(plan.job.precision, mesh.device), self.stages
         )
         """What training changes."""
         vocabulary = bool(sliced and sliced.vocabulary)
@@ -262,7 +251,7 @@ class Parallel:
         scored tokens: the loss is the mean over all of them. Raises BadInput for other keys and shapes.
         """
         inputs, labels = self._checked(part)
-        state, scale = self.state, self.state.loss_scale.value
+        state, scale = self.state, self.state.loss_scale.factor
         scored = count_scored(labels, causal=self.loss.causal)
         self.loss.scale = scale
         self.loss.num_micro_batches = self._micro_batches(len(labels))
@@ -272,20 +261,25 @@ class Parallel:
         gradients = state.local.gradients()
         self.ties.sum_(gradients, state.optimizer.shards)
         squares = weighted_square_sum(gradients, self.copies, self.mesh.device)
-        mean_loss, norm = loss_and_norm(loss / self.mesh.size("tp"), squares)
-        mean_loss, norm = mean_loss / scale, norm / scale
-        skipped = not math.isfinite(norm) and state.loss_scale.can_skip()
-        state.loss_scale.update(overflowed=skipped)
+        figures = loss_and_norm(loss / self.mesh.size("tp"), squares.total, scale)
+        can_shrink = state.loss_scale.can_shrink()
+        state.loss_scale.update(overflowed=(~figures[1].isfinite()).float())
         rate = learning_rate(self.plan.job.optimizer, state.num_steps_done, self.plan.job.steps)
-        self.bad_gradients = (
-            () if math.isfinite(norm) else tuple(n for n, g in gradients.items() if not g.isfinite().all())
-        )
-        if math.isfinite(norm):
-            unscale_and_clip_(gradients, norm, self.plan.job.optimizer.grad_clip, scale)
-            state.optimizer.step(rate, gradients)
-            state.local.refresh_twins()
+        unscale_and_clip_(gradients, figures[1], self.plan.job.optimizer.grad_clip, scale)
+        state.optimizer.step(rate, gradients, leave_out=self._leaves_out(figures, can_shrink))
+        state.local.refresh_twins()
         state.num_steps_done += 1
-        return StepResult(mean_loss, norm, rate, skipped)
+        # Last in the queue: whoever has read the numbers knows that the step is over.
+        return StepResult(HostCopy(torch.cat((figures, can_shrink[None].double()))), rate, squares)
+
+    def _leaves_out(self, figures: torch.Tensor, can_shrink: torch.Tensor) -> torch.Tensor:
+        """Whether the update of this step is not made, bool scalar on the device: loss or norm is no number, or training has halted."""
+        bad = ~figures.isfinite().all()
+        if self.halts_at_fault:
+            failed = ~figures[0].isfinite() | (bad & ~can_shrink)
+            bad = bad | self._halted
+            self._halted |= failed
+        return bad
 
     def evaluate(self, parts: Iterable[dict[str, torch.Tensor]]) -> float:
         """Mean loss over the scored tokens of some global batches, without training on them: no dropout, no gradient.
@@ -295,15 +289,13 @@ class Parallel:
         size = self.plan.parallelism.micro_batch_size
         return evaluate(self.runner, self.mesh, size, (self._checked(part) for part in parts))
 
-    def find_fault(self, part: dict[str, torch.Tensor]) -> str:
+    def find_fault(self, part: dict[str, torch.Tensor], result: StepResult) -> str:
         """After a step whose loss or norm is no number, and which left the weights as they were: what it comes from, in words.
 
-        ``part``: as ``step`` had it. Collective; the same on every rank.
+        ``part``, ``result``: what ``step`` had and gave. Collective; the same on every rank.
         """
-        size = self.plan.parallelism.micro_batch_size
-        return find_fault(
-            self.runner, size, *self._checked(part), names=list(self.names.shapes), bad_gradients=self.bad_gradients
-        )
+        size, bad = self.plan.parallelism.micro_batch_size, result.bad_gradients
+        return find_fault(self.runner, size, *self._checked(part), names=list(self.names.shapes), bad_gradients=bad)
 
     def _checked(self, part: dict[str, torch.Tensor]) -> tuple[Inputs, torch.Tensor]:
         """What the model is called with, and the labels."""
@@ -314,7 +306,7 @@ class Parallel:
             rule = f"with job.document_mask {masks} its keys must be {', '.join(wanted[:-1])} and {wanted[-1]}"
             fault = f"{', '.join(missing)} is missing" if missing else f"{', '.join(unused)} would not be used"
             raise bad_input("part", sorted(part), f"{rule}; {fault}")
-        found = {key: part[key].to(self.mesh.device) for key in wanted}
+        found = {key: part[key].to(self.mesh.device, non_blocking=True) for key in wanted}
         shapes, size = {tuple(tensor.shape) for tensor in found.values()}, self.plan.parallelism.micro_batch_size
         rows, *rest = next(iter(shapes))
         if len(shapes) > 1 or len(rest) != 1 or rows % size or not rows:

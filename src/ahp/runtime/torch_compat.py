@@ -170,6 +170,24 @@ def why_graph_broke(error: Exception) -> str | None:
     return str(error).strip().splitlines()[0] if broke else None
 
 
+def leave_out_update(optimizer: torch.optim.Optimizer, leave_out: torch.Tensor | None) -> None:
+    """Let the next steps of a fused optimizer change nothing where ``leave_out``, a bool scalar on its device, is true: what
+    ``torch.amp.GradScaler`` sets on optimizers that read it themselves."""
+    optimizer.found_inf = None if leave_out is None else leave_out.float()  # type: ignore[attr-defined]
+
+
+def update_loss_scale_(
+    scale: torch.Tensor,
+    good_steps: torch.Tensor,
+    overflowed: torch.Tensor,
+    growth: float,
+    backoff: float,
+    interval: int,
+) -> None:
+    """``torch.amp.GradScaler``'s rule, on the device: float32 scale, int32 number of steps, float32 0 or 1."""
+    torch._amp_update_scale_(scale, good_steps, overflowed, growth, backoff, interval)
+
+
 def within_checkpoint(graph: GraphModule, contexts: Callable[[], Any] | None = None) -> GraphModule:
     """A graph of torch.compile's as it would be, had what it was made from been called by ``checkpoint``, with this ``context_fn`` or
     with none."""

@@ -35,16 +35,25 @@ def test_the_scale_moves_as_gradscalers() -> None:
         weight.grad.fill_(math.inf if overflowed else 1.0)
         scaler.step(optimizer)
         scaler.update()
-        ours.update(overflowed=overflowed)
+        ours.update(torch.tensor(float(overflowed)))
         assert ours.value == scaler.get_scale(), step
     assert ours.value == 65536 / 8 * 2, "it must have shrunk and grown"
 
 
+def test_at_a_scale_of_one_an_overflow_is_no_longer_mended() -> None:
+    scale = LossScale("fp16")
+    scale.value = 2.0
+    assert scale.can_shrink()
+    for _ in range(3):
+        scale.update(torch.tensor(1.0))
+        assert (scale.value, bool(scale.can_shrink())) == (1.0, False)
+
+
 def test_other_precisions_are_not_scaled() -> None:
     scale = LossScale("bf16")
-    scale.update(overflowed=True)
-    assert scale.value == 1.0
-    assert not scale.can_skip()
+    scale.update(torch.tensor(1.0))
+    assert scale.value == scale.factor == 1.0
+    assert not scale.can_shrink()
     assert scale.state() == {}
 
 

@@ -69,7 +69,7 @@ class Weight:
     def evaluate(self, parts: Iterable[dict[str, torch.Tensor]]) -> float:
         return sum(float(part["input_ids"].sum()) for part in parts)
 
-    def find_fault(self, part: dict[str, torch.Tensor]) -> str:
+    def find_fault(self, part: dict[str, torch.Tensor], result: Result) -> str:
         return f"the sum of {part['input_ids'].tolist()}"
 
     def seed_step(self, step: int) -> None:

@@ -44,9 +44,11 @@ def spoiled(rank: int, world: int, kind: str, layout: dict[str, Any]) -> tuple[s
         parallel.state.local.gradients = poisoned  # type: ignore[method-assign]
     before = {n: local_tensor(p.detach()).clone() for n, p in parallel.parameters.items()}
     part = parallel.shard(batch(0))
-    parallel.step(part)
+    result = parallel.step(part)
+    assert result.failed
+    assert not result.skipped
     same = all(local_tensor(p.detach()).equal(before[n]) for n, p in parallel.parameters.items())
-    return parallel.find_fault(part), same
+    return parallel.find_fault(part, result), same
 
 
 @pytest.mark.parametrize(

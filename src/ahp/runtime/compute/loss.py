@@ -52,7 +52,7 @@ class Loss:
         self.balance: Balance | None = None
         self.num_micro_batches = 1
         """Of the global batch, over all replicas: balance losses add up to their mean."""
-        self.scale = 1.0
+        self.scale: torch.Tensor | float = 1.0
         """What each loss is multiplied by (``ahp.runtime.optimizer.loss_scale``), so that fp16 holds its gradients."""
 
     def __call__(self, output: Any, labels: torch.Tensor) -> torch.Tensor:

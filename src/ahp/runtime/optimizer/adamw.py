@@ -12,7 +12,7 @@ from ahp.graph.blocks import NoBlocks, find_blocks
 from ahp.job import Optimizer as Settings
 from ahp.runtime.optimizer.muon import LocalMatrices, OwnedMatrices
 from ahp.runtime.optimizer.offload import HostMoments
-from ahp.runtime.torch_compat import local_tensor
+from ahp.runtime.torch_compat import leave_out_update, local_tensor
 
 
 def matrices_of(module: nn.Module, settings: Settings) -> frozenset[str]:
@@ -80,19 +80,24 @@ class ShardedOptimizer:
                 by_decay.setdefault(self.settings.weight_decay if decays else 0.0, []).append(shard)
         return [{"params": shards, "weight_decay": decay} for decay, shards in by_decay.items()]
 
-    def step(self, rate: float, gradients: dict[str, torch.Tensor]) -> None:
-        """One update at ``rate`` with this rank's parts of the gradients, by parameter name. Collective under Muon."""
+    def step(self, rate: float, gradients: dict[str, torch.Tensor], *, leave_out: torch.Tensor | None = None) -> None:
+        """One update at ``rate`` with this rank's parts of the gradients, by parameter name. Collective under Muon.
+
+        ``leave_out``: bool scalar on the device; where it is true no weight, no moment and no step count changes, whatever the gradients
+        hold. The host does not look at it.
+        """
         for name, shard in self.shards.items():
             shard.grad = gradients.get(name)
         for group in self.adamw.param_groups:
             group["lr"] = rate
+        leave_out_update(self.adamw, leave_out)
         (self.adamw if self.host is None else self.host).step()
-        self._muon_step(rate)
+        self._muon_step(rate, leave_out)
         for shard in self.shards.values():
             shard.grad = None
 
     @torch.no_grad()
-    def _muon_step(self, rate: float) -> None:
+    def _muon_step(self, rate: float, leave_out: torch.Tensor | None) -> None:
         """As ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, on this rank's parts of the matrices."""
         beta = self.settings.momentum
         # A rank whose part is empty takes part in what is exchanged all the same.
@@ -101,11 +106,11 @@ class ShardedOptimizer:
             for name, momentum in self.momentum.items()
         }
         for name, momentum in self.momentum.items():
-            momentum.lerp_(gradients[name], 1 - beta)
+            _write_(momentum, momentum.lerp(gradients[name], 1 - beta), leave_out)
         for name, part in self.muon.orthogonalized(lambda name: gradients[name].lerp(self.momentum[name], beta)):
             shard, (rows, columns) = self.shards[name], self.parameters[name].shape
-            shard.mul_(1 - rate * self.settings.weight_decay)
-            shard.add_(part, alpha=-rate * ADAMW_RMS * max(rows, columns) ** 0.5)
+            updated = shard.mul(1 - rate * self.settings.weight_decay)
+            _write_(shard, updated.add_(part, alpha=-rate * ADAMW_RMS * max(rows, columns) ** 0.5), leave_out)
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
         """States of one parameter's shard, made if no step was taken yet: tensors like it and, of AdamW, ``step``."""
@@ -120,6 +125,11 @@ class ShardedOptimizer:
             state["exp_avg"] = torch.zeros_like(shard)
             state["exp_avg_sq"] = torch.zeros_like(shard)
         return state
+
+
+def _write_(live: torch.Tensor, updated: torch.Tensor, leave_out: torch.Tensor | None) -> None:
+    """Take the updated values over, or none where ``leave_out`` is true."""
+    live.copy_(updated if leave_out is None else torch.where(leave_out, live, updated))
 
 
 ADAMW_RMS = 0.2

@@ -1,41 +1,62 @@
-"""The true global norm of the gradient, over every axis of the mesh, and clipping by it."""
+"""The true global norm of the gradient, over every axis of the mesh, and clipping by it. Nothing of it leaves the device."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 
-def weighted_square_sum(
-    gradients: dict[str, torch.Tensor], copies: dict[str, int], device: torch.device
-) -> torch.Tensor:
-    """Sum over this rank's gradients of ``|g|^2 / copies``, float64 scalar.
+@dataclass
+class SquareSum:
+    """Sum over this rank's gradients of ``|g|^2 / copies``, and the norms that it was made from."""
 
-    ``copies[name]``: how many ranks hold the very same elements. Added up over all ranks, every element of the model
+    total: torch.Tensor
+    """float64 scalar."""
+    norms: list[tuple[list[str], torch.Tensor]] = field(default_factory=list)
+    """Names of gradients, and the norm of each."""
+
+    def not_finite(self) -> tuple[str, ...]:
+        """The gradients whose norm is no number. The host waits for the device."""
+        return tuple(
+            n for names, norms in self.norms for n, ok in zip(names, norms.isfinite().tolist(), strict=True) if not ok
+        )
+
+
+def weighted_square_sum(gradients: dict[str, torch.Tensor], copies: dict[str, int], device: torch.device) -> SquareSum:
+    """``copies[name]``: how many ranks hold the very same elements. Added up over all ranks, every element of the model
     then counts once, however it is sharded, sliced, replicated or tied.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    by_copies: dict[int, list[torch.Tensor]] = {}
+    found = SquareSum(torch.zeros((), dtype=torch.float64, device=device))
+    by_copies: dict[int, list[str]] = {}
     for name, gradient in gradients.items():
         if gradient.numel() > 0:
-            by_copies.setdefault(copies[name], []).append(gradient)
-    for count, group in by_copies.items():
+            by_copies.setdefault(copies[name], []).append(name)
+    for count, names in by_copies.items():
         # One tensor's norm in fp32 (as clip_grad_norm_ takes it; five times faster than in float64), their sum in float64.
-        norms = torch.stack(torch._foreach_norm(group, 2.0)).double()
-        total += norms.square().sum() / count
-    return total
+        norms = torch.stack(torch._foreach_norm([gradients[name] for name in names], 2.0)).double()
+        found.total += norms.square().sum() / count
+        found.norms.append((names, norms))
+    return found
 
 
-def loss_and_norm(loss: torch.Tensor, square_sum: torch.Tensor) -> tuple[float, float]:
-    """Add up both over all ranks in one collective: the mean loss, the gradient norm."""
+def loss_and_norm(loss: torch.Tensor, square_sum: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """Add up both over all ranks in one collective: float64 [2], the mean loss and the gradient norm, both without the scale of the
+    loss."""
     both = torch.stack((loss.to(torch.float64), square_sum))
     dist.all_reduce(both)
-    return both[0].item(), both[1].sqrt().item()
+    return torch.stack((both[0], both[1].sqrt())) / scale
 
 
-def unscale_and_clip_(gradients: dict[str, torch.Tensor], norm: float, limit: float | None, scale: float) -> None:
+def unscale_and_clip_(
+    gradients: dict[str, torch.Tensor], norm: torch.Tensor, limit: float | None, scale: torch.Tensor | float
+) -> None:
     """Divide gradients in place by the scale of the loss, and multiply them by ``limit / norm`` when the norm, which is that
-    of the unscaled ones, is above it, as ``torch.nn.utils.clip_grad_norm_`` does."""
-    factor = 1.0 if limit is None else min(1.0, limit / (norm + 1.0e-6))
-    if factor / scale != 1.0:
-        torch._foreach_mul_(list(gradients.values()), factor / scale)
+    of the unscaled ones, is above it, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    ``norm``: float64 scalar on the gradients' device."""
+    factor = (torch.ones_like(norm) if limit is None else (limit / (norm + 1.0e-6)).clamp(max=1.0)) / scale
+    # Looking costs nothing on a CPU; on a GPU the host would wait, and one more pass over the gradients costs less.
+    if gradients and not (factor.is_cpu and factor == 1):
+        torch._foreach_mul_(list(gradients.values()), factor.float())

@@ -26,10 +26,10 @@ def find_fault(
 ) -> str:
     """In words, from a forward pass over this rank's rows with the weights that the failed step had. Collective.
 
-    ``names``: of all parameters, in the model's order; ``bad_gradients``: of this rank, those that were no numbers.
+    ``names``: of all parameters, in the model's order; ``bad_gradients``: of this rank, those whose norm was no number.
     Under tensor parallelism a block runs as one rewritten graph, so that the block is named and not what is inside. A module
     counts when its output has a NaN or a positive infinity (masks hold negative ones) and no module that ran before has. Where all outputs are numbers, the gradient is at fault: the last parameter in the model's order whose
-    gradient is no number, because backward carries a fault from there to all that come before.
+    gradient has a norm that is no number, because backward carries a fault from there to all that come before.
     """
     seen: list[tuple[int, str]] = []
     with ExitStack() as hooks, torch.no_grad():
