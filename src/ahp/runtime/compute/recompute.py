@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 Results = tuple[torch.Tensor, ...]
+Value = TypeVar("Value")
 Context = Callable[[], AbstractContextManager[Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Around the first run and around the second."""
@@ -45,10 +46,15 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"], forward_cont
     forward = block.forward
 
     def contexts() -> Contexts:
+        known = _Known()
+        first, second = _replacing(_KNOWN, known.learn), _both(_replacing(_KNOWN, known.recall), forward_context())
         if kind == "full":
-            return nullcontext(), forward_context()
+            return first, second
         (keep, again), kept = keep_products(), _Kept()
-        return _both(_within(kept.keep), keep), _both(_within(kept.give_back), _both(again, forward_context()))
+        return (
+            _both(first, _both(_replacing(_WITHIN, kept.keep), keep)),
+            _both(_replacing(_WITHIN, kept.give_back), _both(again, second)),
+        )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -72,6 +78,29 @@ def saved_once(compute: Callable[[], Results]) -> Results:
     return compute() if how is None else how(compute)
 
 
+def known_again(compute: Callable[[], Value]) -> Value:
+    """What ``compute`` returns; in the second run of a block, whatever the kind of recompute, what it returned in the first.
+
+    For a few numbers that the host must wait for, such as how many tokens go to each expert: not to be waited for twice.
+    """
+    return _KNOWN.get()(compute)
+
+
+class _Known:
+    """Values of one run of a block, in the order in which they were computed."""
+
+    def __init__(self) -> None:
+        self.values: deque[Any] = deque()
+
+    def learn(self, compute: Callable[[], Value]) -> Value:
+        found = compute()
+        self.values.append(found)
+        return found
+
+    def recall(self, compute: Callable[[], Value]) -> Value:
+        return self.values.popleft()  # type: ignore[no-any-return]
+
+
 class _Kept:
     """Results of one run of a block, in the order in which they were computed."""
 
@@ -79,7 +108,7 @@ class _Kept:
         self.results: deque[Results] = deque()
 
     def keep(self, compute: Callable[[], Results]) -> Results:
-        with _within(_of_parts):
+        with _replacing(_WITHIN, _of_parts):
             found = compute()
         # What autograd makes of the results themselves stays out of what is kept.
         self.results.append(tuple(result.detach() for result in found))
@@ -98,13 +127,21 @@ def _of_parts(compute: Callable[[], Results]) -> Results:
     return compute()
 
 
+def _computed(compute: Callable[[], Any]) -> Any:
+    return compute()
+
+
+_KNOWN: ContextVar[Callable[[Callable[[], Any]], Any]] = ContextVar("within recompute", default=_computed)
+"""What ``known_again`` does in this thread."""
+
+
 @contextmanager
-def _within(how: How) -> Iterator[None]:
-    token = _WITHIN.set(how)
+def _replacing(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _WITHIN.reset(token)
+        variable.reset(token)
 
 
 def _policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

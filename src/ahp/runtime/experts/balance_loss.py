@@ -40,8 +40,10 @@ class Balance:
         [2, E]. The first has no gradient."""
         probabilities = logits.softmax(dim=-1)
         chosen = probabilities.detach().topk(self.num_chosen, dim=-1).indices
-        counts = torch.bincount(chosen.reshape(-1), minlength=self.num_experts)
-        return torch.stack((counts.float(), probabilities.float().sum(dim=0)))
+        # bincount would let the host wait for the largest number
+        counts = probabilities.new_zeros(self.num_experts, dtype=torch.float32)
+        counts = counts.scatter_add(0, chosen.reshape(-1), counts.new_ones(()).expand(chosen.numel()))
+        return torch.stack((counts, probabilities.float().sum(dim=0)))
 
     def nothing(self, device: torch.device) -> torch.Tensor:
         """The sums before the first layer; trainable, because torch's pipeline sends gradients back for all that came."""

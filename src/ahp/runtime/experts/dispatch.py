@@ -2,11 +2,15 @@
 
 A module of experts (``ahp.graph.experts``) keeps its own forward. It runs on the tokens that arrived, as if its experts were
 all there are; around it every copy of a token is sent to the rank of its expert and its result is brought back. No token is
-dropped, whatever the router does. In the names of tensors T are tokens, H features, K the experts of a token.
+dropped, whatever the router does. In the names of tensors T are tokens, H features, K the experts of a token, E all experts.
+
+All-to-all needs on the host how many rows go to each rank. That is the one thing that the host waits for, once a layer and forward pass: in
+backward and in recompute it is known. What the module's own forward waits for is the model's.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from ahp.divisors import divisors
 from ahp.errors import bad_input
 from ahp.graph.experts import num_stacked
 from ahp.graph.outline import Outline
+from ahp.runtime.compute.recompute import known_again
 from ahp.runtime.compute.uncompiled import uncompiled
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.tensor.collectives import exchange_rows
@@ -72,6 +77,45 @@ def _count_fewer(module: nn.Module, number: int, here: int) -> None:
             setattr(module, name, here)
 
 
+class Traffic:
+    """How many copies of tokens this rank sends to each other one and gets from it. On its way to the host while the device goes on."""
+
+    def __init__(self, sorted_experts: torch.Tensor, num_experts: int, group: dist.ProcessGroup) -> None:
+        """``sorted_experts``: of each copy the expert, in rising order. Collective."""
+        device, ranks = sorted_experts.device, group.size()
+        ends_E = torch.searchsorted(sorted_experts, torch.arange(num_experts, device=device), right=True)
+        to_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        self.from_E = torch.empty_like(to_E)
+        """For each rank of the group, how many copies come from it for each expert of this rank."""
+        dist.all_to_all_single(self.from_E, to_E, group=group)
+        by_rank = torch.stack((to_E, self.from_E)).view(2, ranks, num_experts // ranks).sum(dim=2)
+        self._on_host = torch.empty_like(by_rank, device="cpu", pin_memory=device.type == "cuda")
+        self._on_host.copy_(by_rank, non_blocking=True)
+        self._arrived = torch.get_device_module(device).Event()
+        self._arrived.record()
+
+    @cached_property
+    def _each(self) -> list[list[int]]:
+        self._arrived.synchronize()
+        return self._on_host.tolist()  # type: ignore[no-any-return]
+
+    @property
+    def sent(self) -> list[int]:
+        """To each rank. Waits for the device."""
+        return self._each[0]
+
+    @property
+    def received(self) -> list[int]:
+        """From each rank. Waits for the device."""
+        return self._each[1]
+
+    def experts(self) -> torch.Tensor:
+        """Of each copy that comes the expert, counted from this rank's first."""
+        ranks = len(self.received)
+        experts = torch.arange(self.from_E.numel() // ranks, device=self.from_E.device).repeat(ranks)
+        return experts.repeat_interleave(self.from_E, output_size=sum(self.received))
+
+
 class DividedExperts:
     """Runs a module's experts on the tokens of all ranks of a group that chose them. It stays outside of compiled graphs: how
     many come is another number at each call."""
@@ -83,11 +127,13 @@ class DividedExperts:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         tokens_TH, chosen_TK, weights_TK = (*args, *kwargs.values())
         num_tokens, num_chosen = chosen_TK.shape
-        order = chosen_TK.reshape(-1).argsort(stable=True)  # copies of tokens by expert, and so by rank
-        sent, received, experts = self._counts(chosen_TK)
+        chosen, order = chosen_TK.reshape(-1).sort(stable=True)  # copies of tokens by expert, and so by rank
+        traffic = known_again(lambda: Traffic(chosen, self.num_experts, self.group))
         copies = tokens_TH[order // num_chosen], weights_TK.reshape(-1, 1)[order]
+        sent, received = traffic.sent, traffic.received
         arrived, weights = exchange_rows(copies, sent, received, self.group)
-        if not experts.numel():
+        experts = traffic.experts()
+        if not sum(received):
             # A rank without a token computes on one of zeros and sends nothing back: its weights get gradients of zero, and it
             # takes part in whatever sums them.
             arrived, weights, experts = (
@@ -99,15 +145,3 @@ class DividedExperts:
             results = self.forward(*values[: len(args)], **named)
         (back,) = exchange_rows((results[: sum(received)],), received, sent, self.group)
         return back[order.argsort()].view(num_tokens, num_chosen, -1).sum(dim=1)
-
-    def _counts(self, chosen_TK: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
-        """Copies of tokens that go to each rank and come from it; and of each that comes the expert, counted from this
-        rank's first."""
-        ranks = self.group.size()
-        here = self.num_experts // ranks
-        sent = torch.bincount(chosen_TK.reshape(-1), minlength=self.num_experts)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        each = torch.stack((sent, received)).view(2, ranks, here).sum(dim=2).tolist()
-        experts = torch.arange(here, device=sent.device).repeat(ranks).repeat_interleave(received)
-        return each[0], each[1], experts

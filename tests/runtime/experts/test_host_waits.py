@@ -1,0 +1,122 @@
+"""What of expert parallelism the host of a GPU would wait for: one copy a layer and forward pass, and nothing in backward.
+
+On a CPU nothing waits. So operators are seen here whose result, or the size of it, the host needs before it goes on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ahp.runtime.compute.recompute import recompute
+from ahp.runtime.experts import dispatch
+from ahp.runtime.experts.balance_loss import Balance
+from tests.runtime.experts.test_dispatch import Experts
+
+aten = torch.ops.aten
+WAITS = {aten.bincount, aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.equal}
+LAYERS, TOKENS, WIDTH = 2, 12, 8
+
+
+class Waits(TorchDispatchMode):
+    """Names of the operators that let the host wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = func.overloadpacket
+        unsized = operator is aten.repeat_interleave and kwargs.get("output_size") is None
+        by_mask = operator in (aten.index, aten.index_put) and any(
+            x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+        )
+        if operator in WAITS or unsized or by_mask:
+            self.found[str(operator)] += 1
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def group_of_one() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 4), Experts(4, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share, which = self.router(x).softmax(-1).topk(2)
+        return x + self.experts(x, which, share=share)
+
+
+def divided(group: dist.ProcessGroup, kind: Literal["full", "selective"] | None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+    for block in model:
+        assert isinstance(block, Block)
+        block.experts.forward = dispatch.DividedExperts(block.experts, 4, group)  # type: ignore[method-assign]
+        if kind is not None:
+            recompute(block, kind)
+    return model
+
+
+@pytest.mark.parametrize("kind", [None, "full", "selective"])
+def test_the_host_waits_once_a_layer(kind: Literal["full", "selective"] | None) -> None:
+    with group_of_one() as group, mock.patch.object(dispatch, "Traffic", wraps=dispatch.Traffic) as traffic:
+        model, x = divided(group, kind), torch.randn(TOKENS, WIDTH)
+        with Waits() as waits:
+            loss = model(x).square().sum()
+            loss.backward()
+    assert not waits.found
+    assert traffic.call_count == LAYERS
+
+
+def test_recompute_changes_nothing() -> None:
+    x = torch.randn(TOKENS, WIDTH)
+
+    def gradients(kind: Literal["full", "selective"] | None) -> list[torch.Tensor]:
+        model = divided(group, kind)
+        model(x).square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    with group_of_one() as group:
+        plain = gradients(None)
+        assert len(plain) == 5 * LAYERS
+        for kind in ("full", "selective"):
+            for a, b in zip(gradients(kind), plain, strict=True):
+                assert torch.equal(a, b)
+
+
+def test_routers_are_counted_without_waiting() -> None:
+    balance, logits = Balance(0.1, 5, 2), torch.randn(TOKENS, 5)
+    with Waits() as waits:
+        counts, _ = balance.sums(logits)
+    assert not waits.found
+    assert counts.tolist() == torch.bincount(logits.topk(2).indices.flatten(), minlength=5).tolist()
+
+
+def test_what_waits_is_seen() -> None:
+    with Waits() as waits:
+        ones = torch.ones(3, dtype=torch.int64)
+        ones.bincount()
+        ones.repeat_interleave(ones)
+        ones.sum().item()
+        ones[ones == 1]
+    assert len(waits.found) == 4
