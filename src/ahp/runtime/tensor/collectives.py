@@ -97,17 +97,42 @@ class _Cut(torch.autograd.Function):
 
 
 def _gathered(x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return join_segments(parts, split.dim, split.segments)
+    rows = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(rows, x.contiguous(), group=group)
+    return join_rows(rows, split, group.size())
 
 
 def _part_of_sum(x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
-    """Reduce-scatter of the parts, which lie one after the other for it."""
-    parts = [cut_segments(x, split.dim, split.segments, group.size(), rank) for rank in range(group.size())]
-    part = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(part, torch.cat(parts), group=group)
+    rows = cut_rows(x, split, group.size())
+    part = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
+    dist.reduce_scatter_tensor(part, rows, group=group)
     return part
+
+
+def cut_rows(whole: torch.Tensor, split: Split, degree: int) -> torch.Tensor:
+    """The parts of all ranks, joined along dim 0 as collectives take them: copied once, or not at all where they lie so in memory (a
+    split of dim 0, or of dim 1 of a batch of one)."""
+    dim = split.dim
+    if len(split.segments) > 1:
+        before, after = whole.shape[:dim], whole.shape[dim + 1 :]
+        segments = zip(whole.split(split.segments, dim), split.segments, strict=True)
+        shares = [x.view(*before, degree, size // degree, *after).movedim(dim, 0) for x, size in segments]
+        return torch.cat(shares, dim + 1).flatten(0, 1)
+    if whole.shape[:dim].numel() > 1:
+        return torch.cat(whole.chunk(degree, dim))
+    part = [size // degree if i == dim else size for i, size in enumerate(whole.shape)]
+    return whole.contiguous().view(degree * part[0], *part[1:])
+
+
+def join_rows(rows: torch.Tensor, split: Split, degree: int) -> torch.Tensor:
+    """The inverse of ``cut_rows``, which copies as little."""
+    dim = split.dim
+    if len(split.segments) > 1:
+        return join_segments(list(rows.chunk(degree)), dim, split.segments)
+    part = (rows.shape[0] // degree, *rows.shape[1:])
+    if part[:dim] != (1,) * dim:
+        return torch.cat(rows.chunk(degree), dim)
+    return rows.view([size * degree if i == dim else size for i, size in enumerate(part)])
 
 
 def cut_segments(whole: torch.Tensor, dim: int, segments: tuple[int, ...], degree: int, rank: int) -> torch.Tensor:

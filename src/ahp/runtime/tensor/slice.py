@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -170,6 +171,8 @@ class SlicedForward:
         self.experts: dict[str, tuple[ExpertsPlaceholder, nn.Module]] = {}
         """By their paths in the block, those that its graph calls, and what stands for them in it."""
         self.note: Callable[[torch.Tensor], None] | None = None
+        self.places: dict[str, tuple[dict[str, Any], str]] = {}
+        """Of each weight, the table of its module that holds it and its name there; looked up at the first call."""
 
     def split_sequence(self, *, first: bool, last: bool) -> None:
         """Work on parts of the sequence. ``first``, ``last``: whether this block begins or ends the row of them."""
@@ -198,9 +201,10 @@ class SlicedForward:
         )
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        weights = weights_of(self.block)
-        activations = tensor_leaves(args, kwargs)
-        key = self._key(args, kwargs, weights)
+        weights = self._weights()
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        activations = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key = self._key(leaves, spec, next(iter(weights.values())).dtype)
         if key not in self.programs:
             with outside_modes():
                 self.programs[key] = self._program(args, kwargs, weights)
@@ -215,10 +219,19 @@ class SlicedForward:
             self.note(told)
         return out[0]
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        facts = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
-        return facts, spec, self.block.training, next(iter(weights.values())).dtype, self.compiler
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """As ``weights_of`` the block, with no walk through its modules at each call: FSDP2 puts other tensors in the same places."""
+        if not self.places:
+            modules = dict(self.block.named_modules(remove_duplicate=False))
+            for name in weights_of(self.block):
+                path, _, leaf = name.rpartition(".")
+                owner = modules[path]
+                self.places[name] = owner._parameters if leaf in owner._parameters else owner._buffers, leaf
+        return {name: owner[leaf] for name, (owner, leaf) in self.places.items()}  # type: ignore[misc]
+
+    def _key(self, leaves: list[Any], spec: pytree.TreeSpec, dtype: torch.dtype) -> Any:
+        """What a program depends on."""
+        return tuple(_fact(leaf) for leaf in leaves), spec, self.block.training, dtype, self.compiler
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
         captured, solution = self._solved(args, kwargs, weights)
@@ -267,6 +280,14 @@ class SlicedForward:
             return leaf.detach().new_zeros(()).expand(shape).requires_grad_(leaf.requires_grad)
 
         return pytree.tree_map(part, (args, kwargs))
+
+
+def _fact(leaf: Any) -> Any:
+    """What a graph depends on of an argument, as a part of a dict's key."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype
+    # 1, 1.0 and True are one key, and repr of an object of the model's may be pages long.
+    return (type(leaf), leaf) if isinstance(leaf, (bool, int, float, str, NoneType)) else repr(leaf)
 
 
 def with_block_input(
