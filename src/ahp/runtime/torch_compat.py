@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.fx import Graph, GraphModule
+from torch.nn.attention import SDPBackend
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import _disable_current_modes
@@ -99,6 +100,21 @@ def _accumulate(parameter: Any) -> None:
         parameter.unsharded_accumulated_grad = gradient.to(parameter.reduce_dtype)
     else:
         parameter.unsharded_accumulated_grad += gradient
+
+
+def fused_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, scale: float
+) -> Literal["cudnn", "flash", "efficient", "math"]:
+    """The kernel that scaled_dot_product_attention takes on a GPU, forward and backward (ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    with torch.enable_grad():  # some heads have a forward kernel and no backward one
+        asked = q.detach().requires_grad_()
+        found = torch._fused_sdp_choice(asked, k, v, mask, 0.0, causal, scale=scale, enable_gqa=True)
+    names: dict[int, Literal["cudnn", "flash", "efficient"]] = {
+        SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+        SDPBackend.FLASH_ATTENTION.value: "flash",
+        SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+    }
+    return names.get(found, "math")
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:

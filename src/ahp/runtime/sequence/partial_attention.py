@@ -7,10 +7,16 @@ The parts are joined as in Ring Attention (arXiv 2310.01889), by the softmax of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from ahp.runtime.torch_compat import fused_attention
+
 aten = torch.ops.aten
+
+Kernel = Literal["cudnn", "flash", "efficient", "cpu", "math"]
+"""cuDNN's, FlashAttention, torch's efficient one, FlashAttention for CPUs; math: the products written out, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +35,46 @@ def hidden_value(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 2
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [B, H, Q, D], k and v [B, G, K, D] -> attention [B, H, Q, D] and the log-sum-exp of the products, fp32 [B, H, Q]."""
-    if not _is_fused(q, v):
-        return _forward(q, *_for_each_query_head(q, k, v), rule)
-    if not q.is_cuda:
+def kernel_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> Kernel:
+    """The kernel that computes these shapes: what torch's own rules take on the device, of those that give the log-sum-exp.
+
+    torch asks its kernels in its order of the device (cuDNN's first on Hopper and Blackwell, then FlashAttention, then the efficient
+    one), and whether each is allowed: ``torch.nn.attention.sdpa_kernel`` leaves some out.
+    """
+    if q.device.type == "cpu":
+        return "cpu" if q.shape[-1] == v.shape[-1] else "math"
+    found = fused_attention(q, k, v, rule.mask, causal=rule.causal, scale=rule.scale)
+    if (
+        found == "math" and k.shape[1] < q.shape[1]
+    ):  # the efficient kernel takes keys that are repeated for each query head
+        k, v = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        found = fused_attention(q, k, v, rule.mask, causal=rule.causal, scale=rule.scale)
+    return found
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, kernel: Kernel | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, H, Q, D], k and v [B, G, K, D] -> attention [B, H, Q, D] and the log-sum-exp of the products, fp32 [B, H, Q].
+
+    ``kernel``: None = ``kernel_of``.
+    """
+    kernel = kernel or kernel_of(q, k, v, rule)
+    if kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, rule.causal, attn_mask=rule.mask, scale=rule.scale
         )
-    if _takes_flash(q, rule):
+    if kernel == "cudnn":
+        out, sums, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, rule.mask, True, 0.0, rule.causal, scale=rule.scale
+        )
+        return out, sums.view(q.shape[:-1])  # the kernel's has one more dim, of 1
+    if kernel == "flash":
         out, sums, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, rule.causal, scale=rule.scale)
         return out, sums
     k, v = _for_each_query_head(q, k, v)
+    if kernel == "math":
+        return _forward(q, k, v, rule)
     bias = _aligned(rule.mask, q)
     out, sums, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, bias, True, 0.0, rule.causal, scale=rule.scale
@@ -56,20 +90,27 @@ def backward(
     out: torch.Tensor,
     sums: torch.Tensor,
     rule: Rule,
+    kernel: Kernel | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of q, k and v, what these keys add to their gradients, from ``out`` and ``sums`` [B, H, Q] over all keys there are."""
-    if not _is_fused(q, v):
-        return _summed(_backward(gradient, q, *_for_each_query_head(q, k, v), out, sums, rule), k)
-    if not q.is_cuda:
+    kernel = kernel or kernel_of(q, k, v, rule)
+    if kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, sums, 0.0, rule.causal, attn_mask=rule.mask, scale=rule.scale
         )
-    none = torch.empty(0, dtype=torch.int64, device=q.device)  # random numbers of a dropout that there is not
-    if _takes_flash(q, rule):
+    none = torch.empty((), dtype=torch.int64, device=q.device)  # random numbers of a dropout that there is not
+    if kernel == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            gradient, q, k, v, out, sums.unsqueeze(-1), none, none, rule.mask, None, None, q.shape[2], k.shape[2], 0.0,
+            rule.causal, scale=rule.scale,
+        )  # fmt: skip
+    if kernel == "flash":
         return aten._scaled_dot_product_flash_attention_backward(
             gradient, q, k, v, out, sums, None, None, q.shape[2], k.shape[2], 0.0, rule.causal, none, none, scale=rule.scale
         )  # fmt: skip
     whole_k, whole_v = _for_each_query_head(q, k, v)
+    if kernel == "math":
+        return _summed(_backward(gradient, q, whole_k, whole_v, out, sums, rule), k)
     queries = q.shape[2]
     padded = torch.nn.functional.pad(sums, (0, -queries % 32))
     found = aten._scaled_dot_product_efficient_attention_backward(
@@ -77,17 +118,6 @@ def backward(
         rule.causal, scale=rule.scale,
     )  # fmt: skip
     return _summed(found[:3], k)
-
-
-def _is_fused(q: torch.Tensor, v: torch.Tensor) -> bool:
-    return q.shape[-1] == v.shape[-1] and q.device.type in ("cpu", "cuda")
-
-
-def _takes_flash(q: torch.Tensor, rule: Rule) -> bool:
-    """FlashAttention takes half precision, heads of up to 256 in steps of 8, and no mask, from compute capability 8.0 on."""
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    fits = half and rule.mask is None and q.shape[-1] in range(8, 257, 8)
-    return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _aligned(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
