@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +21,7 @@ from ahp.plan import Parallelism, Plan, validated
 from ahp.runtime.compute.chunked_loss import Tail
 from ahp.runtime.compute.fp8 import check_parts, refuse_device
 from ahp.runtime.compute.loss import Loss, PendingCount, count_scored
+from ahp.runtime.compute.random_numbers import numbers_of_step
 from ahp.runtime.experts.balance_loss import Balance, balance_of
 from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.limits import refuse_model, refuse_plan, refuse_what_stays_outside
@@ -248,7 +248,8 @@ class Parallel:
         """Forward, backward, clip, update. Collective. Where the gradient is no number, no weight changes.
 
         ``part``: as ``shard`` gives it, ``labels`` unshifted, -100 = not scored. Ranks may hold different numbers of
-        scored tokens: the loss is the mean over all of them. Raises BadInput for other keys and shapes.
+        scored tokens: the loss is the mean over all of them. Random numbers (dropout) are those of the job's seed and the step; the
+        program's own generators are left as they were. Raises BadInput for other keys and shapes.
         """
         inputs, labels = self._checked(part)
         state, scale = self.state, self.state.loss_scale.factor
@@ -256,7 +257,8 @@ class Parallel:
         self.loss.scale = scale
         self.loss.num_micro_batches = self._micro_batches(len(labels))
         self.loss.total = PendingCount(scored, self.mesh.data.get_group())
-        loss = self.runner.run(inputs, labels, len(labels) // self.plan.parallelism.micro_batch_size)
+        with numbers_of_step(self.mesh, self.plan.job.seed, state.num_steps_done):
+            loss = self.runner.run(inputs, labels, len(labels) // self.plan.parallelism.micro_batch_size)
         self.sharding.finish()
         gradients = state.local.gradients()
         self.ties.sum_(gradients, state.optimizer.shards)
@@ -270,7 +272,8 @@ class Parallel:
         state.local.refresh_twins()
         state.num_steps_done += 1
         # Last in the queue: whoever has read the numbers knows that the step is over.
-        return StepResult(HostCopy(torch.cat((figures, can_shrink[None].double()))), rate, squares)
+        figures = HostCopy(torch.cat((figures, can_shrink[None].double())))
+        return StepResult(figures, rate, squares, index=state.num_steps_done - 1)
 
     def _leaves_out(self, figures: torch.Tensor, can_shrink: torch.Tensor) -> torch.Tensor:
         """Whether the update of this step is not made, bool scalar on the device: loss or norm is no number, or training has halted."""
@@ -287,7 +290,7 @@ class Parallel:
         ``parts``: for each, this rank's rows as ``shard`` gives them. Collective; the same on every rank, under every plan.
         """
         size = self.plan.parallelism.micro_batch_size
-        return evaluate(self.runner, self.mesh, size, (self._checked(part) for part in parts))
+        return evaluate(self.runner, self.mesh, size, (self._checked(part) for part in parts), self.plan.job.seed)
 
     def find_fault(self, part: dict[str, torch.Tensor], result: StepResult) -> str:
         """After a step whose loss or norm is no number, and which left the weights as they were: what it comes from, in words.
@@ -295,7 +298,8 @@ class Parallel:
         ``part``, ``result``: what ``step`` had and gave. Collective; the same on every rank.
         """
         size, bad = self.plan.parallelism.micro_batch_size, result.bad_gradients
-        return find_fault(self.runner, size, *self._checked(part), names=list(self.names.shapes), bad_gradients=bad)
+        with numbers_of_step(self.mesh, self.plan.job.seed, result.index):
+            return find_fault(self.runner, size, *self._checked(part), names=list(self.names.shapes), bad_gradients=bad)
 
     def _checked(self, part: dict[str, torch.Tensor]) -> tuple[Inputs, torch.Tensor]:
         """What the model is called with, and the labels."""
@@ -340,15 +344,6 @@ class Parallel:
         if self._saver is None:
             self._saver = BackgroundSaver(self.state)
         return self._saver
-
-    def seed_step(self, step: int) -> None:
-        """Let the random numbers of a step (dropout) depend on the job's seed, the step and this rank's place alone.
-
-        A run that goes on under the same layout draws what it would have drawn, so no generator's state is kept. Ranks of a
-        tensor-parallel group draw alike, others their own, those that share a sequence too: each has its own tokens.
-        """
-        place = (self.plan.job.seed, step, self.mesh.token_rank, self.mesh.rank("pp"))
-        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1))
 
     def load(self, folder: str | Path) -> None:
         """Continue from what ``save`` wrote, under whatever plan. Collective."""

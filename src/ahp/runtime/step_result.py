@@ -24,6 +24,8 @@ class StepResult:
     learning_rate: float
     norms: SquareSum
     """Of this rank's parts of the gradients, still multiplied by the loss scale."""
+    index: int
+    """Steps that were done before it: its random numbers are those of this number."""
 
     @cached_property
     def _numbers(self) -> tuple[float, float, float]:

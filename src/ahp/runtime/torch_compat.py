@@ -30,7 +30,9 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
 def unflatten_axis(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """The mesh with several axes, slowest first, in the place of one; the others keep their process groups."""
     assert mesh.mesh_dim_names is not None
-    return mesh._unflatten(mesh.mesh_dim_names.index(axis), sizes, names)  # 2.11 refuses the name of an axis that is there
+    return mesh._unflatten(
+        mesh.mesh_dim_names.index(axis), sizes, names
+    )  # 2.11 refuses the name of an axis that is there
 
 
 def time_limit(device: torch.device, group: dist.ProcessGroup | None = None) -> timedelta:

@@ -42,7 +42,6 @@ def train(
     plan = {"job": JOB, "parallelism": layout, "engine": {"compile": compiled}}
     parallel, results, graphs = parallelize(BUILDERS[model](), plan), [], []
     for step in range(steps):
-        parallel.seed_step(step)
         results.append(parallel.step(parallel.shard(batch(step))))
         graphs.append(counters["stats"]["unique_graphs"])
     return {

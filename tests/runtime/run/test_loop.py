@@ -72,9 +72,6 @@ class Weight:
     def find_fault(self, part: dict[str, torch.Tensor], result: Result) -> str:
         return f"the sum of {part['input_ids'].tolist()}"
 
-    def seed_step(self, step: int) -> None:
-        assert step in (self.steps, self.steps - 1)  # again for the search for a fault
-
     @property
     def saver(self) -> Weight:
         return self

@@ -74,7 +74,7 @@ def draw(rank: int, world: int, layout: dict[str, Any]) -> dict[str, Any]:
             head.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     steps = []
     for step in [*range(STEPS), STEPS - 1]:
-        parallel.seed_step(step)
+        parallel.state.num_steps_done = step
         parallel.step(parallel.shard(batch(step)))
         steps.append(torch.stack(seen) if seen else None)
         seen.clear()

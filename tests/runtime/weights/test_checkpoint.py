@@ -111,7 +111,6 @@ def dropped(rank: int, world: int, folder: str, first: int, layout: dict[str, An
         parallel.load(folder)
     losses = []
     for step in range(first, 4):
-        parallel.seed_step(step)
         losses.append(parallel.step(parallel.shard(batch(step))).loss)
         if step == 1:
             parallel.save(folder)

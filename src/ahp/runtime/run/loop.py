@@ -51,7 +51,6 @@ class Parallel(Protocol):
     def evaluate(self, parts: Iterable[dict[str, Tensor]]) -> float: ...
     def find_fault(self, part: dict[str, Tensor], result: Any) -> str: ...
     def step(self, part: dict[str, Tensor]) -> StepResult: ...
-    def seed_step(self, step: int) -> None: ...
     @property
     def saver(self) -> Saver: ...
     def load(self, folder: Path) -> None: ...
@@ -174,14 +173,12 @@ class Loop:
     def _step(self, index: int) -> tuple[dict[str, Any], int]:
         job, forecast = self.plan.job, self.plan.forecast
         began = time.perf_counter()
-        self.parallel.seed_step(index)
         part = self.batches(index, self.parallel.rows(job.global_batch_size))
         result = self.parallel.step(part)
         stopped, memory_bytes = self.ranks.highest(self.stop.pending(), self.parallel.memory_bytes())
         seconds = time.perf_counter() - began
         if not (math.isfinite(result.loss) and (math.isfinite(result.grad_norm) or result.skipped)):
             self._finish_saving()
-            self.parallel.seed_step(index)
             kept = (
                 f"the checkpoint of step {self.saved} is kept"
                 if self.saved is not None

@@ -9,14 +9,18 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from ahp.runtime.compute.loss import PendingCount, count_scored
+from ahp.runtime.compute.random_numbers import numbers_of_step
 from ahp.runtime.pipeline.schedules import Inputs, Runner, split_rows
 from ahp.runtime.ranks.mesh import Mesh
 
 
-def evaluate(runner: Runner, mesh: Mesh, micro_batch_size: int, parts: Iterable[tuple[Inputs, torch.Tensor]]) -> float:
+def evaluate(
+    runner: Runner, mesh: Mesh, micro_batch_size: int, parts: Iterable[tuple[Inputs, torch.Tensor]], seed: int
+) -> float:
     """Mean loss over the scored tokens of some global batches, of which each rank gives its rows. Collective.
 
-    ``parts``: what the model is called with and unshifted labels, int64 [rows, sequence] each.
+    ``parts``: what the model is called with and unshifted labels, int64 [rows, sequence] each. ``seed``: of the random numbers of a
+    model that draws some here too, alike at each look.
     """
     stages = runner.stages.values()
     for stage in stages:
@@ -25,8 +29,9 @@ def evaluate(runner: Runner, mesh: Mesh, micro_batch_size: int, parts: Iterable[
     total, tokens = 0.0, 0
     try:
         with torch.no_grad():
-            for part in parts:
-                mean, count = _batch(runner, mesh, micro_batch_size, *part)
+            for number, part in enumerate(parts):
+                with numbers_of_step(mesh, seed, number):
+                    mean, count = _batch(runner, mesh, micro_batch_size, *part)
                 total, tokens = total + mean * count, tokens + count
     finally:
         for stage in stages:

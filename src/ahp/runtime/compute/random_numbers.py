@@ -1,0 +1,31 @@
+"""The random numbers that a model draws (dropout): the job's own, whatever the program around it has seeded or drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from ahp.runtime.ranks.mesh import Mesh
+
+
+@contextmanager
+def numbers_of_step(mesh: Mesh, seed: int, step: int) -> Iterator[None]:
+    """Within, random numbers depend on the job's seed, the step and this rank's place alone; then the program's own go on.
+
+    A run that goes on under the same layout draws what it would have drawn, so no generator's state is kept. Ranks of a
+    tensor-parallel group draw alike, because they hold whole tensors and weights together. Others draw their own numbers, those that
+    share a sequence too: each has its own tokens.
+    """
+    place = (seed, step, mesh.token_rank, mesh.rank("pp"))
+    state = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)
+    on_gpu = [mesh.device] if mesh.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on_gpu, device_type="cuda"):
+        # Not torch.manual_seed, which would leave the generators of this process's other GPUs changed.
+        torch.default_generator.manual_seed(state)
+        for device in on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(state)
+        yield
