@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,11 +45,12 @@ def train(rank: int, world: int, layout: dict[str, Any], seed: int) -> dict[str,
     torch.manual_seed(seed + rank)
     losses, drawn = [], []
     for step in range(STEPS):
-        losses.append(parallel.step(parallel.shard(batch(step))).loss)
+        result = parallel.step(parallel.shard(batch(step)))
+        losses.append(result.loss)
         drawn.append(torch.rand(()).item())
         parallel.evaluate([parallel.shard(batch(step))])
         drawn.append(torch.rand(()).item())
-        parallel.find_fault(parallel.shard(batch(step)))
+        parallel.find_fault(parallel.shard(batch(step)), result)
         drawn.append(torch.rand(()).item())
     splits, axes = parallel.state.layout.splits, ("pp", "dp_shard", "cp", "tp")
     weights = {name: local_tensor(p.detach()).clone() for name, p in parallel.parameters.items()}
@@ -84,3 +91,32 @@ def test_the_programs_seed_changes_no_step_and_steps_do_not_change_what_it_draws
     for rank, result in enumerate(one):
         generator = torch.Generator().manual_seed(100 + rank)
         assert result["drawn"] == [torch.rand((), generator=generator).item() for _ in range(3 * STEPS)]
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def own_loop(readme: str) -> str:
+    """The script with a loop of the reader's own."""
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / readme).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    (script,) = (block for block in blocks if "ahp.parallelize(" in block)
+    return script
+
+
+def test_both_readmes_have_the_same_script() -> None:
+    assert ast.dump(ast.parse(own_loop("README.md"))) == ast.dump(ast.parse(own_loop("README.zh.md")))
+
+
+@pytest.mark.slow
+def test_the_readmes_script_runs_as_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "own_loop.py").write_text(own_loop("README.md"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "own_loop.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", ended.stdout)]
+    assert len(losses) == 10
+    assert all(torch.tensor(losses).isfinite())
+    assert list((tmp_path / "checkpoint").iterdir())

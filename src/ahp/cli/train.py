@@ -91,7 +91,8 @@ def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
 
 def train(request: Request, arguments: Arguments, command: str) -> int:
     """Plan, run, and report; under torchrun the first rank plans for all."""
-    from ahp.runtime.ranks.ranks import choose_device, is_joined, joined
+    from ahp.runtime.ranks.device import choose_device
+    from ahp.runtime.ranks.ranks import is_joined, joined
     from ahp.runtime.run import trackers as track
     from ahp.runtime.run.trainer import Trainer
 

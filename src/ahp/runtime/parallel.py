@@ -34,6 +34,7 @@ from ahp.runtime.pipeline.schedules import Accumulation, Inputs, Pipeline, stage
 from ahp.runtime.ranks.device_order import check_device
 from ahp.runtime.ranks.mesh import Mesh, build_mesh
 from ahp.runtime.ranks.preflight import Hosts, preflight
+from ahp.runtime.ranks.ranks import rank_device
 from ahp.runtime.run.nan_fault import find_fault
 from ahp.runtime.run.validation import evaluate
 from ahp.runtime.sequence.own_tokens import SequenceSharding
@@ -43,6 +44,7 @@ from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.stage_setup import StageSetup, cut_stages
 from ahp.runtime.step_result import StepResult
 from ahp.runtime.training_state import TrainingState
+from ahp.runtime.weights.alike import first_unlike
 from ahp.runtime.weights.starting_values import StartingValues
 from ahp.search.slicing.model import ModelSlicing, slice_outline
 
@@ -53,38 +55,34 @@ if TYPE_CHECKING:
 def parallelize(
     module: nn.Module, plan: Plan | dict[str, Any], *, device: torch.device | str | None = None
 ) -> Parallel:
-    """Split a model over the ranks of the initialised default process group, by a plan. Collective.
+    """Split a model over the ranks of the job, by a plan. Collective. Under torchrun, and in a process alone, it makes the default
+    process group where the program has made none (NCCL on the GPU of LOCAL_RANK, gloo on CPUs).
 
     ``module``: built on every rank alike, or on the meta device (then it is initialised from ``plan.job.seed``, or each rank
     reads its parts of ``plan.init_from``); called
     with token ids [batch, sequence] it gives logits [batch, sequence, vocabulary]. With ``pipeline_parallel_degree`` 1
     it is changed in place, else its parts are taken over. ``plan``: a Plan, or ``{"job": {...}, "parallelism": {...}}``.
-    ``device``: where to compute; None = the current GPU under NCCL, else the CPU.
+    ``device``: where to compute; None = a GPU where each worker of the node has one and the process group carries it, else the CPU,
+    with a warning where GPUs stay idle.
 
     Raises BadInput, NotExpressible or HardwareMismatch before anything is changed when the layout cannot run, NoAnswer when
     a rank does not come or an axis of the mesh does not carry.
     """
     checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
+    where = rank_device(checked, device)
     if checked.job.precision == "fp8":
-        refuse_device(_device(device))
-    return rehearse(module, checked, device=device)
+        refuse_device(where)
+    return rehearse(module, checked, where)
 
 
-def rehearse(module: nn.Module, plan: Plan, *, device: torch.device | str | None = None) -> Parallel:
-    """``parallelize`` where processor cores may stand for devices with products in 8 bits: the same products, very slowly."""
-    refuse_plan(plan, _device(device))
-    mesh = build_mesh(plan.parallelism, _device(device))
+def rehearse(module: nn.Module, plan: Plan, device: torch.device) -> Parallel:
+    """``parallelize`` on a joined rank, where processor cores may stand for devices with products in 8 bits: the same products, very
+    slowly."""
+    refuse_plan(plan, device)
+    mesh = build_mesh(plan.parallelism, device)
     check_device(plan, dist.get_rank(), mesh.device)
     hosts = preflight(mesh)
     return Parallel(module, plan, mesh, hosts)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 class Parallel:
@@ -117,6 +115,9 @@ class Parallel:
         start = StartingValues(module, plan)
         self.in_files = start.in_files
         """How transformers writes each parameter."""
+        real = not start.streamed and plan.init_from is None
+        self._unlike = first_unlike(module, mesh.device) if real else None
+        """A parameter that ranks built unlike, until weights are loaded."""
         stages = cut_stages(module, found, plan, documents)
         self.ties = TiedParameters([self.names.on(stage.model) for stage in stages], mesh, p)
         self.stages = {i: stages[i] for i in stages_of_rank(mesh.rank("pp"), p)}
@@ -251,6 +252,11 @@ class Parallel:
         scored tokens: the loss is the mean over all of them. Random numbers (dropout) are those of the job's seed and the step; the
         program's own generators are left as they were. Raises BadInput for other keys and shapes.
         """
+        if self._unlike is not None:
+            raise BadInput(
+                f"module: {self._unlike} has other values on other ranks; build it alike on every rank (torch.manual_seed), or on the "
+                "meta device, which starts from job.seed, or load a checkpoint first"
+            )
         inputs, labels = self._checked(part)
         state, scale = self.state, self.state.loss_scale.factor
         scored = count_scored(labels, causal=self.loss.causal)
@@ -272,8 +278,8 @@ class Parallel:
         state.local.refresh_twins()
         state.num_steps_done += 1
         # Last in the queue: whoever has read the numbers knows that the step is over.
-        figures = HostCopy(torch.cat((figures, can_shrink[None].double())))
-        return StepResult(figures, rate, squares, index=state.num_steps_done - 1)
+        copied = HostCopy(torch.cat((figures, can_shrink[None].double())))
+        return StepResult(copied, rate, squares, index=state.num_steps_done - 1)
 
     def _leaves_out(self, figures: torch.Tensor, can_shrink: torch.Tensor) -> torch.Tensor:
         """Whether the update of this step is not made, bool scalar on the device: loss or norm is no number, or training has halted."""
@@ -350,6 +356,7 @@ class Parallel:
         from ahp.runtime.weights.checkpoint import load
 
         load(self.state, Path(folder))
+        self._unlike = None
 
     def export_hf(self, folder: str | Path) -> None:
         """Write the weights as safetensors under the hub's names, and config.json where there is one. Collective."""

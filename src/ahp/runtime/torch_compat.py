@@ -161,12 +161,17 @@ def forget_meshes() -> None:
             clear()
 
 
-def launchers_store() -> tuple[dist.Store, int]:
-    """The store that the launcher's variables name, and this worker's number: what init_process_group would take for itself."""
+def launchers_store() -> tuple[dist.Store, int, int]:
+    """The store that the launcher's variables name, this worker's number and how many there are: what init_process_group would take."""
     from torch.distributed.rendezvous import rendezvous
 
-    store, worker, _ = next(rendezvous("env://"))
-    return store, worker
+    return next(rendezvous("env://"))
+
+
+def bound_device() -> torch.device | None:
+    """The GPU that the default process group was made for (``device_id`` of init_process_group), None where it was given none."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.bound_device_id
 
 
 def default_store() -> dist.Store:

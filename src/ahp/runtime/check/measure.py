@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ahp.errors import AhpError, bad_input
 from ahp.plan import Plan
 from ahp.runtime.check import rehearsal
-from ahp.runtime.ranks.ranks import device_for
+from ahp.runtime.ranks.device import device_for
 from ahp.runtime.run.worker import end_process
 from ahp.words import percent, seconds
 
@@ -73,7 +73,7 @@ def measure(plans: Sequence[Plan], *, steps: int = 5, say: Callable[[str], None]
 def main(argv: list[str]) -> int:
     """One rank: ``python -m ahp.runtime.check.measure FOLDER DEVICE STEPS`` under the launcher's variables."""
     with rehearsal.as_rank(argv) as (plan, ranks, answer):
-        parallel, tokens = rehearsal.parallel_model(plan)
+        parallel, tokens = rehearsal.parallel_model(plan, ranks.device)
         times_s = []
         for step in range(WARMUP + int(argv[2])):
             data = rehearsal.batch(plan, step, tokens)

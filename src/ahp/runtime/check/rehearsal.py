@@ -15,7 +15,8 @@ from ahp.errors import AhpError
 from ahp.graph.models import build_model
 from ahp.plan import Plan
 from ahp.runtime.ranks import launch
-from ahp.runtime.ranks.ranks import DeviceType, Ranks, joined
+from ahp.runtime.ranks.device import DeviceType
+from ahp.runtime.ranks.ranks import Ranks, joined
 from ahp.runtime.weights.allocate import materialize
 
 if TYPE_CHECKING:
@@ -77,14 +78,15 @@ def as_rank(argv: list[str]) -> Iterator[tuple[Plan, Ranks, Callable[[str], None
             raise
 
 
-def parallel_model(plan: Plan, *, on_any_device: bool = False) -> tuple[Parallel, int]:
+def parallel_model(plan: Plan, device: torch.device, *, on_any_device: bool = False) -> tuple[Parallel, int]:
     """The plan's model, parallelized over the ranks, and the tokens it can embed. ``on_any_device``: processor cores may stand for
     devices with products in 8 bits, to compute the same, not to be timed."""
     from ahp.runtime.parallel import parallelize, rehearse
 
     module = model(plan)
     tokens = vocabulary(module)
-    return (rehearse if on_any_device else parallelize)(module, plan), tokens
+    parallel = rehearse(module, plan, device) if on_any_device else parallelize(module, plan, device=device)
+    return parallel, tokens
 
 
 def model(plan: Plan) -> nn.Module:

@@ -27,7 +27,7 @@ from ahp.runtime.experts.balance_loss import balance_of
 from ahp.runtime.optimizer.adamw import matrices_of
 from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.pipeline.schedules import Inputs, split_rows
-from ahp.runtime.ranks.ranks import choose_device
+from ahp.runtime.ranks.device import choose_device
 from ahp.runtime.run.worker import end_process
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE
 from ahp.runtime.torch_compat import with_weights
@@ -190,8 +190,8 @@ def _refuse_too_large(plan: Plan) -> None:
 
 def main(argv: list[str]) -> int:
     """One rank: ``python -m ahp.runtime.check.verify FOLDER DEVICE STEPS`` under the launcher's variables."""
-    with rehearsal.as_rank(argv) as (plan, _, answer):
-        parallel, tokens = rehearsal.parallel_model(plan, on_any_device=True)
+    with rehearsal.as_rank(argv) as (plan, ranks, answer):
+        parallel, tokens = rehearsal.parallel_model(plan, ranks.device, on_any_device=True)
         results = [parallel.step(parallel.shard(rehearsal.batch(plan, step, tokens))) for step in range(int(argv[2]))]
         answer(json.dumps([(result.loss, result.grad_norm) for result in results]))
     return 0

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ahp.errors import BadInput, HardwareMismatch
+from ahp.errors import HardwareMismatch
 from ahp.plan import Axis, Parallelism
 from ahp.runtime.torch_compat import flatten_axes, limit_time, time_limit, unflatten_axis
 
@@ -77,10 +77,6 @@ class Mesh:
 
 def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
     """A mesh over the ranks of the initialised default group. Collective. Raises HardwareMismatch on another world size."""
-    if not dist.is_initialized():
-        raise BadInput(
-            "ahp.parallelize: torch.distributed is not initialised; call init_process_group first, or start with torchrun"
-        )
     world = dist.get_world_size()
     if parallelism.world_size != world:
         raise HardwareMismatch(

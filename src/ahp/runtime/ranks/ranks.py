@@ -3,55 +3,37 @@
 from __future__ import annotations
 
 import os
+import socket
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ahp.config import COLLECTIVE_TIMEOUT_S
-from ahp.errors import AhpError, HardwareMismatch, bad_input
+from ahp.errors import AhpError, BadInput, HardwareMismatch, bad_input
 from ahp.plan import Plan
-from ahp.runtime.compute.fp8 import refuse_without_fp8
+from ahp.runtime.ranks.device import (
+    BACKENDS,
+    DeviceType,
+    choose_device,
+    device_of_group,
+    idle_gpus,
+    local_world_size,
+    num_gpus,
+    own_gpu,
+)
 from ahp.runtime.ranks.device_order import mesh_places
 from ahp.runtime.torch_compat import default_store, launchers_store
 
 Result = TypeVar("Result")
-DeviceType = Literal["cpu", "cuda"]
-BACKENDS: dict[DeviceType, str] = {"cpu": "gloo", "cuda": "nccl"}
 MESH_ORDER = "ahp/mesh-order"
 """Prefix in the store of groups whose ranks are the places of a mesh."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def num_gpus() -> int:
-    """GPUs of this node that torch can use."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def choose_device(num_local_workers: int) -> DeviceType:
-    """The device of a run, decided here alone: GPUs when the machine has one for every worker, else the CPU."""
-    return "cuda" if num_gpus() >= num_local_workers else "cpu"
-
-
-def device_for(plan: Plan, num_local_workers: int) -> DeviceType:
-    """The device that a plan was made for, of which this node has enough. Raises HardwareMismatch otherwise."""
-    names = [group["device"]["name"] for group in (plan.cluster or {}).get("groups", [])]
-    if names and all(name.startswith("cpu") for name in names):
-        device: DeviceType = "cpu"
-    else:
-        device = choose_device(num_local_workers)
-        if device == "cpu" and names:
-            raise HardwareMismatch(
-                f"the plan was made for {', '.join(names)} and needs {num_local_workers} of them on this node, which has "
-                f"{num_gpus()} GPUs. On several nodes start ahp train with torchrun on each; for this node plan again: "
-                "ahp plan MODEL local"
-            )
-    refuse_without_fp8(plan, device)
-    return device
 
 
 def is_joined() -> bool:
@@ -124,16 +106,13 @@ def joined(device: DeviceType, plan: Plan | None = None) -> Iterator[Ranks]:
     When the block fails, ranks stay joined until their processes end: another may be in an exchange that does not end, and
     gloo waits for its own exchanges when a group is left.
     """
-    where = torch.device("cpu")
+    where = own_gpu() if device == "cuda" else torch.device("cpu")
     if device == "cuda":
-        where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if where.index >= torch.cuda.device_count():
-            raise bad_input("LOCAL_RANK", where.index, f"this node has {torch.cuda.device_count()} GPUs")
         torch.cuda.set_device(where)
     places = mesh_places(plan) if plan is not None else None
     ours = not dist.is_initialized() or not (places is None or _is_in_mesh_order())
     if ours:
-        _join(device, where, places)
+        _join(where, places)
     alone = dist.get_world_size() == 1
     well = False
     try:
@@ -144,25 +123,86 @@ def joined(device: DeviceType, plan: Plan | None = None) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _join(device: DeviceType, where: torch.device, places: list[int] | None) -> None:
+def rank_device(plan: Plan, wanted: torch.device | str | None = None) -> torch.device:
+    """Where this rank computes; a GPU becomes the current one. Joins the other ranks first, where the program has not.
+
+    ``wanted``: the user's own wish. Collective. Warns on stderr, once for each node, when the CPU computes beside idle GPUs.
+    """
+    given = torch.device(wanted) if wanted is not None else None
+    if dist.is_initialized():
+        device, why = device_of_group(given)
+    else:
+        if given is not None and given.type not in BACKENDS:
+            raise bad_input("device", str(wanted), "AHP computes on none such", valid=BACKENDS)
+        _refuse_to_start(plan)
+        kind = given.type if given is not None else choose_device(local_world_size())
+        device = own_gpu(given) if kind == "cuda" else torch.device("cpu")
+        why = idle_gpus(local_world_size()) if given is None and kind == "cpu" else None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        _join(device, mesh_places(plan))
+    if why and os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(
+            f"ahp.parallelize: device None becomes the CPU beside idle GPUs: {why}. Start one worker for each GPU and leave "
+            "init_process_group to ahp.parallelize, or give device='cuda'; device='cpu' if it is meant",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return device
+
+
+def _refuse_to_start(plan: Plan) -> None:
+    """Raise where a launcher has set up half of what ranks find each other by, or none has and the plan is for more than one."""
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    size = plan.parallelism.world_size
+    if missing and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
+        raise BadInput(
+            f"ahp.parallelize: torch.distributed is not initialised, and {', '.join(missing)} is not in the environment; start "
+            "with torchrun, or call init_process_group first"
+        )
+    if missing and size > 1:
+        raise HardwareMismatch(
+            f"parallelism: its degrees multiply to {size} ranks, but this process was started alone ({plan.parallelism.short()}); "
+            f"start it with torchrun --nproc-per-node {size}, or plan again for 1"
+        )
+
+
+def _join(where: torch.device, places: list[int] | None) -> None:
     """Make the default group, with the places of a mesh as ranks where they are given."""
+    device: DeviceType = "cuda" if where.type == "cuda" else "cpu"
     limits: dict[str, Any] = {
         "timeout": timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         "device_id": where if device == "cuda" else None,
     }
-    if places is None:
-        dist.init_process_group(BACKENDS[device], **limits)
-    else:
-        if dist.is_initialized():  # in the launcher's order
-            dist.destroy_process_group()
-        store, worker = launchers_store()
-        rank = places[worker]
-        dist.init_process_group(
-            BACKENDS[device], store=dist.PrefixStore(MESH_ORDER, store), rank=rank, world_size=len(places), **limits
-        )
+    if not is_joined():
+        dist.init_process_group(BACKENDS[device], store=dist.HashStore(), rank=0, world_size=1, **limits)
+        return
+    if dist.is_initialized():  # in the launcher's order
+        dist.destroy_process_group()
+    store, worker, size = launchers_store()
+    _compare_devices(store, worker, device)
+    rank = worker if places is None else places[worker]
+    named = dist.PrefixStore("ahp/ranks" if places is None else MESH_ORDER, store)
+    dist.init_process_group(BACKENDS[device], store=named, rank=rank, world_size=size, **limits)
+    if places is not None:
         default_store().set(f"{MESH_ORDER}/{rank}", "")
     if device == "cpu":  # A rank that left now would close what another one still connects to.
         dist.barrier()
+
+
+def _compare_devices(store: dist.Store, worker: int, device: DeviceType) -> None:
+    """Raise HardwareMismatch on a rank whose kind of device is not the first one's: their backends would wait for each other."""
+    if worker == 0:
+        store.set("ahp/device", device)
+        return
+    store.wait(["ahp/device"], timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    first = store.get("ahp/device").decode()
+    if first != device:
+        raise HardwareMismatch(
+            f"worker {worker} on {socket.gethostname()} computes on {device}, worker 0 on {first}: this one sees {num_gpus()} GPUs "
+            f"for the {local_world_size()} workers of its node"
+        )
 
 
 def _is_in_mesh_order() -> bool:

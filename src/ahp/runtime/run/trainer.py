@@ -17,7 +17,8 @@ from ahp.runtime.data.corpus import Corpus, prepare, read
 from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.files import is_full
 from ahp.runtime.ranks import launch
-from ahp.runtime.ranks.ranks import DeviceType, Ranks, device_for, is_joined, joined
+from ahp.runtime.ranks.device import DeviceType, device_for, idle_gpus
+from ahp.runtime.ranks.ranks import Ranks, is_joined, joined
 from ahp.runtime.run import failure
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder, Status
@@ -161,6 +162,8 @@ class Trainer:
 
     def _start_workers(self, order: WorkerSettings) -> int:
         num_workers = self.plan.parallelism.world_size
+        if order.device == "cpu" and (why := idle_gpus(num_workers)):
+            say(f"computing on the CPU beside idle GPUs: {why}")
         say(
             f"starting {num_workers} worker{'s' * (num_workers > 1)} on {order.device}: {self.plan.parallelism.short()}"
         )

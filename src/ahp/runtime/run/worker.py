@@ -100,7 +100,7 @@ def _train(
 
     # Not while ranks found each other: the groups of the mesh get it from the group of all.
     limit_time(dist.group.WORLD, timedelta(seconds=order.collective_timeout_s))
-    parallel = parallelize(module, plan)
+    parallel = parallelize(module, plan, device=ranks.device)
     loop = Loop(
         parallel=parallel,
         batches=batches,
