@@ -17,6 +17,7 @@ from ahp.runtime.optimizer.adamw import ShardedOptimizer
 from ahp.runtime.optimizer.norm import SquareSum, unscale_and_clip_
 from ahp.runtime.parallel import Parallel, parallelize
 from ahp.runtime.torch_compat import local_tensor
+from tests.runtime.looks import Looks
 from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, batch
 
 
@@ -159,3 +160,17 @@ def test_a_result_goes_to_another_process_and_says_its_numbers(alone: None) -> N
     assert str(again) == str(result)
     assert f"loss={result.loss}" in str(result)
     assert (again.loss, again.grad_norm, again.skipped) == (result.loss, result.grad_norm, False)
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"name": "muon"}], ids=["adamw", "muon"])
+def test_a_step_looks_at_no_value(alone: None, optimizer: dict[str, Any]) -> None:
+    """But for one on a CPU, where looking is free: whether there is anything to clip."""
+    parallel = made(optimizer)
+    for step in range(2):
+        part = parallel.shard(batch(step))
+        with Looks() as looks:
+            result = parallel.step(part)
+        assert looks.count == 1
+        with Looks() as looks:
+            assert math.isfinite(result.loss)
+        assert looks.count > 0

@@ -20,6 +20,7 @@ from ahp.graph.capture import tensor_leaves
 from ahp.graph.outline import Outline, block_input
 from ahp.runtime.experts.balance_loss import Routers
 from ahp.runtime.pipeline.weight_gradients import Deferring, WeightGradients
+from ahp.runtime.transformers_compat import consecutive_positions
 
 
 class Stage(nn.Module):
@@ -55,8 +56,9 @@ class Stage(nn.Module):
     def _run(self, x: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if self.receive:
             self.receive[0].value = x
+        numbered_by_model = nullcontext() if "position_ids" in inputs else consecutive_positions()
         try:
-            with self.forward_context():
+            with self.forward_context(), numbered_by_model:
                 return logits_of(call_model(self.model, **inputs, documents=self.documents))
         except StopForward as stop:
             return stop.hidden
