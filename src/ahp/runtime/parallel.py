@@ -53,7 +53,11 @@ if TYPE_CHECKING:
 
 
 def parallelize(
-    module: nn.Module, plan: Plan | dict[str, Any], *, device: torch.device | str | None = None
+    module: nn.Module,
+    plan: Plan | dict[str, Any],
+    *,
+    device: torch.device | str | None = None,
+    initialize: bool = True,
 ) -> Parallel:
     """Split a model over the ranks of the job, by a plan. Collective. Under torchrun, and in a process alone, it makes the default
     process group where the program has made none (NCCL on the GPU of LOCAL_RANK, gloo on CPUs).
@@ -64,6 +68,7 @@ def parallelize(
     it is changed in place, else its parts are taken over. ``plan``: a Plan, or ``{"job": {...}, "parallelism": {...}}``.
     ``device``: where to compute; None = a GPU where each worker of the node has one and the process group carries it, else the CPU,
     with a warning where GPUs stay idle.
+    ``initialize``: False leaves a module on the meta device without values, which is quicker where ``Parallel.load`` comes next.
 
     Raises BadInput, NotExpressible or HardwareMismatch before anything is changed when the layout cannot run, NoAnswer when
     a rank does not come or an axis of the mesh does not carry.
@@ -72,23 +77,23 @@ def parallelize(
     where = rank_device(checked, device)
     if checked.job.precision == "fp8":
         refuse_device(where)
-    return rehearse(module, checked, where)
+    return rehearse(module, checked, where, initialize=initialize)
 
 
-def rehearse(module: nn.Module, plan: Plan, device: torch.device) -> Parallel:
+def rehearse(module: nn.Module, plan: Plan, device: torch.device, *, initialize: bool = True) -> Parallel:
     """``parallelize`` on a joined rank, where processor cores may stand for devices with products in 8 bits: the same products, very
     slowly."""
     refuse_plan(plan, device)
     mesh = build_mesh(plan.parallelism, device)
     check_device(plan, dist.get_rank(), mesh.device)
     hosts = preflight(mesh)
-    return Parallel(module, plan, mesh, hosts)
+    return Parallel(module, plan, mesh, hosts, initialize=initialize)
 
 
 class Parallel:
     """A model that takes optimizer steps under a plan. Made by ``parallelize``."""
 
-    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, hosts: Hosts) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, hosts: Hosts, *, initialize: bool = True) -> None:
         self.plan, self.mesh, self.hosts = plan, mesh, hosts
         self.config = getattr(module, "config", None)
         self._saver: BackgroundSaver | None = None
@@ -112,7 +117,8 @@ class Parallel:
         refuse_what_stays_outside(plan, sliced, self.tokens.context.method if self.tokens else None)
         self.names = ParameterNames(module)
         matrices = matrices_of(module, plan.job.optimizer)
-        start = StartingValues(module, plan)
+        start = StartingValues(module, plan, initialize=initialize)
+        self._awaits_load = start.streamed and not initialize
         self.in_files = start.in_files
         """How transformers writes each parameter."""
         real = not start.streamed and plan.init_from is None
@@ -309,6 +315,10 @@ class Parallel:
 
     def _checked(self, part: dict[str, torch.Tensor]) -> tuple[Inputs, torch.Tensor]:
         """What the model is called with, and the labels."""
+        if self._awaits_load:
+            raise BadInput(
+                "parallelize: initialize = False left the weights without values; call load(folder) before the first step"
+            )
         masks = self.plan.job.document_mask
         wanted = ["input_ids", "labels", *(["position_ids"] if masks else [])]
         missing, unused = sorted(set(wanted) - set(part)), sorted(set(part) - set(wanted))
@@ -357,6 +367,7 @@ class Parallel:
 
         load(self.state, Path(folder))
         self._unlike = None
+        self._awaits_load = False
 
     def export_hf(self, folder: str | Path) -> None:
         """Write the weights as safetensors under the hub's names, and config.json where there is one. Collective."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -127,6 +128,28 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """The matrix with its singular values brought near 1, in bf16, exactly as ``torch.optim.Muon`` does it by default."""
     return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
+
+
+@contextmanager
+def recordable_trunc_normal() -> Iterator[None]:
+    """Within, ``trunc_normal_`` is a chain of operators without a look at values, on the meta device too: the quantile of a uniform number.
+
+    From 2.13 on it does nothing there, and on real memory draws again what lies outside.
+    """
+    own = nn.init._no_grad_trunc_normal_
+
+    def quantile(
+        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> torch.Tensor:
+        low, high = (math.erf((end - mean) / std / 2**0.5) for end in (a, b))
+        with torch.no_grad():
+            return tensor.uniform_(low, high).erfinv_().mul_(std * 2**0.5).add_(mean).clamp_(a, b)
+
+    nn.init._no_grad_trunc_normal_ = quantile
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = own
 
 
 def outside_modes() -> AbstractContextManager[object]:

@@ -34,6 +34,7 @@ from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.generate import Sampling, generate
 from ahp.runtime.run.trainer import Outcome, Trainer
 from tests.runtime import hanging
+from tests.runtime.weights.test_initial import Drawing
 from tests.runtime.workers import Pool, place
 
 pytestmark = pytest.mark.slow
@@ -124,6 +125,23 @@ def test_resumed_under_another_layout_the_curve_goes_on(
     for ours, theirs in zip(curve(folder), curve(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert RunFolder(folder).checkpoints()[-1].meta()["parallelism"] == parallelism.model_dump(mode="json")
+
+
+def drawing(rank: int, world_size: int, *order: Any) -> tuple[str, int]:
+    """``joined``, and how many random numbers this rank drew for its weights."""
+    with Drawing() as drawing:
+        state, *_ = joined(rank, world_size, *order)
+    return state, drawing.numbers
+
+
+def test_weights_are_drawn_once_in_a_run_and_not_when_it_goes_on(pool: Pool, text: Path, tmp_path: Path) -> None:
+    order = SHARDED.world_size, plan(text, SHARDED), tmp_path / "run", HALF, os.environ["AHP_CACHE"]
+    first = pool.run(drawing, *order)
+    assert [state for state, _ in first] == ["done"] * 2
+    assert all(numbers > 0 for _, numbers in first)
+    shutil.rmtree(RunFolder(tmp_path / "run").checkpoints()[-1].path)
+    assert RunFolder(tmp_path / "run").checkpoints()[-1].step == HALF
+    assert pool.run(drawing, *order) == [("done", 0)] * 2
 
 
 def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, tmp_path: Path, text: Path) -> None:

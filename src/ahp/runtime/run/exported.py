@@ -109,9 +109,8 @@ def _convert(run: RunFolder, plan: Plan, checkpoint: Path, step: int) -> Path:
     aside = Path(tempfile.mkdtemp(prefix="hf.tmp-", dir=run.path))
     try:
         with _world_of_one():
-            parallel = parallelize(
-                build_model(plan.model, device="meta", attention=plan.engine.attention), alone, device="cpu"
-            )
+            module = build_model(plan.model, device="meta", attention=plan.engine.attention)
+            parallel = parallelize(module, alone, device="cpu", initialize=False)
             parallel.load(checkpoint)
             parallel.export_hf(aside)
         return publish(run, aside, plan, Tokenizer.from_file(str(run.tokenizer_file)), step)

@@ -100,7 +100,9 @@ def _train(
 
     # Not while ranks found each other: the groups of the mesh get it from the group of all.
     limit_time(dist.group.WORLD, timedelta(seconds=order.collective_timeout_s))
-    parallel = parallelize(module, plan, device=ranks.device)
+    # Where there is a checkpoint the loop reads one, or raises where none is whole.
+    resumes = ranks.from_first(bool(folder.checkpoints()) if ranks.is_first else None)
+    parallel = parallelize(module, plan, device=ranks.device, initialize=not resumes)
     loop = Loop(
         parallel=parallel,
         batches=batches,

@@ -19,10 +19,7 @@ def materialize(module: nn.Module, *, seed: int) -> None:
     """Allocate a meta module on the CPU and initialise it whole, in place, from ``seed`` alone. See ``initial_weights``."""
     initial = initial_weights(module, seed=seed)
     allocate_on(module, torch.device("cpu"))
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, value in initial.values(set(parameters)):
-            parameters[name].copy_(value)
+    initial.fill({name: p.detach() for name, p in module.named_parameters()}, lambda name: {})
 
 
 def initial_weights(module: nn.Module, *, seed: int) -> InitialWeights:

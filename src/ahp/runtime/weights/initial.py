@@ -1,14 +1,15 @@
-"""The initial values of a model on the meta device, parameter by parameter, so that no rank makes more than it holds.
+"""The initial values of a model on the meta device, so that every rank makes its own part of them and no more.
 
-The model's own initialisation runs once on tensors without memory, and what it does to them is written down. The values of a
-parameter are then made by doing that again on real memory, wherever they are wanted: the same ones on every rank, because
-the random numbers depend on the seed and the parameter's name alone. (Deferred initialisation, as in torchdistX.)
+The model's own initialisation runs once on tensors without memory, and what it does to them is written down: a tape. (Deferred
+initialisation, as in torchdistX.) Nearly every parameter is filled element by element there, from a distribution or with a constant, and a
+part of it is made by doing that to the part alone, with random numbers that depend on the seed, the parameter's name and the element's place.
+The others are made whole, on the CPU, by the operators of the tape themselves.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,52 +19,51 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ahp.errors import BadInput
-from ahp.runtime.shard.parameter_layout import ParameterLayout
-from ahp.runtime.torch_compat import local_tensor
-
-
-@dataclass(frozen=True)
-class _Call:
-    """An operator that read, made or wrote tensors without memory."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    tensors: tuple[torch.Tensor, ...]
-    """Those without memory among all of them."""
+from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, part_of
+from ahp.runtime.torch_compat import local_tensor, recordable_trunc_normal
+from ahp.runtime.weights.elementwise import Call, Fill, elementwise
 
 
 class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if found := tuple(_meta_tensors((args, kwargs, output))):
-            self.calls.append(_Call(func, args, kwargs, output, found))
+            self.calls.append(Call(func, args, kwargs, output, found))
         return output
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """Parameters that are initialised together, mostly one alone, and what is done to them in its order."""
 
     parameters: dict[str, torch.Tensor]
     """By name, without memory."""
-    calls: list[_Call]
+    calls: list[Call]
+
+    def key(self, seed: int, number: int) -> int:
+        """64 bits that stand for the ``number``-th call of a job's seed and no other."""
+        return int(
+            np.random.SeedSequence([seed, *_words(min(self.parameters)), number]).generate_state(1, np.uint64)[0]
+        )
+
+    def fill(self) -> Fill | None:
+        """How to make some elements alone, None where they hang together."""
+        if len(self.parameters) > 1:
+            return None
+        return elementwise(next(iter(self.parameters.values())), self.calls)
 
     def values(self, seed: int) -> dict[str, torch.Tensor]:
-        """On the CPU."""
+        """Whole, on the CPU."""
         real = {id(p): torch.zeros(p.shape, dtype=p.dtype) for p in self.parameters.values()}
-        stream = [seed, *_words(min(self.parameters))]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for number, call in enumerate(self.calls):
                 if torch.Tag.nondeterministic_seeded in call.func.tags:
-                    state = np.random.SeedSequence([*stream, number]).generate_state(1, np.uint64)[0]
-                    torch.manual_seed(int(state >> 1))
+                    torch.manual_seed(self.key(seed, number) >> 1)
                 args, kwargs = pytree.tree_map(lambda leaf: _real(leaf, real), (call.args, call.kwargs))
                 output = call.func(*args, **kwargs)
                 made = zip(pytree.tree_leaves(call.output), pytree.tree_leaves(output), strict=True)
@@ -83,7 +83,7 @@ class InitialWeights:
         """
         self.seed, tape = seed, _Tape()
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), tape:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), recordable_trunc_normal(), tape:
                 torch.manual_seed(seed)  # of buffers, which have memory and are made here and now
                 initialise()
         except (NotImplementedError, RuntimeError) as error:
@@ -100,23 +100,27 @@ class InitialWeights:
                 "values on the meta device; start from weights (init_from), or build the module with real ones, alike on every rank"
             )
 
-    def values(self, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the parameters with these names, on the CPU, a few at a time: what was given may be freed."""
-        for part in self.parts:
-            if wanted & set(part.parameters):
-                for name, value in part.values(self.seed).items():
-                    if name in wanted:
-                        yield name, value
+    def fill(self, parts: Mapping[str, torch.Tensor], ranges: Callable[[str], dict[int, Ranges]]) -> None:
+        """Write parts of parameters, in place, on whatever device they are. ``ranges``: what a part holds of its parameter."""
+        with torch.no_grad():
+            for one in self.parts:
+                wanted = {name: parts[name] for name in one.parameters if name in parts and parts[name].numel() > 0}
+                fill = one.fill() if wanted else None
+                if fill is not None:
+                    ((name, part),) = wanted.items()
+                    fill.write(part, ranges(name), lambda number, one=one: one.key(self.seed, number))
+                elif wanted:
+                    values = one.values(self.seed)
+                    for name, part in wanted.items():
+                        part.copy_(part_of(values[name], ranges(name)))
 
 
 def fill_initial(layout: ParameterLayout, initial: InitialWeights) -> None:
-    """Copy this rank's parts of the initial values into its parameters. No collective: every rank makes its own."""
-    held = {name: local_tensor(p.detach()) for name, p in layout.parameters.items()}
-    for name, value in initial.values({name for name, local in held.items() if local.numel() > 0}):
-        held[name].copy_(layout.own_part(name, value))
+    """Make this rank's parts of its parameters. No collective: every rank makes its own."""
+    initial.fill({name: local_tensor(p.detach()) for name, p in layout.parameters.items()}, layout.ranges)
 
 
-def _parts(parameters: dict[str, torch.Tensor], calls: list[_Call]) -> list[_Part]:
+def _parts(parameters: dict[str, torch.Tensor], calls: list[Call]) -> list[Part]:
     """Parameters apart, but for those that some operator or chain of operators connects."""
     root: dict[int, int] = {}
 
@@ -129,9 +133,9 @@ def _parts(parameters: dict[str, torch.Tensor], calls: list[_Call]) -> list[_Par
         first, *others = call.tensors
         for other in others:
             root[find(id(other))] = find(id(first))
-    parts: dict[int, _Part] = {}
+    parts: dict[int, Part] = {}
     for name, parameter in parameters.items():
-        parts.setdefault(find(id(parameter)), _Part({}, [])).parameters[name] = parameter
+        parts.setdefault(find(id(parameter)), Part({}, [])).parameters[name] = parameter
     for call in calls:
         if (part := parts.get(find(id(call.tensors[0])))) is not None:
             part.calls.append(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,11 +179,15 @@ def _spellings(name: str, prefix: str) -> Iterator[str]:
 
 
 def fill(
-    layout: ParameterLayout, buffers: Iterable[tuple[str, torch.Tensor]], source: Pretrained, stored: dict[str, InFiles]
+    parameters: Mapping[str, torch.Tensor],
+    layout: ParameterLayout,
+    buffers: Iterable[tuple[str, torch.Tensor]],
+    source: Pretrained,
+    stored: dict[str, InFiles],
 ) -> None:
     """Copy this rank's parts into its parameters and its ``buffers``. No collective: every rank reads for itself."""
     with torch.no_grad():
-        for name, parameter in layout.parameters.items():
+        for name, parameter in parameters.items():
             local = local_tensor(parameter)
             if local.numel() > 0:
                 local.copy_(source.part(stored[name], layout.ranges(name)))
