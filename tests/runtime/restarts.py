@@ -58,19 +58,20 @@ class Restart:
         return self.job.get("precision", "fp32")
 
 
-def batch(step: int, *, documents: bool = False) -> Rows:
-    """Rows with very different numbers of scored tokens; with ``documents``, two or three in a row, and their positions."""
+def batch(step: int, job: dict[str, Any]) -> Rows:
+    """Rows with very different numbers of scored tokens; where the job masks documents, two or three in a row."""
+    num_rows, length = job.get("global_batch_size", BATCH), job.get("sequence_length", SEQUENCE)
     generator = torch.Generator().manual_seed(1000 + step)
-    input_ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    input_ids = torch.randint(0, VOCABULARY, (num_rows, length), generator=generator)
     labels = input_ids.clone()
-    for row in range(BATCH):
-        labels[row, : (row * 5 + step) % (SEQUENCE - 4)] = -100
-    if not documents:
+    for row in range(num_rows):
+        labels[row, : (row * 5 + step) % (length - 4)] = -100
+    if not job.get("document_mask"):
         return {"input_ids": input_ids, "labels": labels}
-    positions = torch.arange(SEQUENCE).repeat(BATCH, 1)
-    for row in range(1, BATCH):  # the first row is one document
-        for start in sorted({(row * 7 + step) % (SEQUENCE - 2) + 1, 5 + row}):
-            positions[row, start:] = torch.arange(SEQUENCE - start)
+    positions = torch.arange(length).repeat(num_rows, 1)
+    for row in range(1, num_rows):  # the first row is one document
+        for start in sorted({(row * 7 + step) % (length - 2) + 1, 5 + row % (length - 6)}):
+            positions[row, start:] = torch.arange(length - start)
     return {"input_ids": input_ids, "labels": labels, "position_ids": positions}
 
 
@@ -101,8 +102,7 @@ def run(
     for step in range(start, start + steps):
         if step == restart.stop:
             parallel.save(folder)
-        parallel.seed_step(step)
-        rows = batch(step, documents=bool(restart.job.get("document_mask")))
+        rows = batch(step, restart.job)
         result = parallel.step(parallel.shard(rows))
         found["losses"].append(result.loss)
         found["norms"].append(None if result.skipped else result.grad_norm)

@@ -89,7 +89,8 @@ def capture(
     """Trace ``block(*args, **kwargs)`` on fake tensors.
 
     ``shapes`` replaces the shapes of weights whose local part alone is in memory. The arguments may be fake
-    themselves. Raises whatever the block raises: data-dependent control flow cannot be traced.
+    themselves. The graph sets the gradient mode as the block does, so it is for the mode of the call. What the block writes into its buffers the graph writes
+    too. Raises whatever the block raises: data-dependent control flow cannot be traced.
     """
     fakes = [leaf for leaf in tensor_leaves(args, kwargs) if isinstance(leaf, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else FakeTensorMode()
@@ -103,19 +104,31 @@ def capture(
         for i, activation in zip(where, activations, strict=True):
             filled[i] = activation
         call_args, call_kwargs = pytree.tree_unflatten(filled, spec)
-        out = functional_call(block, dict(zip(wanted, weights, strict=True)), call_args, call_kwargs, tie_weights=False)
+        held = dict(zip(wanted, weights, strict=True))
+        out = functional_call(block, held, call_args, call_kwargs, tie_weights=False)
+        _write_back(held, dict(zip(wanted, weights, strict=True)))
         flat, tree = pytree.tree_flatten(out)
         output_spec[:] = [tree]
         return flat
 
-    # Without gradients: a capture may happen while a checkpointed block counts what its forward saves.
-    with as_on_data(), mode, torch.no_grad():
+    # A capture may happen while a checkpointed block counts what its forward saves: it must not see what is saved here.
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with as_on_data(), mode, unseen:
         weights = [_fake(like) for like in wanted.values()]
         activations = [_fake(TensorLike.of(leaves[i])) for i in where]
         graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(weights, activations)
     simplify(graph.graph)
     graph.recompile()
     return Capture(graph, tuple(wanted), output_spec[0], tuple(leaves[i].requires_grad for i in where), tuple(where))
+
+
+def _write_back(after: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
+    """A buffer in whose place the block has put another tensor (``self.mean = ...``) takes the values of that one."""
+    changed = [name for name, tensor in after.items() if tensor is not before[name]]
+    if changed:
+        with torch.no_grad():
+            for name in changed:
+                before[name].copy_(after[name])
 
 
 def _fake(like: TensorLike) -> torch.Tensor:

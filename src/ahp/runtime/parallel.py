@@ -30,7 +30,7 @@ from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.optimizer.loss_scale import LossScale
 from ahp.runtime.optimizer.muon import OwnedMatrices
 from ahp.runtime.optimizer.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
-from ahp.runtime.pipeline.schedules import Accumulation, Inputs, Pipeline, stages_of_rank
+from ahp.runtime.pipeline.schedules import Accumulation, Inputs, Pipeline, ranks_of_stages, stages_of_rank
 from ahp.runtime.ranks.device_order import check_device
 from ahp.runtime.ranks.mesh import Mesh, build_mesh
 from ahp.runtime.ranks.preflight import Hosts, preflight
@@ -38,6 +38,7 @@ from ahp.runtime.ranks.ranks import rank_device
 from ahp.runtime.run.nan_fault import find_fault
 from ahp.runtime.run.validation import evaluate
 from ahp.runtime.sequence.own_tokens import SequenceSharding
+from ahp.runtime.shard.buffers import Buffers
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
 from ahp.runtime.shard.ownership import LocalParameters, ParameterNames, TiedParameters
 from ahp.runtime.shard.parameter_layout import ParameterLayout
@@ -147,7 +148,17 @@ class Parallel:
         """Of ``plan.init_from``, by this rank."""
         local.refresh_twins()
         self.state = TrainingState(
-            layout, local, self._optimizer(layout, matrices), LossScale(plan.job.precision, mesh.device), self.stages
+            layout,
+            local,
+            self._optimizer(layout, matrices),
+            LossScale(plan.job.precision, mesh.device),
+            self.stages,
+            Buffers(
+                [stage.model for stage in stages],
+                {index: stage.model for index, stage in self.stages.items()},
+                mesh,
+                ranks_of_stages(p),
+            ),
         )
         """What training changes."""
         vocabulary = bool(sliced and sliced.vocabulary)
@@ -282,6 +293,7 @@ class Parallel:
         unscale_and_clip_(gradients, figures[1], self.plan.job.optimizer.grad_clip, scale)
         state.optimizer.step(rate, gradients, leave_out=self._leaves_out(figures, can_shrink))
         state.local.refresh_twins()
+        state.buffers.synchronize()
         state.num_steps_done += 1
         # Last in the queue: whoever has read the numbers knows that the step is over.
         copied = HostCopy(torch.cat((figures, can_shrink[None].double())))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -247,6 +248,21 @@ def within_checkpoint(graph: GraphModule, contexts: Callable[[], Any] | None = N
     if contexts is not None:
         graph.meta["_checkpoint_context_fn"] = contexts
     return GraphModule({"body": graph}, outer)
+
+
+def writes_inputs(graph: GraphModule, inputs: list[torch.Tensor]) -> bool:
+    """Whether a graph of torch.compile's changes a tensor that it is given, in place."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        fakes = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in inputs
+        ]
+        tensors = [x for x in fakes if isinstance(x, torch.Tensor)]
+        versions = [x._version for x in tensors]
+        graph(*fakes)
+        return versions != [x._version for x in tensors]
 
 
 def compile_graph(graph: GraphModule, inputs: list[torch.Tensor], backend: str) -> Callable[..., Any]:

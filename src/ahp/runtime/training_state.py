@@ -10,6 +10,7 @@ from torch import nn
 from ahp.runtime.optimizer.adamw import ShardedOptimizer
 from ahp.runtime.optimizer.loss_scale import LossScale
 from ahp.runtime.pipeline.cut import Stage
+from ahp.runtime.shard.buffers import Buffers
 from ahp.runtime.shard.ownership import LocalParameters
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 
@@ -24,6 +25,7 @@ class TrainingState:
     loss_scale: LossScale
     stages: Mapping[int, Stage]
     """The stages of this rank by their number; the weights and buffers are theirs."""
+    buffers: Buffers
     num_steps_done: int = 0
 
     @property

@@ -18,7 +18,7 @@ from ahp.runtime.experts.router_outputs import RouterOutputsTaken
 from ahp.runtime.pipeline.compiled_weight_gradients import SplitGraph
 from ahp.runtime.pipeline.weight_gradients import WeightGradients
 from ahp.runtime.tensor.slice import SlicedForward
-from ahp.runtime.torch_compat import compile_graph, why_graph_broke, within_checkpoint
+from ahp.runtime.torch_compat import compile_graph, why_graph_broke, within_checkpoint, writes_inputs
 
 Forward = Callable[..., Any]
 Compiler = Callable[[Forward], Forward]
@@ -127,6 +127,8 @@ def _one_graph(forward: Forward, backend: Backend) -> Forward:
         try:
             return whole(*args, **kwargs)
         except Exception as error:
+            if isinstance(broke := getattr(error, "inner_exception", None), GraphBroke):  # in the backend
+                raise broke from error
             if (why := why_graph_broke(error)) is None:
                 raise
             raise GraphBroke(why) from error
@@ -140,6 +142,9 @@ def _backend(kept: Literal["products", "inputs"] | None, later: WeightGradients 
     def make(graph: GraphModule, inputs: list[torch.Tensor]) -> Forward:
         if not torch.is_grad_enabled():
             return compile_graph(graph, inputs, BACKEND)
+        if kept is not None and writes_inputs(graph, inputs):
+            # What is run again would read what was written, not what there was before.
+            raise GraphBroke("it writes into its buffers")
         split = None if later is None else SplitGraph(graph, inputs, later)
         if split is not None:
             graph, inputs = split.graph, [*inputs, *split.probes]

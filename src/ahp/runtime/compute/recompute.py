@@ -44,10 +44,14 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"], forward_cont
     Its forward alone is wrapped: parameter names stay, and hooks on the block (FSDP2's) run once, outside.
     """
     forward = block.forward
+    owners = [module for module in block.modules() if next(module.buffers(recurse=False), None) is not None]
 
     def contexts() -> Contexts:
         known = _Known()
         first, second = _replacing(_KNOWN, known.learn), _both(_replacing(_KNOWN, known.recall), forward_context())
+        if owners:
+            buffers = BuffersOfFirstRun(owners)
+            first, second = _both(buffers.keep(), first), _both(buffers.give_back(), second)
         if kind == "full":
             return first, second
         (keep, again), kept = keep_products(), _Kept()
@@ -67,6 +71,47 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"], forward_cont
 def keep_products() -> Contexts:
     """What ``checkpoint`` takes as ``context_fn`` to keep products with a weight and fused attention."""
     return create_selective_checkpoint_contexts(_policy)
+
+
+class BuffersOfFirstRun:
+    """What a block's first run reads and writes in its buffers, so that the second run computes the same and writes nothing."""
+
+    def __init__(self, owners: list[nn.Module]) -> None:
+        self.owners = owners
+        self.values: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
+        """As they were before the first run, of modules in which it has changed one."""
+
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        before = {module: dict(module._buffers) for module in self.owners}
+        versions = {module: _versions(module) for module in self.owners}
+        with torch.no_grad():
+            values = {module: {n: _copied(b) for n, b in held.items()} for module, held in before.items()}
+        try:
+            yield
+        finally:
+            # Batch norm's kernel writes its averages unseen, beside a counter that it is seen to write.
+            self.values = {m: values[m] for m in self.owners if _versions(m) != versions[m]}
+
+    @contextmanager
+    def give_back(self) -> Iterator[None]:
+        live = {module: dict(module._buffers) for module in self.values}
+        for module, values in self.values.items():
+            module._buffers.update(values)
+        try:
+            yield
+        finally:
+            for module, buffers in live.items():
+                module._buffers.update(buffers)
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    """What is another after a write into a module's buffers, in place or by another tensor."""
+    return [(id(b), b._version) for b in module._buffers.values() if b is not None]
+
+
+def _copied(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return None if buffer is None else buffer.clone()
 
 
 def saved_once(compute: Callable[[], Results]) -> Results:

@@ -130,7 +130,7 @@ def _as(output: str, hidden: torch.Tensor) -> Any:
 def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) -> Stage:
     """The stage with the blocks numbered ``layers``; its parameters are those of ``module``, nothing is copied.
 
-    ``dtype`` is that of the hidden states. Raises BadInput when the model does more between its blocks than hand on.
+    Buffers outside the blocks are copied, for each stage writes its own. ``dtype`` is that of the hidden states. Raises BadInput when the model does more between its blocks than hand on.
     """
     if found.uncuttable is not None:
         raise BadInput(
@@ -138,7 +138,7 @@ def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) ->
         )
     first, last = layers.start == 0, layers.stop == found.num_layers
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
-    memo.update({id(b): b for b in module.buffers()})
+    memo.update({id(b): b for b in module.get_submodule(found.blocks_path).buffers()})
     model = copy.deepcopy(module, memo)
     blocks = model.get_submodule(found.blocks_path)
     receive = StageInput(found.block_output) if not first else None

@@ -70,9 +70,7 @@ class Pipeline:
         p = parallelism
         self.stages, self.num_stages, self.loss, self.mesh = stages, p.num_stages, loss, mesh
         self.kind = get_schedule_class(p.pipeline_parallel_schedule)
-        self.stage_ranks = stage_ranks(
-            p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank
-        )
+        self.stage_ranks = ranks_of_stages(p)
         """The pipeline rank of each stage."""
         self.ids, self.hidden, self.outputs = ids, hidden, outputs
         self.schedules: dict[int, Any] = {}
@@ -143,11 +141,15 @@ Runner = Accumulation | Pipeline
 
 def stages_of_rank(rank: int, parallelism: Parallelism) -> tuple[int, ...]:
     """The stages that a pipeline rank holds: looped, or down and up again under the V-shaped schedules."""
+    return tuple(stage for stage, holder in enumerate(ranks_of_stages(parallelism)) if holder == rank)
+
+
+def ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
     p = parallelism
     if p.num_stages == 1:
         return (0,)
-    ranks = stage_ranks(p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank)
-    return tuple(stage for stage, holder in enumerate(ranks) if holder == rank)
+    return tuple(stage_ranks(p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank))
 
 
 def _weight_gradients(stage: Stage) -> Callable[[], None]:

@@ -231,7 +231,8 @@ class SlicedForward:
 
     def _key(self, leaves: list[Any], spec: pytree.TreeSpec, dtype: torch.dtype) -> Any:
         """What a program depends on."""
-        return tuple(_fact(leaf) for leaf in leaves), spec, self.block.training, dtype, self.compiler
+        modes = self.block.training, torch.is_grad_enabled()
+        return tuple(_fact(leaf) for leaf in leaves), spec, modes, dtype, self.compiler
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
         captured, solution = self._solved(args, kwargs, weights)

@@ -35,6 +35,7 @@ def load(state: TrainingState, folder: Path) -> None:
                 else:
                     _take_over(state.layout, name, like_distributed(moment, parameter), tensors[f"{key}.{name}"])
     state.local.refresh_twins()
+    state.buffers.after_load()
     state.num_steps_done = int(tensors["num_steps_done"])
     state.loss_scale.take_over(tensors)
 
@@ -43,6 +44,7 @@ def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
     """Name -> tensor. What is not packed shares memory with the live tensors, so loading fills them directly."""
     found: dict[str, torch.Tensor] = {"num_steps_done": torch.tensor(state.num_steps_done)}
     found |= state.loss_scale.state()
+    found |= {f"buffer.{name}": buffer for name, buffer in state.buffers.tensors().items()}
     for name, parameter in state.parameters.items():
         found[f"model.{name}"] = _canonical(state.layout, name, parameter.detach())
         if name in state.optimizer.shards:

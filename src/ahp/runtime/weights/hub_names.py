@@ -78,7 +78,7 @@ def pieces_of(tensor: torch.Tensor, form: InFiles) -> dict[str, torch.Tensor]:
         there = [dim for dim, own in enumerate(piece.dims) if own is not None]
         order = sorted(there, key=lambda dim: piece.dims[dim] or 0)
         others = [dim for dim in range(tensor.dim()) if dim not in there]
-        laid = block.permute(*order, *others).reshape(piece.shape)
+        laid = block.permute((*order, *others)).reshape(piece.shape)
         found[piece.stored] = laid.clone(memory_format=torch.contiguous_format)  # files take no memory that is shared
     return found
 

@@ -141,7 +141,7 @@ class Pretrained:
         self.bytes_read += read.numel() * read.element_size()
         order = [dim for dim in piece.dims if dim is not None]
         others = [dim for dim in range(read.dim()) if dim not in order]
-        return read.permute(*order, *others).reshape([end - first for first, end in block])
+        return read.permute((*order, *others)).reshape([end - first for first, end in block])
 
     def _file(self, stored: str) -> Any:
         """The file that holds a tensor; it stays open, because its header names every tensor in it."""
