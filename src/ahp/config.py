@@ -80,6 +80,7 @@ class Run(Record):
     collective_timeout_s: float = Field(default=COLLECTIVE_TIMEOUT_S, ge=1)
     track: tuple[Tracker, ...] = ()
     sample: bool = True
+    extend: bool = False
 
 
 class Config(Record):
@@ -166,6 +167,8 @@ HELP: dict[str, str] = {
     "run.collective_timeout_s": "seconds after which a rank that the others wait for ends the run",
     "run.track": "beside metrics.jsonl: tensorboard, wandb (extra [track])",
     "run.sample": "whether a finished run ends with a sample of text, for which the whole model is loaded once more",
+    "run.extend": "let a run go on with more job.steps under a schedule that looks ahead (linear, cosine, wsd in its decay): steps that were "
+    "made keep their learning rates, those to come have the longer job's",
 }
 """Every key of config.yaml in words; docs/config.md and ``ahp train --help`` show these."""
 
