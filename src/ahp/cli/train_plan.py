@@ -65,7 +65,7 @@ def prepare(plan: Plan, config: Config | None, folder: RunFolder, workers: int |
 def _refuse_here(plan: Plan, config: Config | None) -> None:
     """Raises HardwareMismatch where this machine lacks the devices of the plan or of the config's cluster, BadInput where it would have to
     carry more workers than it can."""
-    from ahp.runtime.ranks.ranks import device_for
+    from ahp.runtime.ranks.device import device_for
 
     if config is None:
         told, count = "the plan's degrees", plan.parallelism.world_size
