@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from ahp.runtime.weights.allocate import initial_weights
-from tests.runtime.models import JOB
+from tests.runtime.models import JOB, VOCABULARY, batch
 from tests.runtime.weights.test_initial import Cut, Drawing, on_meta
 
 SEED = 5
@@ -52,3 +54,37 @@ def test_a_model_starts_on_the_gpu_where_it_is_drawn(alone: torch.device) -> Non
     for name, parameter in parallel.parameters.items():
         assert parameter.device == alone
         assert torch.equal(parameter, expected[name]), name
+
+
+def test_checkpoints_go_through_the_same_pinned_memory_and_hold_the_moment_of_their_start(
+    alone: torch.device, tmp_path: Path
+) -> None:
+    from ahp.runtime.parallel import parallelize
+
+    class Wide(torch.nn.Module):
+        """Its matrices are large enough to be locked where they lie, its bias is not."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = torch.nn.Embedding(VOCABULARY, 4096), torch.nn.Linear(4096, VOCABULARY)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.tokens(input_ids))
+
+    parallel = parallelize(Wide(), {"job": JOB})
+    parallel.step(parallel.shard(batch(0)))
+    weights = {name: p.detach().clone() for name, p in parallel.parameters.items()}
+    first = parallel.saver.start(tmp_path / "first", lambda checksums: None)
+    memory = dict(parallel.saver.copies.memory)
+    assert all(copy.is_pinned() for copy in memory.values() if copy.dtype == torch.float32)
+    for step in range(1, 4):
+        parallel.step(parallel.shard(batch(step)))
+    parallel.saver.start(tmp_path / "second", lambda checksums: None).result()
+    assert first.done()
+    assert all(parallel.saver.copies.memory[name] is copy for name, copy in memory.items())
+    parallel.load(tmp_path / "first")
+    assert parallel.num_steps_done == 1
+    for name, parameter in parallel.parameters.items():
+        assert torch.equal(parameter, weights[name]), name
+    parallel.load(tmp_path / "second")
+    assert parallel.num_steps_done == 4

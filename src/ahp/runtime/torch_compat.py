@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -22,6 +24,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import _disable_current_modes
+
+PINNED_IN_PLACE_BYTES = 1 << 20
+"""Smaller pieces share pages with others, which cannot be locked twice."""
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
@@ -64,6 +69,25 @@ def like_distributed(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return local
     return DTensor(local, like._spec, requires_grad=False)
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Page-locked host memory like a tensor, without values. Where the system locks no more it is plain, with a warning.
+
+    torch's own allocator of such memory rounds each piece up to a power of two, so the large ones are locked where they lie.
+    """
+    if tensor.nbytes < PINNED_IN_PLACE_BYTES:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    memory = torch.empty_like(tensor, device="cpu")
+    address, cudart = memory.data_ptr(), torch.cuda.cudart()
+    if int(cudart.cudaHostRegister(address, memory.nbytes, 1)):  # 1: cudaHostRegisterPortable
+        warnings.warn(
+            f"host memory: {memory.nbytes} bytes cannot be page-locked; copies to it are slower", stacklevel=2
+        )
+        return memory
+    # Not at the end of the process, when CUDA may be gone before.
+    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+    return memory
 
 
 def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor], None] | None) -> None:

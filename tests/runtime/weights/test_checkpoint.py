@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from ahp.runtime.files import crc32
+from ahp.runtime.torch_compat import local_tensor
 from tests.marks import cases
 from tests.runtime.models import JOB, MODELS, batch
 from tests.runtime.test_equality import assert_same_curve, world_size
@@ -96,6 +99,45 @@ def test_continues_under_another_plan(
     after = pool.run(continue_from, world_size(PLANS[loaded]), model, PLANS[loaded], folder)[0]
     expected = plain_run(model, BEFORE + AFTER)
     assert_same_curve({key: before[key] + after[key] for key in before}, expected)
+
+
+def save_twice(rank: int, world: int, layout: dict[str, Any], folder: str) -> None:
+    """Two checkpoints in a row, the second asked for while the first waits to be written."""
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(MODELS["gpt2"](), {"job": JOB, "parallelism": layout})
+    may_write = Event()
+    first_write = parallel.saver._write
+
+    def waiting(*order: Any) -> None:
+        assert may_write.wait(60)
+        first_write(*order)
+
+    parallel.step(parallel.shard(batch(0)))
+    with mock.patch.object(parallel.saver, "_write", waiting):
+        first = parallel.saver.start(Path(folder, "first"), lambda checksums: None)
+    memory = {name: copy.data_ptr() for name, copy in parallel.saver.copies.memory.items()}
+    wanted = {name: local_tensor(p).clone() for name, p in parallel.parameters.items()}
+    parallel.step(parallel.shard(batch(1)))
+    Timer(0.5, may_write.set).start()
+    second = parallel.saver.start(Path(folder, "second"), lambda checksums: None)
+    assert first.done(), "its memory was taken while it was being written"
+    second.result()
+    assert {name: copy.data_ptr() for name, copy in parallel.saver.copies.memory.items()} == memory
+    parallel.load(Path(folder, "first"))
+    for name, parameter in parallel.parameters.items():
+        assert torch.equal(local_tensor(parameter), wanted[name]), name
+    assert parallel.num_steps_done == 1
+    parallel.load(Path(folder, "second"))
+    assert parallel.num_steps_done == 2
+    assert not all(torch.equal(local_tensor(p), wanted[name]) for name, p in parallel.parameters.items())
+
+
+@pytest.mark.parametrize("plan", ["zero1", pytest.param("zero3-x-tp", marks=pytest.mark.slow)])
+def test_a_second_checkpoint_takes_the_memory_of_the_first_once_that_is_written(
+    pool: Pool, tmp_path: Path, plan: str
+) -> None:
+    pool.run(save_twice, world_size(PLANS[plan]), PLANS[plan], str(tmp_path))
 
 
 def dropped(rank: int, world: int, folder: str, first: int, layout: dict[str, Any]) -> list[float]:

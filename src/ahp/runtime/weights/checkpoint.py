@@ -50,7 +50,7 @@ def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
         if name in state.optimizer.shards:
             for key, moment in state.optimizer.moments(name).items():
                 if key == "step":
-                    found[f"adam_step.{name}"] = moment.detach().clone().cpu()
+                    found[f"adam_step.{name}"] = moment.detach()
                 else:
                     found[f"{key}.{name}"] = _canonical(state.layout, name, like_distributed(moment, parameter))
     return found

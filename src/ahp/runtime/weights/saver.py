@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,35 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ahp.runtime.files import crc32
-from ahp.runtime.torch_compat import like_distributed, local_tensor
+from ahp.runtime.torch_compat import like_distributed, local_tensor, pinned_like
 from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.checkpoint import tensors_of
 
 METADATA = ".metadata"
 """The file of torch's that rank 0 writes when all ranks have written; the others are called ``__RANK_NUMBER.distcp``."""
+
+
+class HostCopies:
+    """Memory on the host for this rank's part of a checkpoint: made at the first one and used by all, page-locked where a GPU copies to
+    it. As much as the weights and optimizer states of the rank take on its device."""
+
+    def __init__(self) -> None:
+        self.memory: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies, distributed as the tensors are. On a GPU they are complete once its current stream has come to here."""
+        return {
+            name: like_distributed(self._copy(name, local_tensor(tensor.detach())), tensor)
+            for name, tensor in tensors.items()
+        }
+
+    def _copy(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        memory = self.memory.get(name)
+        if memory is None or (memory.shape, memory.dtype) != (source.shape, source.dtype):
+            memory = pinned_like(source) if source.is_cuda else torch.empty_like(source)
+            self.memory[name] = memory
+        return memory.copy_(source, non_blocking=True)
 
 
 class BackgroundSaver:
@@ -30,17 +53,34 @@ class BackgroundSaver:
         self.group = group
         """Apart from the main thread's, whose collectives go on meanwhile."""
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self.copies = HostCopies()
+        self._writing: Future[None] | None = None
 
     def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]:
         """Copy this rank's part of the state to the host, then write it. Collective, and so is what the thread does.
 
-        On rank 0 ``complete(checksums)`` is called in the thread once every rank's files are written: crc32 by file name.
-        The future ends when this rank's work has; it holds the error of a rank that could not write.
+        The host waits for the checkpoint before this one, whose memory it takes, and not for the copies: what a GPU computes after this
+        call comes after them in its stream. On rank 0 ``complete(checksums)`` is called in the thread once every rank's files are
+        written: crc32 by file name. The future ends when this rank's work has; it holds the error of a rank that could not write.
         """
-        copied = {name: _copy(tensor) for name, tensor in tensors_of(self.state).items()}
-        return self.thread.submit(self._write, copied, folder, complete)
+        if self._writing is not None:
+            wait([self._writing])
+        copied = self.copies.of(tensors_of(self.state))
+        copies_made = torch.cuda.Event() if self.state.layout.mesh.device.type == "cuda" else None
+        if copies_made is not None:
+            copies_made.record()
+        self._writing = self.thread.submit(self._write, copied, copies_made, folder, complete)
+        return self._writing
 
-    def _write(self, state: dict[str, torch.Tensor], folder: Path, complete: Callable[[dict[str, int]], None]) -> None:
+    def _write(
+        self,
+        state: dict[str, torch.Tensor],
+        copies_made: torch.cuda.Event | None,
+        folder: Path,
+        complete: Callable[[dict[str, int]], None],
+    ) -> None:
+        if copies_made is not None:
+            copies_made.synchronize()
         dcp.save(state, checkpoint_id=str(folder), process_group=self.group)
         rank = dist.get_rank()
         mine = {file.name: crc32(file) for file in folder.glob(f"__{rank}_*")}
@@ -50,9 +90,3 @@ class BackgroundSaver:
         dist.gather_object(mine, found if rank == 0 else None, dst=0, group=self.group)
         if rank == 0:
             complete({name: value for part in found for name, value in part.items()})
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with memory of its own on the host, distributed as it was."""
-    local = local_tensor(tensor.detach())
-    return like_distributed(local.to("cpu", copy=True), tensor)
