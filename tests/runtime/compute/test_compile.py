@@ -82,6 +82,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "all-to-all-1f1b-recompute": ("llama", {**HEADS, **PIPELINE["1f1b"], **FULL, "micro_batch_size": 4}, 1),
     "ring": ("llama", {**RING, "micro_batch_size": 4}, 5),
     "ring-x-tp": ("llama", {**RING, **TENSOR}, 2),
+    "zero0": ("llama", {**ZERO["zero0"], "micro_batch_size": 2}, 1),
     "experts": ("family mixtral", {**EXPERTS, **FULL}, 4),
     "experts-x-sequence": ("family mixtral", {**EXPERTS, **SEQUENCE, "zero_stage": 1}, 2),
     "mixture-x-tp": ("family qwen3_moe", TENSOR, 1),

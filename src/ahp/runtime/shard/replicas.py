@@ -1,7 +1,7 @@
 """Replicated data parallel: gradients summed over replicas, bucket by bucket, while backward still runs.
 
 A bucket holds the gradients of one block, as FSDP2 would reduce them. Under FSDP2 its hook hands over each reduced
-buffer; without it, hooks on the parameters tell when a bucket is complete.
+buffer; without it, hooks on the parameters write each gradient to its bucket, and the last one starts the sum.
 """
 
 from __future__ import annotations
@@ -22,23 +22,55 @@ class Bucket:
         self.parameters = parameters
         self.num_ready = 0
         self.flat: torch.Tensor | None = None
+        """The step's sum of all gradients, one after the other. Made for each step, so that it takes no memory while the forward runs."""
+        self.parts: list[torch.Tensor] = []
+        """Of each parameter, its part of ``flat``."""
+
+    def take(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Write the whole gradient of a parameter to its part: ``gradient`` and what earlier micro-batches left in ``grad``.
+
+        So the addition that autograd would do in ``grad`` fills the bucket, and nothing is copied. Returns what autograd can keep as ``grad``.
+        """
+        if self.flat is None:
+            self._allocate()
+        parameter, part = self.parameters[number], self.parts[number]
+        if parameter.grad is None:
+            part.copy_(local_tensor(gradient))
+        else:
+            torch.add(local_tensor(parameter.grad), local_tensor(gradient), out=part)
+            parameter.grad = None
+        self.num_ready += 1
+        return like_distributed(part.detach(), parameter)
+
+    def _allocate(self) -> None:
+        like = [local_tensor(parameter) for parameter in self.parameters]
+        self.flat = like[0].new_empty(sum(tensor.numel() for tensor in like))
+        self.parts, offset = [], 0
+        for tensor in like:
+            # Autograd keeps a gradient that lies in memory as its parameter does, and copies any other.
+            strides = torch.empty_like(tensor, device="meta").stride()
+            self.parts.append(self.flat.as_strided(tensor.shape, strides, offset))
+            offset += tensor.numel()
+
+    def is_full(self) -> bool:
+        """Whether ``flat`` has every gradient."""
+        return self.num_ready == len(self.parameters)
 
     def flatten(self) -> torch.Tensor:
-        """All gradients there are in one buffer; each ``grad`` becomes a view of it, so that the sum needs no copy back."""
+        """All gradients that there are in one buffer, however they came to ``grad``; each ``grad`` becomes a part of it."""
         found = [p for p in self.parameters if p.grad is not None]
-        self.flat = (
-            torch.cat([local_tensor(p.grad).reshape(-1) for p in found if p.grad is not None])
-            if found
-            else torch.zeros(0)
-        )
-        offset = 0
-        for parameter in found:
-            assert parameter.grad is not None
-            local = local_tensor(parameter.grad)
-            view = self.flat[offset : offset + local.numel()].view(local.shape)
-            parameter.grad = like_distributed(view, parameter)
-            offset += local.numel()
-        return self.flat
+        locals_ = [local_tensor(p.grad) for p in found if p.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in locals_]) if found else torch.zeros(0)
+        for parameter, part in zip(found, flat.split([gradient.numel() for gradient in locals_]), strict=True):
+            parameter.grad = like_distributed(part.view(local_tensor(parameter).shape), parameter)
+        return flat
+
+    def hand_over(self) -> None:
+        """Let each ``grad`` be a part of ``flat``, and be ready for the next step."""
+        if self.is_full():
+            for parameter, part in zip(self.parameters, self.parts, strict=True):
+                parameter.grad = like_distributed(part, parameter)
+        self.num_ready, self.flat, self.parts = 0, None, []
 
 
 class Replicas:
@@ -60,17 +92,20 @@ class Replicas:
             if own:
                 bucket = Bucket(own)
                 self.buckets.append(bucket)
-                for parameter in own:
-                    parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+                for number, parameter in enumerate(own):
+                    parameter.register_hook(self._hook(bucket, number))
 
-    def _hook(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
-        def ready(parameter: torch.Tensor) -> None:
-            if self.armed:
-                bucket.num_ready += 1
-                if bucket.num_ready == len(bucket.parameters):
-                    self.start(bucket.flatten())
+    def _hook(self, bucket: Bucket, number: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        def before_accumulation(gradient: torch.Tensor) -> torch.Tensor | None:
+            if not self.armed:
+                return None
+            kept = bucket.take(number, gradient)
+            if bucket.is_full():
+                assert bucket.flat is not None
+                self.start(bucket.flat)
+            return kept
 
-        return ready
+        return before_accumulation
 
     def start(self, buffer: torch.Tensor) -> None:
         """Begin to sum a buffer in place; replicas run the same graph, so they all begin in the same order."""
@@ -83,9 +118,9 @@ class Replicas:
     def finish(self) -> None:
         """Begin what no hook has begun (parameters without a gradient, torch's pipeline schedules), and wait for all."""
         for bucket in self.buckets:
-            if bucket.flat is None:
+            if not bucket.is_full():
                 self.start(bucket.flatten())
-            bucket.flat, bucket.num_ready = None, 0
+            bucket.hand_over()
         for work in self.pending:
             work.wait()
         self.pending.clear()

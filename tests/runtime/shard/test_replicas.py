@@ -1,0 +1,91 @@
+"""Buckets of replicas: autograd's own addition fills them, so that no gradient is copied to be sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ahp.runtime.shard.replicas import Replicas
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[func.overloadpacket] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def model() -> nn.Sequential:
+    """A weight that is used twice, one that lies the other way round in memory, and one that is never used."""
+    torch.manual_seed(0)
+    tied = nn.Linear(8, 8)
+    blocks = nn.Sequential(nn.Linear(8, 8), tied, nn.ReLU(), tied)
+    blocks[0].weight = nn.Parameter(blocks[0].weight.detach().t())
+    return blocks
+
+
+def run(module: nn.Module, inputs: list[torch.Tensor], replicas: Replicas | None = None) -> None:
+    for number, x in enumerate(inputs):
+        if replicas is not None:
+            replicas.armed = number == len(inputs) - 1
+        module(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_gradients_are_those_of_plain_autograd_and_parts_of_their_bucket(
+    group: dist.ProcessGroup, num_micro_batches: int
+) -> None:
+    plain, own = model(), model()
+    replicas = Replicas(group)
+    replicas.watch([own[0], own])
+    for step in range(2):
+        inputs = [torch.randn(4, 8) for _ in range(num_micro_batches)]
+        run(plain, inputs)
+        with Operators() as operators:
+            run(own, inputs, replicas)
+        assert not operators.found[torch.ops.aten.cat]
+        assert operators.found[torch.ops.aten.copy_] == (4 if num_micro_batches == 1 else 0)
+        memory = [
+            {p.grad.untyped_storage().data_ptr() for p in unit.parameters() if p.grad is not None} for unit in own
+        ]
+        assert [len(found) for found in memory] == [1, 1, 0, 1], "autograd keeps parts of the buckets"
+        replicas.finish()
+        for a, b in zip(plain.parameters(), own.parameters(), strict=True):
+            assert b.grad is not None
+            assert torch.equal(a.grad, b.grad)
+            a.grad = b.grad = None
+
+
+def test_a_parameter_without_a_gradient_stays_without(group: dist.ProcessGroup) -> None:
+    own = model()
+    own.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    replicas = Replicas(group)
+    replicas.watch([own])
+    for _ in range(2):
+        x, plain = torch.randn(4, 8), model()
+        run(plain, [x, x])
+        run(own, [x, x], replicas)
+        replicas.finish()
+        gradients = {name: p.grad for name, p in own.named_parameters()}
+        assert gradients.pop("unused") is None
+        for name, p in plain.named_parameters():
+            assert torch.equal(gradients[name], p.grad)
+        own.zero_grad()
