@@ -56,8 +56,8 @@ def test_gradients_are_those_of_plain_autograd_and_parts_of_their_bucket(
     plain, own = model(), model()
     replicas = Replicas(group)
     replicas.watch([own[0], own])
-    for step in range(2):
-        inputs = [torch.randn(4, 8) for _ in range(num_micro_batches)]
+    for _ in range(2):
+        inputs = list(torch.randn(num_micro_batches, 4, 8))
         run(plain, inputs)
         with Operators() as operators:
             run(own, inputs, replicas)
