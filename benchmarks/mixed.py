@@ -49,9 +49,11 @@ def rows_of(graph: Any, cluster: Any, job: Any) -> tuple[list[list[str]], str]:
     from ahp.cluster.model import Cluster
     from ahp.errors import AhpError
     from ahp.forecast.step import forecast
+    from ahp.plan import EngineChoice
 
+    engine = EngineChoice(compile=False)  # the same for every planner, whatever each would decide
     start = time.process_time()
-    found = ahp.search(graph, cluster, job)
+    found = ahp.search(graph, cluster, job, engine=engine)
     seconds = time.process_time() - start
     best = step_s(found.best)
     rows = [["over all groups", found.best.parallelism.short(), words.seconds(best), "1.00"]]
@@ -63,7 +65,7 @@ def rows_of(graph: Any, cluster: Any, job: Any) -> tuple[list[list[str]], str]:
     alone = {}
     for group in cluster.groups:
         try:
-            plan = ahp.search(graph, Cluster(groups=(group,)), job, keep=1).best
+            plan = ahp.search(graph, Cluster(groups=(group,)), job, engine=engine, keep=1).best
         except AhpError as refusal:
             rows.append([f"{group.name} alone", str(refusal).splitlines()[0], "", ""])
             continue
@@ -76,9 +78,9 @@ def rows_of(graph: Any, cluster: Any, job: Any) -> tuple[list[list[str]], str]:
         (link.link for link in cluster.links), key=lambda link: link.bandwidth_bytes_per_s
     )
     plain = Cluster(groups=(slowest.model_copy(update={"nodes": nodes, "inter_node": between}),))
-    for plan in ahp.search(graph, plain, job).plans:
+    for plan in ahp.search(graph, plain, job, engine=engine).plans:
         try:
-            took_s = forecast(graph, cluster, job, plan.parallelism).step_time_s
+            took_s = forecast(graph, cluster, job, plan.parallelism, engine).step_time_s
         except AhpError:
             continue  # a cell of it would lie on two groups
         add(f"all taken for {slowest.name}, equal shares", plan.parallelism.short(), took_s)
@@ -105,7 +107,7 @@ def main() -> None:
     print(f"{model} on {', '.join(groups)} ...", file=sys.stderr)
     rows, told = rows_of(ahp.analyze(model, job), mixed_cluster(groups), job)
     here = machine(1)
-    text = f"`python benchmarks/mixed.py`: {model} on {' + '.join(groups)}, {batch:,} sequences of {length:,} tokens, bf16; "
+    text = f"`python benchmarks/mixed.py`: {model} on {' + '.join(groups)}, {batch:,} sequences of {length:,} tokens, bf16, eager blocks; "
     text += f"forecasts; {here.cpu}, one thread, {here.date}\n\n"
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]  # a bar would end the cell
     text += table(["planned for", "layout", "a step", "times the first"], rows) + f"\n\n{told}"

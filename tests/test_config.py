@@ -13,7 +13,7 @@ from ahp.cli.overrides import split_overrides
 from ahp.config import HELP, Config, Constraints, config_help, load_config
 from ahp.errors import BadInput
 from ahp.job import Job
-from ahp.plan import Parallelism
+from ahp.plan import EngineChoice, Parallelism
 from ahp.yaml_text import parse_yaml
 
 DOCS = Path(__file__).parents[1] / "docs" / "config.md"
@@ -99,6 +99,13 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         ("run: {track: [mlflow]}", ["'mlflow'", "valid: tensorboard, wandb"]),
         ("job: {validation: 1.5}", ["validation", "less than 1"]),
         ("run: {keep: 0}", ["run.keep = 0"]),
+        ("engine: {compiled: true}", ["engine.compiled: unknown key", "compile"]),
+        ("engine: {attention: fast}", ["engine.attention = 'fast'", "valid: flash, math"]),
+        ("engine: {loss_chunk_tokens: 0}", ["engine.loss_chunk_tokens = 0"]),
+        (
+            "engine: megatron",
+            ["engine.name = 'megatron'", "valid: ahp", "ahp plan MODEL CLUSTER --engine.name megatron"],
+        ),
         ("job: {seed: 1}\njob: {seed: 2}", ["the key 'job' stands twice"]),
         ("- 1", ["a mapping of keys was expected, not a list"]),
         ("job: [", ["not YAML"]),
@@ -109,6 +116,16 @@ def test_refusals_name_the_users_key(tmp_path: Path, text: str, told: list[str])
         load_config(write(tmp_path, text))
     for words in told:
         assert words in str(refused.value)
+
+
+def test_the_engine_is_part_of_the_file_and_of_the_command_line(tmp_path: Path) -> None:
+    assert load_config().engine == EngineChoice()
+    assert load_config().engine.compile is None, "left open"
+    path = write(tmp_path, "engine: ahp\n")
+    words = "--engine.compile --engine.loss-chunk-tokens 512 --engine.offload_optimizer=false"
+    config = load_config(path, split_overrides(words.split())[0])
+    assert config.engine == EngineChoice(compile=True, loss_chunk_tokens=512)
+    assert load_config(None, split_overrides(["--engine", "ahp"])[0]).engine == EngineChoice()
 
 
 def test_given_weights_bring_their_model() -> None:
@@ -187,4 +204,5 @@ def test_every_key_is_in_the_help_and_in_the_docs() -> None:
     assert config_help() in DOCS.read_text(), "docs/config.md holds config_help() word for word: paste it again"
     assert "job.steps = 200" in config_help()
     assert "run.folder = runs/demo" in config_help()
+    assert "engine.compile = searched" in config_help()
     assert "parallelism.tensor_parallel_degree = searched" in config_help()

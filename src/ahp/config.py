@@ -11,7 +11,16 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ahp.errors import BadInput, bad_input
 from ahp.job import Job, Record
-from ahp.plan import ActivationCheckpoint, Axis, ContextMethod, Parallelism, ScheduleName, StagePlace, validated
+from ahp.plan import (
+    ActivationCheckpoint,
+    Axis,
+    ContextMethod,
+    EngineChoice,
+    Parallelism,
+    ScheduleName,
+    StagePlace,
+    validated,
+)
 from ahp.yaml_text import parse_yaml
 
 Tracker = Literal["tensorboard", "wandb"]
@@ -80,7 +89,6 @@ class Run(Record):
     collective_timeout_s: float = Field(default=COLLECTIVE_TIMEOUT_S, ge=1)
     track: tuple[Tracker, ...] = ()
     sample: bool = True
-    extend: bool = False
 
 
 class Config(Record):
@@ -91,6 +99,7 @@ class Config(Record):
     cluster: str | dict[str, Any] = "local"
     job: Job = Job()
     parallelism: Constraints = Constraints()
+    engine: EngineChoice = EngineChoice()
     run: Run = Run()
 
     @field_validator("model", "cluster", mode="before")
@@ -112,6 +121,16 @@ class Config(Record):
     @classmethod
     def _auto(cls, value: Any) -> Any:
         return {} if value == "auto" or value is None else value
+
+    @field_validator("engine", mode="after")
+    @classmethod
+    def _own_runtime(cls, value: EngineChoice) -> EngineChoice:
+        if value.name != "ahp":
+            raise ValueError(
+                f"engine.name = {value.name!r}: training runs on AHP's own runtime (valid: ahp); a plan for {value.name} is made by: "
+                f"ahp plan MODEL CLUSTER --engine.name {value.name}"
+            )
+        return value
 
 
 HELP: dict[str, str] = {
@@ -159,6 +178,12 @@ HELP: dict[str, str] = {
     "parallelism.recomputed_layers_per_stage": "of each stage, how many blocks are recomputed, such as [2, 1, 0]",
     "parallelism.mesh_order": "mesh axes with a degree above 1, outermost first, such as [dp_shard, pp, tp]; neighbouring ranks differ in "
     "the last",
+    "engine.name": "what runs the job: ahp, the runtime of AHP itself, alone",
+    "engine.attention": "flash: the fastest fused kernel that torch has for the device; math: plain products and a softmax",
+    "engine.compile": "whether blocks run as kernels of torch.compile",
+    "engine.loss_chunk_tokens": "tokens of which the logits and their loss are in memory at a time; null = all of a micro-batch",
+    "engine.offload_optimizer": "whether AdamW's moments lie in host memory and come to the GPU for each update",
+    "engine.enable_async_tensor_parallel": "collectives of sequence parallelism in pieces beside products; this runtime has none yet",
     "run.folder": "where the run leaves its files; the same folder again continues the run",
     "run.checkpoint_every": "steps between checkpoints",
     "run.keep": "newest checkpoints that are kept",
@@ -167,8 +192,6 @@ HELP: dict[str, str] = {
     "run.collective_timeout_s": "seconds after which a rank that the others wait for ends the run",
     "run.track": "beside metrics.jsonl: tensorboard, wandb (extra [track])",
     "run.sample": "whether a finished run ends with a sample of text, for which the whole model is loaded once more",
-    "run.extend": "let a run go on with more job.steps under a schedule that looks ahead (linear, cosine, wsd in its decay): steps that were "
-    "made keep their learning rates, those to come have the longer job's",
 }
 """Every key of config.yaml in words; docs/config.md and ``ahp train --help`` show these."""
 
@@ -236,7 +259,7 @@ def _default(key: str) -> str:
     value: Any = Config()
     for part in key.split("."):
         value = getattr(value, part)
-    if key.startswith("parallelism."):
+    if key.startswith("parallelism.") or key == "engine.compile":
         return "searched"
     if value is None:
         return "null"

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from ahp.errors import BadInput
 from ahp.job import Job, Record
 from ahp.violations import broken_rules, taken_for_numbers
+from ahp.words import count
 from ahp.yaml_text import parse_yaml
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -349,7 +350,9 @@ class EngineChoice(Record):
 
     name: Literal["ahp", "torchtitan", "megatron", "deepspeed", "accelerate"] = "ahp"
     attention: Literal["flash", "math"] = "flash"
-    compile: bool = False
+    compile: bool | None = None
+    """Whether blocks run as compiled kernels; None = not decided: a search decides it, and what prices or runs a layout without a
+    search takes False."""
     loss_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens of which the logits, their loss and their gradient exist at a time; None = all of a micro-batch."""
     offload_optimizer: bool = False
@@ -362,6 +365,23 @@ class EngineChoice(Record):
     @classmethod
     def _by_name(cls, data: Any) -> Any:
         return {"name": data} if isinstance(data, str) else data
+
+    def decided(self) -> EngineChoice:
+        """The same with eager blocks where it says nothing of them."""
+        return self.model_copy(update={"compile": bool(self.compile)})
+
+    def words(self) -> str:
+        """One line for people: ``ahp, flash attention, compiled blocks``."""
+        chunks, moments = self.loss_chunk_tokens, self.offload_optimizer
+        found = (
+            self.name,
+            f"{self.attention} attention",
+            "compiled blocks" if self.compile else "",
+            f"loss in chunks of {count(chunks)} tokens" if chunks else "",
+            "optimizer states in host memory" if moments else "",
+            "asynchronous tensor parallelism" if self.enable_async_tensor_parallel else "",
+        )
+        return ", ".join(filter(None, found))
 
 
 class Forecast(Record):

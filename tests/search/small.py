@@ -157,7 +157,13 @@ def times_faster(cluster: Cluster, by: dict[str, float]) -> Cluster:
 
 
 @st.composite
-def problems(draw: st.DrawFn, clusters: tuple[str, ...] = CLUSTERS, *, constrained: bool = False) -> Problem:
+def problems(
+    draw: st.DrawFn,
+    clusters: tuple[str, ...] = CLUSTERS,
+    *,
+    constrained: bool = False,
+    engines: list[str] | None = None,
+) -> Problem:
     """Any model, cluster, engine and batch; devices with little memory among them, else everything fits."""
     given = {}
     if constrained:
@@ -169,7 +175,7 @@ def problems(draw: st.DrawFn, clusters: tuple[str, ...] = CLUSTERS, *, constrain
             "data_parallel_replicate_degree": st.just(1),
         }
         given = draw(st.fixed_dictionaries({}, optional=free))
-    engine = draw(st.sampled_from(names()))
+    engine = draw(st.sampled_from(engines or names()))
     own = engine == "ahp"  # which alone has them
     optimizer = draw(st.sampled_from(["adamw", "muon"] if own else ["adamw"]))
     return small(

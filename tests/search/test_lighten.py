@@ -93,7 +93,7 @@ def test_a_given_number_is_kept() -> None:
 
     given = {"pipeline_parallel_degree": 2, "recomputed_layers_per_stage": (1, 2)}
     asked = small(constraints=given)
-    ranking = search(asked.graph, asked.cluster, asked.job, constraints=given)
+    ranking = search(asked.graph, asked.cluster, asked.job, constraints=given, engine=asked.engine)
     assert ranking.certificate.proven
     for plan in ranking:
         assert plan.parallelism.recomputed_layers_per_stage == (1, 2)

@@ -65,7 +65,7 @@ def cluster_of(
 
 def mixed(cluster: Cluster, *, model: str = "llama", batch: int = 4, constraints: Any = None) -> Problem:
     job = {"sequence_length": SEQUENCE, "global_batch_size": batch}
-    return problem(graph(model), cluster, job, constraints)
+    return problem(graph(model), cluster, job, constraints, {"compile": False})
 
 
 def ranking_of(asked: Problem, **more: Any) -> Ranking:
@@ -145,7 +145,14 @@ def brute_force_s(asked: Problem) -> tuple[float, int]:
     best, priced = float("inf"), 0
     for group in asked.cluster.groups:
         try:
-            alone = search(asked.graph, Cluster(groups=(group,)), asked.job, constraints=asked.constraints, keep=1)
+            alone = search(
+                asked.graph,
+                Cluster(groups=(group,)),
+                asked.job,
+                constraints=asked.constraints,
+                engine=asked.engine,
+                keep=1,
+            )
             best = min(best, best_s(alone))
         except AhpError:
             continue

@@ -62,7 +62,7 @@ def step_times() -> list[tuple[Cluster, float]]:
     """The shortest step on each number of devices, each by a search of its own."""
     found = []
     for cluster in smaller(asked().cluster):
-        best = search(graph("llama"), cluster, JOB, constraints=FIXED, keep=1).best.forecast
+        best = search(graph("llama"), cluster, JOB, constraints=FIXED, engine=asked().engine, keep=1).best.forecast
         assert best is not None
         found.append((cluster, best.step_time_s))
     return found
@@ -152,7 +152,7 @@ def test_a_target_out_of_reach_says_what_would_reach_it() -> None:
     speed = asked().job.tokens_per_step / step_times()[-1][1]
     aim = {"name": "fewest-devices", "target_tokens_per_s": 1.0001 * speed}
     with pytest.raises(NothingFits, match="out of reach: the fastest layout of 4 devices"):
-        search(graph("llama"), NODES, JOB, constraints=FIXED, objective=aim)
+        search(graph("llama"), NODES, JOB, constraints=FIXED, engine=asked().engine, objective=aim)
     reached = choose(asked(), objective_of(aim | {"target_tokens_per_s": speed}), 1)
     assert reached.first.devices == 4
     assert reached.proven

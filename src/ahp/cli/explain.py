@@ -80,7 +80,7 @@ def _subject(plan: Plan) -> Problem:
     print(f"analyzing {model} ...", file=sys.stderr)
     graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
     fixed = validated(Constraints, plan.fixed, "fixed")
-    return problem(graph, Cluster.resolve(plan.cluster), plan.job, fixed, plan.engine)
+    return problem(graph, Cluster.resolve(plan.cluster), plan.job, fixed, plan.engine.decided())
 
 
 def why_not(subject: Problem, plan: Plan, alternatives: list[Constraints]) -> Alternative | str:
@@ -154,7 +154,7 @@ def _show(plan: Plan, path: str, binds: tuple[str, str], moves: list[Move], othe
         console.print(f"\n{title}")
         console.print(tables.bulleted(lines))
 
-    console.print(f"{plan.parallelism.short()} for {_model_name(plan)}\n", markup=False)
+    console.print(f"{plan.parallelism.short()} for {_model_name(plan)}, run by {plan.engine.words()}\n", markup=False)
     console.print(tables.time_bar(forecast))
     console.print()
     console.print(tables.memory_bar(forecast, tables.capacity_bytes(plan)))
@@ -220,6 +220,7 @@ def _as_json(
         }
     return {
         "parallelism": plan.parallelism.model_dump(mode="json"),
+        "engine": plan.engine.model_dump(mode="json"),
         "fixed": plan.fixed,
         "forecast": forecast.model_dump(mode="json"),
         "capacity_bytes": tables.capacity_bytes(plan),

@@ -10,7 +10,7 @@ import yaml
 from ahp.errors import BadInput, bad_input
 from ahp.yaml_text import parse_yaml
 
-CONFIG_ROOTS = ("model", "init_from", "cluster", "job", "parallelism", "run")
+CONFIG_ROOTS = ("model", "init_from", "cluster", "job", "parallelism", "engine", "run")
 
 
 def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) -> tuple[dict[str, Any], list[str]]:

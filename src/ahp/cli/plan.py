@@ -160,7 +160,6 @@ def find(
     graph = analyze(model, job, attention=engine.attention)
     job = with_batch(job, given, model, graph.num_parameters, cluster.num_devices)
     print(f"searching layouts, world size {cluster.num_devices} ...", file=sys.stderr)
-    what = problem(graph, cluster, job, constraints, engine)
     ranking = search(
         graph,
         cluster,
@@ -172,6 +171,7 @@ def find(
         current=current,
         objective=objective,
     )
+    what = problem(graph, cluster, job, constraints, ranking.best.engine)
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
     return Found(graph, cluster, job, chosen, ranking, one_lost(what, ranking.best))
 
@@ -246,6 +246,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         ("Model", f"{found.graph.name}, {parameters}"),
         ("Cluster", cluster_words(found.cluster)),
         ("Job", f"{tokens}, {job.precision}, {job.optimizer.name}{chosen}"),
+        ("Engine", ranking.best.engine.words()),
         *([("Aim", ranking.objective.words())] if ranking.choice else []),
         ("Search", ranking.certificate.words()),
         *([("Devices", ranking.choice.words())] if ranking.choice else []),
@@ -289,6 +290,7 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
         "cluster": {"num_devices": found.cluster.num_devices, "source": found.cluster.source},
         "job": found.job.model_dump(mode="json"),
         "chosen": list(found.chosen),
+        "engine": found.ranking.best.engine.model_dump(mode="json"),
         "certificate": certificate.plain(),
         "notes": list(found.ranking.notes),
         "objective": found.ranking.objective.model_dump(mode="json", exclude_none=True),

@@ -200,20 +200,17 @@ def _show(plan: Plan, found: Binding, trace: str | None, following: list[str]) -
 def _heading(plan: Plan) -> list[str]:
     """What was priced, and how fast it is."""
     from ahp.report.tables import forecast_of
-    from ahp.words import count, percent
+    from ahp.words import percent
 
     assert plan.cluster is not None, "_subject refuses a plan without one"
-    groups, forecast, job, engine = plan.cluster["groups"], forecast_of(plan), plan.job, plan.engine
+    groups, forecast, job = plan.cluster["groups"], forecast_of(plan), plan.job
     devices = " + ".join(f"{g['nodes'] * g['devices_per_node']} x {g['device']['name']}" for g in groups)
-    more = ", compiled" if engine.compile else ""
-    more += f", loss in chunks of {count(engine.loss_chunk_tokens)} tokens" if engine.loss_chunk_tokens else ""
-    more += ", asynchronous tensor parallelism" if engine.enable_async_tensor_parallel else ""
     idle = sum(g["nodes"] * g["devices_per_node"] for g in groups) - plan.parallelism.world_size
     left = f", {idle} of them left idle by this layout" if idle else ""
     return [
         f"Model    {_named(plan)}, {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}",
         f"Cluster  {devices}{left}",
-        f"Engine   {engine.name}, {engine.attention} attention{more}",
+        f"Engine   {plan.engine.words()}",
         f"Layout   {plan.parallelism.short()}",
         f"Speed    {forecast.tokens_per_s_per_device:,.0f} tokens/s/device, MFU {percent(forecast.mfu)}",
     ]

@@ -113,11 +113,12 @@ def _curves(plan: Plan, metrics: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _layout(plan: Plan) -> str:
-    rows = (
+    rows = [("engine", plan.engine.words())]
+    rows += [
         (key.replace("_", " "), value)
         for key, value in plan.parallelism.model_dump().items()
         if value not in (None, False)
-    )
+    ]
     why = "".join(f"<li>{escape(reason)}</li>" for reason in plan.why)
     reasons = f"<div><h3>Why this one</h3><ul>{why}</ul></div>" if why else ""
     return _section("The layout", f"<div class='two'><div>{_table((), rows)}</div>{reasons}</div>")

@@ -11,8 +11,7 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import rules
 from ahp.graph.blocks import BlockList
 from ahp.graph.outline import Outline
-from ahp.graph.positions import refuse_longer
-from ahp.plan import ContextMethod, Plan
+from ahp.plan import ContextMethod, EngineChoice, Plan
 from ahp.runtime.compute.compile import refuse_without_compiler
 from ahp.runtime.compute.fp8 import check_linear
 from ahp.runtime.experts.dispatch import check_experts
@@ -31,16 +30,20 @@ def refuse_plan(plan: Plan, device: torch.device) -> None:
         raise NotExpressible(reason)
     if reason := rules.batch(job, p) or rules.sequence(job, p) or rules.schedules(job, p, in_torch=True):
         raise BadInput(reason)
-    if plan.engine.compile:
+    refuse_kernels(plan.engine, device)
+
+
+def refuse_kernels(engine: EngineChoice, device: torch.device) -> None:
+    """Raises HardwareMismatch for what no plan can have on this device."""
+    if engine.compile:
         refuse_without_compiler(device)
-    if plan.engine.offload_optimizer:
+    if engine.offload_optimizer:
         refuse_without_host(device)
 
 
 def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | None, plan: Plan) -> None:
     """Raises BadInput for a model that cannot run under this plan. ``found``: None too where the plan asks nothing of it."""
     p = plan.parallelism
-    refuse_longer(module, plan.job.sequence_length)
     if blocks:
         layers_of_stages(p, len(blocks))  # raises where they do not go round
         if reason := rules.recomputed(len(blocks), plan.job, p, plan.engine):

@@ -129,7 +129,7 @@ class Problem:
         experts share other weights too."""
         degrees = dict.fromkeys((1, keys.get("expert_parallel_degree", 1)))
         layouts = [Parallelism(**keys, data_parallel_shard_degree=shard) for shard in degrees]
-        return next((layout for layout in layouts if not self.refused(layout)), layouts[0])
+        return next((layout for layout in layouts if not self.refused(layout)), layouts[-1])
 
     def refused_order(self, order: tuple[Axis, ...]) -> str | None:
         """Why the engine cannot number ranks in this order, whatever the degrees of the axes."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
-from ahp.errors import bad_input
+from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, Rejected
 from ahp.search import telling
 from ahp.search.bounds.space_bounds import Bounds
+from ahp.search.certificate import Certificate, certified
+from ahp.search.compiled import ways, why_compiled, why_eager
 from ahp.search.counts import Choice, choose, of_size
 from ahp.search.current import Current, compared, today_of, with_candidate
-from ahp.search.exact import Outcome
+from ahp.search.fastest import Fastest, fastest, fastest_row
 from ahp.search.garbage import among_new_objects
 from ahp.search.lighten import lighten, ways_of
 from ahp.search.method import Method, MethodName, find
@@ -26,87 +28,9 @@ from ahp.search.nearby import Nearby
 from ahp.search.objective import Objective, ObjectiveName, Scale, Worth, objective_of
 from ahp.search.problem import Problem, problem
 from ahp.search.recut import recut
-from ahp.search.rows import LegalRows, legal_rows
-from ahp.search.space import Rule
-from ahp.words import seconds
+from ahp.search.rows import legal_rows
 
 SPEED = Objective()
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """What was looked at, and why nothing better was missed. Rows: every combination whose degrees multiply up."""
-
-    rows: int
-    rules: tuple[Rule, ...]
-    broken: int
-    """Rows that break a rule, one at least."""
-    alike: int
-    """Rows that break none, but whose ZeRO stage the engine runs as a lower one, which has a row."""
-    not_fit: int
-    """Legal rows that do not fit: by their forecast, or already by a lower bound of their memory."""
-    fit: int
-    """Rows priced that fit."""
-    left: int
-    """Legal rows not priced, because their lower bound is above the times found."""
-    forecasts: int
-    cuts: int
-    """Forecasts beside these, of the fastest pipelines with their stages cut otherwise than as even as can be."""
-    lightened: int
-    """Forecasts beside these, of the fastest that recompute with fewer layers recomputed."""
-    best_s: float
-    """Of the rows, whose stages are as even as can be."""
-    lowest_bound_left_s: float | None
-    """No row left can take less than this."""
-    proven: bool
-    """Whether no other row can be faster than the best, by this forecast."""
-    any_cut_s: float | None
-    """No layout with a pipeline that recomputes all layers or none can take less than this, however they are cut; None where the
-    cut is fixed."""
-    any_part_s: float | None
-    """No layout that recomputes a part of its layers can take less than this, however they are cut; None where what is recomputed
-    is fixed, or the engine has all or nothing."""
-    found_s: float
-    """Of the best found, also among other cuts and with fewer layers recomputed."""
-    search_s: float
-
-    def plain(self) -> dict[str, Any]:
-        """As data for JSON."""
-        return asdict(self)
-
-    def words(self) -> str:
-        """One line for people."""
-        found = (
-            f"Searched {self.rows:,} layouts in {self.search_s:.1f} s: {self.broken:,} break a rule, "
-            f"{self._alike()}{self.not_fit:,} do not fit, {self.fit:,} priced and fit, {self.left:,} left"
-        )
-        if self.cuts:
-            found += f" ({self.cuts} other cuts into stages of the fastest)"
-        if self.lightened:
-            found += f" ({self.lightened} with fewer layers recomputed)"
-        if self.lowest_bound_left_s is None:
-            return found
-        bound = seconds(self.lowest_bound_left_s)
-        if self.proven:
-            return f"{found} that cannot win (none under {bound}{self._of_others()})"
-        return f"{found} unpriced: the best is not proven, a layout of {bound} may be among them"
-
-    def _alike(self) -> str:
-        return f"{self.alike:,} run the same as another, " if self.alike else ""
-
-    def _of_others(self) -> str:
-        """What is known of the cuts into stages, and of the layers to recompute, that were not tried."""
-        settled, left = "", ""
-        floors = (
-            (self.any_cut_s, "whatever the cut into stages", "other cuts into stages"),
-            (self.any_part_s, "whichever layers are recomputed", "other layers recomputed"),
-        )
-        for floor_s, whatever, others in floors:
-            if floor_s is not None and floor_s >= self.found_s:
-                settled += f", {whatever}"
-            elif floor_s is not None:
-                left += f"; with {others} none under {seconds(floor_s)}"
-        return settled + left
 
 
 @dataclass(frozen=True)
@@ -160,7 +84,7 @@ def search(
         cluster: a Cluster, its plain form, a path, or a short form such as ``8x8xH100-SXM-80GB``.
         job: what must not change.
         constraints: the keys of the layout that are fixed; the others are searched.
-        engine: what will run the plan.
+        engine: what will run the plan. Where it leaves ``compile`` open, both are searched on GPUs, and the best has the faster.
         keep: plans of the ranking, one at least.
         current: what runs today; priced beside the winner whether it fits or not, and a candidate where it is admitted.
         method: exact, which proves the best; anneal or evolve, which stop after a budget of forecasts (``Method``).
@@ -181,7 +105,7 @@ def search(
     aim = objective_of(objective)
     asked = problem(graph, cluster, job, constraints, engine)
     if not aim.may_use_fewer:
-        ranking = _by_speed(asked, keep, current, by)
+        ranking = _with_any_kernels(asked, keep, current, by)
         scale = Scale(aim, asked)
         return replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
     if by.name != "exact":
@@ -206,7 +130,8 @@ def _by_objective(
         )
         for _, pair, worth in rivals
     )
-    why = (*scale.why(first), choice.words(), *ranking.best.why)
+    kernels = (why_compiled(ranking.best, used),) if asked.engine.compile is None and used.engine.compile else ()
+    why = (*scale.why(first), choice.words(), *kernels, *ranking.best.why)
     best = ranking.best.model_copy(update={"why": why, "rejected": (*others, *ranking.best.rejected)})
     plans = [telling.plan(one.found.problem, pair, (scale.compared(worth, first),)) for one, pair, worth in rivals]
     return replace(
@@ -223,10 +148,11 @@ def _today(
     scale: Scale, ranking: Ranking, first: Worth, current: Parallelism | Mapping[str, Any] | None
 ) -> Current | None:
     """What runs today on as many devices as it needs, beside the first."""
-    everything = today_of(scale.asked, current)
+    asked = replace(scale.asked, engine=ranking.best.engine)
+    everything = today_of(asked, current)
     if everything is None:
         return None
-    used = scale.asked.on(of_size(scale.asked.cluster, everything.parallelism.world_size) or scale.asked.cluster)
+    used = asked.on(of_size(scale.asked.cluster, everything.parallelism.world_size) or asked.cluster)
     today, best = today_of(used, everything.parallelism), ranking.best
     assert today is not None, "a layout is given"
     assert best.forecast is not None, "plans of a search have one"
@@ -240,6 +166,57 @@ def _worth(scale: Scale, plan: Plan) -> Worth:
     assert plan.forecast is not None, "plans of a search have one"
     assert plan.cluster is not None, "plans of a search have one"
     return scale.worth(Cluster.resolve(plan.cluster), plan.forecast.step_time_s)
+
+
+def _with_any_kernels(
+    asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method
+) -> Ranking:
+    """``_by_speed``, with compiled blocks or with eager ones where that is left open."""
+    several = ways(asked)
+    if len(several.problems) == 1:
+        return _because(_by_speed(several.problems[0], keep, current, by), several.reason)
+    compiled, eager = several.problems
+    try:
+        ranking = _by_speed(compiled, keep, current, by)
+    except (BadInput, NotExpressible, NothingFits) as refusal:
+        rival = fastest(eager)
+        if rival is None or rival.best is None:
+            raise
+        return _because(_by_speed(eager, keep, current, by), f"eager blocks: compiled, {str(refusal).splitlines()[0]}")
+    reason, best = why_compiled(ranking.best, compiled), ranking.best.forecast
+    assert best is not None, "plans of a search have one"
+    if asked.cluster.is_mixed or by.name != "exact":
+        return _because(ranking, f"{reason}; other layouts with eager blocks are not searched here")
+    rival, certificate = _rival(eager, best.step_time_s)
+    if rival.best is None or rival.best[1].step_time_s >= best.step_time_s:
+        return _because(ranking, reason, certificate)
+    slower, ranking = ranking, _by_speed(eager, keep, current, by)
+    return _because(ranking, why_eager(ranking.best, slower.best), slower.certificate)
+
+
+def _rival(asked: Problem, ceiling_s: float) -> tuple[Fastest, Certificate]:
+    """The fastest with other kernels, where that may take less than the ceiling; and what was looked at."""
+    start = perf_counter()
+    table = legal_rows(asked)
+    used, space = table.problem, table.space
+    bounds = Bounds(used)
+    best, found, tried = fastest_row(used, space, bounds, ceiling_s)
+    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(space)
+    any_part_s = None if (parts := ways_of(used)) is None else bounds.any_part_s(space, parts)
+    certificate = certified(space, found, tried, ceiling_s, (any_cut_s, any_part_s), perf_counter() - start)
+    return best, certificate
+
+
+def _because(ranking: Ranking, reason: str, other: Certificate | None = None) -> Ranking:
+    """The ranking with the reason for the kernels of its plans, and with what was looked at of other kernels."""
+    if not reason:
+        return ranking
+    told, certificate = ranking.certificate.words(), ranking.certificate
+    if other is not None:
+        certificate = certificate.beside(other)
+    first, *rest = (certificate.words() if line == told else line for line in ranking.best.why)
+    best = ranking.best.model_copy(update={"why": (first, reason, *rest)})
+    return replace(ranking, plans=(best, *ranking.plans[1:]), certificate=certificate)
 
 
 def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method) -> Ranking:
@@ -269,7 +246,7 @@ def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any
     any_part_s = None if ways is None else bounds.any_part_s(space, ways)
     tried = better.forecasts, lighter.forecasts
     found_s = lighter.ranked[0][1].step_time_s
-    certificate = _certificate(table, found, tried, found_s, (any_cut_s, any_part_s), perf_counter() - start)
+    certificate = certified(space, found, tried, found_s, (any_cut_s, any_part_s), perf_counter() - start)
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
     row = ranked[0][0].model_copy(
         update={key: getattr(used.constraints, key) for key in ("layers_per_stage", "recomputed_layers_per_stage")}
@@ -290,33 +267,3 @@ def _by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any
     losers = (*large, *lost[keep - 1 :])
     told = None if today is None else compared(today, ranked[0], used)
     return Ranking(tuple(plans), certificate, large, losers, table.notes, told)
-
-
-def _certificate(
-    table: LegalRows,
-    found: Outcome,
-    tried: tuple[int, int],
-    found_s: float,
-    floors_s: tuple[float | None, float | None],
-    search_s: float,
-) -> Certificate:
-    """``tried``: forecasts of other cuts, and with fewer layers recomputed; ``floors_s``: under all of either."""
-    return Certificate(
-        rows=table.space.size,
-        rules=table.space.rules,
-        broken=table.space.size - table.space.num_legal - table.space.num_alike + len(found.refused),
-        alike=table.space.num_alike,
-        not_fit=found.too_large + len(found.misfits),
-        fit=len(found.fitting),
-        left=found.left,
-        forecasts=found.priced,
-        cuts=tried[0],
-        lightened=tried[1],
-        best_s=found.fitting[0][1].step_time_s,
-        lowest_bound_left_s=found.lowest_bound_left_s,
-        proven=found.proven,
-        any_cut_s=floors_s[0],
-        any_part_s=floors_s[1],
-        found_s=found_s,
-        search_s=search_s,
-    )

@@ -299,8 +299,21 @@ def test_blocks_in_8_bits_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(compiled, "find_spec", lambda name: name)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None if name == "no-such-compiler" else name)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(HardwareMismatch, match=r"engine.compile = True.*no-such-compiler"):
-        refuse_without_compiler(torch.device("cpu"))
-    refuse_without_compiler(torch.device("cuda"))
+        refuse_without_compiler(cpu)
+    refuse_without_compiler(gpu)  # on which torch writes no C++
+    monkeypatch.setenv("CXX", "c++")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    refuse_without_compiler(cpu)
+    with pytest.raises(HardwareMismatch, match=r"Triton calls, and there is no no-such-compiler"):
+        refuse_without_compiler(gpu)
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    refuse_without_compiler(cpu)
+    with pytest.raises(HardwareMismatch, match=r"the package triton .*not installed"):
+        refuse_without_compiler(gpu)

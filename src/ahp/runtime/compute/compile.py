@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -30,14 +31,27 @@ BACKEND = "inductor"
 CPU_COMPILERS = ("g++", "clang++")
 """What torch's compiler looks for beside the variable CXX (torch/_inductor/config.py, cpp.cxx)."""
 
+GPU_COMPILERS = ("gcc", "clang")
+"""What Triton builds its launchers with, beside the variable CC (triton/runtime/build.py)."""
+
+
+def why_not_compiled(device: torch.device) -> str | None:
+    """What is missing on this host for kernels of torch.compile; None where nothing is."""
+    on_cpu = device.type == "cpu"
+    variable, known = ("CXX", CPU_COMPILERS) if on_cpu else ("CC", GPU_COMPILERS)
+    wanted = (os.environ[variable],) if variable in os.environ else known
+    if not any(map(shutil.which, wanted)):
+        needs = "a C++ compiler on a CPU" if on_cpu else "a C compiler, which Triton calls"
+        return f"needs {needs}, and there is no {' or '.join(wanted)}"
+    if not on_cpu and find_spec("triton") is None:
+        return "needs the package triton on a GPU, which is not installed"
+    return None
+
 
 def refuse_without_compiler(device: torch.device) -> None:
-    """On a CPU torch writes C++; raises HardwareMismatch where nothing can compile that."""
-    wanted = (os.environ["CXX"],) if "CXX" in os.environ else CPU_COMPILERS
-    if device.type == "cpu" and not any(map(shutil.which, wanted)):
-        raise HardwareMismatch(
-            f"engine.compile = True: needs a C++ compiler on a CPU, and there is no {' or '.join(wanted)} (valid: False)"
-        )
+    """Raises HardwareMismatch where nothing can compile kernels for the device."""
+    if (reason := why_not_compiled(device)) is not None:
+        raise HardwareMismatch(f"engine.compile = True: {reason} (valid: False)")
 
 
 def compiled(forward: Forward) -> Forward:

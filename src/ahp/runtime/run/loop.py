@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from ahp.errors import AhpError
+from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan
 from ahp.runtime.files import is_full
 from ahp.runtime.ranks.ranks import Ranks
-from ahp.runtime.run.folder import Checkpoint, RunFolder, Status, refuse_other_text
+from ahp.runtime.run.folder import Checkpoint, RunFolder, Status
 from ahp.runtime.run.stop_signal import StopRequest
 
 
@@ -131,7 +131,12 @@ class Loop:
         checkpoint = self._newest_whole()
         step = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
-            refuse_other_text(checkpoint, self.plan, self.data_fingerprint)
+            before = checkpoint.meta()["data_fingerprint"]
+            if before != self.data_fingerprint:
+                raise BadInput(
+                    f"job.data = {self.plan.job.data!r}: the text or its tokenizer has changed since step {step}; "
+                    "give it back, or start a new run with another --run.folder"
+                )
             self.parallel.load(checkpoint.path)
             self.saved = step
         if self.ranks.is_first:

@@ -17,6 +17,7 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.search import reasons, telling
+from ahp.search.certificate import Certificate, merged
 from ahp.search.current import compared, today_of, with_candidate
 from ahp.search.method import Method
 from ahp.search.mixed import telling as mixed_telling
@@ -24,8 +25,7 @@ from ahp.search.mixed.find import Budget, Finder, MixedOutcome
 from ahp.search.mixed.misfit import nothing_fits_anywhere
 from ahp.search.mixed.space import MixedSpace, no_shape, shape_of
 from ahp.search.problem import Problem
-from ahp.search.ranking import Certificate, Ranking
-from ahp.search.space import Rule
+from ahp.search.ranking import Ranking
 from ahp.words import percent, seconds
 
 Pair = tuple[Parallelism, Forecast]
@@ -209,7 +209,7 @@ def _certificate(
     floor_s = min(floors)
     return MixedCertificate(
         rows=over.size + over.broken + over.twins + sum(c.rows for c in of_groups),
-        rules=_rules([over.rules, *(c.rules for c in of_groups)]),
+        rules=merged([over.rules, *(c.rules for c in of_groups)]),
         broken=over.broken + sum(c.broken for c in of_groups),
         alike=over.twins + sum(c.alike for c in of_groups),
         not_fit=over.too_large + len(over.misfits) + sum(c.not_fit for c in of_groups),
@@ -229,14 +229,6 @@ def _certificate(
         shapes=over.size + over.broken + over.twins,
         placed=over.placed,
     )
-
-
-def _rules(found: list[tuple[Rule, ...]]) -> tuple[Rule, ...]:
-    merged: dict[str, Rule] = {}
-    for rule in (rule for rules in found for rule in rules):
-        before = merged.get(rule.name, replace(rule, broken=0))
-        merged[rule.name] = replace(before, broken=before.broken + rule.broken)
-    return tuple(merged.values())
 
 
 def _not_spread(over: MixedOutcome | None, refusal: Exception | None) -> tuple[str, ...]:

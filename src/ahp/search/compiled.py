@@ -1,0 +1,70 @@
+"""Whether blocks are compiled, where that is left open: what is searched, and the reason for what is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ahp.cluster.model import Cluster
+from ahp.errors import BadInput, NotExpressible
+from ahp.forecast.efficiency import is_cpu
+from ahp.plan import Plan
+from ahp.search import reasons
+from ahp.search.problem import Problem
+from ahp.words import percent, seconds
+
+ON_CPU = (
+    "eager blocks: on a CPU compiled ones saved 3 % of a small model's step, a third of the forecast, and took 16 s to "
+    "compile (engine.compile true compiles them)"
+)
+"""Measured with the model ``tiny`` on one thread (docs/LOG.md, 2026-11-23)."""
+
+NOT_COUNTED = "the time to compile, once at the start, is not counted"
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The problem once for each way to run blocks that is worth a search, the one that is expected to win first."""
+
+    problems: tuple[Problem, ...]
+    reason: str = ""
+    """Why there is one way only; nothing where the user or the engine leaves no choice."""
+
+
+def ways(asked: Problem) -> Ways:
+    """What to search of a problem that may leave open whether blocks are compiled."""
+    if asked.engine.compile is not None:
+        return Ways((asked,))
+    compiled, eager = (
+        replace(asked, engine=asked.engine.model_copy(update={"compile": compile})) for compile in (True, False)
+    )
+    if asked.engine.name != "ahp":
+        return Ways((eager,))
+    if any(is_cpu(group.device) for group in asked.cluster.groups):
+        return Ways((eager,), ON_CPU)
+    try:
+        compiled.check()
+    except (BadInput, NotExpressible) as refusal:
+        return Ways((eager,), f"eager blocks: {refusal}")
+    return Ways((compiled, eager))
+
+
+def why_compiled(best: Plan, asked: Problem) -> str:
+    """Why blocks of the best plan are compiled: what the same layout would cost without."""
+    assert best.forecast is not None, "plans of a search have one"
+    assert best.cluster is not None, "plans of a search have one"
+    used = asked if best.cluster == asked.cluster.plain() else asked.on(Cluster.resolve(best.cluster))
+    eager = replace(used, engine=best.engine.model_copy(update={"compile": False}))
+    other = eager.priced(best.parallelism).forecast
+    gain = percent(1 - best.forecast.step_time_s / other.step_time_s)
+    against = f"{gain} faster than the same layout with eager ones, {seconds(other.step_time_s)} a step"
+    if not other.fits:
+        against += f", which {reasons.does_not_fit(other, eager.capacity_bytes)}"
+    return f"compiled blocks: {against}; {NOT_COUNTED}"
+
+
+def why_eager(best: Plan, compiled: Plan) -> str:
+    """Why they are not, where the best layout with compiled blocks is slower."""
+    assert best.forecast is not None, "plans of a search have one"
+    assert compiled.forecast is not None, "plans of a search have one"
+    slower = reasons.slower_because(compiled.forecast, best.forecast)
+    return f"eager blocks: the best with compiled ones, {compiled.parallelism.short()}, is {slower}"

@@ -1,0 +1,215 @@
+"""Where it is left open whether blocks are compiled, the search takes what is faster, and says why."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ahp.cluster.model import Cluster
+from ahp.engines.ahp import AhpEngine
+from ahp.engines.engine import Traits
+from ahp.errors import AhpError, NothingFits
+from ahp.plan import Parallelism, Plan
+from ahp.search.compiled import ways
+from ahp.search.fastest import fastest
+from ahp.search.problem import Problem
+from ahp.search.ranking import Ranking, search
+from ahp.search.rows import legal_rows
+from tests.examples import many
+
+from .small import CLUSTERS, cpu_workers, problems, small
+
+FEW = ("1xH100-SXM-80GB", "2xH100-SXM-80GB", "2x2xH100-SXM-80GB")
+MOST_PRICED = 150
+
+
+def left_open(asked: Problem) -> Problem:
+    return replace(asked, engine=asked.engine.model_copy(update={"name": "ahp", "compile": None}))
+
+
+def with_compile(asked: Problem, value: bool) -> Problem:
+    return replace(asked, engine=asked.engine.model_copy(update={"compile": value}))
+
+
+def ranking_of(asked: Problem, **more: Any) -> Ranking:
+    return search(asked.graph, asked.cluster, asked.job, constraints=asked.constraints, engine=asked.engine, **more)
+
+
+def step_s(plan: Plan) -> float:
+    assert plan.forecast is not None
+    return plan.forecast.step_time_s
+
+
+def why(plan: Plan) -> str:
+    """The one line about blocks."""
+    (line,) = (line for line in plan.why if line.startswith(("compiled blocks: ", "eager blocks: ")))
+    return line
+
+
+def equals_brute_force(asked: Problem) -> None:
+    """Every row of both kinds of blocks, priced one by one."""
+    best_s, rows = float("inf"), 0
+    for one in (with_compile(asked, True), with_compile(asked, False)):
+        try:
+            one.check()
+            table = legal_rows(one)
+        except AhpError:
+            continue
+        assume(table.space.num_legal <= MOST_PRICED)
+        rows += table.space.size
+        found = [table.problem.price(layout) for layout in table.space]
+        best_s = min([best_s, *(forecast.step_time_s for forecast in found if forecast.fits)])
+    try:
+        ranking = ranking_of(asked, keep=3)
+    except AhpError:
+        assert best_s == float("inf")
+        return
+    assert step_s(ranking.best) <= best_s * (1 + 1e-12)
+    certificate = ranking.certificate
+    assert certificate.proven
+    assert certificate.rows == rows
+    legal = certificate.alike + certificate.not_fit + certificate.fit + certificate.left
+    assert certificate.broken + legal == certificate.rows
+    assert certificate.words() in ranking.best.why
+    assert "compiled and eager" in certificate.words()
+    for plan in ranking:
+        used = replace(asked, engine=plan.engine).on(Cluster.resolve(plan.cluster or {}))
+        assert used.price(plan.parallelism) == plan.forecast
+    alone = fastest(asked)
+    if alone is not None and alone.best is not None:
+        assert alone.problem.engine == ranking.best.engine
+        assert alone.best[1].step_time_s == pytest.approx(step_s(ranking.best), rel=1e-12)
+
+
+@settings(max_examples=3, deadline=None)
+@given(problems(FEW, constrained=True, engines=["ahp"]))
+def test_the_best_is_the_best_of_both_kinds_of_blocks(asked: Problem) -> None:
+    equals_brute_force(left_open(asked))
+
+
+@pytest.mark.slow
+@settings(max_examples=many(30), deadline=None)
+@given(problems(FEW, constrained=True, engines=["ahp"]))
+def test_the_best_of_many_is_the_best_of_both_kinds_of_blocks(asked: Problem) -> None:
+    equals_brute_force(left_open(asked))
+
+
+@pytest.fixture
+def slow_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled blocks that keep the host so busy that no layout gains by them."""
+    traits = AhpEngine.traits
+
+    def slow(self: AhpEngine, job: Any, parallelism: Parallelism, choice: Any) -> Traits:
+        found = traits(self, job, parallelism, choice)
+        return replace(found, host_launches_per_operator=50.0) if choice.compile else found
+
+    monkeypatch.setattr(AhpEngine, "traits", slow)
+
+
+@pytest.mark.usefixtures("slow_compiler")
+def test_eager_blocks_are_taken_where_they_are_faster() -> None:
+    asked = left_open(small(cluster="2xH100-SXM-80GB"))
+    ranking = ranking_of(asked)
+    assert ranking.best.engine.compile is False
+    alone = ranking_of(with_compile(asked, False))
+    assert [plan.parallelism for plan in ranking] == [plan.parallelism for plan in alone]
+    assert re.match(r"eager blocks: the best with compiled ones, dp\S+ .* slower: ", why(ranking.best))
+    assert ranking.certificate.proven
+    assert ranking.certificate.rows > alone.certificate.rows
+    equals_brute_force(left_open(small(cluster="2xH100-SXM-80GB", constraints={"micro_batch_size": 2})))
+
+
+def test_the_gain_is_that_of_the_same_layout() -> None:
+    asked = left_open(small(cluster="2xH100-SXM-80GB"))
+    best = ranking_of(asked).best
+    assert best.engine.compile is True
+    eager_s = with_compile(asked, False).price(best.parallelism).step_time_s
+    gain = re.match(r"compiled blocks: (\S+) % faster than the same layout with eager ones, ", why(best))
+    assert gain is not None
+    assert float(gain[1]) == pytest.approx(100 * (1 - step_s(best) / eager_s), abs=0.6)
+    assert "the time to compile" in why(best)
+
+
+def test_what_is_given_is_kept() -> None:
+    for value in (True, False):
+        best = ranking_of(small(compiled=value)).best
+        assert best.engine.compile is value
+        assert not any(line.startswith(("compiled blocks", "eager blocks")) for line in best.why)
+
+
+def test_cpu_workers_stay_eager_and_say_why() -> None:
+    asked = left_open(small(cluster=cpu_workers(2, 2), precision="fp32"))
+    best = ranking_of(asked, keep=1).best
+    assert best.engine.compile is False
+    assert why(best).startswith("eager blocks: on a CPU ")
+    assert ranking_of(with_compile(asked, True), keep=1).best.engine.compile is True
+
+
+def test_what_cannot_be_compiled_stays_eager_and_says_why() -> None:
+    given = {"activation_checkpoint": "selective", "expert_parallel_degree": 2}
+    best = ranking_of(left_open(small("experts", constraints=given)), keep=1).best
+    assert best.engine.compile is False
+    assert why(best).startswith("eager blocks: activation_checkpoint = 'selective': does not go with engine.compile")
+
+
+def test_engines_beside_ahps_own_decide_nothing() -> None:
+    asked = replace(left_open(small()), engine=small(engine="megatron").engine.model_copy(update={"compile": None}))
+    best = ranking_of(asked, keep=1).best
+    assert best.engine.compile is False
+    assert not any("eager blocks" in line for line in best.why)
+    assert ways(with_compile(asked, False)).problems == (with_compile(asked, False),)
+
+
+def test_nothing_fits_with_either() -> None:
+    with pytest.raises(NothingFits):
+        ranking_of(left_open(small(cluster="1xH100-SXM-80GB", memory_bytes=1_000_000)))
+
+
+def test_every_number_of_devices_has_its_own_blocks() -> None:
+    asked = left_open(small(cluster="2xH100-SXM-80GB", constraints={"micro_batch_size": 2}))
+    ranking = ranking_of(asked, objective={"name": "cost", "price_per_device_hour": 2.0})
+    for plan in ranking:
+        assert plan.engine.compile is True
+        used = with_compile(asked, True).on(Cluster.resolve(plan.cluster or {}))
+        assert used.price(plan.parallelism) == plan.forecast
+    assert why(ranking.best).startswith("compiled blocks: ")
+
+
+def test_a_mixed_cluster_is_searched_with_compiled_blocks_alone_and_says_so() -> None:
+    groups = [{"name": name, "device": device, "nodes": 1, "devices_per_node": 1, "inter_node_gbps": 100}
+              for name, device in (("a", "H100-SXM-80GB"), ("b", "A100-SXM-80GB"))]  # fmt: skip
+    cluster = Cluster.from_dict({"groups": groups, "links": [{"between": ["a", "b"], "gbps": 100}]})
+    asked = left_open(small(cluster=cluster, batch=4, constraints={"activation_checkpoint": "none"}))
+    best = ranking_of(asked, keep=1).best
+    assert best.engine.compile is True
+    assert why(best).endswith("other layouts with eager blocks are not searched here")
+    assert step_s(best) == step_s(ranking_of(with_compile(asked, True), keep=1).best)
+
+
+def never_slower(asked: Problem, first: int) -> None:
+    """What leaves eager layouts of mixed clusters out: but for selective recompute under context parallelism, where compiled blocks
+    have no ring, and for full recompute beside a ring or divided experts, where they run one product more again."""
+    compiled, eager = with_compile(asked, True), with_compile(asked, False)
+    try:
+        layouts = list(legal_rows(eager).space)
+    except AhpError:
+        return
+    used = legal_rows(eager).problem.cluster
+    for layout in layouts[first % max(len(layouts), 1) :: max(len(layouts) // 40, 1)]:
+        other = layout.context_parallel_degree > 1 or layout.expert_parallel_degree > 1
+        if (layout.activation_checkpoint != "none" and other) or compiled.refused(layout):
+            continue
+        one, two = compiled.on(used).price(layout), eager.on(used).price(layout)
+        assert one.step_time_s <= two.step_time_s * (1 + 1e-9), layout
+        assert sum(one.memory.values()) <= sum(two.memory.values()) * (1 + 1e-9), layout
+
+
+@settings(max_examples=4, deadline=None)
+@given(problems(CLUSTERS, constrained=True, engines=["ahp"]), st.integers(0, 1000))
+def test_compiled_blocks_are_never_slower(asked: Problem, first: int) -> None:
+    never_slower(asked, first)
