@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from ahp.runtime.weights import hf_export
 from ahp.runtime.weights.allocate import initial_weights
 from tests.runtime.models import JOB, VOCABULARY, batch
 from tests.runtime.weights.test_initial import Cut, Drawing, on_meta
@@ -88,3 +90,25 @@ def test_checkpoints_go_through_the_same_pinned_memory_and_hold_the_moment_of_th
         assert torch.equal(parameter, weights[name]), name
     parallel.load(tmp_path / "second")
     assert parallel.num_steps_done == 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_on_the_gpu_goes_out_and_comes_back(precision: str, alone: torch.device, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from ahp.runtime.parallel import parallelize
+
+    job = {**JOB, "precision": precision}
+    trained = parallelize(on_meta("llama"), {"job": job})
+    for step in range(2):
+        trained.step(trained.shard(batch(step)))
+    with mock.patch.object(hf_export, "FILE_BYTES", 20_000):
+        trained.export_hf(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    again = parallelize(on_meta("llama"), {"job": job, "init_from": str(tmp_path)})
+    for name, parameter in trained.parameters.items():
+        rounded = parameter.detach().to(dtype)
+        assert torch.equal(loaded[name].detach(), rounded.cpu()), name
+        assert torch.equal(again.parameters[name].detach(), rounded.float()), name

@@ -328,9 +328,7 @@ class Parallel:
     def _checked(self, part: dict[str, torch.Tensor]) -> tuple[Inputs, torch.Tensor]:
         """What the model is called with, and the labels."""
         if self._awaits_load:
-            raise BadInput(
-                "parallelize: initialize = False left the weights without values; call load(folder) before the first step"
-            )
+            raise _without_values()
         masks = self.plan.job.document_mask
         wanted = ["input_ids", "labels", *(["position_ids"] if masks else [])]
         missing, unused = sorted(set(wanted) - set(part)), sorted(set(part) - set(wanted))
@@ -381,18 +379,29 @@ class Parallel:
         self._unlike = None
         self._awaits_load = False
 
-    def export_hf(self, folder: str | Path) -> None:
-        """Write the weights as safetensors under the hub's names, and config.json where there is one. Collective."""
+    def export_hf(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write the weights as safetensors under the hub's names, and config.json where there is one. Collective.
+
+        ``dtype``: None = float32 where the job computes in fp32, else bfloat16.
+        """
         from ahp.runtime.weights.hf_export import export_hf
 
-        holders = self.ties.holders
+        if self._awaits_load:
+            raise _without_values()
         export_hf(
             self.state,
             Path(folder),
             in_files=self.in_files,
-            writer_of=lambda name: holders[name][0],
+            writers={name: ranks[0] for name, ranks in self.ties.holders.items()},
             config=self.config,
+            dtype=dtype or (torch.float32 if self.plan.job.precision == "fp32" else torch.bfloat16),
         )
+
+
+def _without_values() -> BadInput:
+    return BadInput(
+        "parallelize: initialize = False left the weights without values; call load(folder) before the first step"
+    )
 
 
 def _blocks(module: nn.Module, p: Parallelism) -> BlockList | None:

@@ -167,32 +167,3 @@ def test_dropout_goes_on_where_it_was(pool: Pool, tmp_path: Path, plan: str) -> 
     again = pool.run(dropped, size, str(tmp_path / "checkpoint"), 2, layout)[0]
     assert again == whole[2:]
     assert len(set(whole)) == 4
-
-
-def export(rank: int, world: int, model: str, layout: dict[str, Any], folder: str) -> None:
-    from ahp.runtime.parallel import parallelize
-
-    parallelize(MODELS[model](), {"job": JOB, "parallelism": layout}).export_hf(folder)
-
-
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "tp",
-        pytest.param("zero3-x-tp-x-pp", marks=pytest.mark.slow),
-        pytest.param("interleaved", marks=pytest.mark.slow),
-    ],
-)
-def test_export_loads_in_transformers(pool: Pool, tmp_path: Path, model: str, plan: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    pool.run(export, world_size(PLANS[plan]), model, PLANS[plan], str(tmp_path))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    original = MODELS[model]()
-    weights = dict(loaded.named_parameters())
-    for name, parameter in original.named_parameters():
-        torch.testing.assert_close(weights[name], parameter, rtol=0, atol=0)
-    input_ids = batch(0)["input_ids"]
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(input_ids=input_ids).logits, original(input_ids=input_ids).logits)

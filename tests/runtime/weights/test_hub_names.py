@@ -13,7 +13,7 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.graph.models import build_model
-from ahp.runtime.weights.hub_names import in_files, pieces_of
+from ahp.runtime.weights.hub_names import in_files, piece_of
 from ahp.runtime.weights.pretrained import Pretrained
 from tests.runtime.models import JOB
 from tests.runtime.test_equality import world_size
@@ -62,7 +62,11 @@ def test_every_part_is_read_from_what_transformers_writes(tmp_path: Path, family
         before = source.bytes_read
         assert source.part(found[name], ranges).equal(expected), (name, ranges)
         assert source.bytes_read - before == expected.numel() * expected.element_size(), "no more than was asked for"
-    written = {n: t for name, p in model.named_parameters() for n, t in pieces_of(p.detach(), known[name]).items()}
+    written = {
+        piece.stored: piece_of(p.detach(), piece)
+        for name, p in model.named_parameters()
+        for piece in known[name].pieces
+    }
     assert set(written) != set(dict(model.named_parameters())), "nothing was converted"
     assert all(files[name].equal(tensor) for name, tensor in written.items())
 

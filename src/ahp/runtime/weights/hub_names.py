@@ -70,17 +70,14 @@ def kept_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, buffer) for name, buffer in module.named_buffers() if name in state]
 
 
-def pieces_of(tensor: torch.Tensor, form: InFiles) -> dict[str, torch.Tensor]:
-    """A parameter as the tensors that files hold, by their names."""
-    found = {}
-    for piece in form.pieces:
-        block = tensor[tuple(slice(start, start + size) for start, size in zip(piece.starts, piece.sizes, strict=True))]
-        there = [dim for dim, own in enumerate(piece.dims) if own is not None]
-        order = sorted(there, key=lambda dim: piece.dims[dim] or 0)
-        others = [dim for dim in range(tensor.dim()) if dim not in there]
-        laid = block.permute((*order, *others)).reshape(piece.shape)
-        found[piece.stored] = laid.clone(memory_format=torch.contiguous_format)  # files take no memory that is shared
-    return found
+def piece_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """What a file holds of a parameter, in memory of its own."""
+    block = tensor[tuple(slice(start, start + size) for start, size in zip(piece.starts, piece.sizes, strict=True))]
+    there = [dim for dim, own in enumerate(piece.dims) if own is not None]
+    order = sorted(there, key=lambda dim: piece.dims[dim] or 0)
+    others = [dim for dim in range(tensor.dim()) if dim not in there]
+    laid = block.permute((*order, *others)).reshape(piece.shape)
+    return laid.clone(memory_format=torch.contiguous_format)  # files take no memory that is shared
 
 
 def _written(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[str, torch.Tensor]]:
