@@ -59,6 +59,16 @@ def test_seed_decides_the_text(run: RunFolder) -> None:
     assert text(temperature=0, seed=1) == text(temperature=0, seed=2)
 
 
+def test_no_weight_is_drawn_where_all_are_read(run: RunFolder) -> None:
+    plan = Plan.load(run.plan_file)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    module, _ = exported.load(run.weights_folder, plan)
+    assert torch.equal(torch.get_rng_state(), before)
+    stored = load_file(run.weights_folder / "model.safetensors")
+    assert all(torch.equal(p, stored[name]) for name, p in module.named_parameters())
+
+
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_give_text_as_transformers_does(tmp_path: Path, family: str) -> None:
     test_likeliest_tokens_agree_with_transformers(finished_run(tmp_path / "run", False, EXPERTS[family]))
