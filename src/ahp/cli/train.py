@@ -91,8 +91,8 @@ def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
 
 def train(request: Request, arguments: Arguments, command: str) -> int:
     """Plan, run, and report; under torchrun the first rank plans for all."""
-    from ahp.runtime.ranks.device import choose_device
-    from ahp.runtime.ranks.ranks import is_joined, joined
+    from ahp.runtime.ranks.preparation import Preparation
+    from ahp.runtime.ranks.ranks import is_joined
     from ahp.runtime.run import trackers as track
     from ahp.runtime.run.trainer import Trainer
 
@@ -105,10 +105,9 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
     if not is_joined():
         outcome = start(make_plan(request, arguments, workers=None))
         return report(outcome, arguments, command, sample=request.run.sample)
-    world_size = int(os.environ["WORLD_SIZE"])
-    with joined(choose_device(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))) as ranks:
-        outcome = start(ranks.decided_by_first(lambda: make_plan(request, arguments, workers=world_size)))
-    return report(outcome, arguments, command, sample=request.run.sample) if ranks.is_first else outcome.exit_code
+    workers = Preparation()
+    outcome = start(workers.decided_by_first(lambda: make_plan(request, arguments, workers=workers.size)))
+    return report(outcome, arguments, command, sample=request.run.sample) if workers.is_first else outcome.exit_code
 
 
 def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Plan:

@@ -175,6 +175,24 @@ def test_too_little_text_is_refused_before_any_worker_starts(
     assert (status.state, status.exit_code) == ("failed", 2)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_text_is_prepared_leaves_a_status(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def stop(self: Trainer) -> Any:
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    monkeypatch.setattr(Trainer, "_texts", stop)
+    monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: pytest.fail("a worker was started"))
+    before = signal.getsignal(number)
+    outcome = Trainer(Plan(), folder=folder.path).run()
+    assert outcome.exit_code == 128 + number
+    assert folder.status() == outcome.status
+    assert (outcome.status.state, outcome.status.cause) == ("interrupted", f"stopped by {number.name}")
+    assert signal.getsignal(number) == before
+
+
 def test_plan_for_gpus_is_refused_where_there_are_too_few(folder: RunFolder) -> None:
     group = {"device": {"name": "H100-SXM-80GB"}}
     plan = Plan(cluster={"groups": [group]}, parallelism=Parallelism(data_parallel_replicate_degree=1000))

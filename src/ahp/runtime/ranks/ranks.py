@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ahp.config import COLLECTIVE_TIMEOUT_S
-from ahp.errors import AhpError, BadInput, HardwareMismatch, bad_input
+from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.plan import Plan
 from ahp.runtime.ranks.device import (
     BACKENDS,
@@ -30,7 +30,6 @@ from ahp.runtime.ranks.device import (
 from ahp.runtime.ranks.device_order import mesh_places
 from ahp.runtime.torch_compat import default_store, launchers_store
 
-Result = TypeVar("Result")
 MESH_ORDER = "ahp/mesh-order"
 """Prefix in the store of groups whose ranks are the places of a mesh."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -74,26 +73,6 @@ class Ranks:
         said: list[str | None] = [None] * self.size
         dist.all_gather_object(said, word)
         return next((found for found in said if found is not None), None)
-
-    def decided_by_first(self, decide: Callable[[], Result]) -> Result:
-        """Let rank 0 decide and every rank know it.
-
-        When the leader's decision is an error, it raises that, and the others end with its exit code: the user is
-        told once.
-        """
-        error: AhpError | None = None
-        result: Any = None
-        if self.is_first:
-            try:
-                result = decide()
-            except AhpError as reason:
-                error = reason
-        result, exit_code = self.from_first((result, error.exit_code if error is not None else 0))
-        if error is not None:
-            raise error
-        if exit_code:
-            raise SystemExit(exit_code)
-        return result
 
 
 @contextmanager

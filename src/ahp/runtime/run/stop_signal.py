@@ -7,8 +7,33 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+
+
+class Stopped(BaseException):
+    """SIGINT or SIGTERM came where there is nothing to finish first."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number, self.exit_code = number, 128 + number
+
+
+@contextmanager
+def stops_at_once() -> Iterator[None]:
+    """Within, SIGINT and SIGTERM raise Stopped."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass

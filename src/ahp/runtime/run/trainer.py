@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from ahp.runtime.data.corpus import Corpus, prepare, read
 from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.files import is_full
 from ahp.runtime.ranks import launch
-from ahp.runtime.ranks.device import DeviceType, device_for, idle_gpus
-from ahp.runtime.ranks.ranks import Ranks, is_joined, joined
+from ahp.runtime.ranks.device import DeviceType, device_for, idle_gpus, local_world_size
+from ahp.runtime.ranks.preparation import Preparation
+from ahp.runtime.ranks.ranks import is_joined
 from ahp.runtime.run import failure
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder, Status
 from ahp.runtime.run.progress import Display, following, progress, say
-from ahp.runtime.run.stop_signal import StopRequest
+from ahp.runtime.run.stop_signal import Stopped, StopRequest, stops_at_once
 from ahp.runtime.run.trackers import check
 from ahp.runtime.run.worker import WorkerSettings, run_rank
 
@@ -88,20 +90,30 @@ class Trainer:
             HardwareMismatch: the plan was made for other hardware.
             TrainingFailed: a worker failed; ``exit_code`` and status.json carry the cause.
         """
-        return self._join() if is_joined() else self._launch()
+        try:
+            return self._join() if is_joined() else self._launch()
+        except Stopped as stop:
+            return Outcome(self.folder.path, self._interrupted(stop.number))
 
     def _launch(self) -> Outcome:
-        finished = self._begin()
-        if finished is not None:
-            return finished
+        with stops_at_once():
+            finished = self._begin()
+            if finished is not None:
+                return finished
+            with self._reported():
+                order = self._order(device_for(self.plan, self.plan.parallelism.world_size), self._texts())
+        with self._reported():
+            stopped = self._start_workers(order)
+        return Outcome(self.folder.path, self._status_after(stopped))
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Leave the cause of an error in status.json."""
         try:
-            stopped = self._start_workers(
-                self._order(device_for(self.plan, self.plan.parallelism.world_size), self._texts())
-            )
+            yield
         except Exception as error:
             failure.report(self.folder, str(error), getattr(error, "exit_code", 1))
             raise
-        return Outcome(self.folder.path, self._status_after(stopped))
 
     def _status_after(self, stopped: int) -> Status:
         """What the workers left in status.json, in the words of the signal that the user sent (0 for none)."""
@@ -112,34 +124,41 @@ class Trainer:
             assert status is not None, "the workers ended well and left no status"
             return status
         # Workers are always told with SIGTERM; a stop before they listen finds them without a status of their own.
+        return self._interrupted(stopped)
+
+    def _interrupted(self, number: int) -> Status:
+        """What status.json says after a signal that found no step to finish; the first worker writes it."""
         saved = self.folder.checkpoints()
         step = saved[-1].step if saved else 0
-        status = Status("interrupted", step, f"stopped by {signal.Signals(stopped).name}", 128 + stopped)
-        self.folder.write_status(status)
+        status = Status("interrupted", step, f"stopped by {signal.Signals(number).name}", 128 + number)
+        if os.environ.get("RANK", "0") == "0":
+            self.folder.create()
+            self.folder.write_status(status)
         return status
 
     def _join(self) -> Outcome:
-        stop = StopRequest()
-        stop.listen()
         world_size = int(os.environ["WORLD_SIZE"])
-        device = device_for(self.plan, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        device = device_for(self.plan, local_world_size())
         if world_size != self.plan.parallelism.world_size:
             raise HardwareMismatch(
                 f"WORLD_SIZE = {world_size}: the plan {self.plan.parallelism.short()} is for "
                 f"{self.plan.parallelism.world_size} workers; start that many, or plan again"
             )
-        with joined(device, self.plan) as ranks:
-            finished = ranks.decided_by_first(self._begin)
+        with stops_at_once():
+            workers = Preparation()
+            finished = workers.decided_by_first(self._begin)
             if finished is not None:
                 return finished
-            order = self._order(device, self._texts_of(ranks))
-            display = self._display() if ranks.is_first else None
-            try:
-                status = run_rank(self.plan, self.folder, order, stop, display.update if display else _nothing)
-            finally:
-                if display is not None:
-                    display.close()
-            return Outcome(self.folder.path, status)
+            order = self._order(device, self._texts_of(workers))
+        stop = StopRequest()
+        stop.listen()
+        display = self._display() if workers.is_first else None
+        try:
+            status = run_rank(self.plan, self.folder, order, stop, display.update if display else _nothing)
+        finally:
+            if display is not None:
+                display.close()
+        return Outcome(self.folder.path, status)
 
     def _begin(self) -> Outcome | None:
         """Check the folder against the plan and write the plan into it; the outcome when nothing is left to do."""
@@ -204,16 +223,25 @@ class Trainer:
             track=self.track, **self.often,
         )  # fmt: skip
 
-    def _texts_of(self, ranks: Ranks) -> Texts:
-        """What the first rank prepares and verifies; on a node that does not see its cache, made once more."""
-        found = ranks.decided_by_first(self._texts)
-        try:
-            for folder in found:
-                if folder is not None:
-                    read(Path(folder), verify=False)
-        except BadInput:
-            return self._texts()
-        return found
+    def _texts_of(self, workers: Preparation) -> Texts:
+        """What the first worker prepares and verifies; on a node that does not see its cache, made once more."""
+
+        def prepared() -> Texts:
+            with self._reported():
+                return self._texts()
+
+        found = workers.decided_by_first(prepared)
+
+        def seen() -> Texts:
+            try:
+                for folder in found:
+                    if folder is not None:
+                        read(Path(folder), verify=False)
+            except BadInput:
+                return self._texts()
+            return found
+
+        return workers.done_by_all(seen)
 
     def _texts(self) -> Texts:
         """The folders of the tokenised text and of the held-out one, checked against the job, so that nothing is refused after

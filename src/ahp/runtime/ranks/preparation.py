@@ -1,0 +1,170 @@
+"""What workers that a launcher has started settle before any process group is made.
+
+The first worker probes, searches and tokenises for all, for minutes or hours. In a collective the others would wait for it no longer than the
+time limit; here they wait on a key of the launcher's store for as long as it is alive, which it shows by counting up another key.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ahp.config import COLLECTIVE_TIMEOUT_S
+from ahp.runtime.ranks.preflight import NoAnswer
+from ahp.runtime.torch_compat import default_store, launchers_store
+
+Result = TypeVar("Result")
+READ_S = 10.0
+"""[Empirical] Workers that wait for a key see it within a second."""
+HEARTBEAT_S = 5.0
+SILENT_S = 120.0
+"""[Empirical] A worker that has not counted up for so long has ended. The thread that counts needs the interpreter now and then, which
+compiled code that works for a worker may keep for itself for seconds."""
+
+
+class Preparation:
+    """One start of this worker among the others. Every method is called by all workers alike."""
+
+    def __init__(
+        self,
+        place: tuple[dist.Store, int, int] | None = None,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        """``place``: a store that all workers share, this worker's number and how many there are; None = as the launcher says."""
+        if place is None and dist.is_initialized():
+            place = default_store(), dist.get_rank(), dist.get_world_size()
+        self.store, self.rank, self.size = place or launchers_store()
+        self.heartbeat_s, self.silent_s = heartbeat_s, silent_s
+        # A process may prepare more than once; all workers count alike.
+        self.name = f"ahp/preparation/{self.store.add(f'ahp/preparation/{self.rank}', 1)}"
+        self.num_settled = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def decided_by_first(self, decide: Callable[[], Result]) -> Result:
+        """Let the first worker decide, however long it takes, and every worker know it.
+
+        When that ends in an error, the first raises it, and the others end with its exit code: the user is told once. Raises NoAnswer
+        when the first worker ends without a word.
+        """
+        key = self._next()
+        if self.is_first:
+            try:
+                result = self._alive(key, decide)
+            except BaseException:
+                self._until_read(key)
+                raise
+            self._leave(key, result)
+            return result
+        result, exit_code = pickle.loads(self._await(0, key))
+        self.store.add(f"{key}/read", 1)
+        if exit_code:
+            raise SystemExit(exit_code)
+        return result
+
+    def done_by_all(self, work: Callable[[], Result]) -> Result:
+        """Let every worker work, however long it takes; none goes on before all are done. Ends as ``decided_by_first`` does."""
+        key = self._next()
+
+        def until_all_are_done() -> Result:
+            result = work()
+            for rank in range(1, self.size):
+                _, exit_code = pickle.loads(self._await(rank, f"{key}/{rank}"))
+                if exit_code:
+                    raise NoAnswer(
+                        f"worker {rank} ended while it prepared the run, with exit code {exit_code}; its log says why"
+                    )
+            return result
+
+        if self.is_first:
+            return self.decided_by_first(until_all_are_done)
+        result = self._alive(f"{key}/{self.rank}", work)
+        self._leave(f"{key}/{self.rank}", None)
+        self.decided_by_first(lambda: None)
+        return result
+
+    def _next(self) -> str:
+        self.num_settled += 1
+        return f"{self.name}/{self.num_settled}"
+
+    def _leave(self, key: str, result: object, exit_code: int = 0) -> None:
+        # torch's stub has text alone; its stores take bytes too.
+        self.store.set(key, pickle.dumps((result, exit_code)))  # pyright: ignore[reportArgumentType]
+
+    def _until_read(self, key: str) -> None:
+        """Before this worker ends, and with it the store where no launcher keeps one: let the others see why."""
+        began_s = time.monotonic()
+        while self.store.add(f"{key}/read", 0) < self.size - 1 and time.monotonic() - began_s < READ_S:
+            time.sleep(0.05)
+
+    def _alive(self, key: str, work: Callable[[], Result]) -> Result:
+        """Work while a thread shows that this worker lives; the exit code of an error goes to the key."""
+        with self._heartbeats():
+            try:
+                return work()
+            except BaseException as error:
+                code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
+                self._leave(key, None, code if isinstance(code, int) and code else 1)
+                raise
+
+    @contextmanager
+    def _heartbeats(self) -> Iterator[None]:
+        ended = threading.Event()
+        self.store.set(f"{self.name}/host/{self.rank}", socket.gethostname())
+        self._count(self.rank, 1)
+
+        def count() -> None:
+            with suppress(RuntimeError):  # the store is gone: nobody listens
+                while not ended.wait(self.heartbeat_s):
+                    self._count(self.rank, 1)
+
+        thread = threading.Thread(target=count, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _count(self, rank: int, more: int) -> int:
+        return self.store.add(f"{self.name}/alive/{rank}", more)
+
+    def _await(self, rank: int, key: str) -> bytes:
+        """What a worker leaves under the key, however late, while it lives."""
+        beats, heard_s = 0, time.monotonic()
+        while True:
+            try:
+                self.store.wait([key], timedelta(seconds=2 * self.heartbeat_s))
+                return self.store.get(key)
+            except RuntimeError:  # not there yet; or the store itself is gone, which the next line finds out
+                found = self._heard(rank)
+            if found != beats:
+                beats, heard_s = found, time.monotonic()
+            # Whoever has not begun may still be loading its libraries.
+            elif time.monotonic() - heard_s > (self.silent_s if beats else COLLECTIVE_TIMEOUT_S):
+                host = self.store.get(f"{self.name}/host/{rank}").decode() if beats else "an unknown host"
+                raise NoAnswer(
+                    f"worker {rank} on {host} was not heard of for {time.monotonic() - heard_s:.0f} s while it prepared the run; its "
+                    "log says where it hangs or why it ended"
+                )
+
+    def _heard(self, rank: int) -> int:
+        try:
+            return self._count(rank, 0)
+        except RuntimeError as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise NoAnswer(
+                f"the store that workers find each other by is gone, and so is the process that kept it: {first_line}"
+            ) from None

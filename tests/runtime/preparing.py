@@ -1,0 +1,49 @@
+"""A worker of a test: joins a run whose preparation takes longer than its collectives wait, or fails, or is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from ahp.errors import AhpError, BadInput
+from ahp.plan import Plan
+from ahp.runtime.ranks import ranks
+from ahp.runtime.ranks.preparation import Preparation
+from ahp.runtime.run import trainer
+
+LIMIT_S = 15.0
+
+
+class Slow(trainer.Trainer):
+    what = ""
+
+    def _texts(self) -> trainer.Texts:
+        assert os.environ["RANK"] == "0"
+        if self.what == "long":
+            time.sleep(1.5 * LIMIT_S)
+        if self.what == "fails":
+            raise BadInput("the text is bad")
+        if self.what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._texts()
+
+
+def main(folder: Path, what: str) -> int:
+    ranks.COLLECTIVE_TIMEOUT_S = LIMIT_S
+    trainer.Preparation = partial(Preparation, heartbeat_s=0.5, silent_s=5.0)  # type: ignore[assignment,misc]
+    Slow.what = what
+    try:
+        return (
+            Slow(Plan.load(folder / "plan.yaml"), folder=folder / "run", collective_timeout_s=LIMIT_S).run().exit_code
+        )
+    except AhpError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

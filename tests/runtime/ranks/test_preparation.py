@@ -1,0 +1,178 @@
+"""What workers settle before any process group is made: no time limit while the others live, a cause when one ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ahp.errors import BadInput
+from ahp.plan import Parallelism
+from ahp.runtime.ranks.preflight import NoAnswer
+from ahp.runtime.ranks.preparation import Preparation
+from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.stop_signal import Stopped
+from tests.runtime.run.test_trainer import plan
+from tests.runtime.run.test_trainer import text as text  # a fixture
+from tests.runtime.workers import free_port, place
+
+HEARTBEAT_S, SILENT_S = 0.05, 0.5
+
+
+def together(work: Callable[[Preparation], Any], size: int = 3) -> list[Any]:
+    """``work`` on workers that share a store; of each what it returned or raised."""
+    store, found = dist.HashStore(), [None] * size
+
+    def run(rank: int) -> None:
+        workers = Preparation((store, rank, size), heartbeat_s=HEARTBEAT_S, silent_s=SILENT_S)
+        try:
+            found[rank] = work(workers)
+        except BaseException as error:
+            found[rank] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_the_first_decides_for_all_however_long_it_takes() -> None:
+    def work(workers: Preparation) -> list[str]:
+        def decide() -> str:
+            assert workers.is_first
+            time.sleep(3 * SILENT_S)
+            return "the first's"
+
+        return [workers.decided_by_first(decide), workers.decided_by_first(lambda: f"{workers.rank}")]
+
+    assert together(work) == [["the first's", "0"]] * 3
+
+
+def test_none_goes_on_before_all_are_done() -> None:
+    done: list[int] = []
+
+    def work(workers: Preparation) -> int:
+        def own() -> int:
+            time.sleep(workers.rank * SILENT_S)
+            done.append(workers.rank)
+            return 10 * workers.rank
+
+        result = workers.done_by_all(own)
+        assert sorted(done) == [0, 1, 2]
+        return result
+
+    assert together(work) == [0, 10, 20]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(BadInput("no such text"), 2), (RuntimeError("a fault"), 1), (Stopped(15), 143), (SystemExit(7), 7)],
+)
+def test_an_error_of_the_first_ends_the_others_with_its_exit_code(error: BaseException, code: int) -> None:
+    def decide() -> None:
+        raise error
+
+    first, *others = together(lambda workers: workers.decided_by_first(decide))
+    assert first is error
+    assert [type(other) for other in others] == [SystemExit, SystemExit]
+    assert [other.code for other in others] == [code, code]
+
+
+def test_an_error_of_another_is_told_by_the_first() -> None:
+    def work(workers: Preparation) -> None:
+        def own() -> None:
+            if workers.rank == 2:
+                raise BadInput("no such text here")
+
+        workers.done_by_all(own)
+
+    first, second, third = together(work)
+    assert isinstance(first, NoAnswer)
+    assert "worker 2 ended while it prepared the run, with exit code 2" in str(first)
+    assert isinstance(second, SystemExit)
+    assert isinstance(third, BadInput)
+
+
+def test_a_first_that_has_gone_is_named() -> None:
+    def work(workers: Preparation) -> None:
+        if workers.is_first:
+            with workers._heartbeats():  # as one that is killed while it decides
+                time.sleep(SILENT_S)
+            return
+        workers.decided_by_first(lambda: None)
+
+    _, *others = together(work)
+    for other in others:
+        assert isinstance(other, NoAnswer)
+        assert "worker 0 on " in str(other)
+        assert "was not heard of for" in str(other)
+
+
+@pytest.fixture
+def agent() -> Iterator[dict[str, str]]:
+    """A store as torchrun's agent keeps it, outlasting every worker; the variables that say so."""
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    yield {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    del store
+
+
+def start(folder: Path, what: str, variables: dict[str, str], size: int = 2) -> list[tuple[int, str]]:
+    """Exit code and stderr of workers that prepare a run in the folder."""
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.runtime.preparing", str(folder), what],
+            env={**os.environ, **place(rank, size, 0), **variables, **paths}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    errors = [worker.communicate()[1] for worker in workers]
+    return [(worker.returncode, error) for worker, error in zip(workers, errors, strict=True)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, text: Path) -> Path:
+    sharded = Parallelism(data_parallel_shard_degree=2, zero_stage=3)
+    plan(text, sharded, steps=2).save(tmp_path / "plan.yaml")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_run_is_prepared_for_longer_than_collectives_wait(folder: Path, agent: dict[str, str]) -> None:
+    for code, error in start(folder, "long", agent):
+        assert code == 0, error
+    status = RunFolder(folder / "run").status()
+    assert status is not None
+    assert (status.state, status.step) == ("done", 2)
+
+
+@pytest.mark.slow
+def test_a_preparation_that_fails_ends_all_with_its_exit_code(folder: Path) -> None:
+    """Where the first worker keeps the store itself."""
+    (first, why), (second, silence) = start(folder, "fails", {"MASTER_PORT": str(free_port())})
+    assert (first, second) == (2, 2)
+    assert "the text is bad" in why
+    assert "the text is bad" not in silence
+    status = RunFolder(folder / "run").status()
+    assert status is not None
+    assert (status.state, status.exit_code, status.cause) == ("failed", 2, "the text is bad")
+
+
+@pytest.mark.slow
+def test_a_first_worker_that_is_killed_ends_the_others(folder: Path, agent: dict[str, str]) -> None:
+    (first, _), (second, why) = start(folder, "killed", agent)
+    assert (first, second) == (-9, 1)
+    assert "worker 0 on " in why
+    assert "was not heard of for" in why
