@@ -158,6 +158,7 @@ HELP: dict[str, str] = {
     "job.optimizer.decay_share": "wsd only: share of the steps, at the end, over which the rate falls",
     "job.optimizer.grad_clip": "largest global gradient norm; null = no clipping",
     "job.seed": "of the weights and of the data order",
+    "job.deterministic": "the same digits each time on the same GPUs, by slower kernels; CPUs have them without it (docs/training.md)",
     "parallelism.data_parallel_replicate_degree": "replicas that hold the same weights",
     "parallelism.data_parallel_shard_degree": "devices over which one replica's states are sharded",
     "parallelism.zero_stage": "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too",

@@ -68,6 +68,8 @@ class Job(Record):
     precision: Precision = "bf16"
     optimizer: Optimizer = Optimizer()
     seed: int = Field(default=0, ge=0)
+    deterministic: bool = False
+    """Whether the same start gives the same digits on GPUs too, where the fastest kernels add in any order."""
 
     @field_validator("optimizer", mode="before")
     @classmethod

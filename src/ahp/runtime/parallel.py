@@ -19,6 +19,7 @@ from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline, outline
 from ahp.plan import Parallelism, Plan, validated
 from ahp.runtime.compute.chunked_loss import Tail
+from ahp.runtime.compute.deterministic import deterministic, set_environment
 from ahp.runtime.compute.fp8 import check_parts, refuse_device
 from ahp.runtime.compute.loss import Loss, PendingCount, count_scored
 from ahp.runtime.compute.random_numbers import numbers_of_step
@@ -75,6 +76,8 @@ def parallelize(
     a rank does not come or an axis of the mesh does not carry.
     """
     checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
+    if checked.job.deterministic:
+        set_environment()
     where = rank_device(checked, device)
     if checked.job.precision == "fp8":
         refuse_device(where)
@@ -280,7 +283,8 @@ class Parallel:
         self.loss.scale = scale
         self.loss.num_micro_batches = self._micro_batches(len(labels))
         self.loss.total = PendingCount(scored, self.mesh.data.get_group())
-        with numbers_of_step(self.mesh, self.plan.job.seed, state.num_steps_done):
+        job = self.plan.job
+        with numbers_of_step(self.mesh, job.seed, state.num_steps_done), deterministic(job.deterministic):
             loss = self.runner.run(inputs, labels, len(labels) // self.plan.parallelism.micro_batch_size)
         self.sharding.finish()
         gradients = state.local.gradients()
@@ -314,7 +318,8 @@ class Parallel:
         ``parts``: for each, this rank's rows as ``shard`` gives them. Collective; the same on every rank, under every plan.
         """
         size = self.plan.parallelism.micro_batch_size
-        return evaluate(self.runner, self.mesh, size, (self._checked(part) for part in parts), self.plan.job.seed)
+        with deterministic(self.plan.job.deterministic):
+            return evaluate(self.runner, self.mesh, size, (self._checked(part) for part in parts), self.plan.job.seed)
 
     def find_fault(self, part: dict[str, torch.Tensor], result: StepResult) -> str:
         """After a step whose loss or norm is no number, and which left the weights as they were: what it comes from, in words.
