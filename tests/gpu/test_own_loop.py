@@ -92,3 +92,21 @@ def test_two_deterministic_starts_have_the_same_digits() -> None:
     ]
     assert found[0].stdout == found[1].stdout
     assert "0x1" in found[0].stdout
+
+
+SEGMENTS = """
+import torch
+from tests.gpu.test_own_loop import train
+train()
+assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_segments_grow_where_the_program_set_nothing() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    ended = subprocess.run(
+        [sys.executable, "-c", SEGMENTS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -20,6 +20,7 @@ from ahp.job import Job
 from ahp.plan import Parallelism, Plan
 from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.ranks import launch
+from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.run import failure
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.trainer import Trainer, vocabulary_size
@@ -27,7 +28,7 @@ from ahp.runtime.run.trainer import Trainer, vocabulary_size
 SCRIPT = """
 import json, os, signal, sys, time
 rank, folder, what = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
-keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MASTER_ADDR")
+keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MASTER_ADDR", "PYTORCH_ALLOC_CONF", "TORCH_FR_DUMP_TEMP_FILE")
 if what == "wait":
     def noted(number, frame):
         open(f"{folder}/stopped-{rank}", "w").write(str(number))
@@ -221,3 +222,12 @@ def test_tokenizer_beside_the_weights_or_the_models_config_is_found(tmp_path: Pa
     assert tokenizer_of(Plan(model=str(model / "config.json"), init_from=str(given))) == model / "tokenizer.json"
     (given / "tokenizer.json").write_text("{}")
     assert tokenizer_of(Plan(model=str(model), init_from=str(given))) == given / "tokenizer.json"
+
+
+def test_workers_inherit_what_gpus_need_and_the_users_own_values_stay(tmp_path: Path) -> None:
+    found = gpu_variables({}, tmp_path)
+    assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/nccl-rank-"
+    assert gpu_variables({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) == {}
+    assert gpu_variables({"PYTORCH_ALLOC_CONF": "", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine"}, tmp_path) == {}
+    assert gpu_variables({**found, "TORCH_FR_BUFFER_SIZE": "7"}, tmp_path) == {}

@@ -15,6 +15,7 @@ from types import FrameType
 
 from ahp.cluster.environment import COMPUTE
 from ahp.cluster.sense import physical_cores
+from ahp.runtime.ranks.environment import gpu_variables
 
 SECONDS_BETWEEN_POLLS = 0.1
 """The launcher's own default (torch.distributed.launcher.api.LaunchConfig.monitor_interval)."""
@@ -69,7 +70,7 @@ def launch(module: str, arguments: Sequence[str], *, num_workers: int, log_folde
         # Ours are set below; the launcher's would kill the workers 30 s after the signal, saved or not.
         signals_to_handle="SIGQUIT",
     )
-    with _quiet_launcher(), _environment(num_workers), _forwarding_signals(module) as wish:
+    with _quiet_launcher(), _environment(num_workers, log_folder), _forwarding_signals(module) as wish:
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
         except KeyboardInterrupt:
@@ -130,12 +131,13 @@ def _workers(module: str) -> list:
 
 
 @contextmanager
-def _environment(num_workers: int) -> Iterator[None]:
+def _environment(num_workers: int, log_folder: Path) -> Iterator[None]:
     """Variables that the workers inherit; what the user has set stays."""
     ours = {"OMP_NUM_THREADS": str(max(1, physical_cores() // num_workers)), **COMPUTE}
     if Path("/sys/class/net/lo").exists():
         # All ranks are on this node: gloo need not look up the machine's name, which may not resolve.
         ours["GLOO_SOCKET_IFNAME"] = "lo"
+    ours |= gpu_variables(os.environ, log_folder)
     added = {key: value for key, value in ours.items() if key not in os.environ}
     os.environ.update(added)
     try:

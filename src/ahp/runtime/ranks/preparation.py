@@ -90,7 +90,11 @@ class Preparation:
 
         if self.is_first:
             return self.decided_by_first(until_all_are_done)
-        result = self._alive(f"{key}/{self.rank}", work)
+        try:
+            result = self._alive(f"{key}/{self.rank}", work)
+        except BaseException:
+            self.store.add(f"{self._next()}/read", 1)  # it waits for no decision of the first
+            raise
         self._leave(f"{key}/{self.rank}", None)
         self.decided_by_first(lambda: None)
         return result

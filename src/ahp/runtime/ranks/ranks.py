@@ -28,6 +28,7 @@ from ahp.runtime.ranks.device import (
     own_gpu,
 )
 from ahp.runtime.ranks.device_order import mesh_places
+from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.torch_compat import default_store, launchers_store
 
 MESH_ORDER = "ahp/mesh-order"
@@ -114,6 +115,7 @@ def rank_device(plan: Plan, wanted: torch.device | str | None = None) -> torch.d
         if given is not None and given.type not in BACKENDS:
             raise bad_input("device", str(wanted), "AHP computes on none such", valid=BACKENDS)
         _refuse_to_start(plan)
+        os.environ.update(gpu_variables(os.environ))
         kind = given.type if given is not None else choose_device(local_world_size())
         device = own_gpu(given) if kind == "cuda" else torch.device("cpu")
         why = idle_gpus(local_world_size()) if given is None and kind == "cpu" else None

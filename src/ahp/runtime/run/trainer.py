@@ -19,6 +19,7 @@ from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.files import is_full
 from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.device import DeviceType, device_for, idle_gpus, local_world_size
+from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.ranks.preparation import Preparation
 from ahp.runtime.ranks.ranks import is_joined
 from ahp.runtime.run import failure
@@ -150,6 +151,7 @@ class Trainer:
             if finished is not None:
                 return finished
             order = self._order(device, self._texts_of(workers))
+        os.environ.update(gpu_variables(os.environ, self.folder.log_folder))
         stop = StopRequest()
         stop.listen()
         display = self._display() if workers.is_first else None

@@ -1,0 +1,30 @@
+"""What a process that computes on GPUs inherits, or sets for itself before it first uses one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch 2.11 to 2.13 read the first, and the second for older scripts (c10/core/AllocatorConfig.h)."""
+RECORDER = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Where NCCL's flight recorder writes the last collectives of each rank; the second is the older name."""
+
+
+def gpu_variables(given: Mapping[str, str], log_folder: Path | None = None) -> dict[str, str]:
+    """Ours beside those that are ``given``: what the user has set stays, under its older name too.
+
+    Segments that grow keep memory from being cut into pieces that fit nothing. With a ``log_folder`` each rank leaves there what
+    its last collectives were when one does not end; torch has the recorder on, and dumps it then.
+    """
+    found: dict[str, str] = {}
+    if not any(name in given for name in ALLOCATOR):
+        found[ALLOCATOR[0]] = "expandable_segments:True"
+    if log_folder is not None and not any(name in given for name in RECORDER):
+        found[RECORDER[0]] = str(log_folder.resolve() / "nccl-rank-")
+        found |= {
+            name: value
+            for name, value in {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}.items()
+            if name not in given
+        }
+    return found
