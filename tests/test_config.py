@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from ahp.cli.overrides import split_overrides
-from ahp.config import HELP, Config, Constraints, config_help, load_config
+from ahp.config import HELP, Config, Constraints, Profile, checkpoint_interval, config_help, load_config
 from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -106,6 +106,19 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
             "engine: megatron",
             ["engine.name = 'megatron'", "valid: ahp", "ahp plan MODEL CLUSTER --engine.name megatron"],
         ),
+        ("run: {checkpoint_every: 0}", ["run.checkpoint_every = 0: must be 1 step or more, or a time", "30min"]),
+        ("run: {checkpoint_every: yes}", ["run.checkpoint_every = True"]),
+        ("run: {checkpoint_every: 30sec}", ["run.checkpoint_every = '30sec'", "2h"]),
+        ("run: {checkpoint_every: 0min}", ["run.checkpoint_every = '0min'"]),
+        ("run: {on_nan: ignore}", ["run.on_nan = 'ignore'", "valid: stop, skip, rollback"]),
+        ("run: {profile: [1, 2]}", ["run.profile = [1, 2]: must be a mapping of keys"]),
+        ("run: {profile: {steps: [12, 10]}}", ["run.profile.steps = [12, 10]", "the last one no earlier"]),
+        ("run: {profile: {steps: [0, 2]}}", ["run.profile.steps = [0, 2]", "the first step must be 1 or later"]),
+        ("run: {profile: {steps: [3]}}", ["run.profile.steps"]),
+        (
+            "job: {steps: 20}\nrun: {profile: {steps: [10, 21]}}",
+            ["run.profile.steps = [10, 21]: the job has 20 steps (job.steps)"],
+        ),
         ("job: {seed: 1}\njob: {seed: 2}", ["the key 'job' stands twice"]),
         ("- 1", ["a mapping of keys was expected, not a list"]),
         ("job: [", ["not YAML"]),
@@ -126,6 +139,20 @@ def test_the_engine_is_part_of_the_file_and_of_the_command_line(tmp_path: Path) 
     config = load_config(path, split_overrides(words.split())[0])
     assert config.engine == EngineChoice(compile=True, loss_chunk_tokens=512)
     assert load_config(None, split_overrides(["--engine", "ahp"])[0]).engine == EngineChoice()
+
+
+@pytest.mark.parametrize(
+    ("value", "steps", "seconds"),
+    [(1, 1, None), (50, 50, None), ("30min", None, 1800.0), ("1.5 h", None, 5400.0), ("2h", None, 7200.0)],
+)
+def test_checkpoints_come_by_steps_or_by_the_time(value: Any, steps: int | None, seconds: float | None) -> None:
+    config = load_config(None, {"run.checkpoint_every": value})
+    assert checkpoint_interval(config.run.checkpoint_every) == (steps, seconds)
+
+
+def test_steps_of_a_profile() -> None:
+    assert load_config(None, {"run.profile.steps": [10, 12]}).run.profile == Profile(steps=(10, 12))
+    assert load_config().run.profile is None
 
 
 def test_given_weights_bring_their_model() -> None:

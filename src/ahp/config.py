@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,8 @@ from ahp.plan import (
 from ahp.yaml_text import parse_yaml
 
 Tracker = Literal["tensorboard", "wandb"]
+OnNan = Literal["stop", "skip", "rollback"]
+SECONDS_OF = {"min": 60.0, "h": 3600.0}
 
 
 class Constraints(Record):
@@ -78,17 +81,55 @@ COLLECTIVE_TIMEOUT_S = 600.0
 another's part of a checkpoint or of the export; ten minutes is torch's own limit for NCCL, gloo's is thirty."""
 
 
+def checkpoint_interval(value: Any) -> tuple[int | None, float | None]:
+    """What ``run.checkpoint_every`` says: (steps, None), or (None, seconds) for a time such as 30min or 2h. Raises BadInput."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value, None
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?(min|h)", value)) and float(found[1]) > 0:
+        return None, float(found[1]) * SECONDS_OF[found[2]]
+    raise bad_input("run.checkpoint_every", value, "must be 1 step or more, or a time", ["50", "30min", "2h"])
+
+
+class Profile(Record):
+    """Which steps are profiled."""
+
+    steps: tuple[int, int]
+    """The first and the last one, counted from 1 as in metrics.jsonl."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Profile:
+        if not 1 <= self.steps[0] <= self.steps[1]:
+            rule = "the first step must be 1 or later, and the last one no earlier than it"
+            raise bad_input("run.profile.steps", list(self.steps), rule, ["[10, 12]"])
+        return self
+
+    def check(self, num_steps: int) -> None:
+        """Raises BadInput where the job ends before the last of the steps."""
+        if self.steps[1] > num_steps:
+            rule = f"the job has {num_steps} steps (job.steps)"
+            raise bad_input("run.profile.steps", list(self.steps), rule, [f"steps 1 to {num_steps}"])
+
+
 class Run(Record):
     """Where a run leaves its files, and how often."""
 
     folder: str = "runs/demo"
-    checkpoint_every: int = Field(default=50, ge=1)
+    checkpoint_every: int | str = 50
+    """Steps, or a time such as 30min or 2h."""
     keep: int = Field(default=3, ge=1)
     validate_every: int = Field(default=50, ge=1)
     validation_batches: int = Field(default=4, ge=1)
     collective_timeout_s: float = Field(default=COLLECTIVE_TIMEOUT_S, ge=1)
     track: tuple[Tracker, ...] = ()
     sample: bool = True
+    on_nan: OnNan = "stop"
+    profile: Profile | None = None
+
+    @field_validator("checkpoint_every", mode="before")
+    @classmethod
+    def _steps_or_a_time(cls, value: Any) -> Any:
+        checkpoint_interval(value)
+        return value
 
 
 class Config(Record):
@@ -116,6 +157,12 @@ class Config(Record):
         if isinstance(data, dict) and isinstance(data.get("init_from"), str) and "model" not in data:
             return {**data, "model": data["init_from"]}
         return data
+
+    @model_validator(mode="after")
+    def _profiles_steps_of_the_job(self) -> Config:
+        if self.run.profile is not None:
+            self.run.profile.check(self.job.steps)
+        return self
 
     @field_validator("parallelism", mode="before")
     @classmethod
@@ -186,13 +233,15 @@ HELP: dict[str, str] = {
     "engine.offload_optimizer": "whether AdamW's moments lie in host memory and come to the GPU for each update",
     "engine.enable_async_tensor_parallel": "collectives of sequence parallelism in pieces beside products; this runtime has none yet",
     "run.folder": "where the run leaves its files; the same folder again continues the run",
-    "run.checkpoint_every": "steps between checkpoints",
+    "run.checkpoint_every": "steps between checkpoints, or the time between them: 30min, 2h",
     "run.keep": "newest checkpoints that are kept",
     "run.validate_every": "steps between looks at the loss on held-out text, where job.validation gives some",
     "run.validation_batches": "global batches of one look; the same ones each time",
     "run.collective_timeout_s": "seconds after which a rank that the others wait for ends the run",
     "run.track": "beside metrics.jsonl: tensorboard, wandb (extra [track])",
     "run.sample": "whether a finished run ends with a sample of text, for which the whole model is loaded once more",
+    "run.on_nan": "when a loss or gradient is no number: stop, skip its update, or rollback to the last checkpoint (docs/training.md)",
+    "run.profile": "{steps: [10, 12]} writes what these steps do when, and on a GPU their memory, into profile/ of the run's folder",
 }
 """Every key of config.yaml in words; docs/config.md and ``ahp train --help`` show these."""
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ahp.runtime.data.prefetch import Prefetch
 from ahp.runtime.parallel import Parallel, parallelize
+from ahp.runtime.peak_memory import take_peak
+from ahp.runtime.ranks.ranks import Ranks
+from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.loop import Loop, Settings
+from ahp.runtime.run.stop_signal import StopRequest
 from ahp.runtime.torch_compat import local_tensor
 from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, batch
 
@@ -108,3 +117,79 @@ def test_a_step_left_out_on_the_device_is_one_that_was_not_taken(alone: torch.de
             assert math.isfinite(result.grad_norm)
             other.step(other.shard(batch(step)))
     assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(other), strict=True))
+
+
+def rows(step: int, wanted: range) -> dict[str, torch.Tensor]:
+    return {key: value[wanted.start : wanted.stop] for key, value in batch(step).items()}
+
+
+def test_rows_come_in_pinned_memory_and_need_no_waiting(alone: torch.device) -> None:
+    with Prefetch(rows, range(8), num_steps=3, device=alone) as prefetch:
+        for step in range(3):
+            made = prefetch.take(step)
+            assert all(value.is_pinned() for value in made.values())
+            with no_waiting():
+                there = {key: value.to(alone, non_blocking=True) for key, value in made.items()}
+            assert all(torch.equal(there[key].cpu(), batch(step)[key]) for key in there)
+
+
+def test_the_peak_of_memory_is_that_since_it_was_last_asked(alone: torch.device) -> None:
+    take_peak(alone)
+    size = 64 * 2**20
+    large = torch.empty(size, dtype=torch.int8, device=alone)
+    del large
+    with no_waiting():
+        peak, later = take_peak(alone), take_peak(alone)
+    assert later.allocated_bytes <= peak.allocated_bytes - size
+    assert peak.reserved_bytes >= peak.allocated_bytes
+    assert later.reserved_bytes >= later.allocated_bytes
+
+
+def run(device: torch.device, where: RunFolder, steps_ahead: int, settings: Settings) -> None:
+    where.create()
+    parallel = made()
+    Loop(
+        parallel=parallel, batches=rows, plan=parallel.plan, folder=where, ranks=Ranks(0, 1, device), settings=settings,
+        stop=StopRequest(), data_fingerprint="abc", steps_ahead=steps_ahead,
+    ).run()  # fmt: skip
+
+
+def test_a_loop_that_is_ahead_writes_the_same_numbers(alone: torch.device, tmp_path: Path) -> None:
+    found = []
+    for ahead in (0, 1):
+        where = RunFolder(tmp_path / str(ahead))
+        run(alone, where, ahead, Settings(checkpoint_every=6))
+        found.append([(m["step"], m["loss"], m["grad_norm"]) for m in where.metrics()])
+        assert all(0 < m["memory_allocated_bytes"] <= m["memory_reserved_bytes"] for m in where.metrics())
+        assert [c.step for c in where.checkpoints()] == [6, 12, 18, 20][-3:]
+    assert found[0] == found[1]
+
+
+def test_nothing_waits_between_two_steps_but_for_the_numbers_of_the_step_before(
+    alone: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the loop itself: taking rows, the step, the exchange with other ranks, memory, and reading what was copied to the host."""
+    queue, finish = Loop._queue, Loop._finish
+
+    def guarded_queue(self: Loop, prefetch: Prefetch) -> None:
+        if self.done < 3:
+            return queue(self, prefetch)
+        with no_waiting():
+            return queue(self, prefetch)
+
+    def guarded_finish(self: Loop, step: Any) -> None:
+        with no_waiting():
+            finish(self, step)
+
+    monkeypatch.setattr(Loop, "_queue", guarded_queue)
+    monkeypatch.setattr(Loop, "_finish", guarded_finish)
+    run(alone, RunFolder(tmp_path / "run"), 1, Settings(checkpoint_every=None))
+
+
+def test_profile_has_kernels_and_the_history_of_memory(alone: torch.device, tmp_path: Path) -> None:
+    where = RunFolder(tmp_path / "run")
+    run(alone, where, 1, Settings(checkpoint_every=None, profile_steps=(3, 4)))
+    assert {file.name for file in where.profile_folder.iterdir()} == {"rank-0.json.gz", "memory-rank-0.pickle"}
+    events = json.loads(gzip.decompress((where.profile_folder / "rank-0.json.gz").read_bytes()))["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+    assert {e["name"] for e in events if str(e.get("name")).startswith("step ")} == {"step 3", "step 4"}

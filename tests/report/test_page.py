@@ -154,3 +154,20 @@ def test_threads_of_a_rank_share_its_row() -> None:
     bars = figures.timeline(events).data[0]
     assert list(zip(bars.text, bars.y, strict=True)) == [("0F0", "rank 0"), ("gather", "rank 0"), ("1F0", "rank 4")]
     assert bars.width[1] < bars.width[0] == bars.width[2]
+
+
+def test_steps_that_were_left_out_and_what_was_waited_for_are_said(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    PLAN.save(run / "plan.yaml")
+    lines = [
+        {
+            "step": step, "loss": None if step == 2 else 9.0 - step, "step_time_s": 0.5, "memory_bytes": 1 << 30,
+            "memory_reserved_bytes": 3 << 30, "mfu": 0.25, "data_wait_s": 0.05, "checkpoint_wait_s": 0.0,
+        }
+        for step in range(1, 5)
+    ]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = page.write(run).read_text()
+    for words in ("from 8.000, 1 steps left out", "25 %", "3.0 GiB", "data 200 ms, checkpoints 0 s"):
+        assert words in text, words

@@ -142,7 +142,11 @@ def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool
     result["plan"] = json.loads(Plan.load(folder.plan_file).model_dump_json(exclude={"cluster"}))
     metrics = folder.metrics()
     if metrics:
-        result |= {"first_loss": metrics[0]["loss"], "last_loss": metrics[-1]["loss"], "speed": _speed(metrics)}
+        result["speed"] = _speed(metrics)
+    if losses := [
+        record["loss"] for record in metrics if record["loss"] is not None
+    ]:  # none of a step that was left out
+        result |= {"first_loss": losses[0], "last_loss": losses[-1]}
     held_out = [record["validation_loss"] for record in metrics if "validation_loss" in record]
     if held_out:
         result["validation_loss"] = held_out[-1]

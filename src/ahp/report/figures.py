@@ -50,8 +50,9 @@ def loss(metrics: Sequence[Mapping[str, Any]], vocab_size: int | None) -> Figure
 
     import plotly.graph_objects as go
 
-    steps = [m["step"] for m in metrics]
-    values = [m["loss"] for m in metrics]
+    known = [m for m in metrics if m["loss"] is not None]  # none where run.on_nan left a step out
+    steps = [m["step"] for m in known]
+    values = [m["loss"] for m in known]
     figure = go.Figure(layout=_layout("step", "loss (nats per token)"))
     figure.add_scatter(x=steps, y=values, name="each step", mode="lines", line={"color": "#a9bfe8", "width": 1.2})
     figure.add_scatter(

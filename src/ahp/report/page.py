@@ -83,13 +83,18 @@ def _cards(plan: Plan, status: dict[str, Any] | None, metrics: Sequence[dict[str
     if metrics:
         times = sorted(m["step_time_s"] for m in metrics[1:] or metrics)
         median = times[len(times) // 2]
-        cards.append(("loss", f"{metrics[-1]['loss']:.3f}", f"from {metrics[0]['loss']:.3f}"))
+        losses = [m["loss"] for m in metrics if m["loss"] is not None]
+        if losses:
+            left_out = len(metrics) - len(losses)
+            more = f", {left_out} steps left out" if left_out else ""
+            cards.append(("loss", f"{losses[-1]:.3f}", f"from {losses[0]:.3f}{more}"))
         versus = f"predicted {seconds(forecast.step_time_s)}" if forecast else "median"
         cards.append(("step time", seconds(median), versus))
         cards.append(("tokens per second", f"{plan.job.tokens_per_step / median:,.0f}", "all devices together"))
-        peak = max(m["memory_bytes"] for m in metrics)
+        peak = max(m.get("memory_reserved_bytes", m["memory_bytes"]) for m in metrics)
         expected = f"predicted {gib(forecast.memory_reserved_bytes)}" if forecast else "fullest rank"
         cards.append(("peak memory", gib(peak), expected))
+        cards += _shares(metrics)
     elif forecast:
         band = f"{seconds(forecast.step_time_low_s)} to {seconds(forecast.step_time_high_s)}"
         cards.append(("step time, predicted", seconds(forecast.step_time_s), band))
@@ -101,6 +106,19 @@ def _cards(plan: Plan, status: dict[str, Any] | None, metrics: Sequence[dict[str
         cards.append(("MFU, predicted", percent(forecast.mfu), "against " + forecast.mfu_peak.partition(";")[0]))
     items = (f"<div><b>{name}</b><strong>{value}</strong><i>{escape(note)}</i></div>" for name, value, note in cards)
     return f"<div class='cards'>{''.join(items)}</div>"
+
+
+def _shares(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """What of the peak was reached, and what of the time was waited for data and checkpoints, where the run wrote it down."""
+    cards = []
+    reached = sorted(m["mfu"] for m in metrics if m.get("mfu") is not None)
+    if reached:
+        cards.append(("MFU", percent(reached[len(reached) // 2]), "median; the forecast's FLOPs and peak"))
+    waits_s = [sum(m.get(key, 0.0) for m in metrics) for key in ("data_wait_s", "checkpoint_wait_s")]
+    if any("data_wait_s" in m for m in metrics):
+        share = percent(sum(waits_s) / sum(m["step_time_s"] for m in metrics))
+        cards.append(("waiting", share, f"data {seconds(waits_s[0])}, checkpoints {seconds(waits_s[1])}"))
+    return cards
 
 
 def _curves(plan: Plan, metrics: Sequence[dict[str, Any]]) -> list[str]:

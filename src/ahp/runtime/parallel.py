@@ -31,6 +31,7 @@ from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.optimizer.loss_scale import LossScale
 from ahp.runtime.optimizer.muon import OwnedMatrices
 from ahp.runtime.optimizer.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
+from ahp.runtime.peak_memory import most_bytes
 from ahp.runtime.pipeline.schedules import Accumulation, Inputs, Pipeline, ranks_of_stages, stages_of_rank
 from ahp.runtime.ranks.device_order import check_device
 from ahp.runtime.ranks.mesh import Mesh, build_mesh
@@ -355,11 +356,7 @@ class Parallel:
 
     def memory_bytes(self) -> int:
         """Most memory that this rank has used so far: allocated on a GPU, resident in a process on a CPU."""
-        if self.mesh.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.mesh.device)
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return most_bytes(self.mesh.device)
 
     def save(self, folder: str | Path) -> None:
         """Write weights, optimizer states and the step count to a folder. Collective; loads under any other plan."""
@@ -383,6 +380,10 @@ class Parallel:
         load(self.state, Path(folder))
         self._unlike = None
         self._awaits_load = False
+
+    def skip_to(self, step: int) -> None:
+        """Count the steps before this one, from 0, as done: the next one is this, with its learning rate and random numbers."""
+        self.state.num_steps_done = step
 
     def export_hf(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write the weights as safetensors under the hub's names, and config.json where there is one. Collective.

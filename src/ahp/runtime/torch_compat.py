@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -239,6 +240,23 @@ def why_graph_broke(error: Exception) -> str | None:
 
     broke = isinstance(error, (Unsupported, UncapturedHigherOrderOpError, FailOnRecompileLimitHit))
     return str(error).strip().splitlines()[0] if broke else None
+
+
+MEMORY_EVENTS = 100_000
+"""Of a GPU's memory history the newest that are kept, as in torchtitan (tools/profiling.py): some hundred MB at most."""
+
+
+def begin_memory_history(device: torch.device) -> None:
+    """Let a GPU's allocator note who takes and frees what; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python", device=device)
+
+
+def end_memory_history(device: torch.device, file: Path) -> None:
+    """Write what was noted, for pytorch.org/memory_viz; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.memory._dump_snapshot(str(file))
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def leave_out_update(optimizer: torch.optim.Optimizer, leave_out: torch.Tensor | None) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
+import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,11 +23,12 @@ from torch.distributed.checkpoint import CheckpointException
 
 from ahp.errors import BadInput
 from ahp.job import Job
-from ahp.plan import Plan
+from ahp.plan import Forecast, Plan
 from ahp.runtime.files import crc32
 from ahp.runtime.ranks.ranks import Ranks
+from ahp.runtime.run.checkpoints import CannotWrite, DamagedCheckpoints, has_no_space
 from ahp.runtime.run.folder import RunFolder
-from ahp.runtime.run.loop import CannotWrite, DamagedCheckpoints, Diverged, Loop, Settings, has_no_space
+from ahp.runtime.run.loop import MOST_ROLLBACKS, MOST_SKIPPED, Diverged, Loop, Settings
 from ahp.runtime.run.stop_signal import StopRequest
 
 
@@ -34,6 +38,10 @@ class Result:
     grad_norm: float = 1.0
     skipped: bool = False
     learning_rate: float = 0.1
+
+    @property
+    def failed(self) -> bool:
+        return not math.isfinite(self.loss) or not (math.isfinite(self.grad_norm) or self.skipped)
 
 
 class Late(Future[None]):
@@ -56,6 +64,7 @@ class Weight:
         self.before_step: Callable[[int], None] = lambda step: None
         self.while_saving: Callable[[int], None] = lambda step: None
         self.steps = 0
+        self.halts_at_fault = False
 
     def rows(self, num_rows: int) -> range:
         return range(num_rows)
@@ -90,8 +99,8 @@ class Weight:
     def load(self, folder: Path) -> None:
         self.value, self.steps = json.loads((folder / "weight.json").read_text())
 
-    def memory_bytes(self) -> int:
-        return 123
+    def skip_to(self, step: int) -> None:
+        self.steps = step
 
 
 @pytest.fixture
@@ -138,8 +147,8 @@ def test_trains_to_the_end_and_saves_on_the_way(alone: Ranks, folder: RunFolder)
     assert seen == [record["step"] for record in folder.metrics()] == list(range(1, 11))
     assert [c.step for c in folder.checkpoints()] == [8, 10]
     assert set(folder.metrics()[0]) == {
-        "step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "step_time_s", "predicted_step_time_s",
-        "memory_bytes",
+        "step", "loss", "grad_norm", "learning_rate", "skipped", "tokens_per_s", "step_time_s", "predicted_step_time_s", "mfu",
+        "memory_bytes", "memory_allocated_bytes", "memory_reserved_bytes", "data_wait_s", "checkpoint_wait_s",
     }  # fmt: skip
     meta = folder.checkpoints()[-1].meta()
     assert meta["job"]["steps"] == 10
@@ -265,6 +274,261 @@ def test_a_step_that_overflowed_fp16_is_left_out_and_training_goes_on(alone: Ran
     weight.before_step = lambda step: setattr(weight, "grad_norm", float("inf") if step == 6 else 1.0)
     loop(alone, folder, weight).run()
     assert [record["grad_norm"] for record in folder.metrics()] == [1.0] * 5 + [None] + [1.0] * 4
+    assert [record["skipped"] for record in folder.metrics()] == [False] * 5 + [True] + [False] * 4
+    assert None not in losses(folder)
+
+
+# One step ahead of what is known, as on a GPU
+
+
+def test_a_loop_that_is_ahead_leaves_the_same_behind(alone: Ranks, folder: RunFolder, tmp_path: Path) -> None:
+    settings = Settings(checkpoint_every=4, keep=9, validate_every=3, validation_batches=1)
+    found = []
+    for ahead in (0, 1):
+        where = RunFolder(tmp_path / str(ahead))
+        where.create()
+        loop(alone, where, settings=settings, validation=batches, steps_ahead=ahead).run()
+        looks = {m["step"]: m["validation_loss"] for m in where.metrics() if "validation_loss" in m}
+        weights = [(c.step, (c.path / "weight.json").read_text()) for c in where.checkpoints()]
+        found.append((losses(where), looks, weights))
+    assert found[0] == found[1]
+
+
+def test_a_loop_that_is_ahead_reads_a_step_while_the_next_runs(alone: Ranks, folder: RunFolder) -> None:
+    events: list[str] = []
+    weight = Weight()
+    weight.before_step = lambda step: events.append(f"call {step}")
+    one = loop(alone, folder, weight, steps_ahead=1, on_step=lambda record: events.append(f"read {record['step']}"))
+    one.run()
+    # After the steps with a checkpoint, 4, 8 and 10, nothing is under way.
+    assert " ".join(events) == (
+        "call 1 call 2 read 1 call 3 read 2 call 4 read 3 read 4 call 5 call 6 read 5 call 7 read 6 call 8 read 7 read 8 "
+        "call 9 call 10 read 9 read 10"
+    )
+
+
+def test_a_loop_that_is_ahead_stops_after_the_step_that_runs(alone: Ranks, folder: RunFolder) -> None:
+    stop, weight = StopRequest(), Weight()
+    weight.before_step = lambda step: setattr(stop, "received", signal.SIGTERM) if step == 6 else None
+    status = loop(alone, folder, weight, stop=stop, steps_ahead=1).run()
+    assert (status.state, status.step) == ("interrupted", 7)
+    assert [c.step for c in folder.checkpoints()] == [4, 7]
+    assert len(losses(folder)) == 7
+    loop(alone, folder, steps_ahead=1).run()
+    assert [record["step"] for record in folder.metrics()] == list(range(1, 11))
+
+
+# When a loss is no number (run.on_nan)
+
+
+class Spoiled(Weight):
+    """Some steps give a loss that is no number, and change nothing, as those of ``ahp.parallelize``."""
+
+    def __init__(self, *bad: int) -> None:
+        super().__init__()
+        self.bad = bad
+        self.called: list[int] = []
+
+    def step(self, part: dict[str, torch.Tensor]) -> Result:
+        self.called.append(self.steps + 1)
+        if self.steps + 1 in self.bad:
+            self.steps += 1
+            return Result(loss=float("nan"), grad_norm=float("nan"))
+        return super().step(part)
+
+
+def expected(*steps: int) -> float:
+    """The weight after these steps alone."""
+    weight = Weight()
+    for step in steps:
+        weight.step(batches(step - 1, range(2)))
+    return weight.value
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_stop_names_the_step_and_lets_no_later_one_change_a_weight(alone: Ranks, folder: RunFolder, ahead: int) -> None:
+    weight = Spoiled(6)
+    with pytest.raises(Diverged, match=r"step 6: loss = nan.*the sum of \[\[5, 6\], \[7, 8\]\].*step 4 is kept"):
+        loop(alone, folder, weight, steps_ahead=ahead).run()
+    assert weight.halts_at_fault
+    assert weight.called[-1] == 6 + ahead
+    assert len(losses(folder)) == 5
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_skip_leaves_the_update_out_and_goes_on(
+    alone: Ranks, folder: RunFolder, capsys: pytest.CaptureFixture[str], ahead: int
+) -> None:
+    weight = Spoiled(6)
+    settings = Settings(checkpoint_every=4, on_nan="skip")
+    loop(alone, folder, weight, settings=settings, steps_ahead=ahead).run()
+    assert not weight.halts_at_fault
+    assert weight.value == expected(1, 2, 3, 4, 5, 7, 8, 9, 10)
+    assert [(m["step"], m["loss"], m["grad_norm"]) for m in folder.metrics() if m["skipped"]] == [(6, None, None)]
+    assert "step 6: loss = nan, gradient norm = nan: its update is left out" in capsys.readouterr().err
+
+
+def test_skip_stops_when_so_many_in_a_row_are_bad(alone: Ranks, folder: RunFolder) -> None:
+    plan = Plan(job=Job(steps=40, global_batch_size=2, sequence_length=2))
+    settings = Settings(checkpoint_every=4, on_nan="skip")
+    # The first bad steps are one too few, then a good one starts the count anew.
+    bad = (*range(5, 4 + MOST_SKIPPED), *range(20, 40))
+    with pytest.raises(Diverged, match=rf"step {19 + MOST_SKIPPED}: .*{MOST_SKIPPED} updates in a row were left out"):
+        loop(alone, folder, Spoiled(*bad), settings=settings, plan=plan).run()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rollback_takes_the_weights_of_the_checkpoint_and_goes_on_behind_the_bad_batch(
+    alone: Ranks, folder: RunFolder, ahead: int
+) -> None:
+    weight = Spoiled(7)
+    seen: list[str | None] = []
+
+    def look(record: dict[str, Any]) -> None:
+        status = folder.status()
+        seen.append(status.cause if status else None)
+
+    settings = Settings(checkpoint_every=4, on_nan="rollback")
+    loop(alone, folder, weight, settings=settings, steps_ahead=ahead, on_step=look).run()
+    assert weight.value == expected(1, 2, 3, 4, 8, 9, 10)
+    assert [m["step"] for m in folder.metrics()] == list(range(1, 11))
+    assert [(m["step"], m["loss"], m["rolled_back_to"]) for m in folder.metrics() if m["skipped"]] == [(7, None, 4)]
+    assert "step 7: loss = nan, gradient norm = nan: back to the weights of step 4" in str(seen[6])
+
+
+def test_rollback_before_the_first_checkpoint_goes_back_to_the_start(alone: Ranks, folder: RunFolder) -> None:
+    weight = Spoiled(2)
+    loop(alone, folder, weight, settings=Settings(checkpoint_every=4, on_nan="rollback")).run()
+    assert weight.value == expected(*range(3, 11))
+
+
+def test_rollback_stops_when_other_batches_fail_from_the_same_weights(alone: Ranks, folder: RunFolder) -> None:
+    weight = Spoiled(*range(6, 11))
+    with pytest.raises(
+        Diverged, match=rf"step {6 + MOST_ROLLBACKS}: .*went back to step 4 {MOST_ROLLBACKS} times.*step 4 is kept"
+    ):
+        loop(alone, folder, weight, settings=Settings(checkpoint_every=4, on_nan="rollback")).run()
+
+
+# What a step's record says
+
+
+class Clock:
+    """In the place of ``time``: moves when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        for module in ("loop", "checkpoints"):
+            monkeypatch.setattr(f"ahp.runtime.run.{module}.time", self)
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def take(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize(("ahead", "saved"), [(0, [4, 8, 10]), (1, [5, 10])])
+def test_checkpoints_come_by_the_time(
+    alone: Ranks, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, ahead: int, saved: list[int]
+) -> None:
+    """A step takes a second; one step ahead, the step that was due is known when the next one runs."""
+    clock, weight = Clock(monkeypatch), Weight()
+    weight.before_step = lambda step: clock.take(1.0)
+    settings = Settings(checkpoint_every=None, checkpoint_every_s=4.0, keep=9)
+    loop(alone, folder, weight, settings=settings, steps_ahead=ahead, on_step=lambda record: clock.take(1e-6)).run()
+    assert [c.step for c in folder.checkpoints()] == saved
+
+
+def test_seconds_of_steps_add_up_to_what_a_user_waits(
+    alone: Ranks, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, weight = Clock(monkeypatch), Weight()
+    weight.before_step = lambda step: clock.take(2.0)
+    weight.while_saving = lambda step: clock.take(5.0)
+
+    def slow(step: int, rows: range) -> dict[str, torch.Tensor]:
+        clock.take(0.0 if step else 0.5)  # the thread makes the others while steps run
+        return batches(step, rows)
+
+    def look(step: int, rows: range) -> dict[str, torch.Tensor]:
+        clock.take(3.0)
+        return batches(step, rows)
+
+    settings = Settings(checkpoint_every=4, validate_every=5, validation_batches=1)
+    began_s = clock.now_s
+    loop(alone, folder, weight, settings=settings, batches=slow, validation=look).run()
+    records = folder.metrics()
+    assert [m["data_wait_s"] for m in records] == [0.5] + [0.0] * 9
+    # The writing of step 4 is waited for where that of step 8 begins, which is before step 9 ends.
+    assert [m["checkpoint_wait_s"] for m in records] == [0.0] * 8 + [5.0, 0.0]
+    assert [m["step_time_s"] for m in records] == [2.5] + [2.0] * 7 + [7.0, 2.0]
+    assert {m["step"]: m["validation_time_s"] for m in records if "validation_loss" in m} == {5: 3.0, 10: 3.0}
+    spent = sum(m["step_time_s"] + m.get("validation_time_s", 0.0) for m in records)
+    assert clock.now_s - began_s - spent == pytest.approx(2 * 5.0), "the last two checkpoints, after the last step"
+    assert all(m["tokens_per_s"] == pytest.approx(4 / m["step_time_s"]) for m in records)
+
+
+def test_mfu_is_the_forecasts_at_the_forecasts_speed(
+    alone: Ranks, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, weight = Clock(monkeypatch), Weight()
+    weight.before_step = lambda step: clock.take(2.0)
+    forecast = Forecast(
+        step_time_s=0.5, step_time_low_s=0.4, step_time_high_s=0.6, tokens_per_s_per_device=8.0, mfu=0.4, mfu_peak="a peak",
+        memory_allocated_bytes=1, memory_reserved_bytes=1, fit_probability=1.0, fits=True, step={}, memory={},
+    )  # fmt: skip
+    plan = Plan(job=Job(steps=10, global_batch_size=2, sequence_length=2), forecast=forecast)
+    loop(alone, folder, weight, plan=plan).run()
+    assert folder.metrics()[-1]["mfu"] == pytest.approx(0.4 * 0.5 / 2.0)
+
+
+def test_without_a_forecast_no_peak_is_known(alone: Ranks, folder: RunFolder) -> None:
+    loop(alone, folder).run()
+    assert {m["mfu"] for m in folder.metrics()} == {None}
+
+
+def test_memory_is_that_of_the_step(alone: Ranks, folder: RunFolder) -> None:
+    large = 400 * 2**20
+    weight = Weight()
+
+    def fill(step: int) -> None:
+        if step == 5:
+            torch.empty(large, dtype=torch.int8).fill_(1)
+
+    weight.before_step = fill
+    loop(alone, folder, weight).run()
+    by_step = {m["step"]: m for m in folder.metrics()}
+    assert by_step[5]["memory_allocated_bytes"] > by_step[4]["memory_allocated_bytes"] + 0.9 * large
+    assert by_step[6]["memory_allocated_bytes"] < by_step[5]["memory_allocated_bytes"] - 0.9 * large
+    assert by_step[6]["memory_reserved_bytes"] == by_step[6]["memory_allocated_bytes"]
+    assert by_step[10]["memory_bytes"] == by_step[5]["memory_bytes"] == by_step[5]["memory_allocated_bytes"]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("steps", "seen"), [((3, 5), (3, 4, 5)), ((1, 1), (1,)), ((9, 10), (9, 10))])
+def test_profile_has_the_steps_that_were_asked_for(
+    alone: Ranks, folder: RunFolder, ahead: int, steps: tuple[int, int], seen: tuple[int, ...]
+) -> None:
+    weight = Weight()
+    weight.before_step = lambda step: torch.ones(3).cumsum(0).sum()  # an operator that nothing else of the loop has
+    settings = Settings(checkpoint_every=4, profile_steps=steps)
+    loop(alone, folder, weight, settings=settings, steps_ahead=ahead).run()
+    (file,) = folder.profile_folder.iterdir()
+    assert file.name == "rank-0.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = [event.get("name") for event in events]
+    assert {name for name in names if str(name).startswith("step ")} == {f"step {step}" for step in seen}
+    assert names.count("aten::cumsum") == len(seen)
+
+
+def test_no_thread_is_left_and_no_profile_after_an_error(alone: Ranks, folder: RunFolder) -> None:
+    weight = Spoiled(6)
+    before = set(threading.enumerate())
+    with pytest.raises(Diverged):
+        loop(alone, folder, weight, settings=Settings(profile_steps=(5, 8))).run()
+    assert set(threading.enumerate()) == before
+    assert not folder.profile_folder.exists()
 
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -15,7 +15,10 @@ from ahp.plan import Plan
 from ahp.runtime.run.trackers import Trackers, check
 from ahp.runtime.run.trainer import Trainer
 
-RECORDS = [{"step": 7, "loss": 2.5, "predicted_step_time_s": None}, {"step": 8, "loss": 2.0, "validation_loss": 2.25}]
+RECORDS = [
+    {"step": 7, "loss": 2.5, "predicted_step_time_s": None, "mfu": None, "skipped": False},
+    {"step": 8, "loss": 2.0, "validation_loss": 2.25},
+]
 
 
 def test_wandb_is_given_every_figure_and_the_same_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +39,7 @@ def test_wandb_is_given_every_figure_and_the_same_run_again(tmp_path: Path, monk
         for record in RECORDS:
             trackers.log(record)
         trackers.close()
-    assert logged == [(7, {"loss": 2.5}), (8, {"loss": 2.0, "validation_loss": 2.25})] * 2
+    assert logged == [(7, {"loss": 2.5, "skipped": 0.0}), (8, {"loss": 2.0, "validation_loss": 2.25})] * 2
     assert started[0] == started[1]
     assert (started[0]["name"], started[0]["resume"]) == ("run", "allow")
     assert started[0]["config"]["job"]["steps"] == 200
@@ -65,7 +68,24 @@ def test_tensorboard_begins_where_the_run_goes_on(tmp_path: Path, monkeypatch: p
         trackers.log(record)
     trackers.close()
     assert made == [(str(tmp_path / "tensorboard"), 7)]
-    assert written == [("loss", 2.5, 7), ("loss", 2.0, 8), ("validation_loss", 2.25, 8), ("closed", 0, 0)]
+    assert written == [
+        ("loss", 2.5, 7),
+        ("skipped", 0.0, 7),
+        ("loss", 2.0, 8),
+        ("validation_loss", 2.25, 8),
+        ("closed", 0, 0),
+    ]
+
+
+def test_what_the_trainer_is_given_from_python_is_checked_as_the_config_is() -> None:
+    with pytest.raises(BadInput, match=r"run\.checkpoint_every = 'daily': must be 1 step or more, or a time"):
+        Trainer(Plan(), checkpoint_every="daily")
+    with pytest.raises(
+        BadInput, match=r"run\.on_nan = 'ignore': there is no such value \(valid: stop, skip, rollback\)"
+    ):
+        Trainer(Plan(), on_nan="ignore")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"run\.profile\.steps = \[10, 201\]: the job has 200 steps"):
+        Trainer(Plan(), profile={"steps": [10, 201]})
 
 
 def test_what_is_not_installed_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ahp.config import COLLECTIVE_TIMEOUT_S
 from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.plan import Plan
+from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.ranks.device import (
     BACKENDS,
     DeviceType,
@@ -59,9 +60,14 @@ class Ranks:
 
     def highest(self, *values: int) -> tuple[int, ...]:
         """The largest of each value over all ranks."""
-        together = torch.tensor(values, dtype=torch.int64, device=self.device)
+        return tuple(self.highest_later(*values).read().tolist())
+
+    def highest_later(self, *values: int) -> HostCopy:
+        """``highest`` for whoever reads it later: on a GPU the exchange is queued behind what is queued already, and nobody waits."""
+        given = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        together = given.to(self.device, non_blocking=True)
         dist.all_reduce(together, op=dist.ReduceOp.MAX)
-        return tuple(together.tolist())
+        return HostCopy(together)
 
     def from_first(self, value: Any) -> Any:
         """What rank 0 passed in; the others' values are not looked at."""

@@ -70,6 +70,7 @@ class RunFolder:
         self.trace_file = self.path / "trace.json"
         self.checkpoints_folder = self.path / "checkpoints"
         self.weights_folder = self.path / "hf"
+        self.profile_folder = self.path / "profile"
         self.log_folder = self.path / "log"
         self.notes_file = self.log_folder / "notes.txt"
 

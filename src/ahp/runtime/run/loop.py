@@ -1,28 +1,37 @@
-"""The training loop of one rank: steps, metrics, checkpoints, and a clean stop."""
+"""The training loop of one rank: steps, metrics, checkpoints, and a clean stop.
+
+On a GPU the loop is one step ahead of what it knows: it queues a step and then reads the numbers of the one before, so that the device
+never waits for the host. Where something depends on a step's end (a checkpoint, a look at held-out text), the loop waits for it first.
+"""
 
 from __future__ import annotations
 
-import errno
-import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 
+from ahp.config import OnNan
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan
-from ahp.runtime.files import is_full
+from ahp.runtime.data.prefetch import Prefetch
+from ahp.runtime.host_copy import HostCopy
+from ahp.runtime.peak_memory import take_peak
 from ahp.runtime.ranks.ranks import Ranks
-from ahp.runtime.run.folder import Checkpoint, RunFolder, Status
+from ahp.runtime.run.checkpoints import CannotWrite, Checkpoints, Saver
+from ahp.runtime.run.folder import RunFolder, Status
+from ahp.runtime.run.step_profile import StepProfile
 from ahp.runtime.run.stop_signal import StopRequest
+
+MOST_SKIPPED = 10
+"""Updates that ``run.on_nan: skip`` leaves out in a row before it stops: one batch may be bad, ten in a row are the weights."""
+MOST_ROLLBACKS = 3
+"""Times that ``run.on_nan: rollback`` goes back to one checkpoint before it stops: other batches have then failed from the same weights."""
 
 
 class StepResult(Protocol):
@@ -36,55 +45,66 @@ class StepResult(Protocol):
     def learning_rate(self) -> float: ...
     @property
     def skipped(self) -> bool: ...
-
-
-class Saver(Protocol):
-    """What writes checkpoints beside the steps."""
-
-    def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]: ...
+    @property
+    def failed(self) -> bool: ...
 
 
 class Parallel(Protocol):
     """What ``ahp.parallelize`` returns, as far as the loop needs it."""
 
+    halts_at_fault: bool
+
     def rows(self, num_rows: int) -> range: ...
     def evaluate(self, parts: Iterable[dict[str, Tensor]]) -> float: ...
     def find_fault(self, part: dict[str, Tensor], result: Any) -> str: ...
     def step(self, part: dict[str, Tensor]) -> StepResult: ...
+    def skip_to(self, step: int) -> None: ...
     @property
     def saver(self) -> Saver: ...
     def load(self, folder: Path) -> None: ...
-    def memory_bytes(self) -> int: ...
 
 
 class Diverged(AhpError):
     """The loss or the gradient is no longer a number."""
 
 
-class DamagedCheckpoints(AhpError):
-    """No checkpoint of the run is whole."""
-
-
-class CannotWrite(AhpError):
-    """The run's folder takes no more."""
-
-
 @dataclass(frozen=True)
 class Settings:
-    """How often a run is saved."""
+    """How often a run is saved and looked at, and what it does when a loss is no number."""
 
-    checkpoint_every: int = 50
+    checkpoint_every: int | None = 50
+    """Steps; None where the time says when."""
+    checkpoint_every_s: float | None = None
     keep: int = 3
     validate_every: int = 50
     validation_batches: int = 4
+    on_nan: OnNan = "stop"
+    profile_steps: tuple[int, int] | None = None
+    """The first and the last one."""
+
+
+class Shared(NamedTuple):
+    """What ranks tell each other at each step: of each number the largest."""
+
+    stop: int
+    """Number of a signal, 0 for none."""
+    checkpoint_is_due: int
+    """By the first rank's clock."""
+    allocated_bytes: int
+    reserved_bytes: int
+    data_wait_us: int
+    checkpoint_wait_us: int
 
 
 @dataclass
-class CheckpointInProgress:
-    """A checkpoint that is being written."""
+class StepUnderWay:
+    """A step that was queued, and whose numbers nobody has read."""
 
-    step: int
-    done: Future[None]
+    number: int
+    """As metrics.jsonl counts, from 1."""
+    part: dict[str, Tensor]
+    result: StepResult
+    shared: HostCopy
 
 
 @dataclass
@@ -103,32 +123,64 @@ class Loop:
     validation: Callable[[int, range], dict[str, Tensor]] | None = None
     """As ``batches``, of text that is not trained on."""
     on_step: Callable[[dict[str, Any]], None] = lambda record: None
-    saved: int | None = None
-    """Step of the newest complete checkpoint."""
-    saving: CheckpointInProgress | None = None
+    steps_ahead: int = 0
+    """Steps that are queued before the numbers of the first are read. 1 on a GPU; a CPU's step is over when it has been called."""
+    done: int = field(default=0, init=False)
+    """Steps that were queued."""
+    under_way: deque[StepUnderWay] = field(default_factory=deque, init=False)
+    ended_s: float = field(default=0.0, init=False)
+    """When the last step that was read was over, by ``time.perf_counter``."""
+    stopped: int = field(default=0, init=False)
+    due: bool = field(default=False, init=False)
+    """Whether the time for a checkpoint has come."""
+    most_bytes: int = field(default=0, init=False)
+    num_skipped: int = field(default=0, init=False)
+    """Updates left out in a row."""
+    rolled_back: bool = field(default=False, init=False)
+    """Whether the weights are those of a checkpoint, from which no step has been taken yet."""
+    rollbacks: dict[int, int] = field(default_factory=dict, init=False)
+    """By the step of a checkpoint, how often the run went back to it."""
+
+    def __post_init__(self) -> None:
+        self.checkpoints = Checkpoints(self.plan, self.folder, self.ranks, self.settings.keep, self.data_fingerprint)
+        self.profile = StepProfile(
+            self.settings.profile_steps, self.folder.profile_folder, self.ranks.rank, self.ranks.device
+        )
+        self.rows = self.parallel.rows(self.plan.job.global_batch_size)
 
     def run(self) -> Status:
         """Returns what status.json says at the end (state running = all steps are done, the caller finishes).
 
         Raises Diverged, CannotWrite; checkpoints that were complete before stay as they are.
         """
-        done = self._resume()
-        while done < self.plan.job.steps:
-            record, stopped = self._step(done)
-            done = record["step"]
-            if stopped or done == self.plan.job.steps or done % self.settings.checkpoint_every == 0:
-                self._start_saving(done)
-            if stopped:
-                self._finish_saving()
-                name = signal.Signals(stopped).name
-                return self._report(Status("interrupted", done, f"stopped by {name}", 128 + stopped))
-            if self.saving is not None and self.saving.done.done():
-                self._finish_saving()
-        self._finish_saving()
-        return self._report(Status("running", done))
+        self.done = self._resume()
+        self.parallel.halts_at_fault = self.settings.on_nan == "stop"
+        if self.settings.on_nan == "rollback" and self.checkpoints.saved is None:
+            self.checkpoints.start(self.done, self.parallel.saver)  # something to go back to from the first step on
+        self.checkpoints.started_at_s = self.ended_s = time.perf_counter()
+        steps = self.plan.job.steps
+        prefetch = Prefetch(self.batches, self.rows, num_steps=steps, device=self.ranks.device)
+        with prefetch, self.profile:
+            while self.done < steps:
+                self._queue(prefetch)
+                self.due = self.due or self._is_multiple(self.settings.checkpoint_every)
+                self._read(left=0 if self._must_be_over() else self.steps_ahead)
+                if self.stopped or self.due:  # as the steps that were just read say
+                    self._read(left=0)
+                # Not the weights of a checkpoint once more: whether they are good the next step says.
+                if self.stopped or self.done == steps or (self.due and not self.rolled_back):
+                    self.due = False
+                    self.checkpoints.start(self.done, self.parallel.saver)
+                if self.stopped:
+                    self.checkpoints.finish()
+                    name = signal.Signals(self.stopped).name
+                    return self._report(Status("interrupted", self.done, f"stopped by {name}", 128 + self.stopped))
+                self.checkpoints.finish(wait=False)
+        self.checkpoints.finish()
+        return self._report(Status("running", self.done))
 
     def _resume(self) -> int:
-        checkpoint = self._newest_whole()
+        checkpoint = self.checkpoints.newest_whole()
         step = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
             before = checkpoint.meta()["data_fingerprint"]
@@ -138,129 +190,139 @@ class Loop:
                     "give it back, or start a new run with another --run.folder"
                 )
             self.parallel.load(checkpoint.path)
-            self.saved = step
         if self.ranks.is_first:
             self.folder.truncate_metrics(step)
         self._report(Status("running", step))
         return step
 
-    def _newest_whole(self) -> Checkpoint | None:
-        """The newest checkpoint whose every byte is as it was written; None in a new run. Says what it passes over.
+    def _is_multiple(self, every: int | None) -> bool:
+        return every is not None and self.done % every == 0
 
-        Ranks read the files between them. Raises DamagedCheckpoints when none of several is whole.
-        """
-        if self.ranks.is_first:
-            self.folder.discard_unfinished()
-            for name in self.folder.incomplete():
-                self.folder.note(f"{name} is not complete and is passed over: a file of it is missing or cut")
-        found = self.ranks.from_first(self.folder.checkpoints() if self.ranks.is_first else None)
-        for checkpoint in reversed(found):
-            name = checkpoint.damaged_file(self.ranks.rank, self.ranks.size)
-            damaged = self.ranks.first_message(name)
-            if damaged is None:
-                return checkpoint
-            if self.ranks.is_first:
-                place = self.folder.put_away(checkpoint)
-                self.folder.note(f"the checkpoint of step {checkpoint.step} is damaged: {damaged} has changed since it was written; "
-                    f"it is put away as {place}, the one before is used")  # fmt: skip
-        if found:
-            raise DamagedCheckpoints(
-                f"run.folder = {str(self.folder.path)!r}: every checkpoint is damaged; give one back from a copy, or start "
-                "anew with another --run.folder"
-            )
-        return None
+    def _validates(self, step: int) -> bool:
+        """After the last step, and every so often before."""
+        return self.validation is not None and (step == self.plan.job.steps or step % self.settings.validate_every == 0)
 
-    def _step(self, index: int) -> tuple[dict[str, Any], int]:
-        job, forecast = self.plan.job, self.plan.forecast
-        began = time.perf_counter()
-        part = self.batches(index, self.parallel.rows(job.global_batch_size))
-        result = self.parallel.step(part)
-        stopped, memory_bytes = self.ranks.highest(self.stop.pending(), self.parallel.memory_bytes())
-        seconds = time.perf_counter() - began
-        if not (math.isfinite(result.loss) and (math.isfinite(result.grad_norm) or result.skipped)):
-            self._finish_saving()
-            kept = (
-                f"the checkpoint of step {self.saved} is kept"
-                if self.saved is not None
-                else "there was no checkpoint yet"
-            )
-            raise Diverged(
-                f"step {index + 1}: loss = {result.loss}, gradient norm = {result.grad_norm}; "
-                f"{self.parallel.find_fault(part, result)}. Training stopped, {kept}. Lower job.optimizer.learning_rate, lengthen "
-                "job.optimizer.warmup_steps, or use job.precision fp32"
-            )
+    def _must_be_over(self) -> bool:
+        """Whether the last step that was queued must be over before the next one is."""
+        last = self.done == self.plan.job.steps
+        return last or self.due or self._validates(self.done) or self.profile.alone(self.done)
+
+    def _queue(self, prefetch: Prefetch) -> None:
+        began_s = time.perf_counter()
+        part = prefetch.take(self.done)
+        data_wait_s = time.perf_counter() - began_s
+        with self.profile.step(self.done + 1):
+            result = self.parallel.step(part)
+        self.done += 1
+        every_s = self.settings.checkpoint_every_s
+        due = every_s is not None and time.perf_counter() - self.checkpoints.started_at_s >= every_s
+        peak = take_peak(self.ranks.device)
+        waits_us = (round(1e6 * waited_s) for waited_s in (data_wait_s, self.checkpoints.take_wait_s()))
+        shared = Shared(self.stop.pending(), due and self.ranks.is_first, *peak, *waits_us)
+        self.under_way.append(StepUnderWay(self.done, part, result, self.ranks.highest_later(*shared)))
+
+    def _read(self, *, left: int) -> None:
+        """Wait for the steps that are under way but for the last ``left``, and write down what they gave."""
+        while len(self.under_way) > left:
+            self._finish(self.under_way.popleft())
+
+    def _finish(self, step: StepUnderWay) -> None:
+        shared = Shared(*step.shared.read().tolist())
+        self.profile.after(step.number)
+        now_s = time.perf_counter()
+        seconds, self.ended_s = now_s - self.ended_s, now_s
+        self.stopped = self.stopped or shared.stop
+        self.due = self.due or bool(shared.checkpoint_is_due)
+        self.most_bytes = max(self.most_bytes, shared.allocated_bytes)
+        result, forecast = step.result, self.plan.forecast
         record = {
-            "step": index + 1,
-            "loss": result.loss,
-            "grad_norm": None if result.skipped else result.grad_norm,
+            "step": step.number,
+            "loss": None if result.failed else result.loss,
+            "grad_norm": None if result.failed or result.skipped else result.grad_norm,
             "learning_rate": result.learning_rate,
-            "tokens_per_s": job.tokens_per_step / seconds,
+            "skipped": result.failed or result.skipped,
+            "tokens_per_s": self.plan.job.tokens_per_step / seconds,
             "step_time_s": seconds,
             "predicted_step_time_s": forecast.step_time_s if forecast is not None else None,
-            "memory_bytes": memory_bytes,
-            **self._validated(index + 1),
+            # The forecast's FLOPs and peaks: at its own step time its own MFU would come out.
+            "mfu": forecast.mfu * forecast.step_time_s / seconds if forecast is not None else None,
+            "memory_bytes": self.most_bytes,
+            "memory_allocated_bytes": shared.allocated_bytes,
+            "memory_reserved_bytes": shared.reserved_bytes,
+            "data_wait_s": shared.data_wait_us / 1e6,
+            "checkpoint_wait_s": shared.checkpoint_wait_us / 1e6,
         }
-        if self.ranks.is_first:
-            try:
-                self.folder.append_metrics(record)
-            except OSError as error:
-                raise CannotWrite(self._cannot_write("metrics.jsonl", error, None)) from error
-            self.on_step(record)
-        return record, stopped
+        if result.failed:
+            record |= self._after_fault(step)
+        else:
+            self.num_skipped, self.rolled_back = 0, False
+        self._write(record | self._validated(step.number))
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if not self.ranks.is_first:
+            return
+        try:
+            self.folder.append_metrics(record)
+        except OSError as error:
+            raise CannotWrite(self.checkpoints.cannot_write("metrics.jsonl", error)) from error
+        self.on_step(record)
 
     def _validated(self, step: int) -> dict[str, float]:
-        """``validation_loss`` where a look at the held-out text is due: after the last step, and every so often before."""
-        if self.validation is None or (step % self.settings.validate_every and step != self.plan.job.steps):
+        """The loss on held-out text where a look at it is due, and what the look took: no part of any step."""
+        if self.validation is None or not self._validates(step):
             return {}
-        rows = self.parallel.rows(self.plan.job.global_batch_size)
-        parts = (self.validation(number, rows) for number in range(self.settings.validation_batches))
-        return {"validation_loss": self.parallel.evaluate(parts)}
+        parts = (self.validation(number, self.rows) for number in range(self.settings.validation_batches))
+        loss = self.parallel.evaluate(parts)
+        began_s, self.ended_s = self.ended_s, time.perf_counter()
+        return {"validation_loss": loss, "validation_time_s": self.ended_s - began_s}
 
-    def _start_saving(self, step: int) -> None:
-        """Begin to write a checkpoint; it counts, and older ones go, once all of it is on the disk."""
-        self._finish_saving()
-        with self._explaining_write_errors(step):
-            if self.ranks.is_first:
-                self.folder.open_checkpoint(step)
-            self.ranks.barrier()
-            done = self.parallel.saver.start(self.folder.aside_for(step), partial(self._commit, step))
-            self.saving = CheckpointInProgress(step, done)
+    # A loss or a gradient that is no number
 
-    def _commit(self, step: int, checksums: dict[str, int]) -> None:
-        self.folder.commit_checkpoint(step, {**self._meta(), "crc32": checksums}, self.settings.keep)
+    def _after_fault(self, step: StepUnderWay) -> dict[str, Any]:
+        """What ``run.on_nan`` says: raise Diverged, or go on; then what the step's record has beside the rest."""
+        if self.settings.on_nan == "rollback":
+            return self._roll_back(step)
+        self.num_skipped += 1
+        if self.settings.on_nan == "stop":
+            raise self._diverged(step)
+        if self.num_skipped == MOST_SKIPPED:
+            raise self._diverged(step, f"; {MOST_SKIPPED} updates in a row were left out (run.on_nan skip)")
+        self._note(f"{_numbers(step)}: its update is left out (run.on_nan skip)")
+        return {}
 
-    def _finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
-        if self.saving is None:
-            return
-        saving, self.saving = self.saving, None
-        with self._explaining_write_errors(saving.step):
-            saving.done.result()
-            self.saved = saving.step
-        self._report(Status("running", saving.step))
+    def _roll_back(self, step: StepUnderWay) -> dict[str, Any]:
+        """Take the weights of the newest checkpoint, and go on with the batch after the one that failed."""
+        self.checkpoints.finish()
+        checkpoint = self.checkpoints.newest_whole()
+        assert checkpoint is not None, "the run began with one"
+        times = self.rollbacks[checkpoint.step] = self.rollbacks.get(checkpoint.step, 0) + 1
+        if times > MOST_ROLLBACKS:
+            raise self._diverged(
+                step, f"; the run went back to step {checkpoint.step} {MOST_ROLLBACKS} times (run.on_nan rollback)"
+            )
+        self.under_way.clear()  # what was queued behind it
+        self.rolled_back = True
+        self.parallel.load(checkpoint.path)
+        self.parallel.skip_to(step.number)
+        self.done = step.number
+        said = f"{_numbers(step)}: back to the weights of step {checkpoint.step}, without the batches since (run.on_nan rollback)"
+        self._note(said)
+        self._report(Status("running", step.number, said))
+        self.ended_s = time.perf_counter()
+        return {"rolled_back_to": checkpoint.step}
 
-    @contextmanager
-    def _explaining_write_errors(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
-            # The free space is looked at before the unfinished files give theirs back.
-            message = self._cannot_write(f"checkpoint of step {step}", error, self.saved)
-            if self.ranks.is_first:
-                self.folder.discard_unfinished()
-            raise CannotWrite(message) from error
+    def _diverged(self, step: StepUnderWay, why: str = "") -> Diverged:
+        self.checkpoints.finish()
+        saved = self.checkpoints.saved
+        kept = f"the checkpoint of step {saved} is kept" if saved is not None else "there was no checkpoint yet"
+        return Diverged(
+            f"{_numbers(step)}; {self.parallel.find_fault(step.part, step.result)}{why}. Training stopped, {kept}. Lower "
+            "job.optimizer.learning_rate, lengthen job.optimizer.warmup_steps, or use job.precision fp32"
+        )
 
-    def _meta(self) -> dict[str, Any]:
-        plain = self.plan.model_dump(mode="json")
-        kept = {key: plain[key] for key in ("model", "init_from", "job", "parallelism", "versions")}
-        return {**kept, "data_fingerprint": self.data_fingerprint}
-
-    def _cannot_write(self, what: str, error: BaseException, previous: int | None) -> str:
-        reason = f"{type(error).__name__}: {error}"
-        if has_no_space(error) or is_full(self.folder.path):
-            reason = "the disk is full"
-        kept = f"; the checkpoint of step {previous} is kept" if previous is not None else ""
-        return f"run.folder = {str(self.folder.path)!r}: {what} cannot be written, {reason}{kept}"
+    def _note(self, text: str) -> None:
+        if self.ranks.is_first:
+            self.folder.note(text)
 
     def _report(self, status: Status) -> Status:
         if self.ranks.is_first:
@@ -268,19 +330,5 @@ class Loop:
         return status
 
 
-def has_no_space(error: BaseException | None) -> bool:
-    """Whether a full disk is behind an error: itself, its causes, or the failures that torch collects from ranks."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        failures = getattr(error, "failures", None)
-        if isinstance(failures, dict) and any(has_no_space(_exception(item)) for item in failures.values()):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _exception(item: Any) -> BaseException | None:
-    # torch's CheckpointException holds (exception, stack) by rank
-    candidate = item[0] if isinstance(item, tuple) and item else item
-    return candidate if isinstance(candidate, BaseException) else None
+def _numbers(step: StepUnderWay) -> str:
+    return f"step {step.number}: loss = {step.result.loss}, gradient norm = {step.result.grad_norm}"

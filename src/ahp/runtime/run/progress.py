@@ -57,7 +57,7 @@ class Display:
         left = (self.steps - record["step"]) * seconds
         predicted = f", predicted {_seconds(self.predicted_s)}" if self.predicted_s is not None else ""
         return (
-            f"step {record['step']}/{self.steps}  loss {record['loss']:.3f}  "
+            f"step {record['step']}/{self.steps}  loss {_loss(record['loss'])}  "
             f"{tokens / seconds:,.0f} tokens/s  {_seconds(seconds)} a step{predicted}  "
             f"{int(left) // 60}:{int(left) % 60:02d} left"
         )
@@ -65,6 +65,10 @@ class Display:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+
+def _loss(value: float | None) -> str:
+    return "left out" if value is None else f"{value:.3f}"
 
 
 def _seconds(value: float) -> str:

@@ -95,4 +95,4 @@ class Trackers:
 
 def _figures(record: dict[str, Any]) -> dict[str, float]:
     """The record without its step, and without what was not there at this one."""
-    return {key: value for key, value in record.items() if key != "step" and value is not None}
+    return {key: float(value) for key, value in record.items() if key != "step" and value is not None}

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from ahp.config import COLLECTIVE_TIMEOUT_S
+from ahp.config import COLLECTIVE_TIMEOUT_S, OnNan, Profile, checkpoint_interval
 from ahp.errors import BadInput, HardwareMismatch, bad_input
-from ahp.plan import Plan
+from ahp.plan import Plan, validated
 from ahp.runtime.data.corpus import Corpus, prepare, read
 from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.files import is_full
@@ -61,15 +61,28 @@ class Trainer:
         plan: Plan,
         *,
         folder: str | Path = "runs/demo",
-        checkpoint_every: int = 50,
+        checkpoint_every: int | str = 50,
         keep: int = 3,
         validate_every: int = 50,
         validation_batches: int = 4,
         collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
         track: Sequence[str] = (),
+        on_nan: OnNan = "stop",
+        profile: Profile | dict[str, Any] | None = None,
     ) -> None:
-        self.often = {
+        """Every argument is the key of that name under ``run`` in config.yaml (docs/config.md). Raises BadInput for its values."""
+        checkpoint_interval(checkpoint_every)
+        if on_nan not in get_args(OnNan):
+            raise bad_input("run.on_nan", on_nan, "there is no such value", get_args(OnNan))
+        profile = validated(Profile, profile, "run.profile") if isinstance(profile, dict) else profile
+        if profile is not None:
+            profile.check(plan.job.steps)
+        self.settings: dict[str, Any] = {
             "checkpoint_every": checkpoint_every,
+            "on_nan": on_nan,
+            "profile_steps": None if profile is None else profile.steps,
+        }
+        self.often = {
             "keep": keep,
             "validate_every": validate_every,
             "validation_batches": validation_batches,
@@ -222,7 +235,7 @@ class Trainer:
         corpus, validation = texts
         return WorkerSettings(
             corpus=corpus, device=device, validation=validation, collective_timeout_s=self.collective_timeout_s,
-            track=self.track, **self.often,
+            track=self.track, **self.often, **self.settings,
         )  # fmt: skip
 
     def _texts_of(self, workers: Preparation) -> Texts:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from ahp.config import COLLECTIVE_TIMEOUT_S
+from ahp.config import COLLECTIVE_TIMEOUT_S, OnNan, checkpoint_interval
 from ahp.plan import Plan
 from ahp.runtime.run import failure
 from ahp.runtime.run.folder import RunFolder, Status
@@ -23,6 +23,7 @@ from ahp.runtime.run.stop_signal import StopRequest
 if TYPE_CHECKING:
     from ahp.runtime.data.corpus import Corpus
     from ahp.runtime.ranks.ranks import Ranks
+    from ahp.runtime.run.loop import Settings
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class WorkerSettings:
     corpus: str
     """Folder of the tokenised text."""
     device: Literal["cpu", "cuda"]
-    checkpoint_every: int
+    checkpoint_every: int | str
     keep: int
     validation: str | None = None
     """Folder of the tokenised held-out text, where it is not a share of the other."""
@@ -40,6 +41,8 @@ class WorkerSettings:
     validation_batches: int = 4
     collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
     track: Sequence[str] = ()
+    on_nan: OnNan = "stop"
+    profile_steps: Sequence[int] | None = None
 
 
 def run_rank(
@@ -81,7 +84,7 @@ def _train(
     from ahp.runtime.data.batches import batches_for, validation_batches_for
     from ahp.runtime.parallel import parallelize
     from ahp.runtime.ranks.hangs import explained
-    from ahp.runtime.run.loop import Loop, Settings
+    from ahp.runtime.run.loop import Loop
     from ahp.runtime.run.trackers import Trackers
     from ahp.runtime.torch_compat import limit_time
 
@@ -109,11 +112,12 @@ def _train(
         plan=plan,
         folder=folder,
         ranks=ranks,
-        settings=Settings(order.checkpoint_every, order.keep, order.validate_every, order.validation_batches),
+        settings=_settings(order),
         stop=stop,
         data_fingerprint=corpus.fingerprint,
         validation=validation,
         on_step=tell,
+        steps_ahead=1 if order.device == "cuda" else 0,
     )
     if ranks.is_first:
         shutil.copyfile(corpus.folder / "tokenizer.json", folder.tokenizer_file)
@@ -133,6 +137,21 @@ def _train(
         folder.write_status(status)
     ranks.barrier()
     return status
+
+
+def _settings(order: WorkerSettings) -> Settings:
+    from ahp.runtime.run.loop import Settings
+
+    steps, seconds = checkpoint_interval(order.checkpoint_every)
+    return Settings(
+        checkpoint_every=steps,
+        checkpoint_every_s=seconds,
+        keep=order.keep,
+        validate_every=order.validate_every,
+        validation_batches=order.validation_batches,
+        on_nan=order.on_nan,
+        profile_steps=None if order.profile_steps is None else (order.profile_steps[0], order.profile_steps[1]),
+    )
 
 
 def _export(parallel: Any, folder: RunFolder, plan: Plan, corpus: Corpus, ranks: Ranks) -> None:

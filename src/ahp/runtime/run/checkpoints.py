@@ -1,0 +1,167 @@
+"""The checkpoints of a run: written beside training, counted when complete, and found again."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint import CheckpointException
+
+from ahp.errors import AhpError
+from ahp.plan import Plan
+from ahp.runtime.files import is_full
+from ahp.runtime.ranks.ranks import Ranks
+from ahp.runtime.run.folder import Checkpoint, RunFolder, Status
+
+
+class Saver(Protocol):
+    """What writes checkpoints beside the steps."""
+
+    def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]: ...
+
+
+class DamagedCheckpoints(AhpError):
+    """No checkpoint of the run is whole."""
+
+
+class CannotWrite(AhpError):
+    """The run's folder takes no more."""
+
+
+@dataclass
+class CheckpointInProgress:
+    """A checkpoint that is being written."""
+
+    step: int
+    done: Future[None]
+
+
+@dataclass
+class Checkpoints:
+    """Those of one run. Every method is called by all ranks alike."""
+
+    plan: Plan
+    folder: RunFolder
+    ranks: Ranks
+    keep: int
+    data_fingerprint: str
+    saved: int | None = None
+    """Step of the newest complete checkpoint."""
+    saving: CheckpointInProgress | None = None
+    started_at_s: float = 0.0
+    """When the newest was begun, by ``time.perf_counter``."""
+    waited_s: float = 0.0
+    """How long training has waited for checkpoints since ``take_wait_s``."""
+
+    def newest_whole(self) -> Checkpoint | None:
+        """The newest checkpoint whose every byte is as it was written; None in a new run. Says what it passes over.
+
+        Ranks read the files between them. Raises DamagedCheckpoints when none of several is whole.
+        """
+        if self.ranks.is_first:
+            self.folder.discard_unfinished()
+            for name in self.folder.incomplete():
+                self.folder.note(f"{name} is not complete and is passed over: a file of it is missing or cut")
+        found = self.ranks.from_first(self.folder.checkpoints() if self.ranks.is_first else None)
+        for checkpoint in reversed(found):
+            name = checkpoint.damaged_file(self.ranks.rank, self.ranks.size)
+            damaged = self.ranks.first_message(name)
+            if damaged is None:
+                self.saved = checkpoint.step
+                return checkpoint
+            if self.ranks.is_first:
+                place = self.folder.put_away(checkpoint)
+                self.folder.note(f"the checkpoint of step {checkpoint.step} is damaged: {damaged} has changed since it was written; "
+                    f"it is put away as {place}, the one before is used")  # fmt: skip
+        if found:
+            raise DamagedCheckpoints(
+                f"run.folder = {str(self.folder.path)!r}: every checkpoint is damaged; give one back from a copy, or start "
+                "anew with another --run.folder"
+            )
+        return None
+
+    def start(self, step: int, saver: Saver) -> None:
+        """Begin to write a checkpoint; it counts, and older ones go, once all of it is on the disk."""
+        self.finish()
+        with self._timed(), self._explaining_write_errors(step):
+            if self.ranks.is_first:
+                self.folder.open_checkpoint(step)
+            self.ranks.barrier()
+            self.started_at_s = time.perf_counter()
+            done = saver.start(self.folder.aside_for(step), partial(self._commit, step))
+            self.saving = CheckpointInProgress(step, done)
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Note that the checkpoint which is being written is complete, if there is one; ``wait`` until it is."""
+        if self.saving is None or not (wait or self.saving.done.done()):
+            return
+        saving, self.saving = self.saving, None
+        with self._timed(), self._explaining_write_errors(saving.step):
+            saving.done.result()
+            self.saved = saving.step
+        if self.ranks.is_first:
+            self.folder.write_status(Status("running", saving.step))
+
+    def take_wait_s(self) -> float:
+        """How long training has waited since this was last asked."""
+        waited_s, self.waited_s = self.waited_s, 0.0
+        return waited_s
+
+    def cannot_write(self, what: str, error: BaseException, previous: int | None = None) -> str:
+        reason = f"{type(error).__name__}: {error}"
+        if has_no_space(error) or is_full(self.folder.path):
+            reason = "the disk is full"
+        kept = f"; the checkpoint of step {previous} is kept" if previous is not None else ""
+        return f"run.folder = {str(self.folder.path)!r}: {what} cannot be written, {reason}{kept}"
+
+    def _commit(self, step: int, checksums: dict[str, int]) -> None:
+        self.folder.commit_checkpoint(step, {**self._meta(), "crc32": checksums}, self.keep)
+
+    def _meta(self) -> dict[str, Any]:
+        plain = self.plan.model_dump(mode="json")
+        kept = {key: plain[key] for key in ("model", "init_from", "job", "parallelism", "versions")}
+        return {**kept, "data_fingerprint": self.data_fingerprint}
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - began_s
+
+    @contextmanager
+    def _explaining_write_errors(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
+            # The free space is looked at before the unfinished files give theirs back.
+            message = self.cannot_write(f"checkpoint of step {step}", error, self.saved)
+            if self.ranks.is_first:
+                self.folder.discard_unfinished()
+            raise CannotWrite(message) from error
+
+
+def has_no_space(error: BaseException | None) -> bool:
+    """Whether a full disk is behind an error: itself, its causes, or the failures that torch collects from ranks."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        failures = getattr(error, "failures", None)
+        if isinstance(failures, dict) and any(has_no_space(_exception(item)) for item in failures.values()):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _exception(item: Any) -> BaseException | None:
+    # torch's CheckpointException holds (exception, stack) by rank
+    candidate = item[0] if isinstance(item, tuple) and item else item
+    return candidate if isinstance(candidate, BaseException) else None
