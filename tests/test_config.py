@@ -97,7 +97,7 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         ("model: 7", ["model = 7", "a name, a path or a mapping"]),
         ("init_from: 7", ["init_from = 7"]),
         ("run: {track: [mlflow]}", ["'mlflow'", "valid: tensorboard, wandb"]),
-        ("job: {validation: 1.5}", ["validation", "less than 1"]),
+        ("job: {validation: 1.5}", ["job.validation = 1.5: must be a share", "between 0 and 1"]),
         ("run: {keep: 0}", ["run.keep = 0"]),
         ("engine: {compiled: true}", ["engine.compiled: unknown key", "compile"]),
         ("engine: {attention: fast}", ["engine.attention = 'fast'", "valid: flash, math"]),
@@ -199,6 +199,25 @@ def test_override_refusals() -> None:
         load_config(None, {"model": "tiny", "model.hidden_size": 64})
     with pytest.raises(BadInput, match=r"job\.stepz: unknown key"):
         load_config(None, {"job.stepz": 64})
+
+
+def test_what_was_given_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "tiny2.yaml"
+    file.write_text("job: {steps: 5}\n")
+    with pytest.raises(BadInput, match=r"^command line: job\.stpes: unknown key .*steps"):
+        load_config(file, {"job.stpes": 20})
+    file.write_text("job: {stepz: 5}\n")
+    with pytest.raises(BadInput, match=r"^.*tiny2\.yaml: job\.stepz: unknown key"):
+        load_config(file, {"job.seed": 20})
+
+
+@pytest.mark.parametrize("value", [2, 0, 1.0, -0.5, True])
+def test_a_share_that_is_none_is_told_in_one_line(value: Any) -> None:
+    with pytest.raises(
+        BadInput, match=rf"job\.validation = {value}: must be a share of the data between 0 and 1"
+    ) as error:
+        load_config(None, {"job.validation": value})
+    assert "constrained" not in str(error.value)
 
 
 def test_own_options_stay_with_the_command() -> None:

@@ -37,6 +37,13 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, content: bytes | None, told:
 DEGREES = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}
 
 
+def test_a_config_in_the_place_of_a_plan_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("job: {steps: 5}\nrun: {folder: runs/x}\n")
+    with pytest.raises(BadInput, match="this is a config, not a plan"):
+        Plan.load(file)
+
+
 def test_the_usual_order_of_axes_is_null() -> None:
     assert Parallelism(**DEGREES, mesh_order=("pp", "dp_shard", "tp")) == Parallelism(**DEGREES)
     assert Parallelism(mesh_order=()).mesh_order is None

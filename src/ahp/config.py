@@ -267,7 +267,15 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     data = read_yaml(path) if path is not None else {}
     for key, value in (overrides or {}).items():
         set_dotted(data, key, value)
-    return validated(Config, data, str(path) if path is not None else "config")
+    try:
+        return validated(Config, data, str(path) if path is not None else "config")
+    except BadInput:
+        if path is None or not overrides:
+            raise
+        validated(
+            Config, read_yaml(path), str(path)
+        )  # where the file is right by itself, what was given beside it is not
+        return validated(Config, data, "command line")
 
 
 def set_dotted(data: dict[str, Any], key: str, value: Any) -> None:

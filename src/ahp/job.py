@@ -76,6 +76,15 @@ class Job(Record):
     def _optimizer_by_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _share_or_data(cls, value: Any) -> Any:
+        if isinstance(value, (int, float)) and (isinstance(value, bool) or not 0 < value < 1):
+            raise ValueError(
+                f"job.validation = {value!r}: must be a share of the data between 0 and 1, such as 0.05, or other data, such as a file"
+            )
+        return value
+
     @model_validator(mode="after")
     def _documents_share_sequences(self) -> Job:
         if self.document_mask and self.packing == "padded":

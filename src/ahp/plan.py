@@ -457,6 +457,10 @@ class Plan(Record):
             raise BadInput(f"plan = {str(path)!r}: not YAML: {error}") from None
         if not isinstance(data, dict):
             raise BadInput(f"plan = {str(path)!r}: not a plan (a YAML mapping was expected)")
+        if "schema_version" not in data and "run" in data:
+            raise BadInput(
+                f"plan = {str(path)!r}: this is a config, not a plan; give the run's folder, or write a plan with: ahp plan MODEL CLUSTER"
+            )
         version = data.get("schema_version", PLAN_SCHEMA_VERSION)
         if version != PLAN_SCHEMA_VERSION:
             raise BadInput(f"schema_version = {version!r}: this version of AHP reads {PLAN_SCHEMA_VERSION}; plan again")

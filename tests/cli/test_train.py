@@ -318,6 +318,14 @@ def test_blocks_are_left_eager_where_a_gpu_has_no_compiler(monkeypatch: pytest.M
     assert train_plan._engine(Config()) == (EngineChoice(), ())
 
 
+@pytest.mark.parametrize("option", ["--steps", "--steps=20", "--learning-rate"])
+def test_the_last_part_of_a_key_is_told_with_the_whole(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["train", option, "20"]) == 2
+    name = option.split("=")[0]
+    whole = "--job.optimizer.learning_rate" if "rate" in name else "--job.steps"
+    assert f"{name}: no option of ahp train; keys are given whole (did you mean: {whole}?)" in capsys.readouterr().err
+
+
 def test_generate_of_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no run's folder"):
         from_checkpoint(tmp_path)

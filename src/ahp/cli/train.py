@@ -20,7 +20,7 @@ import tyro
 import yaml
 
 from ahp.cli.overrides import split_overrides
-from ahp.config import Config, Run, config_help, load_config, read_yaml, set_dotted
+from ahp.config import HELP, Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan, validated
 from ahp.words import seconds
@@ -66,11 +66,22 @@ class Request:
 def run(argv: list[str]) -> int:
     """``ahp train``. Returns the exit code; raises AhpError."""
     given, rest = split_overrides(argv)
+    _refuse_short_keys(rest)
     arguments = tyro.cli(Arguments, args=rest, prog="ahp train", description=f"{__doc__}\n{config_help()}")
     overrides = given if arguments.config is not None else DEMO | given
     with _told_in_status(lambda: _folder(arguments.config, overrides)):
         request = read_request(arguments.config, overrides)
         return train(request, arguments, command=" ".join(["ahp train", *argv]))
+
+
+def _refuse_short_keys(words: list[str]) -> None:
+    """Raises BadInput, with the whole key, for the last part of a key alone: --steps is --job.steps."""
+    for word in words:
+        name = word.partition("=")[0]
+        short = name.removeprefix("--").replace("-", "_")
+        whole = [f"--{key}" for key in HELP if key.rsplit(".", 1)[-1] == short and "." in key]
+        if name.startswith("--") and whole:
+            raise BadInput(f"{name}: no option of ahp train; keys are given whole (did you mean: {', '.join(whole)}?)")
 
 
 def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
