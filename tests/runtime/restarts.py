@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from tests.runtime.workers import Pool
 
 VOCABULARY, SEQUENCE, BATCH = 96, 24, 12
 """Divisible by 2, 3, 4 and 6."""
-STEPS = 8
+STEPS = 6
 """Of the job."""
 
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (4e-3, 2e-2), "fp16": (5e-4, 2.5e-3)}
 """Relative, at the first step and at the last, as those of tests/runtime/test_equality.py, compute/test_bf16.py and
 optimizer/test_fp16.py: layouts add up in another order. A run that goes on under its own layout has the same digits."""
+
+MUON = 1e-3
+"""Relative. Its products are in bf16, where a rounding of fp32 becomes one of 4e-3 of some elements."""
 
 Rows = dict[str, torch.Tensor]
 
@@ -35,7 +39,7 @@ Rows = dict[str, torch.Tensor]
 class Restart:
     """``first`` and ``then``: layouts."""
 
-    build: Callable[[], nn.Module]
+    build: Callable[[], nn.Module] | partial[nn.Module]
     first: dict[str, Any]
     then: dict[str, Any]
     stop: int = 3
@@ -122,6 +126,8 @@ def check(pool: Pool, restart: Restart, folder: Path, *, steps: int = STEPS) -> 
     assert_same_state(stored(again), stored(saved))
     exact = restart.first == restart.then
     first, last = (0.0, 0.0) if exact else TOLERANCES[restart.precision]
+    if restart.optimizer.get("name") == "muon" and not exact:
+        last = max(last, MUON)
     assert after["skipped"] == whole["skipped"][restart.stop :], "another step was left out"
     for key in ("losses", "norms"):
         for step, (a, b) in enumerate(zip(after[key], whole[key][restart.stop :], strict=True)):

@@ -150,7 +150,7 @@ class StageSetup:
                 recompute(block, kind, stage.forward_context)
         if self.tokens is not None:
             for number, block in layers.items():
-                self.tokens.take_own_tokens(block, number)
+                self.tokens.take_own_tokens(block, number, stage.after_blocks)
 
 
 def _parameter_names(modules: dict[str, nn.Module]) -> Iterator[str]:

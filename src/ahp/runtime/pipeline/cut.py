@@ -8,7 +8,7 @@ positions and rotary tables are made by the model's own code, and no family need
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Stage(nn.Module):
         self.routers: Routers | None = None
         self.documents: Documents | None = None
         """How the model is told which tokens are one document, where the job masks documents."""
+        self.after_blocks = ExitStack()
+        """What the last block enters for the rest of the forward."""
 
     def forward_context(self) -> AbstractContextManager[object]:
         """What the model's forward runs within, also when it runs again for backward."""
@@ -58,7 +60,7 @@ class Stage(nn.Module):
             self.receive[0].value = x
         numbered_by_model = nullcontext() if "position_ids" in inputs else consecutive_positions()
         try:
-            with self.forward_context(), numbered_by_model:
+            with self.forward_context(), numbered_by_model, self.after_blocks:
                 return logits_of(call_model(self.model, **inputs, documents=self.documents))
         except StopForward as stop:
             return stop.hidden

@@ -9,6 +9,7 @@ tokens, and the sums over data-parallel ranks are over these ranks too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from ahp.errors import bad_input
 from ahp.graph.call import Documents
@@ -55,18 +57,22 @@ class SequenceSharding:
 
         block.forward = run  # type: ignore[method-assign]
 
-    def take_own_tokens(self, block: nn.Module, number: int) -> None:
+    def take_own_tokens(self, block: nn.Module, number: int, after_blocks: ExitStack) -> None:
         """Let the block, in place, take this rank's part of what it is given; to block 0 the hidden states come whole.
 
-        To be done after it is made to recompute, so that the parts are what is kept.
+        To be done after it is made to recompute, so that the parts are what is kept. ``after_blocks``: of the block's stage.
         """
         parts = self.parts[self.found.kinds[number]]
-        block.forward = TakeOwnTokens(block.forward, self.context, parts, first=number == 0)  # type: ignore[method-assign]
+        rest = after_blocks if number == self.found.num_layers - 1 else None
+        block.forward = TakeOwnTokens(block.forward, self.context, parts, first=number == 0, rest=rest)  # type: ignore[method-assign]
 
 
 class TakeOwnTokens:
-    def __init__(self, forward: Callable[..., Any], context: Context, parts: TokenParts, *, first: bool) -> None:
-        self.forward, self.context, self.parts, self.first = forward, context, parts, first
+    def __init__(
+        self, forward: Callable[..., Any], context: Context, parts: TokenParts, *, first: bool, rest: ExitStack | None
+    ) -> None:
+        """``rest``: of the last block, what the forward after it runs within."""
+        self.forward, self.context, self.parts, self.first, self.rest = forward, context, parts, first, rest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = block_input(args, kwargs)
@@ -80,7 +86,27 @@ class TakeOwnTokens:
             if dim is not None and (self.first or leaves[i] is not hidden):
                 leaves[i] = self.context.own(leaves[i], dim).contiguous()
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return self.forward(*args, **kwargs)
+        out = self.forward(*args, **kwargs)
+        if self.rest is not None:
+            self.rest.enter_context(ShapedByOwnTokens(out[0] if isinstance(out, tuple) else out, self.context.size))
+        return out
+
+
+class ShapedByOwnTokens(TorchFunctionMode):
+    """Within, hidden states that the model brings into the shape of its input once more (GPT-2's last ``view``) keep this rank's
+    number of tokens."""
+
+    def __init__(self, hidden: torch.Tensor, ranks: int) -> None:
+        super().__init__()
+        _, self.tokens, self.width = hidden.shape
+        self.whole = self.tokens * ranks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.view, torch.Tensor.reshape) and len(args) > 1:
+            hidden, size = args[0], tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
+            if hidden.shape[1:] == (self.tokens, self.width) and size[1:] == (self.whole, self.width):
+                return hidden
+        return func(*args, **(kwargs or {}))
 
 
 def _parts_of_kinds(module: nn.Module, found: Outline, job: Job, documents: Documents | None) -> tuple[TokenParts, ...]:

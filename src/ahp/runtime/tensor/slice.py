@@ -31,7 +31,7 @@ from ahp.runtime.tensor.rewrite import rewrite
 from ahp.runtime.torch_compat import outside_modes
 from ahp.search.slicing.model import ModelSlicing
 from ahp.search.slicing.placement import Placement, Split
-from ahp.search.slicing.solve import Slicing, solve
+from ahp.search.slicing.solve import LAST_RESORT, SPARING, Slicing, solve
 
 
 def slice_module(
@@ -247,7 +247,9 @@ class SlicedForward:
         shapes = {n: TensorLike(tuple(w.shape), w.dtype, w.device, w.requires_grad) for n, w in weights.items()}
         hidden, permission = None, self.solution.permission
         if self.in_parts:
-            (args, kwargs, hidden), permission = self._whole_sequence(args, kwargs), None
+            args, kwargs, hidden = self._whole_sequence(args, kwargs)
+            # What the block was allowed before its tokens were split: parts of weights lie where that put them.
+            permission = LAST_RESORT if permission.gathers_weights else SPARING
         if self.context_degree > 1:
             args, kwargs = self._masks_of_own_tokens(args, kwargs)
         captured = capture(self.template, args, kwargs, shapes)
