@@ -173,10 +173,9 @@ def test_figures_go_between_the_markers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_sides_of_a_gpu_row_compute_the_same() -> None:
-    found = run("gpu.py", "--only", "eager", "chunked-loss")
-    rows = {(row["variant"], row["side"]): row for row in found["rows"]}
-    assert {variant for variant, _ in rows} == {"eager", "chunked-loss"}  # rows whose losses differ are left out
-    for (_, side), row in rows.items():
+    rows = {row["side"]: row for row in run("gpu.py", "--only", "chunked-loss")["rows"]}
+    assert {"ahp", "plain"} <= set(rows)  # rows whose losses differ are left out
+    for side, row in rows.items():
         assert row["step_s"] > 0
         assert 0 < row["mfu"] < 1
         assert (row["predicted_s"] is not None) == (side == "ahp")

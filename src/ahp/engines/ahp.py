@@ -160,7 +160,7 @@ def _context_ways(p: Parallelism, choice: EngineChoice) -> tuple[ContextWay, ...
 
 def needs_one_graph(p: Parallelism, choice: EngineChoice) -> bool:
     """Whether nothing in a block may stay outside of its compiled graph: what it keeps is chosen within the graph alone."""
-    return choice.compile and p.activation_checkpoint == "selective"
+    return bool(choice.compile) and p.activation_checkpoint == "selective"
 
 
 def _refuses_compiled(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:

@@ -64,10 +64,10 @@ class TorchtitanEngine(Engine):
             torch_pipeline=True,
             stage_ends="count_as_layers",  # generate_llm_fqn_per_model_part, input and output weight 1
             # ActivationCheckpointConfig.early_stop is off, but of a compiled checkpoint nothing is run that nobody reads.
-            recomputes_what_is_read=choice.compile,
+            recomputes_what_is_read=bool(choice.compile),
             selective="every_second_product",  # distributed/activation_checkpoint.py
             selective_sends_again="gathers",  # results of reduce-scatters are on the list of what is kept
-            fused_loss=choice.compile,
+            fused_loss=bool(choice.compile),
             fp8=replace(recipe, gathers_in_8_bits=True),  # 0.2.2, models/llama3/infra/parallelize.py: tensorwise scales
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",
         )

@@ -80,7 +80,8 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.nbytes < PINNED_IN_PLACE_BYTES:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
     memory = torch.empty_like(tensor, device="cpu")
-    address, cudart = memory.data_ptr(), torch.cuda.cudart()
+    address: int = memory.data_ptr()
+    cudart: Any = torch.cuda.cudart()
     if int(cudart.cudaHostRegister(address, memory.nbytes, 1)):  # 1: cudaHostRegisterPortable
         warnings.warn(
             f"host memory: {memory.nbytes} bytes cannot be page-locked; copies to it are slower", stacklevel=2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.utils.deterministic
@@ -34,7 +35,9 @@ def deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    mode, cudnn, memory = torch.get_deterministic_debug_mode(), torch.backends.cudnn, torch.utils.deterministic
+    mode = torch.get_deterministic_debug_mode()
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
     before = cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     # torch would write NaN into each new tensor besides, to show who reads what nobody wrote.
