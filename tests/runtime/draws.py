@@ -55,7 +55,7 @@ def experts(family: str, **more: Any) -> nn.Module:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": HEAD_WIDTH}
-    return build(family, device="cpu", vocab_size=VOCABULARY, num_hidden_layers=LAYERS, **sizes, **more)
+    return build(family, device="cpu", vocab_size=VOCABULARY, num_hidden_layers=LAYERS, **{**sizes, **more})
 
 
 def plain(name: str) -> nn.Module:
