@@ -12,6 +12,7 @@ import yaml
 from ahp.cli import generate as generate_command
 from ahp.cli import main, train_plan
 from ahp.cli import train as train_command
+from ahp.cli.overrides import split_overrides
 from ahp.config import Config, Constraints
 from ahp.errors import BadInput, HardwareMismatch
 from ahp.job import Job
@@ -20,9 +21,10 @@ from ahp.report import page
 from ahp.runtime.compute import compile
 from ahp.runtime.ranks import device
 from ahp.runtime.run import generate as generation
-from ahp.runtime.run import trainer
+from ahp.runtime.run import texts, trainer
 from ahp.runtime.run.folder import RunFolder, Status
 from ahp.runtime.run.generate import generate as from_checkpoint
+from ahp.runtime.run.texts import prepare_texts
 from tests.search.small import cpu_workers
 
 STEPS = 3
@@ -48,6 +50,7 @@ def no_real_work(monkeypatch: pytest.MonkeyPatch) -> None:
         return trainer.Outcome(folder.path, status)
 
     monkeypatch.setattr(trainer.Trainer, "run", run)
+    monkeypatch.setattr(texts, "prepare_texts", lambda plan: texts.Texts("corpus", None, "the same"))
     monkeypatch.setattr(
         generation, "generate", lambda folder, prompt, sampling: prompt + f"seed{sampling.seed}():\n  pass"
     )
@@ -272,14 +275,12 @@ def test_demonstration_differs_in_four_keys_and_gives_way(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("wrong", "told", "code"),
     [
-        (["--job.data", "no.txt"], "no.txt", 2),
-        (["--model", "tini"], "tini", 2),
         (["--engine", "megatron"], "engine.name = 'megatron'", 2),
         (["--engine.offload_optimizer"], "engine.offload_optimizer = True: on a CPU", 4),
         (["--engine.enable_async_tensor_parallel"], "engine.enable_async_tensor_parallel = True", 5),
     ],
 )
-def test_what_is_wrong_is_said_before_the_machine_is_measured(
+def test_an_engine_that_cannot_be_is_told_before_the_machine_is_measured(
     wrong: list[str],
     told: str,
     code: int,
@@ -324,6 +325,73 @@ def test_the_last_part_of_a_key_is_told_with_the_whole(option: str, capsys: pyte
     name = option.split("=")[0]
     whole = "--job.optimizer.learning_rate" if "rate" in name else "--job.steps"
     assert f"{name}: no option of ahp train; keys are given whole (did you mean: {whole}?)" in capsys.readouterr().err
+
+
+def hardly_any_text(tmp_path: Path) -> dict[str, str]:
+    file = tmp_path / "a.txt"
+    file.write_text("def call(x): return x + 1\n" * 400)
+    return {"--job.data": str(file), "--run.folder": str(tmp_path / "run"), "--job.sequence-length": "16"}
+
+
+EARLY: dict[str, tuple[dict[str, str], int, str]] = {
+    "data": ({"--job.data": "no.txt"}, 2, "job.data = 'no.txt'"),
+    "model": ({"--model": "tini"}, 2, "model = 'tini'"),
+    "validation": ({"--job.validation": "0.001"}, 2, "job.validation = 0.001: its"),
+    "length": ({"--job.sequence-length": "2048"}, 2, "job.sequence_length = 2048"),
+    "weights": ({"--init-from": "nowhere", "--model": "tiny"}, 2, "init_from = 'nowhere': no such folder"),
+    "cluster": ({"--cluster": "64xH100"}, 4, "needs 64 of them on this node"),
+    "degrees": (
+        {"--parallelism": "{data_parallel_replicate_degree: 9999, data_parallel_shard_degree: 1, tensor_parallel_degree: 1, pipeline_parallel_degree: 1}"},
+        2,
+        "parallelism: its degrees make 9999 workers: this machine carries at most",
+    ),
+    "job": ({"--job.seed": "7"}, 2, "job.seed = 7 (the run has 0)"),
+    "text": ({}, 2, "the text or its tokenizer has changed since step 1"),
+}  # fmt: skip
+"""What is given, the exit code, and what is said."""
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_what_needs_no_plan_is_told_before_the_machine_is_measured(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It came after a probe, a search and 40 lines of plan."""
+    given, code, told = EARLY[case]
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(texts, "prepare_texts", prepare_texts)
+    monkeypatch.setattr(train_plan, "_local", lambda *_: pytest.fail("measured for nothing"))
+    words = [word for pair in {**hardly_any_text(tmp_path), **given}.items() for word in pair]
+    if case in ("job", "text"):
+        request = train_command.read_request(None, train_command.DEMO | split_overrides(words)[0])
+        assert request.config is not None
+        job = request.config.job.model_copy(update={"seed": 0})
+        run = RunFolder(tmp_path / "run")
+        run.create()
+        run.open_checkpoint(1)
+        meta = {"job": job.model_dump(mode="json"), "model": "tiny", "data_fingerprint": "another"}
+        run.commit_checkpoint(1, meta, keep=1)
+    assert main.main(["train", *words]) == code
+    out, err = capsys.readouterr()
+    assert told in err
+    assert "analyzing" not in err
+    assert out == ""
+
+
+def test_a_finished_run_needs_neither_its_text_nor_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked for another layout, it says that it has finished."""
+    monkeypatch.setattr(texts, "prepare_texts", lambda plan: pytest.fail("text was prepared"))
+    monkeypatch.setattr(train_plan, "_local", lambda *_: pytest.fail("measured for nothing"))
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    done = Plan(job=Job(steps=STEPS, data="gone.txt"))
+    done.save(run.plan_file)
+    run.write_status(Status("done", STEPS, None, 0))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"job": {"steps": STEPS, "data": "gone.txt"}}))
+    words = ["train", str(tmp_path / "config.yaml"), "--run.folder", str(run.path)]
+    assert main.main([*words, "--parallelism.tensor-parallel-degree", "2"]) == 0
+    assert Plan.load(run.plan_file) == done
 
 
 def test_generate_of_a_folder_without_a_run_says_so(tmp_path: Path) -> None:

@@ -70,12 +70,10 @@ def run(argv: list[str]) -> int:
 
 def _default_length(model: str) -> int:
     """The model's own context, at most what ``ahp plan`` takes too; the job's default where the model does not say."""
-    from ahp.graph.models import load_config
+    from ahp.graph.positions import context_of
 
-    context = getattr(load_config(model), "max_position_embeddings", None)
-    if not isinstance(context, int) or context < 2:
-        return Job().sequence_length
-    return min(context, LONGEST_DEFAULT_SEQUENCE)
+    context = context_of(model)
+    return Job().sequence_length if context is None else min(context, LONGEST_DEFAULT_SEQUENCE)
 
 
 def _show(graph: ModelGraph, arguments: Arguments, *, given: bool) -> None:

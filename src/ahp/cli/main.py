@@ -7,6 +7,9 @@ import logging
 import os
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 from ahp.errors import AhpError, bad_input
@@ -72,7 +75,26 @@ def _dispatch(words: list[str]) -> int:
     if words[0] not in COMMANDS:
         raise bad_input("command", words[0], "no such command; ahp --help lists them", COMMANDS)
     _find_users_modules()
-    return import_module(f"ahp.cli.{words[0]}").run(words[1:])
+    with _short_warnings():
+        return import_module(f"ahp.cli.{words[0]}").run(words[1:])
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """A warning of AHP's own is for the user, in one line, without the line of code that it came from."""
+    before = warnings.formatwarning
+
+    def shown(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        ours = os.path.abspath(filename).startswith(_package())
+        return f"warning: {message}\n" if ours else before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = shown
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _find_users_modules() -> None:
@@ -119,9 +141,13 @@ def _fail(message: str, kind: str, code: int, *, as_json: bool) -> int:
 
 def _place(error: BaseException) -> str:
     """The last line of AHP's own that the error passed through, as ``, ranking.py:41``."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(_package())]
     return f", {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
+
+
+def _package() -> str:
+    """The folder of AHP's own code."""
+    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,9 @@ def with_sequence(given: dict[str, Any], model: Any, cluster: Cluster) -> Job:
     chosen = dict(given)
     if model != "tiny":
         if "sequence_length" not in chosen:
-            chosen["sequence_length"] = min(_context(model), LONGEST_DEFAULT_SEQUENCE)
+            from ahp.graph.positions import context_of
+
+            chosen["sequence_length"] = min(context_of(model) or UNKNOWN_CONTEXT, LONGEST_DEFAULT_SEQUENCE)
         chosen.setdefault("precision", _precision(cluster))
     return validated(Job, chosen, "job")
 
@@ -59,13 +61,6 @@ def with_batch(job: Job, given: dict[str, Any], model: Any, num_parameters: int,
     if sequences > num_devices:
         sequences = round(sequences / num_devices) * num_devices
     return job.model_copy(update={"global_batch_size": sequences})
-
-
-def _context(model: Any) -> int:
-    from ahp.graph.models import load_config
-
-    context = getattr(load_config(model), "max_position_embeddings", None)
-    return context if isinstance(context, int) and context > 1 else UNKNOWN_CONTEXT
 
 
 def _precision(cluster: Cluster) -> Precision:

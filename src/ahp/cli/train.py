@@ -26,6 +26,7 @@ from ahp.plan import Plan, validated
 from ahp.words import seconds
 
 if TYPE_CHECKING:
+    from ahp.runtime.run.texts import Texts
     from ahp.runtime.run.trainer import Outcome
 
 SAMPLE_TOKENS = 160
@@ -109,9 +110,9 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
 
     track.check(request.run.track)
 
-    def start(plan: Plan) -> Outcome:
-        run = request.run
-        return Trainer(plan, **{key: value for key, value in run if key != "sample"}).run()
+    def start(prepared: Prepared) -> Outcome:
+        given = {key: value for key, value in request.run if key != "sample"}
+        return Trainer(prepared.plan, **given, texts=prepared.texts).run()
 
     if not is_joined():
         outcome = start(make_plan(request, arguments, workers=None))
@@ -121,8 +122,19 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
     return report(outcome, arguments, command, sample=request.run.sample) if workers.is_first else outcome.exit_code
 
 
-def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Plan:
+@dataclass(frozen=True)
+class Prepared:
+    """What to run, and on which text."""
+
+    plan: Plan
+    texts: Texts | None
+    """None for a run that is done: its text need not be there any more."""
+
+
+def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Prepared:
     """The plan that was given, the one that this folder was started with, or the best that a search finds now.
+
+    Whatever can be refused without a layout is refused before the machine is measured and layouts are searched.
 
     Args:
         request: what the user asked for.
@@ -132,16 +144,24 @@ def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Pl
     from ahp.cli import train_plan
     from ahp.runtime.run.folder import RunFolder
 
-    folder = RunFolder(request.run.folder)
+    folder, config = RunFolder(request.run.folder), request.config
     folder.create()
+    wanted = request.plan or train_plan.without_layout(config or Config())
+    if request.run.profile is not None:
+        request.run.profile.check(wanted.job.steps)
+    folder.check_same_job(wanted, extend=request.run.extend)
+    found = train_plan.earlier(config, folder, workers) if config is not None else None
+    if folder.finished(wanted.job) is not None and (found or request.plan or workers is None):
+        return Prepared(request.plan or found or Plan.load(folder.plan_file), None)
+    texts = train_plan.prepare(wanted, config, folder, workers)
     if request.plan is not None:
-        return train_plan.check(request.plan, folder)
-    assert request.config is not None
-    found = train_plan.earlier(request.config, folder, workers)
+        return Prepared(train_plan.check(request.plan, folder), texts)
     if found is not None:
         print(f"the plan is that of {folder.plan_file}: {found.parallelism.short()}", file=sys.stderr)
-        return found
-    return train_plan.search(request.config, folder, workers, top=arguments.top, quiet=arguments.json)
+        return Prepared(found, texts)
+    assert config is not None
+    plan = train_plan.search(config, folder, workers, top=arguments.top, quiet=arguments.json)
+    return Prepared(plan, texts)
 
 
 def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool = True) -> int:

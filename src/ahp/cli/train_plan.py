@@ -7,15 +7,15 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, TextColumn
-
 from ahp.cluster.model import Cluster
+from ahp.cluster.most_workers import refuse_workers
 from ahp.config import Config, Constraints
 from ahp.errors import AhpError, NotExpressible
 from ahp.plan import EngineChoice, Parallelism, Plan
 
 if TYPE_CHECKING:
     from ahp.runtime.run.folder import RunFolder
+    from ahp.runtime.run.texts import Texts
 
 DEGREES = (
     "data_parallel_replicate_degree",
@@ -37,26 +37,63 @@ def earlier(config: Config, folder: RunFolder, workers: int | None) -> Plan | No
     return plan if same and workers in (None, plan.parallelism.world_size) else None
 
 
+def without_layout(config: Config) -> Plan:
+    """What a config says beside the layout, which is still to be searched."""
+    return Plan(model=config.model, init_from=config.init_from, job=config.job)
+
+
+def prepare(plan: Plan, config: Config | None, folder: RunFolder, workers: int | None) -> Texts:
+    """Refuse what needs no forecast, and make the text ready: all that would else be told after the machine was measured and layouts
+    were searched.
+
+    Args:
+        plan: what is to be run; of the plan of a ``config`` the layout is not known yet.
+        config: None where the user gave a plan.
+        folder: where it is to be run.
+        workers: ranks that are started already, None where this process will start them.
+    """
+    from ahp.runtime.run.texts import prepare_texts
+
+    if config is not None:
+        _engine(config)
+    with folder.held():  # by another run? The workers hold it for as long as they train.
+        pass
+    if workers is None:
+        _refuse_here(plan, config)
+    texts = prepare_texts(plan)
+    folder.check_same_text(plan, texts.fingerprint)
+    return texts
+
+
+def _refuse_here(plan: Plan, config: Config | None) -> None:
+    """Raises HardwareMismatch where this machine lacks the devices of the plan or of the config's cluster, BadInput where it would have to
+    carry more workers than it can."""
+    from ahp.runtime.ranks.device import device_for
+
+    if config is None:
+        told, count = "the plan's degrees", plan.parallelism.world_size
+    else:
+        told, count = "parallelism: its degrees", num_workers(config.parallelism)
+        if config.cluster != "local":
+            cluster = Cluster.resolve(config.cluster)
+            plan = plan.model_copy(update={"cluster": cluster.plain()})
+            if count is None:
+                told, count = "cluster: its devices", cluster.num_devices
+    if device_for(plan, count or 1) == "cpu" and count is not None:
+        refuse_workers(f"{told} make {count} workers", count)
+
+
 def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, quiet: bool) -> Plan:
     """Probe or read the cluster, analyze, search, show the ranking on stdout unless ``quiet``, keep what was found."""
     from ahp.cli import plan as planning
     from ahp.forecast import timeline
     from ahp.forecast.step import price
-    from ahp.graph.models import build_model
     from ahp.graph.trace import analyze
     from ahp.report import tables
-    from ahp.runtime.data import text
     from ahp.runtime.files import write_aside
-    from ahp.runtime.weights import pretrained
     from ahp.search.ranking import search as ranked
 
-    # Text, model, weights and engine first: what is wrong with them is said before the machine is measured.
     engine, note = _engine(config)
-    for data in (config.job.data, config.job.validation):
-        if isinstance(data, str):
-            text.find(data, config.job.data_field)
-    if config.init_from is not None:
-        pretrained.check_folder(config.init_from, build_model(config.model, device="meta"))
     _say(f"analyzing {config.model if isinstance(config.model, str) else config.model.get('model_type', 'the model')}")
     graph = analyze(config.model, config.job, attention=engine.attention)
     wanted = workers or num_workers(config.parallelism)
@@ -70,7 +107,6 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
         planning.explain_first(console, ranking)
         console.print()
     best = ranking.best.model_copy(update={"init_from": config.init_from, "why": (*ranking.best.why, *note)})
-    folder.check_same_job(best)  # before anything of an older run is replaced
     timeline.write(price(graph, cluster, config.job, best.parallelism, best.engine), folder.trace_file)
     best.save(folder.plan_file)
     write_aside(folder.config_file, json.dumps(_plain(config), indent=1) + "\n")
@@ -105,7 +141,6 @@ def check(plan: Plan, folder: RunFolder) -> Plan:
     from ahp.cli.simulate import price
     from ahp.forecast import timeline
 
-    folder.check_same_job(plan)
     if plan.cluster is not None:
         timeline.write(price(plan), folder.trace_file)
     return plan
@@ -119,25 +154,11 @@ def num_workers(constraints: Constraints) -> int | None:
 
 
 def _local(folder: RunFolder, workers: int | None) -> Cluster:
-    """This machine, measured: as an earlier start left it in the folder, or now."""
-    if folder.cluster_file.exists():
-        known = Cluster.load(folder.cluster_file)
-        if workers in (None, known.num_devices):
-            _say(f"the machine as measured in {folder.cluster_file} (delete it to measure again)")
-            return known
-    from ahp.cluster.measure import probe
+    """This machine, measured; the folder gets a copy, so that it says what its plan was made from."""
+    from ahp.cli import machine
+    from ahp.runtime.data.corpus import cache_folder
 
-    _say("probing the machine, once; half a minute")
-    bar = Progress(BarColumn(bar_width=24), TextColumn("probing: {task.description}"), transient=True)
-    bar.console.stderr = True
-    with bar:
-        task = bar.add_task("this machine", total=1.0)
-        cluster = probe(
-            quick=True,
-            workers=workers,
-            progress=lambda what, share: bar.update(task, description=what, completed=share),
-            folder=folder.path,
-        )
+    cluster = machine.measured(workers, folder.path, cache_folder())
     cluster.save(folder.cluster_file)
     return cluster
 

@@ -28,6 +28,7 @@ from ahp.cluster.model import (
     MemorySample,
     NodeGroup,
 )
+from ahp.cluster.most_workers import refuse_workers
 from ahp.cluster.tasks import COLLECTIVES, Task, tasks
 from ahp.errors import AhpError, BadInput, bad_input
 
@@ -55,6 +56,9 @@ QUICK = Pace(total_s=24.0, rounds=3, slowest_s=0.8, disk_bytes=64 * 2**20)
 FULL = Pace(total_s=130.0, rounds=3, slowest_s=3.0, disk_bytes=512 * 2**20)
 BUSY_SHARE, BUSY_SAMPLE_S = 0.1, 0.5
 """Other programs that use more than this share of the processor are mentioned; over how long that is watched."""
+
+DISTURBED = "other programs used"
+"""Stands in the source of a cluster that was measured beside other programs."""
 
 STREAM_CACHES = 4
 """A streamed tensor is so many times the last-level cache, so that the cache cannot hold it."""
@@ -94,7 +98,7 @@ def probe(
     say = progress or (lambda _what, _share: None)
     pace = QUICK if quick else FULL
     say("sensing", 0.0)
-    busy = psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100
+    busy = busy_share()
     found, host = gpus(), sense.host(folder)
     cores = host.cores or 1
     limit = len(found) if found else None
@@ -102,6 +106,8 @@ def probe(
     if count < 1 or (limit is not None and count > limit):
         rule = "must be at least 1" if limit is None else f"must be between 1 and the {limit} GPUs that are visible"
         raise bad_input("workers", count, rule)
+    if not found:
+        refuse_workers(f"workers = {count}", count)
     nodes = managers.num_nodes()
     network = _network(nodes, found, count, host, inter_node_gbps)
     available = sense.memory_available_bytes()
@@ -111,8 +117,8 @@ def probe(
     plan = tasks(workers=count, on_cuda=bool(found), quick=quick)
     facts, values = _measure(plan, count, cores, bool(found), available, pace, say)
     source = f"probe on {platform.node()}, {datetime.date.today()}, torch {facts['torch']}"
-    if busy > BUSY_SHARE:
-        source += f"; other programs used {busy:.0%} of the processor, so times are too long"
+    if is_busy(busy):
+        source += f"; {DISTURBED} {busy:.0%} of the processor, so times are too long"
     measured = _tables(plan, values)
     if found:
         group = _gpu_group(found, measured, _launch(plan, values), source)
@@ -122,6 +128,16 @@ def probe(
     group = group.model_copy(update={**around, "measured": measured})
     say("done", 1.0)
     return Cluster(groups=(group,), source=source)
+
+
+def busy_share() -> float:
+    """Share of the processor that programs use now, this one waiting."""
+    return psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100
+
+
+def is_busy(share: float) -> bool:
+    """Whether so much of the processor in use by others makes figures that are not the machine's."""
+    return share > BUSY_SHARE
 
 
 def _network(nodes: int, found: list[Gpu], count: int, host: Host, given_gbps: float | None) -> Link | None:

@@ -20,6 +20,7 @@ from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
 from ahp.graph.growth import grows_alike
 from ahp.graph.models import ATTENTION, build_model, describe, is_masked, plain
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment
+from ahp.graph.positions import warn_of_longer
 from ahp.graph.record import Recorded
 from ahp.job import Job
 from ahp.plan import validated
@@ -57,7 +58,7 @@ def analyze(
     if attention not in ATTENTION:
         raise bad_input("attention", attention, "unknown kernel", ATTENTION)
     module = build_model(model, dtype=COMPUTE_DTYPE[contract.precision], attention=attention)
-    _check_length(module, contract.sequence_length)
+    warn_of_longer(module, contract.sequence_length)
     tracer = _Tracer(module, model, contract, attention)
     first, second = tracer.graph(micro_batch_size), tracer.graph(micro_batch_size + 1)
     if grows_alike(first, second):
@@ -211,16 +212,3 @@ def _fact(config: Any, key: str) -> int | None:
     except Exception:  # transformers raises an error of its own for a key that differs from layer to layer
         return None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _check_length(module: nn.Module, sequence_length: int) -> None:
-    """Learned positions end somewhere: a longer sequence would look up rows that are not there."""
-    positions = _fact(getattr(module, "config", None), "max_position_embeddings")
-    if positions is None or sequence_length <= positions:
-        return
-    # OPT and RoBERTa keep two more rows than they have positions.
-    tables = [
-        m for m in module.modules() if isinstance(m, nn.Embedding) and positions <= m.num_embeddings <= positions + 2
-    ]
-    if tables:
-        raise bad_input("sequence_length", sequence_length, f"the model has {positions} positions", [positions])

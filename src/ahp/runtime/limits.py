@@ -11,6 +11,7 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import rules
 from ahp.graph.blocks import BlockList
 from ahp.graph.outline import Outline
+from ahp.graph.positions import refuse_longer
 from ahp.plan import ContextMethod, EngineChoice, Plan
 from ahp.runtime.compute.compile import refuse_without_compiler
 from ahp.runtime.compute.fp8 import check_linear
@@ -44,6 +45,7 @@ def refuse_kernels(engine: EngineChoice, device: torch.device) -> None:
 def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | None, plan: Plan) -> None:
     """Raises BadInput for a model that cannot run under this plan. ``found``: None too where the plan asks nothing of it."""
     p = plan.parallelism
+    refuse_longer(module, plan.job.sequence_length)
     if blocks:
         layers_of_stages(p, len(blocks))  # raises where they do not go round
         if reason := rules.recomputed(len(blocks), plan.job, p, plan.engine):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ahp.cluster.sense import physical_cores
-from ahp.errors import HardwareMismatch
+from ahp.errors import BadInput, HardwareMismatch
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
 from ahp.runtime.data.tokenizer import tokenizer_of
@@ -23,7 +23,8 @@ from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.run import failure
 from ahp.runtime.run.folder import RunFolder
-from ahp.runtime.run.trainer import Trainer, vocabulary_size
+from ahp.runtime.run.texts import vocabulary_size
+from ahp.runtime.run.trainer import Trainer
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -199,6 +200,11 @@ def test_plan_for_gpus_is_refused_where_there_are_too_few(folder: RunFolder) -> 
     plan = Plan(cluster={"groups": [group]}, parallelism=Parallelism(data_parallel_replicate_degree=1000))
     with pytest.raises(HardwareMismatch, match=r"H100-SXM-80GB and needs 1000 of them"):
         Trainer(plan, folder=folder.path).run()
+
+
+def test_more_workers_than_the_machine_carries_are_not_launched(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"workers = 99999: this machine carries at most \d+ worker processes"):
+        launch.launch("no.such.module", [], num_workers=99999, log_folder=tmp_path)
 
 
 def test_vocabulary_is_the_configs_or_the_first_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

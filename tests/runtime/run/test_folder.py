@@ -10,6 +10,7 @@ import pytest
 from ahp.errors import BadInput
 from ahp.job import Job, Optimizer
 from ahp.plan import Plan
+from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.run.folder import RunFolder, Status
 
 
@@ -132,6 +133,26 @@ def test_more_steps_continue_only_what_does_not_look_ahead(folder: RunFolder, sc
             folder.check_same_job(plan(40))
     with pytest.raises(BadInput, match=r"job\.steps = 5"):
         folder.check_same_job(plan(5))
+
+
+def test_more_steps_under_a_schedule_that_looks_ahead_are_asked_for(folder: RunFolder) -> None:
+    """The steps that were made had other rates than the longer job gives them: nobody goes on with that by mistake."""
+
+    def plan(steps: int, **more: int) -> Plan:
+        return Plan(job=Job.model_validate({"steps": steps, **more, "optimizer": {"warmup_steps": 2}}))
+
+    write_checkpoint(folder, 20, plan(20))
+    with pytest.raises(BadInput, match=r"job\.steps = 40 \(the run has 20\).*schedule cosine.*--run\.extend true"):
+        folder.check_same_job(plan(40))
+    told = folder.check_same_job(plan(40), extend=True)
+    assert told is not None
+    assert "the steps from 4 to 20 had other learning rates" in told
+    rates = (learning_rate(Optimizer(warmup_steps=2), step, steps) for step, steps in ((19, 20), (20, 40)))
+    assert "step 20 had {:.3g}, step 21 has {:.3g}".format(*rates) in told
+    assert folder.check_same_job(plan(20), extend=True) is None
+    for other in (plan(40, seed=4), plan(10)):
+        with pytest.raises(BadInput, match=r"job\.(seed|steps) = "):
+            folder.check_same_job(other, extend=True)
 
 
 def test_two_runs_do_not_share_a_folder(folder: RunFolder) -> None:

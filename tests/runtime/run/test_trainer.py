@@ -29,6 +29,7 @@ from ahp.job import Job
 from ahp.plan import Parallelism, Plan
 from ahp.runtime.data.corpus import prepare
 from ahp.runtime.data.tokenizer import save_for_transformers
+from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.generate import Sampling, generate
@@ -112,6 +113,25 @@ def test_resumed_run_is_the_same_to_the_last_digit(text: Path, whole: Path, tmp_
     assert curve(folder) == curve(whole)
     weights = "hf/model.safetensors"
     assert (folder / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def test_extended_run_keeps_what_was_done_and_goes_on_with_the_longer_jobs_rates(
+    pool: Pool, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, warm = tmp_path / "run", {"warmup_steps": 1}
+    assert join(pool, plan(text, steps=HALF, optimizer=warm), folder) == ("done", 0, "")
+    before, longer = curve(folder), plan(text, steps=STEPS, optimizer=warm)
+    state, _, cause = join(pool, longer, folder)
+    assert state == "failed"
+    assert re.search(r"schedule cosine.*--run\.extend true", cause)
+    outcome = Trainer(longer, folder=folder, checkpoint_every=HALF, extend=True).run()
+    assert (outcome.status.state, outcome.status.step) == ("done", STEPS)
+    assert curve(folder)[:HALF] == before
+    rates = [m["learning_rate"] for m in RunFolder(folder).metrics()]
+    steps = (*((i, HALF) for i in range(HALF)), *((i, STEPS) for i in range(HALF, STEPS)))
+    assert rates == [learning_rate(longer.job.optimizer, *step) for step in steps]
+    assert "had other learning rates than such a job gives them" in capsys.readouterr().err
+    assert train(longer, folder).already_done, "its newest checkpoint is of the longer job"
 
 
 @pytest.mark.parametrize("parallelism", [SHARDED, SLICED, PIPED], ids=lambda p: p.short())

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from ahp.cluster.environment import COMPUTE
+from ahp.cluster.most_workers import refuse_workers
 from ahp.cluster.sense import physical_cores
 from ahp.runtime.ranks.environment import gpu_variables
 
@@ -50,8 +51,10 @@ def launch(module: str, arguments: Sequence[str], *, num_workers: int, log_folde
         The signal that asked for the stop, 0 for none.
 
     Raises:
+        BadInput: more workers than this machine carries.
         WorkersEnded: a worker exited with an error or was killed.
     """
+    refuse_workers(f"workers = {num_workers}", num_workers)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -203,18 +203,30 @@ class RunFolder:
 
     # the job
 
-    def check_same_job(self, plan: Plan) -> None:
+    def finished(self, job: Job) -> Status | None:
+        """The status of a run that has made all of the job's steps; None where something is left to do."""
+        status = self.status()
+        return status if status is not None and status.state == "done" and status.step == job.steps else None
+
+    def check_same_job(self, plan: Plan, *, extend: bool = False) -> str | None:
         """Refuse to continue a run under another convergence contract. The layout may differ, the job may not.
 
-        Raises BadInput that names every key that differs.
+        More steps change no step that was made under a schedule that does not look ahead. Under another, ``extend`` takes them all
+        the same: the steps that were made keep the rates that they had, and those to come have the rates of the longer job.
+
+        Returns what the user must know of that, None for nothing. Raises BadInput that names every key that differs.
         """
         if not self.checkpoints():
-            return
+            return None
         before = self.checkpoints()[-1].meta()
         before["job"] = _with_defaults(before["job"])
-        differ = []
-        if not _only_longer(before["job"], plan.job, before["step"]):
+        differ, told = [], None
+        if _same_but_steps(before["job"], plan.job, before["step"]):
+            told = _rates_that_differ(before["job"], plan.job, before["step"])
+        else:
             differ = list(_differences(before["job"], plan.job.model_dump(mode="json"), "job"))
+        if told is not None and not extend:
+            differ = [f"{told}; --run.extend true goes on with these from here on"]
         for key, now in (("init_from", plan.init_from), ("model", plan.model)):
             if before.get(key) != now:
                 differ.insert(0, f"{key} = {now!r} (the run has {before.get(key)!r})")
@@ -223,6 +235,21 @@ class RunFolder:
                 f"run.folder = {str(self.path)!r} holds a run of another job: {'; '.join(differ)}. "
                 "Start a new run with another --run.folder, or give the old values to continue this one"
             )
+        return told
+
+    def check_same_text(self, plan: Plan, fingerprint: str) -> None:
+        """Refuse to continue a run on other text. Raises BadInput."""
+        if saved := self.checkpoints():
+            refuse_other_text(saved[-1], plan, fingerprint)
+
+
+def refuse_other_text(checkpoint: Checkpoint, plan: Plan, fingerprint: str) -> None:
+    """Raises BadInput where the tokens are not those that the run was trained on before."""
+    if checkpoint.meta().get("data_fingerprint", fingerprint) != fingerprint:
+        raise BadInput(
+            f"job.data = {plan.job.data!r}: the text or its tokenizer has changed since step {checkpoint.step}; "
+            "give it back, or start a new run with another --run.folder"
+        )
 
 
 def _is_complete(path: Path) -> bool:
@@ -250,9 +277,21 @@ def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str) -> It
             yield f"{name} = {new!r} (the run has {old!r})"
 
 
-def _only_longer(before: dict[str, Any], now: Job, step: int) -> bool:
-    """Another number of steps changes no step that was made, where the learning rate of those is the same."""
-    if {**before, "steps": now.steps} != now.model_dump(mode="json") or now.steps < step:
-        return False
-    steps = (now.steps, before["steps"])
-    return all(len({learning_rate(now.optimizer, i, n) for n in steps}) == 1 for i in range(step))
+def _same_but_steps(before: dict[str, Any], now: Job, step: int) -> bool:
+    """Whether the number of steps alone differs, and leaves all steps that were made."""
+    return {**before, "steps": now.steps} == now.model_dump(mode="json") and now.steps >= step
+
+
+def _rates_that_differ(before: dict[str, Any], now: Job, step: int) -> str | None:
+    """In words, that steps which were made would have had other learning rates in the job as it is now; None where they would not."""
+    rates = [
+        [learning_rate(now.optimizer, i, steps) for i in range(step + 1)] for steps in (before["steps"], now.steps)
+    ]
+    if rates[0][:step] == rates[1][:step]:
+        return None
+    first = next(i for i in range(step) if rates[0][i] != rates[1][i])
+    return (
+        f"job.steps = {now.steps} (the run has {before['steps']}): under the schedule {now.optimizer.schedule} the steps from "
+        f"{first + 1} to {step} had other learning rates than such a job gives them: step {step} had {rates[0][step - 1]:.3g}, "
+        f"step {step + 1} has {rates[1][step]:.3g}"
+    )

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ahp.config import OnNan
-from ahp.errors import AhpError, BadInput
+from ahp.errors import AhpError
 from ahp.plan import Plan
 from ahp.runtime.data.prefetch import Prefetch
 from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.peak_memory import take_peak
 from ahp.runtime.ranks.ranks import Ranks
 from ahp.runtime.run.checkpoints import CannotWrite, Checkpoints, Saver
-from ahp.runtime.run.folder import RunFolder, Status
+from ahp.runtime.run.folder import RunFolder, Status, refuse_other_text
 from ahp.runtime.run.step_profile import StepProfile
 from ahp.runtime.run.stop_signal import StopRequest
 
@@ -183,12 +183,7 @@ class Loop:
         checkpoint = self.checkpoints.newest_whole()
         step = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
-            before = checkpoint.meta()["data_fingerprint"]
-            if before != self.data_fingerprint:
-                raise BadInput(
-                    f"job.data = {self.plan.job.data!r}: the text or its tokenizer has changed since step {step}; "
-                    "give it back, or start a new run with another --run.folder"
-                )
+            refuse_other_text(checkpoint, self.plan, self.data_fingerprint)
             self.parallel.load(checkpoint.path)
         if self.ranks.is_first:
             self.folder.truncate_metrics(step)

@@ -14,8 +14,6 @@ from typing import Any, get_args
 from ahp.config import COLLECTIVE_TIMEOUT_S, OnNan, Profile, checkpoint_interval
 from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.plan import Plan, validated
-from ahp.runtime.data.corpus import Corpus, prepare, read
-from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.files import is_full
 from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.device import DeviceType, device_for, idle_gpus, local_world_size
@@ -25,14 +23,13 @@ from ahp.runtime.ranks.ranks import is_joined
 from ahp.runtime.run import failure
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder, Status
-from ahp.runtime.run.progress import Display, following, progress, say
+from ahp.runtime.run.progress import Display, following, say
 from ahp.runtime.run.stop_signal import Stopped, StopRequest, stops_at_once
+from ahp.runtime.run.texts import Texts, prepare_texts
 from ahp.runtime.run.trackers import check
 from ahp.runtime.run.worker import WorkerSettings, run_rank
 
 WORKER = "ahp.runtime.run.worker"
-Texts = tuple[str, str | None]
-"""Folders of the tokenised text that is trained on, and of the held-out text where it is other text."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,8 @@ class Trainer:
     """Trains a plan in a folder; the same plan and folder again continue where the last complete checkpoint is.
 
     The layout may change between two starts, the job and the model may not. Under torchrun (its variables are set)
-    every rank makes its own Trainer and they join; otherwise ``run`` starts the workers on this node.
+    every rank makes its own Trainer and they join; otherwise ``run`` starts the workers on this node. ``texts``: of the plan's job,
+    where they are prepared already; ``extend``: see ``RunFolder.check_same_job``.
     """
 
     def __init__(
@@ -69,6 +67,8 @@ class Trainer:
         track: Sequence[str] = (),
         on_nan: OnNan = "stop",
         profile: Profile | dict[str, Any] | None = None,
+        extend: bool = False,
+        texts: Texts | None = None,
     ) -> None:
         """Every argument is the key of that name under ``run`` in config.yaml (docs/config.md). Raises BadInput for its values."""
         checkpoint_interval(checkpoint_every)
@@ -95,6 +95,7 @@ class Trainer:
         self.plan = plan
         self.folder = RunFolder(folder)
         self.track = tuple(track)
+        self.extend, self.texts = extend, texts
 
     def run(self) -> Outcome:
         """Train to the last step, or until SIGINT or SIGTERM, which end it with a checkpoint.
@@ -178,10 +179,10 @@ class Trainer:
     def _begin(self) -> Outcome | None:
         """Check the folder against the plan and write the plan into it; the outcome when nothing is left to do."""
         self.folder.create()
-        self.folder.check_same_job(self.plan)
-        status = self.folder.status()
-        if status is not None and status.state == "done" and status.step == self.plan.job.steps:
-            return Outcome(self.folder.path, status, already_done=True)
+        extended = self.folder.check_same_job(self.plan, extend=self.extend)
+        finished = self.folder.finished(self.plan.job)
+        if finished is not None:
+            return Outcome(self.folder.path, finished, already_done=True)
         with self.folder.held():
             failure.forget(self.folder)
             self.folder.take_notes()
@@ -192,6 +193,8 @@ class Trainer:
             self.folder.write_status(Status("running", step))
         if saved:
             say(f"continuing {self.folder.path} from step {step} of {self.plan.job.steps}")
+        if extended:
+            say(extended)
         return None
 
     def _start_workers(self, order: WorkerSettings) -> int:
@@ -232,9 +235,8 @@ class Trainer:
         return TrainingFailed(f"workers ended with exit codes {ended.exit_codes}; {logs}")
 
     def _order(self, device: DeviceType, texts: Texts) -> WorkerSettings:
-        corpus, validation = texts
         return WorkerSettings(
-            corpus=corpus, device=device, validation=validation, collective_timeout_s=self.collective_timeout_s,
+            corpus=texts.corpus, device=device, validation=texts.validation, collective_timeout_s=self.collective_timeout_s,
             track=self.track, **self.often, **self.settings,
         )  # fmt: skip
 
@@ -249,64 +251,20 @@ class Trainer:
 
         def seen() -> Texts:
             try:
-                for folder in found:
-                    if folder is not None:
-                        read(Path(folder), verify=False)
+                found.check()
             except BadInput:
-                return self._texts()
+                return prepare_texts(self.plan)
             return found
 
         return workers.done_by_all(seen)
 
     def _texts(self) -> Texts:
-        """The folders of the tokenised text and of the held-out one, checked against the job, so that nothing is refused after
-        the workers were started."""
-        from ahp.graph.models import build_model, is_masked
-        from ahp.runtime.data.batches import batches_for, validation_batches_for
-        from ahp.runtime.weights.pretrained import check_folder
-
-        job, module = self.plan.job, build_model(self.plan.model, device="meta")
-        masked = is_masked(module)
-        if self.plan.init_from is not None:
-            check_folder(self.plan.init_from, module)
-        corpus = self._prepared(job.data, masked, tokenizer_of(self.plan))
-        other = None
-        if isinstance(job.validation, str):
-            given = tokenizer_of(self.plan) or corpus.folder / "tokenizer.json"
-            other = self._prepared(job.validation, masked, given)
-        batches_for(job, corpus, masked=masked)
-        validation_batches_for(job, corpus, other, masked=masked)
-        return str(corpus.folder), None if other is None else str(other.folder)
-
-    def _prepared(self, data: str, masked: bool, tokenizer_file: Path | None) -> Corpus:
-        return prepare(
-            data,
-            vocabulary_size(self.plan.model),
-            field=self.plan.job.data_field,
-            masked=masked,
-            tokenizer_file=tokenizer_file,
-            say=say,
-            progress=progress,
-        )
+        """Checked against the job, so that nothing is refused after the workers were started."""
+        return self.texts or prepare_texts(self.plan)
 
     def _display(self) -> Display:
         forecast = self.plan.forecast
         return Display(steps=self.plan.job.steps, predicted_s=forecast.step_time_s if forecast is not None else None)
-
-
-def vocabulary_size(model: Any) -> int:
-    """Tokens that a model can embed: its config's ``vocab_size``, else the rows of its first embedding."""
-    from torch import nn
-
-    from ahp.graph.models import build_model, load_config
-
-    config = load_config(model)
-    if config is not None:
-        return config.get_text_config().vocab_size
-    for module in build_model(model, device="meta").modules():
-        if isinstance(module, nn.Embedding):
-            return module.num_embeddings
-    raise bad_input("model", model, "it has no nn.Embedding, so no text can be fed to it")
 
 
 def _nothing(record: dict[str, Any]) -> None:

@@ -1,0 +1,93 @@
+"""This machine as ``ahp train`` knows it: measured once, and kept for every run on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TextColumn
+
+from ahp.cluster import managers, sense
+from ahp.cluster.gpus import gpus
+from ahp.cluster.measure import DISTURBED, busy_share, is_busy, probe
+from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster
+from ahp.errors import BadInput
+
+FORMAT = 1
+"""Counts up when a probe measures something else, or otherwise: older measurements are never found then."""
+
+
+def measured(workers: int | None, run_folder: Path, cache: Path) -> Cluster:
+    """This machine with so many workers, None = all GPUs, else all cores: as it was measured before, or now.
+
+    What was measured beside other programs is measured again when they have gone.
+    """
+    count = workers or len(gpus()) or sense.physical_cores()
+    file = cache / "machines" / f"{_facts_hash(count)}.yaml"
+    known = _kept(file)
+    if known is not None and DISTURBED in known.source and not is_busy(busy_share()):
+        _say(f"other programs used the processor when {file} was measured, and do not now")
+        known = None
+    if known is not None:
+        _say(f"the machine as measured before: {known.source}; kept in {file} (delete it to measure again)")
+        return known
+    cluster = _probed(count, run_folder)
+    _keep(cluster, file)
+    return cluster
+
+
+def _facts_hash(workers: int) -> str:
+    """Of all that makes a measurement that of another machine, or of another way to measure."""
+    facts = {
+        "format": [FORMAT, CLUSTER_SCHEMA_VERSION],
+        "cpu": sense.cpu_name(),
+        "cores": sense.physical_cores(),
+        "memory_gib": round(sense.memory_limit_bytes() / 2**30),
+        "gpus": [[gpu.name, gpu.memory_bytes] for gpu in gpus()],
+        "nodes": managers.num_nodes(),
+        "workers": workers,
+        "torch": version("torch"),
+    }
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def _kept(file: Path) -> Cluster | None:
+    try:
+        return Cluster.load(file) if file.exists() else None
+    except BadInput as error:
+        _say(f"the machine is measured again: {error}")
+        return None
+
+
+def _keep(cluster: Cluster, file: Path) -> None:
+    """Written aside, under a name of this process alone: two runs may start at once."""
+    aside = file.with_name(f"{file.stem}.{os.getpid()}.yaml")
+    try:
+        cluster.save(aside)
+        aside.replace(file)
+    except OSError as error:
+        _say(f"the measurement is not kept for other runs: {file}: {error.strerror}")
+    else:
+        _say(f"kept for every run on this machine: {file}")
+
+
+def _probed(workers: int, run_folder: Path) -> Cluster:
+    _say("probing the machine, once; half a minute")
+    bar = Progress(BarColumn(bar_width=24), TextColumn("probing: {task.description}"), transient=True)
+    bar.console.stderr = True
+    with bar:
+        task = bar.add_task("this machine", total=1.0)
+        return probe(
+            quick=True,
+            workers=workers,
+            progress=lambda what, share: bar.update(task, description=what, completed=share),
+            folder=run_folder,
+        )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

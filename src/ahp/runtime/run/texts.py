@@ -1,0 +1,84 @@
+"""What a job is trained on, made ready, and checked against the job before anything else of a run starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ahp.errors import bad_input
+from ahp.plan import Plan
+from ahp.runtime.data.corpus import Corpus, prepare, read
+from ahp.runtime.data.tokenizer import tokenizer_of
+from ahp.runtime.run.progress import progress, say
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Tokenised text in the cache, the same for every layout."""
+
+    corpus: str
+    """Folder of what is trained on."""
+    validation: str | None
+    """Folder of the held-out text, where it is other text."""
+    fingerprint: str
+    """Of what is trained on: a run goes on with the same alone."""
+
+    def check(self) -> None:
+        """Raises BadInput where this node does not see them: its cache may be its own."""
+        for folder in (self.corpus, self.validation):
+            if folder is not None:
+                read(Path(folder), verify=False)
+
+
+def prepare_texts(plan: Plan) -> Texts:
+    """Tokenise the text of a plan's job, or find it in the cache. Of the plan its model, weights and job are looked at, not its layout.
+
+    Raises BadInput for all that would only be told by a worker: weights of another model, sequences longer than the model takes, text
+    that cannot be read, or is less than a batch.
+    """
+    from ahp.graph.models import build_model, is_masked
+    from ahp.graph.positions import refuse_longer
+    from ahp.runtime.data.batches import batches_for, validation_batches_for
+    from ahp.runtime.weights.pretrained import check_folder
+
+    job, module = plan.job, build_model(plan.model, device="meta")
+    refuse_longer(module, job.sequence_length)
+    masked = is_masked(module)
+    if plan.init_from is not None:
+        check_folder(plan.init_from, module)
+    corpus = _prepared(plan, job.data, masked, tokenizer_of(plan))
+    other = None
+    if isinstance(job.validation, str):
+        given = tokenizer_of(plan) or corpus.folder / "tokenizer.json"
+        other = _prepared(plan, job.validation, masked, given)
+    batches_for(job, corpus, masked=masked)
+    validation_batches_for(job, corpus, other, masked=masked)
+    return Texts(str(corpus.folder), None if other is None else str(other.folder), corpus.fingerprint)
+
+
+def _prepared(plan: Plan, data: str, masked: bool, tokenizer_file: Path | None) -> Corpus:
+    return prepare(
+        data,
+        vocabulary_size(plan.model),
+        field=plan.job.data_field,
+        masked=masked,
+        tokenizer_file=tokenizer_file,
+        say=say,
+        progress=progress,
+    )
+
+
+def vocabulary_size(model: Any) -> int:
+    """Tokens that a model can embed: its config's ``vocab_size``, else the rows of its first embedding."""
+    from torch import nn
+
+    from ahp.graph.models import build_model, load_config
+
+    config = load_config(model)
+    if config is not None:
+        return config.get_text_config().vocab_size
+    for module in build_model(model, device="meta").modules():
+        if isinstance(module, nn.Embedding):
+            return module.num_embeddings
+    raise bad_input("model", model, "it has no nn.Embedding, so no text can be fed to it")
