@@ -109,6 +109,19 @@ class AhpEngine(Engine):
         )
 
 
+def needs_masks(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:
+    """Why documents of one sequence are kept apart by masks under a plan, rather than by kernels that go by their lengths, whatever
+    the model and the device are; None = they need not be."""
+    if job.precision == "fp32":
+        return "FlashAttention computes in 16 bits, and job.precision is fp32"
+    if choice.attention != "flash":
+        return f"engine.attention is {choice.attention}"
+    if p.context_parallel_degree > 1 and p.context_parallel_method != "all-to-all":
+        method = "null" if p.context_parallel_method is None else p.context_parallel_method
+        return f"context_parallel_method is {method}: with all-to-all alone a rank has whole documents"
+    return None
+
+
 def _runs_again_what_is_read(job: Job, p: Parallelism, choice: EngineChoice) -> bool:
     """Whether full recompute leaves a block's last product out. Of a compiled block backward has in its graph what it reads, unless the
     block is several graphs (runtime/compute/compile.py): each of these is one operator to the checkpoint around them. Without, torch's

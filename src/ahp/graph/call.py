@@ -39,18 +39,26 @@ class Documents:
     masks: tuple[tuple[str | None, Sight], ...] = ()
     """What a token sees of its document, by the kind of layer as the model names it, or under None in every layer. Empty where the
     model makes its masks of positions that start again: then none is handed in, which would take the place of its own."""
+    starts: bool = False
+    """Whether it is handed where documents start in the place of masks, for attention that goes by the lengths of documents
+    (``ahp.graph.document_starts``)."""
 
     def arguments(self, position_ids: torch.Tensor) -> dict[str, Any]:
         """Keyword arguments of the model, ``position_ids`` [B, S] of each token the place in its document, from 0.
 
         A mask is bool [B, 1, S, S], true where a query sees a key: transformers hands such a one on to its blocks as it is, and of
-        several in a mapping each block its own.
+        several in a mapping each block its own. With ``starts`` it is bool [B, 1, 1, S], true at the first token of each document.
         """
         found: dict[str, Any] = {
             "position_ids": position_ids + self.first_position if self.first_position else position_ids
         }
         if not self.masks:
             return found
+        if self.starts:
+            first = position_ids == 0
+            first[:, 0] = True  # a document that began in the sequence before
+            masks = dict.fromkeys((kind for kind, _ in self.masks), first[:, None, None])
+            return {**found, "attention_mask": masks.get(None, masks)}
         document = (position_ids == 0).cumsum(1)
         same = document[:, :, None] == document[:, None, :]
         order = torch.arange(position_ids.shape[1], device=position_ids.device)

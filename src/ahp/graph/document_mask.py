@@ -44,28 +44,33 @@ def documents_apart(module: nn.Module, sequence_length: int) -> Documents:
     """
     parameters = inspect.signature(module.forward).parameters.keys()
     if not {"position_ids", "kwargs"} & parameters:
-        raise _refused("its forward takes no position_ids")
+        raise NotApart("its forward takes no position_ids")
     try:
-        probe = _Probe(module)
+        probe = Probe(module)
     except NoBlocks as error:
-        raise _refused(str(error)) from None
+        raise NotApart(str(error)) from None
     first = probe.first_position()
     documents = Documents(first)
     if (unmasked := probe.unmasked(documents)) is not None and "attention_mask" in parameters:
         documents = Documents(first, probe.own_masks(sequence_length))
         unmasked = probe.unmasked(documents)
     if unmasked is not None:
-        raise _refused(f"block {unmasked} is given no mask that hides other documents when positions start again")
+        raise NotApart(f"block {unmasked} is given no mask that hides other documents when positions start again")
     if not probe.restarts(documents):
-        raise _refused("its positions would be others than those of a document in a sequence of its own")
+        raise NotApart("its positions would be others than those of a document in a sequence of its own")
     return documents
 
 
-def _refused(reason: str) -> BadInput:
-    return bad_input("job.document_mask", True, f"the model cannot keep documents apart: {reason}", [False])
+class NotApart(BadInput):
+    """A model cannot keep documents apart, for a reason."""
+
+    def __init__(self, reason: str) -> None:
+        rule = f"the model cannot keep documents apart: {reason}"
+        super().__init__(str(bad_input("job.document_mask", True, rule, [False])))
+        self.reason = reason
 
 
-class _Probe:
+class Probe:
     """A copy of a model that runs up to its last block."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -78,7 +83,7 @@ class _Probe:
 
     def unmasked(self, documents: Documents) -> str | None:
         """A block that would see other documents."""
-        given = self._given(documents.arguments(self.positions))
+        given = self.given(documents.arguments(self.positions))
         for number in range(len(self.blocks)):
             if not any(_keeps_apart(tensor) for tensor in given.get(number, [])):
                 return f"{self.blocks.path}.{number}"
@@ -87,43 +92,52 @@ class _Probe:
     def own_masks(self, sequence_length: int) -> tuple[tuple[str | None, Sight], ...]:
         """What tokens see where nothing is hidden, as ``Documents.masks`` has it; empty where a block is given no mask at all.
 
-        transformers makes no mask where it need not. So a token is said to be padding, and looked at is who sees the others.
         Raises BadInput where a mask that is handed in would show more or less than these do.
+        """
+        sights = self.sights(sequence_length)
+        named = self.named(sights)
+        if len(named) > 1:
+            self._check_handed_on(named, sights, max(sequence_length, FEWEST_TOKENS))
+        return named
+
+    def sights(self, sequence_length: int) -> tuple[Sight, ...]:
+        """How far tokens see in each block; empty where a block is given no mask at all.
+
+        transformers makes no mask where it need not. So a token is said to be padding, and looked at is who sees the others.
+        Raises BadInput where they do not see equally far.
         """
         length = max(sequence_length, FEWEST_TOKENS)
         padding = length // 2
         padded = torch.ones(len(POSITIONS), length, dtype=torch.int64)
         padded[:, padding] = 0
-        given = self._given({"attention_mask": padded})
+        given = self.given({"attention_mask": padded})
         masks = [next((t for t in given.get(n, []) if _hides(t, padding)), None) for n in range(len(self.blocks))]
         found = {id(mask): _sight(mask, padding) for mask in masks if mask is not None}
-        if not masks or any(mask is None for mask in masks):
-            return ()
-        sights = [found[id(mask)] for mask in masks]
-        if len(set(sights)) == 1:
-            return ((None, sights[0]),)
-        self._check_handed_on(named := self._named(sights), sights, length)
-        return named
+        return () if any(mask is None for mask in masks) else tuple(found[id(mask)] for mask in masks)
 
-    def _named(self, sights: list[Sight]) -> tuple[tuple[str, Sight], ...]:
-        """By the names that the config has for kinds of layers."""
+    def named(self, sights: tuple[Sight, ...]) -> tuple[tuple[str | None, Sight], ...]:
+        """As ``Documents.masks`` has them: one for all blocks, or by the names that the config has for kinds of layers."""
+        if len(set(sights)) <= 1:
+            return tuple((None, sight) for sight in set(sights))
         kinds = getattr(getattr(self.model, "config", None), "layer_types", None) or ()
         pairs = set(zip(kinds, sights, strict=False))
         if len(kinds) != len(sights) or len({kind for kind, _ in pairs}) < len(pairs):
-            raise _refused(
+            raise NotApart(
                 f"{REPLACED}, which differ from block to block and have no names in its config (layer_types)"
             )
         return tuple(sorted(pairs))
 
-    def _check_handed_on(self, named: tuple[tuple[str, Sight], ...], sights: list[Sight], length: int) -> None:
+    def _check_handed_on(
+        self, named: tuple[tuple[str | None, Sight], ...], sights: tuple[Sight, ...], length: int
+    ) -> None:
         """Whether of a mapping of masks each block is given its own."""
         positions = torch.arange(length).expand(len(POSITIONS), -1) % (length // 2)
         arguments = Documents(masks=named).arguments(positions)
-        given, handed = self._given(arguments), arguments["attention_mask"]
+        given, handed = self.given(arguments), arguments["attention_mask"]
         own = {sight: handed[kind] for kind, sight in named}
         for number, sight in enumerate(sights):
             if not any(tensor is own[sight] for tensor in given.get(number, [])):
-                raise _refused(f"of masks by kind of layer block {self.blocks.path}.{number} is not given its own")
+                raise NotApart(f"of masks by kind of layer block {self.blocks.path}.{number} is not given its own")
 
     def first_position(self) -> int:
         """From where it counts of its own accord."""
@@ -148,10 +162,10 @@ class _Probe:
     def _looked_up(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
         """Which rows of its embeddings the model reads before its blocks."""
         with _LookUps() as found:
-            self._given(arguments)
+            self.given(arguments)
         return found.rows
 
-    def _given(self, arguments: dict[str, Any]) -> dict[int, list[torch.Tensor]]:
+    def given(self, arguments: dict[str, Any]) -> dict[int, list[torch.Tensor]]:
         """The tensors that each block is called with, by its number. Blocks hand on what the first was given."""
         given: dict[int, list[torch.Tensor]] = {}
 
@@ -175,7 +189,7 @@ class _Probe:
         except _Done:
             pass
         except Exception as error:
-            raise _refused(f"its forward fails on {list(ids.shape)} tokens: {type(error).__name__}: {error}") from error
+            raise NotApart(f"its forward fails on {list(ids.shape)} tokens: {type(error).__name__}: {error}") from error
         return given
 
 
@@ -250,7 +264,7 @@ def _hides(tensor: torch.Tensor, padding: int) -> bool:
 def _sight(mask: torch.Tensor, padding: int) -> Sight:
     """How far every token sees by a mask of one document in which one token is hidden. Raises BadInput where they do not see alike."""
     if mask.dtype != torch.bool:
-        raise _refused("its attention is not fused, and a mask is handed to scaled_dot_product_attention alone")
+        raise NotApart("its attention is not fused, and a mask is handed to scaled_dot_product_attention alone")
     length = mask.shape[-1]
     order = torch.arange(length)
     known = order != padding
@@ -259,7 +273,7 @@ def _sight(mask: torch.Tensor, padding: int) -> Sight:
     before, after = -int(far.min()), int(far.max())
     sight = Sight(before if before < length - 1 else None, after if after < length - 1 else None)
     if not bool((seen == sight.sees(ahead)).all()):
-        raise _refused(f"{REPLACED}, and by these tokens do not see equally far")
+        raise NotApart(f"{REPLACED}, and by these tokens do not see equally far")
     return sight
 
 

@@ -55,7 +55,7 @@ def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
     where = Where(EMBEDDING)
     run = FakeRun([])
     with ExitStack() as stack:
-        stack.enter_context(_in_training(subject.module))
+        stack.enter_context(in_training(subject.module))
         stack.enter_context(_others_pass_on(subject))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(as_on_data(document_mask=subject.documents is not None))
@@ -144,7 +144,8 @@ def _others_pass_on(subject: Subject) -> Iterator[None]:
 
 
 @contextmanager
-def _in_training(module: nn.Module) -> Iterator[None]:
+def in_training(module: nn.Module) -> Iterator[None]:
+    """Within, every part of the module is in training; then as it was."""
     modes = {part: part.training for part in module.modules()}
     module.train()
     try:

@@ -39,6 +39,7 @@ from ahp.runtime.ranks.preflight import Hosts, preflight
 from ahp.runtime.ranks.ranks import rank_device
 from ahp.runtime.run.nan_fault import find_fault
 from ahp.runtime.run.validation import evaluate
+from ahp.runtime.sequence.document_attention import DocumentAttention, document_attention
 from ahp.runtime.sequence.own_tokens import SequenceSharding
 from ahp.runtime.shard.buffers import Buffers
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
@@ -109,6 +110,13 @@ class Parallel:
         p = plan.parallelism
         blocks, balance = _blocks(module, p), balance_of(module)
         documents = documents_apart(module, plan.job.sequence_length) if plan.job.document_mask else None
+        self.documents: DocumentAttention | None = None
+        """What attends within documents by their lengths, None = masks, or there are none to keep apart."""
+        self.attention_reason = ""
+        """By what documents are kept apart, and why; empty where they are not."""
+        if documents is not None:
+            self.documents, self.attention_reason = document_attention(module, documents, plan, mesh.device)
+            documents = documents if self.documents is None else self.documents.documents
         found = _outline(module, plan, documents) if blocks and _needs_outline(plan) else None
         refuse_model(module, blocks, found, plan)
         path, num_layers = (blocks.path, len(blocks)) if blocks else (None, 0)
@@ -134,7 +142,18 @@ class Parallel:
         self.stages = {i: stages[i] for i in stages_of_rank(mesh.rank("pp"), p)}
         self.sharding = Sharding(mesh, p.zero_stage, plan.job.precision)
         prepare = StageSetup(
-            plan, mesh, self.names, self.sharding, path, num_layers, found, sliced, balance, self.tokens, start.streamed
+            plan,
+            mesh,
+            self.names,
+            self.sharding,
+            path,
+            num_layers,
+            found,
+            sliced,
+            balance,
+            self.tokens,
+            self.documents,
+            start.streamed,
         )
         for index, stage in self.stages.items():
             prepare(index, stage)
@@ -237,7 +256,12 @@ class Parallel:
         """
         rows = self.rows(len(global_batch["input_ids"]))
         part = slice(rows.start, rows.stop)
-        return {key: value[part].to(self.mesh.device, non_blocking=True) for key, value in global_batch.items()}
+        # Where documents start is read on the host too.
+        stay = () if self.documents is None else ("position_ids",)
+        return {
+            key: value[part] if key in stay else value[part].to(self.mesh.device, non_blocking=True)
+            for key, value in global_batch.items()
+        }
 
     def rows(self, num_rows: int) -> range:
         """Which rows of a global batch of so many are this rank's, for a reader that reads no others: replica by replica as many
@@ -352,6 +376,8 @@ class Parallel:
                 f"all must be [rows, sequence] with rows a multiple of micro_batch_size {size}; did you call parallel.shard(batch)?",
             )
         labels = found.pop("labels")
+        if self.documents is not None:
+            self.documents.make_room(part["position_ids"])
         return found, labels
 
     def memory_bytes(self) -> int:

@@ -24,6 +24,7 @@ from ahp.runtime.experts.dispatch import divide_experts
 from ahp.runtime.pipeline.cut import Stage, cut
 from ahp.runtime.pipeline.weight_gradients import WeightGradients
 from ahp.runtime.ranks.mesh import Mesh
+from ahp.runtime.sequence.document_attention import DocumentAttention
 from ahp.runtime.sequence.own_tokens import SequenceSharding
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
 from ahp.runtime.shard.ownership import ParameterNames
@@ -72,6 +73,7 @@ class StageSetup:
     sliced: ModelSlicing | None
     balance: Balance | None
     tokens: SequenceSharding | None
+    documents: DocumentAttention | None
     streamed: bool
     """Whether parameters are on the meta device till they are cut."""
     splits: dict[str, Split] = field(default_factory=dict)
@@ -143,6 +145,9 @@ class StageSetup:
         if self.tokens is not None:
             for block in layers.values():
                 self.tokens.attend(block)
+        if self.documents is not None:  # around the above, whose attention of whole sequences it then is
+            for number, block in layers.items():
+                self.documents.attend(block, number)
         for block in again:
             if compiles and kind == "full":
                 in_full.recompute_outside(block, stage.forward_context)

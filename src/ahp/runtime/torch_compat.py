@@ -147,6 +147,30 @@ def fused_attention(
     return names.get(found, "math")
 
 
+def attention_of_lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    window: tuple[int | None, int | None],
+    scale: float | None,
+) -> torch.Tensor:
+    """FlashAttention of sequences of several lengths, on a GPU. q [tokens, H, D], k and v [tokens, G, D], one sequence after the other;
+    ``bounds`` int32 [sequences + 1]: where they begin and end. ``window``: so many tokens before and after itself each one sees, None = all.
+
+    torch.nn.attention.varlen calls the same operator, with other arguments in each release.
+    """
+    before, after = window
+    causal = before is None and after == 0
+    left, right = (None, None) if causal else (-1 if before is None else before, -1 if after is None else after)
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, bounds, bounds, longest, longest, 0.0, causal, False, scale=scale,
+        window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return out
+
+
 def allocate(module: nn.Module, device: torch.device) -> None:
     """Give meta tensors memory, not values, and move what is real to the device. Parameters that were tied come apart."""
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))

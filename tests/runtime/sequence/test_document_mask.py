@@ -258,5 +258,6 @@ def test_a_batch_has_the_keys_that_the_job_asks_for(job: dict[str, Any], key: st
 
     parallel = Parallel.__new__(Parallel)  # looks at a batch before it asks any rank
     parallel.plan = Plan(job=Job.model_validate(job))
+    parallel._unlike, parallel._awaits_load = None, False
     with pytest.raises(BadInput, match=words):
         parallel.step({name: torch.zeros(1, 2) for name in ("input_ids", "labels", key)})

@@ -106,6 +106,8 @@ def _train(
     # Where there is a checkpoint the loop reads one, or raises where none is whole.
     resumes = ranks.from_first(bool(folder.checkpoints()) if ranks.is_first else None)
     parallel = parallelize(module, plan, device=ranks.device, initialize=not resumes)
+    if ranks.is_first and parallel.attention_reason:
+        print(f"job.document_mask: attention by {parallel.attention_reason}", flush=True)
     loop = Loop(
         parallel=parallel,
         batches=batches,

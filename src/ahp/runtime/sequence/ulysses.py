@@ -32,13 +32,14 @@ class InContext(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ATTENTION and not isinstance(
-            _query(args, kwargs), FakeTensor
+            query_of(args, kwargs), FakeTensor
         ):  # those are of a block that is traced
             return _attention(self.context, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _query(args: Any, kwargs: Any) -> torch.Tensor:
+def query_of(args: Any, kwargs: Any) -> torch.Tensor:
+    """The queries of a call of attention."""
     return args[0] if args else kwargs["query"]
 
 
