@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from ahp.errors import BadInput
 from ahp.runtime.compute.compile import CPU_COMPILERS
+from ahp.runtime.weights.allocate import initial_weights
 from tests.marks import cases
-from tests.runtime.averages import MICRO_BATCHES, How, averaging
+from tests.runtime.averages import MICRO_BATCHES, Average, How, averaging
 from tests.runtime.graphs import no_kernels
 from tests.runtime.models import JOB, batch
 from tests.runtime.restarts import Restart, check, stored
@@ -138,6 +141,25 @@ def buffers_from(rank: int, world: int, layout: dict[str, Any], folder: str) -> 
 
     parallel = parallelize(averaging("in place"), {"job": JOB, "parallelism": layout, "init_from": folder})
     return {name: buffer for stage in parallel.stages.values() for name, buffer in stage.model.named_buffers()}
+
+
+def test_buffers_that_no_rule_writes_are_refused_on_the_meta_device() -> None:
+    """They would start as what lay in memory."""
+    with torch.device("meta"):
+        module = averaging("in place")
+    with pytest.raises(BadInput, match=r"leaves out the buffers first, last, before.mean \(2\d in all\)"):
+        initial_weights(module, seed=0)
+    for part in module.modules():
+        if isinstance(part, Average):
+            part.reset_parameters = partial(reset, part, "mean", "count", "scratch")  # type: ignore[assignment]
+    module.reset_parameters = partial(reset, module, "first", "last")  # type: ignore[assignment]
+    initial_weights(module, seed=0)
+    assert all(buffer.count_nonzero() == 0 for buffer in module.buffers())
+
+
+def reset(module: nn.Module, *names: str) -> None:
+    for name in names:
+        module.get_buffer(name).zero_()
 
 
 @pytest.mark.slow

@@ -69,12 +69,13 @@ def load(folder: Path, plan: Plan) -> tuple[nn.Module, Tokenizer]:
 
     from ahp.graph.models import build_model
     from ahp.runtime.weights.allocate import allocate_on, materialize_buffers
+    from ahp.runtime.weights.hub_names import kept_buffers
     from ahp.runtime.weights.pretrained import Pretrained, fill_whole
 
     source = Pretrained(folder, "weights")
     module = build_model(plan.model, device="meta", attention=plan.engine.attention)
     device = _device_with_room(sum(p.numel() * p.element_size() for p in module.parameters()))
-    materialize_buffers(module)
+    materialize_buffers(module, {name for name, _ in kept_buffers(module)})
     allocate_on(module, device)  # without values, all of which are read
     fill_whole(module, source)
     return module.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import nn
 
@@ -26,29 +28,55 @@ def initial_weights(module: nn.Module, *, seed: int) -> InitialWeights:
     """What the parameters of a meta module start from; it gets its buffers (rotary tables, masks), in place, and no more.
 
     A transformers model is initialised by its own rules, another by ``reset_parameters`` of its modules. Raises BadInput when
-    some module has parameters and no way to initialise them.
+    some module has parameters or buffers and no way to initialise them.
     """
-    _allocate_buffers(module)
+    empty = _allocate_buffers(module)
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), name)
     without = [p for p in module.parameters() if p.is_meta]
     if not is_hub_model(module):
         _refuse_without_rule(module)
-    return InitialWeights(names, without, seed, lambda: initialize(module))
+    found = InitialWeights(names, without, seed, lambda: initialize(module))
+    _refuse_unwritten(module, empty)
+    return found
 
 
-def materialize_buffers(module: nn.Module) -> None:
-    """Give a meta module its buffers, in place, by the same rules; its parameters stay without memory."""
-    _allocate_buffers(module)
+def materialize_buffers(module: nn.Module, given: Container[str]) -> None:
+    """Give a meta module its buffers, in place, by the same rules; its parameters stay without memory.
+
+    ``given``: names of buffers that get values from elsewhere. Raises BadInput when another is left without.
+    """
+    empty = _allocate_buffers(module)
     initialize(module)
+    _refuse_unwritten(module, {name: mark for name, mark in empty.items() if name not in given})
 
 
-def _allocate_buffers(module: nn.Module) -> None:
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
+Mark = tuple[torch.Tensor, int]
+"""A tensor, and how often it had been written."""
+
+
+def _allocate_buffers(module: nn.Module) -> dict[str, Mark]:
+    """Memory for buffers on the meta device, by name. A tensor that several modules have stays one."""
+    made: dict[int, torch.Tensor] = {}
+    found: dict[str, Mark] = {}
+    for path, child in module.named_modules():
+        for leaf, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
-                child._buffers[name] = torch.empty_like(buffer, device="cpu")
+                empty = made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+                child._buffers[leaf] = empty
+                found[f"{path}.{leaf}" if path else leaf] = empty, empty._version
+    return found
+
+
+def _refuse_unwritten(module: nn.Module, empty: dict[str, Mark]) -> None:
+    left = [name for name, (t, version) in empty.items() if module.get_buffer(name) is t and t._version == version]
+    if left:
+        raise BadInput(
+            f"module: its initialisation leaves out the buffers {', '.join(left[:3])} ({len(left)} in all), so that they would have no "
+            "values on the meta device; set them in reset_parameters() of their modules, or build the module with real weights, "
+            "alike on every rank"
+        )
 
 
 def allocate_on(module: nn.Module, device: torch.device) -> None:

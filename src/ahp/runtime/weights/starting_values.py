@@ -10,7 +10,7 @@ from torch import nn
 from ahp.plan import Plan
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.weights.allocate import initial_weights, is_meta, materialize_buffers
-from ahp.runtime.weights.hub_names import in_files
+from ahp.runtime.weights.hub_names import in_files, kept_buffers
 from ahp.runtime.weights.initial import fill_initial
 from ahp.runtime.weights.pretrained import Pretrained, fill
 
@@ -33,7 +33,8 @@ class StartingValues:
         self._stored = self._given.check(module, self.in_files) if self._given is not None else {}
         self._initial = None
         if self.streamed and (self._given is not None or not initialize):
-            materialize_buffers(module)
+            in_checkpoint = {name for name, _ in kept_buffers(module)} if not initialize else set()
+            materialize_buffers(module, {*self._stored, *in_checkpoint})
         elif self.streamed:
             self._initial = initial_weights(module, seed=plan.job.seed)
 
