@@ -25,7 +25,7 @@ from tests.runtime.run.test_trainer import plan
 from tests.runtime.run.test_trainer import text as text  # a fixture
 from tests.runtime.workers import free_port, place
 
-HEARTBEAT_S, SILENT_S = 0.05, 0.5
+HEARTBEAT_S, SILENT_S = 0.05, 2.0
 
 
 def together(work: Callable[[Preparation], Any], size: int = 3) -> list[Any]:
@@ -51,7 +51,7 @@ def test_the_first_decides_for_all_however_long_it_takes() -> None:
     def work(workers: Preparation) -> list[str]:
         def decide() -> str:
             assert workers.is_first
-            time.sleep(3 * SILENT_S)
+            time.sleep(1.2 * SILENT_S)
             return "the first's"
 
         return [workers.decided_by_first(decide), workers.decided_by_first(lambda: f"{workers.rank}")]
@@ -64,7 +64,7 @@ def test_none_goes_on_before_all_are_done() -> None:
 
     def work(workers: Preparation) -> int:
         def own() -> int:
-            time.sleep(workers.rank * SILENT_S)
+            time.sleep(0.6 * workers.rank * SILENT_S)
             done.append(workers.rank)
             return 10 * workers.rank
 
