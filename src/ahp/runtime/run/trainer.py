@@ -74,13 +74,13 @@ class Trainer:
         checkpoint_interval(checkpoint_every)
         if on_nan not in get_args(OnNan):
             raise bad_input("run.on_nan", on_nan, "there is no such value", get_args(OnNan))
-        profile = validated(Profile, profile, "run.profile") if isinstance(profile, dict) else profile
-        if profile is not None:
-            profile.check(plan.job.steps)
+        profiled: Profile | None = validated(Profile, profile, "run.profile") if isinstance(profile, dict) else profile
+        if profiled is not None:
+            profiled.check(plan.job.steps)
         self.settings: dict[str, Any] = {
             "checkpoint_every": checkpoint_every,
             "on_nan": on_nan,
-            "profile_steps": None if profile is None else profile.steps,
+            "profile_steps": None if profiled is None else profiled.steps,
         }
         self.often = {
             "keep": keep,
