@@ -90,6 +90,7 @@ class AhpEngine(Engine):
             keeps_whole_gradients=not every,
             reduce_copies=wrapped or parallelism.weight_replicas > 1,
             gathers_inputs_again=False,  # autograd keeps what the product read
+            ends_apart=True,  # runtime/shard/ends.py
             tensor_copies=True,  # runtime/tensor/collectives.py joins and cuts parts along the sequence
             recomputes_what_is_read=_runs_again_what_is_read(job, parallelism, choice),
             selective="beside_products",

@@ -42,6 +42,7 @@ from ahp.runtime.run.validation import evaluate
 from ahp.runtime.sequence.document_attention import DocumentAttention, document_attention
 from ahp.runtime.sequence.own_tokens import SequenceSharding
 from ahp.runtime.shard.buffers import Buffers
+from ahp.runtime.shard.ends import ends_of
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
 from ahp.runtime.shard.ownership import LocalParameters, ParameterNames, TiedParameters
 from ahp.runtime.shard.parameter_layout import ParameterLayout
@@ -154,6 +155,7 @@ class Parallel:
             self.tokens,
             self.documents,
             start.streamed,
+            ends_of(module, found),
         )
         for index, stage in self.stages.items():
             prepare(index, stage)
@@ -218,7 +220,7 @@ class Parallel:
         chunk, last = self.plan.engine.loss_chunk_tokens, self.stages.get(self.plan.parallelism.num_stages - 1)
         if chunk is not None and last is not None:
             assert found is not None, "refused for a model without blocks"
-            loss.tail = Tail(last.model, found, COMPUTE_DTYPE[self.plan.job.precision], chunk)
+            loss.tail = Tail(last.model, found, COMPUTE_DTYPE[self.plan.job.precision], chunk, last.head)
         return loss
 
     def _runner(self, found: Outline | None, vocabulary: bool) -> Accumulation | Pipeline:

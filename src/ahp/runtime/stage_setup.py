@@ -26,6 +26,7 @@ from ahp.runtime.pipeline.weight_gradients import WeightGradients
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.sequence.document_attention import DocumentAttention
 from ahp.runtime.sequence.own_tokens import SequenceSharding
+from ahp.runtime.shard.ends import GatheredOnce, units_of
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
 from ahp.runtime.shard.ownership import ParameterNames
 from ahp.runtime.tensor.slice import slice_module
@@ -76,6 +77,8 @@ class StageSetup:
     documents: DocumentAttention | None
     streamed: bool
     """Whether parameters are on the meta device till they are cut."""
+    ends: tuple[str, str] | None
+    """Paths of the embedding and the head, None where they are not apart from the rest."""
     splits: dict[str, Split] = field(default_factory=dict)
     """Parameters that are split over the tensor-parallel axis, and how."""
     experts: set[str] = field(default_factory=set)
@@ -92,7 +95,10 @@ class StageSetup:
         self._wrap_blocks(index, stage, layers)
         if self.streamed and not self.sharding.uses_fsdp:  # whose hooks sit on the parameters themselves
             allocate_on(stage, self.mesh.device)
-        self.sharding.apply(stage, list(layers.values()), experts)
+        embedding, head = units_of(stage.model, self.ends)
+        if head is not None and self.plan.engine.loss_chunk_tokens is not None:
+            stage.head = head = GatheredOnce(head)
+        self.sharding.apply(stage, list(layers.values()), experts, embedding, head)
         if self.streamed and self.sharding.uses_fsdp:
             allocate_on(stage, self.mesh.device)
 

@@ -18,6 +18,7 @@ from ahp.errors import BadInput
 from ahp.graph.call import call_model, logits_of
 from ahp.graph.outline import Outline
 from ahp.runtime.pipeline.cut import PassThrough, StageInput, StopForward, separate, stand_in_for, zeros_for
+from ahp.runtime.shard.ends import GatheredOnce
 from ahp.runtime.torch_compat import like_distributed, local_tensor
 from ahp.schedule.chunks import chunks
 
@@ -28,9 +29,17 @@ Score = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Tail:
     """What a model does after its blocks, token by token."""
 
-    def __init__(self, model: nn.Module, found: Outline, dtype: torch.dtype, chunk_tokens: int) -> None:
-        """``model``: of the last stage, ready to run: its forward then returns no more than hidden states of ``dtype``."""
-        self.model, self.chunk_tokens = model, chunk_tokens
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Outline,
+        dtype: torch.dtype,
+        chunk_tokens: int,
+        head: GatheredOnce | None = None,
+    ) -> None:
+        """``model``: of the last stage, ready to run: its forward then returns no more than hidden states of ``dtype``. ``head``: what
+        must be called around its head, if anything."""
+        self.model, self.chunk_tokens, self.head = model, chunk_tokens, head
         self.blocks = model.get_submodule(found.blocks_path)
         inside = {id(module) for module in self.blocks.modules()}
         self.outside = [module for module in model.modules() if id(module) not in inside]
@@ -40,7 +49,13 @@ class Tail:
             name: stand_in_for(_module(block), PassThrough(found.block_output)) for name, block in earlier
         }
         self.stand_ins[last[0]] = stand_in_for(_module(last[1]), self.received)
-        self.zero_embeddings = {} if found.shares_inputs else dict(_zero_embeddings(model, found, dtype))
+        zeros = {} if found.shares_inputs else dict(_zero_embeddings(model, found, dtype))
+        self.zero_embeddings = [
+            (parent._modules, name, child, zeros[child])
+            for parent in self.outside
+            for name, child in parent._modules.items()
+            if child in zeros
+        ]
         _module(last[1]).register_forward_hook(_stop)
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor, score: Score) -> torch.Tensor:
@@ -49,11 +64,14 @@ class Tail:
         def of_chunk(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
             return score(self._logits(x), wanted)
 
-        with self._alone():
+        def of_all(x: torch.Tensor) -> torch.Tensor:
             if torch.is_grad_enabled():
-                return _Chunked.apply(hidden, targets, self.chunk_tokens, of_chunk, *self._weights())  # type: ignore[no-any-return]
+                return _Chunked.apply(x, targets, self.chunk_tokens, of_chunk, *self._weights())  # type: ignore[no-any-return]
             parts = chunks(targets.shape[0], targets.shape[1], self.chunk_tokens)
-            return torch.stack([of_chunk(hidden[part], targets[part]) for part in parts]).sum()
+            return torch.stack([of_chunk(x[part], targets[part]) for part in parts]).sum()
+
+        with self._alone():
+            return of_all(hidden) if self.head is None else self.head(hidden, of_all)  # type: ignore[no-any-return]
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.received.value = hidden
@@ -78,18 +96,15 @@ class Tail:
     def _alone(self) -> Iterator[None]:
         """Within, the blocks pass on and hand in what was received, and embeddings give zeros."""
         blocks = dict(self.blocks._modules)
-        forwards = {module: module.__dict__.get("forward") for module in self.zero_embeddings}
         self.blocks._modules.update(self.stand_ins)
-        for module, nothing in self.zero_embeddings.items():
-            module.forward = nothing.forward
+        for siblings, name, _, nothing in self.zero_embeddings:
+            siblings[name] = nothing
         try:
             yield
         finally:
             self.blocks._modules.update(blocks)
-            for module, forward in forwards.items():
-                del module.forward
-                if forward is not None:  # tensor parallelism has put it there
-                    module.forward = forward
+            for siblings, name, module, _ in self.zero_embeddings:
+                siblings[name] = module
 
 
 class _Chunked(torch.autograd.Function):

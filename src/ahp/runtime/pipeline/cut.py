@@ -20,6 +20,7 @@ from ahp.graph.capture import tensor_leaves
 from ahp.graph.outline import Outline, block_input
 from ahp.runtime.experts.balance_loss import Routers
 from ahp.runtime.pipeline.weight_gradients import Deferring, WeightGradients
+from ahp.runtime.shard.ends import GatheredOnce
 from ahp.runtime.transformers_compat import consecutive_positions
 
 
@@ -38,6 +39,8 @@ class Stage(nn.Module):
         self.later: WeightGradients | None = None
         """Where the gradients of weights wait, under a schedule that splits the backward."""
         self.routers: Routers | None = None
+        self.head: GatheredOnce | None = None
+        """Around the head, where it runs on a few tokens at a time."""
         self.documents: Documents | None = None
         """How the model is told which tokens are one document, where the job masks documents."""
         self.after_blocks = ExitStack()

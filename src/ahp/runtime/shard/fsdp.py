@@ -56,35 +56,49 @@ class Sharding:
         self.units: list[FSDPModule] = []
         self._set_for_last: bool | None = None
 
-    def apply(self, root: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) -> None:
-        """Shard each block as a unit, then what is left of ``root``, and sum over replicas in the same units.
+    def apply(
+        self,
+        root: nn.Module,
+        blocks: list[nn.Module],
+        experts: list[nn.Module],
+        embedding: nn.Module | None = None,
+        head: nn.Module | None = None,
+    ) -> None:
+        """Shard each block as a unit, the embedding and the head, then what is left of ``root``, and sum over replicas in the same units.
 
         ``experts``: modules inside the blocks whose weights are divided over the ``ep`` axis, and sharded over the rest of
         the shard axis, each as a unit of its own.
         """
+        ends = [module for module in (embedding, head) if module is not None]
         if not self.uses_fsdp:
             if self.replicas is not None:
-                self.replicas.watch([*blocks, root])
+                self.replicas.watch([*blocks, *ends, root])
             return
-        alone: set[nn.Parameter] = set()
+        ignored: set[nn.Parameter] = set()
         if self._experts_are_alone():
-            alone = {parameter for module in experts for parameter in module.parameters()}
+            ignored = {parameter for module in experts for parameter in module.parameters()}
             experts = []
         for module in experts:
             self._shard_experts(module)
-        for module in [*blocks, root]:
-            keep_whole = self.zero_stage < 3 or module is root
-            # What the root is given is of the right type, but for the fp32 sums of the balance loss.
-            policy = replace(self.policy, cast_forward_inputs=module is not root)
+        for module in [*ends, *blocks, root]:
+            # The head's weights and those of the root are needed as soon as backward begins.
+            keep_whole = self.zero_stage < 3 or module in (head, root)
             fully_shard(
                 module,
                 mesh=self.fsdp_mesh,
-                mp_policy=policy,
+                # What the others are given is of the right type, but for the fp32 sums of the balance loss.
+                mp_policy=replace(self.policy, cast_forward_inputs=module in blocks),
                 reshard_after_forward=not keep_whole,
-                ignored_params=alone,
+                ignored_params=ignored,
             )
+            if module in ends:  # the root would take those that ``GatheredOnce`` is around
+                ignored |= set(module.parameters())
+        if isinstance(embedding, FSDPModule):
+            embedding.set_unshard_in_backward(False)  # which reads the token ids alone
+            # By default FSDP2 would gather what ran before it, which is the end of the micro-batch before.
+            embedding.set_modules_to_backward_prefetch([embedding])
         assert isinstance(root, FSDPModule)
-        for module in [*experts, *blocks, root]:
+        for module in [*experts, *ends, *blocks, root]:
             assert isinstance(module, FSDPModule)
             sum_gradients(module, self.replicas.start if self.replicas else None)
             self.units.append(module)
