@@ -108,7 +108,7 @@ def train_family(rank: int, world: int, name: str, technique: str) -> dict[str, 
     asked = TECHNIQUES[technique]
     plan = {"job": job_of(asked), "parallelism": asked.layout, "engine": {"compile": asked.compiled}}
     with no_kernels() if asked.compiled else nullcontext({}) as counted:
-        parallel = rehearse(BUILDERS[name](), validated(Plan, plan, "plan"))
+        parallel = rehearse(BUILDERS[name](), validated(Plan, plan, "plan"), torch.device("cpu"))
         results = [parallel.step(parallel.shard(batch(step))) for step in range(STEPS)]
         graphs = counted.get("unique_graphs", 0)
     return {

@@ -149,7 +149,7 @@ def parallel_of(model: str, layout: dict[str, Any], engine: dict[str, Any]) -> A
 
     job = {**JOB, "precision": "fp8", "optimizer": {**OPTIMIZER, "learning_rate": RATE}}
     plan = validated(Plan, {"job": job, "parallelism": layout, "engine": engine}, "plan")
-    return rehearse(BUILDERS[model](), plan)
+    return rehearse(BUILDERS[model](), plan, torch.device("cpu"))
 
 
 def steps_from(
