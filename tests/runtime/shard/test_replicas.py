@@ -89,3 +89,16 @@ def test_a_parameter_without_a_gradient_stays_without(group: dist.ProcessGroup) 
         for name, p in plain.named_parameters():
             assert torch.equal(gradients[name], p.grad)
         own.zero_grad()
+
+
+def test_a_gradient_that_is_asked_for_fills_no_bucket(group: dist.ProcessGroup) -> None:
+    """As the loss in chunks asks for that of each chunk, in the forward pass of the last micro-batch."""
+    own = model()
+    replicas = Replicas(group)
+    replicas.watch([own])
+    replicas.armed = True
+    weights = list(own.parameters())
+    for _ in range(3):
+        torch.autograd.grad(own(torch.randn(4, 8)).sum(), weights)
+    assert [bucket.num_ready for bucket in replicas.buckets] == [0]
+    assert not replicas.pending

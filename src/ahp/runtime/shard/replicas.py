@@ -11,8 +11,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node
 
 from ahp.runtime.torch_compat import like_distributed, local_tensor
+
+Gradients = tuple[torch.Tensor, ...]
+"""Of one parameter, as autograd hands it to a node: one tensor."""
 
 
 class Bucket:
@@ -73,6 +77,17 @@ class Bucket:
         self.num_ready, self.flat, self.parts = 0, None, []
 
 
+def accumulation_of(parameter: nn.Parameter) -> Node:
+    """The node of autograd's that adds to ``parameter.grad``. A hook on the parameter itself would run for ``torch.autograd.grad`` too,
+    by which the loss in chunks makes the gradient of each chunk."""
+    with torch.enable_grad():
+        view = parameter.expand_as(parameter)
+    assert view.grad_fn is not None
+    node = view.grad_fn.next_functions[0][0]
+    assert node is not None
+    return node
+
+
 class Replicas:
     """The replicas of one rank's parameters, and the sums that are under way."""
 
@@ -81,6 +96,8 @@ class Replicas:
         self.armed = False
         """Whether the backward that runs is the last of the step: gradients of earlier micro-batches stay here."""
         self.buckets: list[Bucket] = []
+        self.accumulations: list[Node] = []
+        """Autograd keeps such a node only as long as a graph has it, and its hooks with it."""
         self.pending: list[dist.Work] = []
 
     def watch(self, units: list[nn.Module]) -> None:
@@ -93,17 +110,19 @@ class Replicas:
                 bucket = Bucket(own)
                 self.buckets.append(bucket)
                 for number, parameter in enumerate(own):
-                    parameter.register_hook(self._hook(bucket, number))
+                    accumulation = accumulation_of(parameter)
+                    accumulation.register_prehook(self._hook(bucket, number))
+                    self.accumulations.append(accumulation)
 
-    def _hook(self, bucket: Bucket, number: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        def before_accumulation(gradient: torch.Tensor) -> torch.Tensor | None:
+    def _hook(self, bucket: Bucket, number: int) -> Callable[[Gradients], Gradients | None]:
+        def before_accumulation(gradients: Gradients) -> Gradients | None:
             if not self.armed:
                 return None
-            kept = bucket.take(number, gradient)
+            kept = bucket.take(number, gradients[0])
             if bucket.is_full():
                 assert bucket.flat is not None
                 self.start(bucket.flat)
-            return kept
+            return (kept,)
 
         return before_accumulation
 
