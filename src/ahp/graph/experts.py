@@ -24,24 +24,31 @@ def num_stacked(module: nn.Module) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-@torch.library.custom_op("ahp::experts", mutates_args=())
-def experts(
+# ``custom_op`` and ``register_fake`` would look for the source of their caller in every module there is, at each start.
+torch.library.define(
+    "ahp::experts", "(Tensor tokens, Tensor chosen, Tensor weights, str path, bool is_summand) -> Tensor"
+)
+
+
+@torch.library.impl("ahp::experts", "Meta")
+def _like_tokens(
     tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, path: str, is_summand: bool
 ) -> torch.Tensor:
-    """Stands in a traced block for the call of the experts at ``path``, tokens [T, H] -> [T, H]: it is never run.
-
-    ``is_summand``: whether a tensor-parallel rank, which has a part of each expert, gets a summand of the results.
-    """
-    raise NotImplementedError("ahp::experts: for graphs alone")
-
-
-@experts.register_fake
-def _(tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, path: str, is_summand: bool) -> torch.Tensor:
     return torch.empty_like(tokens)
 
 
 EXPERTS = torch.ops.ahp.experts.default
-"""As it stands in a graph."""
+"""Stands in a traced block for the call of the experts at ``path``, tokens [T, H] -> [T, H]: it is never run.
+
+``is_summand``: whether a tensor-parallel rank, which has a part of each expert, gets a summand of the results.
+"""
+
+
+def experts(
+    tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, path: str, is_summand: bool
+) -> torch.Tensor:
+    """The operator, called."""
+    return EXPERTS(tokens, chosen, weights, path, is_summand)  # type: ignore[no-any-return]
 
 
 class Watch:

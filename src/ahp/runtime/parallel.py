@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ from ahp.runtime.stage_setup import StageSetup, cut_stages
 from ahp.runtime.step_result import StepResult
 from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.alike import first_unlike
+from ahp.runtime.weights.hub_names import InFiles, in_files, shapes_of
 from ahp.runtime.weights.starting_values import StartingValues
 from ahp.search.slicing.model import ModelSlicing, slice_outline
 
@@ -133,8 +135,7 @@ class Parallel:
         matrices = matrices_of(module, plan.job.optimizer)
         start = StartingValues(module, plan, initialize=initialize)
         self._awaits_load = start.streamed and not initialize
-        self.in_files = start.in_files
-        """How transformers writes each parameter."""
+        self._shapes = shapes_of(module)
         real = not start.streamed and plan.init_from is None
         self._unlike = first_unlike(module, mesh.device) if real else None
         """A parameter that ranks built unlike, until weights are loaded."""
@@ -412,6 +413,11 @@ class Parallel:
     def skip_to(self, step: int) -> None:
         """Count the steps before this one, from 0, as done: the next one is this, with its learning rate and random numbers."""
         self.state.num_steps_done = step
+
+    @cached_property
+    def in_files(self) -> dict[str, InFiles]:
+        """How transformers writes each parameter. Asked for where it is needed: it takes longer than all else of a small model's start."""
+        return in_files(next(iter(self.stages.values())).model, self._shapes)
 
     def export_hf(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write the weights as safetensors under the hub's names, and config.json where there is one. Collective.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from ahp.graph.capture import TensorLike
 from ahp.plan import Parallelism
@@ -18,6 +16,9 @@ from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.shard.fsdp import Sharding
 from ahp.runtime.torch_compat import accumulate_in_reduce_dtype
 from ahp.schedule.patterns import stage_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 Inputs = dict[str, torch.Tensor]
 """What a model is called with, int64 [rows, sequence]: ``input_ids``, and ``position_ids`` where the job masks documents."""
@@ -67,6 +68,8 @@ class Pipeline:
     ) -> None:
         """``hidden``: what passes between stages; ``outputs``: what the last one gives to the loss. Both beside the sums of the
         balance loss, where there is one."""
+        from torch.distributed.pipelining.schedules import get_schedule_class  # which no other layout waits for
+
         p = parallelism
         self.stages, self.num_stages, self.loss, self.mesh = stages, p.num_stages, loss, mesh
         self.kind = get_schedule_class(p.pipeline_parallel_schedule)
@@ -110,6 +113,8 @@ class Pipeline:
         return torch.zeros((), device=self.mesh.device)
 
     def _schedule(self, num_micro_batches: int) -> Any:
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
         stages = [self._stage(index) for index in sorted(self.stages)]
         held: Any = stages[0] if issubclass(self.kind, PipelineScheduleSingle) else stages
         # The loss is a sum over the global number of tokens: dividing by the micro-batches again would be wrong.
@@ -117,6 +122,8 @@ class Pipeline:
 
     def _stage(self, index: int) -> PipelineStage:
         """With all shapes given, so that torch need not run the stage on made-up data to find them."""
+        from torch.distributed.pipelining import PipelineStage
+
         last = index == self.num_stages - 1
         shape = self.hidden.shape
         ids = torch.empty(self.ids, dtype=torch.int64, device="meta")

@@ -46,13 +46,22 @@ def as_it_is(name: str, shape: tuple[int, ...]) -> InFiles:
     return InFiles(shape, (piece,))
 
 
-def in_files(module: nn.Module) -> dict[str, InFiles]:
+Shapes = dict[str, tuple[int, ...]]
+"""Of each parameter and kept buffer of a whole module, by the first of its names."""
+
+
+def shapes_of(module: nn.Module) -> Shapes:
+    """Of a module that is whole."""
+    return {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *kept_buffers(module))}
+
+
+def in_files(module: nn.Module, shapes: Shapes | None = None) -> dict[str, InFiles]:
     """Of each parameter and kept buffer, by the first of its names, how ``save_pretrained`` would write it.
 
-    What is no block of one parameter there (rows in another order, say), and every parameter of a module that is not of
+    ``shapes``: of the whole, where ``module`` is a part of it. It takes transformers a while, so ask where it is needed. What is no block of one parameter there (rows in another order, say), and every parameter of a module that is not of
     transformers, is as the module has it.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *kept_buffers(module))}
+    shapes = shapes_of(module) if shapes is None else shapes
     found = {name: as_it_is(name, shape) for name, shape in shapes.items()}
     pieces: dict[str, list[Piece]] = {}
     for stored, (name, view) in _written(module, shapes).items():

@@ -27,10 +27,8 @@ class StartingValues:
         self._initialize = initialize
         self.streamed = is_meta(module)
         """Whether parameters get memory only once they are cut, so that no rank ever holds the whole model."""
-        self.in_files = in_files(module)
-        """How transformers writes the parameters, for the way back."""
         self._given = Pretrained(plan.init_from) if plan.init_from is not None else None
-        self._stored = self._given.check(module, self.in_files) if self._given is not None else {}
+        self._stored = self._given.check(module, in_files(module)) if self._given is not None else {}
         self._initial = None
         if self.streamed and (self._given is not None or not initialize):
             in_checkpoint = {name for name, _ in kept_buffers(module)} if not initialize else set()
