@@ -147,6 +147,12 @@ def fused_attention(
     return names.get(found, "math")
 
 
+gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""(output, input, group): the ranks' inputs, joined along dim 0. 2.13 renames it, and warns of the name of 2.11 and 2.12."""
+scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""(output, input, group): of the sum of the ranks' inputs, this rank's rows."""
+
+
 def attention_of_lengths(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ahp.runtime.tensor.collectives import cut_rows, cut_segments, join_rows
 from ahp.search.slicing.placement import Split
+from tests.runtime.workers import Pool
 
 SPLITS = {
     "rows": ((4, 6), Split(0, (4,))),
@@ -53,6 +55,25 @@ def test_what_lies_as_a_collective_takes_it_is_not_copied(case: str) -> None:
     rows = cut_rows(whole, split, 2)
     assert rows.data_ptr() == whole.data_ptr()
     assert join_rows(rows, split, 2).data_ptr() == whole.data_ptr()
+
+
+def gather_and_scatter(rank: int, world: int) -> list[torch.Tensor]:
+    """In each worker, where a warning of torch's is an error: what a rank gathers, and its part of the sum."""
+    import torch.distributed as dist
+
+    from ahp.runtime.tensor.collectives import _gathered, _part_of_sum
+
+    assert dist.group.WORLD is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        whole = _gathered(torch.full((2, 1, 3), float(rank)), Split(1, (world,)), dist.group.WORLD)
+        return [whole, _part_of_sum(whole, Split(1, (world,)), dist.group.WORLD)]
+
+
+def test_collectives_give_no_warning_of_what_torch_will_drop(pool: Pool) -> None:
+    for rank, (whole, part) in enumerate(pool.run(gather_and_scatter, 2)):
+        assert whole[:, :, 0].tolist() == [[0.0, 1.0]] * 2
+        assert part.tolist() == [[[2.0 * rank] * 3]] * 2
 
 
 def test_what_does_not_lie_so_is_copied_once() -> None:

@@ -67,6 +67,7 @@ def draw(rank: int, world: int, layout: dict[str, Any]) -> dict[str, Any]:
     from ahp.runtime.parallel import parallelize
 
     job = {**JOB, "optimizer": {**JOB["optimizer"], "learning_rate": 0.0, "weight_decay": 0.0}}
+    torch.manual_seed(0)  # ranks start from the same weights
     parallel = parallelize(Digits(), {"job": job, "parallelism": layout})
     seen: list[torch.Tensor] = []
     for stage in parallel.stages.values():

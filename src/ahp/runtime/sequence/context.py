@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ahp.plan import ContextMethod
+from ahp.runtime.torch_compat import gather_rows
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Context:
     def gathered(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """The whole of what the ranks have parts of; no gradient goes through. Collective."""
         rows = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
-        dist.all_gather_into_tensor(rows, part.contiguous(), group=self.group)
+        gather_rows(rows, part.contiguous(), group=self.group)
         return self.joined(list(rows.chunk(self.size)), dim)
 
     def neighbours(self) -> tuple[int, int]:

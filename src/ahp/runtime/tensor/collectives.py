@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ahp.runtime.torch_compat import gather_rows, scatter_sum
 from ahp.search.slicing.conversion import Step
 from ahp.search.slicing.placement import Split
 
@@ -98,14 +99,14 @@ class _Cut(torch.autograd.Function):
 
 def _gathered(x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
     rows = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(rows, x.contiguous(), group=group)
+    gather_rows(rows, x.contiguous(), group=group)
     return join_rows(rows, split, group.size())
 
 
 def _part_of_sum(x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
     rows = cut_rows(x, split, group.size())
     part = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
-    dist.reduce_scatter_tensor(part, rows, group=group)
+    scatter_sum(part, rows, group=group)
     return part
 
 
