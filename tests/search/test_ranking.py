@@ -47,7 +47,7 @@ def roomless(cluster: str, memory_bytes: int) -> Cluster:
 
 @pytest.mark.slow
 def test_the_best_is_the_best_of_every_legal_layout() -> None:
-    asked = problem(tiny(), "2x4xH100-SXM-80GB", JOB)
+    eager, asked = (problem(tiny(), "2x4xH100-SXM-80GB", JOB, None, {"compile": value}) for value in (False, True))
     priced = [(layout.model_copy(update={"zero_stage": 0}), asked.price(layout)) for layout in build(asked)]
     # Stages of ZeRO that cost the same are told once.
     told = {(layout, one.step_time_s, one.memory_reserved_bytes) for layout, one in priced if one.fits}
@@ -56,6 +56,8 @@ def test_the_best_is_the_best_of_every_legal_layout() -> None:
     found = [plan.forecast.step_time_s for plan in on_eight() if plan.forecast is not None]
     assert found == pytest.approx(times[: len(found)])
     assert len(found) == 10
+    assert on_eight().best.engine.compile is True
+    assert found[0] <= min(one.step_time_s for one in map(eager.price, build(eager)) if one.fits)
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
