@@ -33,6 +33,7 @@ from ahp.runtime.optimizer.loss_scale import LossScale
 from ahp.runtime.optimizer.muon import OwnedMatrices
 from ahp.runtime.optimizer.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
 from ahp.runtime.peak_memory import most_bytes
+from ahp.runtime.pipeline.cut import Stage
 from ahp.runtime.pipeline.schedules import Accumulation, Inputs, Pipeline, ranks_of_stages, stages_of_rank
 from ahp.runtime.ranks.device_order import check_device
 from ahp.runtime.ranks.mesh import Mesh, build_mesh
@@ -160,9 +161,20 @@ class Parallel:
         )
         for index, stage in self.stages.items():
             prepare(index, stage)
+        self.state = self._training_state(stages, prepare, start, matrices)
+        """What training changes."""
+        vocabulary = bool(sliced and sliced.vocabulary)
+        self.loss = self._loss(found, vocabulary, balance, causal=not is_masked(module))
+        self.runner = self._runner(found, vocabulary)
+        self.copies = {name: self._num_copies(name) for name in self.parameters}
+
+    def _training_state(
+        self, stages: list[Stage], prepare: StageSetup, start: StartingValues, matrices: frozenset[str]
+    ) -> TrainingState:
+        """This rank's parts of weights, with their values, and of optimizer states; ``stages``: of the whole pipeline."""
         local = LocalParameters([stage.model for stage in self.stages.values()], self.names)
         layout = ParameterLayout(
-            mesh,
+            self.mesh,
             self.names.shapes,
             prepare.splits,
             frozenset(prepare.experts),
@@ -173,24 +185,19 @@ class Parallel:
         self.bytes_read = start.fill(layout, buffers)
         """Of ``plan.init_from``, by this rank."""
         local.refresh_twins()
-        self.state = TrainingState(
+        return TrainingState(
             layout,
             local,
             self._optimizer(layout, matrices),
-            LossScale(plan.job.precision, mesh.device),
+            LossScale(self.plan.job.precision, self.mesh.device),
             self.stages,
             Buffers(
                 [stage.model for stage in stages],
                 {index: stage.model for index, stage in self.stages.items()},
-                mesh,
-                ranks_of_stages(p),
+                self.mesh,
+                ranks_of_stages(self.plan.parallelism),
             ),
         )
-        """What training changes."""
-        vocabulary = bool(sliced and sliced.vocabulary)
-        self.loss = self._loss(found, vocabulary, balance, causal=not is_masked(module))
-        self.runner = self._runner(found, vocabulary)
-        self.copies = {name: self._num_copies(name) for name in self.parameters}
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

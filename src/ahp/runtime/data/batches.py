@@ -180,7 +180,7 @@ def validation_batches_for(job: Job, corpus: Corpus, other: Corpus | None, *, ma
 def _first_held_out(job: Job, corpus: Corpus) -> int:
     """The token from which on a corpus is not trained on: where the last documents begin, by the share that the job holds out.
 
-    Where that share is no document, or is all of them, it is the last tokens.
+    Where that share is no document, or every document, the last tokens are held out.
     """
     count, size = len(corpus.starts), len(corpus.tokens)
     if not isinstance(job.validation, float):
