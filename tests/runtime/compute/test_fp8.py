@@ -162,7 +162,6 @@ def steps_from(
 ) -> list[tuple[float, float]]:
     """Runs in each worker: each step from given weights, with fp32 around the products, so that no rounding hides a scale."""
     from ahp.runtime.shard.fsdp import COMPUTE_DTYPE
-    from ahp.runtime.shard.parameter_layout import own_part
     from ahp.runtime.torch_compat import local_tensor
 
     in_fp32 = mock.patch.dict(COMPUTE_DTYPE, {"fp8": torch.float32})
@@ -171,7 +170,7 @@ def steps_from(
         found = []
         for step, whole in enumerate(weights):
             for name, parameter in parallel.parameters.items():
-                local_tensor(parameter.detach()).copy_(own_part(parallel, name, whole[name]))
+                local_tensor(parameter.detach()).copy_(parallel.state.layout.own_part(name, whole[name]))
             parallel.state.local.refresh_twins()
             result = parallel.step(parallel.shard(batch(step)))
             found.append((result.loss, result.grad_norm))

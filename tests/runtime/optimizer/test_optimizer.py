@@ -209,7 +209,7 @@ def held(rank: int, world: int, layout: dict[str, Any]) -> int:
 
     plan = {"job": {**JOB, "optimizer": "muon"}, "parallelism": layout}
     with mock.patch.object(muon, "HELD_ELEMENTS", HELD):
-        optimizer = parallelize(build_model(LLAMA, device="cpu"), plan).optimizer
+        optimizer = parallelize(build_model(LLAMA, device="cpu"), plan).state.optimizer
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, torch.no_grad():
             for _ in optimizer.muon.orthogonalized(lambda name: optimizer.momentum[name].clone()):
                 pass
