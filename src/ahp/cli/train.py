@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
     _refuse_short_keys(rest)
     arguments = tyro.cli(Arguments, args=rest, prog="ahp train", description=f"{__doc__}\n{config_help()}")
     overrides = given if arguments.config is not None else DEMO | given
-    with _told_in_status(lambda: _folder(arguments.config, overrides)):
+    with _refusal_in_status(lambda: _folder(arguments.config, overrides)):
         request = read_request(arguments.config, overrides)
         return train(request, arguments, command=" ".join(["ahp train", *argv]))
 
@@ -260,7 +260,7 @@ def _reason(error: Exception) -> str:
 
 
 @contextmanager
-def _told_in_status(folder: Any) -> Iterator[None]:
+def _refusal_in_status(folder: Any) -> Iterator[None]:
     """Leave the cause of a refusal in status.json, which launchers do not hide; a finished run keeps its own."""
     try:
         yield

@@ -141,20 +141,20 @@ class StageSetup:
         if self.balance is not None:
             stage.routers = Routers(stage.model, layers.values(), self.balance)
         some, kind = p.recomputed_layers(self.mesh.rank("dp_replicate")), p.activation_checkpoint
-        again = list(layers.values())[: None if some is None else some[index]]
+        recomputed = list(layers.values())[: None if some is None else some[index]]
         compiles, in_full = self.plan.engine.compile, FullRecomputeCompiler(stage.later)
         if compiles:
             plain = split_backward_compiler(stage.later)
             keeping = {"selective": selective_recompute_compiler(stage.later), "full": in_full}.get(kind, plain)
             for block in layers.values():
-                compile_block(block, keeping if block in again else plain)
+                compile_block(block, keeping if block in recomputed else plain)
         if self.tokens is not None:
             for block in layers.values():
                 self.tokens.attend(block)
         if self.documents is not None:  # around the above, whose attention of whole sequences it then is
             for number, block in layers.items():
                 self.documents.attend(block, number)
-        for block in again:
+        for block in recomputed:
             if compiles and kind == "full":
                 in_full.recompute_outside(block, stage.forward_context)
             elif not compiles and kind in ("selective", "full"):

@@ -179,6 +179,6 @@ def compile_block(block: nn.Module, compiler: Compiler = compiled) -> None:
     if isinstance(forward, SlicedForward):  # its graph is known already, collectives and all
         forward.compiler = compiler
     elif isinstance(forward, RouterOutputsTaken):  # what it keeps for later stays outside too
-        forward.telling = compiler(forward.telling)
+        forward.with_outputs = compiler(forward.with_outputs)
     else:
         block.forward = compiler(forward)  # type: ignore[method-assign]

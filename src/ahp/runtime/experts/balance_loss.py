@@ -61,7 +61,7 @@ class Balance:
 
 
 class Routers:
-    """Adds up what the routers of one stage say during a forward pass."""
+    """Adds up what the routers of one stage return during a forward pass."""
 
     def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], balance: Balance) -> None:
         """``blocks``: of the stage's ``model``, sliced if they are to be, and not yet compiled or made to recompute."""
@@ -73,12 +73,12 @@ class Routers:
             if not outputs:
                 continue
             if isinstance(block.forward, SlicedForward):
-                block.forward.tell(outputs, self._note)
+                block.forward.collect_router_outputs(outputs, self._collect)
             else:
-                block.forward = RouterOutputsTaken(WithRouterOutputs(block, outputs), self._note)  # type: ignore[method-assign]
+                block.forward = RouterOutputsTaken(WithRouterOutputs(block, outputs), self._collect)  # type: ignore[method-assign]
         assert not routers, "a router outside of the blocks would be left out"
 
-    def _note(self, logits: torch.Tensor) -> None:
+    def _collect(self, logits: torch.Tensor) -> None:
         if self._found is not None:  # not when a block runs again for its backward
             self._found.append(logits)
 

@@ -25,6 +25,7 @@ from ahp.runtime.peak_memory import take_peak
 from ahp.runtime.ranks.ranks import Ranks
 from ahp.runtime.run.checkpoints import CannotWrite, Checkpoints, Saver
 from ahp.runtime.run.folder import RunFolder, Status, refuse_other_text
+from ahp.runtime.run.garbage_collection import GarbageCollection
 from ahp.runtime.run.step_profile import StepProfile
 from ahp.runtime.run.stop_signal import StopRequest
 
@@ -146,6 +147,7 @@ class Loop:
         self.profile = StepProfile(
             self.settings.profile_steps, self.folder.profile_folder, self.ranks.rank, self.ranks.device
         )
+        self.garbage = GarbageCollection()
         self.rows = self.parallel.rows(self.plan.job.global_batch_size)
 
     def run(self) -> Status:
@@ -160,11 +162,12 @@ class Loop:
         self.checkpoints.started_at_s = self.ended_s = time.perf_counter()
         steps = self.plan.job.steps
         prefetch = Prefetch(self.batches, self.rows, num_steps=steps, device=self.ranks.device)
-        with prefetch, self.profile:
+        with prefetch, self.profile, self.garbage:
             while self.done < steps:
                 self._queue(prefetch)
                 self.due = self.due or self._is_multiple(self.settings.checkpoint_every)
                 self._read(left=0 if self._must_be_over() else self.steps_ahead)
+                self.garbage.after(self.done)
                 if self.stopped or self.due:  # as the steps that were just read say
                     self._read(left=0)
                 # Not the weights of a checkpoint once more: whether they are good the next step says.

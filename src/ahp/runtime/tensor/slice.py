@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves, weights_of
 from ahp.graph.outline import block_input
 from ahp.runtime.compute.fp8 import Fp8, InGraph
-from ahp.runtime.experts.router_outputs import WithRouterOutputs
+from ahp.runtime.experts.router_outputs import Collect, WithRouterOutputs
 from ahp.runtime.experts.sliced_experts import ExpertsPlaceholder, leave_out, splits_of_experts
 from ahp.runtime.tensor.collectives import cut_segments, cut_sequence, gather_sequence, sum_gradient, sum_over_ranks
 from ahp.runtime.tensor.rewrite import rewrite
@@ -170,7 +170,7 @@ class SlicedForward:
         """What the graph is run by, None = as it is."""
         self.experts: dict[str, tuple[ExpertsPlaceholder, nn.Module]] = {}
         """By their paths in the block, those that its graph calls, and what stands for them in it."""
-        self.note: Callable[[torch.Tensor], None] | None = None
+        self.collect: Collect | None = None
         self.places: dict[str, tuple[dict[str, Any], str]] = {}
         """Of each weight, the table of its module that holds it and its name there; looked up at the first call."""
 
@@ -178,12 +178,12 @@ class SlicedForward:
         """Work on parts of the sequence. ``first``, ``last``: whether this block begins or ends the row of them."""
         self.in_parts, self.first, self.last = True, first, last
 
-    def tell(self, outputs: dict[str, int], note: Callable[[torch.Tensor], None]) -> None:
-        """Give ``note``, at each call, what modules of the block return: in the rewritten graph they are not called.
+    def collect_router_outputs(self, outputs: dict[str, int], collect: Collect) -> None:
+        """Give ``collect``, at each call, what routers of the block return: in the rewritten graph they are not called.
 
         ``outputs``: by the path of a module in the block which of its outputs, if it has several.
         """
-        self.note = note
+        self.collect = collect
         self.template.forward = WithRouterOutputs(self.template, outputs)  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,10 +213,10 @@ class SlicedForward:
             called.module = module
         local = [w.to_local() if isinstance(w, DTensor) else w for w in weights.values()]
         out = pytree.tree_unflatten(program(local, activations), output_spec)
-        if self.note is None:
+        if self.collect is None:
             return out
-        for told in out[1]:
-            self.note(told)
+        for collected in out[1]:
+            self.collect(collected)
         return out[0]
 
     def _weights(self) -> dict[str, torch.Tensor]:

@@ -1,0 +1,41 @@
+"""Python's garbage collector, at the same steps on every rank.
+
+Left alone it runs when a rank has made so many objects, on each rank at another moment, and all others wait in the next collective.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Self
+
+EVERY_STEPS = 50
+"""As torchtitan's ``gc_freq`` (torchtitan/config/job_config.py): a step leaves few objects in cycles, and their tensors are kept until then."""
+
+
+class GarbageCollection:
+    """While this is open, garbage is collected after the first step and after every fiftieth, and at no other time.
+
+    What is there after the first step (modules, hooks, compiled code) stays until the end and is not looked through again. Where
+    the program has turned the collector off, or frozen objects itself, nothing is changed.
+    """
+
+    def __enter__(self) -> Self:
+        self.steers = gc.isenabled() and not gc.get_freeze_count()
+        self.began = False
+        if self.steers:
+            gc.disable()
+        return self
+
+    def after(self, step: int) -> None:
+        """``step``: as metrics.jsonl counts, from 1."""
+        if not self.steers or (self.began and step % EVERY_STEPS):
+            return
+        gc.collect()
+        if not self.began:
+            gc.freeze()
+        self.began = True
+
+    def __exit__(self, *error: object) -> None:
+        if self.steers:
+            gc.unfreeze()
+            gc.enable()
