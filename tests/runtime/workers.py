@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
+import psutil
+
 from ahp.runtime.ranks.launch import WorkersEnded
 from benchmarks import workers
 
@@ -49,3 +51,10 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def listened_on() -> set[str]:
+    """ADDRESS:PORT of every TCP socket that this process or one that it has started waits for connections on."""
+    this = psutil.Process()
+    found = [each.net_connections("tcp") for each in (this, *this.children(recursive=True))]
+    return {f"{one.laddr.ip}:{one.laddr.port}" for each in found for one in each if one.status == psutil.CONN_LISTEN}

@@ -25,6 +25,7 @@ from ahp.runtime.run import failure
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.texts import vocabulary_size
 from ahp.runtime.run.trainer import Trainer
+from tests.runtime.workers import listened_on
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -82,16 +83,23 @@ def test_end_of_the_worker_that_failed_is_told(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_wish_to_stop_reaches_every_worker(module: str, tmp_path: Path, number: signal.Signals) -> None:
+    addresses: set[str] = set()
+
     def stop_when_all_run() -> None:
         while not all((tmp_path / f"{rank}.json").exists() for rank in range(2)):
             time.sleep(0.05)
+        addresses.update(listened_on() - others)
         os.kill(os.getpid(), number)
 
-    before = signal.getsignal(number)
+    others, before = listened_on(), signal.getsignal(number)
     threading.Thread(target=stop_when_all_run, daemon=True).start()
     assert start(module, tmp_path, "wait") == number
     assert (tmp_path / "stopped-0").read_text() == (tmp_path / "stopped-1").read_text() == str(int(signal.SIGTERM))
     assert signal.getsignal(number) == before
+    assert {address.rpartition(":")[0] for address in addresses} == {
+        "127.0.0.1"
+    }  # of the store that workers find each other by
+    assert listened_on() <= others
 
 
 @pytest.mark.parametrize(("work", "code", "told"), [("0", 0, ""), ("1 // 0", 1, "ZeroDivisionError")])

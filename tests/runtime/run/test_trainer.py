@@ -36,7 +36,7 @@ from ahp.runtime.run.generate import Sampling, generate
 from ahp.runtime.run.trainer import Outcome, Trainer
 from tests.runtime import hanging
 from tests.runtime.weights.test_initial import Drawing
-from tests.runtime.workers import Pool, place
+from tests.runtime.workers import Pool, listened_on, place
 
 pytestmark = pytest.mark.slow
 
@@ -194,10 +194,12 @@ def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, t
 
 def test_killed_worker_is_told_and_the_next_start_goes_on(text: Path, tmp_path: Path) -> None:
     long = plan(text, SHARDED, steps=400)
-    killer = threading.Thread(target=kill_a_worker, args=(tmp_path / "run", 10), daemon=True)
+    addresses: set[str] = set()
+    killer = threading.Thread(target=kill_a_worker, args=(tmp_path / "run", 10, addresses), daemon=True)
     killer.start()
     with pytest.raises(TrainingFailed, match="was ended by SIGKILL after step"):
         train(long, tmp_path / "run", checkpoint_every=5)
+    assert {address.rpartition(":")[0] for address in addresses} == {"127.0.0.1"}
     folder = RunFolder(tmp_path / "run")
     status, saved = folder.status(), folder.checkpoints()[-1].step
     assert status is not None
@@ -215,11 +217,15 @@ def test_killed_worker_is_told_and_the_next_start_goes_on(text: Path, tmp_path: 
     assert again[:common] == before[:common]
 
 
-def kill_a_worker(folder: Path, after: int) -> None:
-    """Once a checkpoint of step ``after`` or later is whole, and steps behind it are measured. One is written beside the next steps."""
+def kill_a_worker(folder: Path, after: int, addresses: set[str]) -> None:
+    """Once a checkpoint of step ``after`` or later is whole, and steps behind it are measured. One is written beside the next steps.
+
+    ``addresses``: gets those that the run then listens on.
+    """
     run = RunFolder(folder)
     while not any(after <= saved.step < len(run.metrics()) - 1 for saved in run.checkpoints()[-1:]):
         time.sleep(0.02)
+    addresses |= listened_on()
     workers = [p for p in psutil.Process().children() if str(folder) in p.cmdline()]
     workers[-1].kill()
 

@@ -59,14 +59,15 @@ def launch(module: str, arguments: Sequence[str], *, num_workers: int, log_folde
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from ahp.runtime.ranks import rendezvous
+
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_workers,
         run_id=f"start-{int(time.time())}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
+        rdzv_backend=rendezvous.register(),
+        local_addr=rendezvous.LOOPBACK,
         max_restarts=0,
         monitor_interval=SECONDS_BETWEEN_POLLS,
         logs_specs=DefaultLogsSpecs(log_dir=str(log_folder), redirects=Std.ALL),
