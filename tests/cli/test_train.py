@@ -18,11 +18,12 @@ from ahp.errors import BadInput, HardwareMismatch
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan
 from ahp.report import page
+from ahp.run_files import Status
 from ahp.runtime.compute import compile
 from ahp.runtime.ranks import device
 from ahp.runtime.run import generate as generation
 from ahp.runtime.run import texts, trainer
-from ahp.runtime.run.folder import RunFolder, Status
+from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.generate import generate as from_checkpoint
 from ahp.runtime.run.texts import prepare_texts
 from tests.search.small import cpu_workers
@@ -161,7 +162,7 @@ def test_another_job_leaves_the_older_runs_files(plan_file: Path) -> None:
     old = Plan(job=Job(steps=STEPS, seed=5))
     old.save(run.plan_file)
     run.open_checkpoint(1)
-    run.commit_checkpoint(1, old.model_dump(mode="json", include={"job", "model"}), keep=1)
+    run.commit_checkpoint(1, old.model_dump(mode="json", include={"job", "model"}) | {"crc32": {}}, keep=1)
     assert main.main(args(plan_file)) == 2
     assert Plan.load(run.plan_file) == old
     status = run.status()
@@ -368,7 +369,7 @@ def test_what_needs_no_plan_is_told_before_the_machine_is_measured(
         run = RunFolder(tmp_path / "run")
         run.create()
         run.open_checkpoint(1)
-        meta = {"job": job.model_dump(mode="json"), "model": "tiny", "data_fingerprint": "another"}
+        meta = {"job": job.model_dump(mode="json"), "model": "tiny", "data_fingerprint": "another", "crc32": {}}
         run.commit_checkpoint(1, meta, keep=1)
     assert main.main(["train", *words]) == code
     out, err = capsys.readouterr()

@@ -143,13 +143,14 @@ def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Pr
     """
     from ahp.cli import train_plan
     from ahp.runtime.run.folder import RunFolder
+    from ahp.runtime.run.same_job import check_same_job
 
     folder, config = RunFolder(request.run.folder), request.config
     folder.create()
     wanted = request.plan or train_plan.without_layout(config or Config())
     if request.run.profile is not None:
         request.run.profile.check(wanted.job.steps)
-    folder.check_same_job(wanted, extend=request.run.extend)
+    check_same_job(folder, wanted, extend=request.run.extend)
     found = train_plan.earlier(config, folder, workers) if config is not None else None
     if folder.finished(wanted.job) is not None and (found or request.plan or workers is None):
         return Prepared(request.plan or found or Plan.load(folder.plan_file), None)

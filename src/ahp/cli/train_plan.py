@@ -52,6 +52,7 @@ def prepare(plan: Plan, config: Config | None, folder: RunFolder, workers: int |
         folder: where it is to be run.
         workers: ranks that are started already, None where this process will start them.
     """
+    from ahp.runtime.run.same_job import check_same_text
     from ahp.runtime.run.texts import prepare_texts
 
     if config is not None:
@@ -61,7 +62,7 @@ def prepare(plan: Plan, config: Config | None, folder: RunFolder, workers: int |
     if workers is None:
         _refuse_here(plan, config)
     texts = prepare_texts(plan)
-    folder.check_same_text(plan, texts.fingerprint)
+    check_same_text(folder, plan, texts.fingerprint)
     return texts
 
 

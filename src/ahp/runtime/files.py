@@ -17,12 +17,12 @@ def is_full(folder: Path) -> bool:
     return shutil.disk_usage(folder).free < FULL_DISK_BYTES
 
 
-def write_aside(path: Path, text: str) -> None:
+def write_aside(path: Path, content: str | bytes) -> None:
     """Replace a file in one stroke: a reader, or a crash, sees the old text or the new one."""
     aside = path.with_name(path.name + ".tmp")
     try:
-        with aside.open("w") as file:
-            file.write(text)
+        with aside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)

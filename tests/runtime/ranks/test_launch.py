@@ -145,7 +145,7 @@ def test_reason_comes_from_the_kill_then_the_failure_then_the_codes(folder: RunF
 
 
 def test_finished_run_is_left_alone(folder: RunFolder) -> None:
-    from ahp.runtime.run.folder import Status
+    from ahp.run_files import Status
 
     folder.write_status(Status("done", 10, None, 0))
     outcome = Trainer(Plan(job=Job(steps=10)), folder=folder.path).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from ahp.errors import BadInput
 from ahp.job import Job, Optimizer
 from ahp.plan import Plan
+from ahp.run_files import Status
+from ahp.runtime.files import crc32
 from ahp.runtime.optimizer.learning_rate import learning_rate
-from ahp.runtime.run.folder import RunFolder, Status
+from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.same_job import check_same_job
 
 
 @pytest.fixture
@@ -25,7 +29,8 @@ def write_checkpoint(folder: RunFolder, step: int, plan: Plan | None = None, kee
     plan = plan or Plan()
     aside = folder.open_checkpoint(step)
     (aside / "__0_0.distcp").write_bytes(b"x" * step)
-    meta = {"job": plan.job.model_dump(mode="json"), "model": plan.model}
+    checksums = {"__0_0.distcp": crc32(aside / "__0_0.distcp")}
+    meta = {"job": plan.job.model_dump(mode="json"), "model": plan.model, "crc32": checksums}
     return folder.commit_checkpoint(step, meta, keep).path
 
 
@@ -39,6 +44,7 @@ def test_status_reads_back_and_rubbish_is_no_status(folder: RunFolder) -> None:
         "step": 7,
         "cause": "the disk is full",
         "exit_code": 1,
+        "checkpoint": 0,
     }
     folder.status_file.write_text("{")
     assert folder.status() is None
@@ -54,6 +60,70 @@ def test_metrics_end_at_a_half_line_and_truncate_to_a_step(folder: RunFolder) ->
     folder.append_metrics({"step": 4, "loss": 0.5})
     assert [record["step"] for record in folder.metrics()] == [1, 2, 3, 4]
     assert folder.metrics()[2] == {"step": 3, "loss": 1 / 3}
+
+
+BAD_LINES = (b"3", b"\xff\xfe{", b'{"step": 3, "lo', b'{"step": "3"}', b'{"step": 3, "loss": "<b>"}', b"[" * 9999, b"")
+
+
+@pytest.mark.parametrize("bad", BAD_LINES)
+def test_a_damaged_line_of_metrics_costs_no_other(folder: RunFolder, bad: bytes) -> None:
+    lines = [json.dumps({"step": step, "loss": 1 / step}).encode() for step in range(1, 6)]
+    folder.metrics_file.write_bytes(b"\n".join([*lines[:2], bad, *lines[3:], b""]))
+    assert [record["step"] for record in folder.metrics()] == [1, 2, 4, 5]
+    assert folder.truncate_metrics(4) == 3
+    assert folder.metrics_file.read_bytes().splitlines() == [lines[0], lines[1], lines[3]]
+    assert folder.cut_metrics_file.read_bytes().splitlines() == [bad, lines[4]]
+
+
+# A run that has lost its checkpoints
+
+
+def lose(folder: RunFolder, how: str) -> None:
+    path = write_checkpoint(folder, 10)
+    folder.append_metrics({"step": 1, "loss": 9.0})
+    folder.write_status(Status("running", 10))
+    match how:
+        case "put away":
+            folder.put_away(folder.checkpoints()[0])
+        case "cut":
+            (path / "__0_0.distcp").write_bytes(b"x")
+        case "deleted":
+            shutil.rmtree(folder.checkpoints_folder)
+        case "status too":
+            shutil.rmtree(folder.checkpoints_folder)
+            folder.status_file.write_text("{")
+        case "of an earlier version":
+            shutil.rmtree(folder.checkpoints_folder)
+            folder.status_file.write_text('{"state": "failed", "step": 10, "cause": null, "exit_code": 1}')
+
+
+@pytest.mark.parametrize("how", ["put away", "cut", "deleted", "status too", "of an earlier version"])
+def test_a_run_whose_checkpoints_are_lost_never_begins_again(folder: RunFolder, how: str) -> None:
+    """The second start after a refused one began at step 0 and erased the metrics."""
+    lose(folder, how)
+    for _ in range(2):
+        with pytest.raises(
+            BadInput, match=r"no checkpoint of the run is whole.*another --run\.folder, or delete"
+        ) as told:
+            check_same_job(folder, Plan())
+        folder.write_status(Status("failed", 1, str(told.value), 2))  # as a start does
+    assert len(folder.metrics()) == 1
+
+
+def test_a_checkpoint_that_is_put_back_is_gone_on_from(folder: RunFolder) -> None:
+    lose(folder, "put away")
+    (folder.checkpoints_folder / "step-10.damaged").rename(folder.checkpoints_folder / "step-10")
+    assert check_same_job(folder, Plan()) is None
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again(folder: RunFolder) -> None:
+    folder.write_status(Status("running", 0))
+    folder.append_metrics({"step": 1, "loss": 9.0})
+    folder.open_checkpoint(10)
+    assert check_same_job(folder, Plan()) is None
+    assert folder.truncate_metrics(0) == 0
+    assert folder.metrics() == []
+    assert json.loads(folder.cut_metrics_file.read_text()) == {"step": 1, "loss": 9.0}
 
 
 def test_checkpoint_counts_only_when_committed(folder: RunFolder) -> None:
@@ -72,11 +142,22 @@ def test_newest_are_kept(folder: RunFolder) -> None:
     assert [c.step for c in folder.checkpoints()] == [20, 100]
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "no meta", "meta rubbish"])
+META_WITHOUT = ("step", "files", "job", "model", "crc32")
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "no meta", "meta rubbish", *META_WITHOUT, "a checksum", "[" * 9999])
 def test_damaged_checkpoint_is_passed_over(folder: RunFolder, damage: str) -> None:
     write_checkpoint(folder, 10)
     path = write_checkpoint(folder, 20)
-    if damage == "cut":
+    meta = json.loads((path / "meta.json").read_text())
+    if damage in META_WITHOUT:
+        del meta[damage]
+        (path / "meta.json").write_text(json.dumps(meta))
+    elif damage == "a checksum":
+        (path / "meta.json").write_text(json.dumps({**meta, "crc32": {}}))
+    elif damage.startswith("["):
+        (path / "meta.json").write_text(damage)
+    elif damage == "cut":
         (path / "__0_0.distcp").write_bytes(b"x")
     elif damage == "gone":
         (path / "__0_0.distcp").unlink()
@@ -85,26 +166,27 @@ def test_damaged_checkpoint_is_passed_over(folder: RunFolder, damage: str) -> No
     else:
         (path / "meta.json").write_text("[]")
     assert [c.step for c in folder.checkpoints()] == [10]
+    assert list(folder.incomplete()) == ["step-20"]
 
 
 def test_the_same_step_again_replaces_the_old_one(folder: RunFolder) -> None:
     write_checkpoint(folder, 10)
     aside = folder.open_checkpoint(10)
     (aside / "other").write_bytes(b"new")
-    folder.commit_checkpoint(10, {"job": {}, "model": "tiny"}, keep=3)
+    folder.commit_checkpoint(10, {"job": {}, "model": "tiny", "crc32": {"other": 0}}, keep=3)
     assert set(folder.checkpoints()[0].meta()["files"]) == {"other"}
 
 
 def test_another_layout_may_continue_another_job_may_not(folder: RunFolder) -> None:
     plan = Plan(job=Job(seed=3))
     write_checkpoint(folder, 10, plan)
-    folder.check_same_job(plan.model_copy(update={"parallelism": plan.parallelism.model_copy()}))
+    check_same_job(folder, plan.model_copy(update={"parallelism": plan.parallelism.model_copy()}))
     with pytest.raises(BadInput, match=r"job\.seed = 4 \(the run has 3\).*--run\.folder"):
-        folder.check_same_job(Plan(job=Job(seed=4)))
+        check_same_job(folder, Plan(job=Job(seed=4)))
     with pytest.raises(BadInput, match=r"job\.optimizer\.learning_rate = 0\.5"):
-        folder.check_same_job(Plan(job=Job(seed=3, optimizer=Optimizer(learning_rate=0.5))))
+        check_same_job(folder, Plan(job=Job(seed=3, optimizer=Optimizer(learning_rate=0.5))))
     with pytest.raises(BadInput, match=r"model = 'gpt2' \(the run has 'tiny'\)"):
-        folder.check_same_job(Plan(model="gpt2", job=Job(seed=3)))
+        check_same_job(folder, Plan(model="gpt2", job=Job(seed=3)))
 
 
 def test_a_run_of_before_a_key_came_goes_on(folder: RunFolder) -> None:
@@ -113,9 +195,9 @@ def test_a_run_of_before_a_key_came_goes_on(folder: RunFolder) -> None:
     written = json.loads(meta.read_text())
     del written["job"]["packing"]
     meta.write_text(json.dumps(written))
-    folder.check_same_job(Plan())
+    check_same_job(folder, Plan())
     with pytest.raises(BadInput, match=r"job\.packing = 'padded' \(the run has 'packed'\)"):
-        folder.check_same_job(Plan(job=Job(packing="padded")))
+        check_same_job(folder, Plan(job=Job(packing="padded")))
 
 
 @pytest.mark.parametrize(("schedule", "allowed"), [("constant", True), ("cosine", False), ("wsd", True)])
@@ -125,14 +207,14 @@ def test_more_steps_continue_only_what_does_not_look_ahead(folder: RunFolder, sc
 
     write_checkpoint(folder, 10, plan(20))
     if allowed:
-        folder.check_same_job(plan(40))
+        check_same_job(folder, plan(40))
         with pytest.raises(BadInput, match="model = 'gpt2'"):
-            folder.check_same_job(plan(40).model_copy(update={"model": "gpt2"}))
+            check_same_job(folder, plan(40).model_copy(update={"model": "gpt2"}))
     else:
         with pytest.raises(BadInput, match=r"job\.steps = 40"):
-            folder.check_same_job(plan(40))
+            check_same_job(folder, plan(40))
     with pytest.raises(BadInput, match=r"job\.steps = 5"):
-        folder.check_same_job(plan(5))
+        check_same_job(folder, plan(5))
 
 
 def test_more_steps_under_a_schedule_that_looks_ahead_are_asked_for(folder: RunFolder) -> None:
@@ -143,16 +225,16 @@ def test_more_steps_under_a_schedule_that_looks_ahead_are_asked_for(folder: RunF
 
     write_checkpoint(folder, 20, plan(20))
     with pytest.raises(BadInput, match=r"job\.steps = 40 \(the run has 20\).*schedule cosine.*--run\.extend true"):
-        folder.check_same_job(plan(40))
-    told = folder.check_same_job(plan(40), extend=True)
+        check_same_job(folder, plan(40))
+    told = check_same_job(folder, plan(40), extend=True)
     assert told is not None
     assert "the steps from 4 to 20 had other learning rates" in told
     rates = (learning_rate(Optimizer(warmup_steps=2), step, steps) for step, steps in ((19, 20), (20, 40)))
     assert "step 20 had {:.3g}, step 21 has {:.3g}".format(*rates) in told
-    assert folder.check_same_job(plan(20), extend=True) is None
+    assert check_same_job(folder, plan(20), extend=True) is None
     for other in (plan(40, seed=4), plan(10)):
         with pytest.raises(BadInput, match=r"job\.(seed|steps) = "):
-            folder.check_same_job(other, extend=True)
+            check_same_job(folder, other, extend=True)
 
 
 def test_two_runs_do_not_share_a_folder(folder: RunFolder) -> None:

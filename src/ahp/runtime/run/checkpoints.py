@@ -16,9 +16,10 @@ from torch.distributed.checkpoint import CheckpointException
 
 from ahp.errors import AhpError
 from ahp.plan import Plan
+from ahp.run_files import Status
 from ahp.runtime.files import is_full
 from ahp.runtime.ranks.ranks import Ranks
-from ahp.runtime.run.folder import Checkpoint, RunFolder, Status
+from ahp.runtime.run.folder import Checkpoint, RunFolder
 
 
 class Saver(Protocol):
@@ -67,8 +68,8 @@ class Checkpoints:
         """
         if self.ranks.is_first:
             self.folder.discard_unfinished()
-            for name in self.folder.incomplete():
-                self.folder.note(f"{name} is not complete and is passed over: a file of it is missing or cut")
+            for name, fault in self.folder.incomplete().items():
+                self.folder.note(f"{name} is not complete and is passed over: {fault}")
         found = self.ranks.from_first(self.folder.checkpoints() if self.ranks.is_first else None)
         for checkpoint in reversed(found):
             name = checkpoint.damaged_file(self.ranks.rank, self.ranks.size)
@@ -82,8 +83,8 @@ class Checkpoints:
                     f"it is put away as {place}, the one before is used")  # fmt: skip
         if found:
             raise DamagedCheckpoints(
-                f"run.folder = {str(self.folder.path)!r}: every checkpoint is damaged; give one back from a copy, or start "
-                "anew with another --run.folder"
+                f"run.folder = {str(self.folder.path)!r}: every checkpoint is damaged; put a whole copy of one into "
+                f"{self.folder.checkpoints_folder}, start anew with another --run.folder, or delete this folder"
             )
         return None
 

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ahp.errors import AhpError
-from ahp.runtime.run.folder import RunFolder, Status
+from ahp.run_files import Status
+from ahp.runtime.run.folder import RunFolder
 
 
 @dataclass(frozen=True)

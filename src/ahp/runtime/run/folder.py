@@ -10,27 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ahp.errors import BadInput
 from ahp.job import Job
-from ahp.plan import Plan
+from ahp.run_files import Status, read_metrics, read_record, read_saved_step, read_status
 from ahp.runtime.files import crc32, flush, write_aside
-from ahp.runtime.optimizer.learning_rate import learning_rate
-
-State = Literal["running", "done", "failed", "interrupted"]
-
-
-@dataclass(frozen=True)
-class Status:
-    """status.json: how far a run came, and why it stopped where it did."""
-
-    state: State
-    step: int
-    """Optimizer steps completed."""
-    cause: str | None = None
-    exit_code: int | None = None
-    """None while it runs."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +58,7 @@ class RunFolder:
         self.profile_folder = self.path / "profile"
         self.log_folder = self.path / "log"
         self.notes_file = self.log_folder / "notes.txt"
+        self.cut_metrics_file = self.log_folder / "metrics.cut.jsonl"
 
     def create(self) -> None:
         """Make the folder. Raises BadInput when that is not possible."""
@@ -98,13 +84,17 @@ class RunFolder:
 
     def status(self) -> Status | None:
         """What status.json says, None when there is none that can be read."""
-        try:
-            return Status(**json.loads(self.status_file.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
+        return read_status(self.status_file)
 
     def write_status(self, status: Status) -> None:
-        write_aside(self.status_file, json.dumps(asdict(status), indent=1) + "\n")
+        """Also keeps the step of the newest checkpoint that was ever complete, so that its loss is noticed."""
+        newest = max((saved.step for saved in self.checkpoints()), default=self._saved_step())
+        write_aside(self.status_file, json.dumps({**asdict(status), "checkpoint": newest}, indent=1) + "\n")
+
+    def _saved_step(self) -> int | None:
+        """Step of the newest checkpoint that there ever was; 0 for none, None where nobody knows."""
+        known = read_saved_step(self.status_file)
+        return 0 if known is None and not self.metrics() else known
 
     # notes for the user
 
@@ -128,21 +118,26 @@ class RunFolder:
             file.write(json.dumps(record) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The steps written so far; a half line, left by a killed run, ends the list."""
-        records: list[dict[str, Any]] = []
-        if not self.metrics_file.exists():
-            return records
-        for line in self.metrics_file.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
-        return records
+        """The steps written so far. A half line, left by a killed run, and damaged ones are left out."""
+        return read_metrics(self.metrics_file)
 
-    def truncate_metrics(self, step: int) -> None:
-        """Forget what came after ``step``: those steps are about to be computed again."""
-        kept = [record for record in self.metrics() if record["step"] <= step]
-        write_aside(self.metrics_file, "".join(json.dumps(record) + "\n" for record in kept))
+    def truncate_metrics(self, step: int) -> int:
+        """Take what came after ``step`` out of metrics.jsonl, because those steps are about to be computed again, and what is no step's
+        line; all of it is kept in ``cut_metrics_file``. Returns how many of the steps up to ``step`` have a line."""
+        lines = self.metrics_file.read_bytes().splitlines() if self.metrics_file.exists() else []
+        kept: dict[int, bytes] = {}
+        cut: list[bytes] = []
+        for line in lines:
+            record = read_record(line)
+            if record is None or record["step"] > step or record["step"] in kept:
+                cut.append(line)
+            else:
+                kept[record["step"]] = line
+        if cut:
+            with self.cut_metrics_file.open("ab") as file:
+                file.writelines(line + b"\n" for line in cut)
+            write_aside(self.metrics_file, b"".join(line + b"\n" for line in kept.values()))
+        return len(kept)
 
     # checkpoints
 
@@ -151,14 +146,37 @@ class RunFolder:
         found = []
         for path in self.checkpoints_folder.glob("step-*"):
             number = path.name.removeprefix("step-")
-            if number.isdigit() and _is_complete(path):
+            if number.isdigit() and _fault(path) is None:
                 found.append(Checkpoint(int(number), path))
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
-    def incomplete(self) -> list[str]:
-        """Names of folders that would be checkpoints if no file of theirs were missing or cut."""
+    def incomplete(self) -> dict[str, str]:
+        """By name, what is wrong with folders that would be checkpoints if no file of theirs were missing, cut or unreadable."""
         found = (path for path in self.checkpoints_folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
-        return sorted(path.name for path in found if not _is_complete(path))
+        return {path.name: fault for path in sorted(found) if (fault := _fault(path)) is not None}
+
+    def refuse_lost_checkpoints(self) -> None:
+        """Raises BadInput where the run has lost all of its checkpoints: a start would begin at step 0 and lose the run.
+
+        A run that was stopped before its first checkpoint has lost none.
+        """
+        if self.checkpoints():
+            return
+        damaged = sorted(path.name for path in self.checkpoints_folder.glob("step-*.damaged"))
+        told = [*damaged, *(f"{name}: {fault}" for name, fault in self.incomplete().items())]
+        saved = self._saved_step()
+        if saved is None:
+            told.append(
+                f"metrics.jsonl has {len(self.metrics())} steps, and status.json does not say that there was none"
+            )
+        elif saved:
+            told.append(f"status.json says that there was one of step {saved}")
+        if told:
+            raise BadInput(
+                f"run.folder = {str(self.path)!r}: no checkpoint of the run is whole ({'; '.join(told)}), and training does not begin again "
+                f"over what it has left. Put a whole copy of one into {self.checkpoints_folder}, start anew with another --run.folder, or "
+                "delete this folder"
+            )
 
     def put_away(self, checkpoint: Checkpoint) -> Path:
         """Take a damaged checkpoint out of the count; its files stay for whoever wants to look at them."""
@@ -208,90 +226,21 @@ class RunFolder:
         status = self.status()
         return status if status is not None and status.state == "done" and status.step == job.steps else None
 
-    def check_same_job(self, plan: Plan, *, extend: bool = False) -> str | None:
-        """Refuse to continue a run under another convergence contract. The layout may differ, the job may not.
 
-        More steps change no step that was made under a schedule that does not look ahead. Under another, ``extend`` takes them all
-        the same: the steps that were made keep the rates that they had, and those to come have the rates of the longer job.
-
-        Returns what the user must know of that, None for nothing. Raises BadInput that names every key that differs.
-        """
-        if not self.checkpoints():
-            return None
-        before = self.checkpoints()[-1].meta()
-        before["job"] = _with_defaults(before["job"])
-        differ, told = [], None
-        if _same_but_steps(before["job"], plan.job, before["step"]):
-            told = _rates_that_differ(before["job"], plan.job, before["step"])
-        else:
-            differ = list(_differences(before["job"], plan.job.model_dump(mode="json"), "job"))
-        if told is not None and not extend:
-            differ = [f"{told}; --run.extend true goes on with these from here on"]
-        for key, now in (("init_from", plan.init_from), ("model", plan.model)):
-            if before.get(key) != now:
-                differ.insert(0, f"{key} = {now!r} (the run has {before.get(key)!r})")
-        if differ:
-            raise BadInput(
-                f"run.folder = {str(self.path)!r} holds a run of another job: {'; '.join(differ)}. "
-                "Start a new run with another --run.folder, or give the old values to continue this one"
-            )
-        return told
-
-    def check_same_text(self, plan: Plan, fingerprint: str) -> None:
-        """Refuse to continue a run on other text. Raises BadInput."""
-        if saved := self.checkpoints():
-            refuse_other_text(saved[-1], plan, fingerprint)
-
-
-def refuse_other_text(checkpoint: Checkpoint, plan: Plan, fingerprint: str) -> None:
-    """Raises BadInput where the tokens are not those that the run was trained on before."""
-    if checkpoint.meta().get("data_fingerprint", fingerprint) != fingerprint:
-        raise BadInput(
-            f"job.data = {plan.job.data!r}: the text or its tokenizer has changed since step {checkpoint.step}; "
-            "give it back, or start a new run with another --run.folder"
-        )
-
-
-def _is_complete(path: Path) -> bool:
+def _fault(path: Path) -> str | None:
+    """Why a checkpoint does not count, None where it does: every file has its size, and meta.json what a start compares."""
     try:
-        files: dict[str, int] = json.loads((path / "meta.json").read_text())["files"]
-        return all((path / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def _with_defaults(job: dict[str, Any]) -> dict[str, Any]:
-    """A job as an older version of AHP wrote it, with the keys that have come since."""
+        meta = json.loads((path / "meta.json").read_bytes())
+    except OSError:
+        return "meta.json is missing"
+    except (ValueError, RecursionError):
+        return "meta.json is no JSON"
+    kinds = {"step": int, "files": dict, "crc32": dict, "job": dict, "model": str | dict}
+    if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in kinds.items()):
+        return f"meta.json lacks one of {', '.join(kinds)}"
     try:
-        return Job.model_validate(job).model_dump(mode="json")
-    except ValueError:
-        return job
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str) -> Iterator[str]:
-    for key in sorted({*before, *now}):
-        old, new, name = before.get(key), now.get(key), f"{prefix}.{key}"
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, name)
-        elif old != new:
-            yield f"{name} = {new!r} (the run has {old!r})"
-
-
-def _same_but_steps(before: dict[str, Any], now: Job, step: int) -> bool:
-    """Whether the number of steps alone differs, and leaves all steps that were made."""
-    return {**before, "steps": now.steps} == now.model_dump(mode="json") and now.steps >= step
-
-
-def _rates_that_differ(before: dict[str, Any], now: Job, step: int) -> str | None:
-    """In words, that steps which were made would have had other learning rates in the job as it is now; None where they would not."""
-    rates = [
-        [learning_rate(now.optimizer, i, steps) for i in range(step + 1)] for steps in (before["steps"], now.steps)
-    ]
-    if rates[0][:step] == rates[1][:step]:
-        return None
-    first = next(i for i in range(step) if rates[0][i] != rates[1][i])
-    return (
-        f"job.steps = {now.steps} (the run has {before['steps']}): under the schedule {now.optimizer.schedule} the steps from "
-        f"{first + 1} to {step} had other learning rates than such a job gives them: step {step} had {rates[0][step - 1]:.3g}, "
-        f"step {step + 1} has {rates[1][step]:.3g}"
-    )
+        if all((path / name).stat().st_size == size for name, size in meta["files"].items()):
+            return None if meta["files"].keys() <= meta["crc32"].keys() else "meta.json lacks the checksum of a file"
+    except OSError:
+        pass
+    return "a file of it is missing or cut"

@@ -19,13 +19,15 @@ from torch import Tensor
 from ahp.config import OnNan
 from ahp.errors import AhpError
 from ahp.plan import Plan
+from ahp.run_files import Status
 from ahp.runtime.data.prefetch import Prefetch
 from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.peak_memory import take_peak
 from ahp.runtime.ranks.ranks import Ranks
 from ahp.runtime.run.checkpoints import CannotWrite, Checkpoints, Saver
-from ahp.runtime.run.folder import RunFolder, Status, refuse_other_text
+from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.garbage_collection import GarbageCollection
+from ahp.runtime.run.same_job import refuse_other_text
 from ahp.runtime.run.step_profile import StepProfile
 from ahp.runtime.run.stop_signal import StopRequest
 

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from ahp.config import COLLECTIVE_TIMEOUT_S, OnNan, Profile, checkpoint_interval
 from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.plan import Plan, validated
+from ahp.run_files import Status
 from ahp.runtime.files import is_full
 from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.device import DeviceType, device_for, idle_gpus, local_world_size
@@ -22,8 +23,9 @@ from ahp.runtime.ranks.preparation import Preparation
 from ahp.runtime.ranks.ranks import is_joined
 from ahp.runtime.run import failure
 from ahp.runtime.run.failure import TrainingFailed
-from ahp.runtime.run.folder import RunFolder, Status
+from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.progress import Display, following, say
+from ahp.runtime.run.same_job import check_same_job
 from ahp.runtime.run.stop_signal import Stopped, StopRequest, stops_at_once
 from ahp.runtime.run.texts import Texts, prepare_texts
 from ahp.runtime.run.trackers import check
@@ -51,7 +53,7 @@ class Trainer:
 
     The layout may change between two starts, the job and the model may not. Under torchrun (its variables are set)
     every rank makes its own Trainer and they join; otherwise ``run`` starts the workers on this node. ``texts``: of the plan's job,
-    where they are prepared already; ``extend``: see ``RunFolder.check_same_job``.
+    where they are prepared already; ``extend``: see ``check_same_job``.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class Trainer:
     def _begin(self) -> Outcome | None:
         """Check the folder against the plan and write the plan into it; the outcome when nothing is left to do."""
         self.folder.create()
-        extended = self.folder.check_same_job(self.plan, extend=self.extend)
+        extended = check_same_job(self.folder, self.plan, extend=self.extend)
         finished = self.folder.finished(self.plan.job)
         if finished is not None:
             return Outcome(self.folder.path, finished, already_done=True)
@@ -188,11 +190,15 @@ class Trainer:
             self.folder.take_notes()
             saved = self.folder.checkpoints()
             step = saved[-1].step if saved else 0
-            self.folder.truncate_metrics(step)
+            lines = self.folder.truncate_metrics(step)
             self.plan.save(self.folder.plan_file)
             self.folder.write_status(Status("running", step))
         if saved:
             say(f"continuing {self.folder.path} from step {step} of {self.plan.job.steps}")
+        if lines < step:
+            say(
+                f"{self.folder.metrics_file} has {lines} of the {step} steps that were made; the others were damaged or lost"
+            )
         if extended:
             say(extended)
         return None

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from ahp.config import COLLECTIVE_TIMEOUT_S, OnNan, checkpoint_interval
 from ahp.plan import Plan
+from ahp.run_files import Status
 from ahp.runtime.run import failure
-from ahp.runtime.run.folder import RunFolder, Status
+from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.stop_signal import StopRequest
 
 if TYPE_CHECKING:

@@ -1,0 +1,97 @@
+"""Whether a run may go on in its folder: with the job, the model and the text that it was begun with, and from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ahp.errors import BadInput
+from ahp.job import Job
+from ahp.plan import Plan
+from ahp.runtime.optimizer.learning_rate import learning_rate
+from ahp.runtime.run.folder import Checkpoint, RunFolder
+
+
+def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> str | None:
+    """Refuse to continue a run under another convergence contract. The layout may differ, the job may not.
+
+    More steps change no step that was made under a schedule that does not look ahead. Under another, ``extend`` takes them all
+    the same: the steps that were made keep the rates that they had, and those to come have the rates of the longer job.
+
+    Returns what the user must know of that, None for nothing. Raises BadInput that names every key that differs, or says that the
+    run's checkpoints are lost.
+    """
+    if not folder.checkpoints():
+        if folder.finished(plan.job) is None:
+            folder.refuse_lost_checkpoints()
+        return None
+    before = folder.checkpoints()[-1].meta()
+    before["job"] = _with_defaults(before["job"])
+    differ, told = [], None
+    if _same_but_steps(before["job"], plan.job, before["step"]):
+        told = _rates_that_differ(before["job"], plan.job, before["step"])
+    else:
+        differ = list(_differences(before["job"], plan.job.model_dump(mode="json"), "job"))
+    if told is not None and not extend:
+        differ = [f"{told}; --run.extend true goes on with these from here on"]
+    for key, now in (("init_from", plan.init_from), ("model", plan.model)):
+        if before.get(key) != now:
+            differ.insert(0, f"{key} = {now!r} (the run has {before.get(key)!r})")
+    if differ:
+        raise BadInput(
+            f"run.folder = {str(folder.path)!r} holds a run of another job: {'; '.join(differ)}. "
+            "Start a new run with another --run.folder, or give the old values to continue this one"
+        )
+    return told
+
+
+def check_same_text(folder: RunFolder, plan: Plan, fingerprint: str) -> None:
+    """Refuse to continue a run on other text. Raises BadInput."""
+    if saved := folder.checkpoints():
+        refuse_other_text(saved[-1], plan, fingerprint)
+
+
+def refuse_other_text(checkpoint: Checkpoint, plan: Plan, fingerprint: str) -> None:
+    """Raises BadInput where the tokens are not those that the run was trained on before."""
+    if checkpoint.meta().get("data_fingerprint", fingerprint) != fingerprint:
+        raise BadInput(
+            f"job.data = {plan.job.data!r}: the text or its tokenizer has changed since step {checkpoint.step}; "
+            "give it back, or start a new run with another --run.folder"
+        )
+
+
+def _with_defaults(job: dict[str, Any]) -> dict[str, Any]:
+    """A job as an older version of AHP wrote it, with the keys that have come since."""
+    try:
+        return Job.model_validate(job).model_dump(mode="json")
+    except ValueError:
+        return job
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str) -> Iterator[str]:
+    for key in sorted({*before, *now}):
+        old, new, name = before.get(key), now.get(key), f"{prefix}.{key}"
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, name)
+        elif old != new:
+            yield f"{name} = {new!r} (the run has {old!r})"
+
+
+def _same_but_steps(before: dict[str, Any], now: Job, step: int) -> bool:
+    """Whether the number of steps alone differs, and leaves all steps that were made."""
+    return {**before, "steps": now.steps} == now.model_dump(mode="json") and now.steps >= step
+
+
+def _rates_that_differ(before: dict[str, Any], now: Job, step: int) -> str | None:
+    """In words, that steps which were made would have had other learning rates in the job as it is now; None where they would not."""
+    rates = [
+        [learning_rate(now.optimizer, i, steps) for i in range(step + 1)] for steps in (before["steps"], now.steps)
+    ]
+    if rates[0][:step] == rates[1][:step]:
+        return None
+    first = next(i for i in range(step) if rates[0][i] != rates[1][i])
+    return (
+        f"job.steps = {now.steps} (the run has {before['steps']}): under the schedule {now.optimizer.schedule} the steps from "
+        f"{first + 1} to {step} had other learning rates than such a job gives them: step {step} had {rates[0][step - 1]:.3g}, "
+        f"step {step + 1} has {rates[1][step]:.3g}"
+    )
