@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch
@@ -343,3 +343,36 @@ def compile_graph(graph: GraphModule, inputs: list[torch.Tensor], backend: str) 
     from torch._dynamo import lookup_backend
 
     return lookup_backend(backend)(graph, inputs)
+
+
+def metadata_names(module: str, name: str) -> Any:
+    """What the pickle of a checkpoint's metadata may name, None for all else: none of it does more than hold values."""
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        return dtype
+    formats = metadata._MEM_FORMAT_ENCODING
+    return {
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): _layout,
+        (metadata.__name__, "Metadata"): metadata.Metadata,
+        (metadata.__name__, "TensorStorageMetadata"): metadata.TensorStorageMetadata,
+        (metadata.__name__, "TensorProperties"): metadata.TensorProperties,
+        (metadata.__name__, "ChunkStorageMetadata"): metadata.ChunkStorageMetadata,
+        (metadata.__name__, "MetadataIndex"): metadata.MetadataIndex,
+        (metadata.__name__, "StorageMeta"): metadata.StorageMeta,
+        (metadata.__name__, "_MEM_FORMAT_ENCODING"): formats,
+        (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+        # How some Pythons write a member of an enum: 3.11 does.
+        ("builtins", "getattr"): lambda enum, member: formats[member],
+        # Where it was written. Python 3.13 has moved it.
+        ("pathlib", "PosixPath"): PurePosixPath,
+        ("pathlib._local", "PosixPath"): PurePosixPath,
+    }.get((module, name))
+
+
+def _layout(name: str) -> torch.layout:
+    found = getattr(torch, name.removeprefix("torch."))
+    if not isinstance(found, torch.layout):
+        raise ValueError(f"{name} is no layout")
+    return found

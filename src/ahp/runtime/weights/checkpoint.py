@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.torch_compat import like_distributed, local_tensor
 from ahp.runtime.training_state import TrainingState
+from ahp.runtime.weights.metadata import DataReader
 
 
 def save(state: TrainingState, folder: Path) -> None:
@@ -23,9 +24,10 @@ def save(state: TrainingState, folder: Path) -> None:
 
 
 def load(state: TrainingState, folder: Path) -> None:
-    """Read a checkpoint into the parameters and the optimizer, in place. Collective."""
+    """Read a checkpoint into the parameters and the optimizer, in place. Collective. Raises BadMetadata."""
+    reader = DataReader(folder)
     tensors = tensors_of(state)
-    dcp.load(tensors, checkpoint_id=str(folder))
+    dcp.load(tensors, storage_reader=reader)
     for name, parameter in state.parameters.items():
         _take_over(state.layout, name, parameter, tensors[f"model.{name}"])
         if name in state.optimizer.shards:

@@ -15,9 +15,7 @@ from ahp.runtime.files import crc32
 from ahp.runtime.torch_compat import like_distributed, local_tensor, pinned_like
 from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.checkpoint import tensors_of
-
-METADATA = ".metadata"
-"""The file of torch's that rank 0 writes when all ranks have written; the others are called ``__RANK_NUMBER.distcp``."""
+from ahp.runtime.weights.metadata import METADATA
 
 
 class HostCopies:
@@ -84,7 +82,7 @@ class BackgroundSaver:
         dcp.save(state, checkpoint_id=str(folder), process_group=self.group)
         rank = dist.get_rank()
         mine = {file.name: crc32(file) for file in folder.glob(f"__{rank}_*")}
-        if rank == 0:
+        if rank == 0:  # it writes this one when all ranks have written theirs
             mine[METADATA] = crc32(folder / METADATA)
         found: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(mine, found if rank == 0 else None, dst=0, group=self.group)
