@@ -170,6 +170,46 @@ def test_another_job_leaves_the_older_runs_files(plan_file: Path) -> None:
     assert "job.seed = 0 (the run has 5)" in (status.cause or "")
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("given", [(), ("--job.steps", "5")], ids=["the same", "refused by itself"])
+def test_a_second_start_changes_nothing_of_the_first(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], given: tuple[str, ...]
+) -> None:
+    """It replaced the plan of the run that trained, and wrote ``failed`` over its status."""
+    run = RunFolder(plan_file.parent / "run")
+    run.create()
+    with run.held():
+        Plan(job=Job(steps=STEPS, seed=5)).save(run.plan_file)
+        run.write_status(Status("running", 1))
+        run.append_metrics({"step": 1, "loss": 9.0})
+        before = files(run.path)
+        assert main.main(args(plan_file, *given)) == 2
+        assert files(run.path) == before
+    assert "another run is writing there" in capsys.readouterr().err or given
+
+
+def test_the_folder_is_kept_from_the_plan_to_the_report(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+
+    def look(name: str, then: Any) -> Any:
+        def wrapped(*args: Any, **more: Any) -> Any:
+            with pytest.raises(BadInput, match="another run"), RunFolder(plan_file.parent / "run").held():
+                pass
+            looks.append(name)
+            return then(*args, **more)
+
+        return wrapped
+
+    monkeypatch.setattr(texts, "prepare_texts", look("texts", texts.prepare_texts))
+    monkeypatch.setattr(trainer.Trainer, "run", look("run", trainer.Trainer.run))
+    monkeypatch.setattr(page, "write", look("report", page.write))
+    assert main.main(args(plan_file)) == 0
+    assert looks == ["texts", "run", "report"]
+
+
 def test_bad_config_is_told_in_the_folder_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"job": {"stepz": 3}, "run": {"folder": str(tmp_path / "run")}}))

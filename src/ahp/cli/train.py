@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +26,7 @@ from ahp.plan import Plan, validated
 from ahp.words import seconds
 
 if TYPE_CHECKING:
+    from ahp.runtime.run.folder import RunFolder
     from ahp.runtime.run.texts import Texts
     from ahp.runtime.run.trainer import Outcome
 
@@ -106,20 +107,29 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
     from ahp.runtime.ranks.preparation import Preparation
     from ahp.runtime.ranks.ranks import is_joined
     from ahp.runtime.run import trackers as track
+    from ahp.runtime.run.folder import RunFolder
     from ahp.runtime.run.trainer import Trainer
 
     track.check(request.run.track)
+    folder = RunFolder(request.run.folder)
 
     def start(prepared: Prepared) -> Outcome:
-        given = {key: value for key, value in request.run if key != "sample"}
-        return Trainer(prepared.plan, **given, texts=prepared.texts).run()
+        given = {key: value for key, value in request.run if key not in ("sample", "folder")}
+        return Trainer(prepared.plan, folder=folder, **given, texts=prepared.texts).run()
 
-    if not is_joined():
-        outcome = start(make_plan(request, arguments, workers=None))
-        return report(outcome, arguments, command, sample=request.run.sample)
-    workers = Preparation()
-    outcome = start(workers.decided_by_first(lambda: make_plan(request, arguments, workers=workers.size)))
-    return report(outcome, arguments, command, sample=request.run.sample) if workers.is_first else outcome.exit_code
+    with ExitStack() as kept:
+
+        def prepared(workers: int | None) -> Prepared:
+            folder.create()
+            kept.enter_context(folder.held())
+            return make_plan(request, arguments, folder, workers)
+
+        if not is_joined():
+            outcome = start(prepared(None))
+            return report(outcome, arguments, command, sample=request.run.sample)
+        workers = Preparation()
+        outcome = start(workers.decided_by_first(lambda: prepared(workers.size)))
+        return report(outcome, arguments, command, sample=request.run.sample) if workers.is_first else outcome.exit_code
 
 
 @dataclass(frozen=True)
@@ -131,7 +141,7 @@ class Prepared:
     """None for a run that is done: its text need not be there any more."""
 
 
-def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Prepared:
+def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers: int | None) -> Prepared:
     """The plan that was given, the one that this folder was started with, or the best that a search finds now.
 
     Whatever can be refused without a layout is refused before the machine is measured and layouts are searched.
@@ -139,14 +149,13 @@ def make_plan(request: Request, arguments: Arguments, workers: int | None) -> Pr
     Args:
         request: what the user asked for.
         arguments: for how it is shown.
+        folder: that of the run, which this process holds.
         workers: ranks that a launcher has started already; None = as many as the plan wants.
     """
     from ahp.cli import train_plan
-    from ahp.runtime.run.folder import RunFolder
     from ahp.runtime.run.same_job import check_same_job
 
-    folder, config = RunFolder(request.run.folder), request.config
-    folder.create()
+    config = request.config
     wanted = request.plan or train_plan.without_layout(config or Config())
     if request.run.profile is not None:
         request.run.profile.check(wanted.job.steps)
@@ -262,7 +271,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _refusal_in_status(folder: Any) -> Iterator[None]:
-    """Leave the cause of a refusal in status.json, which launchers do not hide; a finished run keeps its own."""
+    """Leave the cause of a refusal in status.json, which launchers do not hide; a finished run, and one that trains, keep their own."""
     try:
         yield
     except AhpError as error:
@@ -272,10 +281,12 @@ def _refusal_in_status(folder: Any) -> Iterator[None]:
         place = folder()
         if place is not None and os.environ.get("RANK", "0") == "0":
             run = RunFolder(place)
-            status = run.status()
-            if status is None or status.state != "done":
+            with suppress(BadInput):  # the folder is another run's, or takes nothing
                 run.create()
-                failure.report(run, str(error), error.exit_code)
+                with run.held():
+                    status = run.status()
+                    if status is None or status.state != "done":
+                        failure.report(run, str(error), error.exit_code)
         raise
 
 

@@ -57,8 +57,6 @@ def prepare(plan: Plan, config: Config | None, folder: RunFolder, workers: int |
 
     if config is not None:
         _engine(config)
-    with folder.held():  # by another run? The workers hold it for as long as they train.
-        pass
     if workers is None:
         _refuse_here(plan, config)
     texts = prepare_texts(plan)

@@ -23,7 +23,7 @@ from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.run import failure
 from ahp.runtime.run.folder import RunFolder
-from ahp.runtime.run.texts import vocabulary_size
+from ahp.runtime.run.texts import Texts, vocabulary_size
 from ahp.runtime.run.trainer import Trainer
 from tests.runtime.workers import listened_on
 
@@ -152,6 +152,24 @@ def test_finished_run_is_left_alone(folder: RunFolder) -> None:
     assert outcome.already_done
     assert outcome.exit_code == 0
     assert not folder.plan_file.exists()
+
+
+def test_a_start_keeps_the_folder_while_its_workers_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one wrote ``failed`` over the status of the first, which trained on."""
+
+    def workers(*args: Any, **kwargs: Any) -> int:
+        before = folder.status_file.read_bytes()
+        with pytest.raises(BadInput, match="another run is writing there"):
+            Trainer(Plan(job=Job(seed=4)), folder=folder.path, texts=texts).run()
+        assert folder.status_file.read_bytes() == before
+        assert Plan.load(folder.plan_file) == Plan()
+        return signal.SIGTERM
+
+    texts = Texts("corpus", None, "same")
+    monkeypatch.setattr(launch, "launch", workers)
+    assert Trainer(Plan(), folder=folder.path, texts=texts).run().status.state == "interrupted"
+    with RunFolder(folder.path).held():
+        pass
 
 
 def test_missing_data_is_refused_before_any_worker_starts(folder: RunFolder) -> None:

@@ -244,6 +244,25 @@ def test_two_runs_do_not_share_a_folder(folder: RunFolder) -> None:
         pass
 
 
+def test_who_has_a_folder_takes_it_again(folder: RunFolder) -> None:
+    with folder.held():
+        with folder.held():
+            pass
+        with pytest.raises(BadInput, match="another run"), RunFolder(folder.path).held():
+            pass
+
+
+def test_workers_that_outlive_their_start_keep_the_next_one_out(folder: RunFolder) -> None:
+    with folder.held_by_workers(), pytest.raises(BadInput, match="still writing"), RunFolder(folder.path).held():
+        pass
+
+
+def test_folder_that_takes_no_file_is_named(folder: RunFolder) -> None:
+    (folder.log_folder / "lock").mkdir()
+    with pytest.raises(BadInput, match=r"run\.folder = .*cannot be written \(Is a directory\)"), folder.held():
+        pass
+
+
 def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match=r"run\.folder = .*file/run"):

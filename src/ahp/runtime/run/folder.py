@@ -6,6 +6,7 @@ import fcntl
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -46,6 +47,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
+        self.is_held = False
         self.plan_file = self.path / "plan.yaml"
         self.config_file = self.path / "config.yaml"
         self.cluster_file = self.path / "cluster.yaml"
@@ -69,16 +71,55 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every other run out of the folder; the system lets go when the process ends, however it ends."""
-        with (self.log_folder / "lock").open("w") as lock:
+        """Keep every other start out of the folder; the system lets go when the process ends, however it ends. Before anything is written.
+
+        Within the block the same object takes it again. Raises BadInput where another start has it, where workers of a start that has
+        ended still write, or where nothing can be written.
+        """
+        if self.is_held:
+            yield
+            return
+        with self._locked("lock", "another run is writing there"):
+            with self.held_by_workers():
+                pass
+            try:
+                with tempfile.TemporaryFile(dir=self.path):
+                    pass
+            except OSError as error:
+                raise self._unwritable(error) from None
+            self.is_held = True
+            try:
+                yield
+            finally:
+                self.is_held = False
+
+    @contextmanager
+    def held_by_workers(self) -> Iterator[None]:
+        """The lock of the first worker: it may live on for a step when the process that started it was killed."""
+        with self._locked("lock.workers", "the workers of a start that has ended are still writing there"):
+            yield
+
+    @contextmanager
+    def _locked(self, name: str, why_not: str) -> Iterator[None]:
+        try:
+            lock = (self.log_folder / name).open("w")
+        except OSError as error:
+            raise self._unwritable(error) from None
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise BadInput(
-                    f"run.folder = {str(self.path)!r}: another run is writing there; wait for it, stop it, or give "
-                    "another one with --run.folder"
+                    f"run.folder = {str(self.path)!r}: {why_not}; wait for it, stop it, or give another one with --run.folder"
                 ) from None
+            except OSError as error:
+                raise BadInput(f"run.folder = {str(self.path)!r}: cannot be locked ({error.strerror})") from None
             yield
+
+    def _unwritable(self, error: OSError) -> BadInput:
+        return BadInput(
+            f"run.folder = {str(self.path)!r}: cannot be written ({error.strerror}); give another one with --run.folder"
+        )
 
     # status.json
 

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -60,7 +60,7 @@ class Trainer:
         self,
         plan: Plan,
         *,
-        folder: str | Path = "runs/demo",
+        folder: str | Path | RunFolder = "runs/demo",
         checkpoint_every: int | str = 50,
         keep: int = 3,
         validate_every: int = 50,
@@ -95,7 +95,7 @@ class Trainer:
                 raise bad_input(f"run.{name}", value, "must be at least 1")
         check(track)
         self.plan = plan
-        self.folder = RunFolder(folder)
+        self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.track = tuple(track)
         self.extend, self.texts = extend, texts
 
@@ -107,14 +107,15 @@ class Trainer:
             HardwareMismatch: the plan was made for other hardware.
             TrainingFailed: a worker failed; ``exit_code`` and status.json carry the cause.
         """
-        try:
-            return self._join() if is_joined() else self._launch()
-        except Stopped as stop:
-            return Outcome(self.folder.path, self._interrupted(stop.number))
+        with ExitStack() as kept:
+            try:
+                return self._join(kept) if is_joined() else self._launch(kept)
+            except Stopped as stop:
+                return Outcome(self.folder.path, self._interrupted(stop.number))
 
-    def _launch(self) -> Outcome:
+    def _launch(self, kept: ExitStack) -> Outcome:
         with stops_at_once():
-            finished = self._begin()
+            finished = self._begin(kept)
             if finished is not None:
                 return finished
             with self._reported():
@@ -144,16 +145,15 @@ class Trainer:
         return self._interrupted(stopped)
 
     def _interrupted(self, number: int) -> Status:
-        """What status.json says after a signal that found no step to finish; the first worker writes it."""
+        """What status.json says after a signal that found no step to finish; who has the folder writes it."""
         saved = self.folder.checkpoints()
         step = saved[-1].step if saved else 0
         status = Status("interrupted", step, f"stopped by {signal.Signals(number).name}", 128 + number)
-        if os.environ.get("RANK", "0") == "0":
-            self.folder.create()
+        if self.folder.is_held:
             self.folder.write_status(status)
         return status
 
-    def _join(self) -> Outcome:
+    def _join(self, kept: ExitStack) -> Outcome:
         world_size = int(os.environ["WORLD_SIZE"])
         device = device_for(self.plan, local_world_size())
         if world_size != self.plan.parallelism.world_size:
@@ -163,7 +163,7 @@ class Trainer:
             )
         with stops_at_once():
             workers = Preparation()
-            finished = workers.decided_by_first(self._begin)
+            finished = workers.decided_by_first(lambda: self._begin(kept))
             if finished is not None:
                 return finished
             order = self._order(device, self._texts_of(workers))
@@ -178,21 +178,21 @@ class Trainer:
                 display.close()
         return Outcome(self.folder.path, status)
 
-    def _begin(self) -> Outcome | None:
-        """Check the folder against the plan and write the plan into it; the outcome when nothing is left to do."""
+    def _begin(self, kept: ExitStack) -> Outcome | None:
+        """Take the folder, check it against the plan, write the plan into it; the outcome when nothing is left to do."""
         self.folder.create()
+        kept.enter_context(self.folder.held())
         extended = check_same_job(self.folder, self.plan, extend=self.extend)
         finished = self.folder.finished(self.plan.job)
         if finished is not None:
             return Outcome(self.folder.path, finished, already_done=True)
-        with self.folder.held():
-            failure.forget(self.folder)
-            self.folder.take_notes()
-            saved = self.folder.checkpoints()
-            step = saved[-1].step if saved else 0
-            lines = self.folder.truncate_metrics(step)
-            self.plan.save(self.folder.plan_file)
-            self.folder.write_status(Status("running", step))
+        failure.forget(self.folder)
+        self.folder.take_notes()
+        saved = self.folder.checkpoints()
+        step = saved[-1].step if saved else 0
+        lines = self.folder.truncate_metrics(step)
+        self.plan.save(self.folder.plan_file)
+        self.folder.write_status(Status("running", step))
         if saved:
             say(f"continuing {self.folder.path} from step {step} of {self.plan.job.steps}")
         if lines < step:

@@ -62,7 +62,7 @@ def run_rank(
     try:
         with (
             joined(order.device, plan) as ranks,
-            folder.held() if ranks.is_first else nullcontext(),
+            folder.held_by_workers() if ranks.is_first else nullcontext(),
         ):
             return _train(plan, folder, order, stop, on_step, ranks)
     except BaseException as error:
