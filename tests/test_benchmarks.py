@@ -171,7 +171,7 @@ def test_figures_go_between_the_markers(tmp_path: Path) -> None:
         page.write(path, "y", "text")
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_sides_of_a_gpu_row_compute_the_same() -> None:
     rows = {row["side"]: row for row in run("gpu.py", "--only", "chunked-loss")["rows"]}
     assert {"ahp", "plain"} <= set(rows)  # rows whose losses differ are left out

@@ -92,6 +92,17 @@ def draw(seed: int | str) -> Restart:
     return Restart(restart.build, first, then, restart.stop, restart.optimizer, job, engine, scale)
 
 
+def work(restart: Restart) -> float:
+    """Of both layouts: micro-batches that pass through the model, once for each rank that has a part of them, half more for recompute."""
+
+    def passes(layout: dict[str, Any]) -> float:
+        parts = layout.get(DEGREE["tp"], 1) * layout.get(DEGREE["cp"], 1)
+        again = 1.0 if layout["activation_checkpoint"] == "none" else 1.5
+        return BATCH / layout["micro_batch_size"] * parts * again
+
+    return passes(restart.first) + passes(restart.then)
+
+
 def _build(d: random.Random, family: str, num_experts: int, dropout: float) -> partial[nn.Module]:
     if family == "llama":
         return partial(llama, num_key_value_heads=d.choice([1, 2, 3, 6]), tie_word_embeddings=d.random() < 0.5)

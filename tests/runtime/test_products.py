@@ -61,7 +61,9 @@ PRODUCTS = {
     "balance-tp-x-heads-x-zbv": product(partial(BALANCED, num_attention_heads=4), {**TENSOR, **HEADS, **ZBV, **FULL}),
 }  # fmt: skip
 FAST = ("uneven-tp",)
-WIDE = ("fp16-heads-x-zero3", "fp16-experts-x-ring", "uneven-heads-zero1", "chunks-fp16-tp-x-1f1b-tied")
+WIDE = (
+    "fp16-heads-x-zero3", "fp16-experts-x-ring", "uneven-heads-zero1", "chunks-fp16-tp-x-1f1b-tied", "balance-tp-x-heads-x-zbv",
+)  # fmt: skip
 
 
 def train_with_engine(rank: int, world: int, restart: Restart, layout: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +103,10 @@ def test_products_equal_one_process(pool: Pool, name: str) -> None:
 @pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize(
     "layout",
-    cases([PIPELINE, {**PIPELINE, **FULL}, {**ZBV, **SELECTIVE}, {**ZBV, **FULL}], wide=[PIPELINE, {**ZBV, **FULL}]),
+    cases(
+        [PIPELINE, {**PIPELINE, **FULL}, {**ZBV, **SELECTIVE}, {**ZBV, **FULL}],
+        wide=[PIPELINE, {**PIPELINE, **FULL}, {**ZBV, **FULL}],
+    ),
     ids=["1f1b", "1f1b-full", "zbv-selective", "zbv-full"],
 )
 def test_compiled_stages_drop_what_uncompiled_ones_do(pool: Pool, layout: dict[str, Any]) -> None:
@@ -132,7 +137,7 @@ def train_on_kernels(rank: int, world: int, restart: Restart, layout: dict[str, 
 
 
 @pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("name", cases(KERNELS, wide=("selective-chunks-llama", "experts-mixtral")))
+@pytest.mark.parametrize("name", cases(KERNELS, wide=("selective-chunks-llama", "experts-mixtral", "tp-gpt2")))
 def test_compiled_kernels_equal_one_process(pool: Pool, name: str) -> None:
     build, layout, engine = KERNELS[name]
     expected = curve(pool, product(build, {}), {"micro_batch_size": 2})
