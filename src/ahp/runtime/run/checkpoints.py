@@ -52,7 +52,8 @@ class Checkpoints:
     folder: RunFolder
     ranks: Ranks
     keep: int
-    data_fingerprint: str
+    same: dict[str, Any]
+    """What a start compares beside the plan: fingerprints of text and model, for meta.json."""
     saved: int | None = None
     """Step of the newest complete checkpoint."""
     saving: CheckpointInProgress | None = None
@@ -128,7 +129,7 @@ class Checkpoints:
     def _meta(self) -> dict[str, Any]:
         plain = self.plan.model_dump(mode="json")
         kept = {key: plain[key] for key in ("model", "init_from", "job", "parallelism", "versions")}
-        return {**kept, "data_fingerprint": self.data_fingerprint}
+        return {**kept, **self.same}
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -123,6 +123,8 @@ class Loop:
     settings: Settings
     stop: StopRequest
     data_fingerprint: str
+    model_described: dict[str, Any] = field(default_factory=dict)
+    """For meta.json (``same_model.py``); of the first rank."""
     validation: Callable[[int, range], dict[str, Tensor]] | None = None
     """As ``batches``, of text that is not trained on."""
     on_step: Callable[[dict[str, Any]], None] = lambda record: None
@@ -145,7 +147,8 @@ class Loop:
     """By the step of a checkpoint, how often the run went back to it."""
 
     def __post_init__(self) -> None:
-        self.checkpoints = Checkpoints(self.plan, self.folder, self.ranks, self.settings.keep, self.data_fingerprint)
+        same = {"data_fingerprint": self.data_fingerprint, "model_described": self.model_described or None}
+        self.checkpoints = Checkpoints(self.plan, self.folder, self.ranks, self.settings.keep, same)
         self.profile = StepProfile(
             self.settings.profile_steps, self.folder.profile_folder, self.ranks.rank, self.ranks.device
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from ahp.errors import BadInput
@@ -10,10 +9,12 @@ from ahp.job import Job
 from ahp.plan import Plan
 from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.run.folder import Checkpoint, RunFolder
+from ahp.runtime.run.same_model import described, key_differences, model_differences
 
 
 def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> str | None:
-    """Refuse to continue a run under another convergence contract. The layout may differ, the job may not.
+    """Refuse to continue a run under another convergence contract. The layout may differ, the job and the model may not: neither what the
+    model is called, nor what the file or the factory of that name says.
 
     More steps change no step that was made under a schedule that does not look ahead. Under another, ``extend`` takes them all
     the same: the steps that were made keep the rates that they had, and those to come have the rates of the longer job.
@@ -31,12 +32,14 @@ def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> st
     if _same_but_steps(before["job"], plan.job, before["step"]):
         told = _rates_that_differ(before["job"], plan.job, before["step"])
     else:
-        differ = list(_differences(before["job"], plan.job.model_dump(mode="json"), "job"))
+        differ = list(key_differences(before["job"], plan.job.model_dump(mode="json"), "job"))
     if told is not None and not extend:
         differ = [f"{told}; --run.extend true goes on with these from here on"]
     for key, now in (("init_from", plan.init_from), ("model", plan.model)):
         if before.get(key) != now:
             differ.insert(0, f"{key} = {now!r} (the run has {before.get(key)!r})")
+    if not differ and before.get("model_described") is not None:
+        differ = list(model_differences(before["model_described"], described(plan.model)))
     if differ:
         raise BadInput(
             f"run.folder = {str(folder.path)!r} holds a run of another job: {'; '.join(differ)}. "
@@ -66,15 +69,6 @@ def _with_defaults(job: dict[str, Any]) -> dict[str, Any]:
         return Job.model_validate(job).model_dump(mode="json")
     except ValueError:
         return job
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str) -> Iterator[str]:
-    for key in sorted({*before, *now}):
-        old, new, name = before.get(key), now.get(key), f"{prefix}.{key}"
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, name)
-        elif old != new:
-            yield f"{name} = {new!r} (the run has {old!r})"
 
 
 def _same_but_steps(before: dict[str, Any], now: Job, step: int) -> bool:

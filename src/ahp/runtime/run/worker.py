@@ -86,12 +86,14 @@ def _train(
     from ahp.runtime.parallel import parallelize
     from ahp.runtime.ranks.hangs import explained
     from ahp.runtime.run.loop import Loop
+    from ahp.runtime.run.same_model import described
     from ahp.runtime.run.trackers import Trackers
     from ahp.runtime.torch_compat import limit_time
 
     job = plan.job
     corpus = corpora.read(Path(order.corpus), verify=False)
     module = build_model(plan.model, device="meta", attention=plan.engine.attention)
+    model_described = described(plan.model, module) if ranks.is_first else {}
     masked = is_masked(module)
     batches = batches_for(job, corpus, masked=masked)
     held_out = corpora.read(Path(order.validation), verify=False) if order.validation is not None else None
@@ -118,6 +120,7 @@ def _train(
         settings=_settings(order),
         stop=stop,
         data_fingerprint=corpus.fingerprint,
+        model_described=model_described,
         validation=validation,
         on_step=tell,
         steps_ahead=1 if order.device == "cuda" else 0,
