@@ -108,6 +108,7 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
     from ahp.runtime.ranks.ranks import is_joined
     from ahp.runtime.run import trackers as track
     from ahp.runtime.run.folder import RunFolder
+    from ahp.runtime.run.texts import Texts
     from ahp.runtime.run.trainer import Trainer
 
     track.check(request.run.track)
@@ -128,7 +129,12 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
             outcome = start(prepared(None))
             return report(outcome, arguments, command, sample=request.run.sample)
         workers = Preparation()
-        outcome = start(workers.decided_by_first(lambda: prepared(workers.size)))
+
+        def decide() -> tuple[Plan, Texts | None]:
+            found = prepared(workers.size)
+            return found.plan, found.texts
+
+        outcome = start(Prepared(*workers.decided_by_first(decide, tuple[Plan, Texts | None])))
         return report(outcome, arguments, command, sample=request.run.sample) if workers.is_first else outcome.exit_code
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,14 @@ import pytest
 import torch.distributed as dist
 
 from ahp.errors import BadInput
-from ahp.plan import Parallelism
+from ahp.plan import Parallelism, Plan
+from ahp.run_files import Status
 from ahp.runtime.ranks.preflight import NoAnswer
 from ahp.runtime.ranks.preparation import Preparation
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.stop_signal import Stopped
+from ahp.runtime.run.texts import Texts
+from ahp.runtime.run.trainer import Outcome
 from tests.runtime.run.test_trainer import plan
 from tests.runtime.run.test_trainer import text as text  # a fixture
 from tests.runtime.workers import free_port, place
@@ -54,9 +59,40 @@ def test_the_first_decides_for_all_however_long_it_takes() -> None:
             time.sleep(1.2 * SILENT_S)
             return "the first's"
 
-        return [workers.decided_by_first(decide), workers.decided_by_first(lambda: f"{workers.rank}")]
+        return [workers.decided_by_first(decide, str), workers.decided_by_first(lambda: f"{workers.rank}", str)]
 
     assert together(work) == [["the first's", "0"]] * 3
+
+
+def test_what_the_first_decides_goes_through_the_store_as_data(tmp_path: Path) -> None:
+    """Whoever reaches a store can write into it."""
+    decided = (
+        Plan(parallelism=Parallelism(tensor_parallel_degree=3, recomputed_layers_per_stage=None)),
+        Texts("a", None, "b"),
+    )
+    kind = tuple[Plan, Texts | None]
+    assert together(lambda workers: workers.decided_by_first(lambda: decided, kind)) == [decided] * 3
+    outcome = Outcome(tmp_path, Status("done", 10, None, 0), already_done=True)
+    assert together(lambda workers: workers.decided_by_first(lambda: outcome, Outcome | None)) == [outcome] * 3
+
+    def work(workers: Preparation) -> None:
+        if workers.is_first:
+            workers.store.set(workers._next(), pickle.dumps((Touch(tmp_path / "ran"), 0)))  # type: ignore[arg-type]
+        else:
+            workers.decided_by_first(lambda: None)
+
+    assert all(isinstance(found, ValueError) for found in together(work)[1:])
+    assert not (tmp_path / "ran").exists()
+
+
+@dataclass
+class Touch:
+    """A pickle that makes a file when it is read."""
+
+    file: Path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
 
 
 def test_none_goes_on_before_all_are_done() -> None:

@@ -6,16 +6,17 @@ time limit; here they wait on a key of the launcher's store for as long as it is
 
 from __future__ import annotations
 
-import pickle
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from ahp.config import COLLECTIVE_TIMEOUT_S
 from ahp.runtime.ranks.preflight import NoAnswer
@@ -53,8 +54,11 @@ class Preparation:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def decided_by_first(self, decide: Callable[[], Result]) -> Result:
+    def decided_by_first(self, decide: Callable[[], Result], kind: Any = None) -> Result:
         """Let the first worker decide, however long it takes, and every worker know it.
+
+        ``kind``: the type of what it decides, of dataclasses and pydantic models: it goes through the store as JSON, because whoever
+        reaches a store can write into it, and to unpickle that would run their code. None = nothing.
 
         When that ends in an error, the first raises it, and the others end with its exit code: the user is told once. Raises NoAnswer
         when the first worker ends without a word.
@@ -66,36 +70,38 @@ class Preparation:
             except BaseException:
                 self._until_read(key)
                 raise
-            self._leave(key, result)
+            self._leave(key, TypeAdapter(kind).dump_json(result).decode())
             return result
-        result, exit_code = pickle.loads(self._await(0, key))
+        result, exit_code = self._left(0, key)
         self.store.add(f"{key}/read", 1)
         if exit_code:
             raise SystemExit(exit_code)
-        return result
+        return TypeAdapter(kind).validate_json(result)
 
     def done_by_all(self, work: Callable[[], Result]) -> Result:
         """Let every worker work, however long it takes; none goes on before all are done. Ends as ``decided_by_first`` does."""
         key = self._next()
 
-        def until_all_are_done() -> Result:
-            result = work()
+        results: list[Result] = []
+
+        def until_all_are_done() -> None:
+            results.append(work())
             for rank in range(1, self.size):
-                _, exit_code = pickle.loads(self._await(rank, f"{key}/{rank}"))
+                _, exit_code = self._left(rank, f"{key}/{rank}")
                 if exit_code:
                     raise NoAnswer(
                         f"worker {rank} ended while it prepared the run, with exit code {exit_code}; its log says why"
                     )
-            return result
 
         if self.is_first:
-            return self.decided_by_first(until_all_are_done)
+            self.decided_by_first(until_all_are_done)
+            return results[0]
         try:
             result = self._alive(f"{key}/{self.rank}", work)
         except BaseException:
             self.store.add(f"{self._next()}/read", 1)  # it waits for no decision of the first
             raise
-        self._leave(f"{key}/{self.rank}", None)
+        self._leave(f"{key}/{self.rank}")
         self.decided_by_first(lambda: None)
         return result
 
@@ -103,9 +109,12 @@ class Preparation:
         self.num_settled += 1
         return f"{self.name}/{self.num_settled}"
 
-    def _leave(self, key: str, result: object, exit_code: int = 0) -> None:
-        # torch's stub has text alone; its stores take bytes too.
-        self.store.set(key, pickle.dumps((result, exit_code)))  # pyright: ignore[reportArgumentType]
+    def _leave(self, key: str, result: str = "", exit_code: int = 0) -> None:
+        self.store.set(key, json.dumps([result, exit_code]))
+
+    def _left(self, rank: int, key: str) -> tuple[str, int]:
+        result, exit_code = json.loads(self._await(rank, key))
+        return result, exit_code
 
     def _until_read(self, key: str) -> None:
         """Before this worker ends, and with it the store where no launcher keeps one: let the others see why."""
@@ -120,7 +129,7 @@ class Preparation:
                 return work()
             except BaseException as error:
                 code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
-                self._leave(key, None, code if isinstance(code, int) and code else 1)
+                self._leave(key, exit_code=code if isinstance(code, int) and code else 1)
                 raise
 
     @contextmanager

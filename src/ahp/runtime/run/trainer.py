@@ -163,7 +163,7 @@ class Trainer:
             )
         with stops_at_once():
             workers = Preparation()
-            finished = workers.decided_by_first(lambda: self._begin(kept))
+            finished = workers.decided_by_first(lambda: self._begin(kept), Outcome | None)
             if finished is not None:
                 return finished
             order = self._order(device, self._texts_of(workers))
@@ -253,7 +253,7 @@ class Trainer:
             with self._reported():
                 return self._texts()
 
-        found = workers.decided_by_first(prepared)
+        found = workers.decided_by_first(prepared, Texts)
 
         def seen() -> Texts:
             try:
