@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-State = Literal["running", "done", "failed", "interrupted"]
+State = Literal["running", "done", "failed", "interrupted", "dead"]
+"""``dead`` stands in no file: it is what a reader finds of a run that says it is running."""
+HEARTBEAT_S = 10.0
+"""[Empirical] Between two writes of status.json while a run goes on: seldom enough for any shared disk."""
+SILENT_S = 120.0
+"""[Empirical] Twelve heartbeats: a process that works for seconds without letting its threads run is not taken for dead."""
+
+LARGEST = 1e300
+"""A whole number above that is no float, and NaN is below nothing."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +39,39 @@ def read_status(file: Path) -> Status | None:
     found = _object(file)
     values: list[Any] = [found.get(key) for key in ("state", "step", "cause", "exit_code")]
     state, step, cause, exit_code = values
-    good = state in get_args(State) and _is_count(step) and isinstance(cause, str | None)
+    good = state in get_args(State)[:-1] and _is_count(step) and isinstance(cause, str | None)
     return Status(*values) if good and (exit_code is None or type(exit_code) is int) else None
+
+
+def written(status: Status, saved_step: int | None) -> dict[str, Any]:
+    """The content of status.json: beside the status who writes it, and when."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    who = {"pid": os.getpid(), "host": socket.gethostname(), "heartbeat": now}
+    return {**asdict(status), "checkpoint": saved_step, **who}
+
+
+def is_by_this_process(file: Path) -> bool:
+    """Whether this process wrote status.json last."""
+    found = _object(file)
+    return (found.get("pid"), found.get("host")) == (os.getpid(), socket.gethostname())
+
+
+def judge_status(file: Path) -> Status | None:
+    """``read_status``, but ``dead`` for a run that says it is running where the process that says so has gone, or has long said nothing."""
+    status, found = read_status(file), _object(file)
+    if status is None or status.state != "running":
+        return status
+    pid, host = found.get("pid"), found.get("host")
+    try:
+        silent_s = (datetime.now(UTC) - datetime.fromisoformat(found["heartbeat"])).total_seconds()
+    except (KeyError, TypeError, ValueError):
+        return status  # of before these keys came
+    why = None
+    if host == socket.gethostname() and type(pid) is int and not _is_alive(pid):
+        why = f"process {pid} on {host} has gone without a word; it was last heard of {silent_s:.0f} s ago"
+    elif silent_s > SILENT_S:
+        why = f"process {pid} on {host} was not heard of for {silent_s:.0f} s: it has ended, or it hangs"
+    return status if why is None else replace(status, state="dead", cause=why)
 
 
 def read_saved_step(file: Path) -> int | None:
@@ -51,14 +93,15 @@ def read_metrics(file: Path, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:
-    """One line of metrics.jsonl; None for what no run has written: it has a step, and its values are numbers, yes or no, or null."""
+    """One line of metrics.jsonl; None for what no run has written: it has a step, and its values are finite numbers, yes or no, or null."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not _is_count(found.get("step")):
         return None
-    return found if all(isinstance(value, int | float | None) for value in found.values()) else None
+    values = [value for value in found.values() if value is not None]
+    return found if all(isinstance(value, int | float) and abs(value) < LARGEST for value in values) else None
 
 
 def _object(file: Path) -> dict[str, Any]:
@@ -67,6 +110,16 @@ def _object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _is_count(value: Any) -> bool:

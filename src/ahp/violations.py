@@ -27,13 +27,13 @@ def broken_rules(error: ValidationError, kind: type[Record], where: str) -> Iter
                 yield f"{key}: missing, and it has no default"
             case "model_type" | "model_attributes_type":
                 names = _field_names(kind, item["loc"])
-                yield f"{key} = {_shown(item['input'])}: must be a mapping of keys, such as {', '.join(names[:3])}"
+                yield f"{key} = {shortened(item['input'])}: must be a mapping of keys, such as {', '.join(names[:3])}"
             case "literal_error":
-                yield f"{key} = {_shown(item['input'])}: there is no such value (valid: {', '.join(_choices(item))})"
+                yield f"{key} = {shortened(item['input'])}: there is no such value (valid: {', '.join(_choices(item))})"
             case "value_error":
                 yield str(item.get("ctx", {}).get("error", item["msg"]))
             case _:
-                yield f"{key} = {_shown(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
+                yield f"{key} = {shortened(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
 def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
@@ -56,9 +56,42 @@ def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
         yield f"{key} = {given!r}: must be a number, not true or false"
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+def shortened(value: Any) -> str:
+    """``repr`` of a value, cut to ``MOST_SHOWN`` characters and never made longer: ten aliases in a file make a value whose ``repr`` has no
+    end."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > MOST_SHOWN:
+            return f"{text[: MOST_SHOWN - 3]}..."
+    return text
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    match value:
+        case dict():
+            yield "{"
+            for number, (key, one) in enumerate(value.items()):
+                yield ", " if number else ""
+                yield from _pieces(key)
+                yield ": "
+                yield from _pieces(one)
+            yield "}"
+        case list() | tuple():
+            yield "[" if isinstance(value, list) else "("
+            for number, one in enumerate(value):
+                yield ", " if number else ""
+                yield from _pieces(one)
+            yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
+        case set() | frozenset():
+            yield f"{type(value).__name__} "
+            yield from _pieces(list(value))
+        case str() | bytes():
+            yield repr(value[: MOST_SHOWN + 1])
+        case int() if value.bit_length() > 4 * MOST_SHOWN:
+            yield f"a number of {value.bit_length()} bits"
+        case _:
+            yield repr(value)
 
 
 def _choices(item: ErrorDetails) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +135,15 @@ def test_internal_error_has_a_place_and_a_way_to_the_trace(command, capsys: pyte
     assert "Traceback" not in err
     assert main(["--traceback", "plan", "m"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_takes_nothing_is_told_in_one_line(
+    command, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    command(raising(OSError(number, os.strerror(number), "runs/demo/report.html.tmp")))
+    assert main(["plan"]) == 1
+    assert capsys.readouterr().err == f"error: runs/demo/report.html.tmp: {os.strerror(number)}\n"
 
 
 def test_interrupt(command) -> None:

@@ -238,6 +238,24 @@ def test_report_writes_the_page_of_a_plan(plan_file: Path, capsys: pytest.Captur
     assert Plan.load(plan_file).parallelism.short() in page.read_text()
 
 
+def test_report_says_how_far_a_run_came_and_whether_it_lives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that was killed it said ``running`` for ever."""
+    monkeypatch.setattr("ahp.report.page.write", lambda source: source / "report.html")
+    Plan().save(tmp_path / "plan.yaml")
+    who = {"pid": 1, "host": "elsewhere", "heartbeat": "2026-01-01T00:00:00+00:00"}
+    status = {"state": "running", "step": 7, "cause": None, "exit_code": None}
+    (tmp_path / "status.json").write_text(json.dumps({**status, **who}))
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "Run   dead, step 7: process 1 on elsewhere was not heard of for" in out
+    assert "the same ahp train goes on from its last checkpoint" in out
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["step"]) == ("dead", 7)
+
+
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["plan", "tiny", "1x2xH100-SXM-80GB", *SHORT, "-o", str(tmp_path / "file" / "plan.yaml")]) == 2

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.report import figures, page
+from ahp.run_files import judge_status
 
 FORECAST = Forecast(
     step_time_s=0.5, step_time_low_s=0.4, step_time_high_s=0.6, tokens_per_s_per_device=100.0, mfu=0.31,
@@ -59,6 +63,90 @@ def test_run_page_has_every_part(run: Path) -> None:
     ):  # fmt: skip
         assert words in text, words
     assert list(run.glob("*.tmp")) == []
+
+
+MARK = "<img src=x onerror=alert(1)></script><script>alert(1)</script>"
+LINE = {"step": 4, "loss": 5.0, "step_time_s": 0.5, "tokens_per_s": 7.0, "memory_bytes": 1 << 30}
+STATUS = {"state": "failed", "step": 2, "cause": None, "exit_code": 1}
+EVENT = event("0F0", 0, 0, 50)
+NAMED = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": MARK}}
+BAD_STATUS: list[Any] = [*({**STATUS, key: MARK} for key in STATUS), {**STATUS, "step": None}, {}, [], 3]
+BAD_LINES: list[Any] = [
+    *({**LINE, key: value} for key in LINE for value in (MARK, None, [1], {"a": 1}, -1)),
+    *({key: value for key, value in LINE.items() if key != left_out} for left_out in LINE),
+    {**LINE, "step_time_s": 0}, {**LINE, "step_time_s": float("inf")}, {**LINE, "loss": float("nan")}, 3, MARK, {**LINE, "validation_loss": MARK},
+    {**LINE, "memory_reserved_bytes": None, "mfu": None, "data_wait_s": None}, {**LINE, "memory_bytes": 10**400},
+]  # fmt: skip
+BAD_EVENTS: list[Any] = [
+    *({**EVENT, key: value} for key in EVENT for value in (MARK, None, [1], {"a": 1})),
+    *({key: value for key, value in EVENT.items() if key != left_out} for left_out in EVENT),
+    NAMED, {**NAMED, "args": []}, {**NAMED, "tid": None}, 3,
+]  # fmt: skip
+"""What a disk, a person or a foreign run may have left in a folder."""
+
+
+def test_damaged_files_neither_end_the_page_nor_write_into_it(run: Path) -> None:
+    lines = [json.dumps(line).encode() for line in BAD_LINES]
+    (run / "metrics.jsonl").write_bytes(b"\n".join([*lines, b"\xff\xfe", b"[" * 9999, b""]))
+    (run / "trace.json").write_text(json.dumps([*BAD_EVENTS, EVENT]))
+    (run / "sample.txt").write_bytes(MARK.encode() + b"\xff")
+    text = page.write(run).read_text(encoding="utf-8").replace(figures.script(), "")
+    assert "<img" not in text
+    assert "</script><script>alert" not in text
+    for words in ("The layout", "Loss", "rank by rank", "&lt;img src=x"):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("content", [*map(json.dumps, BAD_STATUS), "{", "[" * 9999, b"\xff"])
+def test_a_damaged_status_is_none_or_text(run: Path, content: str | bytes) -> None:
+    (run / "status.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    text = page._header("Run", PLAN, judge_status(run / "status.json"), [])
+    assert "<img" not in text
+    assert text.startswith("<header><h1>Run ")
+
+
+@pytest.mark.parametrize("trace", [{"traceEvents": 3}, {"traceEvents": [3]}, 3, "ab", [], {}, None])
+def test_a_trace_of_another_form_is_left_out(trace: Any) -> None:
+    assert page._timeline(trace) == []
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 9999, b"\xff"])
+def test_a_trace_that_is_no_json_is_left_out(run: Path, text: str | bytes) -> None:
+    (run / "trace.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert page._json(run / "trace.json") is None
+
+
+def test_a_run_whose_process_has_gone_is_shown_as_dead(run: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    who = {"pid": gone.pid, "host": socket.gethostname(), "heartbeat": datetime.now(UTC).isoformat()}
+    (run / "status.json").write_text(json.dumps({**STATUS, **who, "state": "running"}))
+    text = page._header("Run", PLAN, judge_status(run / "status.json"), [LINE])
+    assert "<span class='state dead'>dead, step 4 of 200</span>" in text
+    assert f"process {gone.pid} on" in text
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [{}],
+        [3],
+        3,
+        "ab",
+        [{"nodes": 1}],
+        [{"nodes": "x", "devices_per_node": 10**9, "device": {"name": "a", "memory_bytes": 1}}],
+    ],
+)
+def test_a_cluster_of_another_form_is_refused(groups: Any) -> None:
+    with pytest.raises(BadInput, match=r"cluster\.groups = "):
+        page._devices(PLAN.model_copy(update={"cluster": {"groups": groups}}))
+
+
+@pytest.mark.parametrize("model", [{"model_type": MARK}, {"model_type": 3}, MARK])
+def test_a_model_of_another_form_is_text_on_the_page(model: Any) -> None:
+    plan = PLAN.model_copy(update={"model": model, "why": (MARK,), "versions": {MARK: MARK}})
+    for text in (page._header("Run", plan, None, []), page._layout(plan), page._job(plan), page._rejected(plan)):
+        assert "<img" not in text
 
 
 def test_page_asks_the_network_for_nothing(run: Path) -> None:

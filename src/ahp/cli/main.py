@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -28,6 +29,8 @@ COMMANDS: dict[str, str] = {
 }
 """Each command is a module of this package with ``run(argv) -> exit code``."""
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What the system says of a disk that is full or may only be read, or of a file that is another's: no fault of AHP's."""
 INTERNAL, INTERRUPTED, BROKEN_PIPE = 1, 128 + 2, 128 + 13
 """Exit codes beside those of ``ahp.errors``; 128 + a signal's number is what shells report for a signal."""
 
@@ -57,6 +60,9 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if trace:
             traceback.print_exc()
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            message = f"{error.filename or 'a file'}: {error.strerror}"
+            return _fail(message, type(error).__name__, INTERNAL, as_json="--json" in words)
         message = f"internal error{_place(error)}: {type(error).__name__}: {error}"
         if not trace:
             message += f"\nthe whole trace: ahp --traceback {' '.join(words)}"

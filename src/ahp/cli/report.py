@@ -16,6 +16,7 @@ import tyro
 from ahp.cli.following import RUNS, after
 from ahp.errors import bad_input
 from ahp.plan import Plan
+from ahp.run_files import Status, judge_status
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,20 @@ def run(argv: list[str]) -> int:
     from ahp.report.page import write
 
     page = write(source)
+    status = judge_status(source / "status.json") if source.is_dir() else None
     following = f"ahp generate {source}" if source.is_dir() else _next(source)
     if arguments.json:
-        print(json.dumps({"wrote": str(page), "next": [following]}))
+        told = {"state": status.state, "step": status.step, "cause": status.cause} if status is not None else {}
+        print(json.dumps({"wrote": str(page), **told, "next": [following]}))
     else:
-        print(f"Wrote {page}\nNext: open it in a browser    {following}")
+        told = "" if status is None else f"Run   {status.state}, step {status.step}{_why(status)}\n"
+        print(f"{told}Wrote {page}\nNext: open it in a browser    {following}")
     return 0
+
+
+def _why(status: Status) -> str:
+    again = "; the same ahp train goes on from its last checkpoint" if status.state == "dead" else ""
+    return f": {status.cause}{again}" if status.cause else ""
 
 
 def _next(plan: Path) -> str:

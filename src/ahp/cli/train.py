@@ -23,6 +23,7 @@ from ahp.cli.overrides import split_overrides
 from ahp.config import HELP, Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan, validated
+from ahp.run_files import read_metrics
 from ahp.words import seconds
 
 if TYPE_CHECKING:
@@ -187,14 +188,14 @@ def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool
     folder = RunFolder(outcome.folder)
     result: dict[str, Any] = {"folder": str(folder.path), **asdict(outcome.status)}
     result["plan"] = json.loads(Plan.load(folder.plan_file).model_dump_json(exclude={"cluster"}))
-    metrics = folder.metrics()
+    metrics = read_metrics(folder.metrics_file, ["step_time_s", "tokens_per_s"])
     if metrics:
         result["speed"] = _speed(metrics)
     if losses := [
-        record["loss"] for record in metrics if record["loss"] is not None
+        record["loss"] for record in metrics if record.get("loss") is not None
     ]:  # none of a step that was left out
         result |= {"first_loss": losses[0], "last_loss": losses[-1]}
-    held_out = [record["validation_loss"] for record in metrics if "validation_loss" in record]
+    held_out = [record["validation_loss"] for record in metrics if record.get("validation_loss") is not None]
     if held_out:
         result["validation_loss"] = held_out[-1]
     if outcome.status.state == "done":
@@ -241,7 +242,7 @@ def _speed(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     tokens = metrics[-1]["tokens_per_s"] * metrics[-1]["step_time_s"]
     return {
         "median_s": median,
-        "predicted_s": metrics[-1]["predicted_step_time_s"],
+        "predicted_s": metrics[-1].get("predicted_step_time_s"),
         "tokens_per_s": tokens / median,
     }
 

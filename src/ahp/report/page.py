@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +13,12 @@ from typing import Any
 from ahp.errors import BadInput
 from ahp.plan import Plan
 from ahp.report import figures
+from ahp.run_files import LARGEST, Status, judge_status, read_metrics
+from ahp.violations import shortened
 from ahp.words import gib, of_gib, percent, seconds
+
+DRAWN = ("step_time_s", "memory_bytes")
+"""Numbers that a line of metrics.jsonl must have to be drawn."""
 
 
 def write(source: str | Path) -> Path:
@@ -31,13 +37,14 @@ def write(source: str | Path) -> Path:
 
 def _save(out: Path, title: str, plan: Plan, run: Path | None) -> Path:
     script = figures.script()
-    metrics = _metrics(run) if run is not None else []
-    status = _json(run / "status.json") if run is not None else None
+    metrics = read_metrics(run / "metrics.jsonl", DRAWN) if run is not None else []
+    metrics = [record for record in metrics if "loss" in record and record["step_time_s"] > 0]
+    status = judge_status(run / "status.json") if run is not None else None
     trace = _json(run / "trace.json") if run is not None else None
     sample = _text(run / "sample.txt") if run is not None else None
     sections = [
         _header(title, plan, status, metrics),
-        _cards(plan, status, metrics),
+        _cards(plan, metrics),
         *_curves(plan, metrics),
         _layout(plan),
         *_forecast(plan),
@@ -53,8 +60,11 @@ def _save(out: Path, title: str, plan: Plan, run: Path | None) -> Path:
         body="\n".join(sections),
     )
     aside = out.with_name(out.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(out)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(out)
+    finally:
+        aside.unlink(missing_ok=True)
     return out
 
 
@@ -65,19 +75,19 @@ _PAGE = """<!doctype html>
 """
 
 
-def _header(title: str, plan: Plan, status: dict[str, Any] | None, metrics: Sequence[dict[str, Any]]) -> str:
-    model = plan.model if isinstance(plan.model, str) else plan.model.get("model_type", "model")
+def _header(title: str, plan: Plan, status: Status | None, metrics: Sequence[dict[str, Any]]) -> str:
+    model = plan.model if isinstance(plan.model, str) else str(plan.model.get("model_type", "model"))
     state = ""
     if status is not None:
-        # A running run's status.json is as old as its last checkpoint.
-        step = max([status["step"], *(m["step"] for m in metrics[-1:])])
-        state = f"<span class='state {status['state']}'>{status['state']}, step {step} of {plan.job.steps}</span>"
-    cause = f"<p class='cause'>{escape(status['cause'])}</p>" if status and status["cause"] else ""
+        # A heartbeat lies up to ten seconds behind.
+        step = max([status.step, *(m["step"] for m in metrics[-1:])])
+        state = f"<span class='state {status.state}'>{status.state}, step {step} of {plan.job.steps}</span>"
+    cause = f"<p class='cause'>{escape(status.cause)}</p>" if status and status.cause else ""
     words = f"{escape(model)} on {escape(_devices(plan))}: {escape(plan.parallelism.short())}"
     return f"<header><h1>{escape(title)} {state}</h1><p>{words}</p>{cause}</header>"
 
 
-def _cards(plan: Plan, status: dict[str, Any] | None, metrics: Sequence[dict[str, Any]]) -> str:
+def _cards(plan: Plan, metrics: Sequence[dict[str, Any]]) -> str:
     cards: list[tuple[str, str, str]] = []
     forecast = plan.forecast
     if metrics:
@@ -91,7 +101,7 @@ def _cards(plan: Plan, status: dict[str, Any] | None, metrics: Sequence[dict[str
         versus = f"predicted {seconds(forecast.step_time_s)}" if forecast else "median"
         cards.append(("step time", seconds(median), versus))
         cards.append(("tokens per second", f"{plan.job.tokens_per_step / median:,.0f}", "all devices together"))
-        peak = max(m.get("memory_reserved_bytes", m["memory_bytes"]) for m in metrics)
+        peak = max(m.get("memory_reserved_bytes") or m["memory_bytes"] for m in metrics)
         expected = f"predicted {gib(forecast.memory_reserved_bytes)}" if forecast else "fullest rank"
         cards.append(("peak memory", gib(peak), expected))
         cards += _shares(metrics)
@@ -104,7 +114,10 @@ def _cards(plan: Plan, status: dict[str, Any] | None, metrics: Sequence[dict[str
         cards.append(("memory", full, f"fits with probability {percent(forecast.fit_probability)}"))
     if forecast:
         cards.append(("MFU, predicted", percent(forecast.mfu), "against " + forecast.mfu_peak.partition(";")[0]))
-    items = (f"<div><b>{name}</b><strong>{value}</strong><i>{escape(note)}</i></div>" for name, value, note in cards)
+    items = (
+        f"<div><b>{escape(name)}</b><strong>{escape(value)}</strong><i>{escape(note)}</i></div>"
+        for name, value, note in cards
+    )
     return f"<div class='cards'>{''.join(items)}</div>"
 
 
@@ -114,7 +127,7 @@ def _shares(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
     reached = sorted(m["mfu"] for m in metrics if m.get("mfu") is not None)
     if reached:
         cards.append(("MFU", percent(reached[len(reached) // 2]), "median; the forecast's FLOPs and peak"))
-    waits_s = [sum(m.get(key, 0.0) for m in metrics) for key in ("data_wait_s", "checkpoint_wait_s")]
+    waits_s = [sum(m.get(key) or 0.0 for m in metrics) for key in ("data_wait_s", "checkpoint_wait_s")]
     if any("data_wait_s" in m for m in metrics):
         share = percent(sum(waits_s) / sum(m["step_time_s"] for m in metrics))
         cards.append(("waiting", share, f"data {seconds(waits_s[0])}, checkpoints {seconds(waits_s[1])}"))
@@ -156,9 +169,23 @@ def _forecast(plan: Plan) -> list[str]:
 
 def _timeline(trace: Any) -> list[str]:
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
-    if not events:
+    drawn = [event for event in events if _is_event(event)] if isinstance(events, list) else []
+    if not drawn:
         return []
-    return [_section("The step as forecast, rank by rank", figures.html(figures.timeline(events)))]
+    return [_section("The step as forecast, rank by rank", figures.html(figures.timeline(drawn)))]
+
+
+def _is_event(event: Any) -> bool:
+    """Whether an event of a trace is what ``figures.timeline`` draws, or a name of a rank or a thread."""
+    if not isinstance(event, dict):
+        return False
+    if not all(isinstance(event.get(key), kind) for key, kind in {"name": str, "pid": int}.items()):
+        return False
+    if event.get("ph") == "M":
+        named = isinstance(event.get("args"), dict) and isinstance(event["args"].get("name"), str)
+        return named and (event["name"] == "process_name" or isinstance(event.get("tid"), int))
+    numbers = [event.get(key) for key in ("ts", "dur", "tid")]
+    return event.get("ph") == "X" and all(isinstance(n, int | float) and abs(n) < LARGEST for n in numbers)
 
 
 def _rejected(plan: Plan) -> str:
@@ -190,36 +217,42 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _devices(plan: Plan) -> str:
-    groups = (plan.cluster or {}).get("groups", [])
-    return " + ".join(
-        f"{group['nodes'] * group['devices_per_node']} x {group['device']['name']}" for group in groups
-    ) or (f"{plan.parallelism.world_size} devices")
+    groups = (f"{nodes * devices} x {name}" for nodes, devices, name, _ in _groups(plan))
+    return " + ".join(groups) or f"{plan.parallelism.world_size} devices"
 
 
 def _device_memory(plan: Plan) -> int | None:
-    return min((group["device"]["memory_bytes"] for group in (plan.cluster or {}).get("groups", [])), default=None)
+    return min((memory for *_, memory in _groups(plan)), default=None)
+
+
+def _groups(plan: Plan) -> list[tuple[int, int, str, int]]:
+    """Of each group of the cluster: nodes, devices of a node, their name and memory. Raises BadInput where a plan has another form."""
+    given = (plan.cluster or {}).get("groups", [])
+    found: list[tuple[int, int, str, int]] | None = None
+    with suppress(TypeError, KeyError, IndexError):
+        found = [(g["nodes"], g["devices_per_node"], g["device"]["name"], g["device"]["memory_bytes"]) for g in given]
+    if found is None or not all(tuple(map(type, group)) == (int, int, str, int) for group in found):
+        rule = "each must have nodes, devices_per_node, and a device with name and memory_bytes; plan again"
+        raise BadInput(f"cluster.groups = {shortened(given)}: {rule}")
+    return found
 
 
 def _vocabulary(plan: Plan) -> int | None:
     from ahp.graph.models import load_config
 
     try:
-        config = load_config(plan.model)
+        size = getattr(load_config(plan.model), "vocab_size", None)
     except BadInput:
         return None  # the model's folder has moved since; the page does without one line
-    return getattr(config, "vocab_size", None)
-
-
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    text = _text(run / "metrics.jsonl") or ""
-    # The last line may be half-written, by a run that goes on or was killed.
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return size if type(size) is int and size > 0 else None
 
 
 def _json(file: Path) -> Any:
-    text = _text(file)
-    return json.loads(text) if text else None
+    try:
+        return json.loads(_text(file) or "null")
+    except (ValueError, RecursionError):
+        return None
 
 
 def _text(file: Path) -> str | None:
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ahp.errors import BadInput
 from ahp.job import Job, Optimizer
 from ahp.plan import Plan
-from ahp.run_files import Status
+from ahp.run_files import Status, judge_status
 from ahp.runtime.files import crc32
 from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.run.folder import RunFolder
@@ -39,7 +48,10 @@ def test_status_reads_back_and_rubbish_is_no_status(folder: RunFolder) -> None:
     status = Status("failed", 7, "the disk is full", 1)
     folder.write_status(status)
     assert folder.status() == status
-    assert json.loads(folder.status_file.read_text()) == {
+    found = json.loads(folder.status_file.read_text())
+    who = {"pid": os.getpid(), "host": socket.gethostname(), "heartbeat": found["heartbeat"]}
+    assert found == {
+        **who,
         "state": "failed",
         "step": 7,
         "cause": "the disk is full",
@@ -60,6 +72,83 @@ def test_metrics_end_at_a_half_line_and_truncate_to_a_step(folder: RunFolder) ->
     folder.append_metrics({"step": 4, "loss": 0.5})
     assert [record["step"] for record in folder.metrics()] == [1, 2, 3, 4]
     assert folder.metrics()[2] == {"step": 3, "loss": 1 / 3}
+
+
+def test_status_is_written_on_a_full_disk_too(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said ``running`` for ever."""
+
+    def full(path: Path, content: str | bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder.write_status(Status("running", 1234567))
+    monkeypatch.setattr("ahp.runtime.run.folder.write_aside", full)
+    for status in (Status("failed", 7, "the disk is full" * 9, 1), Status("failed", 7, "", 1)):
+        folder.write_status(status)
+        assert folder.status() == status
+
+
+# Who writes status.json, and whether it lives
+
+
+def seen(folder: RunFolder, **changes: Any) -> Status:
+    found = {**json.loads(folder.status_file.read_text()), **changes}
+    folder.status_file.write_text(json.dumps(found))
+    status = judge_status(folder.status_file)
+    assert status is not None
+    return status
+
+
+def ago(seconds: float) -> str:
+    return (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
+
+
+def test_a_run_whose_process_has_gone_is_dead(folder: RunFolder) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    folder.write_status(Status("running", 7))
+    assert seen(folder).state == "running"
+    dead = seen(folder, pid=gone.pid, heartbeat=ago(3))
+    assert (dead.state, dead.step) == ("dead", 7)
+    assert f"process {gone.pid} on {socket.gethostname()} has gone without a word" in (dead.cause or "")
+    assert seen(folder, host="elsewhere").state == "running", "the processes of another host cannot be looked at"
+    silent = seen(folder, host="elsewhere", heartbeat=ago(300))
+    assert silent.state == "dead"
+    assert re.search(r"was not heard of for 30\d s", silent.cause or "")
+    assert seen(folder, state="done").state == "done"
+
+
+@pytest.mark.parametrize("changes", [{"heartbeat": 3}, {"heartbeat": "today"}, {"heartbeat": None}, {"pid": None}])
+def test_a_status_that_names_no_process_is_taken_as_it_is(folder: RunFolder, changes: dict[str, Any]) -> None:
+    folder.write_status(Status("running", 7))
+    assert seen(folder, **changes).state == "running"
+
+
+def test_a_process_shows_that_it_lives_until_another_takes_over(folder: RunFolder) -> None:
+    folder.heartbeat_s = 0.01
+    folder.write_status(Status("running", 3))
+    with folder.beating():
+        folder.append_metrics({"step": 4, "loss": 1.0})
+        until(lambda: folder.status() == Status("running", 4))
+        with folder._writing:
+            seen(folder, pid=1, step=9)
+        time.sleep(0.05)
+        assert folder.status() == Status("running", 9)
+
+
+def test_no_heartbeat_comes_after_the_end(folder: RunFolder) -> None:
+    folder.heartbeat_s = 0.001
+    folder.write_status(Status("running", 3))
+    with folder.beating():
+        folder.write_status(Status("done", 10, None, 0))
+        time.sleep(0.02)
+        assert folder.status() == Status("done", 10, None, 0)
+
+
+def until(true: Callable[[], bool]) -> None:
+    began_s = time.monotonic()
+    while not true():
+        assert time.monotonic() - began_s < 30
+        time.sleep(0.01)
 
 
 BAD_LINES = (b"3", b"\xff\xfe{", b'{"step": 3, "lo', b'{"step": "3"}', b'{"step": 3, "loss": "<b>"}', b"[" * 9999, b"")

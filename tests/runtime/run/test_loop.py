@@ -247,9 +247,26 @@ def test_signal_ends_with_a_checkpoint_and_the_signals_code(
     assert [record["step"] for record in folder.metrics()] == list(range(1, 11))
 
 
-def test_parent_that_has_gone_counts_as_sigterm() -> None:
+def test_parent_that_has_gone_is_told_from_a_signal(alone: Ranks, folder: RunFolder) -> None:
+    """kill -9 of the launcher stood in status.json as SIGTERM, which nobody had sent."""
     assert StopRequest().pending() == 0
-    assert StopRequest(parent=os.getppid() + 1).pending() == signal.SIGTERM
+    status = loop(alone, folder, stop=StopRequest(parent=os.getppid() + 1)).run()
+    assert (status.state, status.step, status.exit_code) == ("interrupted", 1, 128 + signal.SIGKILL)
+    assert "the process that started the workers has gone without a word" in (status.cause or "")
+    assert [c.step for c in folder.checkpoints()] == [1]
+
+
+def test_a_running_runs_status_has_the_step_that_it_reached(alone: Ranks, folder: RunFolder) -> None:
+    """It had the last checkpoint's."""
+    seen: list[int] = []
+
+    def look(record: dict[str, Any]) -> None:
+        folder._beat()
+        status = folder.status()
+        seen.append(status.step if status is not None else -1)
+
+    loop(alone, folder, on_step=look).run()
+    assert seen == list(range(1, 11))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_follower_shows_what_is_appended_once(tmp_path: Path) -> None:
     seen: list[int] = []
     shown, _ = display(steps=9)
     shown.update = lambda line: seen.append(line["step"])  # type: ignore[method-assign]
-    with following(folder.metrics_file, shown):
+    with following(folder.metrics_file, folder.notes_file, shown):
         folder.truncate_metrics(2)
         folder.append_metrics(record(3))
         with folder.metrics_file.open("a") as file:
@@ -58,6 +59,25 @@ def test_follower_shows_what_is_appended_once(tmp_path: Path) -> None:
             file.flush()
             file.write(json.dumps(record(4))[20:] + "\n")
     assert seen == [3, 4]
+
+
+def test_follower_says_at_once_what_a_worker_notes(tmp_path: Path) -> None:
+    """That a checkpoint is damaged reached the terminal when the run was over."""
+    folder = RunFolder(tmp_path)
+    folder.create()
+    for step in (1, 2, 3):
+        folder.append_metrics(record(step))
+    shown, out = display(steps=9)
+    with following(folder.metrics_file, folder.notes_file, shown):
+        folder.note("the checkpoint of step 3 is [damaged]")
+        began_s = time.monotonic()
+        while "[damaged]" not in out.getvalue():
+            assert time.monotonic() - began_s < 30
+            time.sleep(0.01)
+        folder.truncate_metrics(2)
+        time.sleep(0.5)
+        folder.append_metrics(record(3))
+    assert shown.recent[-1]["step"] == 3
 
 
 def test_terminal_gets_a_bar() -> None:

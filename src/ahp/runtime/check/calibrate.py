@@ -10,6 +10,7 @@ from datetime import date
 
 from ahp.cluster.model import Calibration, Cluster
 from ahp.errors import BadInput
+from ahp.run_files import read_metrics
 from ahp.runtime.run.folder import RunFolder
 
 WARM_UP_STEPS = 3
@@ -31,7 +32,7 @@ class MeasuredRun:
 
 def measured(folder: RunFolder) -> MeasuredRun:
     """The steps since the plan was last changed, without the first of them. Raises BadInput where there are too few."""
-    records = folder.metrics()
+    records = read_metrics(folder.metrics_file, ["step_time_s"])
     if not records:
         raise BadInput(
             f"RUN = {str(folder.path)!r}: no step was measured there (valid: the folder of a run of ahp train)"

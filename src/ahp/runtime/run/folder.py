@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ahp.errors import BadInput
 from ahp.job import Job
-from ahp.run_files import Status, read_metrics, read_record, read_saved_step, read_status
-from ahp.runtime.files import crc32, flush, write_aside
+from ahp.run_files import (
+    HEARTBEAT_S,
+    Status,
+    is_by_this_process,
+    read_metrics,
+    read_record,
+    read_saved_step,
+    read_status,
+    written,
+)
+from ahp.runtime.files import crc32, flush, write_aside, write_over
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,12 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
+        self.heartbeat_s = HEARTBEAT_S
         self.is_held = False
+        self.step = 0
+        """Of the last line that this process wrote into metrics.jsonl."""
+        self._said: Status | None = None
+        self._writing = threading.RLock()
         self.plan_file = self.path / "plan.yaml"
         self.config_file = self.path / "config.yaml"
         self.cluster_file = self.path / "cluster.yaml"
@@ -128,9 +144,48 @@ class RunFolder:
         return read_status(self.status_file)
 
     def write_status(self, status: Status) -> None:
-        """Also keeps the step of the newest checkpoint that was ever complete, so that its loss is noticed."""
-        newest = max((saved.step for saved in self.checkpoints()), default=self._saved_step())
-        write_aside(self.status_file, json.dumps({**asdict(status), "checkpoint": newest}, indent=1) + "\n")
+        """Also keeps who wrote it and when, and the step of the newest checkpoint that was ever complete, so that its loss is noticed.
+
+        While a run goes on the step is that of the last line of metrics.jsonl.
+        """
+        with self._writing:
+            if status.state == "running":
+                status = replace(status, step=max(status.step, self.step))
+            self._said = status
+            newest = max((saved.step for saved in self.checkpoints()), default=self._saved_step())
+            text = json.dumps(written(status, newest), indent=1) + "\n"
+            try:
+                write_aside(self.status_file, text)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                write_over(self.status_file, text)
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Within, a thread lets status.json say now and then that this process lives, and how far it is, until another process does."""
+        ended = threading.Event()
+        self._beat()
+
+        def beat() -> None:
+            while not ended.wait(self.heartbeat_s):
+                with self._writing:
+                    if is_by_this_process(self.status_file):
+                        self._beat()
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _beat(self) -> None:
+        with self._writing, suppress(OSError):
+            status = self._said or self.status()
+            if status is not None and status.state == "running":
+                self.write_status(status)
 
     def _saved_step(self) -> int | None:
         """Step of the newest checkpoint that there ever was; 0 for none, None where nobody knows."""
@@ -142,14 +197,12 @@ class RunFolder:
     def note(self, text: str) -> None:
         """Say something on stderr, and keep it for whoever started this process: a worker's stderr is a file."""
         print(text, file=sys.stderr, flush=True)
-        with self.notes_file.open("a") as file:
+        with suppress(OSError), self.notes_file.open("a") as file:
             file.write(text + "\n")
 
-    def take_notes(self) -> list[str]:
-        """What was noted since the last time."""
-        lines = self.notes_file.read_text().splitlines() if self.notes_file.exists() else []
+    def forget_notes(self) -> None:
+        """They have been read."""
         self.notes_file.unlink(missing_ok=True)
-        return lines
 
     # metrics.jsonl
 
@@ -157,6 +210,7 @@ class RunFolder:
         """One line for one step."""
         with self.metrics_file.open("a") as file:
             file.write(json.dumps(record) + "\n")
+        self.step = record["step"]
 
     def metrics(self) -> list[dict[str, Any]]:
         """The steps written so far. A half line, left by a killed run, and damaged ones are left out."""
@@ -166,6 +220,7 @@ class RunFolder:
         """Take what came after ``step`` out of metrics.jsonl, because those steps are about to be computed again, and what is no step's
         line; all of it is kept in ``cut_metrics_file``. Returns how many of the steps up to ``step`` have a line."""
         lines = self.metrics_file.read_bytes().splitlines() if self.metrics_file.exists() else []
+        self.step = step
         kept: dict[int, bytes] = {}
         cut: list[bytes] = []
         for line in lines:

@@ -6,7 +6,6 @@ never waits for the host. Where something depends on a step's end (a checkpoint,
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -29,7 +28,7 @@ from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.garbage_collection import GarbageCollection
 from ahp.runtime.run.same_job import refuse_other_text
 from ahp.runtime.run.step_profile import StepProfile
-from ahp.runtime.run.stop_signal import StopRequest
+from ahp.runtime.run.stop_signal import StopRequest, cause_of, exit_code_of
 
 MOST_SKIPPED = 10
 """Updates that ``run.on_nan: skip`` leaves out in a row before it stops: one batch may be bad, ten in a row are the weights."""
@@ -181,8 +180,8 @@ class Loop:
                     self.checkpoints.start(self.done, self.parallel.saver)
                 if self.stopped:
                     self.checkpoints.finish()
-                    name = signal.Signals(self.stopped).name
-                    return self._report(Status("interrupted", self.done, f"stopped by {name}", 128 + self.stopped))
+                    why = cause_of(self.stopped), exit_code_of(self.stopped)
+                    return self._report(Status("interrupted", self.done, *why))
                 self.checkpoints.finish(wait=False)
         self.checkpoints.finish()
         return self._report(Status("running", self.done))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 import threading
 import time
@@ -14,6 +14,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from ahp.run_files import read_record
 
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -62,6 +64,10 @@ class Display:
             f"{int(left) // 60}:{int(left) % 60:02d} left"
         )
 
+    def note(self, text: str) -> None:
+        """A line beside the steps; above the bar, where there is one."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
@@ -76,11 +82,11 @@ def _seconds(value: float) -> str:
 
 
 @contextmanager
-def following(metrics_file: Path, display: Display) -> Iterator[None]:
-    """Feed the display, in a thread, with what another process appends to metrics.jsonl from now on."""
+def following(metrics_file: Path, notes_file: Path, display: Display) -> Iterator[None]:
+    """Show, in a thread, what another process appends to metrics.jsonl and to its notes from now on."""
     ended = threading.Event()
-    first = metrics_file.stat().st_size if metrics_file.exists() else 0
-    thread = threading.Thread(target=_follow, args=(metrics_file, first, display, ended), daemon=True)
+    begins = {file: file.stat().st_size if file.exists() else 0 for file in (metrics_file, notes_file)}
+    thread = threading.Thread(target=_follow, args=(begins, display, ended), daemon=True)
     thread.start()
     try:
         yield
@@ -90,20 +96,30 @@ def following(metrics_file: Path, display: Display) -> Iterator[None]:
         display.close()
 
 
-def _follow(metrics_file: Path, offset: int, display: Display, ended: threading.Event) -> None:
+def _follow(offsets: dict[Path, int], display: Display, ended: threading.Event) -> None:
+    metrics_file, notes_file = offsets
     finishing = False
     while not finishing:
         finishing = ended.wait(SECONDS_BETWEEN_LOOKS)
-        if not metrics_file.exists():
-            continue
-        # Opened anew at every look: the writer replaces the file when it starts.
-        with metrics_file.open("rb") as file:
-            file.seek(offset)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        offset += len(whole)
-        for line in whole.splitlines():
-            display.update(json.loads(line))
+        for note in _appended(notes_file, offsets):
+            display.note(note.decode(errors="replace"))
+        for line in _appended(metrics_file, offsets):
+            if (record := read_record(line)) is not None:
+                display.update(record)
+
+
+def _appended(file: Path, offsets: dict[Path, int]) -> list[bytes]:
+    """Whole lines behind the offset, which moves on."""
+    if not file.exists():
+        return []
+    # Opened anew at every look: the writer replaces the file when it starts.
+    with file.open("rb") as stream:
+        offsets[file] = min(offsets[file], stream.seek(0, os.SEEK_END))  # the writer has taken lines out
+        stream.seek(offsets[file])
+        text = stream.read()
+    whole = text[: text.rfind(b"\n") + 1]
+    offsets[file] += len(whole)
+    return whole.splitlines()
 
 
 @contextmanager

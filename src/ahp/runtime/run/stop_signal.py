@@ -12,6 +12,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
+LAUNCHER_GONE = 128
+"""In the place of a signal's number, and above all of them, so that it is the one that ranks agree on."""
+
+
+def cause_of(number: int) -> str:
+    """Why a run stopped, for status.json."""
+    if number == LAUNCHER_GONE:
+        return "the process that started the workers has gone without a word, killed or crashed; they saved and stopped"
+    return f"stopped by {signal.Signals(number).name}"
+
+
+def exit_code_of(number: int) -> int:
+    """128 + the signal, as shells have it; a launcher that has gone was most likely killed."""
+    return 128 + (signal.SIGKILL if number == LAUNCHER_GONE else number)
+
 
 class Stopped(BaseException):
     """SIGINT or SIGTERM came where there is nothing to finish first."""
@@ -40,7 +55,7 @@ def stops_at_once() -> Iterator[None]:
 class StopRequest:
     """Remembers that SIGINT or SIGTERM came; the loop looks at it between steps.
 
-    A parent that has gone counts as SIGTERM: nobody could stop an orphan otherwise.
+    A parent that has gone counts as a wish to stop: nobody could stop an orphan otherwise.
     """
 
     received: int = 0
@@ -51,9 +66,9 @@ class StopRequest:
             signal.signal(number, self._note)
 
     def pending(self) -> int:
-        """Number of the signal, 0 for none."""
+        """Number of the signal, LAUNCHER_GONE for an orphan, 0 for none."""
         if not self.received and os.getppid() != self.parent:
-            self.received = int(signal.SIGTERM)
+            self.received = LAUNCHER_GONE
         return self.received
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -187,12 +187,13 @@ class Trainer:
         if finished is not None:
             return Outcome(self.folder.path, finished, already_done=True)
         failure.forget(self.folder)
-        self.folder.take_notes()
+        self.folder.forget_notes()
         saved = self.folder.checkpoints()
         step = saved[-1].step if saved else 0
         lines = self.folder.truncate_metrics(step)
         self.plan.save(self.folder.plan_file)
         self.folder.write_status(Status("running", step))
+        kept.enter_context(self.folder.beating())
         if saved:
             say(f"continuing {self.folder.path} from step {step} of {self.plan.job.steps}")
         if lines < step:
@@ -211,7 +212,7 @@ class Trainer:
             f"starting {num_workers} worker{'s' * (num_workers > 1)} on {order.device}: {self.plan.parallelism.short()}"
         )
         try:
-            with following(self.folder.metrics_file, self._display()):
+            with following(self.folder.metrics_file, self.folder.notes_file, self._display()):
                 return launch.launch(
                     WORKER,
                     [str(self.folder.path), json.dumps(asdict(order))],
@@ -223,8 +224,7 @@ class Trainer:
             self.folder.discard_unfinished()
             raise why from None
         finally:
-            for line in self.folder.take_notes():
-                say(line)
+            self.folder.forget_notes()
 
     def _why(self, ended: launch.WorkersEnded) -> TrainingFailed:
         logs = f"the workers' output: {self.folder.log_folder}"

@@ -63,6 +63,7 @@ def run_rank(
         with (
             joined(order.device, plan) as ranks,
             folder.held_by_workers() if ranks.is_first else nullcontext(),
+            folder.beating() if ranks.is_first else nullcontext(),
         ):
             return _train(plan, folder, order, stop, on_step, ranks)
     except BaseException as error:
