@@ -37,14 +37,17 @@ WIDE = ("two sequences at a time", "every forward before every backward")
 
 
 class Largest(TorchDispatchMode):
-    """The most rows of any tensor with a column for each word (or each word of this rank's part)."""
+    """The most rows of any tensor with a column for each word (or each word of this rank's part); how many tensors with a row for each
+    word products have made."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
-        self.words, self.rows = words, 0
+        self.words, self.rows, self.products = words, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.products += out.shape[0] == self.words
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[-1] == self.words:
                 self.rows = max(self.rows, leaf.numel() // self.words)
@@ -69,6 +72,7 @@ def train(
         "norms": [r.grad_norm for r in results],
         "held out": parallel.evaluate([parallel.shard(batch(STEPS))]),
         "rows": seen.rows,
+        "products": seen.products,
     }
 
 
@@ -89,6 +93,14 @@ def test_logits_are_never_whole(pool: Pool) -> None:
     assert whole["rows"] == BATCH // 2 * SEQUENCE
     assert chunked["rows"] == width
     assert chunked["held out"] == pytest.approx(whole["held out"], rel=1e-6)
+
+
+def test_a_chunk_makes_no_gradient_of_the_heads_size(pool: Pool) -> None:
+    layout = {"micro_batch_size": BATCH // 2}
+    (whole,) = pool.run(train, 1, "llama", layout, None)
+    (chunked,) = pool.run(train, 1, "llama", layout, 8)
+    assert whole["products"] == 2 * STEPS
+    assert chunked["products"] == 0
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ahp.errors import BadInput
 from ahp.graph.call import call_model, logits_of
@@ -125,14 +127,17 @@ class _Chunked(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden)
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
+        in_place = _SummedInPlace(weights)
         for part in chunks(targets.shape[0], targets.shape[1], chunk_tokens):
             x = hidden[part].detach().requires_grad_()
-            with torch.enable_grad():
+            with torch.enable_grad(), in_place:
                 loss = of_chunk(x, targets[part])
             of_hidden[part], *found = torch.autograd.grad(loss, (x, *weights), allow_unused=True)
             for i, gradient in enumerate(found):
                 of_weights[i] = _added(of_weights[i], gradient)
             total += loss.detach()
+        for i, weight in enumerate(weights):
+            of_weights[i] = _added(in_place.sums.get(id(weight)), of_weights[i])
         ctx.gradients, ctx.weights = (of_hidden, of_weights), weights
         return total
 
@@ -144,6 +149,49 @@ class _Chunked(torch.autograd.Function):
             for found, weight in zip(of_weights, ctx.weights, strict=True)
         ]
         return of_hidden.mul_(gradients[0]), None, None, None, *scaled
+
+
+class _SummedInPlace(TorchFunctionMode):
+    """Within, a product with one of the weights has a backward pass that adds to the sum of that weight's gradients: a tensor of the
+    head's size less for each chunk, and its reading and writing.
+
+    For weights in fp32: a sum in fp32 of products in 16 bits is an operator that torch has on GPUs alone, from 2.8 on.
+    """
+
+    def __init__(self, weights: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        plain = (torch.Tensor, nn.Parameter)
+        self.weights = {id(w) for w in weights if type(w) in plain and w.dtype == torch.float32}
+        self.sums: dict[int, torch.Tensor] = {}
+        """By ``id`` of the weight: the function that uses them holds it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and id(args[1]) in self.weights and args[0].dtype == torch.float32:
+            x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else None
+            if id(weight) not in self.sums:
+                self.sums[id(weight)] = torch.zeros_like(weight)
+            return _Linear.apply(x, weight.detach(), bias, self.sums[id(weight)])
+        return func(*args, **(kwargs or {}))
+
+
+class _Linear(torch.autograd.Function):
+    """``linear`` of x [..., in], weight [out, in], bias [out]; in backward the weight's gradient is added to ``of_weight`` [out, in]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, of_weight: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.of_weight = of_weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0].flatten(0, -2)
+        ctx.of_weight.addmm_(gradient.t(), x.flatten(0, -2))
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        return gradients[0] @ weight, None, of_bias, None
 
 
 def _added(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
