@@ -241,8 +241,8 @@ HELP: dict[str, str] = {
     "run.collective_timeout_s": "seconds after which a rank that the others wait for ends the run",
     "run.track": "beside metrics.jsonl: tensorboard, wandb (extra [track])",
     "run.sample": "whether a finished run ends with a sample of text, for which the whole model is loaded once more",
-    "run.extend": "let a run go on with more job.steps under a schedule that looks ahead (linear, cosine, wsd in its decay): steps that were "
-    "made keep their learning rates, those to come have the longer job's",
+    "run.extend": "let a run go on with more job.steps under a schedule that looks ahead (linear, cosine, wsd in its decay), with other "
+    "job.optimizer keys but its name, or with job.precision fp32 or bf16: steps that were made keep what they had, those to come have the new job's",
     "run.on_nan": "when a loss or gradient is no number: stop, skip its update, or rollback to the last checkpoint (docs/training.md)",
     "run.profile": "{steps: [10, 12]} writes what these steps do when, and on a GPU their memory, into profile/ of the run's folder",
 }

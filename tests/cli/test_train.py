@@ -23,7 +23,7 @@ from ahp.runtime.compute import compile
 from ahp.runtime.ranks import device
 from ahp.runtime.run import generate as generation
 from ahp.runtime.run import texts, trainer
-from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
 from ahp.runtime.run.generate import generate as from_checkpoint
 from ahp.runtime.run.texts import prepare_texts
 from tests.search.small import cpu_workers
@@ -429,6 +429,8 @@ def test_a_finished_run_needs_neither_its_text_nor_a_search(
     done = Plan(job=Job(steps=STEPS, data="gone.txt"))
     done.save(run.plan_file)
     run.write_status(Status("done", STEPS, None, 0))
+    run.weights_folder.mkdir()
+    (run.weights_folder / EXPORT_MARK).write_text(json.dumps({"step": STEPS}))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"job": {"steps": STEPS, "data": "gone.txt"}}))
     words = ["train", str(tmp_path / "config.yaml"), "--run.folder", str(run.path)]
     assert main.main([*words, "--parallelism.tensor-parallel-degree", "2"]) == 0

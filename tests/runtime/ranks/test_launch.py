@@ -22,7 +22,7 @@ from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.run import failure
-from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
 from ahp.runtime.run.texts import Texts, vocabulary_size
 from ahp.runtime.run.trainer import Trainer
 from tests.runtime.workers import listened_on
@@ -148,6 +148,8 @@ def test_finished_run_is_left_alone(folder: RunFolder) -> None:
     from ahp.run_files import Status
 
     folder.write_status(Status("done", 10, None, 0))
+    folder.weights_folder.mkdir()
+    (folder.weights_folder / EXPORT_MARK).write_text('{"step": 10}')
     outcome = Trainer(Plan(job=Job(steps=10)), folder=folder.path).run()
     assert outcome.already_done
     assert outcome.exit_code == 0

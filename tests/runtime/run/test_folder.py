@@ -326,6 +326,52 @@ def test_more_steps_under_a_schedule_that_looks_ahead_are_asked_for(folder: RunF
             check_same_job(folder, other, extend=True)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": {"learning_rate": 1e-4}},
+        {"optimizer": {"warmup_steps": 90, "grad_clip": 0.1, "betas": [0.9, 0.99]}},
+        {"precision": "fp32"},
+        {"steps": 300, "optimizer": {"eps": 1e-6}},
+    ],
+)
+def test_a_run_whose_loss_was_no_number_goes_on_with_other_settings(folder: RunFolder, changes: dict[str, Any]) -> None:
+    """What the refusal advised was refused in that folder itself."""
+    write_checkpoint(folder, 10, Plan())
+    plan = Plan(job=Job.model_validate(changes))
+    with pytest.raises(BadInput, match=r"job\.(optimizer|precision|steps).*--run\.extend true allows it"):
+        check_same_job(folder, plan)
+    told = check_same_job(folder, plan, extend=True)
+    assert told is not None
+    assert "the steps to come, from 11 on, are made with these" in told
+
+
+@pytest.mark.parametrize(
+    "changes", [{"optimizer": "muon"}, {"precision": "fp16"}, {"seed": 1}, {"sequence_length": 64}]
+)
+def test_what_the_steps_that_were_made_rest_on_stays(folder: RunFolder, changes: dict[str, Any]) -> None:
+    write_checkpoint(folder, 10, Plan())
+    lower = {"learning_rate": 1e-4} if isinstance(changes.get("optimizer", {}), dict) else {}
+    plan = Plan(job=Job.model_validate({"optimizer": lower, **changes}))
+    with pytest.raises(BadInput, match=r"(?!.*extend)job\."):
+        check_same_job(folder, plan, extend=True)
+
+
+def test_a_status_that_says_done_is_believed_with_the_weights_alone(folder: RunFolder) -> None:
+    job = Job(steps=10)
+    folder.write_status(Status("done", 10, None, 0))
+    assert folder.finished(job) is None
+    write_checkpoint(folder, 5, Plan(job=job))
+    assert folder.finished(job) is None
+    path = write_checkpoint(folder, 10, Plan(job=job))
+    assert folder.finished(job) is not None
+    shutil.rmtree(path)
+    folder.weights_folder.mkdir()
+    (folder.weights_folder / "ahp.json").write_text('{"step": 10}')
+    assert folder.finished(job) is not None
+    assert folder.finished(Job(steps=20)) is None
+
+
 def test_two_runs_do_not_share_a_folder(folder: RunFolder) -> None:
     with folder.held(), pytest.raises(BadInput, match="another run"), RunFolder(folder.path).held():
         pass

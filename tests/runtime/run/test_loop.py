@@ -26,7 +26,7 @@ from ahp.job import Job
 from ahp.plan import Forecast, Plan
 from ahp.runtime.files import crc32
 from ahp.runtime.ranks.ranks import Ranks
-from ahp.runtime.run.checkpoints import CannotWrite, DamagedCheckpoints, has_no_space
+from ahp.runtime.run.checkpoints import CannotWrite, DamagedCheckpoints, UnreadableCheckpoint, has_no_space
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.loop import MOST_ROLLBACKS, MOST_SKIPPED, Diverged, Loop, Settings
 from ahp.runtime.run.stop_signal import StopRequest
@@ -211,6 +211,30 @@ def test_a_flipped_byte_is_named_and_the_checkpoint_before_is_used(
         flip(folder, step)
     with pytest.raises(DamagedCheckpoints, match="every checkpoint is damaged"):
         loop(alone, folder).run()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError("weight"), "step-10 does not go into the plan's model: KeyError: 'weight'"),
+        (
+            CheckpointException("x", {0: (RuntimeError("Missing key in checkpoint: a\nand a trace"), StackSummary())}),
+            "step-10 does not go into the plan's model: RuntimeError: Missing key in checkpoint: a; it is another model's",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_told_in_one_line(
+    alone: Ranks, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, error: BaseException, told: str
+) -> None:
+    def load(self: Weight, folder: Path) -> None:
+        raise error
+
+    loop(alone, folder).run()
+    monkeypatch.setattr(Weight, "load", load)
+    with pytest.raises(UnreadableCheckpoint) as raised:
+        loop(alone, folder).run()
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def flip(folder: RunFolder, step: int) -> None:

@@ -32,6 +32,16 @@ class DamagedCheckpoints(AhpError):
     """No checkpoint of the run is whole."""
 
 
+class UnreadableCheckpoint(AhpError):
+    """A checkpoint that is whole does not go into the model."""
+
+
+class Loads(Protocol):
+    """What takes over the tensors of a checkpoint."""
+
+    def load(self, folder: Path) -> None: ...
+
+
 class CannotWrite(AhpError):
     """The run's folder takes no more."""
 
@@ -88,6 +98,19 @@ class Checkpoints:
                 f"{self.folder.checkpoints_folder}, start anew with another --run.folder, or delete this folder"
             )
         return None
+
+    def read(self, checkpoint: Checkpoint, into: Loads) -> None:
+        """Raises UnreadableCheckpoint, with torch's first reason, where it holds other tensors than the model wants."""
+        try:
+            into.load(checkpoint.path)
+        except (CheckpointException, KeyError, ValueError) as error:
+            if isinstance(error, AhpError):
+                raise
+            raise UnreadableCheckpoint(
+                f"run.folder = {str(self.folder.path)!r}: {checkpoint.path.name} does not go into the plan's model: {_reason(error)}; it is "
+                "another model's, or another version of AHP wrote it. Put the run's own checkpoint there, or start anew with another "
+                "--run.folder"
+            ) from error
 
     def start(self, step: int, saver: Saver) -> None:
         """Begin to write a checkpoint; it counts, and older ones go, once all of it is on the disk."""
@@ -161,6 +184,14 @@ def has_no_space(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what the first rank said: torch's own message has every rank's trace."""
+    failures = getattr(error, "failures", None)
+    first = next(iter(failures.values()), None) if isinstance(failures, dict) else None
+    found = _exception(first) or error
+    return f"{type(found).__name__}: {(str(found).strip().splitlines() or ['no reason'])[0]}"
 
 
 def _exception(item: Any) -> BaseException | None:

@@ -17,14 +17,11 @@ from ahp.cluster.sense import memory_available_bytes
 from ahp.errors import BadInput
 from ahp.plan import Parallelism, Plan
 from ahp.runtime.data.tokenizer import copy_for_transformers, save_for_transformers, tokenizer_of
-from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import nn
-
-MARK = "ahp.json"
-"""Holds the step that the weights are from."""
 
 ROOM = 1.2
 """[Empirical] Memory that is asked for, over the weights': a fifth more is far above what one sequence's activations take."""
@@ -37,7 +34,7 @@ def publish(run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step:
         copy_for_transformers(published, aside)
     else:
         save_for_transformers(tokenizer, aside)
-    (aside / MARK).write_text(json.dumps({"step": step}) + "\n")
+    (aside / EXPORT_MARK).write_text(json.dumps({"step": step}) + "\n")
     shutil.rmtree(run.weights_folder, ignore_errors=True)
     aside.rename(run.weights_folder)
     return run.weights_folder
@@ -49,7 +46,7 @@ def newest(run: RunFolder, plan: Plan) -> Path:
     Raises BadInput when there is no checkpoint.
     """
     checkpoints = run.checkpoints()
-    written = _step(run.weights_folder)
+    written = run.exported_step()
     if written is not None and (not checkpoints or written >= checkpoints[-1].step):
         return run.weights_folder
     if not checkpoints:
@@ -92,13 +89,6 @@ def _device_with_room(num_bytes: int) -> torch.device:
             "generate on a larger one"
         )
     return torch.device("cpu")
-
-
-def _step(folder: Path) -> int | None:
-    try:
-        return json.loads((folder / MARK).read_text())["step"]
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _convert(run: RunFolder, plan: Plan, checkpoint: Path, step: int) -> Path:

@@ -29,6 +29,9 @@ from ahp.run_files import (
 )
 from ahp.runtime.files import crc32, flush, write_aside, write_over
 
+EXPORT_MARK = "ahp.json"
+"""File beside the exported weights; holds the step that they are from."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -318,9 +321,19 @@ class RunFolder:
     # the job
 
     def finished(self, job: Job) -> Status | None:
-        """The status of a run that has made all of the job's steps; None where something is left to do."""
+        """The status of a run that has made all of the job's steps, and has the weights of the last; None where something is left to do."""
         status = self.status()
-        return status if status is not None and status.state == "done" and status.step == job.steps else None
+        made = {self.exported_step(), *(checkpoint.step for checkpoint in self.checkpoints())}
+        whole = status is not None and status.state == "done" and status.step == job.steps and job.steps in made
+        return status if whole else None
+
+    def exported_step(self) -> int | None:
+        """The step that the weights in ``weights_folder`` are from; None where there are none."""
+        try:
+            step = json.loads((self.weights_folder / EXPORT_MARK).read_bytes())["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return step if isinstance(step, int) else None
 
 
 def _fault(path: Path) -> str | None:

@@ -35,6 +35,11 @@ MOST_SKIPPED = 10
 MOST_ROLLBACKS = 3
 """Times that ``run.on_nan: rollback`` goes back to one checkpoint before it stops: other batches have then failed from the same weights."""
 
+WAY_ON = (
+    "Go on with a lower job.optimizer.learning_rate, a longer job.optimizer.warmup_steps or job.precision fp32, and --run.extend true, which "
+    "lets a run change these"
+)
+
 
 class StepResult(Protocol):
     """What one optimizer step returns, the same on every rank."""
@@ -191,7 +196,7 @@ class Loop:
         step = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
             refuse_other_text(checkpoint, self.plan, self.data_fingerprint)
-            self.parallel.load(checkpoint.path)
+            self.checkpoints.read(checkpoint, self.parallel)
         if self.ranks.is_first:
             self.folder.truncate_metrics(step)
         self._report(Status("running", step))
@@ -304,7 +309,7 @@ class Loop:
             )
         self.under_way.clear()  # what was queued behind it
         self.rolled_back = True
-        self.parallel.load(checkpoint.path)
+        self.checkpoints.read(checkpoint, self.parallel)
         self.parallel.skip_to(step.number)
         self.done = step.number
         said = f"{_numbers(step)}: back to the weights of step {checkpoint.step}, without the batches since (run.on_nan rollback)"
@@ -318,8 +323,7 @@ class Loop:
         saved = self.checkpoints.saved
         kept = f"the checkpoint of step {saved} is kept" if saved is not None else "there was no checkpoint yet"
         return Diverged(
-            f"{_numbers(step)}; {self.parallel.find_fault(step.part, step.result)}{why}. Training stopped, {kept}. Lower "
-            "job.optimizer.learning_rate, lengthen job.optimizer.warmup_steps, or use job.precision fp32"
+            f"{_numbers(step)}; {self.parallel.find_fault(step.part, step.result)}{why}. Training stopped, {kept}. {WAY_ON}"
         )
 
     def _note(self, text: str) -> None:

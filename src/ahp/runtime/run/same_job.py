@@ -5,19 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from ahp.errors import BadInput
-from ahp.job import Job
+from ahp.job import Job, Optimizer
 from ahp.plan import Plan
 from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.run.folder import Checkpoint, RunFolder
 from ahp.runtime.run.same_model import described, key_differences, model_differences
+
+MAY_CHANGE = (
+    "job.steps",
+    "job.precision",
+    *(f"job.optimizer.{key}" for key in Optimizer.model_fields if key != "name"),
+)
+"""Keys of a job that steps to come may have otherwise than those that were made: they leave data, model and the optimizer's states as they
+are."""
+WITHOUT_STATE = ("fp32", "bf16")
+"""Precisions that need nothing of a checkpoint but weights and moments; fp16 needs its loss scale."""
 
 
 def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> str | None:
     """Refuse to continue a run under another convergence contract. The layout may differ, the job and the model may not: neither what the
     model is called, nor what the file or the factory of that name says.
 
-    More steps change no step that was made under a schedule that does not look ahead. Under another, ``extend`` takes them all
-    the same: the steps that were made keep the rates that they had, and those to come have the rates of the longer job.
+    More steps change no step that was made under a schedule that does not look ahead. Under another, and for the other keys of ``MAY_CHANGE``,
+    ``extend`` is needed: the steps that were made keep what they had, and those to come have what the job says now.
 
     Returns what the user must know of that, None for nothing. Raises BadInput that names every key that differs, or says that the
     run's checkpoints are lost.
@@ -28,13 +38,17 @@ def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> st
         return None
     before = folder.checkpoints()[-1].meta()
     before["job"] = _with_defaults(before["job"])
+    found = key_differences(before["job"], plan.job.model_dump(mode="json"), "job")
+    changed = {words.partition(" = ")[0]: words for words in found}
     differ, told = [], None
-    if _same_but_steps(before["job"], plan.job, before["step"]):
+    if not all(_may_change(key, plan.job, before["step"]) for key in changed):
+        differ = list(changed.values())
+    elif changed.keys() <= {"job.steps"}:
         told = _rates_that_differ(before["job"], plan.job, before["step"])
     else:
-        differ = list(key_differences(before["job"], plan.job.model_dump(mode="json"), "job"))
+        told = f"{', '.join(changed.values())}: the steps to come, from {before['step'] + 1} on, are made with these"
     if told is not None and not extend:
-        differ = [f"{told}; --run.extend true goes on with these from here on"]
+        differ = [f"{told}; --run.extend true allows it"]
     for key, now in (("init_from", plan.init_from), ("model", plan.model)):
         if before.get(key) != now:
             differ.insert(0, f"{key} = {now!r} (the run has {before.get(key)!r})")
@@ -46,6 +60,12 @@ def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> st
             "Start a new run with another --run.folder, or give the old values to continue this one"
         )
     return told
+
+
+def _may_change(key: str, now: Job, step: int) -> bool:
+    if key == "job.steps":
+        return now.steps >= step
+    return key in MAY_CHANGE and (key != "job.precision" or now.precision in WITHOUT_STATE)
 
 
 def check_same_text(folder: RunFolder, plan: Plan, fingerprint: str) -> None:
@@ -69,11 +89,6 @@ def _with_defaults(job: dict[str, Any]) -> dict[str, Any]:
         return Job.model_validate(job).model_dump(mode="json")
     except ValueError:
         return job
-
-
-def _same_but_steps(before: dict[str, Any], now: Job, step: int) -> bool:
-    """Whether the number of steps alone differs, and leaves all steps that were made."""
-    return {**before, "steps": now.steps} == now.model_dump(mode="json") and now.steps >= step
 
 
 def _rates_that_differ(before: dict[str, Any], now: Job, step: int) -> str | None:
