@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from ahp.cli.main import COMMANDS
+from ahp.cli.main import COMMANDS, main
 from ahp.cli.simulate import run
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Plan
@@ -31,6 +32,26 @@ def next_commands(out: str) -> list[str]:
     last = out.rstrip().splitlines()[-1]
     assert last.startswith("Next: ")
     return last.removeprefix("Next: ").split("    ")
+
+
+@pytest.mark.parametrize("command", ["simulate", "explain"])
+def test_a_plan_whose_model_is_code_is_announced_before_it_runs(
+    command: str, plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Plan.load(plan_file).model_copy(update={"model": "foreign_code:build"}).save(plan_file)
+    (plan_file.parent / "foreign_code.py").write_text("import sys\nprint('IT RUNS', file=sys.stderr)\n")
+    monkeypatch.syspath_prepend(plan_file.parent)
+    monkeypatch.delitem(sys.modules, "foreign_code", raising=False)
+    assert main([command, str(plan_file)]) == 2
+    err = capsys.readouterr().err
+    assert err.index("the plan's model is code: foreign_code is imported and build() called") < err.index("IT RUNS")
+
+
+def test_a_factory_of_pythons_own_library_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """This one would end the process."""
+    Plan.load(plan_file).model_copy(update={"model": "os:abort"}).save(plan_file)
+    assert main(["simulate", str(plan_file)]) == 2
+    assert "model = 'os:abort': a module of Python itself makes no model" in capsys.readouterr().err
 
 
 def test_bars_what_binds_and_a_trace(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

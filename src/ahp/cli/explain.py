@@ -71,13 +71,13 @@ def run(argv: list[str]) -> int:
 
 def _subject(plan: Plan) -> Problem:
     """The plan's model, cluster and job with what its user had fixed, ready to price other layouts."""
+    from ahp.cli.simulate import announce
     from ahp.graph.trace import analyze
     from ahp.search.problem import problem
 
     if plan.cluster is None:
         raise BadInput("cluster = None: the plan names no cluster to explain it on; write it with: ahp plan")
-    model = plan.model if isinstance(plan.model, str) else plan.model.get("model_type", "given config")
-    print(f"analyzing {model} ...", file=sys.stderr)
+    announce(plan)
     graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
     fixed = validated(Constraints, plan.fixed, "fixed")
     return problem(graph, Cluster.resolve(plan.cluster), plan.job, fixed, plan.engine.decided())

@@ -117,8 +117,18 @@ def _subject(plan: Plan) -> tuple[ModelGraph, Cluster]:
     layout = plan.parallelism.model_copy(update=lightest)
     if reason := get(plan.engine.name).refuses(plan.job, layout, plan.engine):
         raise NotExpressible(reason)
-    print(f"analyzing {_named(plan)} ...", file=sys.stderr)
+    announce(plan)
     return analyze(plan.model, plan.job, attention=plan.engine.attention), cluster
+
+
+def announce(plan: Plan) -> None:
+    """Say what is analyzed, before it is. A plan from elsewhere may name a factory, and then its code runs: nobody expects it of a forecast."""
+    from ahp.graph.models import is_factory
+
+    if is_factory(plan.model):
+        module, _, function = str(plan.model).partition(":")
+        print(f"the plan's model is code: {module} is imported and {function}() called", file=sys.stderr, flush=True)
+    print(f"analyzing {_named(plan)} ...", file=sys.stderr, flush=True)
 
 
 def _binding(graph: ModelGraph, cluster: Cluster, plan: Plan) -> Binding:
@@ -218,7 +228,7 @@ def _heading(plan: Plan) -> list[str]:
 
 def _named(plan: Plan) -> str:
     """The model in a word."""
-    return plan.model if isinstance(plan.model, str) else plan.model.get("model_type", "given config")
+    return plan.model if isinstance(plan.model, str) else str(plan.model.get("model_type", "given config"))
 
 
 def _told(found: Binding) -> list[str]:

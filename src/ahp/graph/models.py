@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -291,6 +292,8 @@ def _from_factory(model: Any, dtype: torch.dtype, device: Any) -> nn.Module:
     if not is_factory(model):
         raise bad_input("model", model, "expected a name, a path, a dict of config keys, a module or pkg.mod:factory")
     path, _, function = str(model).partition(":")
+    if path.split(".")[0] in sys.stdlib_module_names:
+        raise bad_input("model", model, "a module of Python itself makes no model, and calling it may do anything else")
     try:
         factory = getattr(importlib.import_module(path), function)
     except ModuleNotFoundError as error:
