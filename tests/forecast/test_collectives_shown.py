@@ -4,7 +4,7 @@ import pytest
 
 from ahp.engines.registry import get
 from ahp.forecast.communication import Network
-from ahp.forecast.data_parallel import DataParallel, gradient_copy_bytes
+from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.pricer import slowest_share
 from ahp.forecast.rules import asynchronous
@@ -191,7 +191,7 @@ def test_bytes_moved_to_keep_a_gradient(engine, precision, layout, first, later)
     )
     for count in (1, 4):
         data = DataParallel(shard=ALONE, replicate=ALONE, traits=traits, micro_batches=count, overlap=1.0)
-        assert gradient_copy_bytes(data) == pytest.approx((first + (count - 1) * later) / count)
+        assert data.copied_bytes[1] == pytest.approx((first + (count - 1) * later) / count)
 
 
 def test_only_the_first_stage_waits_for_weights_that_all_ranks_gather_at_once(llama):

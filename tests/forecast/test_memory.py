@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 from ahp.engines.ahp import AhpEngine
 from ahp.engines.megatron import MegatronEngine
 from ahp.engines.registry import get
+from ahp.forecast.activations import segment_memory
 from ahp.forecast.assembly import num_groups
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
-from ahp.forecast.memory import RankWeights, fit_probability, rank_memory, segment_memory, state_bytes
+from ahp.forecast.memory import Outside, fit_probability, ranks_memory
 from ahp.forecast.split import split
+from ahp.forecast.states import RankWeights, Shards, state_bytes
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -84,7 +86,7 @@ WEIGHTS = RankWeights(total=1000, largest_block=100, outside_blocks=200)
 
 def state(zero, precision="bf16", micro_batches=4, **kwargs):
     shards = 4 if zero else 1
-    return state_bytes(WEIGHTS, traits(zero, precision, **kwargs), shards=shards, micro_batches=micro_batches)
+    return state_bytes(WEIGHTS, traits(zero, precision, **kwargs), Shards.among(shards), micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +109,9 @@ def test_zero_divides_what_it_says(zero, parameters, states, gathered, gradients
 def test_muon_keeps_one_state_of_a_matrix_in_a_block_and_two_of_the_rest():
     job = Job.model_validate({"optimizer": "muon"})
     muon = AhpEngine().traits(job, Parallelism(data_parallel_shard_degree=4), EngineChoice())
-    assert state_bytes(WEIGHTS, muon, shards=4, micro_batches=4)["optimizer_states"] == (4 * 800 + 8 * 200) / 4
+    assert state_bytes(WEIGHTS, muon, Shards.among(4), 4)["optimizer_states"] == (4 * 800 + 8 * 200) / 4
     experts = RankWeights(total=1000, largest_block=100, outside_blocks=200, experts=400)
-    parts = state_bytes(experts, muon, shards=4, micro_batches=4, expert_ranks=2)
+    parts = state_bytes(experts, muon, Shards.among(4, 2), 4)
     assert parts["optimizer_states"] == (4 * 400 + 8 * 200) / 4 + 8 * 400 / 2
 
 
@@ -134,9 +136,9 @@ def test_deepspeed_collects_gradients_in_a_bucket_and_copies_what_it_sends(zero,
     traits = get("deepspeed").traits(Job(precision="fp16"), layout, EngineChoice(name="deepspeed"))
     weights = RankWeights(total=total, largest_block=100, outside_blocks=200)
     shards = 4 if zero else 1
-    assert state_bytes(weights, traits, shards=shards, micro_batches=4)["reduce_buffers"] == 2 * elements
+    assert state_bytes(weights, traits, Shards.among(shards), 4)["reduce_buffers"] == 2 * elements
     alone = get("deepspeed").traits(Job(precision="fp16"), Parallelism(), EngineChoice(name="deepspeed"))
-    assert state_bytes(weights, alone, shards=1, micro_batches=4)["reduce_buffers"] == 0
+    assert state_bytes(weights, alone, Shards.among(1), 4)["reduce_buffers"] == 0
 
 
 @pytest.mark.parametrize(("zero", "total", "elements"), [(2, 10**10, 10**10), (3, 10**10, 10**9), (3, 10**8, 10**8)])
@@ -144,7 +146,7 @@ def test_deepspeed_gathers_a_thousand_million_weights_ahead(zero, total, element
     layout = Parallelism(data_parallel_shard_degree=4, zero_stage=zero)
     traits = get("deepspeed").traits(Job(precision="bf16"), layout, EngineChoice(name="deepspeed"))
     weights = RankWeights(total=total, largest_block=100, outside_blocks=200)
-    assert state_bytes(weights, traits, shards=4, micro_batches=1)["gathered_weights"] == 2 * elements
+    assert state_bytes(weights, traits, Shards.among(4), 1)["gathered_weights"] == 2 * elements
 
 
 @pytest.mark.parametrize(("precision", "pipeline", "each_bytes"), [("bf16", 2, 2 + 4), ("bf16", 1, 2), ("fp16", 2, 2)])
@@ -152,7 +154,7 @@ def test_deepspeed_adds_gradients_up_in_fp32_in_a_pipeline_in_bf16(precision, pi
     layout = Parallelism(data_parallel_shard_degree=4, zero_stage=1, pipeline_parallel_degree=pipeline)
     traits = get("deepspeed").traits(Job(precision=precision), layout, EngineChoice(name="deepspeed"))
     weights = RankWeights(total=10**9, largest_block=100, outside_blocks=200)
-    held = state_bytes(weights, traits, shards=4, micro_batches=4)
+    held = state_bytes(weights, traits, Shards.among(4), 4)
     assert held["gradients"] == each_bytes * 10**9
     collected = 0 if each_bytes == 6 else 5 * 10**8
     assert held["reduce_buffers"] == traits.reduce_bytes * (5 * 10**8 + collected)
@@ -165,7 +167,7 @@ def test_buckets_of_distributed_data_parallel_lie_beside_the_gradients():
     def buffers(**degrees):
         layout = Parallelism(**degrees)
         traits = get("accelerate").traits(Job(precision="fp32"), layout, EngineChoice(name="accelerate"))
-        return state_bytes(weights, traits, shards=layout.weight_shards, micro_batches=4)["reduce_buffers"]
+        return state_bytes(weights, traits, Shards.among(layout.weight_shards), 4)["reduce_buffers"]
 
     assert buffers(data_parallel_replicate_degree=2) == 4 * 10**9
     assert buffers(data_parallel_shard_degree=2, zero_stage=3) == (4 + 4) * 200
@@ -182,7 +184,7 @@ def test_experts_that_one_rank_has_alone_are_neither_gathered_nor_sent():
             expert_parallel_degree=2,
         )
         traits = AhpEngine().traits(Job(precision=precision), layout, EngineChoice())
-        parts = state_bytes(weights, traits, shards=shards, micro_batches=4, expert_ranks=2)
+        parts = state_bytes(weights, traits, Shards.among(shards, 2), 4)
         return parts["gathered_weights"], parts["reduce_buffers"]
 
     assert gathered(1, "fp32", 2) == (4 * (1000 - 320), 8 * 200)
@@ -195,7 +197,7 @@ def test_experts_that_one_rank_has_alone_are_neither_gathered_nor_sent():
 def test_fused_accumulation_asks_for_one_empty_gradient_of_each_shape():
     traits = MegatronEngine().traits(Job(precision="bf16"), Parallelism(), EngineChoice(name="megatron"))
     weights = RankWeights(total=1000, largest_block=400, outside_blocks=200, head=90, experts=320, shapes=120)
-    parts = state_bytes(weights, traits, shards=1, micro_batches=4)
+    parts = state_bytes(weights, traits, Shards.among(1), 4)
     assert parts["reduce_buffers"] == 2 * (120 + 90)
 
 
@@ -206,11 +208,11 @@ def test_one_micro_batch_never_waits_whole():
 
 def test_the_rest_of_the_device():
     gpu, cpu = make_cluster().groups[0].device, make_cluster(name="cpu").groups[0].device
-    used = rank_memory({"parameters": 1000}, gpu, num_groups=3)
+    used = ranks_memory({"parameters": 1000}, Outside.of(gpu, 3)).of(0)
     assert used.allocated == 1000
     assert used.reserved == 1038
     assert used.total == sum(used.parts.values()) == 1038 + 3 * 600_000_000
-    assert rank_memory({"parameters": 1000}, cpu, num_groups=3).parts["communicators"] == 0
+    assert ranks_memory({"parameters": 1000}, Outside.of(cpu, 3)).parts["communicators"] == 0
 
 
 @pytest.mark.parametrize(

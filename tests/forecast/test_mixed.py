@@ -199,7 +199,7 @@ def test_each_cell_recomputes_its_own_number_of_layers(hand_graph):
     assert none.forecast.step_time_s < slow.forecast.step_time_s < every.forecast.step_time_s
     assert slow.replicas[0].stages == none.replicas[0].stages
     assert slow.replicas[1].stages[0] == none.replicas[1].stages[0]
-    kept = [one.replicas[1].stages[1].kept_bytes for one in (none, slow, every)]
+    kept = [one.replicas[1].memory.kept[1] for one in (none, slow, every)]
     assert 2 * kept[1] == kept[0] + kept[2]
     fast = priced(0, (1, 0))
     assert fast.forecast.step_time_s == none.forecast.step_time_s

@@ -149,6 +149,19 @@ def test_the_floor_under_parts_that_are_recomputed_of_many_problems(asked: Probl
         holds_in_part(asked, space, some_rows(space, data, 4), data)
 
 
+@pytest.mark.parametrize("engine", names())
+def test_memory_is_known_before_the_forecast(engine: str) -> None:
+    """What rows need is asked of the functions that the forecast asks: but for few schedules it is the same, to the byte."""
+    asked = small("two kinds of blocks", "2x2xH100-SXM-80GB", engine=engine)
+    space, bounds = build(asked), Bounds(asked)
+    alike = []
+    for block in range(0, len(space.blocks), max(1, len(space.blocks) // 8)):
+        row = 7 * block % int(space.blocks.rows[block])
+        needed = sum(asked.price(space.layout(block, row)).memory.values())
+        alike.append(bounds.needs_bytes(space, block)[row] == needed)
+    assert np.mean(alike) >= 0.75
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("engine", names())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from math import exp
-from statistics import NormalDist
 
 import pytest
 
@@ -12,7 +10,6 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import memory
 from ahp.plan import Parallelism
 from ahp.schedule.stages import layers_of_stages
-from ahp.search.bounds.space_bounds import FIT_PROBABILITY
 from ahp.search.lighten import lighten
 from ahp.search.problem import Problem
 
@@ -35,8 +32,7 @@ def tight(engine: str, layout: Parallelism, share: float) -> Problem:
         sum(asked.price(layout.model_copy(update={"activation_checkpoint": kind})).memory.values())
         for kind in ("full", "none")
     )
-    fits = exp(NormalDist().inv_cdf(FIT_PROBABILITY) * memory.need_error())
-    capacity = round((least + share * (most - least)) * fits)
+    capacity = round((least + share * (most - least)) / memory.most_that_fits(1.0))
     return small("llama", "4xA100-SXM-40GB", engine=engine, batch=16, memory_bytes=capacity)
 
 

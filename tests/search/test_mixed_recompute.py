@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from math import exp
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -67,8 +65,7 @@ def tight(
         )
         for kind in ("full", "none")
     ]
-    fits = exp(NormalDist().inv_cdf(memory.FIT_PROBABILITY) * memory.need_error())
-    capacity = round((needs[0] + share * (needs[1] - needs[0])) * fits)
+    capacity = round((needs[0] + share * (needs[1] - needs[0])) / memory.most_that_fits(1.0))
     return asked.on(cluster_of(*groups, gbps=100, memory={name: MUCH if name in roomy else capacity for name in names}))
 
 

@@ -1,4 +1,4 @@
-"""States of many ranks and splits at once are those that the forecast counts for each."""
+"""Figures of many ranks and ways to share states at once are those of each alone."""
 
 from __future__ import annotations
 
@@ -10,42 +10,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.engines.registry import names
-from ahp.forecast import memory
-from ahp.forecast.groups import shard_ranks
+from ahp.forecast.states import RankWeights, Shards, cast_bytes, gradient_copy_bytes, last_copy_bytes, state_bytes
 from ahp.search.bounds.space_bounds import Bounds
-from ahp.search.bounds.split_columns import WeightColumns
 from ahp.search.space import build
 
 from .small import small
+
+NUMBER = st.integers(0, 10**9)
 
 
 @pytest.mark.parametrize("engine", names())
 @settings(max_examples=5, deadline=None)
 @given(st.data())
-def test_states_are_the_forecasts(engine: str, data: st.DataObject) -> None:
+def test_a_column_is_each_way_alone(engine: str, data: st.DataObject) -> None:
     precision = data.draw(st.sampled_from(["bf16", "fp32"]))
     asked = small("experts", "2x4xH100-SXM-80GB", engine=engine, precision=precision)
     space = build(asked)
     splits = Bounds(asked).splits(space, data.draw(st.integers(0, len(space.blocks) - 1)))
-    number = st.integers(0, 10**9)
-    weights = [
-        memory.RankWeights(
-            data.draw(st.integers(10**9, 10**11)), *(data.draw(number) for _ in range(5)), largest_without_experts=data.draw(number)
-        ) for _ in range(2)
-    ]  # fmt: skip
-    names_of = [field.name for field in fields(WeightColumns)]
-    columns = WeightColumns(*(np.array([getattr(one, name) for one in weights], dtype=float) for name in names_of))
+    ranks = [
+        RankWeights(data.draw(st.integers(10**9, 10**11)), *(data.draw(NUMBER) for _ in range(6))) for _ in range(2)
+    ]
+    columns = RankWeights(*(np.array([getattr(one, f.name) for one in ranks]) for f in fields(RankWeights)))
+    of = splits.columns
     for m in (1, 4):
-        states, gradients = splits.columns.states(columns, m)
-        states = states + splits.columns.buckets(columns)
-        for split, (layout, traits) in enumerate(zip(splits.layouts, splits.traits, strict=True)):
-            for at, one in enumerate(weights):
-                parts = memory.state_bytes(
-                    one,
-                    traits,
-                    shards=shard_ranks(layout),
-                    micro_batches=m,
-                    expert_ranks=layout.expert_parallel_degree,
-                )
-                assert states[split, at] == sum(parts.values())
-                assert gradients[split, at] == (parts["gradients"] if m == 1 else 0)
+        together, moved = state_bytes(columns, of.traits, of.shards, m), of.moved_bytes(m)
+        for way, (layout, traits) in enumerate(zip(splits.layouts, splits.traits, strict=True)):
+            shards = Shards.of(layout)
+            for rank, weights in enumerate(ranks):
+                alone = state_bytes(weights, traits, shards, m)
+                assert {part: count[way, rank] for part, count in together.items()} == alone
+            copied = cast_bytes(traits, shards.dense), gradient_copy_bytes(traits, shards.dense, m)
+            assert tuple(part[way, 0] for part in moved) == copied
+            assert last_copy_bytes(of.traits)[way, 0] == last_copy_bytes(traits)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.data())
+def test_columns_are_joined_and_cut_as_they_lie(data: st.DataObject) -> None:
+    asked = small("experts", "2x4xH100-SXM-80GB")
+    space, bounds = build(asked), Bounds(asked)
+    parts = [bounds.splits(space, data.draw(st.integers(0, len(space.blocks) - 1))).columns for _ in range(2)]
+    joined, count = type(parts[0]).joined(parts), len(parts[0].traits.reduce_bytes)
+    allocated = np.array([[1e9]])
+    for part, rows in zip(parts, (slice(0, count), slice(count, None)), strict=True):
+        again = joined.part(rows)
+        assert np.array_equal(again.shards.experts, part.shards.experts)
+        assert np.array_equal(again.traits.gradient_bytes, part.traits.gradient_bytes)
+        assert np.array_equal(again.device_bytes(allocated), part.device_bytes(allocated))

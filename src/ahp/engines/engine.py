@@ -153,6 +153,21 @@ class Traits:
         """Of ``optimizer_state_bytes``, those that stay on the device."""
         return self.optimizer_state_bytes - self.host_state_bytes
 
+    @property
+    def gathers_in_each_forward(self) -> bool:
+        """Whether the forward pass of every micro-batch gathers sharded weights."""
+        return self.forward_gathers == "per_micro_batch"
+
+    @property
+    def gathers_in_each_backward(self) -> bool:
+        """Whether the backward pass of every micro-batch does."""
+        return self.backward_gathers == "per_micro_batch"
+
+    @property
+    def waits_for_gathers(self) -> bool:
+        """Whether the forward pass of every stage waits for gathered weights."""
+        return self.forward_gathers != "never" and not self.gathers_at_start
+
 
 class Engine(ABC):
     """One stack that runs plans. Final classes implement every method; none overrides another's."""

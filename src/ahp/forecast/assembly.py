@@ -6,20 +6,24 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ahp.cluster.model import NodeGroup
 from ahp.engines import steps
 from ahp.engines.engine import Traits
 from ahp.forecast import margins
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.groups import shard_ranks
 from ahp.forecast.stage import Recompute, StageCost
 from ahp.forecast.units import Units
 from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import ranks_stages
-from ahp.schedule.makespan import Makespan, makespan, peak_kept
+from ahp.schedule.makespan import Makespan, makespan
 from ahp.schedule.patterns import SPLIT_BACKWARD, stage_ranks
 from ahp.schedule.simulate import StageTimes
+
+Ints = NDArray[np.int64]
 
 NORMAL_90 = 1.645
 """Half width of the central 90 % of a normal distribution, in standard errors."""
@@ -96,11 +100,6 @@ def step_flops(job: Job, parallelism: Parallelism, units: Units) -> float:
     return 3 * units.forward_flops * (job.global_batch_size / parallelism.micro_batch_size)
 
 
-def in_flight_bytes(span: Makespan, stages: Sequence[StageCost]) -> tuple[float, ...]:
-    """The most that each pipeline rank keeps for backward passes to come."""
-    return peak_kept(span.name, span.p, span.v, span.m, [cost.kept_bytes for cost in stages])
-
-
 def step_error(nodes: NodeGroup) -> float:
     """Standard error of the log of the step time on such nodes: larger where published steps say nothing of the device."""
     device = nodes.device
@@ -161,47 +160,32 @@ def recompute_of(activation_checkpoint: str, traits: Traits, units: Units) -> Re
     return "core" if any(unit.memory.saved_in_core for unit in units.blocks) else "chains"
 
 
-def own_stages(span: Makespan, rank: int) -> list[int]:
-    """The stages of a pipeline rank."""
-    return ranks_stages(span.name, span.p, span.v)[rank].tolist()
+def own_stages(span: Makespan) -> Ints:
+    """[p, V] The stages of each pipeline rank."""
+    return ranks_stages(span.name, span.p, span.v)
 
 
-def optimized(span: Makespan, stages: tuple[StageCost, ...], rank: int, parallelism: Parallelism) -> float:
-    """Parameters that a rank updates: its shard of the dense ones, and of the experts that it holds."""
-    shards = shard_ranks(parallelism)
-    own = [stages[s] for s in own_stages(span, rank)]
-    dense = sum(cost.parameters - cost.experts for cost in own)
-    return dense / shards + sum(cost.experts for cost in own) / max(1.0, shards / parallelism.expert_parallel_degree)
-
-
-def pipeline_buffers(span: Makespan, own: list[int], hidden_bytes: int, traits: Traits) -> int:
-    """What is received from other stages: one tensor of each, or with torch 2.13 one for every micro-batch
-    (pipelining/stage.py, recv infos)."""
-    if span.p == 1:
-        return 0
-    received = sum((stage > 0) + (stage < span.p * span.v - 1) for stage in own)
-    return received * (span.m if traits.torch_pipeline else 1) * hidden_bytes
-
-
-def one_backward(parts: dict[str, int]) -> dict[str, int]:
-    """With a single backward pass gradients grow as activations go: the peak is at its start or at its end."""
-    if parts["activations"] >= parts["gradients"]:
-        return {**parts, "gradients": 0}
-    return {**parts, "activations": 0}
+def received_bytes(own: Ints, p: int, hidden_bytes: int, micro_batches: int, *, torch_pipeline: bool) -> Ints:
+    """[W] What ranks with the stages ``own`` [W, V] receive from other stages: one tensor of each, or with torch's runtime one for
+    every micro-batch (torch 2.13, pipelining/stage.py, recv infos)."""
+    if p == 1:
+        return np.zeros(len(own), dtype=np.int64)
+    received = ((own > 0) * 1 + (own < p * own.shape[1] - 1)).sum(axis=1)
+    return received * (micro_batches if torch_pipeline else 1) * hidden_bytes
 
 
 def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> dict[str, float]:
     """Where the time of the rank that ends last goes, in seconds; without the optimizer. Parts of 0 are left out."""
     rank = max(range(span.p), key=lambda r: (span.end_s(r), span.busy_s[r]))
     parts: dict[str, float] = {}
-    for cost in (stages[s] for s in own_stages(span, rank)):
+    for cost in (stages[s] for s in own_stages(span)[rank]):
         counted = (cost.forward, span.m), (cost.backward, span.m), (cost.first_forward, 1), (cost.last_backward, 1)
         for times, count in counted:
             for part, seconds in times.items():
                 parts[part] = parts.get(part, 0.0) + count * seconds
     if span.name in SPLIT_BACKWARD:
         # The halves may wait for the host where the whole would not, and for tensor-parallel ranks.
-        own = [stages[s] for s in own_stages(span, rank)]
+        own = [stages[s] for s in own_stages(span)[rank]]
         shown_s = span.m * sum(c.input_gradient["tensor_parallel"] - c.backward["tensor_parallel"] for c in own)
         more_s = span.busy_s[rank] - sum(parts.values())
         parts["tensor_parallel"] += min(shown_s, more_s)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+from ahp.forecast.activations import NOTHING, SegmentMemory
 from ahp.forecast.compute import SegmentTimes, Work
 from ahp.forecast.efficiency import Rates
-from ahp.forecast.memory import NOTHING, SegmentMemory
 from ahp.forecast.unit import Unit
 
 SUM_BYTES = 4

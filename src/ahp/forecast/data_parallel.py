@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from ahp.engines.engine import ALL_ELEMENTS, Traits
 from ahp.forecast.communication import Group, Kind, Times
+from ahp.forecast.states import cast_bytes, gradient_copy_bytes, last_copy_bytes
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import ALONE
 
@@ -80,6 +81,18 @@ class DataParallel:
         """Bytes of one weight element as it is gathered."""
         return self.traits.compute_weight_bytes or self.traits.master_weight_bytes
 
+    @property
+    def tensor_overlap(self) -> float:
+        """Share of the tensor-parallel collectives of a backward pass that can hide on this device."""
+        return self.overlap * self.traits.tensor_overlap_backward
+
+    @cached_property
+    def copied_bytes(self) -> tuple[float, float, float]:
+        """Bytes moved per weight element: cast to compute and gradients copied for each micro-batch, and copied after the last."""
+        traits, shards = self.traits, self.shard.size
+        each = cast_bytes(traits, shards), gradient_copy_bytes(traits, shards, self.micro_batches)
+        return float(each[0]), float(each[1]), float(last_copy_bytes(traits))
+
     def gather_s(self, weights: Weights, network: Times, stage: Held | None = None) -> float:
         """Seconds of gathering one unit. ``stage``: what its stage holds; None = whatever it may hold, the least that it takes."""
         seconds, bucket = 0.0, self.traits.gather_bucket_elements
@@ -138,26 +151,3 @@ def _together(weights: Weights, count: int, bucket: int, held: int | None) -> fl
     if count >= bucket:
         return count / weights.pieces(bucket) if bucket else 0
     return bucket if held is None else min(bucket, held)
-
-
-def cast_bytes(data: DataParallel) -> float:
-    """Bytes moved per weight element to make the compute copy: the shard cast, and the gathered buffer copied out."""
-    traits, shards = data.traits, data.shard.size
-    cast = (traits.master_weight_bytes + traits.compute_weight_bytes) / shards
-    copied = 2 * data.weight_bytes if shards > 1 else 0
-    return (cast if traits.compute_weight_bytes not in (0, traits.master_weight_bytes) else 0.0) + copied
-
-
-def gradient_copy_bytes(data: DataParallel) -> float:
-    """Bytes moved per weight element and micro-batch: the gradient into the type and buffer it waits in, or is sent from."""
-    traits, made = data.traits, data.weight_bytes
-    if traits.fused_gradient_accumulation:
-        return 0.0
-    if traits.reduces_every_micro_batch:
-        # Into the flat buffer; then the shard is added to the earlier ones.
-        added = 0.0 if data.micro_batches == 1 else 2 * traits.gradient_bytes / data.shard.size
-        return made + traits.reduce_bytes + added
-    # The first is kept as it is, or cast; each later one is read, and added in one kernel to the sum, which is read and written.
-    first = made + traits.gradient_bytes if made != traits.gradient_bytes else 0.0
-    later = made + 2 * traits.gradient_bytes
-    return (first + (data.micro_batches - 1) * later) / data.micro_batches

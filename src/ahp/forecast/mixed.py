@@ -21,7 +21,6 @@ from ahp.forecast import margins, memory
 from ahp.forecast.assembly import (
     FLOP_CONVENTION,
     band_s,
-    in_flight_bytes,
     message_bytes,
     passes_behind,
     pipeline_span,
@@ -46,10 +45,12 @@ from ahp.forecast.pricer import (
     legal_traits,
 )
 from ahp.forecast.stage import StageCost
+from ahp.forecast.stage_memory import StageMemory
 from ahp.forecast.units import ALONE, Units
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
+from ahp.schedule.makespan import Makespan
 from ahp.schedule.simulate import StageTimes
 
 OF_CELLS = ("stages", "layers_per_stage", "micro_batches_per_replica", "recomputed_layers_per_stage")
@@ -123,12 +124,11 @@ class MixedPricer:
         layout = self._layout(parallelism, traits)
 
         def fits(replica: int, recomputed: Sequence[int]) -> list[bool]:
-            stages = self._stages(layout, replica, recomputed)
             span = unrun(parallelism, parallelism.micro_batches(self.job)[replica])
             cells = layout.placement.cells[replica]
-            needs = self._memory(layout, Replica(cells, stages, span))
+            needs = self._memory(layout, cells, span, self._stage_memory(layout, replica, recomputed))
             return [
-                memory.fit_probability(need.total, self._capacity(cell.group)) >= memory.FIT_PROBABILITY
+                memory.fit_probability(float(need.total), self._capacity(cell.group)) >= memory.FIT_PROBABILITY
                 for need, cell in zip(needs, cells, strict=True)
             ]
 
@@ -186,7 +186,9 @@ class MixedPricer:
         if slowest_s := step_s * self._slowest_share(layout.placement.used, parallelism.world_size):
             step["slowest_rank"] = slowest_s
         forecast = self._forecast(layout, step_s + slowest_s, step, replicas)
-        return Priced(forecast, parallelism, slowest.span, slowest.stages, optimizer_s, replicas=tuple(replicas))
+        return Priced(
+            forecast, parallelism, slowest.span, slowest.stages, slowest.memory, optimizer_s, replicas=tuple(replicas)
+        )
 
     def _layout(self, parallelism: Parallelism, traits: Traits) -> _Layout:
         placement = place(self.cluster, parallelism)
@@ -216,7 +218,8 @@ class MixedPricer:
             key = (count, p.recomputed_layers(replica), *(cell.group for cell in cells), *on_node)
             if key not in made:
                 stages = self._stages(layout, replica)
-                made[key] = Replica(cells, stages, pipeline_span(p, count, self._times(layout, cells, stages)))
+                span = pipeline_span(p, count, self._times(layout, cells, stages))
+                made[key] = Replica(cells, stages, span, self._stage_memory(layout, replica))
             replicas.append(replace(made[key], cells=cells))
         return replicas
 
@@ -227,6 +230,14 @@ class MixedPricer:
         return tuple(
             layout.cost(stage, cells[rank].group, count, some[stage]) for stage, rank in enumerate(layout.stage_rank)
         )
+
+    def _stage_memory(self, layout: _Layout, replica: int, recomputed: Sequence[int] | None = None) -> StageMemory:
+        """What each stage of a replica holds on the devices of its cell."""
+        cells, parallelism = layout.placement.cells[replica], layout.parallelism
+        some = recomputed or parallelism.recomputed_layers(replica)
+        names = list(dict.fromkeys(cell.group for cell in cells))
+        each = [self.groups[name].stage_memory(parallelism, layout.traits, some) for name in names]
+        return StageMemory.on_devices(each, [names.index(cells[rank].group) for rank in layout.stage_rank])
 
     def _times(self, layout: _Layout, cells: Sequence[Cell], stages: Sequence[StageCost]) -> list[StageTimes]:
         holders = [cells[rank] for rank in layout.stage_rank]
@@ -254,13 +265,14 @@ class MixedPricer:
     def _optimizer_s(self, layout: _Layout, replicas: list[Replica]) -> tuple[float, float]:
         """The update on the device where it takes longest, with the one collective of loss and norm; and what fetches states
         from host memory there and brings them back."""
-        each = (
-            self.groups[cell.group].rank_optimizer_s(
-                layout.parallelism, layout.traits, replica.span, replica.stages, rank
-            )
-            for replica in _distinct(replicas)
-            for rank, cell in enumerate(replica.cells)
-        )
+        parallelism = layout.parallelism
+        each: list[tuple[float, float]] = []
+        for replica in _distinct(replicas):
+            on = {
+                name: self.groups[name].ranks_optimizer_s(parallelism, layout.traits, replica.span, replica.memory)
+                for name in {cell.group for cell in replica.cells}
+            }
+            each += [on[cell.group][rank] for rank, cell in enumerate(replica.cells)]
         update_s, offload_s = max(each, key=sum)
         times = self.network.times(self.groups[replicas[0].cells[0].group].network)
         norm_s = times.time_s("all_reduce", LOSS_AND_NORM_BYTES, self.network.world(layout.placement))
@@ -270,23 +282,24 @@ class MixedPricer:
         on_cpu = any(is_cpu(self.groups[name].nodes.device) for name in names)
         return 0.0 if on_cpu else slowest_share(num_ranks)
 
-    def _memory(self, layout: _Layout, replica: Replica) -> list[memory.RankMemory]:
+    def _memory(
+        self, layout: _Layout, cells: Sequence[Cell], span: Makespan, stages: StageMemory
+    ) -> list[memory.RankMemory]:
         """What each cell of a replica needs on one of its devices."""
-        in_flight = in_flight_bytes(replica.span, replica.stages)
-        return [
-            self.groups[cell.group].rank_memory(
-                layout.parallelism, layout.traits, replica.span, rank, in_flight[rank], replica.stages,
-                self.units(layout.parallelism, cell.group),
-            )
-            for rank, cell in enumerate(replica.cells)
-        ]  # fmt: skip
+        ranks = {
+            name: self.groups[name].ranks_memory(layout.parallelism, layout.traits, span, stages)
+            for name in {cell.group for cell in cells}
+        }
+        return [ranks[cell.group].of(rank) for rank, cell in enumerate(cells)]
 
     def _fullest(self, layout: _Layout, replicas: list[Replica]) -> tuple[Cell, memory.RankMemory]:
         """The cell whose devices are the most likely to run out of memory, and what it needs."""
         cells = [
             (rank, cell, used)
             for replica in _distinct(replicas)
-            for rank, (cell, used) in enumerate(zip(replica.cells, self._memory(layout, replica), strict=True))
+            for rank, (cell, used) in enumerate(
+                zip(replica.cells, self._memory(layout, replica.cells, replica.span, replica.memory), strict=True)
+            )
         ]
         # Of cells that are as full the first in the order of the mesh.
         _, cell, used = max(cells, key=lambda c: (c[2].total / self._capacity(c[1].group), -c[0]))

@@ -9,6 +9,7 @@ from ahp.cluster.cells import Cell
 from ahp.engines.engine import ContextWay
 from ahp.errors import AhpError
 from ahp.forecast.stage import StageCost
+from ahp.forecast.stage_memory import StageMemory
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.actions import Schedule
 from ahp.schedule.makespan import Makespan
@@ -23,6 +24,7 @@ class Replica:
     """The devices of each pipeline rank."""
     stages: tuple[StageCost, ...]
     span: Makespan
+    memory: StageMemory
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Priced:
     span: Makespan
     """How long the schedule takes, rank by rank."""
     stages: tuple[StageCost, ...]
+    memory: StageMemory
     optimizer_s: float
     ratio: float = 1.0
     """Measured over forecast steps of runs on these nodes, which the forecast is multiplied by, and the rest is not."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ahp.cluster.model import Cluster
 from ahp.engines.engine import ContextWay, Traits
@@ -13,16 +17,13 @@ from ahp.forecast import memory
 from ahp.forecast.assembly import (
     FLOP_CONVENTION,
     band_s,
-    in_flight_bytes,
     message_bytes,
     num_groups,
-    one_backward,
-    optimized,
     own_stages,
     passes_behind,
-    pipeline_buffers,
     pipeline_span,
     ranks_of_stages,
+    received_bytes,
     recompute_of,
     slowest_share,
     stage_times,
@@ -34,20 +35,24 @@ from ahp.forecast.assembly import (
 from ahp.forecast.communication import Network, Times, strided_group
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
+from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Muon, places_of
 from ahp.forecast.priced import Priced, faster_method, lightest_that_fits
 from ahp.forecast.rules import illegal
 from ahp.forecast.stage import Recompute, StageCost, stage_cost
+from ahp.forecast.stage_memory import StageMemory, StageTable
+from ahp.forecast.states import Shards, state_bytes, visiting_bytes
 from ahp.forecast.turns import share, turns
 from ahp.forecast.units import UnitPricer, Units, axes_of
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
-from ahp.schedule.makespan import Makespan
+from ahp.schedule.makespan import Makespan, peak_kept
 from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import Ends, layer_ranges, layers_of_stages
+
+Ints = NDArray[np.int64]
 
 LOSS_AND_NORM_BYTES = 16
 """What all ranks sum once per step: the loss and the squared norm of the gradient, in fp64."""
@@ -85,6 +90,7 @@ class Pricer:
         self._made: dict[tuple[object, ...], dict[tuple[object, ...], StageCost]] = {}
         """Stages by the layers that they hold, of what else they depend on: cuts and schedules of one layout share them."""
         self._sends: dict[tuple[object, ...], list[float]] = {}
+        self._tables: dict[tuple[object, ...], StageTable] = {}
 
     @property
     def stretch(self) -> float:
@@ -114,7 +120,8 @@ class Pricer:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         stages, units = self._stages(parallelism, traits)
         stages, span = self._run(parallelism, stages, self._stage_times(parallelism, traits, stages, units))
-        update_s, offload_s = self._optimizer_s(parallelism, traits, span, stages)
+        stage_memory = self.stage_memory(parallelism, traits)
+        update_s, offload_s = self._optimizer_s(parallelism, traits, span, stage_memory)
         optimizer_s = update_s + offload_s
         tied_s = self.tied_s(parallelism, units)
         slowest_s = (span.makespan_s + tied_s + optimizer_s) * self.slowest_share
@@ -127,10 +134,11 @@ class Pricer:
             step["slowest_rank"] = slowest_s
         if self.ratio != 1.0:
             step_s, step = step_s * self.ratio, {part: seconds * self.ratio for part, seconds in step.items()}
-        rank, used = self._fullest(parallelism, traits, span, stages, units)
+        ranks = self.ranks_memory(parallelism, traits, span, stage_memory)
+        fullest = int(np.argmax(ranks.total))
         return Priced(
-            self._forecast(parallelism, step_s, step, rank, used, units),
-            parallelism, span, stages, optimizer_s, ratio=self.ratio,
+            self._forecast(parallelism, step_s, step, fullest, ranks.of(fullest), units),
+            parallelism, span, stages, stage_memory, optimizer_s, ratio=self.ratio,
         )  # fmt: skip
 
     def _run(
@@ -256,31 +264,31 @@ class Pricer:
         return self.network.time_s("send_recv", num_bytes, axis.pair(source, target, self.nodes.devices_per_node))
 
     def _optimizer_s(
-        self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: tuple[StageCost, ...]
+        self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory
     ) -> tuple[float, float]:
         """Norm, clipping and update on the rank where they take longest, with the one collective of loss and norm; and what
         fetches states from host memory and brings them back."""
-        update_s, offload_s = max(
-            (self.rank_optimizer_s(parallelism, traits, span, stages, rank) for rank in range(span.p)), key=sum
-        )
+        update_s, offload_s = max(self.ranks_optimizer_s(parallelism, traits, span, stages), key=sum)
         world = strided_group(parallelism.world_size, 1, self.nodes.devices_per_node)
         return update_s + self.network.time_s("all_reduce", LOSS_AND_NORM_BYTES, world), offload_s
 
-    def rank_optimizer_s(
-        self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: tuple[StageCost, ...], rank: int
-    ) -> tuple[float, float]:
-        """Of a pipeline rank on one of these devices: norm, clipping and update, and the copies from and to host memory."""
-        parameters = optimized(span, stages, rank, parallelism)
-        update_s = self.update_s(parameters, traits)
+    def ranks_optimizer_s(
+        self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory
+    ) -> list[tuple[float, float]]:
+        """Of each pipeline rank on one of these devices: norm, clipping and update, and the copies from and to host memory."""
+        weights = stages.weights.of_ranks(own_stages(span))
+        parameters: list[float] = np.asarray(weights.updated(Shards.of(parallelism))).tolist()
+        updates_s = [self.update_s(count, traits) for count in parameters]
         if self.muon is not None:
-            count = Counter(self.graph.layers[layer] for layer in self.layers_of_rank(parallelism, span, rank))
-            update_s += self.muon.stage_s(count, places_of(parallelism, self.nodes.devices_per_node), traits)
-        return update_s, self.offload_s(parameters, traits)
+            places = places_of(parallelism, self.nodes.devices_per_node)
+            for rank in range(span.p):
+                updates_s[rank] += self.muon.stage_s(self._layers_of_rank(parallelism, span, rank), places, traits)
+        return [(update_s, self.offload_s(n, traits)) for update_s, n in zip(updates_s, parameters, strict=True)]
 
-    def layers_of_rank(self, parallelism: Parallelism, span: Makespan, rank: int) -> list[int]:
-        """The layers that a pipeline rank holds."""
+    def _layers_of_rank(self, parallelism: Parallelism, span: Makespan, rank: int) -> Counter[int]:
+        """How many layers of each kind a pipeline rank holds."""
         ranges = self.ranges(parallelism)
-        return [layer for stage in own_stages(span, rank) for layer in ranges[stage]]
+        return Counter(self.graph.layers[layer] for stage in own_stages(span)[rank].tolist() for layer in ranges[stage])
 
     def update_s(self, parameters: float, traits: Traits) -> float:
         """Norm, clipping and AdamW of so many parameters on one device."""
@@ -322,91 +330,54 @@ class Pricer:
         group = pipeline_axis(parallelism).pair(0, p - 1, self.nodes.devices_per_node)
         return self.network.time_s("all_reduce", TIED_BYTES * units.tied_parameters, group)
 
-    def _fullest(
-        self,
-        parallelism: Parallelism,
-        traits: Traits,
-        span: Makespan,
-        stages: tuple[StageCost, ...],
-        units: Units,
-    ) -> tuple[int, memory.RankMemory]:
-        """The pipeline rank that needs the most memory, and what it needs."""
-        ranks = self._ranks_memory(parallelism, traits, span, stages, units)
-        fullest = max(range(len(ranks)), key=lambda r: ranks[r].total)
-        return fullest, ranks[fullest]
-
-    def needs(self, parallelism: Parallelism) -> list[memory.RankMemory]:
-        """What each pipeline rank of a legal layout needs, without what its schedule takes."""
+    def needs(self, parallelism: Parallelism) -> list[float]:
+        """Bytes of a device that each pipeline rank of a legal layout needs, without what its schedule takes."""
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
         span = unrun(parallelism, parallelism.num_micro_batches(self.job))
-        return self._ranks_memory(parallelism, traits, span, *self._stages(parallelism, traits))
+        stages = self.stage_memory(parallelism, traits)
+        return self.ranks_memory(parallelism, traits, span, stages).total.tolist()
 
-    def _ranks_memory(
-        self,
-        parallelism: Parallelism,
-        traits: Traits,
-        span: Makespan,
-        stages: tuple[StageCost, ...],
-        units: Units,
-    ) -> list[memory.RankMemory]:
-        """Of each pipeline rank."""
-        in_flight = in_flight_bytes(span, stages)
-        return [
-            self.rank_memory(parallelism, traits, span, rank, in_flight[rank], stages, units) for rank in range(span.p)
-        ]
+    def stage_memory(
+        self, parallelism: Parallelism, traits: Traits, recomputed_layers: Sequence[int] | None = None
+    ) -> StageMemory:
+        """What each stage holds on these devices. ``recomputed_layers``: None = as the layout says."""
+        units = self.units(parallelism)
+        recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
+        some = recomputed_layers or parallelism.recomputed_layers_per_stage
+        return StageMemory.of(units, recompute, self._table(parallelism, some))
 
-    def rank_memory(
-        self,
-        parallelism: Parallelism,
-        traits: Traits,
-        span: Makespan,
-        rank: int,
-        in_flight: float,
-        stages: tuple[StageCost, ...],
-        units: Units,
-    ) -> memory.RankMemory:
-        """What a pipeline rank on one of these devices needs."""
-        own = own_stages(span, rank)
-        weights = self._rank_weights(parallelism, units, own, sum(stages[s].parameters for s in own))
-        parts = memory.state_bytes(
-            weights, traits,
-            shards=shard_ranks(parallelism), micro_batches=span.m,
-            expert_ranks=parallelism.expert_parallel_degree,
-        )  # fmt: skip
-        parts["activations"] = round(in_flight)
-        parts["temporaries"] = max(stages[s].temporary_bytes for s in own)
-        parts["pipeline_buffers"] = pipeline_buffers(span, own, units.hidden_bytes, traits)
-        whole_gradients = parts["gradients"]
-        if span.m == 1:
-            parts = one_backward(parts)
-        visiting = 0
-        if traits.host_state_bytes:
-            visiting = memory.visiting_bytes(
-                weights, traits, shards=shard_ranks(parallelism), expert_ranks=parallelism.expert_parallel_degree
-            )
-        if self.muon is not None:
-            count = Counter(self.graph.layers[layer] for layer in self.layers_of_rank(parallelism, span, rank))
-            visiting = self.muon.held_bytes(count, places_of(parallelism, self.nodes.devices_per_node).owners)
-        # They come when the activations are gone.
-        gone = parts["activations"] + parts["temporaries"] + parts["gradients"] - whole_gradients
-        parts["optimizer_states"] += max(0, visiting - gone)
-        return memory.rank_memory(parts, self.nodes.device, num_groups(parallelism))
-
-    def _rank_weights(self, parallelism: Parallelism, units: Units, own: list[int], total: int) -> memory.RankWeights:
+    def _table(self, parallelism: Parallelism, recomputed_layers: Sequence[int] | None) -> StageTable:
         ranges = self.ranges(parallelism)
-        blocks = [units.blocks[units.layers[i]] for stage in own for i in ranges[stage]]
-        sizes = [unit.parameters for unit in blocks]
-        is_last = parallelism.num_stages - 1 in own
-        head = units.head.parameters + units.tied_parameters if is_last else 0
-        return memory.RankWeights(
-            total=total,
-            largest_block=max(sizes, default=0),
-            outside_blocks=total - sum(sizes),
-            head=head,
-            experts=sum(unit.experts for unit in blocks),
-            shapes=max((unit.shapes for unit in blocks), default=0),
-            largest_without_experts=max((unit.parameters - unit.experts for unit in blocks), default=0),
-        )
+        key = ranges, None if recomputed_layers is None else tuple(recomputed_layers)
+        if key not in self._tables:
+            last = len(ranges) - 1
+            stages = [(own.start, own.stop, stage == 0, stage == last) for stage, own in enumerate(ranges)]
+            self._tables[key] = StageTable.of(self.graph, stages, recomputed_layers)
+        return self._tables[key]
+
+    def ranks_memory(
+        self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory
+    ) -> memory.RanksMemory:
+        """[p] What each pipeline rank needs, on one of these devices."""
+        own, shards = own_stages(span), Shards.of(parallelism)
+        weights = stages.weights.of_ranks(own)
+        visiting = visiting_bytes(weights, traits, shards)
+        if self.muon is not None:
+            owners = places_of(parallelism, self.nodes.devices_per_node).owners
+            counts = (self._layers_of_rank(parallelism, span, rank) for rank in range(span.p))
+            visiting = np.array([self.muon.held_bytes(count, owners) for count in counts])
+        parts = memory.while_training(
+            state_bytes(weights, traits, shards, span.m),
+            np.rint(peak_kept(span.name, span.p, span.v, span.m, stages.kept.tolist())),
+            stages.temporary[own].max(axis=1),
+            self._received_bytes(parallelism, traits, span, own),
+            micro_batches=span.m, visiting=visiting,
+        )  # fmt: skip
+        return memory.ranks_memory(parts, memory.Outside.of(self.nodes.device, num_groups(parallelism)))
+
+    def _received_bytes(self, parallelism: Parallelism, traits: Traits, span: Makespan, own: Ints) -> Ints:
+        hidden_bytes = self.units(parallelism).hidden_bytes
+        return received_bytes(own, span.p, hidden_bytes, span.m, torch_pipeline=traits.torch_pipeline)
 
     def _forecast(
         self,

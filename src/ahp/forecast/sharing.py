@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ahp.engines.engine import Traits
 from ahp.forecast.communication import Times
-from ahp.forecast.data_parallel import DataParallel, Held, Weights, cast_bytes, gradient_copy_bytes
+from ahp.forecast.data_parallel import DataParallel, Held, Weights
 from ahp.forecast.overlap import Sent, exposed_ahead_s, exposed_behind_s, hidden_s, in_buckets
 from ahp.forecast.units import Units
 
@@ -49,7 +49,7 @@ class Sharing:
     def add_gathers(self, forward: Parts, backward: Parts, first_forward: Parts, bytes_per_s: float) -> None:
         """Weights that are gathered and cast for the passes of a micro-batch, or once per step."""
         traits, in_blocks = self.data.traits, self._gathers_s[1:-1]
-        cast_s = cast_bytes(self.data) / bytes_per_s
+        cast_s = self.data.copied_bytes[0] / bytes_per_s
         target = forward if traits.forward_gathers == "per_micro_batch" else first_forward
         target["weight_gather"] = 0.0
         if traits.forward_gathers != "never":
@@ -73,10 +73,10 @@ class Sharing:
         if traits.reduces_every_micro_batch:
             backward["gradient_reduce"] = self._behind_s(order, reduces, later_s)
             last_backward["gradient_reduce"] -= backward["gradient_reduce"]
-        copied_s = self.held.total * gradient_copy_bytes(data) / bytes_per_s
+        copied_s = self.held.total * data.copied_bytes[1] / bytes_per_s
         backward["casts"] = backward.get("casts", 0.0) + copied_s
-        if traits.compute_weight_bytes == 0 and traits.reduce_copies:
-            last_backward["casts"] = self.held.total * 2 * traits.reduce_bytes / bytes_per_s
+        if last_bytes := data.copied_bytes[2]:
+            last_backward["casts"] = self.held.total * last_bytes / bytes_per_s
 
     @cached_property
     def _gathers_s(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""What one pipeline stage costs: the times the schedule needs, part by part, and what it keeps in memory."""
+"""What one pipeline stage takes: the times that the schedule needs, part by part."""
 
 from __future__ import annotations
 
@@ -33,13 +33,6 @@ class StageCost:
     last_backward: dict[str, float]
     last_weight_gradient: dict[str, float]
     """The last backward, where a schedule splits it."""
-    parameters: int
-    experts: int
-    """Of the parameters, those of experts."""
-    kept_bytes: int
-    """Activations of one micro-batch between its forward and its backward."""
-    temporary_bytes: int
-    """At the peak of one backward pass, beyond those."""
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
@@ -114,7 +107,7 @@ def stage_cost(
     weight_gradient = {"weight_gradient": weights_s}
     rest = {part: seconds for part, seconds in backward.items() if part != "backward"}
     # Tensor-parallel collectives have no weight gradients to hide behind where those wait.
-    rest["tensor_parallel"] += sum(u.tensor_backward_s - tensor_backward_s(u, data) for u in everything)
+    rest["tensor_parallel"] += sum(u.tensor_backward_s - tensor_backward_s(u, data.tensor_overlap) for u in everything)
     input_gradient = {"input_gradient": backward["backward"] - weights_s, **rest}
     collectives, own = (
         sum(u.tensor_launches for u in everything),
@@ -130,7 +123,6 @@ def stage_cost(
     last_weight_gradient = _beyond_host(last_backward, data, input_gradient, weight_gradient)
     first_forward = _beyond_host(first_forward, data, forward)
     last_backward = _beyond_host(last_backward, data, backward)
-    kept, temporary = _activations(units, blocks, recomputes, first=first, last=last)
     return StageCost(
         forward,
         backward,
@@ -139,10 +131,6 @@ def stage_cost(
         first_forward,
         last_backward,
         last_weight_gradient,
-        total,
-        experts,
-        kept,
-        temporary,
     )
 
 
@@ -182,7 +170,7 @@ def _backward(
     everything = [*blocks, *ends]
     parts = {
         "backward": sum(u.times.backward_s for u in everything),
-        "tensor_parallel": sum(tensor_backward_s(u, data) for u in everything),
+        "tensor_parallel": sum(tensor_backward_s(u, data.tensor_overlap) for u in everything),
         "context_parallel": sum(u.context_backward_s for u in everything),
         "expert_parallel": sum(u.expert_s for u in everything),
     }
@@ -211,10 +199,10 @@ def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[
     return unit.tensor_gather_s if again == "gathers" else 0.0, 0.0
 
 
-def tensor_backward_s(unit: Unit, data: DataParallel) -> float:
-    """What the products for the weight gradients do not hide."""
+def tensor_backward_s(unit: Unit, overlap: float) -> float:
+    """What the products for the weight gradients do not hide; ``overlap``: the share of it that they may."""
     beside = unit.times.weight_gradient.device_s
-    return shown_s(unit.tensor_backward_s, beside, data.overlap * data.traits.tensor_overlap_backward)
+    return shown_s(unit.tensor_backward_s, beside, overlap)
 
 
 def _add_host(parts: dict[str, float], launches: float, own_launches: float, data: DataParallel) -> None:
@@ -236,6 +224,22 @@ def _beyond_host(once: dict[str, float], data: DataParallel, *passes: dict[str, 
     return {part: share * seconds for part, seconds in once.items()}
 
 
+def segment_forward_s(unit: Unit) -> float:
+    """Device seconds of one segment's forward pass."""
+    return unit.times.forward_s + unit.tensor_forward_s + unit.context_forward_s + unit.expert_s
+
+
+def segment_backward_s(unit: Unit, tensor_overlap: float) -> float:
+    """The same of its backward pass, without what it computes again."""
+    return unit.times.backward_s + tensor_backward_s(unit, tensor_overlap) + unit.context_backward_s + unit.expert_s
+
+
+def segment_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
+    """Device seconds of a backward pass that compute and send again what was not kept."""
+    experts_s = unit.expert_s if recompute in OF_INPUT else 0.0
+    return recomputed(unit, recompute).device_s + sum(sent_again_s(unit, recompute, data)) + experts_s
+
+
 def window_forward_s(unit: Unit) -> float:
     """Seconds that a block gives collectives of weights to hide behind.
 
@@ -249,25 +253,7 @@ def window_backward_s(unit: Unit, recompute: Recompute, data: DataParallel) -> f
     """The same of the backward pass."""
     again_s = recomputed(unit, recompute).device_s + sent_again_s(unit, recompute, data)[0]
     again_s -= unit.context_hidden_s[0] if recompute in OF_INPUT else 0.0
-    return unit.times.backward_s + tensor_backward_s(unit, data) + again_s - unit.context_hidden_s[1]
-
-
-def _activations(
-    units: Units, blocks: list[Unit], recomputes: list[Recompute], *, first: bool, last: bool
-) -> tuple[int, int]:
-    """Bytes kept per micro-batch, and the largest further need of one backward pass."""
-
-    kept = units.embedding.memory.saved if first else 0
-    kept += units.head.memory.saved if last else 0
-    dropped = [dropped_bytes(u, units, kind) for u, kind in zip(blocks, recomputes, strict=True)]
-    kept += sum(u.memory.saved for u in blocks) - sum(dropped)
-    kept += 0 if last else units.hidden_bytes
-    kept += max((u.memory.masks for u, kind in zip(blocks, recomputes, strict=True) if kind != "none"), default=0)
-    freed = units.head.memory.saved if last else 0
-    again = map(made_again, blocks, recomputes, dropped)
-    in_block = [u.memory.backward_extra + more for u, more in zip(blocks, again, strict=True)]
-    at_head = max(units.head.memory.forward_extra, units.head.memory.backward_extra) if last else 0
-    return kept, max([0, at_head, *(need - freed for need in in_block)])
+    return unit.times.backward_s + tensor_backward_s(unit, data.tensor_overlap) + again_s - unit.context_hidden_s[1]
 
 
 def dropped_bytes(unit: Unit, units: Units, recompute: Recompute) -> int:

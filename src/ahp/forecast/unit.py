@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ahp.forecast.activations import SegmentMemory
 from ahp.forecast.compute import SegmentTimes
-from ahp.forecast.memory import SegmentMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import ContextWay, FewKeys, Traits
 from ahp.engines.fp8 import Fp8Recipe
+from ahp.forecast.activations import Held, SegmentMemory
 from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Group, Kind, Network
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
@@ -18,7 +19,6 @@ from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
 from ahp.forecast.groups import expert_ranks
 from ahp.forecast.kernels import Fusion, Kernels, kernels
-from ahp.forecast.memory import Held, SegmentMemory
 from ahp.forecast.mesh import axis_group, group_of
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.selective import last_read

@@ -18,7 +18,6 @@ from ahp.forecast.assembly import ranks_of_stages
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.bounds.layer_bounds import Ways
-from ahp.search.bounds.space_bounds import FIT_PROBABILITY
 from ahp.search.choices import RECOMPUTE, Pipe
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S
@@ -154,6 +153,6 @@ class _Fewest:
     def _fitting(self, recomputed: tuple[int, ...], num_counts: int) -> list[bool]:
         """Whether each rank fits; of one count for all stages, whether all do."""
         self.forecasts += 1
-        needs = (need.total for need in self.asked.pricer.needs(self._with(recomputed)))
-        fits = [memory.fit_probability(need, self.asked.capacity_bytes) >= FIT_PROBABILITY for need in needs]
+        needs = self.asked.pricer.needs(self._with(recomputed))
+        fits = [memory.fit_probability(need, self.asked.capacity_bytes) >= memory.FIT_PROBABILITY for need in needs]
         return fits if num_counts == len(fits) else [all(fits)]

@@ -12,9 +12,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from ahp.forecast.activations import SegmentMemory, segment_memory
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import Fusion, kernels
-from ahp.forecast.memory import SegmentMemory, segment_memory
 from ahp.forecast.selective import last_read
 from ahp.forecast.split import is_weight_product, split
 from ahp.graph.blocks import find_blocks

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ahp.forecast.activations import segment_memory
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
-from ahp.forecast.memory import segment_memory
 from ahp.forecast.split import split, way_of_keys
 from ahp.graph.trace import analyze
 from ahp.job import Job

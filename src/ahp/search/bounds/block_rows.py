@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.engines.engine import Traits
-from ahp.forecast.assembly import recompute_of
+from ahp.forecast.assembly import received_bytes, recompute_of
 from ahp.forecast.communication import strided_group
 from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.pricer import LOSS_AND_NORM_BYTES
-from ahp.forecast.stage import Recompute, dropped_bytes, made_again
+from ahp.forecast.stage import Recompute
+from ahp.forecast.stage_memory import StageWeights
 from ahp.forecast.units import Units
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s, ranks_stages
 from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED
 from ahp.search.bounds.pipelines import Cut, Pipelines
-from ahp.search.bounds.split_columns import WeightColumns
 from ahp.search.bounds.splits import Splits
 from ahp.search.bounds.stage_columns import BlockStages, PassTimes
 from ahp.search.choices import Pipe
@@ -83,8 +83,6 @@ class BlockRows:
         self.nodes, self.network = self.pricer.nodes, self.pricer.network
         self.bytes_per_s = self.pricer.unit_pricer.rates.bytes_per_s
         self.units, self.recompute = stages.units, stages.recompute
-        self.some_layers = asked.constraints.recomputed_layers_per_stage is not None
-        """Whether not all layers are recomputed."""
         self._update_s = cache(self._updated)
         self._beside = cache(self._beside_activations)
         self._sends = cache(self._sent)
@@ -166,29 +164,21 @@ class BlockRows:
         return after_s(self.asked, self.any, self.units)
 
     def _updated(self, virtual: int, v_shaped: bool) -> Floats:
-        """[J, 1] Clipping and AdamW."""
-        own = self._own(virtual, v_shaped)
-        blocks, experts = (part[self._cut.of[virtual]][own].sum(axis=1) for part in self._in_stages)
-        layers = self._cut.stages.layers[self._cut.of[virtual]][own].sum(axis=1)
-        return self._updating_s(blocks - experts, experts, layers)
-
-    def _updating_s(self, dense: Floats, experts: Floats, layers: Floats) -> Floats:
-        """[J, 1] The same of ranks with so many parameters and layers [p], of the one that takes longest."""
-        return self._updates_s(dense, experts, layers).max(axis=1, keepdims=True)
-
-    def _updates_s(self, dense: Floats, experts: Floats, layers: Floats | Ints) -> Floats:
-        """[J, p] The same of each; of Muon, which deals whole matrices out over a stage's ranks, the least that it takes for them."""
-        ranks = self.any.world_size // self.p
-        each_s = 0.0 if self.pricer.muon is None else self.pricer.muon.least_s() / ranks
-        return (
-            self.splits.columns.optimized(dense, experts) * self.splits.update_of_one_s(self.pricer) + layers * each_s
+        """[J, 1] Clipping and AdamW on the rank where they take longest; of Muon, which deals whole matrices out over a stage's ranks,
+        the least that it takes for them."""
+        at = self._cut.of[virtual][self._own(virtual, v_shaped)]
+        updates_s = self._weights.of_ranks(at).updated(self.splits.columns.shards) * self.splits.update_of_one_s(
+            self.pricer
         )
+        if self.pricer.muon is not None:
+            layers = self._cut.stages.layers[at].sum(axis=1)
+            updates_s = updates_s + layers * (self.pricer.muon.least_s() / (self.any.world_size // self.p))
+        return updates_s.max(axis=1, keepdims=True)
 
     @cached_property
-    def _in_stages(self) -> tuple[Floats, Floats]:
-        """[U] Parameters, and of them those of experts."""
-        blocks, experts = self.stages.in_blocks(self._cut.stages)
-        return blocks + self.stages.outside(self._cut.stages), experts
+    def _weights(self) -> StageWeights:
+        """[U]"""
+        return self.stages.weights_of(self._cut.stages)
 
     def _own(self, virtual: int, v_shaped: bool) -> Ints:
         """[p, v] The stages of each rank."""
@@ -212,48 +202,14 @@ class BlockRows:
     def _beside_activations(self, virtual: int, v_shaped: bool) -> Beside:
         ranks = np.array(sorted({0, min(1, self.p - 1), self.p - 1}))
         own = self._own(virtual, v_shaped)[ranks]
-        last = self.p * virtual - 1
-        received = ((own > 0) * 1 + (own < last)).sum(axis=1) if self.p > 1 else np.zeros(len(ranks))
         at = self._cut.of[virtual][own]
-        temporary = self._temporary[:, at].max(axis=-1).T
-        weights = self._weights(at, (own == last).any(axis=1))
-        states, gradients = self.splits.columns.states(weights, self.m)
+        temporary = self.stages.temporary_bytes(self._cut.stages)[:, at].max(axis=-1).T
+        states, gradients = self.splits.columns.states(self._weights.of_ranks(at), self.m)
+        every = self.splits.traits[0].torch_pipeline
+        received = received_bytes(own, self.p, self.units.hidden_bytes, self.m, torch_pipeline=every)
         return Beside(
             ranks,
-            states + self.splits.columns.buckets(weights),
+            states,
             gradients,
-            temporary + (received * self.splits.buffer_bytes(self.units.hidden_bytes, self.m))[:, None],
+            temporary + received[:, None],
         )
-
-    def _weights(self, own: Ints, last: Mask) -> WeightColumns:
-        """Of ranks with the stages ``own`` [W, v], as the forecast counts them; the largest block is the least that it can be."""
-        total, experts = (part[own].sum(axis=1) for part in self._in_stages)
-        any_layers = (self._cut.stages.layers[own] > 0).any(axis=1).astype(float)
-        units = self.units
-        return WeightColumns(
-            total=total,
-            dense=total - experts,
-            largest_block=any_layers * min((unit.parameters for unit in units.blocks), default=0),
-            outside_blocks=self.stages.outside(self._cut.stages)[own].sum(axis=1),
-            head=last.astype(float) * (units.head.parameters + units.tied_parameters),
-            experts=experts,
-            shapes=any_layers * min((unit.shapes for unit in units.blocks), default=0),
-            largest_without_experts=any_layers
-            * min((unit.parameters - unit.experts for unit in units.blocks), default=0),
-        )
-
-    @cached_property
-    def _temporary(self) -> Floats:
-        """[R, U] Bytes at the peak of one backward pass beyond what is kept, at least."""
-        stages, head = self._cut.stages, self.units.head.memory
-
-        def least(kind: Recompute) -> int:
-            needs = (
-                unit.memory.backward_extra + made_again(unit, kind, dropped_bytes(unit, self.units, kind))
-                for unit in self.units.blocks
-            )
-            return min(needs, default=0)
-
-        of_block = np.array([[least("none" if self.some_layers else kind)] for kind in self.recompute])
-        in_block = np.where(stages.layers > 0, of_block - head.saved * stages.last, 0)
-        return np.maximum(np.maximum(in_block, max(head.forward_extra, head.backward_extra) * stages.last), 0)

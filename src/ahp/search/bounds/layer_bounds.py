@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.forecast.overlap import CONTENTION
+from ahp.forecast.states import RankWeights, last_copy_bytes
 from ahp.forecast.turns import least_share
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.bounds.block_bounds import fewest_in_flight, fullest_of_any_cut
 from ahp.search.bounds.pipelines import Fronts, Pipelines
-from ahp.search.bounds.split_columns import SplitColumns, WeightColumns
+from ahp.search.bounds.split_columns import SplitColumns
 from ahp.search.bounds.splits import Splits
 from ahp.search.bounds.stage_columns import BlockStages
 from ahp.search.choices import Pipe
@@ -54,7 +55,7 @@ class PricedBlock:
     @property
     def buffer_bytes(self) -> int:
         """Of what a rank receives from each stage."""
-        return self.splits.buffer_bytes(self.stages.units.hidden_bytes, self.m)
+        return (self.m if self.splits.traits[0].torch_pipeline else 1) * self.stages.units.hidden_bytes
 
 
 @dataclass(frozen=True)
@@ -161,22 +162,21 @@ class LayerBounds:
         ``layers`` and ``received``: what ``SecondRank`` has of each kind [C]; ``held``: [rows, C].
         """
         of, ways = self._of[rows], self.ways.part(rows)
-        least = (self._column(f"least_{name}")[of] for name in ("parameters", "dense", "experts"))
-        parameters, dense, experts = (np.floor(layers * column) for column in least)
-        weights = WeightColumns(parameters, dense, experts=experts)
-        states, gradients = ways.states(weights, self._m[of])
+        least = (self._column(f"least_{name}")[of] for name in ("parameters", "experts"))
+        parameters, experts = (np.floor(layers * column) for column in least)
+        states, gradients = ways.states(RankWeights(parameters, experts=experts), self._m[of])
         kept = held[..., None] * self._kept[of][:, None]
         allocated = np.maximum(kept - gradients[..., None], 0.0)
         buffers = self._buffers[of]
-        allocated += (states + ways.buckets(weights) + received * buffers)[..., None]
+        allocated += (states + received * buffers)[..., None]
         return ways.device_bytes(allocated) <= most_bytes
 
     def _updates_s(self, rows: slice, layers: Floats | Ints) -> Floats:
         """[rows, C] The update of ranks with so many layers; of Muon, whose matrices a stage's ranks share, the least that it takes."""
         of, muon = self._of[rows], self.asked.pricer.muon
         dense, experts = (layers * self._column(name)[of] for name in ("least_dense", "least_experts"))
-        shards, expert_shards = self.ways.shards[rows], self.ways.expert_shards[rows]
-        update_s = (dense / shards + experts / expert_shards) * self._update_of_one_s[rows]
+        weights = RankWeights(dense + experts, experts=experts)
+        update_s = weights.updated(self.ways.part(rows).shards) * self._update_of_one_s[rows]
         return update_s if muon is None else update_s + layers * (muon.least_s() / self._ranks_of_stage[of])
 
     @cached_property
@@ -268,24 +268,25 @@ class LayerBounds:
     def _layers(self) -> tuple[Layer, Layer]:
         """What layers add to their stages at least, as if they always had neighbours to hide collectives behind: the one
         that adds the least, and the mean of all."""
-        ways, any_block = self.ways, self.blocks[0].stages
+        ways, traits, any_block = self.ways, self.ways.traits, self.blocks[0].stages
         bytes_per_s = self.asked.pricer.unit_pricer.rates.bytes_per_s
         parameters = self._of_stages("parameters")[:, None]  # [N, 1, K]
         casts, copies = (part[..., None] / bytes_per_s * parameters for part in ways.moved_bytes(self._m[self._of]))
         gather, reduce, replicas = self._collectives
-        overlap = any_block.overlap * ways.gather_overlap[..., None]
+        overlap = any_block.overlap * traits.parameter_gather_overlap[..., None]
         longest_s = self._of_stages("work_forward").max(axis=-1)[:, None, None]
-        gathered = casts + ways.gathers[..., None] * _shown(gather, longest_s, overlap)
-        each = ways.gathers_each[..., None]
+        gathered = casts + traits.waits_for_gathers[..., None] * _shown(gather, longest_s, overlap)
+        each = traits.gathers_in_each_forward[..., None]
         forward = self._of_stages("forward_of_kinds")[:, None] + each * gathered
         first = (1.0 - each) * gathered
         longest_s = self._of_stages("work_backward").max(axis=-1)[..., None]
-        again = ways.gathers_again[..., None] * (_shown(gather, longest_s, overlap) + casts)
-        each = ways.reduces_each[..., None]
+        again = traits.gathers_in_each_backward[..., None] * (_shown(gather, longest_s, overlap) + casts)
+        each = traits.reduces_every_micro_batch[..., None]
         backward = self._of_stages("backward_of_kinds") + again + copies + each * self._behind(reduce)
-        last = self._behind(replicas + (1.0 - each) * reduce) + ways.last_bytes[..., None] / bytes_per_s * parameters
+        last_bytes = np.asarray(last_copy_bytes(traits))[..., None]
+        last = self._behind(replicas + (1.0 - each) * reduce) + last_bytes / bytes_per_s * parameters
         if any_block.host_is_device:
-            own_s = ways.host_operators[..., None] * any_block.operator_s
+            own_s = traits.host_operators_per_unit[..., None] / 2 * any_block.operator_s
             forward, backward = forward + own_s, backward + own_s
         shape = len(self._of), backward.shape[1], len(self._shares)
         parts = [np.broadcast_to(part, shape) for part in (forward, backward, first, last)]
@@ -309,7 +310,7 @@ class LayerBounds:
 
     def _behind(self, reduces: Floats) -> Floats:
         """Gradients sent behind the backward pass of a layer: they slow it down, and what takes longer than it shows."""
-        overlap = self.blocks[0].stages.overlap * self.ways.gradient_overlap[..., None]
+        overlap = self.blocks[0].stages.overlap * self.ways.traits.gradient_overlap[..., None]
         work_s = self._of_stages("work_backward")
         longer = np.maximum((reduces - work_s).min(axis=-1, keepdims=True), 0.0)
         # In a pipeline other stages of the rank may hide that.

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from ahp.forecast.communication import Group
 from ahp.forecast.mesh import PipelineAxis
+from ahp.forecast.stage_memory import StageTable
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight, ranks_stages
 from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
 from ahp.schedule.stages import layers_of_stages
-from ahp.search.bounds.stage_columns import Stages
 from ahp.search.choices import LOOPED, Pipe
 from ahp.search.problem import Problem
 
@@ -32,7 +32,7 @@ Pair = tuple[int, int]
 class Cut:
     """The stages of some pipelines, those that are alike once: each [U]."""
 
-    stages: Stages
+    stages: StageTable
     of: dict[int, Ints]
     """By virtual stages per rank: where in them each stage of the pipeline is, [S]."""
 
@@ -115,7 +115,7 @@ class Pipelines:
     def _cut(self, p: int, virtual: tuple[int, ...]) -> Cut:
         """The stages of the pipelines with these virtual stages per rank."""
         kinds, places = self._problem.graph.layers, {}
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[tuple[int, int, bool, bool]] = []
         of = {}
         for v in virtual:
             edges, index = self.edges(p, v).tolist(), []
@@ -127,7 +127,7 @@ class Pipelines:
                     rows.append((start, end, first, last))
                 index.append(places[key])
             of[v] = np.array(index, dtype=np.int64)
-        return Cut(Stages(*np.array(rows, dtype=np.int64).T), of)
+        return Cut(StageTable.of(self._problem.graph, rows), of)
 
     def _loads(self, schedule: str, p: int, v: int) -> tuple[Load, ...]:
         """The ranks of a pipeline, but for those that another one has at least as much of everything as."""

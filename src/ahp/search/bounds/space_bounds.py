@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.forecast import memory
-from ahp.forecast.memory import FIT_PROBABILITY
 from ahp.forecast.units import Axes, Units
 from ahp.plan import Parallelism
 from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes
@@ -119,9 +117,8 @@ class Bounds:
         return self._firsts[mesh]
 
     def most_that_fits_bytes(self) -> float:
-        """Bytes above which a forecast does not fit: ``forecast.memory.fit_probability`` solved for its argument."""
-        sigma = memory.need_error()
-        return self.problem.capacity_bytes * float(np.exp(-NormalDist().inv_cdf(FIT_PROBABILITY) * sigma))
+        """Bytes above which a forecast does not fit."""
+        return memory.most_that_fits(self.problem.capacity_bytes)
 
     def work_s(self, space: Space, block: int) -> float:
         """Seconds that every row of one block takes at least, whatever it does beside its units' work. Prices the units."""

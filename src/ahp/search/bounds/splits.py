@@ -1,4 +1,4 @@
-"""The ways to share states among the replicas of a block, and what each leaves on a rank: ``forecast.memory`` on arrays.
+"""The ways to share states among the replicas of a block, and what each leaves on a rank.
 
 Blocks that differ in the micro-batch alone have these in common. Dims: J = splits, W = ranks (or whatever has weights).
 """
@@ -13,21 +13,19 @@ from numpy.typing import NDArray
 
 from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import Traits
-from ahp.forecast import memory
 from ahp.forecast.communication import Group, Network
-from ahp.forecast.data_parallel import DataParallel, Weights, cast_bytes, gradient_copy_bytes
+from ahp.forecast.data_parallel import DataParallel, Weights
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
+from ahp.forecast.memory import Outside
 from ahp.forecast.pricer import Pricer, num_groups
-from ahp.forecast.units import ALONE, Axes, axes_of
+from ahp.forecast.states import Shards, TraitColumns
+from ahp.forecast.units import Axes, axes_of
 from ahp.plan import Parallelism
 from ahp.search.bounds.split_columns import SplitColumns
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-MUCH_BYTES = 10**12
-"""So many that what an allocator wastes of them gives its share to twelve digits."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +107,6 @@ class Splits:
         """What goes over the groups of one split."""
         return replace(self._data[split], micro_batches=micro_batches)
 
-    @cached_property
-    def _moved(self) -> tuple[Floats, ...]:
-        """[J, 1] each: bytes moved for each parameter of a micro-batch to make the compute copy, and to copy gradients of a
-        single micro-batch and, on average, of two."""
-        shards = self.shards[:, 0].astype(int).tolist()
-        kinds = [(id(traits), size) for traits, size in zip(self.traits, shards, strict=True)]
-        found = {}
-        for traits, kind in zip(self.traits, kinds, strict=True):
-            if kind not in found:
-                group = Group(kind[1], 1, kind[1])
-                one, two = (DataParallel(group, ALONE, traits, micro_batches=m, overlap=0.0) for m in (1, 2))
-                found[kind] = cast_bytes(one), gradient_copy_bytes(one), gradient_copy_bytes(two)
-        table = np.array([found[kind] for kind in kinds], dtype=float)
-        return table[:, [0]], table[:, [1]], table[:, [2]]
-
     def collectives(self, weights: Weights) -> CollectiveTimes:
         """Of one unit of communication with these weights, [J]."""
         if weights not in self._collectives:
@@ -142,19 +125,15 @@ class Splits:
         return self._of_kinds[kinds]
 
     @cached_property
-    def shards(self) -> Floats:
-        """[J, 1] Ranks that divide the states."""
-        return np.array([[shard_ranks(layout)] for layout in self.layouts], dtype=float)
-
-    @cached_property
-    def expert_shards(self) -> Floats:
-        """[J, 1] Ranks that divide the states of experts."""
-        return np.maximum(1.0, self.shards / self.layouts[0].expert_parallel_degree)
-
-    @cached_property
     def columns(self) -> SplitColumns:
         """The figures of each split."""
-        return SplitColumns.of(self.traits, self.shards, self.expert_shards, *self._outside, *self._moved)
+        ranks = np.array([[shard_ranks(layout)] for layout in self.layouts], dtype=float)
+        groups = np.array([[num_groups(layout)] for layout in self.layouts], dtype=float)
+        return SplitColumns(
+            Shards.among(ranks, self.layouts[0].expert_parallel_degree),
+            Outside.of(self._nodes.device, groups),
+            TraitColumns.of(self.traits),
+        )
 
     def update_of_one_s(self, pricer: Pricer) -> Floats:
         """[J, 1] Seconds of clipping and the optimizer for one parameter that a rank updates."""
@@ -162,19 +141,3 @@ class Splits:
             found = {id(of): pricer.update_s(1.0, of) + pricer.offload_s(1.0, of) for of in self.alike}
             self._update_s = np.array([[found[id(of)]] for of in self.traits])
         return self._update_s
-
-    def buffer_bytes(self, hidden_bytes: int, micro_batches: int) -> int:
-        """Of what a rank receives from each stage."""
-        return (micro_batches if self.traits[0].torch_pipeline else 1) * hidden_bytes
-
-    @cached_property
-    def _outside(self) -> tuple[Floats, Floats]:
-        """[J, 1] Bytes that lie outside the allocator, and bytes that it holds for each one allocated."""
-
-        def total(groups: int, allocated_bytes: int) -> int:
-            return memory.rank_memory({"all": allocated_bytes}, self._nodes.device, groups).total
-
-        groups = [num_groups(layout) for layout in self.layouts]
-        known = {count: (total(count, 0), total(count, MUCH_BYTES)) for count in set(groups)}
-        none, much = (np.array([[known[count][i]] for count in groups], dtype=float) for i in (0, 1))
-        return none, (much - none) / MUCH_BYTES

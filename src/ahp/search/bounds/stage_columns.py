@@ -19,15 +19,25 @@ from ahp.forecast.data_parallel import DataParallel, Weights
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.sharing import outside_blocks
 from ahp.forecast.stage import (
-    OF_INPUT,
     Recompute,
-    dropped_bytes,
     recomputed,
-    sent_again_s,
+    segment_again_s,
+    segment_backward_s,
+    segment_forward_s,
     tensor_backward_s,
     window_backward_s,
     window_forward_s,
 )
+from ahp.forecast.stage_memory import (
+    StageTable,
+    StageWeights,
+    kept_beside_layers,
+    kept_bytes,
+    kept_of_kinds,
+    stage_weights,
+    temporary_bytes,
+)
+from ahp.forecast.states import last_copy_bytes
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 from ahp.search.bounds.splits import Splits
@@ -65,23 +75,6 @@ class Collectives:
         return Collectives(self.kinds + other.kinds, self.before + other.before, self.after + other.after)
 
 
-@dataclass(frozen=True)
-class Stages:
-    """Which layers stages hold, each [S]. A stage that several pipelines have needs to be here only once."""
-
-    start: Ints
-    end: Ints
-    """The first layer, and the one after the last."""
-    first: Ints
-    """1 where the stage has the embedding, else 0."""
-    last: Ints
-    """The same of the head."""
-
-    @property
-    def layers(self) -> Ints:
-        return self.end - self.start
-
-
 class BlockStages:
     """The layers of a model, priced for the axes and the micro-batch of some blocks, cut into stages in any way."""
 
@@ -90,7 +83,7 @@ class BlockStages:
     ) -> None:
         """``data``: of any split of these blocks; ``some_layers``: not all are recomputed: they keep as much as if all were, and
         take as long as if none was."""
-        self.units, self.recompute, self._any = units, recompute, data
+        self.units, self.recompute, self._any, self._some_layers = units, recompute, data, some_layers
         none: Recompute = "none"
         self._timed: list[Recompute] = [none if some_layers else kind for kind in recompute]
         self._layers = np.array(units.layers, dtype=np.int64)
@@ -104,7 +97,7 @@ class BlockStages:
         found = [[figure(unit, kind) for unit in self.units.blocks] for kind in recompute]
         return np.array(found, dtype=float).reshape(len(self.recompute), len(self.units.blocks))
 
-    def _stages(self, sums: Floats, stages: Stages, of_end: Callable[[Unit], float] | None = None) -> Floats:
+    def _stages(self, sums: Floats, stages: StageTable, of_end: Callable[[Unit], float] | None = None) -> Floats:
         """Totals of the stages, [..., S], from running sums over the layers; with the embedding and the head where they lie."""
         total = sums[..., stages.end] - sums[..., stages.start]
         if of_end is not None:
@@ -142,10 +135,9 @@ class BlockStages:
 
     @cached_property
     def kept(self) -> Floats:
-        """[R, K] Bytes of activations that a layer keeps of one micro-batch."""
-        return self._kinds_recomputed(
-            lambda u, kind: u.memory.saved - dropped_bytes(u, self.units, kind), self.recompute
-        )
+        """[R, K] Bytes of activations that a layer keeps of one micro-batch, at least."""
+        kept = np.array([kept_of_kinds(self.units, kind) for kind in self.recompute], dtype=float)
+        return np.minimum(kept, kept_of_kinds(self.units, "none")) if self._some_layers else kept
 
     @cached_property
     def least_kept(self) -> Floats:
@@ -189,21 +181,15 @@ class BlockStages:
         return self.passes_of_kinds[1]
 
     @cached_property
-    def _parameter_sums(self) -> tuple[Floats, Floats]:
-        return self._over_layers(self.parameters), self._over_layers(self.experts)
-
-    @cached_property
     def passes_of_kinds(self) -> tuple[Floats, Floats, Floats, Floats]:
         """Of each kind: device seconds forward [K] and backward [R, K], and what the host launches in each."""
 
-        def backward_s(u: Unit, kind: Recompute) -> float:
-            again_s = sum(sent_again_s(u, kind, self._any))
-            experts_s = u.expert_s if kind in OF_INPUT else 0.0
-            return self._backward_s(u) + recomputed(u, kind).device_s + again_s + experts_s
+        def whole_s(u: Unit, kind: Recompute) -> float:
+            return self._backward_s(u) + segment_again_s(u, kind, self._any)
 
         return (
-            self._kinds(_forward_s),
-            self._kinds_recomputed(backward_s, self._timed),
+            self._kinds(segment_forward_s),
+            self._kinds_recomputed(whole_s, self._timed),
             self._kinds(_forward_launches),
             self._kinds_recomputed(lambda u, kind: _backward_launches(u) + recomputed(u, kind).launches, self._timed),
         )
@@ -214,11 +200,11 @@ class BlockStages:
         return forward, backward, launches, backward_launches
 
     def _backward_s(self, u: Unit) -> float:
-        return u.times.backward_s + tensor_backward_s(u, self._any) + u.context_backward_s + u.expert_s
+        return segment_backward_s(u, self._any.tensor_overlap)
 
     def _hidden_s(self, u: Unit) -> float:
         """Of the tensor-parallel collectives of a backward pass, what weight gradients hide."""
-        return u.tensor_backward_s - tensor_backward_s(u, self._any)
+        return u.tensor_backward_s - tensor_backward_s(u, self._any.tensor_overlap)
 
     @cached_property
     def again_of_kinds(self) -> Floats:
@@ -233,15 +219,15 @@ class BlockStages:
     @cached_property
     def head_s(self) -> float:
         """Device seconds of the head in both passes of a micro-batch."""
-        return _forward_s(self.units.head) + self._backward_s(self.units.head)
+        return segment_forward_s(self.units.head) + self._backward_s(self.units.head)
 
     @cached_property
     def ends_s(self) -> float:
         """Device seconds of the embedding and the head in both passes of a micro-batch."""
         embedding = self.units.embedding
-        return _forward_s(embedding) + self._backward_s(embedding) + self.head_s
+        return segment_forward_s(embedding) + self._backward_s(embedding) + self.head_s
 
-    def _weight_gradients(self, stages: Stages) -> tuple[Floats, Floats]:
+    def _weight_gradients(self, stages: StageTable) -> tuple[Floats, Floats]:
         """[S] Of the backward pass, what makes weight gradients: device seconds, and what the host launches."""
         seconds_s, launches = (
             self._stages(self._over_layers(self._kinds(figure)), stages, figure)
@@ -249,47 +235,39 @@ class BlockStages:
         )
         return seconds_s, launches
 
-    def outside(self, stages: Stages) -> Floats:
-        """[S] Parameters outside the blocks: of the embedding and the head."""
-        units = self.units
-        tied = units.tied_parameters * stages.last * (1 - stages.first)
-        ends = units.embedding.parameters * stages.first + units.head.parameters * stages.last
-        return (ends + tied).astype(float)
-
-    def _ends(self, stages: Stages, traits: Traits) -> tuple[list[int], list[int]]:
+    def _ends(self, stages: StageTable, traits: Traits) -> tuple[list[int], list[int]]:
         """Parameters of each stage that are gathered before its blocks, and after them."""
         kinds = [(bool(first), bool(last)) for first, last in zip(stages.first, stages.last, strict=True)]
         known = {kind: outside_blocks(self.units, traits, first=kind[0], last=kind[1]) for kind in set(kinds)}
         return [known[kind][0] for kind in kinds], [known[kind][1] for kind in kinds]
 
-    def in_blocks(self, stages: Stages) -> tuple[Floats, Floats]:
-        """[S] Parameters of the blocks, and of them those of experts."""
-        parameters, experts = self._parameter_sums
-        return self._stages(parameters, stages), self._stages(experts, stages)
+    def weights_of(self, stages: StageTable) -> StageWeights:
+        """The parameters of each stage."""
+        return stage_weights(self.units, stages)
 
-    @cached_property
-    def _kept_sums(self) -> Floats:
-        return self._over_layers(self.kept)
-
-    def kept_bytes(self, stages: Stages) -> Floats:
+    def kept_bytes(self, stages: StageTable) -> Floats:
         """[R, S] Activations of one micro-batch between its forward and its backward."""
-        kept = self._stages(self._kept_sums, stages, lambda u: u.memory.saved)
-        return kept + self.units.hidden_bytes * (1 - stages.last)
+        if self._some_layers:
+            return self.kept @ stages.counts.T + kept_beside_layers(self.units, stages)
+        return np.array([kept_bytes(self.units, kind, stages) for kind in self.recompute], dtype=float)
 
-    def passes(self, splits: Splits, which: list[int], m: int, stages: Stages, bytes_per_s: float) -> PassTimes:
+    def temporary_bytes(self, stages: StageTable) -> Floats:
+        """[R, S] Bytes at the peak of one backward pass beyond what is kept."""
+        return np.array([temporary_bytes(self.units, kind, stages) for kind in self._timed], dtype=float)
+
+    def passes(self, splits: Splits, which: list[int], m: int, stages: StageTable, bytes_per_s: float) -> PassTimes:
         """The stages for some splits, those with equal traits, and ``m`` micro-batches."""
         traits = splits.traits[which[0]]
-        outside = self.outside(stages)
+        parameters = self.weights_of(stages).total
         forward_s, backward_s, launches, backward_launches = self._pass_sums
-        forward = self._stages(forward_s, stages, _forward_s)[None, None]
+        forward = self._stages(forward_s, stages, segment_forward_s)[None, None]
         backward = self._stages(backward_s, stages, self._backward_s)[None]
         first = last = np.zeros((1, 1, 1))
         gathers, reduces, replicas = self._collectives(splits, which, stages)
-        parameters = self._stages(self._parameter_sums[0], stages)
         # [J, 1, 1] Seconds for each parameter of a micro-batch: the compute copy made, and gradients copied.
         casts, copies = (part[which, None] / bytes_per_s for part in splits.columns.moved_bytes(m))
         gather_overlap = self._any.overlap * traits.parameter_gather_overlap
-        gathered = casts * (parameters + outside)
+        gathered = casts * parameters
         if traits.forward_gathers != "never":
             waits = self._ahead(gathers, stages, gather_overlap)[:, None]
             if traits.gathers_at_start:
@@ -301,16 +279,15 @@ class BlockStages:
             first = first + gathered
         if again_gathered := traits.backward_gathers == "per_micro_batch":
             again = self._behind_neighbour(gathers.kinds, stages, gather_overlap)
-            backward = backward + again + casts * parameters
-        backward = backward + copies * (parameters + outside)
+            backward = backward + again + casts * self.weights_of(stages).in_blocks
+        backward = backward + copies * parameters
         windows = self._windows_left(gathers.kinds, stages, gather_overlap if again_gathered else 0.0)
         behind = self._behind(traits, windows, stages, in_pipeline=splits.pipeline_ranks > 1)
         last = last + behind(reduces + replicas)
         if traits.reduces_every_micro_batch:
             each = behind(reduces)
             backward, last = backward + each, last - each
-        if traits.compute_weight_bytes == 0 and traits.reduce_copies:
-            last = last + (parameters + outside) * 2 * traits.reduce_bytes / bytes_per_s
+        last = last + parameters * last_copy_bytes(traits) / bytes_per_s
         own = (stages.layers + 1) * traits.host_operators_per_unit / 2
         of_backward = self._stages(backward_launches, stages, _backward_launches)
         weight_s, of_weights = self._weight_gradients(stages)
@@ -344,7 +321,7 @@ class BlockStages:
             return passes_s + own * data.operator_s
         return np.maximum(passes_s, (launches * traits.host_launches_per_operator + own) * data.operator_s)
 
-    def _collectives(self, splits: Splits, which: list[int], stages: Stages) -> tuple[Collectives, ...]:
+    def _collectives(self, splits: Splits, which: list[int], stages: StageTable) -> tuple[Collectives, ...]:
         """Of gathering weights, reducing gradients, and summing them over replicas."""
         of_kinds = splits.collectives_of_kinds(self.weights).at(which)
         ends = [
@@ -356,7 +333,7 @@ class BlockStages:
             for kind in ("gather", "reduce", "replicas")
         )
 
-    def _ahead(self, gathers: Collectives, stages: Stages, overlap: float) -> Floats:
+    def _ahead(self, gathers: Collectives, stages: StageTable, overlap: float) -> Floats:
         """[J, S] ``exposed_ahead_s`` of the forward pass: what comes before the blocks and the first block hide behind nothing."""
         layers = gathers.kinds[..., self._layers]
         work = self.work_forward[self._layers]
@@ -368,7 +345,7 @@ class BlockStages:
         first = _where_blocks(layers, start, start < end)
         return gathers.before + first + shown[..., end] - shown[..., after_first] + after
 
-    def _behind_neighbour(self, kinds: Floats, stages: Stages, overlap: float) -> Floats:
+    def _behind_neighbour(self, kinds: Floats, stages: StageTable, overlap: float) -> Floats:
         """[J, R, S] The same of the backward pass, from the last block of the stage to its first."""
         layers = kinds[..., self._layers][:, None]
         work = self.work_backward[..., self._layers]
@@ -382,7 +359,7 @@ class BlockStages:
     def _work_backward_sums(self) -> Floats:
         return self._over_layers(self.work_backward)
 
-    def _windows_left(self, kinds: Floats, stages: Stages, overlap: float) -> tuple[Floats, Floats]:
+    def _windows_left(self, kinds: Floats, stages: StageTable, overlap: float) -> tuple[Floats, Floats]:
         """[J, R, S] Of the windows of a backward pass, what gathers leave to reductions: of the last block and of all."""
         start, end = stages.start, stages.end
         some = start < end
@@ -399,7 +376,7 @@ class BlockStages:
         return first - of_first, clock - (sums[..., end] - sums[..., after_lowest])
 
     def _behind(
-        self, traits: Traits, windows: tuple[Floats, Floats], stages: Stages, *, in_pipeline: bool
+        self, traits: Traits, windows: tuple[Floats, Floats], stages: StageTable, *, in_pipeline: bool
     ) -> Callable[[Collectives], Floats]:
         """[J, R, S] ``exposed_behind_s`` of collectives, as if the chain were held up by its first or by its last block alone.
 
@@ -432,10 +409,6 @@ def _beyond(once_s: Floats, device_s: Floats, pass_s: Floats) -> Floats:
 def _shown(collective_s: Floats, beside_s: Floats, overlap: float) -> Floats:
     """``forecast.overlap.shown_s`` on arrays."""
     return collective_s - (1.0 - CONTENTION) * np.minimum(overlap * collective_s, beside_s)
-
-
-def _forward_s(u: Unit) -> float:
-    return u.times.forward_s + u.tensor_forward_s + u.context_forward_s + u.expert_s
 
 
 def _forward_launches(u: Unit) -> float:

@@ -11,9 +11,8 @@ import numpy as np
 
 from ahp.engines.engine import Traits
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.overlap import shown_s
+from ahp.forecast.stage import segment_backward_s, segment_forward_s
 from ahp.forecast.turns import least_share
-from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 from ahp.search.problem import Problem
 
@@ -42,18 +41,10 @@ class WorkBounds:
         overlap = self._overlap * traits.tensor_overlap_backward
         key = id(units), overlap  # the pricer keeps its units
         if key not in self._passes:
-            forward = [_forward_s(unit) for unit in units.blocks]
-            both = [_forward_s(unit) + _backward_s(unit, overlap) for unit in units.blocks]
-            ends = sum(_forward_s(unit) + _backward_s(unit, overlap) for unit in (units.embedding, units.head))
+            forward = [segment_forward_s(unit) for unit in units.blocks]
+            both = [segment_forward_s(unit) + segment_backward_s(unit, overlap) for unit in units.blocks]
+            ends = sum(
+                segment_forward_s(unit) + segment_backward_s(unit, overlap) for unit in (units.embedding, units.head)
+            )
             self._passes[key] = min(forward, default=0.0), float(np.dot(self._share, both)), ends
         return self._passes[key]
-
-
-def _forward_s(unit: Unit) -> float:
-    return unit.times.forward_s + unit.tensor_forward_s + unit.context_forward_s + unit.expert_s
-
-
-def _backward_s(unit: Unit, overlap: float) -> float:
-    """Without recompute; the share ``overlap`` of tensor collectives may hide behind weight gradients."""
-    tensor_s = shown_s(unit.tensor_backward_s, unit.times.weight_gradient.device_s, overlap)
-    return unit.times.backward_s + tensor_s + unit.context_backward_s + unit.expert_s

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,23 +17,22 @@ from numpy.typing import NDArray
 from ahp.cluster.cells import cells_of
 from ahp.cluster.model import NodeGroup
 from ahp.engines.registry import get
-from ahp.forecast import margins, memory
+from ahp.forecast import memory
 from ahp.forecast.assembly import num_groups, recompute_of
 from ahp.forecast.data_parallel import DataParallel
-from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import shard_ranks
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.pricer import Pricer
-from ahp.forecast.stage import (
-    OF_INPUT,
-    Recompute,
-    StageCost,
-    dropped_bytes,
-    made_again,
-    recomputed,
-    sent_again_s,
-    tensor_backward_s,
+from ahp.forecast.stage import Recompute, StageCost, recomputed, segment_again_s, segment_backward_s, segment_forward_s
+from ahp.forecast.stage_memory import (
+    StageTable,
+    kept_beside_layers,
+    kept_of_kinds,
+    needs_of_kinds,
+    peak_bytes,
+    stage_weights,
 )
+from ahp.forecast.states import RankWeights, Shards, state_bytes
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import ALONE, Units
 from ahp.plan import Parallelism
@@ -81,6 +79,8 @@ class GroupCells:
         self.units: Units = self.pricer.units(layout)
         self.recompute: Recompute = recompute_of(layout.activation_checkpoint, self.traits, self.units)
         self.states = cache(self._states)
+        self._ends = StageTable.of(self.pricer.graph, [(0, 0, first, last) for first, last in ENDS])
+        """Stages without layers."""
 
     @cached_property
     def work(self) -> Work:
@@ -92,7 +92,8 @@ class GroupCells:
         num_layers = len(self.units.layers)
         if self.layout.pipeline_parallel_degree == 1:
             none, cost = np.zeros(num_layers), self._cost(num_layers, 3)
-            updated = (cost.parameters - cost.experts) / shard_ranks(self.layout)
+            whole = stage_weights(self.units, StageTable.of(self.pricer.graph, [(0, num_layers, True, True)]))
+            updated = float(whole.total[0] - whole.experts[0]) / shard_ranks(self.layout)
             once = sum(cost.first_forward.values()) + sum(cost.last_backward.values())
             once += self.pricer.update_s(updated, self.traits) + self.pricer.offload_s(updated, self.traits)
             if self.pricer.muon is not None:  # over how many replicas its matrices are dealt out is not known yet
@@ -156,7 +157,7 @@ class GroupCells:
     @cached_property
     def kept(self) -> Floats:
         """[L] Bytes of each layer that one micro-batch keeps."""
-        return self._per_layer(lambda u: u.memory.saved - dropped_bytes(u, self.units, self.recompute))
+        return kept_of_kinds(self.units, self.recompute)[list(self.units.layers)].astype(float)
 
     @cached_property
     def parameters(self) -> Floats:
@@ -165,21 +166,14 @@ class GroupCells:
 
     def _states(self, place: int, micro_batches: int) -> tuple[float, float, float, float]:
         """Bytes of a stage's states with none of its layers, and for each parameter of them; of these the gradients."""
-        first, last = ENDS[place]
-        outside = self.units.embedding.parameters * first + self.units.head.parameters * last
-        tied = self.units.tied_parameters if last else 0
-        outside += tied if not first else 0
+        weights = stage_weights(self.units, self._ends)
+        outside, head = float(weights.outside_blocks[place]), float(weights.head[place])
         smallest = min((unit.parameters for unit in self.units.blocks), default=0)
 
-        def bytes_of(layers: int) -> dict[str, int]:
-            weights = memory.RankWeights(
-                total=outside + layers * smallest,
-                largest_block=smallest if layers else 0,
-                outside_blocks=outside,
-                head=self.units.head.parameters + tied if last else 0,
-            )
-            shards = shard_ranks(self.layout)
-            return memory.state_bytes(weights, self.traits, shards=shards, micro_batches=micro_batches)
+        def bytes_of(layers: int) -> dict[str, float]:
+            weights = RankWeights(outside + layers * smallest, smallest if layers else 0, outside, head)
+            parts = state_bytes(weights, self.traits, Shards.among(shard_ranks(self.layout)), micro_batches)
+            return {part: float(count) for part, count in parts.items()}
 
         few, more = bytes_of(2), bytes_of(4)
         # Past two layers each costs the same; what they cost more is gathered beside, of which one layer has less.
@@ -191,15 +185,16 @@ class GroupCells:
     @cached_property
     def activations(self) -> Activations:
         """What stages hold of activations, [4]."""
-        places = range(len(ENDS))
-        received = np.array([self._received(place) for place in places])
+        ends, units = self._ends, self.units
+        received = ((2 - ends.first - ends.last) * units.hidden_bytes).astype(float)
+        least = needs_of_kinds(units, self.recompute).min(initial=np.iinfo(np.int64).max) if units.blocks else 0
         every = self.traits.torch_pipeline
         return Activations(
             kept=np.full(len(ENDS), float(self.kept.min(initial=np.inf))),
-            outside=np.array([self._kept_outside(place) for place in places]),
+            outside=kept_beside_layers(units, ends).astype(float),
             received=received if every else np.zeros(len(ENDS)),
             once=np.zeros(len(ENDS)) if every else received,
-            temporary=np.array([self._temporary(last=last) for _, last in ENDS]),
+            temporary=peak_bytes(units, np.full(len(ENDS), least), ends).astype(float),
         )
 
     @cached_property
@@ -219,27 +214,6 @@ class GroupCells:
         beside, each, *_ = self.states(place, 2)
         return each * float(self.parameters.min(initial=np.inf)), beside
 
-    def _received(self, place: int) -> float:
-        """Bytes that a stage receives for a micro-batch."""
-        first, last = ENDS[place]
-        return 0.0 if first and last else float(((not first) + (not last)) * self.units.hidden_bytes)
-
-    def _kept_outside(self, place: int) -> float:
-        """Bytes of one micro-batch that a stage keeps beside its layers'."""
-        first, last = ENDS[place]
-        kept = self.units.embedding.memory.saved * first + self.units.head.memory.saved * last
-        return float(kept + (0 if last else self.units.hidden_bytes))
-
-    def _temporary(self, *, last: bool) -> float:
-        """Bytes at the peak of one backward pass beyond what is kept, at least."""
-        needs = [
-            u.memory.backward_extra + made_again(u, self.recompute, dropped_bytes(u, self.units, self.recompute))
-            for u in self.units.blocks
-        ]
-        head = self.units.head.memory
-        least = min(needs, default=0) - (head.saved if last else 0)
-        return float(max(0, least, max(head.forward_extra, head.backward_extra) if last else 0))
-
 
 def that_have(groups: Sequence[NodeGroup], width: int) -> list[str]:
     """The name of each group that has cells of so many devices, and for each other, which cannot say what these take, that of the
@@ -252,10 +226,8 @@ def that_have(groups: Sequence[NodeGroup], width: int) -> list[str]:
 def room_bytes(pricer: Pricer, layout: Parallelism) -> float:
     """Bytes in tensors that a device of a group has for a layout."""
     device = pricer.nodes.device
-    most = device.memory_bytes * float(np.exp(-NormalDist().inv_cdf(memory.FIT_PROBABILITY) * memory.need_error()))
-    outside = device.reserved_memory_bytes
-    outside += 0 if is_cpu(device) else num_groups(layout) * margins.value("communicator_bytes")
-    return (most - outside) / margins.value("reserved_over_allocated")
+    most = memory.most_that_fits(device.memory_bytes)
+    return float(memory.most_allocated(most, memory.Outside.of(device, num_groups(layout))))
 
 
 def _seconds(cost: StageCost) -> tuple[float, float]:
@@ -266,17 +238,12 @@ def _seconds(cost: StageCost) -> tuple[float, float]:
 
 def _passes(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float, float]:
     """Device seconds of a unit, forward and both passes."""
-    forward = unit.times.forward_s + unit.tensor_forward_s + unit.context_forward_s + unit.expert_s
-    backward = unit.times.backward_s + tensor_backward_s(unit, data) + unit.context_backward_s + unit.expert_s
-    again = recomputed(unit, recompute).device_s
-    again += sum(sent_again_s(unit, recompute, data)) + unit.expert_s if recompute in OF_INPUT else 0.0
-    return forward, forward + backward + again
+    forward = segment_forward_s(unit)
+    return forward, forward + segment_backward_s(unit, data.tensor_overlap) + segment_again_s(unit, recompute, data)
 
 
 def _again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
-    work = recomputed(unit, recompute)
-    device_s = work.device_s + (unit.expert_s if recompute in OF_INPUT else 0.0)
-    device_s += sum(sent_again_s(unit, recompute, data))
+    device_s, work = segment_again_s(unit, recompute, data), recomputed(unit, recompute)
     if data.host_is_device:
         return device_s
     return max(device_s, work.launches * data.traits.host_launches_per_operator * data.operator_s)

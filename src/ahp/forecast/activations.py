@@ -1,0 +1,190 @@
+"""Where the bytes of a rank go, and how likely they are to fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.forecast.compute import core_attention
+from ahp.forecast.division import Division, is_weight_gradient
+from ahp.forecast.kernels import Kernels, owners
+from ahp.forecast.selective import asked_for, kept_results, second_products
+from ahp.forecast.split import Split, is_mask
+from ahp.graph.operators import Operator, Segment
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Bytes under a policy that keeps the results of some operators, needed or not, and runs all others again."""
+
+    kept: int
+    """The results, without what enters the segment."""
+    made_again: int
+    """Of what the backward pass needs, what is not among them."""
+
+
+NOTHING = Policy(0, 0)
+"""Of what is not in a block, and so never recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMemory:
+    """Bytes of activations of one segment and one micro-batch on one rank."""
+
+    saved: int
+    """Kept from forward to backward."""
+    saved_in_core: int
+    """Of it, what unfused attention keeps between its two products."""
+    saved_in_chains: int
+    """Of it, what element-wise operators keep."""
+    beside_products: Policy
+    """Where the results of products with a weight and of fused attention are kept."""
+    every_second_product: Policy
+    """Where those of the first, third, ... product with a weight are, and those of fused attention."""
+    masks: int
+    """Of what it is given beside the hidden states, masks: every layer reads the same, and a second run needs them."""
+    forward_extra: int
+    """At the peak of its forward pass, beyond what it keeps."""
+    backward_extra: int
+    """At the peak of its backward pass, beyond what it kept."""
+
+
+def segment_memory(
+    segment: Segment, kernels: Kernels, division: Division, *, fp8: bool = False, keeps_gathered: bool = False
+) -> SegmentMemory:
+    """What one rank of the groups that ``division`` describes holds of a segment; see ``Held``."""
+    return Held(segment, kernels, division.split, fp8=fp8).on(division, keeps_gathered=keeps_gathered)
+
+
+class Held:
+    """A run through a segment's operators, tensor by tensor: made when its operator runs, freed after its last use.
+
+    Gradients of parameters are left out (they are counted with the parameters), gradients of what enters are in. ``fp8``:
+    what weight products read is kept for their weight gradients in 8 bits.
+
+    A rank holds the same share of every output of a kind (C kinds: contracted or divided products, weight gradients, the
+    rest), so that bytes are counted by kind once for all divisions.
+    """
+
+    def __init__(self, segment: Segment, kernels: Kernels, split: Split, *, fp8: bool = False) -> None:
+        self._segment, self._input_bytes = segment, kernels.saved_input_bytes
+        owner = owners(segment)
+        kinds: dict[tuple[bool, ...], int] = {}
+        of = [kinds.setdefault(_kind(op, split), len(kinds)) for op in segment.operators]
+        self._one_of = [segment.operators[of.index(kind)] for kind in range(len(kinds))]
+        """An operator of each kind."""
+        saved = dict(kernels.saved_bytes)
+        if fp8:
+            saved = {i: count * _in_8_bits(segment, owner, i) for i, count in saved.items()}
+        core = core_attention(segment)
+        self._masks = _given_masks(segment)
+
+        def by_kind(counts: dict[int, float]) -> Floats:
+            return np.bincount([of[i] for i in counts], [*counts.values()], len(kinds)).astype(float)
+
+        self._saved = by_kind(saved)
+        """[C] Bytes on one device alone."""
+        self._in_core = by_kind({i: count for i, count in saved.items() if i in core})
+        self._in_chains = by_kind({i: count for i, count in saved.items() if segment.operators[i].flops == 0})
+        self._policies = [
+            (
+                by_kind({i: sum(spec.bytes for spec in segment.operators[i].outputs) for i in keeps}),
+                by_kind({i: count for i, count in saved.items() if i not in keeps}),
+            )
+            for keeps in _policies(segment, one_graph=kernels.one_graph)
+        ]
+        """Of each policy, [C] bytes that it keeps, and that are made again."""
+        self._live = self._run(kernels, owner, saved, np.eye(len(kinds))[of] if of else np.zeros((0, 1)))
+
+    def _run(self, kernels: Kernels, owner: dict[int, int], saved: dict[int, float], kind: Floats) -> dict[str, Floats]:
+        """By pass [operators, C]: bytes while each operator runs; ``kind``: 1 at that of each operator."""
+        operators = self._segment.operators
+        last_use = {(owner[i], op.phase): op.index for op in operators for i in (*op.depends_on, op.index)}
+        frees: dict[int, list[int]] = {}
+        for (made_by, phase), at in last_use.items():
+            if phase == "backward" or made_by not in saved:
+                frees.setdefault(at, []).append(made_by)
+        held: dict[int, float] = {}
+        found: dict[str, list[Floats]] = {"forward": [], "backward": []}
+        live, phase = np.zeros(kind.shape[1]), "forward"
+        for op in operators:
+            if op.phase != phase:
+                phase, held, live = op.phase, dict(saved), self._saved.copy()
+            if owner[op.index] == op.index and (phase == "forward" or not _is_gradient(op, last_use)):
+                made = kernels.moved_bytes.get(op.index) and (op.flops > 0 or op.index in kernels.launched)
+                out_bytes = sum(spec.bytes for spec in op.outputs) if made else 0.0
+                held[op.index] = max(out_bytes, saved.get(op.index, 0.0))
+                live = live + held[op.index] * kind[op.index]
+            found[phase].append(live)
+            for made_by in frees.get(op.index, ()):
+                live = live - held.pop(made_by, 0.0) * kind[made_by]
+        return {phase: np.array(rows).reshape(len(rows), kind.shape[1]) for phase, rows in found.items()}
+
+    def on(self, division: Division, *, keeps_gathered: bool = False) -> SegmentMemory:
+        """What a rank holds. ``keeps_gathered``: what sequence parallelism gathers for column products is kept whole."""
+        shares = np.array([division.output_share(op) for op in self._one_of], dtype=float)
+        shares = shares if len(shares) else np.zeros(len(self._saved))
+        output = self._segment.output.bytes * division.hidden_share if self._segment.output else 0
+        gathered = division.gathered_bytes if keeps_gathered else 0.0
+        kept = float(self._saved @ shares)
+        forward = float((self._live["forward"] @ shares).max(initial=0.0))
+        backward = float((self._live["backward"] @ shares + output).max(initial=0.0))
+        in_chains = float(self._in_chains @ shares)
+        policies = [
+            Policy(round(float(keeps @ shares)), round(float(again @ shares) + gathered))
+            for keeps, again in self._policies
+        ]
+        return SegmentMemory(
+            saved=round(kept + self._input_bytes * division.hidden_share + gathered),
+            saved_in_core=round(float(self._in_core @ shares)),
+            saved_in_chains=round(in_chains + gathered),
+            beside_products=policies[0],
+            every_second_product=policies[1],
+            masks=self._masks,
+            forward_extra=round(max(0.0, forward - kept)),
+            backward_extra=round(max(0.0, backward - kept)),
+        )
+
+
+def _given_masks(segment: Segment) -> int:
+    """Bytes of the masks that a segment reads and does not make."""
+    by_index = {op.index: op for op in segment.operators}
+    found = set()
+    for op in segment.phase("forward"):
+        made = [spec for i in op.depends_on for spec in by_index[i].outputs]
+        found |= {spec for spec in op.inputs if is_mask(spec) and spec not in made and not op.parameters}
+    return sum(spec.bytes for spec in found)
+
+
+def _policies(segment: Segment, *, one_graph: bool) -> list[frozenset[int]]:
+    """Whose results are kept beside products, and with every second product."""
+    results = kept_results(segment)
+    policies = [results, results - second_products(segment)]
+    return [asked_for(segment, kept) for kept in policies] if one_graph else policies
+
+
+def _kind(op: Operator, split: Split) -> tuple[bool, ...]:
+    """All that ``Division.output_share`` asks of an operator."""
+    in_parts = op.index in split.contracted, op.index in split.divided
+    in_parts += op.index in split.masks, op.index in split.keys
+    return *in_parts, is_weight_gradient(op), op.flops == 0
+
+
+def _is_gradient(op: Operator, last_use: dict[tuple[int, str], int]) -> bool:
+    """Whether a backward operator makes the gradient of a parameter: nothing, or nothing but a view, reads it."""
+    return is_weight_gradient(op) or last_use[op.index, "backward"] == op.index
+
+
+def _in_8_bits(segment: Segment, owner: dict[int, int], index: int) -> float:
+    """What is left of a kept 16-bit tensor when weight gradients read it in 8 bits: half, or half more for other readers."""
+    readers = [
+        op for op in segment.phase("backward") if any(owner[i] == index for i in op.depends_on) and op.bytes_written
+    ]
+    by_weights = [is_weight_gradient(op) for op in readers]
+    if not any(by_weights):
+        return 1.0
+    return 0.5 if all(by_weights) else 1.5

@@ -1,0 +1,175 @@
+"""What stages hold, for all stages at once: weights, and activations of one micro-batch.
+
+Dims: S = stages, K = kinds of layers, L = layers, W = pipeline ranks, V = stages of a rank. All figures are whole numbers, so that
+no sum depends on its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.forecast.stage import Recompute, dropped_bytes, made_again
+from ahp.forecast.states import RankWeights
+from ahp.forecast.units import Units
+from ahp.graph.operators import ModelGraph
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Which layers lie in which stages, each [S]. A stage that several pipelines have needs to be here only once."""
+
+    start: Ints
+    end: Ints
+    """The first layer, and the one after the last."""
+    first: Ints
+    """1 where the stage has the embedding, else 0."""
+    last: Ints
+    """The same of the head."""
+    counts: Ints
+    """[S, K] Layers of each kind."""
+    recomputed: Ints
+    """[S, K] How many of them are recomputed, where any are."""
+
+    @property
+    def layers(self) -> Ints:
+        return self.end - self.start
+
+    @classmethod
+    def of(
+        cls, graph: ModelGraph, stages: Sequence[tuple[int, int, bool, bool]], recomputed: Sequence[int] | None = None
+    ) -> StageTable:
+        """``stages``: start, end, whether first and last; ``recomputed``: so many of each stage's first layers, None = all."""
+        kinds = np.array(graph.layers, dtype=np.int64)[:, None] == np.arange(len(graph.blocks))
+        before = np.concatenate([np.zeros((1, len(graph.blocks)), dtype=np.int64), np.cumsum(kinds, axis=0)])
+        start, end, first, last = np.array(stages, dtype=np.int64).T
+        some = end if recomputed is None else np.minimum(start + np.array(recomputed, dtype=np.int64), end)
+        return cls(start, end, first, last, before[end] - before[start], before[some] - before[start])
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """Parameters (elements) of stages, each [S], as ``RankWeights`` has those of ranks."""
+
+    in_blocks: Ints
+    outside_blocks: Ints
+    head: Ints
+    experts: Ints
+    largest_block: Ints
+    shapes: Ints
+    largest_without_experts: Ints
+
+    @property
+    def total(self) -> Ints:
+        return self.in_blocks + self.outside_blocks
+
+    def of_ranks(self, own: Ints) -> RankWeights:
+        """[W] Of ranks with the stages ``own`` [W, V]."""
+        return RankWeights(
+            total=self.total[own].sum(axis=1),
+            largest_block=self.largest_block[own].max(axis=1),
+            outside_blocks=self.outside_blocks[own].sum(axis=1),
+            head=self.head[own].sum(axis=1),
+            experts=self.experts[own].sum(axis=1),
+            shapes=self.shapes[own].max(axis=1),
+            largest_without_experts=self.largest_without_experts[own].max(axis=1),
+        )
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What each stage of a pipeline holds, [S] each."""
+
+    weights: StageWeights
+    kept: Ints
+    """Bytes of activations of one micro-batch between its forward and its backward."""
+    temporary: Ints
+    """Bytes at the peak of one backward pass, beyond those."""
+
+    @classmethod
+    def of(cls, units: Units, recompute: Recompute, table: StageTable) -> StageMemory:
+        return cls(
+            stage_weights(units, table), kept_bytes(units, recompute, table), temporary_bytes(units, recompute, table)
+        )
+
+    @classmethod
+    def on_devices(cls, each: Sequence[StageMemory], which: Sequence[int]) -> StageMemory:
+        """Of a pipeline whose stages lie on several kinds of devices, from what all stages hold on each kind."""
+        at = np.array(which, dtype=np.int64), np.arange(len(which))
+        weights = (np.stack([getattr(one.weights, field.name) for one in each])[at] for field in fields(StageWeights))
+        kept, temporary = (np.stack([getattr(one, name) for one in each])[at] for name in ("kept", "temporary"))
+        return cls(StageWeights(*weights), kept, temporary)
+
+
+def stage_weights(units: Units, table: StageTable) -> StageWeights:
+    """The parameters of each stage."""
+    names = "parameters", "experts", "shapes"
+    parameters, experts, shapes = (_of_kinds(getattr(u, name) for u in units.blocks) for name in names)
+    has, tied = table.counts > 0, units.tied_parameters
+    head = (units.head.parameters + tied) * table.last
+    return StageWeights(
+        in_blocks=table.counts @ parameters,
+        outside_blocks=units.embedding.parameters * table.first + head - tied * table.last * table.first,
+        head=head,
+        experts=table.counts @ experts,
+        largest_block=_largest(has, parameters),
+        shapes=_largest(has, shapes),
+        largest_without_experts=_largest(has, parameters - experts),
+    )
+
+
+def kept_of_kinds(units: Units, recompute: Recompute) -> Ints:
+    """[K] Bytes that a layer keeps of one micro-batch."""
+    return _of_kinds(u.memory.saved - dropped_bytes(u, units, recompute) for u in units.blocks)
+
+
+def kept_beside_layers(units: Units, table: StageTable) -> Ints:
+    """[S] Bytes that a stage keeps of one micro-batch beside its layers'."""
+    ends = units.embedding.memory.saved * table.first + units.head.memory.saved * table.last
+    return ends + units.hidden_bytes * (1 - table.last)
+
+
+def kept_bytes(units: Units, recompute: Recompute, table: StageTable) -> Ints:
+    """[S] Bytes of activations of one micro-batch between its forward and its backward."""
+    as_they_are = (table.counts - table.recomputed) @ kept_of_kinds(units, "none")
+    kept = as_they_are + table.recomputed @ kept_of_kinds(units, recompute) + kept_beside_layers(units, table)
+    if recompute == "none":
+        return kept
+    return kept + _largest(table.recomputed > 0, _of_kinds(u.memory.masks for u in units.blocks))
+
+
+def temporary_bytes(units: Units, recompute: Recompute, table: StageTable) -> Ints:
+    """[S] Bytes at the peak of one backward pass, beyond what is kept."""
+    in_block = np.maximum(
+        _largest(table.counts > table.recomputed, needs_of_kinds(units, "none")),
+        _largest(table.recomputed > 0, needs_of_kinds(units, recompute)),
+    )
+    return peak_bytes(units, in_block, table)
+
+
+def needs_of_kinds(units: Units, recompute: Recompute) -> Ints:
+    """[K] Bytes at the peak of a layer's backward pass beyond what is kept, with what it makes again before."""
+    again = (made_again(u, recompute, dropped_bytes(u, units, recompute)) for u in units.blocks)
+    return _of_kinds(u.memory.backward_extra + more for u, more in zip(units.blocks, again, strict=True))
+
+
+def peak_bytes(units: Units, in_block: Ints, table: StageTable) -> Ints:
+    """[S] Of stages whose layers need ``in_block`` at most: what the head keeps is free when they begin."""
+    head = units.head.memory
+    at_head = max(head.forward_extra, head.backward_extra) * table.last
+    return np.maximum(np.maximum(in_block - head.saved * table.last, at_head), 0)
+
+
+def _of_kinds(figures: Iterable[int]) -> Ints:
+    return np.array([*figures], dtype=np.int64)
+
+
+def _largest(has: NDArray[np.bool_], of_kinds: Ints) -> Ints:
+    """[S] Of the kinds that a stage has; 0 where it has none."""
+    return (has * of_kinds).max(axis=1, initial=0)
