@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -51,8 +52,19 @@ def time_limit(device: torch.device, group: dist.ProcessGroup | None = None) -> 
 
 
 def limit_time(group: dist.ProcessGroup | None, limit: timedelta) -> None:
-    """Let collectives of the group end with an error after so long. A DeviceMesh makes its groups with the backend's default."""
+    """Let collectives of the group end with an error after so long. Not gloo's send and receive, which keep what the group was made with."""
     distributed_c10d._set_pg_timeout(limit, group)
+
+
+@contextmanager
+def groups_wait(limit: timedelta) -> Iterator[None]:
+    """Within, new process groups that are given no limit get this one. A DeviceMesh has no other way to give its groups one."""
+    own = distributed_c10d._get_default_timeout
+    distributed_c10d._get_default_timeout = lambda backend: limit
+    try:
+        yield
+    finally:
+        distributed_c10d._get_default_timeout = own
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,10 +254,18 @@ def forget_meshes() -> None:
 
 
 def launchers_store() -> tuple[dist.Store, int, int]:
-    """The store that the launcher's variables name, this worker's number and how many there are: what init_process_group would take."""
+    """The store that the launcher's variables name, this worker's number and how many there are: what init_process_group would take.
+
+    torchrun keeps one store for all attempts of its workers (torch 2.13), and what an ended one has left there is not for the next.
+    """
     from torch.distributed.rendezvous import rendezvous
 
-    return next(rendezvous("env://"))
+    store, worker, size = next(rendezvous("env://"))
+    return (
+        dist.PrefixStore(f"ahp/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{size}", store),
+        worker,
+        size,
+    )
 
 
 def bound_device() -> torch.device | None:

@@ -267,10 +267,12 @@ def test_fault_in_a_worker_has_its_cause_and_exit_code(text: Path, tmp_path: Pat
 
 
 def test_a_rank_that_hangs_in_a_step_is_named(text: Path, tmp_path: Path) -> None:
-    """Under the launcher: within the limit the other rank gives up, and what is told is who hangs."""
-    one_micro_batch = SHARDED.model_copy(update={"micro_batch_size": 2})
+    """Under the launcher: within the limit the other rank gives up, here a receive of a pipeline, and what is told is who hangs."""
+    one_micro_batch = PIPED.model_copy(update={"micro_batch_size": 4, "pipeline_parallel_schedule": "GPipe"})
     hanging_plan = plan(text, one_micro_batch).model_copy(update={"model": "tests.runtime.hanging:model"})
-    told = f"after step {hanging.AFTER}: rank 1 on {socket.gethostname()} did not come to a collective on axis dp_shard"
+    told = (
+        f"after step {hanging.AFTER}: rank 1 on {socket.gethostname()} did not come to a collective on axis pp within"
+    )
     trainer = Trainer(hanging_plan, folder=tmp_path / "run", checkpoint_every=2, collective_timeout_s=8.0)
     with pytest.raises(TrainingFailed, match=re.escape(told)) as error:
         trainer.run()
@@ -284,7 +286,8 @@ def test_a_rank_that_hangs_in_a_step_is_named(text: Path, tmp_path: Path) -> Non
     )
     assert status.cause is not None
     assert status.cause.startswith(told)
-    assert "run.collective_timeout_s = 8; rank 0 on" in status.cause
+    assert "within run.collective_timeout_s = 8; rank 0 on" in status.cause
+    assert "8000ms" in status.cause
     assert [saved.step for saved in folder.checkpoints()] == [2, hanging.AFTER]
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from ahp.errors import AhpError
+from ahp.runtime.ranks.meeting import NoAnswer, meet, named
 from ahp.runtime.ranks.mesh import AXES, Mesh
-from ahp.runtime.ranks.preflight import Hosts, named
+from ahp.runtime.ranks.preflight import Hosts
 from ahp.runtime.torch_compat import default_store, time_limit
 
 GIVE_UP_S = 5.0
-"""Between the first rank that gives up and the last one. [Empirical] They begin to wait for a rank that hangs within a step of each
-other, which takes seconds at most."""
+"""Beside a step's time, between the first rank that gives up and the last one: who waits for a rank that waits itself begins within a
+step of it, and all wait as long. [Empirical] Small steps on busy cores end within seconds of each other."""
 TIME_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 """What gloo ("Timed out waiting 600000ms for recv operation") and NCCL ("Watchdog caught collective operation timeout") say."""
 
@@ -28,29 +28,34 @@ class RankMissing(AhpError):
     """Ranks that the others waited for in vain."""
 
 
-def explained(error: Exception, mesh: Mesh, hosts: Hosts, step: int) -> Exception:
-    """NobodyCame with the ranks that hang, where the error is a collective's time-out; else the error itself.
+def explained(error: Exception, mesh: Mesh, hosts: Hosts, step: int, *, give_up_s: float = GIVE_UP_S) -> Exception:
+    """RankMissing with the ranks that hang, where the error is a collective's time-out; else the error itself.
 
+    A rank may wait for one that waits for a third: so it is all ranks of the job that say that they gave up, not this one's neighbours.
     ``step``: the last one that was done.
     """
     if not any(isinstance(cause, RuntimeError) and TIME_OUT.search(str(cause)) for cause in _causes(error)):
         return error
-    store, rank, limit = default_store(), dist.get_rank(), time_limit(mesh.device)
-    keys = {other: f"ahp/gave-up/{other}" for other in hosts.ranks}
-    store.set(keys[rank], "")
+    rank, limit = dist.get_rank(), time_limit(mesh.device)
     try:
-        store.wait(list(keys.values()), timedelta(seconds=GIVE_UP_S))
-    except RuntimeError:
-        silent = [other for other in hosts.ranks if not store.check([keys[other]])]
-        axes = [axis for axis in AXES if set(silent) & set(dist.get_process_group_ranks(mesh.group(axis)))]
-        who = f"{named(silent)} on {hosts.of(silent)} did not come to a collective on axis {', '.join(axes)}"
+        meet(default_store(), rank, dist.get_world_size(), at="giving up", within_s=give_up_s)
+    except NoAnswer as answer:
+        who = f"{named(answer.missing)} on {hosts.of(answer.missing)} did not come to a collective on {_axes(mesh, answer.missing)}"
     else:
-        who = "a collective did not end, though every rank on this one's axes came to one"
+        who = "a collective did not end, though every rank of the job came to one"
     first_line = str(error).strip().splitlines()[0]
     return RankMissing(
         f"after step {step}: {who} within run.collective_timeout_s = {limit.total_seconds():g}; rank {rank} on {hosts.of([rank])} "
         f"waited: {first_line}"
     )
+
+
+def _axes(mesh: Mesh, ranks: list[int]) -> str:
+    """Those on which this rank waited for others in vain, where it did; else those that there are."""
+    there_are = [axis for axis in AXES if mesh.size(axis) > 1]
+    own = [axis for axis in there_are if set(ranks) & set(dist.get_process_group_ranks(mesh.group(axis)))]
+    found = own or there_are
+    return f"ax{'i' if len(found) == 1 else 'e'}s {', '.join(found)}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ahp.errors import HardwareMismatch
 from ahp.plan import Axis, Parallelism
-from ahp.runtime.torch_compat import flatten_axes, limit_time, time_limit, unflatten_axis
+from ahp.runtime.ranks.meeting import meet
+from ahp.runtime.torch_compat import default_store, flatten_axes, groups_wait, time_limit, unflatten_axis
 
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """As the dims of the mesh follow each other whatever the order in which ranks are numbered: FSDP2 wants ``dp_shard`` before ``tp``."""
@@ -76,13 +77,21 @@ class Mesh:
 
 
 def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
-    """A mesh over the ranks of the initialised default group. Collective. Raises HardwareMismatch on another world size."""
+    """A mesh over the ranks of the initialised default group. Collective. Raises HardwareMismatch on another world size, NoAnswer
+    with the ranks that do not come."""
     world = dist.get_world_size()
     if parallelism.world_size != world:
         raise HardwareMismatch(
             f"parallelism: its degrees multiply to {parallelism.world_size} ranks, but {world} are running "
             f"({parallelism.short()}); start {parallelism.world_size} workers or plan again for {world}"
         )
+    # Groups are made within the limit of a collective, and so ranks that still build a model are waited for before.
+    meet(default_store(), dist.get_rank(), world, at="making of the mesh")
+    with groups_wait(time_limit(device)):
+        return _build(parallelism, device)
+
+
+def _build(parallelism: Parallelism, device: torch.device) -> Mesh:
     numbered = _numbered(parallelism)
     whole = DeviceMesh(device.type, numbered, mesh_dim_names=AXES)
     weights = whole
@@ -97,10 +106,6 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
     if experts is not None:
         ranks |= {axis: experts.get_local_rank(axis) for axis in EXPERT_AXES}
     data = flatten_axes(whole, ("dp_replicate", "dp_shard"), "dp")
-    limit = time_limit(device)
-    for mesh in (whole, weights, data, *(() if experts is None else (experts,))):
-        for group in mesh.get_all_groups():
-            limit_time(group, limit)
     return Mesh(
         device,
         whole,

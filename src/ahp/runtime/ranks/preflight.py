@@ -12,23 +12,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ahp.errors import AhpError
+from ahp.runtime.ranks.meeting import MEET_S, NoAnswer, absent, named
 from ahp.runtime.ranks.mesh import AXES, Mesh
 from ahp.runtime.torch_compat import default_store
-
-ANSWER_S = 120.0
-"""[Empirical] Ranks reach this point within a second of each other where all start well; on a busy machine of two cores
-that starts eight of them, within 30 s."""
 
 EXCHANGE_S = 60.0
 """Of one all-reduce of one number. The first on an axis also makes NCCL's communicator: seconds for a thousand ranks."""
 
 
-class NoAnswer(AhpError):
-    """Ranks that did not come, or a network that does not carry."""
-
-
-def preflight(mesh: Mesh, *, answer_s: float = ANSWER_S, exchange_s: float = EXCHANGE_S) -> Hosts:
+def preflight(mesh: Mesh, *, answer_s: float = MEET_S, exchange_s: float = EXCHANGE_S) -> Hosts:
     """Let all ranks meet, then all-reduce one number along each axis. Collective. Returns who came, and from where.
 
     Raises NoAnswer: ranks and hosts that did not come within ``answer_s``, or the axis on which an exchange failed or took
@@ -51,7 +43,8 @@ class Hosts:
         found = {other for axis in AXES for other in dist.get_process_group_ranks(mesh.group(axis))}
         self.ranks = sorted(found | {rank})
         time = self.store.add(f"ahp/preflight/{rank}", 1)  # a process may ask more than once; all ranks count alike
-        self.keys = {other: f"ahp/preflight/{time}/{other}" for other in self.ranks}
+        self.prefix = f"ahp/preflight/{time}"
+        self.keys = {other: f"{self.prefix}/{other}" for other in self.ranks}
         self.store.set(self.keys[rank], socket.gethostname())
 
     def meet(self, answer_s: float) -> None:
@@ -59,17 +52,18 @@ class Hosts:
         try:
             self.store.wait(list(self.keys.values()), timedelta(seconds=answer_s))
         except RuntimeError:
-            missing = [rank for rank in self.ranks if not self.store.check([self.keys[rank]])]
+            missing = absent(self.store, self.keys)
             there = [rank for rank in self.ranks if rank not in missing]
             raise NoAnswer(
                 f"{named(missing)} of {dist.get_world_size()} did not come to the first exchange within {answer_s:.0f} s; "
                 f"{named(there)} did, on {self.of(there)}. The logs of those that are missing say where they hang or why "
-                "they ended"
+                "they ended",
+                missing,
             ) from None
 
     def of(self, ranks: list[int]) -> str:
-        """The hosts of ranks that have come, each once."""
-        return ", ".join(dict.fromkeys(self.store.get(self.keys[rank]).decode() for rank in ranks))
+        """The hosts of ranks that have come, on whatever axes, each once."""
+        return ", ".join(dict.fromkeys(self.store.get(f"{self.prefix}/{rank}").decode() for rank in ranks))
 
 
 def _exchange(mesh: Mesh, axis: str, hosts: Hosts, exchange_s: float) -> None:
@@ -88,9 +82,3 @@ def _exchange(mesh: Mesh, axis: str, hosts: Hosts, exchange_s: float) -> None:
         wrong = f"an all-reduce of one number did not end within {exchange_s:.0f} s: {first_line}"
     if wrong:
         raise NoAnswer(f"axis {axis}, {named(ranks)} on {hosts.of(ranks)}: {wrong}")
-
-
-def named(ranks: list[int]) -> str:
-    """Ranks in words, the first eight by their numbers."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

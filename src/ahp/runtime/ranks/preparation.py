@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from ahp.config import COLLECTIVE_TIMEOUT_S
-from ahp.runtime.ranks.preflight import NoAnswer
+from ahp.runtime.ranks.meeting import NoAnswer
 from ahp.runtime.torch_compat import default_store, launchers_store
 
 Result = TypeVar("Result")

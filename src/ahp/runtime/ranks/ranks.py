@@ -30,7 +30,8 @@ from ahp.runtime.ranks.device import (
 )
 from ahp.runtime.ranks.device_order import mesh_places
 from ahp.runtime.ranks.environment import gpu_variables
-from ahp.runtime.torch_compat import default_store, launchers_store
+from ahp.runtime.ranks.meeting import MEET_S, meet
+from ahp.runtime.torch_compat import default_store, launchers_store, limit_time
 
 MESH_ORDER = "ahp/mesh-order"
 """Prefix in the store of groups whose ranks are the places of a mesh."""
@@ -83,8 +84,10 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: DeviceType, plan: Plan | None = None) -> Iterator[Ranks]:
-    """Join the other ranks for the length of the block, or use the group that is already there.
+def joined(
+    device: DeviceType, plan: Plan | None = None, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
+) -> Iterator[Ranks]:
+    """Join the other ranks for the length of the block, or use the group that is already there; collectives get this limit.
 
     The launcher's variables say who and where; ``cuda`` takes the GPU of ``LOCAL_RANK``. With a ``plan`` whose stages lie on
     the groups of a mixed cluster, ranks are the places of its mesh (``ahp.runtime.ranks.device_order``).
@@ -96,9 +99,12 @@ def joined(device: DeviceType, plan: Plan | None = None) -> Iterator[Ranks]:
     if device == "cuda":
         torch.cuda.set_device(where)
     places = mesh_places(plan) if plan is not None else None
+    limit = timedelta(seconds=collective_timeout_s)
     ours = not dist.is_initialized() or not (places is None or _is_in_mesh_order())
     if ours:
-        _join(where, places)
+        _join(where, places, limit, meet_s=MEET_S)
+    else:
+        limit_time(dist.group.WORLD, limit)
     alone = dist.get_world_size() == 1
     well = False
     try:
@@ -128,7 +134,9 @@ def rank_device(plan: Plan, wanted: torch.device | str | None = None) -> torch.d
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join(device, mesh_places(plan))
+        # The program may have work of its own before this on some ranks.
+        limit_s = COLLECTIVE_TIMEOUT_S
+        _join(device, mesh_places(plan), timedelta(seconds=limit_s), meet_s=limit_s)
     if why and os.environ.get("LOCAL_RANK", "0") == "0":
         warnings.warn(
             f"ahp.parallelize: device None becomes the CPU beside idle GPUs: {why}. Start one worker for each GPU and leave "
@@ -155,19 +163,21 @@ def _refuse_to_start(plan: Plan) -> None:
         )
 
 
-def _join(where: torch.device, places: list[int] | None) -> None:
-    """Make the default group, with the places of a mesh as ranks where they are given."""
+def _join(where: torch.device, places: list[int] | None, limit: timedelta, *, meet_s: float) -> None:
+    """Make the default group, with the places of a mesh as ranks where they are given, and with the limit of its collectives: gloo's
+    send and receive keep that which a group was made with. So all ranks are waited for before.
+
+    Raises NoAnswer with the ranks that do not come within ``meet_s``.
+    """
     device: DeviceType = "cuda" if where.type == "cuda" else "cpu"
-    limits: dict[str, Any] = {
-        "timeout": timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        "device_id": where if device == "cuda" else None,
-    }
+    limits: dict[str, Any] = {"timeout": limit, "device_id": where if device == "cuda" else None}
     if not is_joined():
         dist.init_process_group(BACKENDS[device], store=dist.HashStore(), rank=0, world_size=1, **limits)
         return
     if dist.is_initialized():  # in the launcher's order
         dist.destroy_process_group()
     store, worker, size = launchers_store()
+    meet(store, worker, size, at="start of the job", within_s=meet_s)
     _compare_devices(store, worker, device)
     rank = worker if places is None else places[worker]
     named = dist.PrefixStore("ahp/ranks" if places is None else MESH_ORDER, store)
@@ -183,7 +193,7 @@ def _compare_devices(store: dist.Store, worker: int, device: DeviceType) -> None
     if worker == 0:
         store.set("ahp/device", device)
         return
-    store.wait(["ahp/device"], timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    store.wait(["ahp/device"], timedelta(seconds=MEET_S))
     first = store.get("ahp/device").decode()
     if first != device:
         raise HardwareMismatch(

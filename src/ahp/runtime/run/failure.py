@@ -68,6 +68,12 @@ def last_step(folder: RunFolder) -> int:
     return int(metrics[-1]["step"]) if metrics else 0
 
 
+def last_step_time_s(folder: RunFolder) -> float:
+    """Of the last completed step that was written down, 0 for none."""
+    metrics = folder.metrics()
+    return float(metrics[-1]["step_time_s"]) if metrics else 0.0
+
+
 def read(folder: RunFolder) -> Failure | None:
     """The first failure since ``forget``, if a worker could still write it."""
     try:

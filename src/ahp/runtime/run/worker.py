@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -61,7 +60,7 @@ def run_rank(
 
     try:
         with (
-            joined(order.device, plan) as ranks,
+            joined(order.device, plan, collective_timeout_s=order.collective_timeout_s) as ranks,
             folder.held_by_workers() if ranks.is_first else nullcontext(),
             folder.beating() if ranks.is_first else nullcontext(),
         ):
@@ -79,17 +78,14 @@ def _train(
     on_step: Callable[[dict[str, Any]], None],
     ranks: Ranks,
 ) -> Status:
-    import torch.distributed as dist
-
     from ahp.graph.models import build_model, is_masked
     from ahp.runtime.data import corpus as corpora
     from ahp.runtime.data.batches import batches_for, validation_batches_for
     from ahp.runtime.parallel import parallelize
-    from ahp.runtime.ranks.hangs import explained
+    from ahp.runtime.ranks.hangs import GIVE_UP_S, explained
     from ahp.runtime.run.loop import Loop
     from ahp.runtime.run.same_model import described
     from ahp.runtime.run.trackers import Trackers
-    from ahp.runtime.torch_compat import limit_time
 
     job = plan.job
     corpus = corpora.read(Path(order.corpus), verify=False)
@@ -105,8 +101,6 @@ def _train(
         on_step(record)
         trackers.log(record)
 
-    # Not while ranks found each other: the groups of the mesh get it from the group of all.
-    limit_time(dist.group.WORLD, timedelta(seconds=order.collective_timeout_s))
     # Where there is a checkpoint the loop reads one, or raises where none is whole.
     resumes = ranks.from_first(bool(folder.checkpoints()) if ranks.is_first else None)
     parallel = parallelize(module, plan, device=ranks.device, initialize=not resumes)
@@ -131,7 +125,9 @@ def _train(
     try:
         status = loop.run()
     except Exception as error:
-        if (cause := explained(error, parallel.mesh, parallel.hosts, failure.last_step(folder))) is not error:
+        step, step_time_s = failure.last_step(folder), failure.last_step_time_s(folder)
+        cause = explained(error, parallel.mesh, parallel.hosts, step, give_up_s=GIVE_UP_S + step_time_s)
+        if cause is not error:
             raise cause from error
         raise
     finally:

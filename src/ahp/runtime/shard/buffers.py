@@ -17,7 +17,7 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.runtime.ranks.mesh import Mesh
-from ahp.runtime.torch_compat import flatten_axes, limit_time, time_limit
+from ahp.runtime.torch_compat import flatten_axes, groups_wait, time_limit
 
 
 class Buffers:
@@ -121,9 +121,8 @@ def _ranks_of_stage(mesh: Mesh) -> dist.ProcessGroup | None:
     axes = ("dp_replicate", "dp_shard", "tp")
     if mesh.weights.size() == mesh.size("pp"):
         return None
-    group = flatten_axes(mesh.weights, axes, "stage").get_group()
-    limit_time(group, time_limit(mesh.device))
-    return group
+    with groups_wait(time_limit(mesh.device)):
+        return flatten_axes(mesh.weights, axes, "stage").get_group()
 
 
 def _broadcast(buffers: list[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:

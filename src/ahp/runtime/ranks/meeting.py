@@ -1,0 +1,69 @@
+"""Ranks wait for each other at a store: no group is needed, each may wait as long as it likes, and whoever does not come is named."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ahp.errors import AhpError
+
+MEET_S = 120.0
+"""[Empirical] Ranks reach this point within a second of each other where all start well; on a busy machine of two cores
+that starts eight of them, within 30 s."""
+
+MOST_NAMED = 8
+
+
+class NoAnswer(AhpError):
+    """Ranks that did not come, or a network that does not carry."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = list(missing)
+
+
+def meet(store: dist.Store, rank: int, size: int, *, at: str, within_s: float = MEET_S) -> None:
+    """Wait for all of ``size`` ranks. Collective. Raises NoAnswer with those that did not come.
+
+    ``at``: what is met for, in words, the same on every rank. A process may come there more than once; all ranks count alike.
+    """
+    turn = store.add(f"ahp/{at}/turn-of/{rank}", 1)
+    here = f"ahp/{at}/{turn}"
+    store.set(f"{here}/{rank}", socket.gethostname())
+    if store.add(f"{here}/came", 1) == size:
+        store.set(f"{here}/all", "")
+    try:
+        store.wait([f"{here}/all"], timedelta(seconds=within_s))
+    except RuntimeError:
+        missing = absent(store, {other: f"{here}/{other}" for other in range(size)})
+        if not missing:  # the last came meanwhile
+            return
+        there = [other for other in range(size) if other not in set(missing)]
+        where = dict.fromkeys(store.get(f"{here}/{other}").decode() for other in there[:MOST_NAMED])
+        raise NoAnswer(
+            f"{named(missing)} of {size} did not come to the {at} within {within_s:g} s; {named(there)} did, on "
+            f"{', '.join(where)}. The logs of those that are missing say where they hang or why they ended",
+            missing,
+        ) from None
+
+
+def absent(store: dist.Store, keys: dict[int, str]) -> list[int]:
+    """The ranks whose keys nobody has set. Few questions where few are missing: a job may have thousands."""
+    if store.check(list(keys.values())):
+        return []
+    if len(keys) == 1:
+        return list(keys)
+    ranks = list(keys)
+    halves = ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]
+    return [rank for half in halves for rank in absent(store, {other: keys[other] for other in half})]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words, the first eight by their numbers."""
+    shown = ", ".join(map(str, ranks[:MOST_NAMED]))
+    if len(ranks) > MOST_NAMED:
+        shown += f" and {len(ranks) - MOST_NAMED} more"
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
