@@ -34,9 +34,14 @@ def variables(rank: int, world: int, port: int, attempt: int) -> dict[str, str]:
     return {**place(rank, world, port), **given}
 
 
+def leave_the_pools_group() -> None:
+    dist.barrier()  # one that left would close what another still connects to
+    dist.destroy_process_group()
+
+
 def join(rank: int, world: int, port: int, attempt: int, *, leave: bool) -> float:
     """Runs in each worker: the sum of all ranks; the group is left, or not, as by one that is killed."""
-    dist.destroy_process_group()
+    leave_the_pools_group()
     with mock.patch.dict(os.environ, variables(rank, world, port, attempt)):
         joining = ranks.joined("cpu", collective_timeout_s=30.0)
         joining.__enter__()
@@ -72,7 +77,7 @@ def test_workers_that_are_started_again_join_over_the_store_of_those_that_ended(
 
 
 def waits_alone(rank: int, world: int, port: int) -> str:
-    dist.destroy_process_group()
+    leave_the_pools_group()
     if rank == 1:
         return ""
     environment = mock.patch.dict(os.environ, variables(rank, world, port, 0))
@@ -89,7 +94,7 @@ def test_a_rank_that_never_joins_is_named(pool: Pool, port: int) -> None:
 
 def receives_in_vain(rank: int, world: int, port: int) -> float:
     """Seconds that a receive of the job's own group takes to fail."""
-    dist.destroy_process_group()
+    leave_the_pools_group()
     with mock.patch.dict(os.environ, variables(rank, world, port, 0)):
         joining = ranks.joined("cpu", collective_timeout_s=LIMIT_S)
         joining.__enter__()

@@ -8,6 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
+import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import yaml
 
 from tests.runtime.run.test_trainer import HALF, MODEL, STEPS, curve, plan
 from tests.runtime.run.test_trainer import text as text  # a fixture
-from tests.runtime.workers import free_port
+from tests.runtime.workers import free_port, listened_on
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = Path(sys.executable).parent
@@ -24,6 +26,20 @@ PROGRAMS = Path(sys.executable).parent
 def documented(program: str) -> list[str]:
     lines = (ROOT / "docs" / "training.md").read_text().splitlines()
     return [line for line in lines if line.startswith(f"{program} --")]
+
+
+def entry_points_of_the_package(folder: Path) -> Path:
+    """A folder in which Python finds them as pyproject.toml has them now, whenever the package was installed."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    about = folder / "entry_points_of_ahp-0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: entry-points-of-ahp\nVersion: 0\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in given.items())
+        for group, given in groups.items()
+    ]
+    (about / "entry_points.txt").write_text("\n".join(lines))
+    return folder
 
 
 @pytest.mark.slow
@@ -37,8 +53,10 @@ def test_the_commands_for_two_nodes_train(text: Path, tmp_path: Path) -> None:
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     commands = documented("torchrun")
-    assert [re.findall(r"--node-rank (\d)", command) for command in commands] == [["0"], ["1"]]
-    port, paths = free_port(), {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert [re.findall(r"--rdzv-conf rank=(\d)", command) for command in commands] == [["0"], ["1"]]
+    installed = entry_points_of_the_package(tmp_path / "installed")
+    port, others = free_port(), listened_on()
+    paths = {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join([str(installed), *sys.path])}
     nodes = []
     for command in commands:
         here = command.replace("HOST", "127.0.0.1").replace("29500", str(port))
@@ -47,11 +65,16 @@ def test_the_commands_for_two_nodes_train(text: Path, tmp_path: Path) -> None:
             subprocess.Popen(shlex.split(here), cwd=tmp_path, env={**os.environ, **paths}, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, text=True)
         )  # fmt: skip
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and all(node.poll() is None for node in nodes):
+        time.sleep(0.1)
+    addresses = listened_on() - others
     (out, error), (silence, other_error) = (node.communicate() for node in nodes)
     assert [node.returncode for node in nodes] == [0, 0], f"{error}\n{other_error}"
     result = json.loads(out)
     assert (result["state"], result["step"]) == ("done", STEPS)
     assert silence == ""
+    assert f"127.0.0.1:{port}" in addresses
+    assert not {address.rpartition(":")[0] for address in addresses} & {"::", "0.0.0.0"}
     assert len(curve(tmp_path / "run")) == STEPS
 
 
