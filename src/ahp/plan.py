@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from ahp.errors import BadInput
 from ahp.job import Job, Record
-from ahp.violations import broken_rules, taken_for_numbers
+from ahp.violations import broken_rules, first_few, taken_for_numbers
 from ahp.words import count
 from ahp.yaml_text import parse_yaml
 
@@ -472,7 +472,7 @@ def validated(kind: type[Record], data: Any, where: str) -> Any:
     try:
         found = kind.model_validate(data)
     except ValidationError as error:
-        raise BadInput(f"{where}: " + "; ".join(broken_rules(error, kind, where))) from None
+        raise BadInput(f"{where}: {first_few(broken_rules(error, kind, where))}") from None
     if taken := list(taken_for_numbers(data, found)):
-        raise BadInput(f"{where}: " + "; ".join(taken))
+        raise BadInput(f"{where}: {first_few(taken)}")
     return found

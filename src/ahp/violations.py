@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,6 +15,11 @@ from ahp.job import Record
 MOST_SHOWN = 80
 """Characters of a value that is repeated in an error; a longer one is cut."""
 
+MOST_TOLD = 10
+"""Violations of one file that are told; a list of a wrong type has one for each of its values."""
+LONGEST = 600
+"""Characters of one of them: rules of records repeat a value as it is."""
+
 
 def broken_rules(error: ValidationError, kind: type[Record], where: str) -> Iterator[str]:
     """One line for each violation that pydantic found in data for ``kind``; ``where`` is what the data as a whole is called."""
@@ -21,7 +27,7 @@ def broken_rules(error: ValidationError, kind: type[Record], where: str) -> Iter
         key = ".".join(str(part) for part in item["loc"]) or where
         match item["type"]:
             case "extra_forbidden":
-                near = nearest(str(item["loc"][-1]), _field_names(kind, item["loc"][:-1]), 3)
+                near = nearest(str(item["loc"][-1])[:MOST_SHOWN], _field_names(kind, item["loc"][:-1]), 3)
                 yield f"{key}: unknown key (did you mean: {', '.join(near)}?)"
             case "missing":
                 yield f"{key}: missing, and it has no default"
@@ -31,7 +37,7 @@ def broken_rules(error: ValidationError, kind: type[Record], where: str) -> Iter
             case "literal_error":
                 yield f"{key} = {shortened(item['input'])}: there is no such value (valid: {', '.join(_choices(item))})"
             case "value_error":
-                yield str(item.get("ctx", {}).get("error", item["msg"]))
+                yield " ".join(str(item.get("ctx", {}).get("error", item["msg"])).split())
             case _:
                 yield f"{key} = {shortened(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
@@ -51,9 +57,17 @@ def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
         for i, (one, read) in enumerate(zip(given, found, strict=True)):
             yield from taken_for_numbers(one, read, f"{key}.{i}")
     elif type(found) is int and isinstance(given, (bool, str)):
-        yield f"{key} = {given!r}: must be a whole number, not {'true or false' if isinstance(given, bool) else 'text'}"
+        yield f"{key} = {shortened(given)}: must be a whole number, not {'true or false' if isinstance(given, bool) else 'text'}"
     elif type(found) is float and isinstance(given, bool):
-        yield f"{key} = {given!r}: must be a number, not true or false"
+        yield f"{key} = {shortened(given)}: must be a number, not true or false"
+
+
+def first_few(words: Iterable[str]) -> str:
+    """Violations in one line: the first ones, and how many more there are."""
+    found = iter(words)
+    shown = [f"{one[:LONGEST]}..." if len(one) > LONGEST else one for one in islice(found, MOST_TOLD)]
+    left = sum(1 for _ in found)
+    return "; ".join([*shown, *([f"and {left} more"] if left else [])])
 
 
 def shortened(value: Any) -> str:

@@ -6,27 +6,129 @@ import re
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
+from yaml.scanner import ScannerError
+
+MOST_CHARACTERS = 4_000_000
+"""Of one file: forty times a plan for a thousand devices, and some seconds of reading."""
+MOST_VALUES = 200_000
+"""That a file stands for, those behind an alias counted wherever it is used: ten aliases of ten aliases of ten ... are a few lines."""
+DEEPEST = 100
+"""Lists and mappings in each other; a plan has six."""
+LONGEST_NUMBER = 100
+"""Characters; Python takes time that grows with the square to read one, and refuses to print one of 4,300 digits."""
+
+
+class NotYaml(yaml.YAMLError):
+    """Why a text cannot be read, in one line."""
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML as ``yaml.safe_load`` reads it, but 1e-3 is a number and a key that stands twice is an error."""
-    return yaml.load(text, Loader=_Loader)
+    """YAML of words, numbers, lists and mappings, as ``yaml.safe_load`` reads it; but 1e-3 is a number, a date is text, and a key that stands
+    twice is an error.
+
+    Raises NotYaml for everything else, and for what would be too large when it is read.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise NotYaml(f"{len(text):,} characters (valid: up to {MOST_CHARACTERS:,})")
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_large(node)
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
+        raise NotYaml(_one_line(error.problem or error.context or "") + place) from None
+    except yaml.YAMLError as error:
+        raise NotYaml(_one_line(str(error))) from None
+    except ValueError as error:  # of Python's own numbers, such as !!int abc
+        raise NotYaml(_one_line(str(error))) from None
 
 
 class _Loader(yaml.SafeLoader):
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        self._refuse_deep(self.flow_level)
+        super().fetch_flow_collection_start(TokenClass)
+
+    def add_indent(self, column: int) -> bool:
+        self._refuse_deep(len(self.indents))
+        return super().add_indent(column)
+
+    def _refuse_deep(self, depth: int) -> None:
+        """PyYAML's time for each token grows with the depth."""
+        if depth > DEEPEST:
+            told = f"lists and mappings that lie more than {DEEPEST} deep in each other"
+            raise ScannerError(None, None, told, self.get_mark())
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConstructorError(None, None, "a key must be a word, not a list or a mapping", key_node.start_mark)
             key = key_node.value
             if key in seen and key != "<<":
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
-                )
+                raise ConstructorError(None, None, f"the key {key[:80]!r} stands twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        if len(node.value) > LONGEST_NUMBER:
+            told = f"a number of {len(node.value):,} characters (valid: up to {LONGEST_NUMBER})"
+            raise ConstructorError(None, None, told, node.start_mark)
+        is_whole = node.tag == "tag:yaml.org,2002:int"
+        return self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
 
+    def construct_truth(self, node: yaml.ScalarNode) -> bool:
+        if node.value.lower() not in self.bool_values:
+            raise ConstructorError(None, None, f"{node.value[:80]!r} is neither true nor false", node.start_mark)
+        return self.construct_yaml_bool(node)
+
+
+PLAIN = ("null", "str", "seq", "map")
+"""The types beside numbers and truth that a file may hold; dates, sets and bytes are none of anybody's keys."""
+_Loader.yaml_constructors = {
+    **{f"tag:yaml.org,2002:{name}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{name}"] for name in PLAIN},
+    "tag:yaml.org,2002:int": _Loader.construct_number,
+    "tag:yaml.org,2002:float": _Loader.construct_number,
+    "tag:yaml.org,2002:bool": _Loader.construct_truth,
+    None: yaml.SafeLoader.yaml_constructors[None],
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 # YAML 1.1, which PyYAML reads, wants a dot and a signed exponent (1.0e-3); YAML 1.2 and people write 1e-3.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+
+
+def _refuse_large(root: yaml.Node) -> None:
+    """Raises an error of YAML where the text stands for more values than anybody writes, for deeper ones, or for itself."""
+    known: dict[int, tuple[int, int] | None] = {}
+
+    def measure(node: yaml.Node) -> tuple[int, int]:
+        """How many values it stands for, and how deep they lie."""
+        found = known.get(id(node), (0, 0))
+        if found is None:
+            raise ConstructorError(None, None, "an alias that stands for what it lies in", node.start_mark)
+        if found[0]:
+            return found
+        known[id(node)] = None
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [measure(part) for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+        number, depth = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
+        if number > MOST_VALUES or depth > DEEPEST + 2:
+            told = f"aliases that stand for more than {MOST_VALUES:,} values, or lie more than {DEEPEST} deep in each other"
+            raise ConstructorError(None, None, told, node.start_mark)
+        known[id(node)] = number, depth
+        return number, depth
+
+    measure(root)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import yaml
+
 from ahp.config import Constraints
 from ahp.errors import bad_input
 from ahp.plan import Parallelism, validated
+from ahp.violations import MOST_SHOWN
 from ahp.yaml_text import parse_yaml
 
 SHORT_NAMES = {
@@ -68,14 +71,21 @@ def _said(word: str, option: str) -> dict[str, Any]:
         elif printed is not None and key == "order":
             found[SHORT_NAMES[key]] = value.split(">")
         else:
-            found[SHORT_NAMES.get(key, key.replace("-", "_"))] = parse_yaml(value)
+            found[SHORT_NAMES.get(key, key.replace("-", "_"))] = _value(option, key, value)
     return found
+
+
+def _value(option: str, key: str, text: str) -> Any:
+    try:
+        return parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise bad_input(option, f"{key}={text[:MOST_SHOWN]}", f"the value is not YAML: {error}") from None
 
 
 def _replicas(value: str, option: str) -> dict[str, Any]:
     """``8``, or ``2x4``: replicate x shard degree."""
     replicate, times, shard = value.partition("x")
-    if not (replicate.isdigit() and (shard.isdigit() or not times) and int(replicate) and (not times or int(shard))):
+    if not re.fullmatch(r"0*[1-9][0-9]{0,8}(x0*[1-9][0-9]{0,8})?", value):
         raise bad_input(
             option, f"dp={value}", "must be the number of replicas, or replicate x shard degree", ["8", "2x4"]
         )

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from ahp.errors import BadInput, bad_input
+from ahp.violations import MOST_SHOWN
 from ahp.yaml_text import parse_yaml
 
 CONFIG_ROOTS = ("model", "init_from", "cluster", "job", "parallelism", "engine", "run")
@@ -53,5 +54,6 @@ def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) ->
 def _value(option: str, text: str) -> Any:
     try:
         return parse_yaml(text)
-    except yaml.YAMLError:
-        raise BadInput(f"{option} {text}: the value is not YAML; quote it if it is text") from None
+    except yaml.YAMLError as error:
+        shown = text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+        raise BadInput(f"{option} {shown}: the value is not YAML; quote it if it is text ({error})") from None

@@ -25,7 +25,9 @@ from ahp.yaml_text import parse_yaml
 _SHORT = re.compile(
     r"(?:(?P<nodes>[-+.\d]+)x)??(?:(?P<devices>[-+.\d]+)x)?(?P<device>[a-z].*?)(?:@(?P<gbps>[^@]*))?", re.I
 )
-_COUNT = re.compile(r"[1-9]\d*")
+_COUNT = re.compile(r"[1-9][0-9]*")
+MOST_DIGITS = 9
+"""Of a count; Python reads no number of 4,300."""
 Watts = Annotated[float, Field(gt=0)]
 Gbps = Annotated[float, Field(ge=1e-6)]
 """Gigabits a second, a thousand bits at least."""
@@ -163,6 +165,8 @@ def _count(what: str, text: str | None, whole: str) -> int | None:
         return 1
     if not _COUNT.fullmatch(text):
         raise bad_input("cluster", whole, f"{what} must be a whole number of at least 1, not {text!r}")
+    if len(text) > MOST_DIGITS:
+        raise BadInput(f"cluster: {what} has {len(text)} digits (valid: up to {MOST_DIGITS})")
     return int(text)
 
 
