@@ -110,6 +110,15 @@ class Profile(Record):
             raise bad_input("run.profile.steps", list(self.steps), rule, [f"steps 1 to {num_steps}"])
 
 
+class Elastic(Record):
+    """How often workers that failed are started again, and down to how many."""
+
+    min_workers: int = Field(default=1, ge=1)
+    max_restarts: int = Field(default=10, ge=0)
+    """Within ``restart_window_s``; 0: the run ends with the first failure."""
+    restart_window_s: float = Field(default=3600.0, gt=0)
+
+
 class Run(Record):
     """Where a run leaves its files, and how often."""
 
@@ -125,6 +134,7 @@ class Run(Record):
     extend: bool = False
     on_nan: OnNan = "stop"
     profile: Profile | None = None
+    elastic: Elastic = Elastic()
 
     @field_validator("checkpoint_every", mode="before")
     @classmethod
@@ -245,6 +255,9 @@ HELP: dict[str, str] = {
     "job.optimizer keys but its name, or with job.precision fp32 or bf16: steps that were made keep what they had, those to come have the new job's",
     "run.on_nan": "when a loss or gradient is no number: stop, skip its update, or rollback to the last checkpoint (docs/training.md)",
     "run.profile": "{steps: [10, 12]} writes what these steps do when, and on a GPU their memory, into profile/ of the run's folder",
+    "run.elastic.min_workers": "fewest workers that the run goes on with where places are lost; the layout is then searched again",
+    "run.elastic.max_restarts": "times within run.elastic.restart_window_s that workers which failed are started again; 0: never",
+    "run.elastic.restart_window_s": "seconds within which run.elastic.max_restarts is counted",
 }
 """Every key of config.yaml in words; docs/config.md and ``ahp train --help`` show these."""
 

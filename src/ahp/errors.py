@@ -11,6 +11,8 @@ class AhpError(Exception):
     """An error with a message for the user; the command line prints it without a traceback."""
 
     exit_code = 1
+    may_pass = False
+    """Whether a machine or a network may be the cause, so that workers that are started again need not meet it."""
 
 
 class BadInput(AhpError, ValueError):

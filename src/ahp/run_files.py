@@ -50,6 +50,12 @@ def written(status: Status, saved_step: int | None) -> dict[str, Any]:
     return {**asdict(status), "checkpoint": saved_step, **who}
 
 
+def read_heartbeat(file: Path) -> str | None:
+    """When status.json was last written, in ISO 8601; None where it does not say."""
+    found = _object(file).get("heartbeat")
+    return found if isinstance(found, str) else None
+
+
 def is_by_this_process(file: Path) -> bool:
     """Whether this process wrote status.json last."""
     found = _object(file)

@@ -105,6 +105,7 @@ def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
 
 def train(request: Request, arguments: Arguments, command: str) -> int:
     """Plan, run, and report; under torchrun the first rank plans for all."""
+    from ahp.cli import train_plan
     from ahp.runtime.ranks.preparation import Preparation
     from ahp.runtime.ranks.ranks import is_joined
     from ahp.runtime.run import trackers as track
@@ -117,7 +118,10 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
 
     def start(prepared: Prepared) -> Outcome:
         given = {key: value for key, value in request.run if key not in ("sample", "folder")}
-        return Trainer(prepared.plan, folder=folder, **given, texts=prepared.texts).run()
+        return Trainer(prepared.plan, folder=folder, **given, texts=prepared.texts, replan=replan).run()
+
+    def replan(workers: int) -> Plan:
+        return train_plan.for_fewer(request.config, folder, workers, top=arguments.top, quiet=arguments.json)
 
     with ExitStack() as kept:
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ahp.cluster.model import Cluster
 from ahp.cluster.most_workers import refuse_workers
 from ahp.config import Config, Constraints
-from ahp.errors import AhpError, NotExpressible
+from ahp.errors import AhpError, HardwareMismatch, NotExpressible
 from ahp.plan import EngineChoice, Parallelism, Plan
 
 if TYPE_CHECKING:
@@ -110,6 +110,19 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     best.save(folder.plan_file)
     write_aside(folder.config_file, json.dumps(_plain(config), indent=1) + "\n")
     return best
+
+
+def for_fewer(config: Config | None, folder: RunFolder, workers: int, *, top: int, quiet: bool) -> Plan:
+    """The best plan of the same job for the workers that are left. Raises AhpError where there is none."""
+    if config is None:
+        raise HardwareMismatch(
+            f"a plan is run as it is, and {workers} workers are left; give a config.yaml to plan again"
+        )
+    if config.cluster != "local":
+        raise HardwareMismatch(
+            f"cluster names its devices, and {workers} workers are left; with cluster: local it is planned again"
+        )
+    return search(config, folder, workers, top=top, quiet=quiet)
 
 
 def _engine(config: Config) -> tuple[EngineChoice, tuple[str, ...]]:

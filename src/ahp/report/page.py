@@ -14,6 +14,7 @@ from ahp.errors import BadInput
 from ahp.plan import Plan
 from ahp.report import figures
 from ahp.run_files import LARGEST, Status, judge_status, read_metrics
+from ahp.run_history import effective_share, starts
 from ahp.violations import shortened
 from ahp.words import gib, of_gib, percent, seconds
 
@@ -49,6 +50,7 @@ def _save(out: Path, title: str, plan: Plan, run: Path | None) -> Path:
         _layout(plan),
         *_forecast(plan),
         *_timeline(trace),
+        *(_history(run, metrics) if run is not None else []),
         *([_section("A sample of its text", f"<pre>{escape(sample)}</pre>")] if sample else []),
         _rejected(plan),
         _job(plan),
@@ -132,6 +134,29 @@ def _shares(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
         share = percent(sum(waits_s) / sum(m["step_time_s"] for m in metrics))
         cards.append(("waiting", share, f"data {seconds(waits_s[0])}, checkpoints {seconds(waits_s[1])}"))
     return cards
+
+
+def _history(run: Path, metrics: Sequence[dict[str, Any]]) -> list[str]:
+    """Every start of the workers, where there was more than one: its plan, how far it came, what was lost, why it ended."""
+    found = starts(run / "starts.jsonl")
+    if len(found) < 2:
+        return []
+    rows = (
+        (
+            start.began,
+            start.plan,
+            start.workers,
+            f"{start.first_step} to {'?' if start.last_step is None else start.last_step}",
+            "?" if start.steps_lost is None else start.steps_lost,
+            "?" if start.seconds is None else seconds(start.seconds),
+            start.why or "",
+        )
+        for start in found
+    )
+    table = _table(("began", "layout", "workers", "steps", "steps lost", "took", "ended because"), rows)
+    share = effective_share(found, metrics)
+    note = "" if share is None else f"<p>{percent(share)} of that time went into steps that count.</p>"
+    return [_section("Starts", table + note)]
 
 
 def _curves(plan: Plan, metrics: Sequence[dict[str, Any]]) -> list[str]:

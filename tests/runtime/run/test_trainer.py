@@ -27,6 +27,8 @@ from ahp.errors import AhpError
 from ahp.graph.models import build_model
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
+from ahp.run_files import read_record
+from ahp.run_history import starts
 from ahp.runtime.data.corpus import prepare
 from ahp.runtime.data.tokenizer import save_for_transformers
 from ahp.runtime.optimizer.learning_rate import learning_rate
@@ -192,29 +194,36 @@ def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, t
     assert tokenizer.decode(written, skip_special_tokens=True) == "return x"
 
 
-def test_killed_worker_is_told_and_the_next_start_goes_on(text: Path, tmp_path: Path) -> None:
-    long = plan(text, SHARDED, steps=400)
-    addresses: set[str] = set()
-    killer = threading.Thread(target=kill_a_worker, args=(tmp_path / "run", 10, addresses), daemon=True)
-    killer.start()
-    with pytest.raises(TrainingFailed, match="was ended by SIGKILL after step"):
-        train(long, tmp_path / "run", checkpoint_every=5)
-    assert {address.rpartition(":")[0] for address in addresses} == {"127.0.0.1"}
-    folder = RunFolder(tmp_path / "run")
-    status, saved = folder.status(), folder.checkpoints()[-1].step
-    assert status is not None
-    assert (status.state, status.exit_code) == ("failed", 1)
-    assert status.step >= saved >= 10
-    before = curve(folder.path)
-    folder.write_status(status)
-    stop_after(folder, saved + 3)
-    outcome = train(long, folder.path, checkpoint_every=5)
+def test_a_killed_worker_is_started_again_and_the_curve_goes_on(text: Path, tmp_path: Path) -> None:
+    folder, addresses = RunFolder(tmp_path / "run"), set[str]()
+
+    def disturb() -> None:
+        kill_a_worker(folder.path, 10, addresses)
+        while len(starts(folder.history_file)) < 2:
+            time.sleep(0.02)
+        wait_for_steps(folder, starts(folder.history_file)[1].first_step + 8)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=disturb, daemon=True).start()
+    outcome = train(plan(text, SHARDED, steps=400), folder.path, checkpoint_every=5)
     assert outcome.exit_code == 128 + signal.SIGTERM
-    again = curve(folder.path)
-    assert [step for step, _, _ in again] == list(range(1, outcome.status.step + 1))
-    common = min(len(before), len(again))
-    assert common > saved
-    assert again[:common] == before[:common]
+    assert {address.rpartition(":")[0] for address in addresses} == {"127.0.0.1"}
+    first, second = starts(folder.history_file)
+    assert first.why is not None
+    assert re.match(r"worker \d was ended by SIGKILL after step \d+", first.why)
+    assert (first.workers, second.workers, second.why) == (2, 2, "stopped by SIGTERM")
+    assert second.first_step == first.saved_step >= 10
+    assert first.last_step is not None
+    assert 0 < first.last_step - second.first_step <= 10
+    assert second.last_step == second.saved_step == outcome.status.step
+    assert json.loads(folder.status_file.read_text())["starts"][0]["why"] == first.why
+    metrics = folder.metrics()
+    assert [record["step"] for record in metrics] == list(range(1, outcome.status.step + 1))
+    lost = [record for line in folder.cut_metrics_file.read_bytes().splitlines() if (record := read_record(line))]
+    assert [record["step"] for record in lost] == list(range(first.saved_step + 1, first.last_step + 1))
+    for record in lost:
+        again = metrics[record["step"] - 1]
+        assert (again["loss"], again["grad_norm"]) == (record["loss"], record["grad_norm"])
 
 
 def kill_a_worker(folder: Path, after: int, addresses: set[str]) -> None:
@@ -273,7 +282,9 @@ def test_a_rank_that_hangs_in_a_step_is_named(text: Path, tmp_path: Path) -> Non
     told = (
         f"after step {hanging.AFTER}: rank 1 on {socket.gethostname()} did not come to a collective on axis pp within"
     )
-    trainer = Trainer(hanging_plan, folder=tmp_path / "run", checkpoint_every=2, collective_timeout_s=8.0)
+    trainer = Trainer(
+        hanging_plan, folder=tmp_path / "run", checkpoint_every=2, collective_timeout_s=8.0, elastic={"max_restarts": 0}
+    )
     with pytest.raises(TrainingFailed, match=re.escape(told)) as error:
         trainer.run()
     folder = RunFolder(tmp_path / "run")

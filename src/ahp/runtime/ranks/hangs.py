@@ -27,6 +27,8 @@ TIME_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 class RankMissing(AhpError):
     """Ranks that the others waited for in vain."""
 
+    may_pass = True
+
 
 def explained(error: Exception, mesh: Mesh, hosts: Hosts, step: int, *, give_up_s: float = GIVE_UP_S) -> Exception:
     """RankMissing with the ranks that hang, where the error is a collective's time-out; else the error itself.

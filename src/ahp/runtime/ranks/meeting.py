@@ -20,6 +20,8 @@ MOST_NAMED = 8
 class NoAnswer(AhpError):
     """Ranks that did not come, or a network that does not carry."""
 
+    may_pass = True
+
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.missing = list(missing)

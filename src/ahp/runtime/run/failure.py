@@ -22,14 +22,43 @@ class Failure:
     message: str
     exit_code: int
     trace: str
+    kind: str = ""
+    """Name of the exception's class."""
+    may_pass: bool = False
+    """Whether it may be a fault of a machine, a disk or a network, which a new start need not meet again."""
 
 
 class TrainingFailed(AhpError):
     """A run that ended early, with the exit code of what ended it."""
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
+    def __init__(
+        self,
+        message: str,
+        exit_code: int = 1,
+        *,
+        step: int = 0,
+        kind: str = "",
+        rank: int | None = None,
+        may_pass: bool = False,
+    ) -> None:
+        """``step``: the last one that was done; ``kind``: the way in which it failed; ``rank``: whose process went; ``may_pass``: as
+        of ``Failure``."""
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.step, self.kind, self.rank, self.may_pass = exit_code, step, kind, rank, may_pass
+
+    def because(self, reason: str) -> TrainingFailed:
+        """The same, and why it is not tried again."""
+        return TrainingFailed(
+            f"{self}\nnot started again: {reason}", self.exit_code, step=self.step, kind=self.kind, rank=self.rank
+        )
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Of errors of torch's, the system's or the network's. What AHP itself refuses comes again, and so does what only code can be the cause
+    of (a wrong type, a missing key)."""
+    if isinstance(error, AhpError):
+        return error.may_pass
+    return isinstance(error, RuntimeError | OSError) and not isinstance(error, NotImplementedError | RecursionError)
 
 
 def record(folder: RunFolder, rank: int, error: BaseException) -> None:
@@ -43,6 +72,8 @@ def record(folder: RunFolder, rank: int, error: BaseException) -> None:
         message=str(error) if known else f"rank {rank}: {type(error).__name__}: {error}",
         exit_code=error.exit_code if isinstance(error, AhpError) else 1,
         trace="".join(traceback.format_exception(error)),
+        kind=type(error).__name__,
+        may_pass=_may_pass(error),
     )
     try:
         with _file(folder).open("x") as file:

@@ -11,10 +11,11 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ahp import run_history
 from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.run_files import (
@@ -72,6 +73,7 @@ class RunFolder:
         self.cluster_file = self.path / "cluster.yaml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.status_file = self.path / "status.json"
+        self.history_file = self.path / "starts.jsonl"
         self.tokenizer_file = self.path / "tokenizer.json"
         self.trace_file = self.path / "trace.json"
         self.checkpoints_folder = self.path / "checkpoints"
@@ -156,7 +158,8 @@ class RunFolder:
                 status = replace(status, step=max(status.step, self.step))
             self._said = status
             newest = max((saved.step for saved in self.checkpoints()), default=self._saved_step())
-            text = json.dumps(written(status, newest), indent=1) + "\n"
+            history = [asdict(start) for start in run_history.starts(self.history_file)]
+            text = json.dumps({**written(status, newest), "starts": history}, indent=1) + "\n"
             try:
                 write_aside(self.status_file, text)
             except OSError as error:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
-from ahp.config import COLLECTIVE_TIMEOUT_S, OnNan, Profile, checkpoint_interval
-from ahp.errors import BadInput, HardwareMismatch, bad_input
+from ahp import run_history
+from ahp.config import COLLECTIVE_TIMEOUT_S, Elastic, OnNan, Profile, checkpoint_interval
+from ahp.errors import AhpError, BadInput, HardwareMismatch, bad_input
 from ahp.plan import Plan, validated
-from ahp.run_files import Status
+from ahp.run_files import Status, read_heartbeat
 from ahp.runtime.files import is_full
 from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.device import DeviceType, device_for, idle_gpus, local_world_size
@@ -25,6 +27,7 @@ from ahp.runtime.run import failure
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.progress import Display, following, say
+from ahp.runtime.run.restarts import Restarts
 from ahp.runtime.run.same_job import check_same_job
 from ahp.runtime.run.stop_signal import Stopped, StopRequest, stops_at_once
 from ahp.runtime.run.texts import Texts, prepare_texts
@@ -69,10 +72,15 @@ class Trainer:
         track: Sequence[str] = (),
         on_nan: OnNan = "stop",
         profile: Profile | dict[str, Any] | None = None,
+        elastic: Elastic | dict[str, Any] | None = None,
         extend: bool = False,
         texts: Texts | None = None,
+        replan: Callable[[int], Plan] | None = None,
     ) -> None:
-        """Every argument is the key of that name under ``run`` in config.yaml (docs/config.md). Raises BadInput for its values."""
+        """Every argument is the key of that name under ``run`` in config.yaml (docs/config.md). Raises BadInput for its values.
+
+        ``replan``: a plan of the same job for so many workers, where fewer are left; without it the plan is started as it is.
+        """
         checkpoint_interval(checkpoint_every)
         if on_nan not in get_args(OnNan):
             raise bad_input("run.on_nan", on_nan, "there is no such value", get_args(OnNan))
@@ -97,10 +105,12 @@ class Trainer:
         self.plan = plan
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.track = tuple(track)
-        self.extend, self.texts = extend, texts
+        self.extend, self.texts, self.replan = extend, texts, replan
+        self.elastic = validated(Elastic, elastic, "run.elastic") if isinstance(elastic, dict) else elastic or Elastic()
 
     def run(self) -> Outcome:
-        """Train to the last step, or until SIGINT or SIGTERM, which end it with a checkpoint.
+        """Train to the last step, or until SIGINT or SIGTERM, which end it with a checkpoint. Workers that fail are started again, as often
+        as ``run.elastic`` says.
 
         Raises:
             BadInput: the folder holds another job, or the data cannot be used.
@@ -119,10 +129,68 @@ class Trainer:
             if finished is not None:
                 return finished
             with self._reported():
-                order = self._order(device_for(self.plan, self.plan.parallelism.world_size), self._texts())
+                order = self._own_order()
+        restarts = Restarts(self.elastic)
         with self._reported():
-            stopped = self._start_workers(order)
-        return Outcome(self.folder.path, self._status_after(stopped))
+            while True:
+                try:
+                    with self._in_history():
+                        status = self._status_after(self._start_workers(order))
+                except TrainingFailed as failed:
+                    with stops_at_once():
+                        left = restarts.after(failed, self.plan.parallelism.world_size)
+                        order = self._take_up_again(failed, left, order)
+                else:
+                    return Outcome(self.folder.path, status)
+
+    def _own_order(self) -> WorkerSettings:
+        return self._order(device_for(self.plan, self.plan.parallelism.world_size), self._texts())
+
+    def _take_up_again(self, failed: TrainingFailed, workers: int, order: WorkerSettings) -> WorkerSettings:
+        """Put the folder back to the newest checkpoint, plan again where places are lost, and say so; the settings of the next start."""
+        cause = str(failed).splitlines()[0]
+        say(f"{cause}; starting again")
+        if workers != self.plan.parallelism.world_size:
+            if self.replan is None:
+                raise failed.because(
+                    f"the plan is for {self.plan.parallelism.world_size} workers, and {workers} are left"
+                )
+            say(f"planning again for {workers} worker{'s' * (workers != 1)}")
+            try:
+                self.plan = self.replan(workers)
+            except AhpError as error:
+                raise failed.because(f"no plan for {workers} workers: {error}") from error
+            order = self._own_order()
+        self._take_up(cause)
+        return order
+
+    @contextmanager
+    def _in_history(self) -> Iterator[None]:
+        """Write down that workers start, and how they ended."""
+        p = self.plan.parallelism
+        start = run_history.Start(_now(), p.short(), p.world_size, self._saved_step())
+        run_history.began(self.folder.history_file, start)
+        why = "stopped"
+        try:
+            yield
+            status = self.folder.status()
+            if status is not None:
+                why = status.cause or status.state
+        except Exception as error:
+            why = str(error).splitlines()[0]
+            raise
+        finally:
+            self._end_in_history(_now(), why)
+
+    def _end_in_history(self, ended: str, why: str) -> None:
+        last_step = failure.last_step(self.folder)
+        run_history.ended(
+            self.folder.history_file, ended=ended, last_step=last_step, saved_step=self._saved_step(), why=why
+        )
+
+    def _saved_step(self) -> int:
+        saved = self.folder.checkpoints()
+        return saved[-1].step if saved else 0
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
@@ -146,9 +214,7 @@ class Trainer:
 
     def _interrupted(self, number: int) -> Status:
         """What status.json says after a signal that found no step to finish; who has the folder writes it."""
-        saved = self.folder.checkpoints()
-        step = saved[-1].step if saved else 0
-        status = Status("interrupted", step, f"stopped by {signal.Signals(number).name}", 128 + number)
+        status = Status("interrupted", self._saved_step(), f"stopped by {signal.Signals(number).name}", 128 + number)
         if self.folder.is_held:
             self.folder.write_status(status)
         return status
@@ -172,7 +238,8 @@ class Trainer:
         stop.listen()
         display = self._display() if workers.is_first else None
         try:
-            status = run_rank(self.plan, self.folder, order, stop, display.update if display else _nothing)
+            with self._in_history() if workers.is_first else nullcontext():
+                status = run_rank(self.plan, self.folder, order, stop, display.update if display else _nothing)
         finally:
             if display is not None:
                 display.close()
@@ -186,15 +253,13 @@ class Trainer:
         finished = self.folder.finished(self.plan.job)
         if finished is not None:
             return Outcome(self.folder.path, finished, already_done=True)
-        failure.forget(self.folder)
-        self.folder.forget_notes()
-        saved = self.folder.checkpoints()
-        step = saved[-1].step if saved else 0
-        lines = self.folder.truncate_metrics(step)
-        self.plan.save(self.folder.plan_file)
-        self.folder.write_status(Status("running", step))
+        history = run_history.starts(self.folder.history_file)
+        if history and history[-1].ended is None:
+            seen = read_heartbeat(self.folder.status_file) or history[-1].began
+            self._end_in_history(seen, "gone without a word: what wrote this file was killed too")
+        lines, step = self._take_up(), self._saved_step()
         kept.enter_context(self.folder.beating())
-        if saved:
+        if step:
             say(f"continuing {self.folder.path} from step {step} of {self.plan.job.steps}")
         if lines < step:
             say(
@@ -203,6 +268,17 @@ class Trainer:
         if extended:
             say(extended)
         return None
+
+    def _take_up(self, cause: str | None = None) -> int:
+        """Put the folder back to its newest checkpoint, and write the plan into it: how many of the steps up to that have a line in
+        metrics.jsonl. ``cause``: of the failure before, for status.json."""
+        failure.forget(self.folder)
+        self.folder.forget_notes()
+        step = self._saved_step()
+        lines = self.folder.truncate_metrics(step)
+        self.plan.save(self.folder.plan_file)
+        self.folder.write_status(Status("running", step, None if cause is None else f"started again: {cause}"))
+        return lines
 
     def _start_workers(self, order: WorkerSettings) -> int:
         num_workers = self.plan.parallelism.world_size
@@ -228,17 +304,25 @@ class Trainer:
 
     def _why(self, ended: launch.WorkersEnded) -> TrainingFailed:
         logs = f"the workers' output: {self.folder.log_folder}"
+        step = failure.last_step(self.folder)
         if failure.read(self.folder) is None and is_full(self.folder.path):
             return TrainingFailed(f"run.folder = {str(self.folder.path)!r}: the disk is full; {logs}")
         if ended.killed:
             rank, number = next(iter(ended.killed.items()))
-            step = failure.last_step(self.folder)
             hint = "; often the system ran out of memory" if number == signal.SIGKILL else ""
-            return TrainingFailed(f"worker {rank} was ended by {number.name} after step {step}{hint}; {logs}")
+            # NCCL's watchdog aborts those that wait for the one that hangs.
+            gone = None if number == signal.SIGABRT else rank
+            text = f"worker {rank} was ended by {number.name} after step {step}{hint}; {logs}"
+            return TrainingFailed(text, step=step, kind=number.name, rank=gone, may_pass=True)
         cause = failure.read(self.folder)
         if cause is not None:
-            return TrainingFailed(f"{cause.message}\n{logs}", cause.exit_code)
-        return TrainingFailed(f"workers ended with exit codes {ended.exit_codes}; {logs}")
+            # What fails before the first step of all is a fault of the job rather than of a machine.
+            may_pass = cause.may_pass and step > 0
+            return TrainingFailed(
+                f"{cause.message}\n{logs}", cause.exit_code, step=step, kind=cause.kind, may_pass=may_pass
+            )
+        text = f"workers ended with exit codes {ended.exit_codes}; {logs}"
+        return TrainingFailed(text, step=step, kind=str(ended.exit_codes), may_pass=step > 0)
 
     def _order(self, device: DeviceType, texts: Texts) -> WorkerSettings:
         return WorkerSettings(
@@ -271,6 +355,10 @@ class Trainer:
     def _display(self) -> Display:
         forecast = self.plan.forecast
         return Display(steps=self.plan.job.steps, predicted_s=forecast.step_time_s if forecast is not None else None)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _nothing(record: dict[str, Any]) -> None:

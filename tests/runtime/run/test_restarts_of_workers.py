@@ -1,0 +1,80 @@
+"""Which failures start the workers again, on how many places, and when the run ends with its cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from ahp.config import Elastic
+from ahp.errors import BadInput
+from ahp.runtime.ranks.hangs import RankMissing
+from ahp.runtime.run import failure
+from ahp.runtime.run.failure import TrainingFailed
+from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.restarts import Restarts
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def killed(step: int, rank: int = 0) -> TrainingFailed:
+    return TrainingFailed("worker gone", step=step, kind="SIGKILL", rank=rank, may_pass=True)
+
+
+def test_a_run_that_gets_on_is_started_again_as_often_as_the_window_allows() -> None:
+    clock = Clock()
+    restarts = Restarts(Elastic(max_restarts=3, restart_window_s=100.0), clock)
+    for step in range(12):
+        clock.now_s += 40.0
+        assert restarts.after(killed(10 * step, rank=step % 2), 4) == 4
+    with pytest.raises(
+        TrainingFailed, match=r"started again 3 times within 100 s \(run\.elastic\.max_restarts"
+    ) as ended:
+        restarts.after(killed(300), 4)
+    assert str(ended.value).startswith("worker gone\n")
+
+
+def test_the_same_failure_of_one_step_ends_the_run() -> None:
+    restarts = Restarts(Elastic())
+    fault = TrainingFailed("shapes differ", step=7, kind="RuntimeError", may_pass=True)
+    assert [restarts.after(fault, 2), restarts.after(fault, 2)] == [2, 2]
+    with pytest.raises(TrainingFailed, match="step 8 failed 3 times in the same way"):
+        restarts.after(fault, 2)
+
+
+def test_a_place_that_loses_its_worker_three_times_in_a_row_is_lost() -> None:
+    restarts = Restarts(Elastic(min_workers=3))
+    assert [restarts.after(killed(step, rank=2), 4) for step in (5, 5, 5)] == [4, 4, 3]
+    assert [restarts.after(killed(step, rank=0), 3) for step in (6, 7)] == [3, 3]
+    with pytest.raises(TrainingFailed, match=r"2 workers would be left, fewer than run\.elastic\.min_workers = 3"):
+        restarts.after(killed(8, rank=0), 3)
+
+
+def test_no_restarts_at_all_where_none_are_wanted() -> None:
+    with pytest.raises(TrainingFailed, match=r"^worker gone$"):
+        Restarts(Elastic(max_restarts=0)).after(killed(5), 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (OSError("Stale file handle"), True),
+        (RankMissing("rank 3 did not come"), True),
+        (BadInput("job.steps = 0"), False),
+        (TypeError("no such argument"), False),
+        (NotImplementedError("no such operator"), False),
+        (RecursionError("too deep"), False),
+    ],
+)
+def test_what_may_be_a_machines_fault(error: BaseException, may_pass: bool, tmp_path: RunFolder) -> None:
+    folder = RunFolder(str(tmp_path))
+    folder.create()
+    failure.record(folder, 0, error)
+    known = failure.read(folder)
+    assert known is not None
+    assert (known.kind, known.may_pass) == (type(error).__name__, may_pass)
