@@ -57,6 +57,7 @@ def test_status_reads_back_and_rubbish_is_no_status(folder: RunFolder) -> None:
         "cause": "the disk is full",
         "exit_code": 1,
         "checkpoint": 0,
+        "starts": [],
     }
     folder.status_file.write_text("{")
     assert folder.status() is None
