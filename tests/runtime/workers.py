@@ -12,13 +12,16 @@ from unittest import mock
 import psutil
 
 from ahp.runtime.ranks.launch import WorkersEnded
+from ahp.runtime.ranks.watch import Watch
 from benchmarks import workers
 
 
 class Pool(workers.Pool):
     PRELOAD = (*workers.PRELOAD, "tests.runtime.test_families", "tests.runtime.warm")
 
-    def launch(self, module: str, arguments: Sequence[str], *, num_workers: int, log_folder: Path) -> int:
+    def launch(
+        self, module: str, arguments: Sequence[str], *, num_workers: int, log_folder: Path, watch: Watch | None = None
+    ) -> int:
         """In place of ``ahp.runtime.ranks.launch.launch``: workers that have found each other, and spend no seconds on imports."""
         try:
             codes = self.run(as_launched, num_workers, module, list(arguments), free_port())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,8 +20,9 @@ from ahp.errors import BadInput, HardwareMismatch
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
 from ahp.runtime.data.tokenizer import tokenizer_of
-from ahp.runtime.ranks import launch
+from ahp.runtime.ranks import launch, watch
 from ahp.runtime.ranks.environment import gpu_variables
+from ahp.runtime.ranks.watch import Quiet, Watch
 from ahp.runtime.run import failure
 from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
 from ahp.runtime.run.texts import Texts, vocabulary_size
@@ -42,6 +44,8 @@ if what == "fail" and rank == 1:
     sys.exit(7)
 if what == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
+if what == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
 if what != "end":
     time.sleep(60)
 """
@@ -56,8 +60,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "a_worker"
 
 
-def start(module: str, folder: Path, what: str) -> int:
-    return launch.launch(module, [str(folder), what], num_workers=2, log_folder=folder / "log")
+def start(module: str, folder: Path, what: str, hang: Watch | None = None) -> int:
+    return launch.launch(module, [str(folder), what], num_workers=2, log_folder=folder / "log", watch=hang)
 
 
 def test_workers_know_their_place_and_share_the_cores(module: str, tmp_path: Path) -> None:
@@ -79,6 +83,22 @@ def test_end_of_the_worker_that_failed_is_told(
     assert ended.value.exit_codes[1] == codes
     assert ended.value.killed == killed
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("what", "why", "limit_s"), [("stopped", "stopped (SIGSTOP)", 2.0), ("sleeps", "hanging", 1.0)]
+)
+def test_workers_that_hang_all_together_are_ended(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, why: str, limit_s: float
+) -> None:
+    monkeypatch.setattr(watch, "STACK_S", 0.1)
+    with pytest.raises(launch.WorkersEnded) as ended:
+        start(module, tmp_path, what, Watch(tmp_path / "metrics.jsonl", limit_s))
+    host = socket.gethostname()
+    assert ended.value.hang == (
+        f"ranks 0, 1 on {host} are {why}: for {limit_s:g} s no step has ended, and no worker has computed, read or written anything"
+    )
+    assert set(ended.value.exit_codes) == {0, 1}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -142,6 +162,9 @@ def test_reason_comes_from_the_kill_then_the_failure_then_the_codes(folder: RunF
     assert str(why).startswith("rank 0: ValueError: wrong shape")
     assert why.exit_code == 1
     assert "worker 1 was ended by SIGKILL" in str(trainer._why(launch.WorkersEnded({0: 1, 1: -9})))
+    assert str(trainer._why(launch.WorkersEnded({0: -9}, "rank 0 is stopped"))).startswith(
+        "after step 0: rank 0 is stopped; "
+    )
 
 
 def test_finished_run_is_left_alone(folder: RunFolder) -> None:
@@ -265,3 +288,23 @@ def test_workers_inherit_what_gpus_need_and_the_users_own_values_stay(tmp_path: 
     assert gpu_variables({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) == {}
     assert gpu_variables({"PYTORCH_ALLOC_CONF": "", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine"}, tmp_path) == {}
     assert gpu_variables({**found, "TORCH_FR_BUFFER_SIZE": "7"}, tmp_path) == {}
+
+
+def polls(*signs: tuple[float, float, int]) -> list[bool]:
+    """What is found at each poll of a second, at a limit of three: (the progress' change, processor time, bytes)."""
+    quiet = Quiet(3.0)
+    return [quiet.after(1.0, *sign) for sign in signs]
+
+
+def test_workers_that_show_any_sign_of_work_do_not_hang() -> None:
+    nothing = (5.0, 10.0, 10**6)
+    assert polls(*[nothing] * 5) == [False, False, False, True, True]
+    hardly = [(5.0, 10.0 + 0.02 * second, 10**6 + 800 * second) for second in range(5)]
+    assert polls(*hardly) == [False, False, False, True, True]
+    for working in (
+        [(5.0 + second // 3, 10.0, 10**6) for second in range(9)],  # a step in three seconds
+        [(5.0, 10.0 + 0.5 * second, 10**6) for second in range(9)],
+        [(5.0, 10.0, 10**6 + 2 * second * 2**20) for second in range(9)],
+        [(5.0, 10.0 - second // 3, 10**6) for second in range(9)],  # a process that helped has ended
+    ):
+        assert not any(polls(*working))

@@ -17,6 +17,7 @@ from ahp.cluster.environment import COMPUTE
 from ahp.cluster.most_workers import refuse_workers
 from ahp.cluster.sense import physical_cores
 from ahp.runtime.ranks.environment import gpu_variables
+from ahp.runtime.ranks.watch import Watch, watching
 
 SECONDS_BETWEEN_POLLS = 0.1
 """The launcher's own default (torch.distributed.launcher.api.LaunchConfig.monitor_interval)."""
@@ -28,11 +29,12 @@ SECOND_SIGNAL_S = 1.0
 
 
 class WorkersEnded(Exception):
-    """Not every worker ended well; ``exit_codes`` of those that ended first, by rank, minus the signal if killed."""
+    """Not every worker ended well; ``exit_codes`` of those that ended first, by rank, minus the signal if killed. ``hang``: which of them
+    hung, where the launcher ended them for it."""
 
-    def __init__(self, exit_codes: dict[int, int]) -> None:
+    def __init__(self, exit_codes: dict[int, int], hang: str | None = None) -> None:
         super().__init__(f"workers ended with {exit_codes}")
-        self.exit_codes = exit_codes
+        self.exit_codes, self.hang = exit_codes, hang
 
     @property
     def killed(self) -> dict[int, signal.Signals]:
@@ -41,10 +43,12 @@ class WorkersEnded(Exception):
         return {rank: signal.Signals(-code) for rank, code in self.exit_codes.items() if code < 0 and code != ours}
 
 
-def launch(module: str, arguments: Sequence[str], *, num_workers: int, log_folder: Path) -> int:
+def launch(
+    module: str, arguments: Sequence[str], *, num_workers: int, log_folder: Path, watch: Watch | None = None
+) -> int:
     """Run ``python -m module arguments`` as ranks 0 .. num_workers - 1 on this node until all have ended.
 
-    Their output goes to files under ``log_folder``. SIGINT and SIGTERM are passed on to the workers as SIGTERM, which
+    Their output goes to files under ``log_folder``. ``watch``: when they hang, and are ended. SIGINT and SIGTERM are passed on to the workers as SIGTERM, which
     end when they have saved; a second SIGINT or SIGTERM kills them.
 
     Returns:
@@ -74,7 +78,12 @@ def launch(module: str, arguments: Sequence[str], *, num_workers: int, log_folde
         # Ours are set below; the launcher's would kill the workers 30 s after the signal, saved or not.
         signals_to_handle="SIGQUIT",
     )
-    with _quiet_launcher(), _environment(num_workers, log_folder), _forwarding_signals(module) as wish:
+    with (
+        _quiet_launcher(),
+        _environment(num_workers, log_folder),
+        _forwarding_signals(module) as wish,
+        watching(watch, lambda: _workers(module), num_workers) as hang,
+    ):
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
         except KeyboardInterrupt:
@@ -83,14 +92,15 @@ def launch(module: str, arguments: Sequence[str], *, num_workers: int, log_folde
         except ChildFailedError as error:
             if wish.number:
                 return wish.number
-            raise _ended(error) from None
+            raise _ended(error, hang.cause) from None
     return wish.number
 
 
-def _ended(error: Exception) -> WorkersEnded:
+def _ended(error: Exception, hang: str | None) -> WorkersEnded:
     failures = getattr(error, "failures", {})
     first = min(f.timestamp for f in failures.values())
-    return WorkersEnded({rank: f.exitcode for rank, f in failures.items() if f.timestamp <= first + SAME_MOMENT_S})
+    codes = {rank: f.exitcode for rank, f in failures.items() if f.timestamp <= first + SAME_MOMENT_S}
+    return WorkersEnded(codes, hang)
 
 
 @dataclass

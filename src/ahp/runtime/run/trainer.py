@@ -23,6 +23,7 @@ from ahp.runtime.ranks.device import DeviceType, device_for, idle_gpus, local_wo
 from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.ranks.preparation import Preparation
 from ahp.runtime.ranks.ranks import is_joined
+from ahp.runtime.ranks.watch import OWN_CAUSE_S, Watch
 from ahp.runtime.run import failure
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
@@ -294,6 +295,7 @@ class Trainer:
                     [str(self.folder.path), json.dumps(asdict(order))],
                     num_workers=num_workers,
                     log_folder=self.folder.log_folder,
+                    watch=Watch(self.folder.metrics_file, self.collective_timeout_s + OWN_CAUSE_S),
                 )
         except launch.WorkersEnded as ended:
             why = self._why(ended)
@@ -307,6 +309,9 @@ class Trainer:
         step = failure.last_step(self.folder)
         if failure.read(self.folder) is None and is_full(self.folder.path):
             return TrainingFailed(f"run.folder = {str(self.folder.path)!r}: the disk is full; {logs}")
+        if ended.hang:
+            text = f"after step {step}: {ended.hang}; {logs}"
+            return TrainingFailed(text, step=step, kind="hang", may_pass=step > 0)
         if ended.killed:
             rank, number = next(iter(ended.killed.items()))
             hint = "; often the system ran out of memory" if number == signal.SIGKILL else ""

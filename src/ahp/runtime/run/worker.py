@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -174,6 +176,8 @@ def _export(parallel: Any, folder: RunFolder, plan: Plan, corpus: Corpus, ranks:
 
 def main(argv: list[str]) -> int:
     """Run one rank of the plan in FOLDER. Returns the exit code; a clean stop is 0, status.json tells it apart."""
+    # The launcher asks for this worker's stack, on stderr, before it ends one that hangs.
+    faulthandler.register(signal.SIGUSR2)
     stop = StopRequest()
     stop.listen()
     folder = RunFolder(argv[0])

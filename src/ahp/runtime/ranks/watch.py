@@ -1,0 +1,140 @@
+"""Workers that hang all together, or the only one: no other rank waits for them, so their launcher has to notice.
+
+A slow step is no hang. Workers hang when no step has ended, and none of them has computed or read or written anything, for as long as a
+collective may take. One that computes for ever is not told from one that works.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+POLLS = 20
+"""In the limit."""
+BUSY_SHARE = 0.05
+"""Of one core, over one poll: less than this and nothing is computed. [Empirical] gloo's threads of a job's groups wake a hundred times a
+second each, 1 to 2 % of a core, whatever the worker does."""
+BUSY_BYTES = 1 << 20
+"""Read and written between polls: gloo's threads read some bytes each time that they wake."""
+OWN_CAUSE_S = 30.0
+"""Past the limit of collectives: so long may workers that wait for another take to say so themselves, which names the right one."""
+STACK_S = 1.0
+"""For workers to write their stacks into their logs."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """When workers hang."""
+
+    progress: Path
+    """A file that changes with every step."""
+    limit_s: float
+
+
+@dataclass
+class Quiet:
+    """For how long there was no sign of work. Polls are counted, not the clock: it goes on where the launcher was stopped with them."""
+
+    limit_s: float
+    quiet_s: float = 0.0
+    before: tuple[float, float, int] | None = None
+
+    def after(self, poll_s: float, changed_s: float, computed_s: float, moved_bytes: int) -> bool:
+        """Whether the limit is over. When the progress last changed, and what the workers have computed, read and written since they
+        began."""
+        now = changed_s, computed_s, moved_bytes
+        if self.before is not None:
+            changed, computed, moved = (a - b for a, b in zip(now, self.before, strict=True))
+            working = changed or computed < 0 or computed > BUSY_SHARE * poll_s or moved > BUSY_BYTES
+            self.quiet_s = 0.0 if working else self.quiet_s + poll_s
+        self.before = now
+        return self.quiet_s >= self.limit_s
+
+
+@dataclass
+class Hang:
+    """What the watch has found."""
+
+    cause: str | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+@contextmanager
+def watching(watch: Watch | None, workers: Callable[[], list[psutil.Process]], num_workers: int) -> Iterator[Hang]:
+    """Within, end workers that hang; the cause is there before the first of them has ended."""
+    hang = Hang()
+    if watch is None:
+        yield hang
+        return
+    thread = threading.Thread(target=_watch, args=(watch, workers, num_workers, hang), daemon=True)
+    thread.start()
+    try:
+        yield hang
+    finally:
+        hang.over.set()
+        thread.join()
+
+
+def _watch(watch: Watch, workers: Callable[[], list[psutil.Process]], num_workers: int, hang: Hang) -> None:
+    poll_s, quiet = watch.limit_s / POLLS, Quiet(watch.limit_s)
+    while not hang.over.wait(poll_s):
+        found = workers()
+        if len(found) < num_workers:  # not all have been started, or the launcher ends them
+            continue
+        with suppress(psutil.Error):  # one ends
+            used = [_used(each) for worker in found for each in (worker, *worker.children(recursive=True))]
+            computed_s, moved_bytes = sum(s for s, _ in used), sum(b for _, b in used)
+            if quiet.after(poll_s, _changed_s(watch.progress), computed_s, moved_bytes):
+                hang.cause = _cause(found, watch.limit_s)
+                _end(found)
+                return
+
+
+def _used(process: psutil.Process) -> tuple[float, int]:
+    """Seconds of processor time, and bytes read and written, from files and sockets."""
+    times, moved = process.cpu_times(), 0
+    if hasattr(process, "io_counters"):  # not on macOS
+        counters = process.io_counters()
+        moved = getattr(counters, "read_chars", counters.read_bytes) + getattr(
+            counters, "write_chars", counters.write_bytes
+        )
+    return times.user + times.system, moved
+
+
+def _changed_s(progress: Path) -> float:
+    try:
+        return progress.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _cause(workers: list[psutil.Process], limit_s: float) -> str:
+    from ahp.runtime.ranks.meeting import named
+
+    ranks = {int(worker.environ()["RANK"]): worker.status() for worker in workers}
+    stopped = sorted(rank for rank, status in ranks.items() if status == psutil.STATUS_STOPPED)
+    who, why = (stopped, "stopped (SIGSTOP)") if stopped else (sorted(ranks), "hanging")
+    return (
+        f"{named(who)} on {socket.gethostname()} {'are' if len(who) > 1 else 'is'} {why}: for {limit_s:g} s no step has ended, and no "
+        "worker has computed, read or written anything"
+    )
+
+
+def _end(workers: list[psutil.Process]) -> None:
+    _signal(workers, signal.SIGUSR2)
+    time.sleep(STACK_S)
+    _signal(workers, signal.SIGKILL)
+
+
+def _signal(workers: list[psutil.Process], number: signal.Signals) -> None:
+    for worker in workers:
+        with suppress(psutil.Error):
+            worker.send_signal(number)
