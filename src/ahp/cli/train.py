@@ -2,7 +2,7 @@
 
 Without an argument a small LLaMA learns the Python standard library's own source files. CONFIG is a config.yaml, or
 a plan.yaml of ahp plan that is run as it is. The same command again continues the run; with other degrees or
-another number of workers too. SIGINT and SIGTERM end it with a checkpoint.
+another number of workers too. SIGINT, SIGTERM and SIGUSR1 end it with a checkpoint.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from ahp.plan import Parallelism, Plan
 from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.ranks import launch, watch
 from ahp.runtime.ranks.environment import gpu_variables
+from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
 from ahp.runtime.ranks.watch import Quiet, Watch
 from ahp.runtime.run import failure
 from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
@@ -101,7 +102,7 @@ def test_workers_that_hang_all_together_are_ended(
     assert set(ended.value.exit_codes) == {0, 1}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_wish_to_stop_reaches_every_worker(module: str, tmp_path: Path, number: signal.Signals) -> None:
     addresses: set[str] = set()
 
@@ -228,7 +229,7 @@ def test_too_little_text_is_refused_before_any_worker_starts(
     assert (status.state, status.exit_code) == ("failed", 2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_while_the_text_is_prepared_leaves_a_status(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

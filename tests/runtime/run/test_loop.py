@@ -26,6 +26,7 @@ from ahp.job import Job
 from ahp.plan import Forecast, Plan
 from ahp.runtime.files import crc32
 from ahp.runtime.ranks.ranks import Ranks
+from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
 from ahp.runtime.run.checkpoints import CannotWrite, DamagedCheckpoints, UnreadableCheckpoint, has_no_space
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.loop import MOST_ROLLBACKS, MOST_SKIPPED, Diverged, Loop, Settings
@@ -251,11 +252,11 @@ def test_a_cut_checkpoint_is_named(alone: Ranks, folder: RunFolder, capsys: pyte
     assert len(losses(folder)) == 10
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_signal_ends_with_a_checkpoint_and_the_signals_code(
     alone: Ranks, folder: RunFolder, number: signal.Signals
 ) -> None:
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {n: signal.getsignal(n) for n in STOP_SIGNALS}
     stop, weight = StopRequest(), Weight()
     weight.before_step = lambda step: os.kill(os.getpid(), number) if step == 6 else None
     try:

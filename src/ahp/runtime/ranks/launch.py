@@ -17,6 +17,7 @@ from ahp.cluster.environment import COMPUTE
 from ahp.cluster.most_workers import refuse_workers
 from ahp.cluster.sense import physical_cores
 from ahp.runtime.ranks.environment import gpu_variables
+from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
 from ahp.runtime.ranks.watch import Watch, watching
 
 SECONDS_BETWEEN_POLLS = 0.1
@@ -48,8 +49,8 @@ def launch(
 ) -> int:
     """Run ``python -m module arguments`` as ranks 0 .. num_workers - 1 on this node until all have ended.
 
-    Their output goes to files under ``log_folder``. ``watch``: when they hang, and are ended. SIGINT and SIGTERM are passed on to the workers as SIGTERM, which
-    end when they have saved; a second SIGINT or SIGTERM kills them.
+    Their output goes to files under ``log_folder``. ``watch``: when they hang, and are ended. SIGINT, SIGTERM and SIGUSR1 are passed on
+    to the workers as SIGTERM, which end when they have saved; a second one kills them.
 
     Returns:
         The signal that asked for the stop, 0 for none.
@@ -123,7 +124,7 @@ def _forwarding_signals(module: str) -> Iterator[_StopSignal]:
         if not workers:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
     try:
         yield wish
     finally:

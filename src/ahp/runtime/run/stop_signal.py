@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
+from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
+
 LAUNCHER_GONE = 128
 """In the place of a signal's number, and above all of them, so that it is the one that ranks agree on."""
 
@@ -29,7 +31,7 @@ def exit_code_of(number: int) -> int:
 
 
 class Stopped(BaseException):
-    """SIGINT or SIGTERM came where there is nothing to finish first."""
+    """A signal to stop came where there is nothing to finish first."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -38,12 +40,12 @@ class Stopped(BaseException):
 
 @contextmanager
 def stops_at_once() -> Iterator[None]:
-    """Within, SIGINT and SIGTERM raise Stopped."""
+    """Within, a signal to stop raises Stopped."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -53,7 +55,7 @@ def stops_at_once() -> Iterator[None]:
 
 @dataclass
 class StopRequest:
-    """Remembers that SIGINT or SIGTERM came; the loop looks at it between steps.
+    """Remembers that a signal to stop came; the loop looks at it between steps.
 
     A parent that has gone counts as a wish to stop: nobody could stop an orphan otherwise.
     """
@@ -62,7 +64,7 @@ class StopRequest:
     parent: int = field(default_factory=os.getppid)
 
     def listen(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     def pending(self) -> int:

@@ -110,7 +110,7 @@ class Trainer:
         self.elastic = validated(Elastic, elastic, "run.elastic") if isinstance(elastic, dict) else elastic or Elastic()
 
     def run(self) -> Outcome:
-        """Train to the last step, or until SIGINT or SIGTERM, which end it with a checkpoint. Workers that fail are started again, as often
+        """Train to the last step, or until SIGINT, SIGTERM or SIGUSR1, which end it with a checkpoint. Workers that fail are started again, as often
         as ``run.elastic`` says.
 
         Raises:
