@@ -90,6 +90,13 @@ def test_damaged_files_neither_end_the_page_nor_write_into_it(run: Path) -> None
     (run / "metrics.jsonl").write_bytes(b"\n".join([*lines, b"\xff\xfe", b"[" * 9999, b""]))
     (run / "trace.json").write_text(json.dumps([*BAD_EVENTS, EVENT]))
     (run / "sample.txt").write_bytes(MARK.encode() + b"\xff")
+    begun = {"began": "2026-01-01T00:00:00+00:00", "plan": MARK, "workers": 2, "first_step": 0}
+    ends = [
+        {"ended": ended, "why": MARK, "last_step": 3, "saved_step": 2}
+        for ended in (begun["began"], MARK, 3, None, "2025-01-01")
+    ]
+    starts = [json.dumps(line) for end in ends for line in ({**begun, "workers": MARK}, begun, end, 3, {MARK: MARK})]
+    (run / "starts.jsonl").write_text("\n".join(["{", *starts]))
     text = page.write(run).read_text(encoding="utf-8").replace(figures.script(), "")
     assert "<img" not in text
     assert "</script><script>alert" not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from ahp.cluster.sense import physical_cores
 from ahp.errors import BadInput, HardwareMismatch
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
+from ahp.run_files import Status
 from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.ranks import launch, watch
 from ahp.runtime.ranks.environment import gpu_variables
@@ -169,8 +171,6 @@ def test_reason_comes_from_the_kill_then_the_failure_then_the_codes(folder: RunF
 
 
 def test_finished_run_is_left_alone(folder: RunFolder) -> None:
-    from ahp.run_files import Status
-
     folder.write_status(Status("done", 10, None, 0))
     folder.weights_folder.mkdir()
     (folder.weights_folder / EXPORT_MARK).write_text('{"step": 10}')
@@ -196,6 +196,24 @@ def test_a_start_keeps_the_folder_while_its_workers_run(folder: RunFolder, monke
     assert Trainer(Plan(), folder=folder.path, texts=texts).run().status.state == "interrupted"
     with RunFolder(folder.path).held():
         pass
+
+
+def test_workers_are_not_started_again_from_step_0_where_the_checkpoints_are_gone(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def workers(*args: Any, **kwargs: Any) -> int:
+        folder.open_checkpoint(1)
+        meta = Plan().model_dump(mode="json", include={"job", "model"})
+        folder.commit_checkpoint(1, {**meta, "crc32": {}}, keep=1)
+        folder.append_metrics({"step": 1, "loss": 9.0})
+        folder.write_status(Status("running", 1))
+        shutil.rmtree(folder.checkpoints_folder)
+        raise launch.WorkersEnded({0: -9})
+
+    monkeypatch.setattr(launch, "launch", workers)
+    with pytest.raises(BadInput, match="no checkpoint of the run is whole"):
+        Trainer(Plan(), folder=folder.path, texts=Texts("corpus", None, "same")).run()
+    assert len(folder.metrics()) == 1
 
 
 def test_missing_data_is_refused_before_any_worker_starts(folder: RunFolder) -> None:

@@ -19,6 +19,8 @@ from ahp.run_files import read_record
 
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_LOOKS = 0.2
+SHOWN = ("step_time_s", "tokens_per_s")
+"""What a line of metrics.jsonl must have to be shown, beside its step."""
 STEPS_OF_RECENT_SPEED = 20
 """[Empirical] Times, of which the median is taken: long enough to be calm, short enough to follow a change."""
 
@@ -59,7 +61,7 @@ class Display:
         left = (self.steps - record["step"]) * seconds
         predicted = f", predicted {_seconds(self.predicted_s)}" if self.predicted_s is not None else ""
         return (
-            f"step {record['step']}/{self.steps}  loss {_loss(record['loss'])}  "
+            f"step {record['step']}/{self.steps}  loss {_loss(record.get('loss'))}  "
             f"{tokens / seconds:,.0f} tokens/s  {_seconds(seconds)} a step{predicted}  "
             f"{int(left) // 60}:{int(left) % 60:02d} left"
         )
@@ -104,7 +106,8 @@ def _follow(offsets: dict[Path, int], display: Display, ended: threading.Event) 
         for note in _appended(notes_file, offsets):
             display.note(note.decode(errors="replace"))
         for line in _appended(metrics_file, offsets):
-            if (record := read_record(line)) is not None:
+            record = read_record(line)
+            if record is not None and all(record.get(key) is not None for key in SHOWN):
                 display.update(record)
 
 

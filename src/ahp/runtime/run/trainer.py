@@ -273,6 +273,7 @@ class Trainer:
     def _take_up(self, cause: str | None = None) -> int:
         """Put the folder back to its newest checkpoint, and write the plan into it: how many of the steps up to that have a line in
         metrics.jsonl. ``cause``: of the failure before, for status.json."""
+        self.folder.refuse_lost_checkpoints()
         failure.forget(self.folder)
         self.folder.forget_notes()
         step = self._saved_step()
