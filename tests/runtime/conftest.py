@@ -5,6 +5,7 @@ AHP_FAMILIES_PAGE=docs/runtime/models.md python -m pytest -m "" tests/runtime/te
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -23,6 +24,14 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_there_is_no_garbage() -> Iterator[None]:
+    """A collection goes through all that this process holds, a third of a second each time, and each run here makes one."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

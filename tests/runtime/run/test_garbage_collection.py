@@ -17,10 +17,11 @@ class InACycle:
 
 
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
-    yield
+def nothing_is_frozen() -> Iterator[None]:
     gc.unfreeze()
+    yield
     gc.enable()
+    gc.freeze()
 
 
 def test_garbage_is_collected_after_the_first_step_and_every_fiftieth() -> None:
