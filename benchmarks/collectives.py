@@ -30,7 +30,7 @@ from page import require, table, write
 
 from ahp.cluster.model import NodeGroup
 from ahp.cluster.parse import resolve
-from ahp.forecast.communication import Group, strided_group
+from ahp.forecast.group import Group, strided_group
 from ahp.forecast.nccl import Nccl, constants
 
 MARKER = "collectives"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ahp.runtime.parallel import parallelize as parallelize
     from ahp.runtime.run.trainer import Trainer as Trainer
     from ahp.search.ranking import search as search
-    from ahp.search.slicing.solve import slicing as slicing
+    from ahp.search.slicing.model import slicing as slicing
 
     __version__: str
 

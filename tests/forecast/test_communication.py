@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import CollectiveSample, Measurements
 from ahp.cluster.parse import resolve
-from ahp.forecast.communication import (
-    BASE_S,
-    INTER_NODE_EFFICIENCY,
-    INTRA_NODE_EFFICIENCY,
-    Group,
-    Network,
-    interpolate,
-    strided_group,
-)
+from ahp.forecast.communication import BASE_S, INTER_NODE_EFFICIENCY, INTRA_NODE_EFFICIENCY, Network, interpolate
+from ahp.forecast.group import Group, strided_group
 from ahp.forecast.mesh import PipelineAxis, axis_group, group_of, pipeline_axis, runs
 from ahp.forecast.nccl import Nccl, constants
 from ahp.plan import DEGREE, Parallelism

@@ -9,13 +9,13 @@ from ahp.forecast.compute import BACKWARD_LAUNCHES, is_causal, operator_s, segme
 from ahp.forecast.division import Division
 from ahp.forecast.efficiency import CPU_ATTENTION, Rates
 from ahp.forecast.kernels import Kernels, kernels
-from ahp.forecast.split import Split, split
+from ahp.forecast.split import TensorSplit, split
 from ahp.forecast.stage import recomputed
 
 from .conftest import make_cluster, op, spec
 
 DEVICE = make_cluster().groups[0].device
-NOTHING_SPLIT = Split(*(frozenset(),) * 5, (), ())
+NOTHING_SPLIT = TensorSplit(*(frozenset(),) * 5, (), ())
 SAMPLES = Measurements(
     matmul=tuple(
         MatmulSample(m=m, n=n, k=k, dtype="float32", workers=w, seconds=2 * m * n * k / (rate / w))

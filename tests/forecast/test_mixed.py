@@ -13,7 +13,7 @@ from ahp.cluster.model import Cluster, GroupLink, Link, NodeGroup
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import margins, timeline
 from ahp.forecast.assembly import band_s
-from ahp.forecast.communication import Group
+from ahp.forecast.group import Group
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.mixed_network import MixedNetwork, Spread
 from ahp.forecast.nccl import Nccl

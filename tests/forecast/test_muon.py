@@ -5,8 +5,9 @@ import pytest
 import ahp
 from ahp.cluster.model import Cluster
 from ahp.engines.ahp import AhpEngine
-from ahp.forecast.communication import Group, Network
+from ahp.forecast.communication import Network
 from ahp.forecast.efficiency import Rates
+from ahp.forecast.group import Group
 from ahp.forecast.muon import Muon, Places, places_of
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism

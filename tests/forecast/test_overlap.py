@@ -4,8 +4,9 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
-from ahp.forecast.communication import Group, Network
-from ahp.forecast.data_parallel import DataParallel, Held, Weights
+from ahp.forecast.communication import Network
+from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
+from ahp.forecast.group import Group
 from ahp.forecast.overlap import CONTENTION, Sent, exposed_ahead_s, exposed_behind_s, in_buckets
 from ahp.forecast.units import ALONE
 from ahp.job import Job
@@ -45,7 +46,7 @@ def test_exposed_is_between_nothing_and_everything(collectives, work, overlap):
 
 def test_units_that_one_collective_takes_do_not_pay_for_its_start():
     network, replicas = Network(Cluster.parse("16x8xH100-SXM-80GB").groups[0]), Group(128, 8, 16)
-    layout, unit = Parallelism(data_parallel_replicate_degree=128), Weights(10**7)
+    layout, unit = Parallelism(data_parallel_replicate_degree=128), CommUnit(10**7)
 
     def reduce_s(precision, stage=None):
         traits = get("megatron").traits(Job(precision=precision), layout, EngineChoice(name="megatron"))
@@ -55,9 +56,19 @@ def test_units_that_one_collective_takes_do_not_pay_for_its_start():
         return network.time_s("all_reduce", 2.0 * elements, replicas) * unit.dense / elements
 
     # fp16 in one buffer: as much of it as the unit is. fp8 in buckets of a million elements a rank. No more than a stage has.
-    assert reduce_s("fp16") == reduce_s("fp16", Held(2 * 10**9, 0, first=True)) == pytest.approx(share_s(10**9))
-    assert reduce_s("fp8") == reduce_s("fp8", Held(10**9, 0, first=False)) == pytest.approx(share_s(128 * 10**6))
-    assert reduce_s("fp16", Held(10**7, 0, first=True)) == reduce_s("fp8", Held(10**7, 0, first=True)) == share_s(10**7)
+    assert (
+        reduce_s("fp16") == reduce_s("fp16", StageParameters(2 * 10**9, 0, first=True)) == pytest.approx(share_s(10**9))
+    )
+    assert (
+        reduce_s("fp8")
+        == reduce_s("fp8", StageParameters(10**9, 0, first=False))
+        == pytest.approx(share_s(128 * 10**6))
+    )
+    assert (
+        reduce_s("fp16", StageParameters(10**7, 0, first=True))
+        == reduce_s("fp8", StageParameters(10**7, 0, first=True))
+        == share_s(10**7)
+    )
     assert share_s(10**7) > 1.1 * reduce_s("fp8") > 1.1 * reduce_s("fp16")
 
 
@@ -79,7 +90,7 @@ def test_units_wait_for_others_until_they_fill_a_bucket():
 
 @pytest.mark.parametrize(("bucket", "pieces"), [(0, 1), (1, 4), (40, 2), (50, 2), (80, 1), (200, 1)])
 def test_a_unit_is_sent_in_whole_weights(bucket, pieces):
-    assert Weights(115, 0, (30, 20, 5, 60)).pieces(bucket) == pieces
+    assert CommUnit(115, 0, (30, 20, 5, 60)).pieces(bucket) == pieces
 
 
 @given(seconds, seconds, st.integers(1, 9))

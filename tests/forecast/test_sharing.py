@@ -7,10 +7,11 @@ import pytest
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.forecast.assembly import passes_behind
-from ahp.forecast.communication import Group, Network
-from ahp.forecast.data_parallel import DataParallel, Held, Weights
+from ahp.forecast.communication import Network
+from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
+from ahp.forecast.group import Group
 from ahp.forecast.overlap import CONTENTION
-from ahp.forecast.sharing import Sharing, outside_blocks
+from ahp.forecast.sharing import WeightCommunication, outside_blocks
 from ahp.forecast.step import price
 from ahp.forecast.units import ALONE, UnitPricer, axes_of
 from ahp.job import Job
@@ -19,7 +20,7 @@ from ahp.plan import EngineChoice, Parallelism
 from .conftest import make_cluster
 
 RANKS = Group(8, 1, 8)
-BLOCKS = [Weights(10), Weights(10), Weights(10)]
+BLOCKS = [CommUnit(10), CommUnit(10), CommUnit(10)]
 FOR_ONE_BYTE = {"master_weight_bytes": 1, "compute_weight_bytes": 0, "reduce_bytes": 1, "reduce_copies": False}
 
 
@@ -38,8 +39,10 @@ def sharing(before=0, after=0, *, first=True, windows=(100.0, 100.0, 100.0), **t
         Job(precision="fp32"), Parallelism(data_parallel_shard_degree=8, zero_stage=3), EngineChoice()
     )
     data = DataParallel(RANKS, ALONE, replace(given, **FOR_ONE_BYTE, **traits), 1, 1.0)
-    held = Held(before + after + 30, 0, first)
-    return Sharing(Weights(before), Weights(after), BLOCKS, windows, windows, held, data, OneByteASecond())
+    held = StageParameters(before + after + 30, 0, first)
+    return WeightCommunication(
+        CommUnit(before), CommUnit(after), BLOCKS, windows, windows, held, data, OneByteASecond()
+    )
 
 
 def gathered(stage):
@@ -75,8 +78,8 @@ def test_weights_of_blocks_may_be_gathered_in_8_bits():
     for precision, block_bytes in (("bf16", 2), ("fp8", 1)):
         given = replace(traits(Job(precision=precision), layout, choice), gather_bucket_elements=0)
         data = DataParallel(RANKS, ALONE, given, 1, 1.0)
-        assert data.gather_s(Weights(100), network) == 2 * 100 + 1
-        assert data.gather_s(Weights(100, in_block=True), network) == block_bytes * 100 + 1
+        assert data.gather_s(CommUnit(100), network) == 2 * 100 + 1
+        assert data.gather_s(CommUnit(100, in_block=True), network) == block_bytes * 100 + 1
 
 
 def test_gradients_wait_until_a_bucket_is_full():

@@ -17,9 +17,10 @@ from ahp.errors import AhpError, NothingFits
 from ahp.plan import Parallelism, Plan
 from ahp.search.compiled import ways
 from ahp.search.fastest import fastest
+from ahp.search.feasible_space import legal_rows
 from ahp.search.problem import Problem
-from ahp.search.ranking import Ranking, search
-from ahp.search.rows import legal_rows
+from ahp.search.ranking import search
+from ahp.search.result import Ranking
 from tests.examples import many
 
 from .small import CLUSTERS, cpu_workers, problems, small

@@ -7,7 +7,8 @@ import pytest
 from ahp.errors import BadInput
 from ahp.plan import Parallelism
 from ahp.search.current import Current
-from ahp.search.ranking import Ranking, search
+from ahp.search.ranking import search
+from ahp.search.result import Ranking
 
 from .small import small
 

@@ -19,8 +19,8 @@ from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.search.anneal import anneal
+from ahp.search.encoding import NUM_GENES, Cube, Objective
 from ahp.search.evolve import evolve
-from ahp.search.genes import NUM_GENES, Cube, Objective
 from ahp.search.method import Method, MethodName
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search

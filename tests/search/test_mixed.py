@@ -18,7 +18,7 @@ from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.forecast import rules
 from ahp.plan import Parallelism, StagePlace
 from ahp.schedule.patterns import V_SHAPED, stage_ranks
-from ahp.search.choices import LOOPED, Pipe, divisors
+from ahp.search.choices import LOOPED, ScheduleChoice, divisors
 from ahp.search.mixed.balance import share
 from ahp.search.mixed.bounds import Speeds, paced_s
 from ahp.search.mixed.find import Budget, Finder
@@ -26,7 +26,8 @@ from ahp.search.mixed.holding import WHOLE, Activations, States, most_layers, mo
 from ahp.search.mixed.matrices import families, matrices
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of, shape_of
 from ahp.search.problem import Problem, problem
-from ahp.search.ranking import Ranking, search
+from ahp.search.ranking import search
+from ahp.search.result import Ranking
 from ahp.search.stages import cuts
 
 from .small import SEQUENCE, graph
@@ -129,15 +130,15 @@ def every_placement(asked: Problem) -> Iterator[Parallelism]:
                         )
 
 
-def pipes(p: int, layers: int) -> Iterator[Pipe]:
+def pipes(p: int, layers: int) -> Iterator[ScheduleChoice]:
     """Every schedule of p ranks, with every number of stages on each."""
     if p == 1:
-        yield Pipe("1F1B", 1)
+        yield ScheduleChoice("1F1B", 1)
         return
-    yield from (Pipe(name, 1) for name in ("1F1B", "InterleavedZeroBubble", "GPipe"))
+    yield from (ScheduleChoice(name, 1) for name in ("1F1B", "InterleavedZeroBubble", "GPipe"))
     for v in range(2, layers // p + 1):
-        yield from (Pipe(name, v) for name in ("Interleaved1F1B", "InterleavedZeroBubble"))
-        yield from (Pipe(name, v) for name in ("ZBVZeroBubble", "DualPipeV") if v == 2)
+        yield from (ScheduleChoice(name, v) for name in ("Interleaved1F1B", "InterleavedZeroBubble"))
+        yield from (ScheduleChoice(name, v) for name in ("ZBVZeroBubble", "DualPipeV") if v == 2)
 
 
 def brute_force_s(asked: Problem) -> tuple[float, int]:

@@ -17,7 +17,7 @@ from ahp.config import Constraints
 from ahp.errors import AhpError, BadInput, NothingFits
 from ahp.forecast import memory
 from ahp.plan import Forecast, Parallelism, validated
-from ahp.search.choices import Pipe
+from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.balance import _cut
 from ahp.search.mixed.fewest import fewest
 from ahp.search.mixed.several import SeveralTask
@@ -195,7 +195,7 @@ def assert_fewest_hold(task: Task, layout: Parallelism) -> None:
     kinds = np.array([[task.names.index(name) for name in names] for names in zip(*groups, strict=True)])
     tables = task.tables
     if isinstance(task, SeveralTask):
-        tables = task.of_pipe(Pipe(layout.pipeline_parallel_schedule, layout.virtual_stages_per_rank))
+        tables = task.of_pipe(ScheduleChoice(layout.pipeline_parallel_schedule, layout.virtual_stages_per_rank))
     costs = tables.stages(kinds, layout.given_layers or (), np.array(shared))
     assert costs.fits.all()
     none = layout.activation_checkpoint == "none"

@@ -15,11 +15,11 @@ from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.units import axes_of
 from ahp.plan import AXES, DEGREE, Parallelism
 from ahp.search.bounds.space_bounds import Bounds
+from ahp.search.feasible_space import legal_rows
 from ahp.search.method import Method, find
 from ahp.search.orders import Degrees, Order, Orders
 from ahp.search.problem import Problem
 from ahp.search.ranking import search
-from ahp.search.rows import legal_rows
 from ahp.search.space import build
 from tests.examples import many
 

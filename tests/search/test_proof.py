@@ -12,10 +12,11 @@ from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.search.bounds.space_bounds import Bounds
+from ahp.search.feasible_space import legal_rows
 from ahp.search.method import Method, find
 from ahp.search.problem import Problem, problem, with_devices
-from ahp.search.ranking import Ranking, search
-from ahp.search.rows import legal_rows
+from ahp.search.ranking import search
+from ahp.search.result import Ranking
 from ahp.search.stages import WORTH_S
 from tests.examples import many
 

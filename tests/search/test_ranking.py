@@ -16,11 +16,12 @@ from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
-from ahp.search import telling
-from ahp.search.garbage import among_new_objects
+from ahp.search import explain
+from ahp.search.feasible_space import legal_rows
+from ahp.search.gc_pause import among_new_objects
 from ahp.search.problem import problem, with_devices
-from ahp.search.ranking import Ranking, search
-from ahp.search.rows import legal_rows
+from ahp.search.ranking import search
+from ahp.search.result import Ranking
 from ahp.search.space import build
 
 from .small import small
@@ -94,9 +95,9 @@ def test_zero_stages_that_cost_the_same_are_one_plan() -> None:
     one, two, three = (Parallelism(data_parallel_shard_degree=4, zero_stage=stage) for stage in (1, 2, 3))
     price = small().price
     pairs = [(one, price(one)), (two, price(one)), (three, price(three))]
-    assert telling.different(pairs) == [pairs[0], pairs[2]]
+    assert explain.different(pairs) == [pairs[0], pairs[2]]
     other = (one.model_copy(update={"micro_batch_size": 2}), price(one))
-    assert telling.different([pairs[0], other]) == [pairs[0], other]
+    assert explain.different([pairs[0], other]) == [pairs[0], other]
 
 
 def test_every_plan_says_why() -> None:

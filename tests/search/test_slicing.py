@@ -11,9 +11,9 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.graph.capture import capture
 from ahp.search.slicing.conversion import Permission
-from ahp.search.slicing.model import slice_model
+from ahp.search.slicing.model import slice_model, slicing
 from ahp.search.slicing.placement import Placement, R, Split
-from ahp.search.slicing.solve import slicing, solve
+from ahp.search.slicing.solve import solve
 from tests.runtime.models import custom, llama
 from tests.search.families import build
 

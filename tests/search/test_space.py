@@ -13,7 +13,7 @@ from ahp.engines.registry import names
 from ahp.errors import BadInput
 from ahp.forecast.rules import illegal
 from ahp.plan import Parallelism
-from ahp.search.choices import Split
+from ahp.search.choices import ShardingChoice
 from ahp.search.problem import Problem
 from ahp.search.space import build
 
@@ -143,13 +143,16 @@ def test_a_schedule_stays_the_users_own_where_there_is_no_pipeline() -> None:
 
 
 def test_a_zero_stage_without_shards_only_where_the_user_says_so() -> None:
-    def splits(**given: int) -> set[Split]:
+    def splits(**given: int) -> set[ShardingChoice]:
         space = build(small("llama", "2xH100-SXM-80GB", constraints=given))
         return {split for block in range(len(space.blocks)) for split in space.rows(block).splits}
 
     alone = {"context_parallel_degree": 1}
-    assert splits(zero_stage=3, **alone) == {Split(1, 2, 3)}
-    assert splits(zero_stage=3, data_parallel_shard_degree=1, **alone) == {Split(1, 1, 3), Split(2, 1, 3)}
+    assert splits(zero_stage=3, **alone) == {ShardingChoice(1, 2, 3)}
+    assert splits(zero_stage=3, data_parallel_shard_degree=1, **alone) == {
+        ShardingChoice(1, 1, 3),
+        ShardingChoice(2, 1, 3),
+    }
 
 
 @pytest.mark.parametrize(

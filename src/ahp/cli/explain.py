@@ -146,7 +146,7 @@ def _binds(subject: Problem, plan: Plan) -> tuple[str, str]:
 
 def _show(plan: Plan, path: str, binds: tuple[str, str], moves: list[Move], other: Alternative | str | None) -> None:
     from ahp.report import tables
-    from ahp.search.slicing.telling import told_of
+    from ahp.search.slicing.explain import told_of
 
     console, forecast = tables.console(), tables.forecast_of(plan)
 
@@ -204,7 +204,7 @@ def _as_json(
     plan: Plan, path: str, binds: tuple[str, str], moves: list[Move], other: Alternative | str | None
 ) -> dict[str, Any]:
     from ahp.report import tables
-    from ahp.search.slicing.telling import told_of
+    from ahp.search.slicing.explain import told_of
 
     forecast = tables.forecast_of(plan)
     told: Any = other

@@ -35,7 +35,7 @@ from ahp.words import count
 if TYPE_CHECKING:
     from ahp.graph.operators import ModelGraph
     from ahp.search.lost import Lost
-    from ahp.search.ranking import Ranking
+    from ahp.search.result import Ranking
 
 VALUE_TITLES = {"cost": "per M tokens", "tokens-per-day": "tok/day"}
 """Of the column of what a plan is worth, where no other column says it."""

@@ -11,7 +11,7 @@ from ahp.forecast.compute import core_attention
 from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.kernels import Kernels, owners
 from ahp.forecast.selective import asked_for, kept_results, second_products
-from ahp.forecast.split import Split, is_mask
+from ahp.forecast.split import TensorSplit, is_mask
 from ahp.graph.operators import Operator, Segment
 
 Floats = NDArray[np.float64]
@@ -56,11 +56,11 @@ class SegmentMemory:
 def segment_memory(
     segment: Segment, kernels: Kernels, division: Division, *, fp8: bool = False, keeps_gathered: bool = False
 ) -> SegmentMemory:
-    """What one rank of the groups that ``division`` describes holds of a segment; see ``Held``."""
-    return Held(segment, kernels, division.split, fp8=fp8).on(division, keeps_gathered=keeps_gathered)
+    """What one rank of the groups that ``division`` describes holds of a segment; see ``ActivationLiveness``."""
+    return ActivationLiveness(segment, kernels, division.split, fp8=fp8).on(division, keeps_gathered=keeps_gathered)
 
 
-class Held:
+class ActivationLiveness:
     """A run through a segment's operators, tensor by tensor: made when its operator runs, freed after its last use.
 
     Gradients of parameters are left out (they are counted with the parameters), gradients of what enters are in. ``fp8``:
@@ -70,7 +70,7 @@ class Held:
     rest), so that bytes are counted by kind once for all divisions.
     """
 
-    def __init__(self, segment: Segment, kernels: Kernels, split: Split, *, fp8: bool = False) -> None:
+    def __init__(self, segment: Segment, kernels: Kernels, split: TensorSplit, *, fp8: bool = False) -> None:
         self._segment, self._input_bytes = segment, kernels.saved_input_bytes
         owner = owners(segment)
         kinds: dict[tuple[bool, ...], int] = {}
@@ -167,7 +167,7 @@ def _policies(segment: Segment, *, one_graph: bool) -> list[frozenset[int]]:
     return [asked_for(segment, kept) for kept in policies] if one_graph else policies
 
 
-def _kind(op: Operator, split: Split) -> tuple[bool, ...]:
+def _kind(op: Operator, split: TensorSplit) -> tuple[bool, ...]:
     """All that ``Division.output_share`` asks of an operator."""
     in_parts = op.index in split.contracted, op.index in split.divided
     in_parts += op.index in split.masks, op.index in split.keys

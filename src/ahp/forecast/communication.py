@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Protocol
 
 from ahp.cluster.model import Link, NodeGroup
 from ahp.forecast import constants
 from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.nccl import Nccl
 from ahp.forecast.tables import interpolate
-
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 INTRA_NODE_EFFICIENCY = constants.value("gloo_intra_node_share")
 """Of a CPU worker's link: bus bandwidth of a ring over what the link carries."""
@@ -34,25 +32,10 @@ TREE_BANDWIDTH = constants.value("gloo_tree_share")
 """A tree's algorithm bandwidth over the ring's bus bandwidth."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The ranks of one collective: how many, how many of them on a node, on how many nodes."""
-
-    size: int
-    local: int
-    nodes: int
-
-
-def strided_group(size: int, stride: int, devices_per_node: int) -> Group:
-    """``size`` ranks, ``stride`` apart, on nodes of ``devices_per_node`` devices."""
-    local = min(size, max(1, devices_per_node // stride))
-    return Group(size, local, math.ceil(size / local))
-
-
 class Times(Protocol):
     """What prices collectives."""
 
-    def time_s(self, kind: Kind, num_bytes: float, group: Group, /) -> float: ...
+    def time_s(self, kind: CollectiveKind, num_bytes: float, group: Group, /) -> float: ...
 
 
 class Network:
@@ -66,7 +49,7 @@ class Network:
         self._model_s = Gloo(nodes).time_s if is_cpu(nodes.device) else Nccl(nodes, others=others).time_s
         self.time_s = lru_cache(maxsize=None)(self._time_s)
 
-    def _time_s(self, kind: Kind, num_bytes: float, group: Group) -> float:
+    def _time_s(self, kind: CollectiveKind, num_bytes: float, group: Group) -> float:
         """Seconds of one collective. ``num_bytes`` is the whole tensor (the gathered one, for an all-gather; what one
         rank holds, for an all-to-all; the message, for a send); all groups of the same mesh axis run theirs at once."""
         if group.size < 2 or num_bytes <= 0:
@@ -75,7 +58,7 @@ class Network:
             return measured
         return self._model_s(kind, num_bytes, group)
 
-    def _measured_s(self, kind: Kind, num_bytes: float, group: Group) -> float | None:
+    def _measured_s(self, kind: CollectiveKind, num_bytes: float, group: Group) -> float | None:
         """From the table of the nearest measured number of ranks, scaled to this one by the model's ratio."""
         tables = self._tables.get(kind)
         if not tables:
@@ -94,7 +77,7 @@ class Gloo:
     def __init__(self, nodes: NodeGroup) -> None:
         self.nodes = nodes
 
-    def time_s(self, kind: Kind, num_bytes: float, group: Group) -> float:
+    def time_s(self, kind: CollectiveKind, num_bytes: float, group: Group) -> float:
         """Seconds of one collective, as ``Network.time_s``."""
         n, bandwidth = group.size, self._bus_bandwidth(group)
         ring = (n - 1) / n * num_bytes / bandwidth

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ahp.engines.engine import ContextWay
-from ahp.forecast.communication import Group, Network
+from ahp.forecast.communication import Network
 from ahp.forecast.compute import SegmentTimes
 from ahp.forecast.division import Division
 from ahp.forecast.efficiency import Rates, is_cpu
+from ahp.forecast.group import Group
 from ahp.forecast.overlap import hidden_s, shown_s
 from ahp.graph.operators import DTYPE_BYTES, Operator, TensorSpec
 

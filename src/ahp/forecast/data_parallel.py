@@ -7,13 +7,14 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from ahp.engines.engine import ALL_ELEMENTS, Traits
-from ahp.forecast.communication import Group, Kind, Times
+from ahp.forecast.communication import Times
+from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.states import cast_bytes, gradient_copy_bytes, last_copy_bytes
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import ALONE
 
 
-class Weights(NamedTuple):
+class CommUnit(NamedTuple):
     """Elements of one unit of communication on one rank."""
 
     dense: int
@@ -27,7 +28,7 @@ class Weights(NamedTuple):
         return self.dense + self.experts
 
     @classmethod
-    def of(cls, unit: Unit) -> Weights:
+    def of(cls, unit: Unit) -> CommUnit:
         """Of a block."""
         return cls(unit.parameters - unit.experts, unit.experts, unit.tensors, in_block=True)
 
@@ -46,7 +47,7 @@ def _pieces(tensors: tuple[int, ...], bucket: int) -> int:
     return max(1, count)
 
 
-class Held(NamedTuple):
+class StageParameters(NamedTuple):
     """Elements of one stage on one rank."""
 
     dense: int
@@ -93,7 +94,7 @@ class DataParallel:
         each = cast_bytes(traits, shards), gradient_copy_bytes(traits, shards, self.micro_batches)
         return float(each[0]), float(each[1]), float(last_copy_bytes(traits))
 
-    def gather_s(self, weights: Weights, network: Times, stage: Held | None = None) -> float:
+    def gather_s(self, weights: CommUnit, network: Times, stage: StageParameters | None = None) -> float:
         """Seconds of gathering one unit. ``stage``: what its stage holds; None = whatever it may hold, the least that it takes."""
         seconds, bucket = 0.0, self.traits.gather_bucket_elements
         each_bytes = (weights.in_block and self.traits.gathered_block_bytes) or self.weight_bytes
@@ -102,7 +103,7 @@ class DataParallel:
             seconds += self._sent_s("all_gather", count, each_bytes, shard, weights, together, network)
         return seconds
 
-    def reduce_s(self, weights: Weights, network: Times, stage: Held | None = None) -> float:
+    def reduce_s(self, weights: CommUnit, network: Times, stage: StageParameters | None = None) -> float:
         """The same of its gradients, over the shard group; where nothing is sharded, over the replicas."""
         seconds, traits, bucket = 0.0, self.traits, self.reduce_bucket(stage)
         scatters = self.shard.size > 1 and not traits.reduces_to_all
@@ -115,7 +116,7 @@ class DataParallel:
             seconds += self._sent_s(kind, count, traits.reduce_bytes, group, weights, together, network)
         return seconds
 
-    def replicas_s(self, weights: Weights, network: Times) -> float:
+    def replicas_s(self, weights: CommUnit, network: Times) -> float:
         """The second step of a hybrid: the shard is summed over the replicas, once per step."""
         if self.shard.size == 1:
             return 0.0
@@ -124,13 +125,20 @@ class DataParallel:
             for count, shard, replicate, _ in self._parts(weights, None)
         )
 
-    def reduce_bucket(self, stage: Held | None) -> int:
+    def reduce_bucket(self, stage: StageParameters | None) -> int:
         """Elements of gradients that one collective sums; 0 = those of one unit. ``stage``: None = any, the most."""
         other = self.traits.buckets_on_first_stage_alone and (stage is None or not stage.first)
         return max(ALL_ELEMENTS, self.traits.reduce_bucket_elements) if other else self.traits.reduce_bucket_elements
 
     def _sent_s(
-        self, kind: Kind, count: int, each_bytes: int, group: Group, weights: Weights, together: float, network: Times
+        self,
+        kind: CollectiveKind,
+        count: int,
+        each_bytes: int,
+        group: Group,
+        weights: CommUnit,
+        together: float,
+        network: Times,
     ) -> float:
         """One collective for a unit, one for each of its tensors, or the unit's share of one for many units."""
         if together:
@@ -138,7 +146,7 @@ class DataParallel:
         pieces = max(1, len(weights.tensors)) if self.traits.gathers_each_weight else 1
         return pieces * network.time_s(kind, count * each_bytes / pieces, group)
 
-    def _parts(self, weights: Weights, stage: Held | None) -> list[tuple[int, Group, Group, int | None]]:
+    def _parts(self, weights: CommUnit, stage: StageParameters | None) -> list[tuple[int, Group, Group, int | None]]:
         """What is held by how many ranks alike: (elements, shard group, replicas, elements of the stage)."""
         parts = [(weights.dense, self.shard, self.replicate, stage.dense if stage else None)]
         if weights.experts:
@@ -146,7 +154,7 @@ class DataParallel:
         return parts
 
 
-def _together(weights: Weights, count: int, bucket: int, held: int | None) -> float:
+def _together(weights: CommUnit, count: int, bucket: int, held: int | None) -> float:
     """Elements of one collective for ``count`` elements of a unit whose stage holds ``held``; 0 = all of the unit."""
     if count >= bucket:
         return count / weights.pieces(bucket) if bucket else 0

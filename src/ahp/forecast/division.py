@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ahp.forecast.split import GROUPED, Split
+from ahp.forecast.split import GROUPED, TensorSplit
 from ahp.graph.key_heads import BATCHED
 from ahp.graph.operators import DTYPE_BYTES, Operator, Segment
 
@@ -13,7 +13,7 @@ from ahp.graph.operators import DTYPE_BYTES, Operator, Segment
 class Division:
     """A split over ``tensor`` ranks, with or without sequence parallelism, and sequences cut over ``context`` ranks."""
 
-    split: Split
+    split: TensorSplit
     tensor: int = 1
     sequence_parallel: bool = False
     """What tensor parallelism leaves whole (norms, residual sums) is cut along the sequence over the same ranks."""

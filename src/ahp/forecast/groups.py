@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ahp.forecast.communication import Group
+from ahp.forecast.group import Group
 from ahp.forecast.mesh import Run, first_of, group_of, runs
 from ahp.plan import Parallelism
 

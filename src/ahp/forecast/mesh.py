@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.forecast.communication import Group
+from ahp.forecast.group import Group
 from ahp.plan import Axis, Parallelism
 
 

@@ -33,8 +33,8 @@ from ahp.forecast.assembly import (
     step_parts,
     unrun,
 )
-from ahp.forecast.communication import Group, Kind
 from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.groups import replica_members
 from ahp.forecast.mixed_network import MixedNetwork
 from ahp.forecast.priced import Priced, Replica, faster_method, lightest_that_fits
@@ -258,7 +258,7 @@ class MixedPricer:
             return 0.0
         return self._between_s("all_reduce", TIED_BYTES * units.tied_parameters, cells[0], cells[-1])
 
-    def _between_s(self, kind: Kind, num_bytes: float, one: Cell, other: Cell) -> float:
+    def _between_s(self, kind: CollectiveKind, num_bytes: float, one: Cell, other: Cell) -> float:
         times = self.network.times(self.groups[one.group].network)
         return times.time_s(kind, num_bytes, self.network.pair(one, other))
 

@@ -14,7 +14,8 @@ from functools import cache
 
 from ahp.cluster.cells import Cell, Placement, link_between
 from ahp.cluster.model import Cluster, Link, NodeGroup
-from ahp.forecast.communication import Group, Kind, Network, Times
+from ahp.forecast.communication import Network, Times
+from ahp.forecast.group import CollectiveKind, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class MixedNetwork:
         """What prices the collectives of ranks on one group: within it by its ``own`` network."""
         return _Times(own, self)
 
-    def _spread_s(self, kind: Kind, num_bytes: float, spread: Spread) -> float:
+    def _spread_s(self, kind: CollectiveKind, num_bytes: float, spread: Spread) -> float:
         """Seconds of a collective over several groups, as ``Network.time_s``."""
         names = tuple(sorted({self._groups[side.group].device.name for side in spread.sides}))
         return max(
@@ -114,7 +115,7 @@ class _Times:
     own: Network
     mixed: MixedNetwork
 
-    def time_s(self, kind: Kind, num_bytes: float, group: Group, /) -> float:
+    def time_s(self, kind: CollectiveKind, num_bytes: float, group: Group, /) -> float:
         if isinstance(group, Spread):
             return self.mixed.spread_s(kind, num_bytes, group) if num_bytes > 0 else 0.0
         return self.own.time_s(kind, num_bytes, group)

@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ahp.engines.engine import Traits
-from ahp.forecast.communication import Group, Network
+from ahp.forecast.communication import Network
 from ahp.forecast.division import product_bytes
 from ahp.forecast.efficiency import Rates, is_cpu
+from ahp.forecast.group import Group
 from ahp.forecast.groups import data_groups, data_ranks, shard_ranks
 from ahp.forecast.mesh import axis_group, first_of, group_of, runs
 from ahp.forecast.split import KeysWay, split, way_of_keys

@@ -13,13 +13,11 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ahp.cluster.model import NodeGroup
+from ahp.forecast.group import CollectiveKind, Group
 from ahp.shipped import shipped
-
-if TYPE_CHECKING:
-    from ahp.forecast.communication import Group, Kind
 
 Algorithm = Literal["ring", "tree", "pat", "nvls", "nvls_tree", "peers"]
 Protocol = Literal["LL", "LL128", "Simple"]
@@ -87,11 +85,11 @@ class Nccl:
         least_us = given["tcp_hop_us"] if on_tcp else 0.0
         self._hop_extra_us = max(least_us, link.latency_s * 1e6 - given["tuner_hop_us"])
 
-    def time_s(self, kind: Kind, num_bytes: float, group: Group) -> float:
+    def time_s(self, kind: CollectiveKind, num_bytes: float, group: Group) -> float:
         """Seconds of the fastest way; ``num_bytes`` as in ``Network.time_s``."""
         return min(choice.seconds for choice in self.choices(kind, num_bytes, group))
 
-    def choices(self, kind: Kind, num_bytes: float, group: Group) -> Iterator[Choice]:
+    def choices(self, kind: CollectiveKind, num_bytes: float, group: Group) -> Iterator[Choice]:
         """Every way that NCCL has for this collective on this group."""
         if kind in ("all_to_all", "send_recv"):
             yield self._peers(kind, num_bytes, group)
@@ -124,7 +122,7 @@ class Nccl:
             share, limit_us = fill["network_fill_share"], fill["network_fill_us"]
         return share * wire_us / (1.0 + wire_us / limit_us)
 
-    def _rings(self, kind: Kind, num_bytes: float, group: Group) -> Iterator[Choice]:
+    def _rings(self, kind: CollectiveKind, num_bytes: float, group: Group) -> Iterator[Choice]:
         laps = 2 if kind == "all_reduce" else 1
         steps, between = laps * (group.size - 1), laps * (group.nodes - 1)
         bus = self._bus(group)
@@ -193,7 +191,7 @@ class Nccl:
         latency_us += _log2(group.nodes) * hop_us * tuner["pat_hop_share"]
         return self._choice("pat", SIMPLE, latency_us, num_bytes / (tuner["pat_share"] * self._bus(group)), group)
 
-    def _peers(self, kind: Kind, num_bytes: float, group: Group) -> Choice:
+    def _peers(self, kind: CollectiveKind, num_bytes: float, group: Group) -> Choice:
         """Sends and receives between pairs, all at once: within the node and over the cards at the same time."""
         given, n = self._all_to_all, group.size
         latency_us = self._tuner["base_us"]["ring"][SIMPLE] + (n - 1) * given["peer_us"]

@@ -32,9 +32,10 @@ from ahp.forecast.assembly import (
     step_parts,
     unrun,
 )
-from ahp.forecast.communication import Network, Times, strided_group
+from ahp.forecast.communication import Network, Times
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.group import strided_group
 from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Muon, places_of

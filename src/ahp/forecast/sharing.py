@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ahp.engines.engine import Traits
 from ahp.forecast.communication import Times
-from ahp.forecast.data_parallel import DataParallel, Held, Weights
+from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
 from ahp.forecast.overlap import Sent, exposed_ahead_s, exposed_behind_s, hidden_s, in_buckets
 from ahp.forecast.units import Units
 
@@ -30,19 +30,19 @@ def outside_blocks(units: Units, traits: Traits, *, first: bool, last: bool) -> 
 
 
 @dataclass(frozen=True)
-class Sharing:
+class WeightCommunication:
     """The units of one stage, and what they hide behind."""
 
-    before: Weights
+    before: CommUnit
     """Gathered before the blocks, and sent after them."""
-    after: Weights
+    after: CommUnit
     """Gathered after the blocks, and sent before them."""
-    blocks: Sequence[Weights]
+    blocks: Sequence[CommUnit]
     windows_forward_s: Sequence[float]
     """Of each block, seconds that collectives of weights may hide behind."""
     windows_backward_s: Sequence[float]
     """The same in the backward pass, in its order."""
-    held: Held
+    held: StageParameters
     data: DataParallel
     network: Times
 
@@ -88,7 +88,7 @@ class Sharing:
     def _gather_overlap(self) -> float:
         return self.data.overlap * self.data.traits.parameter_gather_overlap
 
-    def _ahead_s(self, gathers_s: Sequence[float], blocks: Sequence[Weights], windows_s: Sequence[float]) -> float:
+    def _ahead_s(self, gathers_s: Sequence[float], blocks: Sequence[CommUnit], windows_s: Sequence[float]) -> float:
         """Of a pass. All blocks of the first bucket are there before any of them computes."""
         at_once, held = 0, blocks[0].total if blocks else 0
         while at_once < len(blocks) - 1 and held < self.data.traits.gather_bucket_elements:
@@ -97,7 +97,7 @@ class Sharing:
         windows_s = [0.0] * at_once + [*windows_s[at_once:]]
         return exposed_ahead_s(gathers_s, windows_s, self._gather_overlap)
 
-    def _behind_s(self, order: Sequence[Weights], reduces_s: Sequence[float], later_s: float) -> float:
+    def _behind_s(self, order: Sequence[CommUnit], reduces_s: Sequence[float], later_s: float) -> float:
         windows_s = [0.0, *self._windows_left_s, 0.0]
         bucket = self.data.reduce_bucket(self.held)
         units = (

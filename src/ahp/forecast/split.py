@@ -29,7 +29,7 @@ query heads share. gathered: ranks share the products, and gather what they give
 
 
 @dataclass(frozen=True)
-class Split:
+class TensorSplit:
     """What a tensor-parallel group divides of one segment, and the tensors it all-reduces for one micro-batch."""
 
     divided: frozenset[int]
@@ -80,7 +80,9 @@ def is_weight_product(op: Operator) -> bool:
     return op.flops > 0 and bool(op.parameters)
 
 
-def split(segment: Segment, role: Role, *, whole_biased_experts: bool = False, way_of_keys: KeysWay = "parts") -> Split:
+def split(
+    segment: Segment, role: Role, *, whole_biased_experts: bool = False, way_of_keys: KeysWay = "parts"
+) -> TensorSplit:
     """The split of one segment; see the module's words for the rule of a block.
 
     ``embedding``: the table is split by vocabulary and its output reduced. ``head``: the last weight product is
@@ -113,7 +115,7 @@ def split(segment: Segment, role: Role, *, whole_biased_experts: bool = False, w
 
 def _with_whole_keys(
     segment: Segment, forward: list[Operator], inside: set[int], column: set[int], row: set[int]
-) -> Split:
+) -> TensorSplit:
     """Every rank makes all keys and values: their products are not divided, nor what lies between them and attention."""
     by_index, keys = {op.index: op for op in forward}, segment.keys
     whole = keys.products | keys.between
@@ -132,7 +134,7 @@ def _with_whole_keys(
     )
 
 
-def _with_gathered_heads(segment: Segment, forward: list[Operator], found: Split) -> Split:
+def _with_gathered_heads(segment: Segment, forward: list[Operator], found: TensorSplit) -> TensorSplit:
     """Ranks share the products before attention, gather what they give, and each takes its query heads and the one key head of these."""
     by_index, keys = {op.index: op for op in forward}, segment.keys
     before = leads_to_attention(forward, set(found.column | found.row)) & found.column
@@ -274,11 +276,13 @@ def _consumers(forward: list[Operator]) -> dict[int, list[int]]:
     return found
 
 
-def _finish(segment: Segment, forward: list[Operator], inside: set[int], column: set[int], row: set[int]) -> Split:
+def _finish(
+    segment: Segment, forward: list[Operator], inside: set[int], column: set[int], row: set[int]
+) -> TensorSplit:
     by_index = {op.index: op for op in forward}
     sources = dict.fromkeys(_source(by_index[i], by_index) for i in sorted(column))
     wholes = tuple(by_index[i].outputs[0] if i in by_index else segment.output for i in sources)
-    return Split(
+    return TensorSplit(
         divided=frozenset(inside | _backward_inside(segment, forward, inside, column | row)),
         column=frozenset(column),
         row=frozenset(row),
@@ -334,13 +338,13 @@ def _backward_inside(segment: Segment, forward: list[Operator], inside: set[int]
     return divided
 
 
-def _embedding(segment: Segment, forward: list[Operator]) -> Split:
+def _embedding(segment: Segment, forward: list[Operator]) -> TensorSplit:
     tables = {p.name for p in segment.parameters if len(p.shape) == 2}
     reads = [op for op in forward if tables & set(op.parameters) and op.bytes_written > 0]
     largest = max((p.numel for p in segment.parameters if len(p.shape) == 2), default=0)
     vocabulary = {p.name for p in segment.parameters if len(p.shape) == 2 and p.numel == largest}
     lookups = [op for op in reads if vocabulary & set(op.parameters)]
-    return Split(
+    return TensorSplit(
         divided=frozenset(),
         column=frozenset(),
         row=frozenset(op.index for op in lookups),
@@ -351,9 +355,9 @@ def _embedding(segment: Segment, forward: list[Operator]) -> Split:
     )
 
 
-def _head(segment: Segment, forward: list[Operator], products: set[int]) -> Split:
+def _head(segment: Segment, forward: list[Operator], products: set[int]) -> TensorSplit:
     if not products:
-        return Split(frozenset(), frozenset(), frozenset(), frozenset(), frozenset(), (), ())
+        return TensorSplit(frozenset(), frozenset(), frozenset(), frozenset(), frozenset(), (), ())
     by_index = {op.index: op for op in forward}
     last = max(products)
     after = {last}
@@ -365,7 +369,7 @@ def _head(segment: Segment, forward: list[Operator], products: set[int]) -> Spli
     logits = by_index[last].outputs[0]
     rows = TensorSpec((logits.numel // logits.shape[-1],), "float32")
     source = _source(by_index[last], by_index)
-    return Split(
+    return TensorSplit(
         divided=frozenset(after | backward),
         column=frozenset({last}),
         row=frozenset(),

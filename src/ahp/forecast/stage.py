@@ -8,9 +8,9 @@ from typing import Literal
 
 from ahp.forecast.communication import Times
 from ahp.forecast.compute import Work
-from ahp.forecast.data_parallel import DataParallel, Held, Weights
+from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
 from ahp.forecast.overlap import shown_s
-from ahp.forecast.sharing import Sharing, outside_blocks
+from ahp.forecast.sharing import WeightCommunication, outside_blocks
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 
@@ -88,13 +88,13 @@ def stage_cost(
     backward = _backward(blocks, ends, recomputes, data)
     first_forward: dict[str, float] = {}
     last_backward: dict[str, float] = {}
-    sharing = Sharing(
-        before=Weights(before),
-        after=Weights(after),
-        blocks=[Weights.of(u) for u in blocks],
+    sharing = WeightCommunication(
+        before=CommUnit(before),
+        after=CommUnit(after),
+        blocks=[CommUnit.of(u) for u in blocks],
         windows_forward_s=[*map(window_forward_s, blocks)],
         windows_backward_s=[window_backward_s(u, kind, data) for u, kind in zip(blocks, recomputes, strict=True)][::-1],
-        held=Held(total - experts, experts, first),
+        held=StageParameters(total - experts, experts, first),
         data=data,
         network=network,
     )

@@ -9,20 +9,21 @@ from typing import NamedTuple
 from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import ContextWay, FewKeys, Traits
 from ahp.engines.fp8 import Fp8Recipe
-from ahp.forecast.activations import Held, SegmentMemory
+from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.chunked_head import chunked_head
-from ahp.forecast.communication import Group, Kind, Network
+from ahp.forecast.communication import Network
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
 from ahp.forecast.context import SharedTokens, shared_tokens_s
 from ahp.forecast.division import GROUPED, Division, attention_heads, expert_parameters
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
+from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.groups import expert_ranks
 from ahp.forecast.kernels import Fusion, Kernels, kernels
 from ahp.forecast.mesh import axis_group, group_of
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.selective import last_read
-from ahp.forecast.split import KeysWay, Role, Split, is_weight_product, split, way_of_keys
+from ahp.forecast.split import KeysWay, Role, TensorSplit, is_weight_product, split, way_of_keys
 from ahp.forecast.unit import Unit
 from ahp.graph.operators import ModelGraph, Operator, Segment, TensorSpec
 from ahp.plan import Parallelism
@@ -89,7 +90,7 @@ def _least_unit(alike: tuple[Unit, ...]) -> Unit:
     )
 
 
-class How(NamedTuple):
+class KernelOptions(NamedTuple):
     """The kernels of an engine."""
 
     fusion: Fusion
@@ -117,7 +118,7 @@ class _Run:
     """What of a segment no division changes."""
 
     segment: Segment
-    split: Split
+    split: TensorSplit
     kernels: Kernels
     in_8_bits: bool
 
@@ -126,8 +127,8 @@ class _Run:
         return Launched(self.segment, self.kernels)
 
     @cached_property
-    def held(self) -> Held:
-        return Held(self.segment, self.kernels, self.split, fp8=self.in_8_bits)
+    def held(self) -> ActivationLiveness:
+        return ActivationLiveness(self.segment, self.kernels, self.split, fp8=self.in_8_bits)
 
     @cached_property
     def num_unread(self) -> int:
@@ -194,11 +195,11 @@ class UnitPricer:
         self._heads = [attention_heads(block) for block in graph.blocks]
         self._graphs = {graph.micro_batch_size: graph}
         self._forward_flops = cache(lambda micro_batch_size: self._at(micro_batch_size).flops("forward"))
-        self._units: dict[tuple[int, Axes, How], Units] = {}
+        self._units: dict[tuple[int, Axes, KernelOptions], Units] = {}
         self._least: dict[tuple[int, Axes, Traits], Units] = {}
         self._kernels: dict[tuple[int, Role, int, int, KeysWay], _Run] = {}
         self._divided: dict[tuple[object, ...], _Divided] = {}
-        numbers: dict[How, int] = {}
+        numbers: dict[KernelOptions, int] = {}
         self._number = cache(lambda how: numbers.setdefault(how._replace(context="ring"), len(numbers)))
         """Of kernels, the same however context ranks see tokens."""
 
@@ -217,7 +218,7 @@ class UnitPricer:
             return [traits.context_ways[0]]
         return [way for way in traits.context_ways if self._can(way, axes)]
 
-    def _shared_tokens(self, of: _Divided, axes: Axes, how: How) -> SharedTokens:
+    def _shared_tokens(self, of: _Divided, axes: Axes, how: KernelOptions) -> SharedTokens:
         key = axes.context, how.context
         if key not in of.shared_tokens:
             of.shared_tokens[key] = shared_tokens_s(
@@ -230,11 +231,11 @@ class UnitPricer:
         ranks = axes.context.size * axes.tensor.size
         return way != "all-to-all" or not any(heads % ranks for heads in self._heads)
 
-    def how(self, traits: Traits, way: ContextWay) -> How:
+    def how(self, traits: Traits, way: ContextWay) -> KernelOptions:
         """The kernels of an engine on these devices."""
         # On a CPU torch has no fused kernels but those of its compiler.
         fusion: Fusion = "traced" if self._on_cpu and traits.fusion != "fused" else traits.fusion
-        return How(
+        return KernelOptions(
             fusion=fusion,
             fused_loss=traits.fused_loss,
             attention=traits.attention_kernel,
@@ -264,7 +265,7 @@ class UnitPricer:
             self._graphs[micro_batch_size] = self._graph.at(micro_batch_size)
         return self._graphs[micro_batch_size]
 
-    def _price(self, graph: ModelGraph, axes: Axes, how: How) -> Units:
+    def _price(self, graph: ModelGraph, axes: Axes, how: KernelOptions) -> Units:
         embedding = self._unit(graph, graph.embedding, "embedding", 0, axes, how)
         hidden = graph.blocks[0].output if graph.blocks else graph.embedding.output
         hidden_bytes = hidden.bytes if hidden else 0
@@ -279,7 +280,7 @@ class UnitPricer:
             forward_flops=self._forward_flops(graph.micro_batch_size),
         )
 
-    def _head(self, graph: ModelGraph, axes: Axes, how: How, hidden_bytes: int) -> Unit:
+    def _head(self, graph: ModelGraph, axes: Axes, how: KernelOptions, hidden_bytes: int) -> Unit:
         if how.loss_chunk_tokens is None:
             return self._unit(graph, graph.head, "head", 0, axes, how)
         count = len(chunks(graph.micro_batch_size, graph.sequence_length // axes.context.size, how.loss_chunk_tokens))
@@ -296,7 +297,7 @@ class UnitPricer:
         )
 
     def _unit(
-        self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: How,
+        self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: KernelOptions,
     ) -> Unit:  # fmt: skip
         of = self._of_degrees(graph, segment, role, number, axes, how)
         fp8 = how.fp8 if role == "block" else None  # engines leave the head in the compute type
@@ -307,7 +308,13 @@ class UnitPricer:
         return of.units[groups]
 
     def _communicating(
-        self, of: _Divided, micro_batch_size: int, segment: Segment, axes: Axes, how: How, fp8: Fp8Recipe | None
+        self,
+        of: _Divided,
+        micro_batch_size: int,
+        segment: Segment,
+        axes: Axes,
+        how: KernelOptions,
+        fp8: Fp8Recipe | None,
     ) -> Unit:
         in_8_bits = fp8 is not None and fp8.gathers_in_8_bits
         parts = of.division.split
@@ -334,7 +341,7 @@ class UnitPricer:
         )
 
     def beside_products_s(
-        self, micro_batch_size: int, tensor: int, sequence_parallel: bool, context: int, how: How
+        self, micro_batch_size: int, tensor: int, sequence_parallel: bool, context: int, how: KernelOptions
     ) -> tuple[float, ...]:
         """Of each kind of block, device seconds of both passes but for products: a part of what its unit has, soon known."""
         graph, found = self._at(micro_batch_size), []
@@ -346,7 +353,9 @@ class UnitPricer:
             )
         return tuple(found)
 
-    def _run(self, graph: ModelGraph, segment: Segment, role: Role, number: int, how: How, tensor: int) -> _Run:
+    def _run(
+        self, graph: ModelGraph, segment: Segment, role: Role, number: int, how: KernelOptions, tensor: int
+    ) -> _Run:
         way: KeysWay = "parts" if role != "block" else way_of_keys(segment, tensor, how.few_keys)
         alike = graph.micro_batch_size, role, number, self._number(how), way
         if alike not in self._kernels:
@@ -357,7 +366,7 @@ class UnitPricer:
         return self._kernels[alike]
 
     def _of_degrees(
-        self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: How
+        self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: KernelOptions
     ) -> _Divided:
         degree, context, experts = axes.tensor.size, axes.context.size, axes.expert.size
         sequence_parallel = axes.sequence_parallel and degree > 1
@@ -394,7 +403,15 @@ class UnitPricer:
         return self._divided[key]
 
     def _tensor(
-        self, parts: Split, axes: Axes, times: SegmentTimes, how: How, *, fp8: bool, sequences: int, num_unread: int
+        self,
+        parts: TensorSplit,
+        axes: Axes,
+        times: SegmentTimes,
+        how: KernelOptions,
+        *,
+        fp8: bool,
+        sequences: int,
+        num_unread: int,
     ) -> TensorCost:
         """What a segment's tensor-parallel collectives take.
 
@@ -406,7 +423,7 @@ class UnitPricer:
         group, context = axes.tensor, axes.context.size
         of_heads_s = self._heads_s(parts, group, context)
 
-        def total(kind: Kind, tensors: tuple[TensorSpec, ...]) -> float:
+        def total(kind: CollectiveKind, tensors: tuple[TensorSpec, ...]) -> float:
             part = 0.5 if fp8 and kind == "all_gather" else 1.0
             # One sequence gathered along its length lies in memory as it arrives.
             copied = how.tensor_copies and (kind == "reduce_scatter" or (kind == "all_gather" and sequences > 1))
@@ -439,7 +456,7 @@ class UnitPricer:
         again = max(0.0, forward - total("reduce_scatter", unread))
         return TensorCost(forward, again, gathered, backward, 2 * count)
 
-    def _heads_s(self, parts: Split, group: Group, context: int) -> tuple[float, float]:
+    def _heads_s(self, parts: TensorSplit, group: Group, context: int) -> tuple[float, float]:
         """Seconds, forward and backward, of what comes of keys with fewer heads than ranks: gradients of whole keys are summed, or
         what is gathered of all heads is put together from the ranks' columns, and its gradients are cut into them."""
         forward, backward = 0.0, 0.0
@@ -452,7 +469,7 @@ class UnitPricer:
             backward += self._network.time_s("all_reduce", spec.bytes / context, group)
         return forward, backward
 
-    def _with_scales(self, tensor: TensorCost, parts: Split, axes: Axes, segment: Segment) -> TensorCost:
+    def _with_scales(self, tensor: TensorCost, parts: TensorSplit, axes: Axes, segment: Segment) -> TensorCost:
         """And what it takes that ranks agree on the largest element of a weight, an input or a gradient that they share."""
         column, row = len(parts.column), len(parts.row)
         products = sum(is_weight_product(op) and op.name not in GROUPED for op in segment.phase("forward"))
@@ -466,7 +483,7 @@ class UnitPricer:
             tensor.launches,
         )
 
-    def _expert_s(self, grouped: Operator | None, division: Division, axes: Axes, how: How) -> float:
+    def _expert_s(self, grouped: Operator | None, division: Division, axes: Axes, how: KernelOptions) -> float:
         """Seconds to send every token to the ranks of its experts, and the answers back."""
         if axes.expert.size == 1 or grouped is None:
             return 0.0
@@ -485,7 +502,7 @@ def _with_casts(memory: SegmentMemory, segment: Segment, division: Division, fp8
     return replace(memory, forward_extra=memory.forward_extra + more, backward_extra=memory.backward_extra + more)
 
 
-def _held(numel: int, parts: Split, name: str, degree: int) -> int:
+def _held(numel: int, parts: TensorSplit, name: str, degree: int) -> int:
     return -(-numel // degree) if name in parts.parameters else numel
 
 

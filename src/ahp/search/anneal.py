@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ahp.search.genes import NUM_GENES, BudgetSpent, Objective
+from ahp.search.encoding import NUM_GENES, BudgetSpent, Objective
 
 
 def anneal(objective: Objective, seed: int) -> None:

@@ -35,7 +35,7 @@ DEGREES = (
 """The keys whose product is the number of devices."""
 
 
-class Split(NamedTuple):
+class ShardingChoice(NamedTuple):
     """How replicas share the states of the model, and how they lie on nodes."""
 
     replicate: int
@@ -45,7 +45,7 @@ class Split(NamedTuple):
     """The ``mesh_order``."""
 
 
-class Pipe(NamedTuple):
+class ScheduleChoice(NamedTuple):
     """How a pipeline is run."""
 
     schedule: str
@@ -76,7 +76,7 @@ class Mesh(NamedTuple):
     sequence_parallel: int
     data: int
     within: Within
-    splits: tuple[Split, ...]
+    splits: tuple[ShardingChoice, ...]
     """Ways to share states that lie so, legal or not."""
 
     @property
@@ -98,7 +98,7 @@ class Choices:
         self.lying = cache(self._lying)
         self.pipes = cache(self._pipes)
         self.legal_stages = cache(self._legal_stages)
-        self._legal: dict[tuple[int, Shared], tuple[Split, ...]] = {}
+        self._legal: dict[tuple[int, Shared], tuple[ShardingChoice, ...]] = {}
         self.legal_states = cache(self._legal_states)
         self.legal_pipes = cache(self._legal_pipes)
         self.legal_recompute = cache(self._legal_recompute)
@@ -145,11 +145,11 @@ class Choices:
     def _sequence_parallel(self, tensor: int) -> tuple[int, ...]:
         return tuple(map(int, self._values("enable_sequence_parallel", (False, True) if tensor > 1 else (False,))))
 
-    def _splits(self, data: int, context: bool) -> tuple[Split, ...]:
+    def _splits(self, data: int, context: bool) -> tuple[ShardingChoice, ...]:
         """Ways to make ``data`` replicas share states; ``context``: each has several context ranks, which share them too."""
         replicate, shard, _, _, _ = (self._values(key, ()) for key in DEGREES)
         return tuple(
-            Split(data // s, s, zero)
+            ShardingChoice(data // s, s, zero)
             for s in shard or divisors(data)
             if data % s == 0 and (not replicate or data // s in replicate)
             for zero in self._zero_stages(s, context)
@@ -157,9 +157,9 @@ class Choices:
 
     def _lying(
         self, tensor: int, context: int, pipeline: int, expert: int, data: int
-    ) -> tuple[tuple[Within, tuple[Split, ...]], ...]:
+    ) -> tuple[tuple[Within, tuple[ShardingChoice, ...]], ...]:
         """The same by where the devices of a replica lie, the usual place first."""
-        found: dict[Within, list[Split]] = {}
+        found: dict[Within, list[ShardingChoice]] = {}
         expert = expert if data * context % expert == 0 else 1  # no legal layout else
         ordered: dict[int, tuple[Ordered, ...]] = {}
         for replicate, shard, zero, _ in self.splits(data, context > 1):
@@ -167,7 +167,7 @@ class Choices:
                 degrees = Degrees((pipeline, replicate, shard, context, tensor), expert)
                 ordered[shard] = self.orders.different(degrees, self.given.get("mesh_order"))
             for order, within in ordered[shard]:
-                found.setdefault(within, []).append(Split(replicate, shard, zero, order))
+                found.setdefault(within, []).append(ShardingChoice(replicate, shard, zero, order))
         return tuple((within, tuple(splits)) for within, splits in found.items())
 
     def _zero_stages(self, shard: int, context: bool) -> list[int]:
@@ -181,24 +181,29 @@ class Choices:
             return [0]
         return [stage] if self.given.get("data_parallel_shard_degree") == 1 else []
 
-    def _pipes(self, degree: int) -> tuple[Pipe, ...]:
+    def _pipes(self, degree: int) -> tuple[ScheduleChoice, ...]:
         """Ways to run a pipeline of one degree; without one the schedule has nothing to order."""
         name, virtual = self.given.get("pipeline_parallel_schedule"), self.given.get("virtual_stages_per_rank")
         if degree == 1:
-            return (Pipe(name or "1F1B", virtual or 1),)
+            return (ScheduleChoice(name or "1F1B", virtual or 1),)
         layers, most = self.asked.graph.num_layers, self.asked.most_stages
         depths = [
             v
             for v in range(2, max(most // degree, 1) + 1)
             if v <= DEEPEST_UNEVEN_VIRTUAL or 0 in (layers % (degree * v), most % (degree * v))
         ]
-        found = [Pipe("GPipe", 1), Pipe("1F1B", 1), Pipe("InterleavedZeroBubble", 1)]
-        found += [Pipe(schedule, v) for schedule in LOOPED for v in (depths if virtual is None else [virtual]) if v > 1]
-        found += [Pipe(schedule, 2) for schedule in patterns.V_SHAPED]
+        found = [ScheduleChoice("GPipe", 1), ScheduleChoice("1F1B", 1), ScheduleChoice("InterleavedZeroBubble", 1)]
+        found += [
+            ScheduleChoice(schedule, v)
+            for schedule in LOOPED
+            for v in (depths if virtual is None else [virtual])
+            if v > 1
+        ]
+        found += [ScheduleChoice(schedule, 2) for schedule in patterns.V_SHAPED]
         kept = [pipe for pipe in found if name in (None, pipe.schedule) and virtual in (None, pipe.virtual)]
-        return tuple(kept) or (Pipe(name or "1F1B", virtual or 1),)
+        return tuple(kept) or (ScheduleChoice(name or "1F1B", virtual or 1),)
 
-    def legal_splits(self, splits: tuple[Split, ...], mesh: Shared) -> tuple[Split, ...]:
+    def legal_splits(self, splits: tuple[ShardingChoice, ...], mesh: Shared) -> tuple[ShardingChoice, ...]:
         """Of those of a mesh; of the ZeRO stages that the engine runs alike the first."""
         key = id(splits), mesh  # ``lying`` keeps them
         if key not in self._legal:
@@ -218,14 +223,16 @@ class Choices:
                 found.setdefault(self.traits((replicate, shard, zero), mesh), zero)
         return tuple(found.values())
 
-    def _legal_states(self, tensor: int, context: int, pipeline: int, expert: int, data: int) -> tuple[Split, ...]:
-        found: dict[tuple[int, int, int], Split] = {}
+    def _legal_states(
+        self, tensor: int, context: int, pipeline: int, expert: int, data: int
+    ) -> tuple[ShardingChoice, ...]:
+        found: dict[tuple[int, int, int], ShardingChoice] = {}
         for _, splits in self.lying(tensor, context, pipeline, expert, data):
             for split in self.legal_splits(splits, shared(expert, pipeline, context)):
                 found.setdefault(split[:3], split)
         return tuple(found.values())
 
-    def _legal_pipes(self, pipeline: int, micro_batches: int) -> tuple[Pipe, ...]:
+    def _legal_pipes(self, pipeline: int, micro_batches: int) -> tuple[ScheduleChoice, ...]:
         return tuple(pipe for pipe in self.pipes(pipeline) if not self.bad_pipe(pipe, pipeline, micro_batches))
 
     def _legal_recompute(self, tensor: int, context: int, expert: int) -> tuple[str, ...]:
@@ -256,7 +263,7 @@ class Choices:
             context = 1
         return self.asked.refused_experts(expert, tensor_parallel_degree=tensor, context_parallel_degree=context)
 
-    def refused_split(self, split: Split, mesh: Shared) -> str | None:
+    def refused_split(self, split: ShardingChoice, mesh: Shared) -> str | None:
         """Why the engine cannot share states or number ranks so."""
         refused = self.bad_split(split[:3], mesh)
         return refused or (None if split.order is None else self.orders.refused(split.order))
@@ -285,7 +292,7 @@ class Choices:
             pipeline_parallel_degree=1 if self.refused(pipeline_parallel_degree=mesh.pipeline) else mesh.pipeline,
         )
 
-    def refused_pipe(self, pipe: Pipe, pipeline: int) -> str | None:
+    def refused_pipe(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
         """Why the engine cannot run a schedule."""
         if self.refused(pipeline_parallel_degree=pipeline):
             return None
@@ -299,7 +306,7 @@ class Choices:
             keys |= {"recomputed_layers_per_stage": some, "activation_checkpoint": self.recompute[-1]}
         return self.refused(**keys)
 
-    def _bad_stages(self, pipe: Pipe, pipeline: int) -> str | None:
+    def _bad_stages(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
         """Whether the layers go round."""
         stages, given = pipeline * pipe.virtual, self.given.get("layers_per_stage")
         if stages > max(self.asked.most_stages, 1):
@@ -314,7 +321,7 @@ class Choices:
             )
         return self._bad_recomputed(pipe, pipeline)
 
-    def _bad_recomputed(self, pipe: Pipe, pipeline: int) -> str | None:
+    def _bad_recomputed(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
         some = self.given.get("recomputed_layers_per_stage")
         if some is None:
             return None
@@ -332,11 +339,11 @@ class Choices:
         )
         return rules.recomputed(self.asked.graph.num_layers, self.asked.job, layout, self.asked.engine)
 
-    def _bad_schedule(self, pipe: Pipe, pipeline: int, micro_batches: int) -> str | None:
+    def _bad_schedule(self, pipe: ScheduleChoice, pipeline: int, micro_batches: int) -> str | None:
         if micro_batches == 0:
             return None
         return rules.schedule(pipe.schedule, pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_pipeline)
 
-    def _bad_pipe(self, pipe: Pipe, pipeline: int, micro_batches: int) -> bool:
+    def _bad_pipe(self, pipe: ScheduleChoice, pipeline: int, micro_batches: int) -> bool:
         reasons = self.refused_pipe(pipe, pipeline), self.bad_stages(pipe, pipeline)
         return any(reasons) or self.bad_schedule(pipe, pipeline, micro_batches) is not None

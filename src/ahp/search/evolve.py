@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ahp.search.genes import NUM_GENES, BudgetSpent, Objective
+from ahp.search.encoding import NUM_GENES, BudgetSpent, Objective
 
 POPULATION = 4
 """Points for each coordinate; scipy's 15 would spend a small budget on the first generation."""

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ahp.errors import BadInput, NotExpressible, NothingFits
-from ahp.plan import Forecast, Parallelism
-from ahp.search.bounds.space_bounds import Bounds
+from ahp.search.by_speed import ranking_with_any_kernels
 from ahp.search.compiled import ways
-from ahp.search.exact import Outcome
-from ahp.search.lighten import lighten
-from ahp.search.method import Method, find
+from ahp.search.method import Method
+from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.problem import Problem
-from ahp.search.recut import recut
-from ahp.search.space import Space, build
-
-Pair = tuple[Parallelism, Forecast]
-
-
-@dataclass(frozen=True)
-class Fastest:
-    """The answer for one problem."""
-
-    problem: Problem
-    """As asked, with the kernels of the best where they were left open."""
-    best: Pair | None
-    """None where nothing fits, or nothing that can take less than the ceiling."""
-    at_least_s: float
-    """Seconds that no layout goes below with stages as even as can be and blocks recomputed alike; infinite where none fits."""
 
 
 def fastest(asked: Problem, ceiling_s: float = float("inf")) -> Fastest | None:
@@ -39,27 +21,7 @@ def fastest(asked: Problem, ceiling_s: float = float("inf")) -> Fastest | None:
         return _over_groups(asked)
     if asked.engine.compile is None:
         return _of_several(ways(asked).problems, ceiling_s)
-    try:
-        space = build(asked)
-    except BadInput:
-        return None
-    return fastest_row(asked, space, Bounds(asked), ceiling_s)[0] if len(space.blocks) else None
-
-
-def fastest_row(
-    asked: Problem, space: Space, bounds: Bounds, ceiling_s: float
-) -> tuple[Fastest, Outcome, tuple[int, int]]:
-    """``fastest`` in a space that has legal rows; with what was looked at, and the forecasts of other cuts into stages and of fewer
-    layers recomputed."""
-    found = find(asked, bounds, space, Method(), 1, ceiling_s)
-    left_s = float("inf") if found.lowest_bound_left_s is None else found.lowest_bound_left_s
-    if not found.fitting:
-        return Fastest(asked, None, left_s), found, (0, 0)
-    pairs = [(space.layout(*place), forecast) for place, forecast in found.fitting]
-    better = recut(asked, pairs)
-    lighter = lighten(asked, better.ranked)
-    at_least_s = min(left_s, pairs[0][1].step_time_s)
-    return Fastest(asked, lighter.ranked[0], at_least_s), found, (better.forecasts, lighter.forecasts)
+    return fastest_on_one_group(asked, ceiling_s)
 
 
 def _of_several(problems: tuple[Problem, ...], ceiling_s: float) -> Fastest | None:
@@ -85,11 +47,8 @@ def _step_s(found: Fastest) -> float:
 
 def _over_groups(asked: Problem) -> Fastest | None:
     """Of a cluster of several kinds of devices, which has a search of its own."""
-    from ahp.search.ranking import search  # a ranking asks for the fastest on fewer devices itself
-
-    arguments = asked.graph, asked.cluster, asked.job
     try:
-        found = search(*arguments, constraints=asked.constraints, engine=asked.engine, keep=1)
+        found = ranking_with_any_kernels(asked, 1, None, Method())
     except (BadInput, NotExpressible):
         return None
     except NothingFits:

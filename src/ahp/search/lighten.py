@@ -18,7 +18,7 @@ from ahp.forecast.assembly import ranks_of_stages
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.bounds.layer_bounds import Ways
-from ahp.search.choices import RECOMPUTE, Pipe
+from ahp.search.choices import RECOMPUTE, ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S
 from ahp.words import percent
@@ -75,7 +75,7 @@ def ways_of(asked: Problem) -> Ways | None:
     """What of the layers the engine can recompute in part; None where it cannot, or the user has said what is recomputed."""
 
     @cache
-    def can(pipeline: int, pipe: Pipe, kind: str) -> bool:
+    def can(pipeline: int, pipe: ScheduleChoice, kind: str) -> bool:
         layout = Parallelism(
             pipeline_parallel_degree=pipeline,
             pipeline_parallel_schedule=pipe.schedule,  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def ways_of(asked: Problem) -> Ways | None:
         )
         return asked.refused(layout) is None
 
-    some = is_open(asked) and any(can(1, Pipe("1F1B", 1), kind) for kind in RECOMPUTE[1:])
+    some = is_open(asked) and any(can(1, ScheduleChoice("1F1B", 1), kind) for kind in RECOMPUTE[1:])
     return can if some else None
 
 

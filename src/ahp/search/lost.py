@@ -9,8 +9,9 @@ from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.plan import Parallelism, Plan
 from ahp.search.counts import smaller
-from ahp.search.fastest import Fastest, fastest
+from ahp.search.fastest import fastest
 from ahp.search.misfit import nearest
+from ahp.search.one_group import Fastest
 from ahp.search.problem import Problem, with_devices
 from ahp.search.reasons import does_not_fit
 from ahp.words import percent, seconds

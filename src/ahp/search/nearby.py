@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.search.bounds.space_bounds import Bounds
-from ahp.search.choices import Pipe, Split
+from ahp.search.choices import ScheduleChoice, ShardingChoice
 from ahp.search.exact import Outcome, Place
 from ahp.search.space import Rows, Space
 
@@ -85,7 +85,7 @@ class Nearby:
             found[:, :, [kind != recompute for kind in rows.recompute]] = True
         return found.reshape(-1)
 
-    def _of(self, place: Place) -> tuple[Split, Pipe, str]:
+    def _of(self, place: Place) -> tuple[ShardingChoice, ScheduleChoice, str]:
         rows = self.space.rows(place[0])
         split, pipe, recompute = (int(i) for i in np.unravel_index(place[1], rows.shape))
         return rows.splits[split], rows.pipes[pipe], rows.recompute[recompute]

@@ -20,7 +20,8 @@ from ahp.cluster.model import (
 from ahp.errors import BadInput, NotExpressible
 from ahp.job import Record
 from ahp.plan import Parallelism
-from ahp.search.fastest import Pair, fastest
+from ahp.search.fastest import fastest
+from ahp.search.one_group import Pair
 from ahp.search.problem import Problem
 from ahp.search.reasons import TIE
 from ahp.words import percent, seconds

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from ahp.forecast import rules
 from ahp.plan import Parallelism
-from ahp.search.choices import Choices, Mesh, Pipe, Split
-from ahp.search.different import different
+from ahp.search.choices import Choices, Mesh, ScheduleChoice, ShardingChoice
 from ahp.search.problem import Problem
+from ahp.search.unique_rows import unique_rows
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -41,8 +41,8 @@ class Rule:
 class Rows:
     """The legal rows of a block: each split with each pipe with each kind of recompute, the last fastest."""
 
-    splits: tuple[Split, ...]
-    pipes: tuple[Pipe, ...]
+    splits: tuple[ShardingChoice, ...]
+    pipes: tuple[ScheduleChoice, ...]
     recompute: tuple[str, ...]
 
     @property
@@ -110,7 +110,7 @@ class Space:
         kinds = self._choices.legal_recompute(mesh.tensor, mesh.context, mesh.expert)
         return Rows(self._splits(int(self.blocks.mesh[block])), self.pipes(block), kinds)
 
-    def _legal_splits(self, number: int) -> tuple[Split, ...]:
+    def _legal_splits(self, number: int) -> tuple[ShardingChoice, ...]:
         """Of one mesh."""
         mesh = self._meshes[number]
         return self._choices.legal_splits(mesh.splits, mesh.shared)
@@ -124,12 +124,12 @@ class Space:
         found = np.array([mesh.within[:3] for mesh in self._meshes], dtype=np.int64).reshape(-1, 3)[meshes]
         return found[:, 0], found[:, 1], found[:, 2]
 
-    def pipes(self, block: int) -> tuple[Pipe, ...]:
+    def pipes(self, block: int) -> tuple[ScheduleChoice, ...]:
         """The legal ways to run the pipelines of one block."""
         of = self.blocks
         return self._choices.legal_pipes(int(of.pipeline[block]), int(of.micro_batches[block]))
 
-    def states(self, block: int) -> tuple[Split, ...]:
+    def states(self, block: int) -> tuple[ShardingChoice, ...]:
         """The legal ways to share states in one block and in all that differ from it in where ranks lie, each in one order."""
         of, at = self.blocks, block
         replicas = int(of.tensor[at]), int(of.context[at]), int(of.pipeline[at]), int(of.expert[at]), int(of.data[at])
@@ -141,7 +141,9 @@ class Space:
         split, pipe, recompute = (int(i) for i in np.unravel_index(row, rows.shape))
         return self.layout_of(block, rows.splits[split], rows.pipes[pipe], rows.recompute[recompute])
 
-    def layouts(self, block: int, splits: tuple[Split, ...], pipe: Pipe, recompute: str) -> list[Parallelism]:
+    def layouts(
+        self, block: int, splits: tuple[ShardingChoice, ...], pipe: ScheduleChoice, recompute: str
+    ) -> list[Parallelism]:
         """The layouts of a block that differ in how replicas share states."""
         first = self.layout_of(block, splits[0], pipe, recompute)
         return [
@@ -156,7 +158,7 @@ class Space:
             for split in splits
         ]
 
-    def layout_of(self, block: int, split: Split, pipe: Pipe, recompute: str) -> Parallelism:
+    def layout_of(self, block: int, split: ShardingChoice, pipe: ScheduleChoice, recompute: str) -> Parallelism:
         """The layout of a block with these choices."""
         of = self.blocks
         return Parallelism(
@@ -302,7 +304,7 @@ class _Counted:
         """A rule that looks at ``keys`` alone."""
         order = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree",
                  "expert_parallel_degree", "enable_sequence_parallel", "data_parallel_replicate_degree")  # fmt: skip
-        values, at = different(*(self.table[:, order.index(key)] for key in keys))
+        values, at = unique_rows(*(self.table[:, order.index(key)] for key in keys))
         reasons = []
         for value in values.tolist():
             chosen: dict[str, Any] = dict(zip(keys, value, strict=True))

@@ -20,25 +20,25 @@ from numpy.typing import NDArray
 
 from ahp.engines.engine import ContextWay, Traits
 from ahp.engines.registry import get
-from ahp.forecast.communication import Group, Kind
 from ahp.forecast.compute import is_causal
 from ahp.forecast.division import GROUPED, expert_parameters
 from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.kernels import Fusion, kernels
 from ahp.forecast.overlap import CONTENTION
-from ahp.forecast.split import KeysWay, Split, split, way_of_keys
+from ahp.forecast.split import KeysWay, TensorSplit, split, way_of_keys
 from ahp.forecast.tables import PRECISION_OF
 from ahp.forecast.turns import least_share
-from ahp.forecast.units import How
+from ahp.forecast.units import KernelOptions
 from ahp.graph.operators import Operator, TensorSpec
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
 from ahp.search.bounds.split_columns import SplitColumns
 from ahp.search.bounds.splits import Splits
-from ahp.search.choices import Pipe
-from ahp.search.different import different
+from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Space
+from ahp.search.unique_rows import unique_rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -50,9 +50,9 @@ def block_bounds_s(asked: Problem, space: Space, which: Ints) -> Floats:
     blocks = space.blocks.at(which)
     pipeline, m = blocks.pipeline, blocks.micro_batches
     columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, blocks.micro_batch
-    keys, at = different(*columns)
+    keys, at = unique_rows(*columns)
     per_layer = np.array([found.beside_products_s(*key) for key in keys.tolist()], dtype=float)[at]
-    keys, at = different(*columns, *space.local(blocks.mesh))
+    keys, at = unique_rows(*columns, *space.local(blocks.mesh))
     per_layer += np.array([found.collectives_s(*key) for key in keys.tolist()])[at]
     products_s = found.products_s() / asked.cluster.num_devices
     # Mean over the ranks: work, and the forwards of the stages before, each with as few layers as any cut leaves it.
@@ -75,14 +75,14 @@ def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Spli
         return np.zeros(0)
     # Where ranks lie changes no memory.
     columns = of.tensor, of.context, of.pipeline, of.expert, of.sequence_parallel, of.data, of.micro_batch
-    keys, at = different(*columns)
+    keys, at = unique_rows(*columns)
     first = np.zeros(len(keys), dtype=np.int64)
     first[at[::-1]] = np.arange(len(of))[::-1]
     return _BlockNeeds(asked, space).needs_bytes(first, [splits(block) for block in first.tolist()])[at]
 
 
 @lru_cache(maxsize=1 << 12)
-def fewest_in_flight(pipes: tuple[Pipe, ...], pipeline: int, micro_batches: int) -> Ints:
+def fewest_in_flight(pipes: tuple[ScheduleChoice, ...], pipeline: int, micro_batches: int) -> Ints:
     """[kinds, p] Micro-batches of which each rank keeps something at once, at least, wherever in it a layer lies; of the
     pipelines that may hold the least."""
     if pipeline == 1:
@@ -170,7 +170,7 @@ class _States:
 
 def _alike(*columns: Ints) -> Iterator[tuple[list[int], Ints]]:
     """The rows of a table that differ, and where each of them is."""
-    keys, at = different(*columns)
+    keys, at = unique_rows(*columns)
     order = np.argsort(at, kind="stable")
     ends = np.cumsum(np.bincount(at, minlength=len(keys)))
     yield from zip(keys.tolist(), np.split(order, ends[:-1]), strict=True)
@@ -258,7 +258,7 @@ class _BlockBounds:
         )
         return get(self.asked.engine.name).traits(self.asked.job, layout, self.asked.engine)
 
-    def _how_of(self, *degrees: int) -> How:
+    def _how_of(self, *degrees: int) -> KernelOptions:
         traits = self._traits(*degrees)
         return self.asked.pricer.unit_pricer.how(traits, traits.context_ways[0])
 
@@ -266,7 +266,7 @@ class _BlockBounds:
         """Of a layer of average kind, from what one of each kind takes."""
         return sum(share * each_s(kind) for kind, share in enumerate(self._share))
 
-    def _time_s(self, kind: Kind, tensors: Iterable[TensorSpec], group: Group, size: float) -> float:
+    def _time_s(self, kind: CollectiveKind, tensors: Iterable[TensorSpec], group: Group, size: float) -> float:
         # Weight products in 8 bits may gather what they read in 8 bits.
         part = 0.5 if kind == "all_gather" and self.asked.job.precision == "fp8" else 1.0
         return sum(self._network.time_s(kind, part * size * spec.bytes, group) for spec in tensors)
@@ -287,11 +287,11 @@ class _BlockBounds:
 
         return self._of_kinds(of_kind) if group.size > 1 else 0.0
 
-    def _split_of(self, kind: int, way: KeysWay) -> Split:
+    def _split_of(self, kind: int, way: KeysWay) -> TensorSplit:
         whole = self._of_engine.whole_biased_experts
         return split(self.graph.blocks[kind], "block", whole_biased_experts=whole, way_of_keys=way)
 
-    def _passes_s(self, parts: Split, group: Group, in_parts: bool, size: float) -> tuple[float, float]:
+    def _passes_s(self, parts: TensorSplit, group: Group, in_parts: bool, size: float) -> tuple[float, float]:
         if not in_parts:
             forward = self._time_s("all_reduce", parts.forward_reduce, group, size)
             return forward, self._time_s("all_reduce", parts.backward_reduce, group, size)

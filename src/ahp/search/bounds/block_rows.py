@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ahp.engines.engine import Traits
 from ahp.forecast.assembly import received_bytes, recompute_of
-from ahp.forecast.communication import strided_group
+from ahp.forecast.group import strided_group
 from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.pricer import LOSS_AND_NORM_BYTES
 from ahp.forecast.stage import Recompute
@@ -25,7 +25,7 @@ from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED
 from ahp.search.bounds.pipelines import Cut, Pipelines
 from ahp.search.bounds.splits import Splits
 from ahp.search.bounds.stage_columns import BlockStages, PassTimes
-from ahp.search.choices import Pipe
+from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
 
@@ -145,7 +145,7 @@ class BlockRows:
             name, turns = self._name(pipe), self.pricer.turns
             times[split, index, kind] = lower_bounds_s(name, self.p, virtual, self.m, columns, turns=turns)
 
-    def _name(self, pipe: Pipe) -> str:
+    def _name(self, pipe: ScheduleChoice) -> str:
         return pipe.schedule if self.p > 1 else "1F1B"
 
     def _sent(self, virtual: int, v_shaped: bool) -> tuple[Floats, Floats]:
@@ -189,7 +189,7 @@ class BlockRows:
         kept = self.stages.kept_bytes(self._cut.stages)
         return np.stack([self._needs(pipe, kept) for pipe in self.rows.pipes], axis=1)
 
-    def _needs(self, pipe: Pipe, kept: Floats) -> Floats:
+    def _needs(self, pipe: ScheduleChoice, kept: Floats) -> Floats:
         """[J, R]"""
         v_shaped = pipe.schedule in V_SHAPED
         beside = self._beside(pipe.virtual, v_shaped)

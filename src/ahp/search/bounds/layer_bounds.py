@@ -25,7 +25,7 @@ from ahp.search.bounds.pipelines import Fronts, Pipelines
 from ahp.search.bounds.split_columns import SplitColumns
 from ahp.search.bounds.splits import Splits
 from ahp.search.bounds.stage_columns import BlockStages
-from ahp.search.choices import Pipe
+from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
 
@@ -34,7 +34,7 @@ Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 
-Ways = Callable[[int, Pipe, str], bool]
+Ways = Callable[[int, ScheduleChoice, str], bool]
 """Whether an engine can recompute a part of the layers of so many pipeline ranks, with a schedule and a kind of recompute."""
 
 
@@ -219,7 +219,7 @@ class LayerBounds:
         work_s += np.maximum(each * mean.last_backward, drain_s) + m * (self._column("ends_s") / p)[of]
         return before * least.forward + work_s + self._updates_s(slice(None), each)
 
-    def _each_bytes(self, block: PricedBlock, pipes: tuple[Pipe, ...]) -> Floats:
+    def _each_bytes(self, block: PricedBlock, pipes: tuple[ScheduleChoice, ...]) -> Floats:
         """[J, R, pipes, p] What a layer as small as any takes of each rank, of the pipelines that hold the least."""
         stages, columns = block.stages, block.splits.columns
         states, gradients = columns.states_of_layer(stages.least_dense, stages.least_experts, block.m)

@@ -12,14 +12,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.forecast.communication import Group
+from ahp.forecast.group import Group
 from ahp.forecast.mesh import PipelineAxis
 from ahp.forecast.stage_memory import StageTable
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight, ranks_stages
 from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
 from ahp.schedule.stages import layers_of_stages
-from ahp.search.choices import LOOPED, Pipe
+from ahp.search.choices import LOOPED, ScheduleChoice
 from ahp.search.problem import Problem
 
 Ints = NDArray[np.int64]
@@ -152,7 +152,7 @@ class Pipelines:
         layers, before, head, drains = np.array(rows, dtype=np.int64).T
         return Loads(layers, before, head, drains, starts)
 
-    def _fronts(self, pipes: tuple[Pipe, ...], p: int, m: int) -> Fronts:
+    def _fronts(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> Fronts:
         """Of these pipelines, those of one kind once."""
         kinds: dict[tuple[str, int], list[SecondRank]] = {}
         for pipe in pipes:
@@ -184,7 +184,7 @@ class Pipelines:
         return tuple(pair for _, pair in found.values()), np.array(at, dtype=np.int64)
 
 
-def shape_of(pipe: Pipe, p: int) -> str:
+def shape_of(pipe: ScheduleChoice, p: int) -> str:
     """A schedule that is like this one in where its stages lie, and in whether it splits the backward pass."""
     if p == 1:
         return "1F1B"

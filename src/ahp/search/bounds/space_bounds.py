@@ -29,7 +29,7 @@ from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.bounds.splits import Splits
 from ahp.search.bounds.stage_columns import BlockStages
 from ahp.search.bounds.work_bounds import WorkBounds
-from ahp.search.choices import Split
+from ahp.search.choices import ShardingChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Space
 
@@ -92,13 +92,13 @@ class Bounds:
             self._of_states[degrees] = self._made(space, block, space.states(block))
         return self._of_states[degrees]
 
-    def _made(self, space: Space, block: int, ways: tuple[Split, ...]) -> Splits:
+    def _made(self, space: Space, block: int, ways: tuple[ShardingChoice, ...]) -> Splits:
         asked, rows = self.problem, space.rows(block)
         layouts = space.layouts(block, ways, rows.pipes[0], rows.recompute[-1])
         traits = [self._traits_of(space, block, *pair) for pair in zip(ways, layouts, strict=True)]
         return Splits(layouts, traits, asked.pricer.nodes, asked.pricer.network)
 
-    def _traits_of(self, space: Space, block: int, way: Split, layout: Parallelism) -> Traits:
+    def _traits_of(self, space: Space, block: int, way: ShardingChoice, layout: Parallelism) -> Traits:
         """Neither the order of ranks nor the micro-batch changes how an engine behaves."""
         asked, alike = self.problem, (*space.mesh(block)[:5], *way[:3])
         if alike not in self._traits:

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import Traits
-from ahp.forecast.communication import Group, Network
-from ahp.forecast.data_parallel import DataParallel, Weights
+from ahp.forecast.communication import Network
+from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.group import Group
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.memory import Outside
 from ahp.forecast.pricer import Pricer, num_groups
@@ -46,8 +47,8 @@ class Splits:
     def __init__(self, layouts: list[Parallelism], traits: list[Traits], nodes: NodeGroup, network: Network) -> None:
         """``layouts``: one for each split; all else is equal. Equal ``traits`` are one object."""
         self.layouts, self.traits, self._nodes, self._network = layouts, traits, nodes, network
-        self._collectives: dict[Weights, CollectiveTimes] = {}
-        self._of_kinds: dict[tuple[Weights, ...], CollectiveTimes] = {}
+        self._collectives: dict[CommUnit, CollectiveTimes] = {}
+        self._of_kinds: dict[tuple[CommUnit, ...], CollectiveTimes] = {}
         self._update_s: Floats | None = None
 
     @cached_property
@@ -107,7 +108,7 @@ class Splits:
         """What goes over the groups of one split."""
         return replace(self._data[split], micro_batches=micro_batches)
 
-    def collectives(self, weights: Weights) -> CollectiveTimes:
+    def collectives(self, weights: CommUnit) -> CollectiveTimes:
         """Of one unit of communication with these weights, [J]."""
         if weights not in self._collectives:
             passes = (DataParallel.gather_s, DataParallel.reduce_s, DataParallel.replicas_s)
@@ -115,7 +116,7 @@ class Splits:
             self._collectives[weights] = CollectiveTimes(*found)
         return self._collectives[weights]
 
-    def collectives_of_kinds(self, kinds: tuple[Weights, ...]) -> CollectiveTimes:
+    def collectives_of_kinds(self, kinds: tuple[CommUnit, ...]) -> CollectiveTimes:
         """Of the kinds of layers, [J, K]."""
         if kinds not in self._of_kinds:
             found = [self.collectives(weights) for weights in kinds]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.engines.engine import Traits
-from ahp.forecast.data_parallel import DataParallel, Weights
+from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.sharing import outside_blocks
 from ahp.forecast.stage import (
@@ -129,9 +129,9 @@ class BlockStages:
         return self._kinds(lambda u: u.experts)
 
     @cached_property
-    def weights(self) -> tuple[Weights, ...]:
+    def weights(self) -> tuple[CommUnit, ...]:
         """Of each kind of layer, as they are sent."""
-        return tuple(Weights.of(unit) for unit in self.units.blocks)
+        return tuple(CommUnit.of(unit) for unit in self.units.blocks)
 
     @cached_property
     def kept(self) -> Floats:
@@ -325,7 +325,7 @@ class BlockStages:
         """Of gathering weights, reducing gradients, and summing them over replicas."""
         of_kinds = splits.collectives_of_kinds(self.weights).at(which)
         ends = [
-            [splits.collectives(Weights(count)).at(which) for count in counts]
+            [splits.collectives(CommUnit(count)).at(which) for count in counts]
             for counts in self._ends(stages, splits.traits[which[0]])
         ]
         return tuple(

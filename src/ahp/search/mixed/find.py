@@ -20,7 +20,7 @@ import numpy as np
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
-from ahp.search.choices import Pipe
+from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.bounds import columns_hold
 from ahp.search.mixed.floors import Entry, Kind, ShapeFloors
 from ahp.search.mixed.nearby_shapes import NearbyShapes
@@ -291,7 +291,7 @@ class Finder:
             return Task(**self._facts(shape))
         pipes, least = self.space.pipes(shape.pipeline), self._least(shape)
 
-        def of_pipe(pipe: Pipe) -> LayoutTables:
+        def of_pipe(pipe: ScheduleChoice) -> LayoutTables:
             update = {"pipeline_parallel_schedule": pipe.schedule, "virtual_stages_per_rank": pipe.virtual}
             return self.floors.tables(shape, least, shape.layout().model_copy(update=update))
 

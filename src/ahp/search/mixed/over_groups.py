@@ -16,16 +16,16 @@ from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
-from ahp.search import reasons, telling
+from ahp.search import explain, reasons
 from ahp.search.certificate import Certificate, merged
 from ahp.search.current import compared, today_of, with_candidate
 from ahp.search.method import Method
-from ahp.search.mixed import telling as mixed_telling
+from ahp.search.mixed import explain as mixed_explain
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome
 from ahp.search.mixed.misfit import nothing_fits_anywhere
 from ahp.search.mixed.space import MixedSpace, no_shape, shape_of
 from ahp.search.problem import Problem
-from ahp.search.ranking import Ranking
+from ahp.search.result import Ranking
 from ahp.words import percent, seconds
 
 Pair = tuple[Parallelism, Forecast]
@@ -114,7 +114,7 @@ def mixed_ranking(
     best = plans[0]
     assert best.forecast is not None, "plans of a search have one"
     certificate = _certificate(asked, over, alone, best.forecast.step_time_s, perf_counter() - start)
-    notes = (*notes, *mixed_telling.idle(asked, best.parallelism, best_of[0].cluster), *_not_spread(over, refusal))
+    notes = (*notes, *mixed_explain.idle(asked, best.parallelism, best_of[0].cluster), *_not_spread(over, refusal))
     lost = tuple(
         Rejected(
             parallelism=plan.parallelism,
@@ -132,7 +132,7 @@ def mixed_ranking(
     ]
     told = None
     if today is not None:
-        of_best = mixed_telling.on_fullest(asked, (today.parallelism, today.forecast)) if today.forecast else asked
+        of_best = mixed_explain.on_fullest(asked, (today.parallelism, today.forecast)) if today.forecast else asked
         told = compared(today, (best.parallelism, best.forecast), of_best)
     return Ranking((first, *others), certificate, (), lost[keep - 1 :], notes, told)
 
@@ -194,7 +194,7 @@ def _over_groups(
 
 def _merged(asked: Problem, ranked: list[Pair], alone: list[Alone]) -> tuple[list[Plan], list[Problem]]:
     """Plans over several groups and of each alone, fastest first, and the problem of each."""
-    found = [(telling.plan(asked, pair, ()), asked) for pair in ranked]
+    found = [(explain.plan(asked, pair, ()), asked) for pair in ranked]
     found += [(plan, one.problem) for one in alone if one.ranking is not None for plan in one.ranking.plans]
     found.sort(key=lambda pair: pair[0].forecast.step_time_s if pair[0].forecast is not None else float("inf"))
     return [plan for plan, _ in found], [used for _, used in found]
@@ -242,15 +242,15 @@ def _why(
     pair = best.parallelism, best.forecast
     if used.cluster.is_mixed:
         floors = dict.fromkeys((name for name, _ in reasons.CHOICES), float("inf"))
-        words = telling.why(mixed_telling.on_fullest(asked, pair), ranked, [], certificate.words(), floors)
+        words = explain.why(mixed_explain.on_fullest(asked, pair), ranked, [], certificate.words(), floors)
         yield_of = (
             *words,
-            *mixed_telling.groups(asked, pair),
-            *mixed_telling.recompute(asked, pair),
-            *mixed_telling.links(asked, pair),
+            *mixed_explain.groups(asked, pair),
+            *mixed_explain.recompute(asked, pair),
+            *mixed_explain.links(asked, pair),
         )
     else:
         own = tuple(line for line in best.why if not line.startswith("Searched"))
-        yield_of = (own[0], certificate.words(), *own[1:], *mixed_telling.against_spread(used, ranked, best.forecast))
-    others = (mixed_telling.of_alone(one.name, one.ranking, one.refusal, best.forecast) for one in alone)
+        yield_of = (own[0], certificate.words(), *own[1:], *mixed_explain.against_spread(used, ranked, best.forecast))
+    others = (mixed_explain.of_alone(one.name, one.ranking, one.refusal, best.forecast) for one in alone)
     return (*yield_of, *(line for one, line in zip(alone, others, strict=True) if one.problem is not used))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ahp.errors import BadInput, NotExpressible
 from ahp.schedule.patterns import SPLIT_BACKWARD, stage_ranks
-from ahp.search.choices import Pipe
+from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.fewest import fewest
 from ahp.search.mixed.matrices import Kind
 from ahp.search.mixed.solve import Ends, Placement, Price, Row, Solved, Task
@@ -32,10 +32,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 LOOKED_AT = (
-    Pipe("Interleaved1F1B", 2),
-    Pipe("Interleaved1F1B", 4),
-    Pipe("InterleavedZeroBubble", 2),
-    Pipe("ZBVZeroBubble", 2),
+    ScheduleChoice("Interleaved1F1B", 2),
+    ScheduleChoice("Interleaved1F1B", 4),
+    ScheduleChoice("InterleavedZeroBubble", 2),
+    ScheduleChoice("ZBVZeroBubble", 2),
 )
 """Of many schedules those that are looked at where placements are many: with the least memory, and with the least bubble."""
 
@@ -49,21 +49,21 @@ class SeveralTask(Task):
 
     one: Task
     """The same with one stage on each rank, whose layers and micro-batches are in balance."""
-    pipes: tuple[Pipe, ...]
-    of_pipe: Callable[[Pipe], LayoutTables]
+    pipes: tuple[ScheduleChoice, ...]
+    of_pipe: Callable[[ScheduleChoice], LayoutTables]
     """By stage."""
-    legal: Callable[[Pipe, Ints], Bools]
+    legal: Callable[[ScheduleChoice, Ints], Bools]
     """Whether a replica may have so many micro-batches."""
 
     @property
     def _depths(self) -> list[int]:
         return [self.shape.pipeline * pipe.virtual for pipe in self.pipes]
 
-    def _ways(self) -> Iterator[tuple[Pipe | None, tuple[int, ...]]]:
+    def _ways(self) -> Iterator[tuple[ScheduleChoice | None, tuple[int, ...]]]:
         for pipe in self.pipes:
             yield from ((pipe, cut) for cut in self._cuts(self.shape.pipeline * pipe.virtual))
 
-    def _ends(self, kind: Kind, pipe: Pipe | None, cut: tuple[int, ...], numbers: Ints) -> Ends:
+    def _ends(self, kind: Kind, pipe: ScheduleChoice | None, cut: tuple[int, ...], numbers: Ints) -> Ends:
         assert pipe is not None, "several schedules"
         costs = self._costs(pipe, np.array([kind] * len(numbers)), cut, numbers)
         legal = np.array([self.legal(pipe, m) for m in numbers.tolist()])
@@ -71,14 +71,14 @@ class SeveralTask(Task):
             self._least_s(pipe, costs, numbers), np.logical_and.reduce(costs.fits, axis=1) & legal, costs.recomputed
         )
 
-    def _costs(self, pipe: Pipe, kinds: Ints, cut: Sequence[int], micro_batches: Ints) -> StageCosts:
+    def _costs(self, pipe: ScheduleChoice, kinds: Ints, cut: Sequence[int], micro_batches: Ints) -> StageCosts:
         """[..., S] From the group of each rank."""
         return self.of_pipe(pipe).stages(kinds[..., self._ranks(pipe)], cut, micro_batches)
 
-    def _ranks(self, pipe: Pipe) -> Ints:
+    def _ranks(self, pipe: ScheduleChoice) -> Ints:
         return np.array(stage_ranks(pipe.schedule, self.shape.pipeline, pipe.virtual))
 
-    def _least_s(self, pipe: Pipe, costs: StageCosts, micro_batches: Ints) -> Floats:
+    def _least_s(self, pipe: ScheduleChoice, costs: StageCosts, micro_batches: Ints) -> Floats:
         """[M] Seconds of a replica."""
         p, ranks = self.shape.pipeline, self._ranks(pipe)
         busy = np.stack([costs.whole[..., ranks == rank].sum(axis=-1) for rank in range(p)], axis=-1)
@@ -182,7 +182,7 @@ class SeveralTask(Task):
             if goes_round and (few or pipe in LOOKED_AT) and self.legal(pipe, m).all():
                 yield self._under(pipe, placement)
 
-    def _under(self, pipe: Pipe, placement: Placement) -> Placement:
+    def _under(self, pipe: ScheduleChoice, placement: Placement) -> Placement:
         ranks, v = self._ranks(pipe), pipe.virtual
         parts = [[n // v + (part < n % v) for part in range(v)] for n in placement.layers]
         cut = self.fixed.layers or _by_stage(parts, ranks)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, StagePlace
 from ahp.schedule.patterns import SPLIT_BACKWARD, stage_ranks
-from ahp.search.choices import Pipe
+from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.balance import balance, ends_s
 from ahp.search.mixed.fewest import fewest, said_plainly
 from ahp.search.mixed.matrices import Kind, Matrix, families, matrices, num_matrices
@@ -70,12 +70,12 @@ class Placement:
     rows: tuple[Row, ...]
     layers: tuple[int, ...]
     at_least_s: float
-    pipe: Pipe | None = None
+    pipe: ScheduleChoice | None = None
     """The schedule, where the shape stands for several."""
 
     def of(self, shape: Shape, names: tuple[str, ...]) -> Parallelism:
         """The layout."""
-        pipe = self.pipe or Pipe(shape.schedule, 1)
+        pipe = self.pipe or ScheduleChoice(shape.schedule, 1)
         ranks = stage_ranks(pipe.schedule, shape.pipeline, pipe.virtual)
         columns = zip(*([row.kind[rank] for rank in ranks] for row in self.rows), strict=True)
         some = zip(*(row.recomputed or (None,) * len(self.layers) for row in self.rows), strict=True)
@@ -262,14 +262,14 @@ class Task:
                     rows = [Row(kind, m, self._recomputed(known[kind].recomputed[m - 1].tolist())) for kind, m in pairs]
                     yield self._placement(rows, cut, bound_s, pipe)
 
-    def _ways(self) -> Iterator[tuple[Pipe | None, tuple[int, ...]]]:
+    def _ways(self) -> Iterator[tuple[ScheduleChoice | None, tuple[int, ...]]]:
         """Every schedule, where there are several, with every cut."""
         yield from ((None, cut) for cut in self._cuts(self.shape.pipeline))
 
     def _cuts(self, num_stages: int) -> Iterator[tuple[int, ...]]:
         yield from cuts(self._num_layers, num_stages) if self.fixed.layers is None else [self.fixed.layers]
 
-    def _ends(self, kind: Kind, pipe: Pipe | None, cut: tuple[int, ...], numbers: Ints) -> Ends:
+    def _ends(self, kind: Kind, pipe: ScheduleChoice | None, cut: tuple[int, ...], numbers: Ints) -> Ends:
         """Of one replica, by micro-batches."""
         assert pipe is None, "one schedule has no choice"
         costs = self.tables.stages(np.array([kind] * len(numbers)), cut, numbers)
@@ -279,7 +279,9 @@ class Task:
     def _recomputed(self, at_least: list[int]) -> tuple[int, ...] | None:
         return tuple(at_least) if self.tables.has_choice else None
 
-    def _placement(self, rows: list[Row], cut: tuple[int, ...], bound_s: float, pipe: Pipe | None = None) -> Placement:
+    def _placement(
+        self, rows: list[Row], cut: tuple[int, ...], bound_s: float, pipe: ScheduleChoice | None = None
+    ) -> Placement:
         given = self.fixed.recomputed
         if given is not None:
             rows = [row._replace(recomputed=some) for row, some in zip(rows, given, strict=True)]

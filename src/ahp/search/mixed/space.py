@@ -18,7 +18,7 @@ from ahp.errors import BadInput
 from ahp.forecast import rules
 from ahp.plan import ContextMethod, Parallelism, StagePlace
 from ahp.schedule.patterns import V_SHAPED
-from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, LOOPED, RECOMPUTE, Pipe
+from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, LOOPED, RECOMPUTE, ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
 
@@ -77,7 +77,7 @@ class Shape:
 
 def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = "1F1B") -> Parallelism:
     """Degrees without a placement; of ``SEVERAL`` stages on a rank the fewest, in the plainest schedule."""
-    pipe = Pipe("Interleaved1F1B", 2) if schedule == SEVERAL else Pipe(schedule, 1)
+    pipe = ScheduleChoice("Interleaved1F1B", 2) if schedule == SEVERAL else ScheduleChoice(schedule, 1)
     return Parallelism(
         data_parallel_replicate_degree=replicas,
         data_parallel_shard_degree=alike.shard,
@@ -185,7 +185,7 @@ class MixedSpace:
             return np.logical_or.reduce([self.legal_pipe(pipe, pipeline, numbers) for pipe in self.pipes(pipeline)])
         found = numbers >= max(self.least(pipeline, schedule), 1)
         if pipeline > 1 and self.asked.torch_pipeline:
-            found &= self.legal_pipe(Pipe(schedule, 1), pipeline, numbers)
+            found &= self.legal_pipe(ScheduleChoice(schedule, 1), pipeline, numbers)
         return found
 
     def schedules(self, pipeline: int) -> tuple[str, ...]:
@@ -194,15 +194,15 @@ class MixedSpace:
         if pipeline == 1:
             return (name or "1F1B",)
         one = SCHEDULES if self._virtual in (None, 1) else ()
-        found = tuple(s for s in one if name in (None, s) and not self._refused_schedule(Pipe(s, 1)))
+        found = tuple(s for s in one if name in (None, s) and not self._refused_schedule(ScheduleChoice(s, 1)))
         return (*((SEVERAL,) if self.pipes(2) else ()), *found)
 
-    def _pipes(self, pipeline: int) -> tuple[Pipe, ...]:
+    def _pipes(self, pipeline: int) -> tuple[ScheduleChoice, ...]:
         """Schedules with several stages on each of so many ranks."""
         name, most = self.given.get("pipeline_parallel_schedule"), self.asked.graph.num_layers // max(pipeline, 1)
         depths = range(2, min(most, DEEPEST_UNEVEN_VIRTUAL) + 1) if self._virtual is None else [self._virtual]
-        found = [Pipe(schedule, v) for v in depths for schedule in LOOPED if 1 < v <= most]
-        found += [Pipe(schedule, 2) for schedule in V_SHAPED if most >= 2]
+        found = [ScheduleChoice(schedule, v) for v in depths for schedule in LOOPED if 1 < v <= most]
+        found += [ScheduleChoice(schedule, 2) for schedule in V_SHAPED if most >= 2]
         return tuple(
             pipe
             for pipe in found
@@ -212,7 +212,7 @@ class MixedSpace:
             and not self._refused_schedule(pipe)
         )
 
-    def legal_pipe(self, pipe: Pipe, pipeline: int, micro_batches: Ints) -> Bools:
+    def legal_pipe(self, pipe: ScheduleChoice, pipeline: int, micro_batches: Ints) -> Bools:
         """Whether so many ranks can run so many micro-batches so: ``schedule.patterns.illegal_in_torch``, of many at once."""
         if pipe.schedule in LOOPED:  # whole rounds
             return (micro_batches > 0) & (micro_batches % np.maximum(micro_batches // pipeline, 1) == 0)
@@ -388,7 +388,7 @@ class MixedSpace:
         self.rules[name] = Rule(name, before.says, before.broken + rows)
         return False
 
-    def _refused_schedule(self, pipe: Pipe) -> str | None:
+    def _refused_schedule(self, pipe: ScheduleChoice) -> str | None:
         return self.asked.refused(
             Parallelism(
                 pipeline_parallel_degree=2,

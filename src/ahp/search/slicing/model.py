@@ -111,3 +111,16 @@ def _module_of(graph: ModelGraph) -> nn.Module:
     if graph.model is None:
         raise BadInput("model: this graph was made from a live module; give the module itself to slicing")
     return build_model(graph.model)
+
+
+def slicing(
+    graph: ModelGraph | nn.Module, tensor_parallel_degree: int, *, enable_sequence_parallel: bool = False
+) -> dict[str, str]:
+    """How every weight matrix and embedding of a model is split, by module name; ``*`` stands for the layer numbers.
+
+    Values: ``column`` (n), ``row`` (k), ``batch``, ``sequence`` (m), ``replicated``. Matrices that are bare parameters
+    (stacked experts) go by their own name. With ``enable_sequence_parallel`` the hidden states between the products are
+    split along the sequence; the norms that work on a part of it are named too. Raises BadInput for a degree below 2 or
+    a model whose blocks cannot be traced.
+    """
+    return slice_model(graph, tensor_parallel_degree, enable_sequence_parallel=enable_sequence_parallel).by_module()

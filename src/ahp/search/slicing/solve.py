@@ -44,9 +44,7 @@ from ahp.search.slicing.strategies import is_grouped, strategies
 from ahp.search.slicing.words import words
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from ahp.graph.operators import ModelGraph
+    pass
 
 Cost = tuple[int, int, int, int]
 """Per rank: FLOPs of matrix products and attention, elements of its weight matrices, bytes that it sends, elements that
@@ -336,21 +334,3 @@ def flops_of(node: Node) -> int:
     if node.target is aten.scaled_dot_product_attention.default:
         return 4 * numel_of(node) * shape_of(args_of(node)[1])[-2]
     return 0
-
-
-# ------------------------------------------------------------------------------------------------ for people
-
-
-def slicing(
-    graph: ModelGraph | nn.Module, tensor_parallel_degree: int, *, enable_sequence_parallel: bool = False
-) -> dict[str, str]:
-    """How every weight matrix and embedding of a model is split, by module name; ``*`` stands for the layer numbers.
-
-    Values: ``column`` (n), ``row`` (k), ``batch``, ``sequence`` (m), ``replicated``. Matrices that are bare parameters
-    (stacked experts) go by their own name. With ``enable_sequence_parallel`` the hidden states between the products are
-    split along the sequence; the norms that work on a part of it are named too. Raises BadInput for a degree below 2 or
-    a model whose blocks cannot be traced.
-    """
-    from ahp.search.slicing.model import slice_model
-
-    return slice_model(graph, tensor_parallel_degree, enable_sequence_parallel=enable_sequence_parallel).by_module()

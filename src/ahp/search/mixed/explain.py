@@ -14,7 +14,7 @@ from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
 from ahp.search import reasons
 from ahp.search.problem import Problem
-from ahp.search.ranking import Ranking
+from ahp.search.result import Ranking
 from ahp.words import gib, percent, seconds
 
 Pair = tuple[Parallelism, Forecast]

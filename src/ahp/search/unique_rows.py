@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-def different(*columns: Ints) -> tuple[Ints, Ints]:
+def unique_rows(*columns: Ints) -> tuple[Ints, Ints]:
     """The rows of a table that differ, in the order in which they come, and which of them each row is.
 
     numpy's own, over rows, is many times slower.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ahp.plan import Plan, validated
-from ahp.search.slicing.telling import told_of
+from ahp.search.slicing.explain import told_of
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -1,0 +1,24 @@
+"""The ranks of a collective, and what it does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of one collective: how many, how many of them on a node, on how many nodes."""
+
+    size: int
+    local: int
+    nodes: int
+
+
+def strided_group(size: int, stride: int, devices_per_node: int) -> Group:
+    """``size`` ranks, ``stride`` apart, on nodes of ``devices_per_node`` devices."""
+    local = min(size, max(1, devices_per_node // stride))
+    return Group(size, local, math.ceil(size / local))

@@ -1,0 +1,88 @@
+"""The number of devices that an objective chose, and what is known of the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ahp.search.objective import Scale, Worth
+from ahp.search.one_group import Fastest
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What is known of one number of devices."""
+
+    found: Fastest
+    worth: Worth | None
+    """Of its best plan; None where none fits, or where a lower bound says that it is not worth a forecast."""
+    lowest_score: float
+    """No plan on these devices scores less; infinite where none fits."""
+
+    @property
+    def devices(self) -> int:
+        return self.found.problem.cluster.num_devices
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        best = self.found.best
+        fits = self.found.at_least_s < float("inf")
+        return {
+            "devices": self.devices,
+            "parallelism": None if best is None else best[0].model_dump(mode="json"),
+            "step_time_s": None if best is None else best[1].step_time_s,
+            "step_time_at_least_s": self.found.at_least_s if fits else None,
+            "worth": None if self.worth is None else dict(self.worth.figures),
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The number of devices that was chosen, and what is known of the others."""
+
+    scale: Scale
+    first: Settled
+    others: tuple[Settled, ...]
+    """Numbers of devices with a plan, the best first."""
+    without: tuple[Settled, ...]
+    """Numbers of devices of which no plan is worth telling, and why that is known."""
+    search_s: float
+
+    @property
+    def proven(self) -> bool:
+        """Whether no other number of devices can be better, by this forecast."""
+        return all(self._behind(one) for one in (*self.others, *self.without))
+
+    def _behind(self, one: Settled) -> bool:
+        assert self.first.worth is not None, "the first has a plan"
+        if self.scale.objective.name != "fewest-devices":
+            return one.lowest_score >= self.first.worth.score
+        target_s = self.scale.asked.job.tokens_per_step / (self.scale.objective.target_tokens_per_s or 1.0)
+        return one.devices > self.first.devices or one.found.at_least_s > target_s
+
+    def words(self) -> str:
+        """One line for people: which numbers of devices were looked at, and what is known of those that lost."""
+        settled = sorted(one.devices for one in (self.first, *self.others, *self.without))
+        too_small = sum(one.found.at_least_s == float("inf") for one in self.without)
+        bounded = len(self.without) - too_small
+        parts = [
+            f"nothing fits on {too_small} of them" * (too_small > 0),
+            f"{len(self.others)} are behind by their best plan" * (len(self.others) > 0),
+            f"{bounded} by a lower bound" * (bounded > 0),
+        ]
+        told = ", ".join(filter(None, parts))
+        where = (
+            f"{len(settled)} numbers of devices, {settled[0]} to {settled[-1]}," if len(settled) > 1 else "one number"
+        )
+        end = "proven" if self.proven else "not proven: a better plan may be among those that were not priced"
+        return f"{self.first.devices} chosen of {where} in {self.search_s:.1f} s{': ' if told else ''}{told} ({end})"
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        rest = sorted((*self.others, *self.without), key=lambda one: one.devices)
+        return {
+            "proven": self.proven,
+            "search_s": self.search_s,
+            "chosen": self.first.plain(),
+            "others": [one.plain() for one in rest],
+        }
