@@ -46,9 +46,9 @@ def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> st
     elif changed.keys() <= {"job.steps"}:
         told = _rates_that_differ(before["job"], plan.job, before["step"])
     else:
-        told = f"{', '.join(changed.values())}: the steps to come, from {before['step'] + 1} on, are made with these"
+        told = f"the steps from {before['step'] + 1} on have {', '.join(changed.values())}"
     if told is not None and not extend:
-        differ = [f"{told}; --run.extend true allows it"]
+        differ = [f"{told}: --run.extend true says that this is meant"]
     for key, now in (("init_from", plan.init_from), ("model", plan.model)):
         if before.get(key) != now:
             differ.insert(0, f"{key} = {now!r} (the run has {before.get(key)!r})")
