@@ -153,6 +153,7 @@ def test_a_start_without_a_launcher_is_refused(
 
 def with_group(rank: int, world: int, backend: str | None, port: int, steps: int) -> dict[str, Any]:
     """The curve of two ranks whose program makes this group, or none."""
+    dist.barrier()  # one that left would close what another still connects to
     dist.destroy_process_group()
     with mock.patch.dict(os.environ, place(rank, world, port)):
         if backend != "none":
