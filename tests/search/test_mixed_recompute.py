@@ -16,12 +16,16 @@ from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.errors import AhpError, BadInput, NothingFits
 from ahp.forecast import memory
+from ahp.forecast.mixed import MixedPricer
+from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism, validated
 from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.balance import _cut
+from ahp.search.mixed.columns import Columns
 from ahp.search.mixed.fewest import fewest
 from ahp.search.mixed.several import SeveralTask
 from ahp.search.mixed.solve import Task
+from ahp.search.mixed.space import MixedSpace
 from ahp.search.mixed.tables import StageCosts
 from ahp.search.problem import Problem
 from ahp.search.stages import cuts
@@ -288,6 +292,22 @@ def test_a_group_that_is_too_narrow_for_a_cell_counts_for_nothing() -> None:
     asked = mixed(cluster, batch=2, constraints={"micro_batch_size": 1, "context_parallel_degree": 4})
     for plan in ranking_of(asked):
         assert plan.parallelism.context_parallel_degree == 4
+
+
+def test_a_group_that_is_too_narrow_for_experts_counts_for_nothing() -> None:
+    """Nor has it for ranks that share experts."""
+    groups = [
+        {"name": name, "device": H100, "nodes": count, "devices_per_node": 2} for name, count in (("a", 1), ("b", 2))
+    ]
+    groups[1]["inter_node_gbps"] = 100
+    cluster = Cluster.from_dict({"groups": groups, "links": [{"between": ["a", "b"], "gbps": 100}]})
+    keys = {"micro_batch_size": 1, "data_parallel_shard_degree": 4, "zero_stage": 1, "activation_checkpoint": "none"}
+    asked = mixed(cluster, model="experts", batch=4, constraints={**keys, "expert_parallel_degree": 4})
+    costs, space = pricer(asked.graph, asked.cluster, asked.job, asked.engine), MixedSpace(asked)
+    assert isinstance(costs, MixedPricer)
+    columns = Columns(costs, space)
+    assert len(space.alike) > 0
+    assert not any(columns.cells(alike, pipelined=True)[0] for alike in space.alike)
 
 
 def test_numbers_that_are_given_are_kept() -> None:

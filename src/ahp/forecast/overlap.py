@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ahp.forecast import constants
+
+Floats = NDArray[np.float64]
+Figures = Floats | float
 
 CONTENTION = constants.value("contention")
 """Computation slows down by this share while a collective runs beside it."""
@@ -19,8 +25,27 @@ def hidden_s(collective_s: float, beside_s: float, overlap: float) -> float:
 def shown_s(collective_s: float, beside_s: float, overlap: float) -> float:
     """What shows of collectives of which the share ``overlap`` may hide behind ``beside_s`` seconds of computation, with
     what they slow that down."""
-    hidden = hidden_s(collective_s, beside_s, overlap)
+    return _slowed_s(collective_s, hidden_s(collective_s, beside_s, overlap))
+
+
+def hidden_columns_s(collective_s: Figures, beside_s: Figures, overlap: Figures) -> Floats:
+    """``hidden_s`` of many at once."""
+    return np.minimum(overlap * collective_s, beside_s)
+
+
+def shown_columns_s(collective_s: Floats, beside_s: Figures, overlap: Figures) -> Floats:
+    """``shown_s`` of many at once."""
+    return _slowed_s(collective_s, hidden_columns_s(collective_s, beside_s, overlap))
+
+
+def _slowed_s(collective_s: Any, hidden: Any) -> Any:
     return collective_s - hidden + CONTENTION * hidden
+
+
+def shown_behind_s(total_s: Any, tail_s: Any, overlap: Any) -> Any:
+    """What shows of collectives that take ``total_s``, of which the share ``overlap`` may run beside computation, where ``tail_s``
+    of them comes after it: that, and what the others slow it down. One number or columns."""
+    return overlap * (tail_s + CONTENTION * (total_s - tail_s)) + (1.0 - overlap) * total_s
 
 
 def exposed_ahead_s(collectives: Sequence[float], work: Sequence[float], overlap: float) -> float:
@@ -56,7 +81,7 @@ def exposed_behind_s(
         clock += own
     total = sum(collectives)
     tail = max(0.0, finish - clock - later_s)
-    return overlap * (tail + CONTENTION * (total - tail)) + (1.0 - overlap) * total
+    return shown_behind_s(total, tail, overlap)
 
 
 class Sent(NamedTuple):

@@ -183,7 +183,7 @@ class Pricer:
         data = self.data_parallel(parallelism, traits)
         ranges = self.ranges(parallelism)
         recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
-        made = self._made.setdefault((id(units), data, recompute), {})  # the unit pricer keeps its units
+        made = self._made.setdefault((units, data, recompute), {})
         some = parallelism.recomputed_layers_per_stage or (None,) * len(ranges)
         stages = []
         for index, layers in enumerate(ranges):

@@ -53,9 +53,10 @@ def axes_of(parallelism: Parallelism, devices_per_node: int) -> Axes:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Units:
-    """Every kind of segment of a model, for one micro-batch size and one set of axes."""
+    """Every kind of segment of a model, for one micro-batch size and one set of axes. The pricer makes each once: two are
+    equal where they are the same."""
 
     embedding: Unit
     blocks: tuple[Unit, ...]

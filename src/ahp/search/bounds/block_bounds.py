@@ -25,7 +25,7 @@ from ahp.forecast.division import GROUPED, expert_parameters
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.kernels import Fusion, kernels
-from ahp.forecast.overlap import CONTENTION
+from ahp.forecast.overlap import shown_s
 from ahp.forecast.split import KeysWay, TensorSplit, split, way_of_keys
 from ahp.forecast.tables import PRECISION_OF
 from ahp.forecast.turns import least_share
@@ -239,9 +239,9 @@ class _BlockBounds:
         of_tensor, of_context, of_experts = groups
         in_parts, traits = bool(sequence) and tensor > 1, self._traits(tensor, context, expert, sequence)
         size = micro_batch / self.graph.micro_batch_size
-        shown = 1.0, 1.0 - (1.0 - CONTENTION) * traits.tensor_overlap_backward
+        shown = 1.0, shown_s(1.0, np.inf, traits.tensor_overlap_backward)
         if traits.tensor_in_pieces:
-            shown = CONTENTION, CONTENTION
+            shown = (shown_s(1.0, np.inf, 1.0),) * 2
         each_has_parts = in_parts and not traits.experts_gather_tokens
         return (
             self._of_tensor(of_tensor, in_parts, size / context, *shown)
@@ -315,7 +315,7 @@ class _BlockBounds:
             sent = (size * spec.bytes / group.size for spec in (*op.inputs[:3], op.outputs[0]))
             return 2 * sum(self._network.time_s("all_to_all", amount, group) for amount in sent)
         keys = size * sum(spec.bytes for spec in op.inputs[1:3])
-        shown = CONTENTION if way == "ring" else 1.0
+        shown = shown_s(1.0, np.inf, 1.0 if way == "ring" else 0.0)
         return 3 * shown * self._network.time_s("all_gather", keys, group)
 
     def _experts_s(self, group: Group, size: float) -> float:

@@ -16,7 +16,7 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.forecast.overlap import CONTENTION
+from ahp.forecast.overlap import shown_behind_s, shown_columns_s
 from ahp.forecast.states import RankWeights, last_copy_bytes
 from ahp.forecast.turns import least_share
 from ahp.schedule.patterns import SPLIT_BACKWARD
@@ -162,7 +162,7 @@ class LayerBounds:
         ``layers`` and ``received``: what ``SecondRank`` has of each kind [C]; ``held``: [rows, C].
         """
         of, ways = self._of[rows], self.ways.part(rows)
-        least = (self._column(f"least_{name}")[of] for name in ("parameters", "experts"))
+        least = (self._column(name)[of] for name in ("least_parameters", "least_experts"))
         parameters, experts = (np.floor(layers * column) for column in least)
         states, gradients = ways.states(RankWeights(parameters, experts=experts), self._m[of])
         kept = held[..., None] * self._kept[of][:, None]
@@ -275,12 +275,12 @@ class LayerBounds:
         gather, reduce, replicas = self._collectives
         overlap = any_block.overlap * traits.parameter_gather_overlap[..., None]
         longest_s = self._of_stages("work_forward").max(axis=-1)[:, None, None]
-        gathered = casts + traits.waits_for_gathers[..., None] * _shown(gather, longest_s, overlap)
+        gathered = casts + traits.waits_for_gathers[..., None] * shown_columns_s(gather, longest_s, overlap)
         each = traits.gathers_in_each_forward[..., None]
         forward = self._of_stages("forward_of_kinds")[:, None] + each * gathered
         first = (1.0 - each) * gathered
         longest_s = self._of_stages("work_backward").max(axis=-1)[..., None]
-        again = traits.gathers_in_each_backward[..., None] * (_shown(gather, longest_s, overlap) + casts)
+        again = traits.gathers_in_each_backward[..., None] * (shown_columns_s(gather, longest_s, overlap) + casts)
         each = traits.reduces_every_micro_batch[..., None]
         backward = self._of_stages("backward_of_kinds") + again + copies + each * self._behind(reduce)
         last_bytes = np.asarray(last_copy_bytes(traits))[..., None]
@@ -315,7 +315,7 @@ class LayerBounds:
         longer = np.maximum((reduces - work_s).min(axis=-1, keepdims=True), 0.0)
         # In a pipeline other stages of the rank may hide that.
         longer = longer * np.array([block.p == 1 for block in self.blocks])[self._of, None, None]
-        return overlap * (CONTENTION * reduces + (1.0 - CONTENTION) * longer) + (1.0 - overlap) * reduces
+        return shown_behind_s(reduces, longer, overlap)
 
 
 def _least_recomputed(light: Floats, heavy: Floats, room: Floats, num_layers: int) -> Floats:
@@ -334,8 +334,3 @@ def _least_recomputed(light: Floats, heavy: Floats, room: Floats, num_layers: in
     count = np.divide(needed, gain, out=np.zeros_like(needed), where=gain > 0).sum(axis=-1)
     fits = (num_layers - as_it_is.sum(axis=-1) - most.sum(axis=-1)) <= 1e-9 * num_layers
     return np.where(fits, count, np.inf).min(axis=-1)
-
-
-def _shown(collective_s: Floats, beside_s: Floats, overlap: Floats) -> Floats:
-    """``forecast.overlap.shown_s`` on arrays."""
-    return collective_s - (1.0 - CONTENTION) * np.minimum(overlap * collective_s, beside_s)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ahp.engines.engine import Traits
 from ahp.forecast.data_parallel import CommUnit, DataParallel
-from ahp.forecast.overlap import CONTENTION
+from ahp.forecast.overlap import hidden_columns_s, shown_behind_s, shown_columns_s
 from ahp.forecast.sharing import outside_blocks
 from ahp.forecast.stage import (
     Recompute,
@@ -338,10 +338,10 @@ class BlockStages:
         layers = gathers.kinds[..., self._layers]
         work = self.work_forward[self._layers]
         before = np.concatenate([[0.0], work[:-1]]) if len(work) else work
-        shown = _sums(_shown(layers, before, overlap))
+        shown = _sums(shown_columns_s(layers, before, overlap))
         start, end = stages.start, stages.end
         after_first = np.minimum(start + 1, end)
-        after = _shown(gathers.after, _where_blocks(work[None], end - 1, start < end), overlap)
+        after = shown_columns_s(gathers.after, _where_blocks(work[None], end - 1, start < end), overlap)
         first = _where_blocks(layers, start, start < end)
         return gathers.before + first + shown[..., end] - shown[..., after_first] + after
 
@@ -350,7 +350,7 @@ class BlockStages:
         layers = kinds[..., self._layers][:, None]
         work = self.work_backward[..., self._layers]
         after = np.concatenate([work[:, 1:], np.zeros((len(work), 1))], axis=-1) if work.shape[-1] else work
-        shown = _sums(_shown(layers, after[None], overlap))
+        shown = _sums(shown_columns_s(layers, after[None], overlap))
         start, end = stages.start, stages.end
         before_last = np.maximum(end - 1, start)
         return _where_blocks(layers, end - 1, start < end) + shown[..., before_last] - shown[..., start]
@@ -370,7 +370,7 @@ class BlockStages:
         # A block hides the gather of the one below it, but for the lowest of its stage.
         gathers = kinds[..., self._layers][:, None]
         below = np.concatenate([np.zeros_like(gathers[..., :1]), gathers[..., :-1]], axis=-1)
-        hidden = np.minimum(overlap * below, work[None])
+        hidden = hidden_columns_s(below, work[None], overlap)
         sums, after_lowest = _sums(hidden), np.minimum(start + 1, end)
         of_first = np.where(end - start > 1, _where_blocks(hidden, end - 1, some), 0.0)
         return first - of_first, clock - (sums[..., end] - sums[..., after_lowest])
@@ -396,7 +396,7 @@ class BlockStages:
             tail = np.maximum(tail, _where_blocks(layers / pieces, start, some)) + before
             total = blocks + before + after
             tail = np.maximum(tail, 0.0) * (stages.first if in_pipeline else 1.0)
-            return overlap * (tail + CONTENTION * (total - tail)) + (1.0 - overlap) * total
+            return shown_behind_s(total, tail, overlap)
 
         return exposed_s
 
@@ -404,11 +404,6 @@ class BlockStages:
 def _beyond(once_s: Floats, device_s: Floats, pass_s: Floats) -> Floats:
     """What comes once, as far as it does not run while the device waits for the host in its pass."""
     return np.maximum(once_s - (pass_s - device_s), 0.0)
-
-
-def _shown(collective_s: Floats, beside_s: Floats, overlap: float) -> Floats:
-    """``forecast.overlap.shown_s`` on arrays."""
-    return collective_s - (1.0 - CONTENTION) * np.minimum(overlap * collective_s, beside_s)
 
 
 def _forward_launches(u: Unit) -> float:

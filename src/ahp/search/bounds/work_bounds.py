@@ -25,7 +25,7 @@ class WorkBounds:
         self._overlap = 0.0 if is_cpu(asked.pricer.nodes.device) else 1.0
         kinds = asked.graph.layers
         self._share = np.bincount(kinds, minlength=len(asked.graph.blocks)) / max(len(kinds), 1)
-        self._passes: dict[tuple[int, float], tuple[float, float, float]] = {}
+        self._passes: dict[tuple[Units, float], tuple[float, float, float]] = {}
 
     def seconds(self, units: Units, traits: Traits, p: int, m: int) -> float:
         """That ``m`` micro-batches take at least on ``p`` pipeline ranks. ``units``: of one of them; ``traits``: of any split."""
@@ -39,7 +39,7 @@ class WorkBounds:
     def _of_units(self, units: Units, traits: Traits) -> tuple[float, float, float]:
         """Device seconds of one micro-batch: the shortest layer's forward pass, both passes of the mean layer, and of the ends."""
         overlap = self._overlap * traits.tensor_overlap_backward
-        key = id(units), overlap  # the pricer keeps its units
+        key = units, overlap
         if key not in self._passes:
             forward = [segment_forward_s(unit) for unit in units.blocks]
             both = [segment_forward_s(unit) + segment_backward_s(unit, overlap) for unit in units.blocks]

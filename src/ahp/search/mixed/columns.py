@@ -148,7 +148,7 @@ class Columns:
 
     def _priced(self, alike: Alike) -> tuple[Speeds, Activations]:
         """With all layers recomputed, where any are."""
-        names = self._that_have(alike.tensor * alike.context)  # as wide as all with the same layers are, at least
+        names = self._that_have(alike.width)  # as wide as all with the same layers are, at least
         cells = [GroupCells(self._pricer, name, layout_of(alike, 2), 1) for name in names]
         return speeds([of.of_units() for of in cells]), _stacked([of.activations for of in cells])
 

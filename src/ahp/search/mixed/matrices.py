@@ -28,15 +28,6 @@ def matrix_of(rows: Sequence[Kind]) -> Matrix:
     return tuple(sorted(Counter(rows).items()))
 
 
-def cells_used(matrix: Matrix, num_groups: int) -> tuple[int, ...]:
-    """Cells of each group that a matrix takes."""
-    used = [0] * num_groups
-    for kind, count in matrix:
-        for group in kind:
-            used[group] += count
-    return tuple(used)
-
-
 MANY_KINDS = 10_000
 """Of more kinds of replicas than this the matrices are not counted: deep pipelines have millions of kinds."""
 
