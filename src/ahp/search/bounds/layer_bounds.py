@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.forecast.overlap import shown_behind_s, shown_columns_s
-from ahp.forecast.states import RankWeights, last_copy_bytes
+from ahp.forecast.states import RankWeights, Shards, last_copy_bytes
 from ahp.forecast.turns import least_share
 from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.bounds.block_bounds import fewest_in_flight, fullest_of_any_cut
@@ -176,7 +176,10 @@ class LayerBounds:
         of, muon = self._of[rows], self.asked.pricer.muon
         dense, experts = (layers * self._column(name)[of] for name in ("least_dense", "least_experts"))
         weights = RankWeights(dense + experts, experts=experts)
-        update_s = weights.updated(self.ways.part(rows).shards) * self._update_of_one_s[rows]
+        update_s = (
+            weights.updated(Shards(*(np.asarray(ranks)[rows] for ranks in self.ways.shards)))
+            * self._update_of_one_s[rows]
+        )
         return update_s if muon is None else update_s + layers * (muon.least_s() / self._ranks_of_stage[of])
 
     @cached_property

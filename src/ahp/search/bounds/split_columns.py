@@ -39,16 +39,10 @@ class SplitColumns:
     @classmethod
     def joined(cls, parts: Sequence[SplitColumns]) -> SplitColumns:
         """One behind the other."""
-
-        def joined(*figures: Figures) -> Floats:
-            # What all rows of a part have alike is one number.
-            return np.concatenate([np.broadcast_to(of, part.shape) for of, part in zip(figures, shapes, strict=True)])
-
-        shapes = [part.traits.reduce_bytes for part in parts]
-        return _each(joined, parts)
+        return _each(lambda *figures: np.concatenate(figures), parts)
 
     def part(self, rows: slice | Ints) -> SplitColumns:
-        return _each(lambda of: np.broadcast_to(of, self.traits.reduce_bytes.shape)[rows], [self])
+        return _each(lambda of: of[rows], [self])
 
     def moved_bytes(self, micro_batches: int | Ints) -> tuple[Floats, Floats]:
         """[N, 1] each: moved for each parameter of a micro-batch, to make the compute copy and to copy its gradient.

@@ -132,7 +132,7 @@ class Splits:
         groups = np.array([[num_groups(layout)] for layout in self.layouts], dtype=float)
         return SplitColumns(
             Shards.among(ranks, self.layouts[0].expert_parallel_degree),
-            Outside.of(self._nodes.device, groups),
+            Outside(*(np.broadcast_to(part, ranks.shape) for part in Outside.of(self._nodes.device, groups))),
             TraitColumns.of(self.traits),
         )
 

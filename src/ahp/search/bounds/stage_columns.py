@@ -258,7 +258,8 @@ class BlockStages:
     def passes(self, splits: Splits, which: list[int], m: int, stages: StageTable, bytes_per_s: float) -> PassTimes:
         """The stages for some splits, those with equal traits, and ``m`` micro-batches."""
         traits = splits.traits[which[0]]
-        parameters = self.weights_of(stages).total
+        weights = self.weights_of(stages)
+        parameters = weights.total
         forward_s, backward_s, launches, backward_launches = self._pass_sums
         forward = self._stages(forward_s, stages, segment_forward_s)[None, None]
         backward = self._stages(backward_s, stages, self._backward_s)[None]
@@ -279,7 +280,7 @@ class BlockStages:
             first = first + gathered
         if again_gathered := traits.backward_gathers == "per_micro_batch":
             again = self._behind_neighbour(gathers.kinds, stages, gather_overlap)
-            backward = backward + again + casts * self.weights_of(stages).in_blocks
+            backward = backward + again + casts * weights.in_blocks
         backward = backward + copies * parameters
         windows = self._windows_left(gathers.kinds, stages, gather_overlap if again_gathered else 0.0)
         behind = self._behind(traits, windows, stages, in_pipeline=splits.pipeline_ranks > 1)
