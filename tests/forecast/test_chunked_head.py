@@ -3,8 +3,9 @@
 import pytest
 
 from ahp.engines.ahp import AhpEngine
+from ahp.forecast.axes import Axes
 from ahp.forecast.communication import Network
-from ahp.forecast.units import Axes, UnitPricer
+from ahp.forecast.units import UnitPricer
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 

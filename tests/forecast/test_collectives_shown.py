@@ -3,13 +3,14 @@
 import pytest
 
 from ahp.engines.registry import get
+from ahp.forecast.axes import ALONE, axes_of
 from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.pricer import slowest_share
 from ahp.forecast.rules import asynchronous
 from ahp.forecast.step import price
-from ahp.forecast.units import ALONE, UnitPricer, axes_of
+from ahp.forecast.units import UnitPricer
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism

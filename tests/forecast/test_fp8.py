@@ -5,9 +5,10 @@ import pytest
 from ahp.cluster.model import Cluster
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, FUSED_TORCHAO_FP8
 from ahp.engines.registry import get
+from ahp.forecast.axes import axes_of
 from ahp.forecast.communication import Network
 from ahp.forecast.split import is_weight_product
-from ahp.forecast.units import UnitPricer, axes_of
+from ahp.forecast.units import UnitPricer
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism

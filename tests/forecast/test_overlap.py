@@ -4,11 +4,11 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
+from ahp.forecast.axes import ALONE
 from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
 from ahp.forecast.group import Group
 from ahp.forecast.overlap import CONTENTION, Sent, exposed_ahead_s, exposed_behind_s, in_buckets
-from ahp.forecast.units import ALONE
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 

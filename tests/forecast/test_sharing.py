@@ -7,13 +7,14 @@ import pytest
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.forecast.assembly import passes_behind
+from ahp.forecast.axes import ALONE, axes_of
 from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
 from ahp.forecast.group import Group
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.sharing import WeightCommunication, outside_blocks
 from ahp.forecast.step import price
-from ahp.forecast.units import ALONE, UnitPricer, axes_of
+from ahp.forecast.units import UnitPricer
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 

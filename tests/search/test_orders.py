@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster
 from ahp.errors import NotExpressible
+from ahp.forecast.axes import axes_of
 from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import pipeline_axis
-from ahp.forecast.units import axes_of
 from ahp.plan import AXES, DEGREE, Parallelism
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.feasible_space import legal_rows

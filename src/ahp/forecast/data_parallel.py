@@ -7,11 +7,11 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from ahp.engines.engine import ALL_ELEMENTS, Traits
+from ahp.forecast.axes import ALONE
 from ahp.forecast.communication import Times
 from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.states import cast_bytes, gradient_copy_bytes, last_copy_bytes
 from ahp.forecast.unit import Unit
-from ahp.forecast.units import ALONE
 
 
 class CommUnit(NamedTuple):

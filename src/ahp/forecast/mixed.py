@@ -33,6 +33,7 @@ from ahp.forecast.assembly import (
     step_parts,
     unrun,
 )
+from ahp.forecast.axes import ALONE
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.groups import replica_members
@@ -46,7 +47,7 @@ from ahp.forecast.pricer import (
 )
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import StageMemory
-from ahp.forecast.units import ALONE, Units
+from ahp.forecast.units import Units
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism

@@ -32,6 +32,7 @@ from ahp.forecast.assembly import (
     step_parts,
     unrun,
 )
+from ahp.forecast.axes import axes_of
 from ahp.forecast.communication import Network, Times
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.efficiency import is_cpu
@@ -45,7 +46,7 @@ from ahp.forecast.stage import Recompute, StageCost, stage_cost
 from ahp.forecast.stage_memory import StageMemory, StageTable
 from ahp.forecast.states import Shards, state_bytes, visiting_bytes
 from ahp.forecast.turns import share, turns
-from ahp.forecast.units import UnitPricer, Units, axes_of
+from ahp.forecast.units import UnitPricer, Units
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism

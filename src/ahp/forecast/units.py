@@ -10,6 +10,7 @@ from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import ContextWay, FewKeys, Traits
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.activations import ActivationLiveness, SegmentMemory
+from ahp.forecast.axes import Axes
 from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Network
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
@@ -18,39 +19,15 @@ from ahp.forecast.division import GROUPED, Division, attention_heads, expert_par
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
 from ahp.forecast.group import CollectiveKind, Group
-from ahp.forecast.groups import expert_ranks
 from ahp.forecast.kernels import Fusion, Kernels, kernels
-from ahp.forecast.mesh import axis_group, group_of
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.selective import last_read
 from ahp.forecast.split import KeysWay, Role, TensorSplit, is_weight_product, split, way_of_keys
 from ahp.forecast.unit import Unit
 from ahp.graph.operators import ModelGraph, Operator, Segment, TensorSpec
-from ahp.plan import Parallelism
 from ahp.schedule.chunks import chunks
 
-ALONE = Group(1, 1, 1)
 SCALE_BYTES = 4
-
-
-class Axes(NamedTuple):
-    """The groups that divide a micro-batch within one stage."""
-
-    tensor: Group = ALONE
-    sequence_parallel: bool = False
-    context: Group = ALONE
-    expert: Group = ALONE
-
-
-def axes_of(parallelism: Parallelism, devices_per_node: int) -> Axes:
-    """The groups of a layout."""
-    tensor = parallelism.tensor_parallel_degree
-    return Axes(
-        tensor=axis_group(parallelism, "tp", devices_per_node),
-        sequence_parallel=parallelism.enable_sequence_parallel and tensor > 1,
-        context=axis_group(parallelism, "cp", devices_per_node),
-        expert=group_of(expert_ranks(parallelism)[0], devices_per_node, parallelism.world_size),
-    )
 
 
 @dataclass(frozen=True, eq=False)

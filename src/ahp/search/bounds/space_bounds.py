@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.forecast import memory
-from ahp.forecast.units import Axes, Units
+from ahp.forecast.axes import Axes
+from ahp.forecast.units import Units
 from ahp.plan import Parallelism
 from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes
 from ahp.search.bounds.block_rows import BlockRows, RowBounds, after_s, recomputes

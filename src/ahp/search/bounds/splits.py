@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ahp.cluster.model import NodeGroup
 from ahp.engines.engine import Traits
+from ahp.forecast.axes import Axes, axes_of
 from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.efficiency import is_cpu
@@ -21,7 +22,6 @@ from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.memory import Outside
 from ahp.forecast.pricer import Pricer, num_groups
 from ahp.forecast.states import Shards, TraitColumns
-from ahp.forecast.units import Axes, axes_of
 from ahp.plan import Parallelism
 from ahp.search.bounds.split_columns import SplitColumns
 

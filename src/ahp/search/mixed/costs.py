@@ -19,6 +19,7 @@ from ahp.cluster.model import NodeGroup
 from ahp.engines.registry import get
 from ahp.forecast import memory
 from ahp.forecast.assembly import num_groups, recompute_of
+from ahp.forecast.axes import ALONE
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.groups import shard_ranks
 from ahp.forecast.mixed import MixedPricer
@@ -34,7 +35,7 @@ from ahp.forecast.stage_memory import (
 )
 from ahp.forecast.states import RankWeights, Shards, state_bytes
 from ahp.forecast.unit import Unit
-from ahp.forecast.units import ALONE, Units
+from ahp.forecast.units import Units
 from ahp.plan import Parallelism
 from ahp.search.mixed.holding import WHOLE, Activations
 
