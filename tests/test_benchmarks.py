@@ -95,7 +95,7 @@ def test_starts_of_unlike_steps_are_refused() -> None:
         startup.row(layout, {"plain": [one], "ahp": [other]})
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_predicted_measures_every_layout_and_the_pick(tmp_path: Path) -> None:
     Cluster.parse("1x2xcpu").save(tmp_path / "cluster.yaml")  # measuring the machine is a test of its own
     found = run("predicted.py", "--cluster", str(tmp_path / "cluster.yaml"))["models"][0]

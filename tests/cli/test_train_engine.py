@@ -38,11 +38,20 @@ def losses(tmp_path: Path, name: str, *engine: str) -> list[float]:
     return [record["loss"] for record in RunFolder(folder).metrics()]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_blocks_and_a_loss_in_chunks_train_as_the_default(tmp_path: Path) -> None:
-    found = losses(tmp_path, "asked", "--engine.compile", "--engine.loss_chunk_tokens", "40")
-    assert Plan.load(tmp_path / "asked").engine == EngineChoice(compile=True, loss_chunk_tokens=40)
+COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU"
+)
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=[pytest.mark.wide, COMPILER])],
+    ids=["eager", "compiled"],
+)
+def test_what_the_engine_is_asked_for_trains_as_the_default(tmp_path: Path, compiled: bool) -> None:
+    asked = ["--engine.compile"] if compiled else []
+    found = losses(tmp_path, "asked", *asked, "--engine.loss_chunk_tokens", "40")
+    assert Plan.load(tmp_path / "asked").engine == EngineChoice(compile=compiled, loss_chunk_tokens=40)
     plain = losses(tmp_path, "plain")
     assert Plan.load(tmp_path / "plain").engine == EngineChoice(compile=False)
     assert len(plain) == LOSSES

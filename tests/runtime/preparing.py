@@ -17,7 +17,7 @@ from ahp.runtime.ranks import ranks
 from ahp.runtime.ranks.preparation import Preparation
 from ahp.runtime.run import trainer
 
-LIMIT_S = 30.0
+LIMIT_S = 10.0
 """Of the group that ranks join: two ranks find each other within it on a machine that is busy, too."""
 
 
@@ -39,7 +39,7 @@ class Slow(trainer.Trainer):
 def main(folder: Path, what: str) -> int:
     ranks.COLLECTIVE_TIMEOUT_S = LIMIT_S
     if what == "killed":
-        trainer.Preparation = partial(Preparation, heartbeat_s=0.5, silent_s=20.0)  # type: ignore[assignment,misc]
+        trainer.Preparation = partial(Preparation, heartbeat_s=0.5, silent_s=8.0)  # type: ignore[assignment,misc]
     Slow.what = what
     try:
         return Slow(Plan.load(folder / "plan.yaml"), folder=folder / "run").run().exit_code

@@ -32,8 +32,8 @@ FOUND = {
     # Nothing but a last resort splits its blocks, and with sequence parallelism the graphs of a step were solved without one.
     "last-resort-in-parts-of-the-sequence": Restart(
         partial(experts, "qwen3_moe", num_experts=6),
-        {"micro_batch_size": 2},
-        {"tensor_parallel_degree": 3, "enable_sequence_parallel": True, "micro_batch_size": 2},
+        {"micro_batch_size": 6},
+        {"tensor_parallel_degree": 3, "enable_sequence_parallel": True, "micro_batch_size": 6},
     ),
 }
 """What draws have found."""

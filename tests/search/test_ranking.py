@@ -15,7 +15,7 @@ from ahp.errors import BadInput, NotExpressible, NothingFits
 from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
-from ahp.plan import Parallelism
+from ahp.plan import EngineChoice, Parallelism
 from ahp.search import explain
 from ahp.search.feasible_space import legal_rows
 from ahp.search.gc_pause import among_new_objects
@@ -48,7 +48,7 @@ def roomless(cluster: str, memory_bytes: int) -> Cluster:
 
 @pytest.mark.slow
 def test_the_best_is_the_best_of_every_legal_layout() -> None:
-    eager, asked = (problem(tiny(), "2x4xH100-SXM-80GB", JOB, None, {"compile": value}) for value in (False, True))
+    asked = problem(tiny(), "2x4xH100-SXM-80GB", JOB, None, {"compile": True})
     priced = [(layout.model_copy(update={"zero_stage": 0}), asked.price(layout)) for layout in build(asked)]
     # Stages of ZeRO that cost the same are told once.
     told = {(layout, one.step_time_s, one.memory_reserved_bytes) for layout, one in priced if one.fits}
@@ -58,7 +58,9 @@ def test_the_best_is_the_best_of_every_legal_layout() -> None:
     assert found == pytest.approx(times[: len(found)])
     assert len(found) == 10
     assert on_eight().best.engine.compile is True
-    assert found[0] <= min(one.step_time_s for one in map(eager.price, build(eager)) if one.fits)
+    eager = search(tiny(), "2x4xH100-SXM-80GB", JOB, engine=EngineChoice(compile=False)).best.forecast
+    assert eager is not None
+    assert found[0] <= eager.step_time_s
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])

@@ -69,17 +69,23 @@ CONTEXT = {
 EVERY = (
     "one", "zero0", "zero1", "zero2", "zero3", "tp", "1f1b", "zero3-x-tp-x-interleaved", "zero-bubble", *CONTEXT,
 )  # fmt: skip
-TYPICAL = ("zero3", "tp", "1f1b")
+TYPICAL = ("zero3", "tp", "1f1b", "ring")
 """What casts differently: gathered weights, split weights, weights of a stage. That the other layouts cast as these
 do is seen on one model."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", cases(["llama", "gpt2", "custom"], wide=["custom"]))
-def test_layouts_stay_within_rounding(pool: Pool, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    cases(
+        [("llama", TYPICAL), ("gpt2", TYPICAL), ("llama", EVERY), ("custom", TYPICAL)],
+        wide=[("llama", EVERY), ("custom", TYPICAL)],
+    ),
+)
+def test_layouts_stay_within_rounding(pool: Pool, model: str, layouts: tuple[str, ...]) -> None:
     expected = list(plain(model))
     job: dict[str, Any] = {**JOB, "precision": "bf16", "optimizer": {**OPTIMIZER, "learning_rate": RATE}}
-    for layout in EVERY if model == "llama" else TYPICAL:
+    for layout in layouts:
         parallelism = {**(LAYOUTS | CONTEXT)[layout], "micro_batch_size": MICRO}
         got = pool.run(train, world_size(parallelism), model, parallelism, STEPS, job)[0]
         for step, (loss, norm) in enumerate(expected):

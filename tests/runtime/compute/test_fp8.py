@@ -215,7 +215,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-WIDE = {"tensor", "tensor and context", "tensor and sequence, split backward, selective"}
+WIDE = {"sequence, compiled", "tensor", "tensor and context", "tensor and sequence, split backward, selective"}
 """What the others have in parts."""
 
 

@@ -61,7 +61,13 @@ CASES = [
     ("sequence-selective", "qwen3_moe"), ("tensor-zero1-1f1b", "qwen2_moe"), ("heads-zbv", "mixtral"),
     ("ring-sequence", "qwen3_moe"), ("ep2-sequence", "qwen3_moe"),
 ]  # fmt: skip
-WIDE = {("ep2", "qwen3_moe"), ("zero1", "qwen2_moe"), ("1f1b", "qwen3_moe"), ("ep2-sequence", "qwen3_moe")}
+WIDE = {
+    ("ring-sequence", "qwen3_moe"),
+    ("ep2", "qwen3_moe"),
+    ("zero1", "qwen2_moe"),
+    ("1f1b", "qwen3_moe"),
+    ("ep2-sequence", "qwen3_moe"),
+}
 
 
 def balanced(name: str) -> nn.Module:

@@ -59,7 +59,7 @@ MODELS_OF = {
 CASES = [(layout, model) for layout in LAYOUTS for model in MODELS_OF[layout]]
 FAST = {("one", "gpt2"), ("ring", "llama"), ("ring", "family bert")}
 WIDE = {
-    ("one", "family qwen3"), ("one", "windows of gemma2"), ("ring+sequence+1f1b", "llama"), ("tp", "gpt2"), ("1f1b", "own"),
+    ("one", "family qwen3"), ("one", "windows of gemma2"), ("ring+sequence+1f1b", "llama"), ("ring+sequence+1f1b", "windows of modernbert"), ("tp", "gpt2"), ("1f1b", "own"),
     ("tp", WINDOWS), ("1f1b", WINDOWS), ("all-to-all", WINDOWS),
     *((layout, model) for layout in MODELS_OF for model in HANDED),
 } - {("ring", "family bert"), ("all-to-all", "family bert"), ("1f1b", "family opt")}  # fmt: skip
