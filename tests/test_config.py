@@ -119,7 +119,7 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
             "job: {steps: 20}\nrun: {profile: {steps: [10, 21]}}",
             ["run.profile.steps = [10, 21]: the job has 20 steps (job.steps)"],
         ),
-        ("job: {seed: 1}\njob: {seed: 2}", ["the key 'job' stands twice"]),
+        ("job: {seed: 1}\njob: {seed: 2}", ["the key 'job' is given twice"]),
         ("- 1", ["a mapping of keys was expected, not a list"]),
         ("job: [", ["not YAML"]),
     ],

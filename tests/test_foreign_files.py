@@ -89,7 +89,7 @@ REFUSED = {
     "a: !!python/name:os.abort": "could not determine a constructor for the tag",
     "[1]: 2": "a key must be a word",
     "{a: 1}: 2": "a key must be a word",
-    "a: 1\na: 2": "the key 'a' stands twice (line 2, column 1)",
+    "a: 1\na: 2": "the key 'a' is given twice (line 2, column 1)",
     "a: [1": "expected ',' or ']'",
     "x" * 4_000_001: "4,000,001 characters",
 }

@@ -24,7 +24,7 @@ def test_a_plan_is_read_from_its_file_or_its_folder(tmp_path: Path) -> None:
         (b"a: [1\n", "not YAML"),
         (b"\x89PNG\xff", "not YAML"),
         (b"7", "not a plan"),
-        (b"model: tiny\nmodel: llama3-8b\n", "the key 'model' stands twice"),
+        (b"model: tiny\nmodel: llama3-8b\n", "the key 'model' is given twice"),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path: Path, content: bytes | None, told: str) -> None:

@@ -70,7 +70,7 @@ class _Loader(yaml.SafeLoader):
                 raise ConstructorError(None, None, "a key must be a word, not a list or a mapping", key_node.start_mark)
             key = key_node.value
             if key in seen and key != "<<":
-                raise ConstructorError(None, None, f"the key {key[:80]!r} stands twice", key_node.start_mark)
+                raise ConstructorError(None, None, f"the key {key[:80]!r} is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 

@@ -157,7 +157,7 @@ def test_file_with_a_description(tmp_path: Path) -> None:
     [
         ("- a\n- b", "mapping"),
         ("a: [", "not YAML"),
-        ("nodes: 2\nnodes: 4\ndevice: T4\n", "the key 'nodes' stands twice"),
+        ("nodes: 2\nnodes: 4\ndevice: T4\n", "the key 'nodes' is given twice"),
         ("schema_version: 9\ngroups: [{intra_node: 1}]", "schema_version = 9"),
     ],
 )

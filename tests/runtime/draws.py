@@ -93,7 +93,7 @@ def draw(seed: int | str) -> Restart:
 
 
 def work(restart: Restart) -> float:
-    """Of both layouts: micro-batches that pass through the model, once for each rank that has a part of them, half more for recompute."""
+    """Micro-batches that both layouts compute. A micro-batch that is divided over ranks counts once for each rank, and recompute adds half."""
 
     def passes(layout: dict[str, Any]) -> float:
         parts = layout.get(DEGREE["tp"], 1) * layout.get(DEGREE["cp"], 1)

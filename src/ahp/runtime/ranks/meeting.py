@@ -11,8 +11,7 @@ import torch.distributed as dist
 from ahp.errors import AhpError
 
 MEET_S = 120.0
-"""[Empirical] Ranks reach this point within a second of each other where all start well; on a busy machine of two cores
-that starts eight of them, within 30 s."""
+"""[Empirical] Ranks reach this point within a second of each other on a free machine. Eight ranks on two busy cores took up to 30 s."""
 
 MOST_NAMED = 8
 

@@ -15,7 +15,7 @@ from types import FrameType
 from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
 
 LAUNCHER_GONE = 128
-"""In the place of a signal's number, and above all of them, so that it is the one that ranks agree on."""
+"""Used like a signal's number. It is larger than every signal's, because ranks agree on the largest number that any of them has."""
 
 
 def cause_of(number: int) -> str:
