@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ahp.config import Elastic
 from ahp.errors import BadInput
+from ahp.plan import Parallelism
+from ahp.run_files import Status
+from ahp.run_history import starts
 from ahp.runtime.ranks.hangs import RankMissing
+from ahp.runtime.ranks.launch import WorkersEnded
 from ahp.runtime.run import failure
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.restarts import Restarts
+from ahp.runtime.run.trainer import Trainer
+from tests.runtime.run.test_trainer import plan
 
 
 class Clock:
@@ -21,8 +29,8 @@ class Clock:
         return self.now_s
 
 
-def killed(step: int, rank: int = 0) -> TrainingFailed:
-    return TrainingFailed("worker gone", step=step, kind="SIGKILL", rank=rank, may_pass=True)
+def killed(step: int, rank: int = 0, saved: int = 0) -> TrainingFailed:
+    return TrainingFailed("worker gone", step=step, kind="SIGKILL", rank=rank, saved_step=saved, may_pass=True)
 
 
 def test_a_run_that_gets_on_is_started_again_as_often_as_the_window_allows() -> None:
@@ -52,6 +60,34 @@ def test_a_place_that_loses_its_worker_three_times_in_a_row_is_lost() -> None:
     assert [restarts.after(killed(step, rank=0), 3) for step in (6, 7)] == [3, 3]
     with pytest.raises(TrainingFailed, match=r"2 workers would be left, fewer than run\.elastic\.min_workers = 3"):
         restarts.after(killed(8, rank=0), 3)
+
+
+def test_a_place_that_gets_on_between_its_failures_is_kept() -> None:
+    restarts = Restarts(Elastic())
+    assert [restarts.after(killed(10 * n + 5, rank=1, saved=10 * n), 2) for n in range(6)] == [2] * 6
+
+
+def test_a_lost_place_is_planned_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def launch(*given: object, num_workers: int, **others: object) -> int:
+        started.append(num_workers)
+        if num_workers == 2:
+            raise WorkersEnded({1: -9})
+        RunFolder(tmp_path / "run").write_status(Status("done", 8, None, 0))
+        return 0
+
+    monkeypatch.setattr("ahp.runtime.ranks.launch.launch", launch)
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    two = plan(tmp_path / "a.txt", Parallelism(data_parallel_shard_degree=2, zero_stage=3))
+    with pytest.raises(TrainingFailed, match="the plan is for 2 workers, and 1 are left"):
+        Trainer(two, folder=tmp_path / "alone").run()
+    started.clear()
+    trainer = Trainer(two, folder=tmp_path / "run", replan=lambda workers: plan(tmp_path / "a.txt"))
+    assert trainer.run().status.state == "done"
+    assert started == [2, 2, 2, 1]
+    assert [start.workers for start in starts(tmp_path / "run" / "starts.jsonl")] == started
 
 
 def test_no_restarts_at_all_where_none_are_wanted() -> None:

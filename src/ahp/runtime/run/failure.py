@@ -39,12 +39,14 @@ class TrainingFailed(AhpError):
         step: int = 0,
         kind: str = "",
         rank: int | None = None,
+        saved_step: int = 0,
         may_pass: bool = False,
     ) -> None:
-        """``step``: the last one that was done; ``kind``: the way in which it failed; ``rank``: whose process went; ``may_pass``: as
+        """``step``: the last one that was done; ``saved_step``: of the newest checkpoint; ``kind``: the way in which it failed; ``rank``: whose process went; ``may_pass``: as
         of ``Failure``."""
         super().__init__(message)
         self.exit_code, self.step, self.kind, self.rank, self.may_pass = exit_code, step, kind, rank, may_pass
+        self.saved_step = saved_step
 
     def because(self, reason: str) -> TrainingFailed:
         """The same, and why it is not tried again."""

@@ -13,7 +13,7 @@ from ahp.words import seconds
 SAME_FAILURES = 3
 """As often the same step may fail in the same way: a fault of the hardware would have come elsewhere."""
 SAME_PLACE = 3
-"""As often in a row the worker of one place may go: then the place is lost."""
+"""As often in a row, with no new checkpoint between, the worker of one place may go: then the place is lost."""
 
 
 @dataclass
@@ -52,9 +52,13 @@ class Restarts:
         return left
 
     def _is_lost(self) -> bool:
-        """Whether the place whose worker went has lost it so often in a row that it is taken for broken."""
+        """Whether the place whose worker went has lost it so often, with no way made between, that it is taken for broken."""
         last = self.failed[-SAME_PLACE:]
-        lost = len(last) == SAME_PLACE and last[0].rank is not None and len({one.rank for one in last}) == 1
+        lost = (
+            len(last) == SAME_PLACE
+            and last[0].rank is not None
+            and len({(one.rank, one.saved_step) for one in last}) == 1
+        )
         if lost:
             self.failed.clear()  # ranks are other places now
         return lost

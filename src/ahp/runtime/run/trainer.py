@@ -319,7 +319,9 @@ class Trainer:
             # NCCL's watchdog aborts those that wait for the one that hangs.
             gone = None if number == signal.SIGABRT else rank
             text = f"worker {rank} was ended by {number.name} after step {step}{hint}; {logs}"
-            return TrainingFailed(text, step=step, kind=number.name, rank=gone, may_pass=True)
+            return TrainingFailed(
+                text, step=step, kind=number.name, rank=gone, saved_step=self._saved_step(), may_pass=True
+            )
         cause = failure.read(self.folder)
         if cause is not None:
             # What fails before the first step of all is a fault of the job rather than of a machine.
