@@ -16,6 +16,9 @@ OFFLOAD_BUCKET_BYTES = 256 * 2**20
 """Moments that are on the device at once under ``engine.offload_optimizer``, in buckets that come, are updated and go back (runtime/optimizer/offload.py):
 each of them keeps a link of tens of GB/s busy for a millisecond, and all are little beside what is saved."""
 
+REPLICA_BUCKET_BYTES = 25 * 2**20
+"""Gradients that replicas sum at once where FSDP2 has no part in it (runtime/shard/replicas.py); DistributedDataParallel's ``bucket_cap_mb``."""
+
 FP8_MULTIPLE = 16
 """Of what the dims of a weight must be, whole and in parts, for a product in 8 bits (torch._scaled_mm; ATen/native/cuda/ScaledBlas.cpp).
 A layer of which a whole dim is none computes in 16 bits."""
@@ -25,8 +28,7 @@ class AhpEngine(Engine):
     """What AHP's own runtime can run, and how it behaves.
 
     Sharded or cast weights are FSDP2's, with one block as the unit of communication; in fp32 with nothing sharded the
-    weights are the module's own, and replicas sum their gradients in one bucket for each block. Master weights,
-    gradients and both AdamW states are fp32; with bf16 and fp8 the compute copy is apart, of 16 bits. docs/forecast.md has the table.
+    weights are the module's own, and replicas sum their gradients in buckets of 25 MiB. Master weights, gradients and both AdamW states are fp32; with bf16 and fp8 the compute copy is apart, of 16 bits. docs/forecast.md has the table.
     """
 
     name = "ahp"
@@ -59,6 +61,7 @@ class AhpEngine(Engine):
         pipelined = parallelism.pipeline_parallel_degree > 1
         every = zero >= 2 and not pipelined
         wrapped = sharded or job.precision != "fp32"
+        buckets = parallelism.weight_replicas > 1 and not wrapped  # runtime/shard/replicas.py
         if parallelism.tensor_parallel_degree > 1:
             host_operators = host.value("split_operators") + (host.value("fsdp_of_split_operators") if wrapped else 0)
         else:
@@ -89,6 +92,9 @@ class AhpEngine(Engine):
             reduces_every_micro_batch=every,
             keeps_whole_gradients=not every,
             reduce_copies=wrapped or parallelism.weight_replicas > 1,
+            reduce_bucket_elements=REPLICA_BUCKET_BYTES // 4 if buckets else 0,
+            keeps_reduce_buckets=buckets,
+            gradients_in_buckets=buckets,
             gathers_inputs_again=False,  # autograd keeps what the product read
             ends_apart=True,  # runtime/shard/ends.py
             tensor_copies=True,  # runtime/tensor/collectives.py joins and cuts parts along the sequence

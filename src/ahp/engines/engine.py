@@ -73,7 +73,9 @@ class Traits:
     collects_in_bucket: bool = False
     """Whether a buffer of that size, allocated whole, collects them before they are copied to be sent."""
     keeps_reduce_buckets: bool = False
-    """Whether buckets for all gradients lie in memory beside them, from the first step on."""
+    """Whether buckets for all gradients lie in memory from the first step on."""
+    gradients_in_buckets: bool = False
+    """Whether these buckets are where gradients are kept; else they lie beside them."""
     gather_bucket_elements: int = 0
     """Elements of sharded weights, of whatever units, that one collective gathers; 0 = those of one unit."""
     gathered_block_bytes: int = 0

@@ -43,6 +43,7 @@ class TraitColumns:
     reduce_copies: Floats
     reduce_bucket_elements: Floats
     keeps_reduce_buckets: Floats
+    gradients_in_buckets: Floats
     collects_in_bucket: Floats
     fused_gradient_accumulation: Floats
     leaves_lone_experts: Floats
@@ -116,7 +117,7 @@ def state_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batch
     part = weights.updated(shards)
     no_matrix = weights.outside_blocks / shards.dense + weights.experts / shards.experts
     waits_whole = np.logical_and(of.keeps_whole_gradients, np.greater(micro_batches, 1))
-    gradient = np.where(waits_whole, weights.total, part)
+    gradient = np.where(of.gradients_in_buckets, 0.0, np.where(waits_whole, weights.total, part))
     return {
         "parameters": np.ceil(part * of.master_weight_bytes),
         "optimizer_states": np.ceil(part * of.device_state_bytes + no_matrix * of.no_matrix_state_bytes),
@@ -159,6 +160,7 @@ def layer_state_bytes(
     gradients."""
     parts = state_bytes(RankWeights(dense + experts, experts=experts), of, shards, micro_batches)
     kept = np.where(of.keeps_gathered_weights, parts["gathered_weights"], 0.0)
+    kept += np.where(of.gradients_in_buckets, parts["reduce_buffers"], 0.0)
     states = parts["parameters"] + parts["optimizer_states"] + parts["gradients"] + kept
     return np.maximum(states - 3.0, 0.0), parts["gradients"]  # three of the parts are rounded up once for a rank
 

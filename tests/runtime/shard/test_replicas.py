@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ahp.runtime.shard import replicas as replicas_module
 from ahp.runtime.shard.replicas import Replicas
 
 
@@ -56,22 +57,55 @@ def test_gradients_are_those_of_plain_autograd_and_parts_of_their_bucket(
     plain, own = model(), model()
     replicas = Replicas(group)
     replicas.watch([own[0], own])
+    buckets = set()
     for _ in range(2):
         inputs = list(torch.randn(num_micro_batches, 4, 8))
         run(plain, inputs)
         with Operators() as operators:
             run(own, inputs, replicas)
         assert not operators.found[torch.ops.aten.cat]
-        assert operators.found[torch.ops.aten.copy_] == (4 if num_micro_batches == 1 else 0)
+        assert operators.found[torch.ops.aten.copy_] == 4, "the first of the step, each once"
         memory = [
             {p.grad.untyped_storage().data_ptr() for p in unit.parameters() if p.grad is not None} for unit in own
         ]
         assert [len(found) for found in memory] == [1, 1, 0, 1], "autograd keeps parts of the buckets"
+        buckets.update(*memory)
         replicas.finish()
         for a, b in zip(plain.parameters(), own.parameters(), strict=True):
             assert b.grad is not None
             assert torch.equal(a.grad, b.grad)
             a.grad = b.grad = None
+    assert len(buckets) == 1, "their memory stays"
+
+
+def test_gradients_that_came_otherwise_are_collected(group: dist.ProcessGroup) -> None:
+    """As a program's own, or those that a split backward makes later."""
+    own, replicas = model(), Replicas(group)
+    replicas.watch([own])
+    for number in range(2):
+        for parameter in own.parameters():
+            parameter.grad = torch.full_like(parameter, number)
+        replicas.finish()
+        (flat,) = [bucket.flat for bucket in replicas.buckets]
+        for parameter in own.parameters():
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, torch.full_like(parameter, number))
+            assert parameter.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+            parameter.grad = None
+
+
+@pytest.mark.parametrize(("limit_bytes", "sums"), [(200, [72, 64, 72]), (300, [136, 72]), (10_000, [208])])
+def test_gradients_are_summed_together_until_they_fill_a_bucket(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, limit_bytes: int, sums: list[int]
+) -> None:
+    """The last layer's first, each sum while layers before it still compute."""
+    monkeypatch.setattr(replicas_module, "REPLICA_BUCKET_BYTES", limit_bytes)
+    own = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+    replicas, begun = Replicas(group), []
+    replicas.watch([own[2], own[1], own])
+    monkeypatch.setattr(replicas, "start", lambda buffer: begun.append(buffer.numel()))
+    run(own, [torch.randn(4, 8)], replicas)
+    assert begun == sums
 
 
 def test_a_parameter_without_a_gradient_stays_without(group: dist.ProcessGroup) -> None:

@@ -64,7 +64,7 @@ class Sharding:
         embedding: nn.Module | None = None,
         head: nn.Module | None = None,
     ) -> None:
-        """Shard each block as a unit, the embedding and the head, then what is left of ``root``, and sum over replicas in the same units.
+        """Shard each block as a unit, the embedding and the head, then what is left of ``root``; sum over replicas.
 
         ``experts``: modules inside the blocks whose weights are divided over the ``ep`` axis, and sharded over the rest of
         the shard axis, each as a unit of its own.
@@ -72,7 +72,7 @@ class Sharding:
         ends = [module for module in (embedding, head) if module is not None]
         if not self.uses_fsdp:
             if self.replicas is not None:
-                self.replicas.watch([*blocks, *ends, root])
+                self.replicas.watch([*([head] if head else []), *reversed(blocks), root])
             return
         ignored: set[nn.Parameter] = set()
         if self._experts_are_alone():

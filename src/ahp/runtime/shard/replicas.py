@@ -1,80 +1,82 @@
 """Replicated data parallel: gradients summed over replicas, bucket by bucket, while backward still runs.
 
-A bucket holds the gradients of one block, as FSDP2 would reduce them. Under FSDP2 its hook hands over each reduced
-buffer; without it, hooks on the parameters write each gradient to its bucket, and the last one starts the sum.
+Under FSDP2 its hook hands over the reduced buffer of each unit. Without it, hooks on the parameters place each gradient in its
+bucket, and the last one starts the sum. Such a bucket holds 25 MiB, as DistributedDataParallel's do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
 
+from ahp.engines.ahp import REPLICA_BUCKET_BYTES
 from ahp.runtime.torch_compat import like_distributed, local_tensor
 
-Gradients = tuple[torch.Tensor, ...]
-"""Of one parameter, as autograd hands it to a node: one tensor."""
+Gradients = tuple[torch.Tensor | None, ...]
+"""Of one parameter, as autograd hands it to a node: one tensor, None where nothing gave a gradient."""
 
 
 class Bucket:
-    """The parameters whose gradients are sent together."""
+    """The parameters whose gradients are sent together, in memory that stays from step to step: on a CPU pages that each step makes anew
+    cost more than the copies into them."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.num_ready = 0
         self.flat: torch.Tensor | None = None
-        """The step's sum of all gradients, one after the other. Made for each step, so that it takes no memory while the forward runs."""
+        """All gradients, one after the other. Made when the first one comes."""
         self.parts: list[torch.Tensor] = []
         """Of each parameter, its part of ``flat``."""
 
-    def take(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Write the whole gradient of a parameter to its part: ``gradient`` and what earlier micro-batches left in ``grad``.
-
-        So the addition that autograd would do in ``grad`` fills the bucket, and nothing is copied. Returns what autograd can keep as ``grad``.
-        """
-        if self.flat is None:
-            self._allocate()
-        parameter, part = self.parameters[number], self.parts[number]
-        if parameter.grad is None:
-            part.copy_(local_tensor(gradient))
-        else:
-            torch.add(local_tensor(parameter.grad), local_tensor(gradient), out=part)
-            parameter.grad = None
-        self.num_ready += 1
+    def place(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Write a parameter's first gradient of the step to its part. Returns what autograd can keep as ``grad``, to which it adds those of
+        later micro-batches in place; None where there is a ``grad``."""
+        parameter = self.parameters[number]
+        if parameter.grad is not None:
+            return None
+        part = self._memory()[1][number]
+        part.copy_(local_tensor(gradient))
         return like_distributed(part.detach(), parameter)
 
-    def _allocate(self) -> None:
-        like = [local_tensor(parameter) for parameter in self.parameters]
-        self.flat = like[0].new_empty(sum(tensor.numel() for tensor in like))
-        self.parts, offset = [], 0
-        for tensor in like:
-            # Autograd keeps a gradient that lies in memory as its parameter does, and copies any other.
-            strides = torch.empty_like(tensor, device="meta").stride()
-            self.parts.append(self.flat.as_strided(tensor.shape, strides, offset))
-            offset += tensor.numel()
-
-    def is_full(self) -> bool:
-        """Whether ``flat`` has every gradient."""
-        return self.num_ready == len(self.parameters)
-
-    def flatten(self) -> torch.Tensor:
-        """All gradients that there are in one buffer, however they came to ``grad``; each ``grad`` becomes a part of it."""
-        found = [p for p in self.parameters if p.grad is not None]
-        locals_ = [local_tensor(p.grad) for p in found if p.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in locals_]) if found else torch.zeros(0)
-        for parameter, part in zip(found, flat.split([gradient.numel() for gradient in locals_]), strict=True):
-            parameter.grad = like_distributed(part.view(local_tensor(parameter).shape), parameter)
+    def collected(self) -> torch.Tensor:
+        """``flat`` with all gradients that there are, however they came to ``grad``, and zeros for the others; each ``grad`` is its part."""
+        flat, parts = self._memory()
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            if parameter.grad is None:
+                part.zero_()
+            elif (gradient := local_tensor(parameter.grad)).data_ptr() != part.data_ptr():
+                part.copy_(gradient)
+                parameter.grad = like_distributed(part.detach(), parameter)
         return flat
 
-    def hand_over(self) -> None:
-        """Let each ``grad`` be a part of ``flat``, and be ready for the next step."""
-        if self.is_full():
-            for parameter, part in zip(self.parameters, self.parts, strict=True):
-                parameter.grad = like_distributed(part, parameter)
-        self.num_ready, self.flat, self.parts = 0, None, []
+    def _memory(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        if self.flat is None:
+            like = [local_tensor(parameter.detach()) for parameter in self.parameters]
+            self.flat = like[0].new_empty(sum(tensor.numel() for tensor in like))
+            offset = 0
+            for tensor in like:
+                # Autograd keeps a gradient that lies in memory as its parameter does, and copies any other.
+                strides = torch.empty_like(tensor, device="meta").stride()
+                self.parts.append(self.flat.as_strided(tensor.shape, strides, offset))
+                offset += tensor.numel()
+        return self.flat, self.parts
+
+
+def packed(parameters: Iterable[nn.Parameter], num_bytes: int) -> list[list[nn.Parameter]]:
+    """The parameters in lists, each of which ends with the one that makes it ``num_bytes`` or more."""
+    lists: list[list[nn.Parameter]] = []
+    held = num_bytes
+    for parameter in parameters:
+        if held >= num_bytes:
+            lists.append([])
+            held = 0
+        lists[-1].append(parameter)
+        held += local_tensor(parameter).nbytes
+    return lists
 
 
 def accumulation_of(parameter: nn.Parameter) -> Node:
@@ -100,31 +102,32 @@ class Replicas:
         """Autograd keeps such a node only as long as a graph has it, and its hooks with it."""
         self.pending: list[dist.Work] = []
 
-    def watch(self, units: list[nn.Module]) -> None:
-        """Make a bucket of each unit's parameters that are in none yet."""
+    def watch(self, modules: list[nn.Module]) -> None:
+        """Make buckets of the parameters that are in none yet. ``modules``: in the order in which backward comes to them."""
         seen = {id(p) for bucket in self.buckets for p in bucket.parameters}
-        for unit in units:
-            own = [p for p in unit.parameters() if p.requires_grad and id(p) not in seen]
-            seen.update(id(p) for p in own)
-            if own:
-                bucket = Bucket(own)
-                self.buckets.append(bucket)
-                for number, parameter in enumerate(own):
-                    accumulation = accumulation_of(parameter)
-                    accumulation.register_prehook(self._hook(bucket, number))
-                    self.accumulations.append(accumulation)
+        new: dict[int, nn.Parameter] = {}
+        for module in modules:
+            # Within a module backward mostly comes first to what was defined last.
+            for parameter in reversed(list(module.parameters())):
+                if parameter.requires_grad and id(parameter) not in seen:
+                    new.setdefault(id(parameter), parameter)
+        for parameters in packed(new.values(), REPLICA_BUCKET_BYTES):
+            bucket = Bucket(parameters)
+            self.buckets.append(bucket)
+            for number, parameter in enumerate(parameters):
+                accumulation = accumulation_of(parameter)
+                accumulation.register_prehook(_placing(bucket, number))
+                accumulation.register_hook(self._counting(bucket))
+                self.accumulations.append(accumulation)
 
-    def _hook(self, bucket: Bucket, number: int) -> Callable[[Gradients], Gradients | None]:
-        def before_accumulation(gradients: Gradients) -> Gradients | None:
-            if not self.armed:
-                return None
-            kept = bucket.take(number, gradients[0])
-            if bucket.is_full():
-                assert bucket.flat is not None
-                self.start(bucket.flat)
-            return (kept,)
+    def _counting(self, bucket: Bucket) -> Callable[..., None]:
+        def after_accumulation(*_: Gradients) -> None:
+            if self.armed:
+                bucket.num_ready += 1
+                if bucket.num_ready == len(bucket.parameters):
+                    self.start(bucket.collected())
 
-        return before_accumulation
+        return after_accumulation
 
     def start(self, buffer: torch.Tensor) -> None:
         """Begin to sum a buffer in place; replicas run the same graph, so they all begin in the same order."""
@@ -137,9 +140,17 @@ class Replicas:
     def finish(self) -> None:
         """Begin what no hook has begun (parameters without a gradient, torch's pipeline schedules), and wait for all."""
         for bucket in self.buckets:
-            if not bucket.is_full():
-                self.start(bucket.flatten())
-            bucket.hand_over()
+            if bucket.num_ready < len(bucket.parameters):
+                self.start(bucket.collected())
+            bucket.num_ready = 0
         for work in self.pending:
             work.wait()
         self.pending.clear()
+
+
+def _placing(bucket: Bucket, number: int) -> Callable[[Gradients], Gradients | None]:
+    def before_accumulation(gradients: Gradients) -> Gradients | None:
+        kept = None if gradients[0] is None else bucket.place(number, gradients[0])
+        return None if kept is None else (kept,)
+
+    return before_accumulation
