@@ -78,6 +78,7 @@ def test_several_runs_have_one_ratio_and_a_second_time_starts_anew(
     assert json.loads(capsys.readouterr().out)["calibration"]["step_ratio"] == pytest.approx(1.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
 def test_the_search_finds_the_same_plan_and_its_floor_is_below_it(ratio: float) -> None:
     cluster = Cluster.parse("1x4xA100-SXM-80GB")

@@ -69,7 +69,6 @@ EPS = 1e-6
 """Of AdamW, where it is 1e-8 elsewhere: a bias of the keys has no effect without rotary positions (OPT, BERT), and Adam would
 make full steps of the rounding that is its gradient."""
 CALM = {**JOB, "optimizer": {**JOB["optimizer"], "eps": EPS}}
-FAST = {("bert", "tensor")}
 WIDE = {
     *(
         (name, "ZeRO-1 x tensor x pipeline")
@@ -136,7 +135,7 @@ def worst(got: dict[str, Any], expected: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     ("model_type", "technique"),
-    cases(CASES, fast=FAST, wide=WIDE),
+    cases(CASES, wide=WIDE),
 )
 def test_a_family_under_a_technique_equals_one_process(
     pool: Pool,
@@ -187,7 +186,6 @@ def refused(rank: int, world: int, name: str, technique: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "technique"), list(REFUSED))
 def test_what_a_family_cannot_do_is_refused(
     pool: Pool, record_property: Callable[[str, object], None], model_type: str, technique: str

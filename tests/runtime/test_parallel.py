@@ -95,7 +95,6 @@ def from_meta(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
     return [parallel.step(parallel.shard(batch(step))).loss for step in range(3)]
 
 
-@pytest.mark.slow
 def test_a_meta_module_starts_alike_under_every_plan(pool: Pool) -> None:
     one = pool.run(from_meta, 1, {})[0]
     for layout in ({"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}):

@@ -60,7 +60,6 @@ PRODUCTS = {
     "balance-tp-x-ring-x-1f1b": product(BALANCED, {**SEQUENCE, **RING, **PIPELINE}),
     "balance-tp-x-heads-x-zbv": product(partial(BALANCED, num_attention_heads=4), {**TENSOR, **HEADS, **ZBV, **FULL}),
 }  # fmt: skip
-FAST = ("uneven-tp",)
 WIDE = (
     "fp16-heads-x-zero3", "fp16-experts-x-ring", "uneven-heads-zero1", "chunks-fp16-tp-x-1f1b-tied", "balance-tp-x-heads-x-zbv",
     "fp16-overflow-experts", "uneven-sequence-x-zero3",
@@ -92,7 +91,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], precision: str)
                 assert a == pytest.approx(b, rel=first + (last - first) * step / (STEPS - 1)), f"{key}, step {step}"
 
 
-@pytest.mark.parametrize("name", cases(PRODUCTS, fast=FAST, wide=WIDE))
+@pytest.mark.parametrize("name", cases(PRODUCTS, wide=WIDE))
 def test_products_equal_one_process(pool: Pool, name: str) -> None:
     restart = PRODUCTS[name]
     alone = Restart(restart.build, {}, {}, STEPS, job=restart.job, loss_scale=restart.loss_scale)

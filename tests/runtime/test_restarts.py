@@ -39,7 +39,6 @@ FOUND = {
 """What draws have found."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND)
 def test_what_draws_have_found(pool: Pool, tmp_path: Path, name: str) -> None:
     check(pool, FOUND[name], tmp_path)

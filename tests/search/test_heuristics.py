@@ -72,6 +72,7 @@ def test_every_block_has_a_point() -> None:
     assert set(found) == set(range(len(space().blocks)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_the_budget_is_kept_and_a_seed_repeats(solver: Callable[[Objective, int], None]) -> None:
     first, again, other = (solved(solver, seed, 60) for seed in (1, 1, 2))
@@ -115,6 +116,7 @@ def test_methods_that_are_none(keys: dict[str, Any], says: str) -> None:
         Method(**keys)
 
 
+@pytest.mark.slow
 def test_a_budget_that_finds_nothing_that_fits_is_told() -> None:
     group = Cluster.parse("2x4xH100-SXM-80GB").groups[0]
     device = group.device.model_copy(update={"memory_bytes": 60 * 2**20, "reserved_memory_bytes": 0})

@@ -99,6 +99,7 @@ def generous(cluster: Cluster, kind: str) -> Cluster:
     return times_faster(cluster, dict.fromkeys(kinds, 2.0))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(problems(constrained=True), st.sampled_from(["memory", "links", "arithmetic"]))
 def test_more_generous_hardware_is_never_slower(asked: Problem, kind: str) -> None:

@@ -74,7 +74,6 @@ TYPICAL = ("zero3", "tp", "1f1b", "ring")
 do is seen on one model."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layouts"),
     cases(

@@ -32,7 +32,6 @@ CASES = {
     "capped logits, split": ("family gemma2", "tp", 9),
     "a head of several modules": ("family bert", "zero3", 9),
 }
-FAST = ("tied, sharded",)
 WIDE = ("two sequences at a time", "every forward before every backward")
 
 
@@ -76,7 +75,7 @@ def train(
     }
 
 
-@pytest.mark.parametrize("case", cases(CASES, fast=FAST, wide=WIDE))
+@pytest.mark.parametrize("case", cases(CASES, wide=WIDE))
 def test_chunks_equal_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]], case: str) -> None:
     model, layout, chunk = CASES[case]
     expected = plain_run(model, STEPS, EPS)
@@ -103,7 +102,6 @@ def test_a_chunk_makes_no_gradient_of_the_heads_size(pool: Pool) -> None:
     assert chunked["products"] == 0
 
 
-@pytest.mark.slow
 def test_sums_over_chunks_are_as_exact_as_one_product_in_bf16(pool: Pool) -> None:
     """Chunks' gradients of the head are added in fp32: sixteen chunks are no further from the curve than one."""
     layout = {"micro_batch_size": BATCH}

@@ -53,7 +53,6 @@ def train(
     }
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_blocks_equal_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]]) -> None:
     """Under one layout: compiling takes half a minute, and a pipeline's stage or a recomputed block is the same graph."""
@@ -228,7 +227,6 @@ def why_refused(rank: int, world: int, model: str, layout: dict[str, Any]) -> st
     return str(refused.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "told"),
     [
@@ -273,7 +271,6 @@ def dropping() -> nn.Module:
 BUILDERS["dropping"] = dropping
 
 
-@pytest.mark.slow
 def test_compiled_slices_drop_what_uncompiled_ones_do(pool: Pool) -> None:
     """Attention drops parts by each rank's own numbers, the rest of the block the same on every rank."""
     for expected, found in zip(

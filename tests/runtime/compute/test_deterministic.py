@@ -46,7 +46,7 @@ def train(rank: int, world: int, model: str, layout: dict[str, Any]) -> dict[str
     return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results]}
 
 
-@pytest.mark.parametrize("layout", cases(LAYOUTS, fast=["tp"]))
+@pytest.mark.parametrize("layout", cases(LAYOUTS))
 def test_the_curve_is_that_of_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str) -> None:
     model, degrees = LAYOUTS[layout]
     for found in pool.run(train, world_size(degrees), model, degrees):

@@ -242,7 +242,6 @@ def test_each_step_is_that_of_torchaos_layers(
 
 
 @needs_torchao
-@pytest.mark.slow
 def test_a_run_continues_under_another_plan(
     pool: Pool, reference: Callable[[str, torch.dtype], list[Step]], tmp_path: Path
 ) -> None:

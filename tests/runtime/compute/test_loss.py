@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -42,7 +41,6 @@ def split_loss(rank: int, world: int, scale: float) -> tuple[float, float]:
     return abs(got.item() - expected.item()) / expected.item(), difference
 
 
-@pytest.mark.slow
 def test_split_by_vocabulary_equals_whole(pool: Pool) -> None:
     for scale in (1.0, 100.0):  # large logits overflow unless the maximum over all ranks is taken off
         for error, gradient_error in pool.run(split_loss, 2, scale):

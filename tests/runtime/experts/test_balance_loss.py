@@ -130,7 +130,6 @@ def train_compiled(rank: int, world: int, name: str, recompute: str) -> dict[str
     return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "graphs": graphs}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_compiled_blocks_tell_their_routers(pool: Pool, recompute: str) -> None:

@@ -80,7 +80,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 CASES = [(layout, ("mixtral", "qwen3_moe")[number % 2]) for number, layout in enumerate(LAYOUTS) if "ep" in layout]
 CASES += [("ep2-zero3", "deepseek_v3")]
-FAST = {("ep2", "mixtral")}
 WIDE = ("ep2-tensor-ring", "ep2-zero1", "ep2-replicas", "ep2-1f1b-in-another-order", "ep2-full", "ep2-zero-bubble")
 """Layouts whose parts others have too."""
 BUILDERS.update({f"family {name}": partial(family, name) for name in ("mixtral", "qwen3_moe", "deepseek_v3")})
@@ -146,9 +145,7 @@ def train_experts(rank: int, world: int, name: str, layout: str) -> dict[str, An
     return train(rank, world, name, LAYOUTS[layout], STEPS, JOB)
 
 
-@pytest.mark.parametrize(
-    ("layout", "family"), cases(CASES, fast=FAST, wide=[case for case in CASES if case[0] in WIDE])
-)
+@pytest.mark.parametrize(("layout", "family"), cases(CASES, wide=[case for case in CASES if case[0] in WIDE]))
 def test_divided_experts_equal_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str, family: str
 ) -> None:
@@ -177,7 +174,6 @@ def train_other(rank: int, world: int, layout: str, other: str) -> dict[str, Any
     return train(rank, world, "family mixtral", LAYOUTS[layout], 3, {**JOB, **OTHERS[other][0]})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("layout", ["ep2-zero3", "ep2-tensor"])
 def test_other_optimizers_and_precisions(pool: Pool, layout: str, other: str) -> None:
@@ -198,7 +194,6 @@ def held(
     return {n: (list(local_tensor(parallel.parameters[n]).shape), parallel.state.layout.ranges(n)) for n in names}
 
 
-@pytest.mark.slow
 def test_each_rank_holds_its_part(pool: Pool) -> None:
     name = "blocks.1.experts.into"  # [4, 16, 32]
     assert [of[name][0] for of in pool.run(held, 2, "ep2")] == [[2, 16, 32]] * 2
@@ -257,7 +252,6 @@ def blank(module: nn.Module) -> None:
         nn.init.normal_(parameter)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("ep2-zero3", "ep4"), ("ep4", "one"), ("zero3", "ep2-1f1b"), ("ep2-tensor", "ep2-ring")]
 )
@@ -280,7 +274,6 @@ def start(rank: int, world: int, layout: str, folder: str) -> dict[str, Any]:
     return {"losses": [result.loss], "norms": [result.grad_norm]}
 
 
-@pytest.mark.slow
 def test_starts_from_given_weights(pool: Pool, plain_run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     pool.run(save, 4, "ep2-zero3", str(tmp_path))
     expected = plain_run("family mixtral", STEPS)
@@ -305,7 +298,6 @@ def gathered(rank: int, world: int, layout: str) -> int:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ep2", "ep2-zero1"])
 def test_the_forecast_counts_what_is_gathered(pool: Pool, layout: str) -> None:
     """Experts that one rank has alone are left out; those that ranks share are not."""

@@ -72,7 +72,6 @@ def train(rank: int, world: int, layout: dict[str, Any], folder: str) -> dict[st
     return {"steps": steps, "scale": parallel.state.loss_scale.value}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", cases(["one", "zero3", "tp", "1f1b", "zbv"], wide=["tp", "1f1b"]))
 def test_layouts_leave_out_the_steps_that_one_process_does(pool: Pool, tmp_path: Path, layout: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=HIGH)

@@ -36,7 +36,6 @@ ORDERED = {
     "mesh_order": ("tp", "dp_replicate", "dp_shard"),
 }  # fmt: skip
 LAYOUTS = {**PLANS, "replicas-x-zero3-x-tp": ORDERED}
-FAST = {("no-decay", "one", "llama")}
 CASES = [
     *(("muon", plan, ("gpt2", "llama")[number % 2]) for number, plan in enumerate(LAYOUTS)),
     ("no-decay", "one", "llama"),
@@ -123,7 +122,7 @@ def _train(kind: str, model: str, layout: dict[str, Any], load: str | None, save
 
 @pytest.mark.parametrize(
     ("kind", "plan", "model"),
-    cases(CASES, fast=FAST, wide=WIDE),
+    cases(CASES, wide=WIDE),
 )
 def test_equals_torchs_own(pool: Pool, kind: str, plan: str, model: str) -> None:
     got = pool.run(train, world_size(LAYOUTS[plan]), kind, model, LAYOUTS[plan])[0]
@@ -142,7 +141,6 @@ def test_muon_orthogonalises_as_torch_does_in_bf16(pool: Pool) -> None:
     assert ours["norms"][1:] != pytest.approx(exact["norms"][1:], rel=2e-5), "bf16 and fp32 differ"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "loaded"), [("zero3-x-tp", "one"), ("one", "zero3-x-tp-x-pp"), ("1f1b", "zero3")])
 def test_momentum_goes_on_under_another_plan(pool: Pool, tmp_path: Path, saved: str, loaded: str) -> None:
     folder = str(tmp_path / "checkpoint")
@@ -221,7 +219,6 @@ def held(rank: int, world: int, layout: dict[str, Any]) -> int:
     return most
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data_parallel_shard_degree", "data_parallel_replicate_degree"])
 def test_the_forecast_counts_what_an_owner_holds(pool: Pool, axis: str) -> None:
     from ahp.cluster.model import Cluster

@@ -99,7 +99,6 @@ def test_ranks_become_places_also_where_the_launchers_order_was_joined_first(tmp
     assert found == ["0 1 1 6", "1 2 2 6", "2 0 0 6", "3 3 3 6"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_a_stage_of_zero_that_shards_nothing_sums_once(pool: Pool, zero_stage: int) -> None:
     """bf16 goes through FSDP2 on one rank, whose stages would sum over the replicas at every micro-batch."""

@@ -66,6 +66,7 @@ KEPT: list[object] = []
 """Of the worker that is killed, so that its group stays."""
 
 
+@pytest.mark.slow
 def test_workers_that_are_started_again_join_over_the_store_of_those_that_ended(port: int) -> None:
     """The store has the addresses still at which nobody listens any more."""
     for attempt in (killed, started_again):

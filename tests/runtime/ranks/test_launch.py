@@ -88,6 +88,7 @@ def test_end_of_the_worker_that_failed_is_told(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "why", "limit_s"), [("stopped", "stopped (SIGSTOP)", 2.0), ("sleeps", "hanging", 1.0)]
 )

@@ -75,7 +75,6 @@ def train_and_move(rank: int, world: int, model: str, folder: str) -> dict[str, 
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2"])  # its first and last stage share the embedding
 def test_any_order_equals_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], tmp_path: Path, model: str
@@ -89,7 +88,6 @@ def test_any_order_equals_one_process(
     assert_same_weights(results, expected)
 
 
-@pytest.mark.slow
 def test_replicas_within_shards_equal_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]]) -> None:
     from tests.runtime.test_equality import train
 

@@ -60,13 +60,13 @@ def test_all_answer(pool: Pool) -> None:
     assert pool.run(meet, 2, "none") == ["", ""]
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(pool: Pool) -> None:
     said = pool.run(meet, 2, "absent")[0]
     assert said.startswith("rank 1 of 2 did not come to the first exchange within 1 s")
     assert socket.gethostname() in said
 
 
+@pytest.mark.slow
 def test_an_axis_that_does_not_carry_is_named() -> None:
     """On workers of its own: gloo waits for the exchange that hangs when Python collects the group that it is of."""
     pool = Pool()
@@ -77,6 +77,7 @@ def test_an_axis_that_does_not_carry_is_named() -> None:
     assert said.startswith(f"axis tp, ranks 0, 1 on {socket.gethostname()}: an all-reduce of one number did not end")
 
 
+@pytest.mark.slow
 def test_an_error_is_told_though_an_exchange_hangs() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -52,6 +52,7 @@ def together(work: Callable[[Preparation], Any], size: int = 3) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_first_decides_for_all_however_long_it_takes() -> None:
     def work(workers: Preparation) -> list[str]:
         def decide() -> str:
@@ -95,6 +96,7 @@ class Touch:
         return os.mkdir, (str(self.file),)
 
 
+@pytest.mark.slow
 def test_none_goes_on_before_all_are_done() -> None:
     done: list[int] = []
 
@@ -140,6 +142,7 @@ def test_an_error_of_another_is_told_by_the_first() -> None:
     assert isinstance(third, BadInput)
 
 
+@pytest.mark.slow
 def test_a_first_that_has_gone_is_named() -> None:
     def work(workers: Preparation) -> None:
         if workers.is_first:

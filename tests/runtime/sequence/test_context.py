@@ -175,7 +175,6 @@ MODELS_OF: dict[str, tuple[str, ...]] = {
 }
 """LLaMA goes through the layouts that are not named."""
 CASES = [(layout, model) for layout in LAYOUTS for model in MODELS_OF.get(layout, ("llama",))]
-FAST = {("ring", "llama"), ("all-to-all", "packed")}
 WIDE = {
     ("ring", "gpt2"), ("ring", "family mixtral"), ("all-to-all", "llama"), ("all-to-all", "custom"), ("all-to-all", "family bert"),
     ("ring+zero0", "llama"), ("ring+replicate-x-zero1", "llama"), ("ring+tp", "gpt2"),
@@ -184,7 +183,7 @@ WIDE = {
 """Layouts whose parts others have too, and models that tests/runtime/test_families.py takes through context parallelism."""
 
 
-@pytest.mark.parametrize(("layout", "model"), cases(CASES, fast=FAST, wide=WIDE))
+@pytest.mark.parametrize(("layout", "model"), cases(CASES, wide=WIDE))
 def test_context_parallel_equals_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str, model: str
 ) -> None:
@@ -196,7 +195,6 @@ def test_context_parallel_equals_one_process(
     assert_same_weights(results, expected)
 
 
-@pytest.mark.slow
 def test_the_loss_of_own_tokens_in_chunks(pool: Pool, plain_run: Callable[..., dict[str, Any]]) -> None:
     expected = plain_run("llama", STEPS, EPS)
     for found in pool.run(run_in_chunks, 4, {**RING, **ONE_F_ONE_B}):
@@ -217,7 +215,6 @@ def resume(rank: int, world: int, folder: str, layout: dict[str, Any], first: in
     return [number for r in results for number in (r.loss, r.grad_norm)] + [loss]
 
 
-@pytest.mark.slow
 def test_a_checkpoint_loads_under_context_parallelism_and_out_of_it(pool: Pool, tmp_path: Path) -> None:
     layouts = {"one": {}, "ring": {**RING, "zero_stage": 3}, "heads": {**HEADS, **ONE_F_ONE_B}}
     ranks = {"one": 1, "ring": 2, "heads": 4}
@@ -240,7 +237,6 @@ def refused(rank: int, world: int, model: str, layout: dict[str, Any], job: dict
     return str(error.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "job", "words"),
     [

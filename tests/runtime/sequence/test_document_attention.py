@@ -51,7 +51,6 @@ BY_NAME = {
     "all-to-all+sequence": {**LAYOUTS["all-to-all"], **LAYOUTS["sequence"]},
 }
 CASES = [(layout, model) for layout in MODELS_OF for model in MODELS_OF[layout]]
-FAST = {("one", "gpt2"), ("tp", WINDOWS)}
 WIDE = {("one", "family qwen3"), ("one", "family opt"), ("tp", "gpt2"), ("1f1b", "gpt2"), ("zero3-selective", "llama")}
 
 
@@ -73,7 +72,7 @@ def train(rank: int, world: int, model: str, layout: dict[str, Any], compiled: b
     }
 
 
-@pytest.mark.parametrize(("layout", "model"), cases(CASES, fast=FAST, wide=WIDE))
+@pytest.mark.parametrize(("layout", "model"), cases(CASES, wide=WIDE))
 def test_attention_by_lengths_is_that_of_documents_alone(pool: Pool, layout: str, model: str) -> None:
     results = pool.run(train, world_size(BY_NAME[layout]), model, BY_NAME[layout])
     for found in results:
@@ -92,7 +91,6 @@ COMPILED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(COMPILED, wide={"1f1b-recompute", "zero3-selective", "all-to-all"}))
 def test_compiled_blocks_attend_by_lengths(pool: Pool, case: str) -> None:
     model, layout = COMPILED[case]
@@ -234,6 +232,7 @@ def test_starts_are_handed_to_attention_that_reads_them_alone(how: str, reason: 
     assert isinstance(found, DocumentStarts) if reason is None else re.search(reason, found), found  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_long_window_is_looked_for_in_the_config() -> None:
     model: Any = build("llama", max_position_embeddings=16384)
     model.config.sliding_window = 8192

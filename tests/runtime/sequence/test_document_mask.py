@@ -57,7 +57,6 @@ MODELS_OF = {
     "ring+sequence+1f1b": ("llama", WINDOWS, *HANDED),
 }
 CASES = [(layout, model) for layout in LAYOUTS for model in MODELS_OF[layout]]
-FAST = {("one", "gpt2"), ("ring", "llama"), ("ring", "family bert")}
 WIDE = {
     ("one", "family qwen3"), ("one", "windows of gemma2"), ("ring+sequence+1f1b", "llama"), ("ring+sequence+1f1b", "windows of modernbert"), ("tp", "gpt2"), ("1f1b", "own"),
     ("tp", WINDOWS), ("1f1b", WINDOWS), ("all-to-all", WINDOWS),
@@ -169,7 +168,7 @@ def train(rank: int, world: int, model: str, layout: dict[str, Any]) -> dict[str
     return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "held out": held_out}
 
 
-@pytest.mark.parametrize(("layout", "model"), cases(CASES, fast=FAST, wide=WIDE))
+@pytest.mark.parametrize(("layout", "model"), cases(CASES, wide=WIDE))
 def test_documents_in_one_sequence_are_as_documents_alone(pool: Pool, layout: str, model: str) -> None:
     results = pool.run(train, world_size(LAYOUTS[layout]), model, LAYOUTS[layout])
     assert_same_curve(results[0], plain(model))

@@ -49,7 +49,6 @@ HOWS: tuple[How, ...] = ("in place", "assigned", "batch norm")
 TURNS = {layout: HOWS[turn % len(HOWS)] for turn, layout in enumerate(LAYOUTS)}
 CASES = [(layout, how) for layout in LAYOUTS for how in (*HOWS, "counted")]
 WIDE = [(layout, how) for layout, how in CASES if how != (TURNS[layout] if layout in SAME_ROWS else "counted")]
-FAST = [("zero0", "counted"), ("1f1b", TURNS["1f1b"])]
 
 
 def train(rank: int, world: int, how: How, layout: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +91,7 @@ def plain(how: How) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "how"), cases(CASES, fast=FAST, wide=WIDE))
+@pytest.mark.parametrize(("layout", "how"), cases(CASES, wide=WIDE))
 def test_buffers_are_the_same_on_all_ranks_and_those_of_one_process(pool: Pool, layout: str, how: How) -> None:
     results, expected = pool.run(train, world_size(LAYOUTS[layout]), how, LAYOUTS[layout]), plain(how)
     equals_one = how == "counted" or layout in SAME_ROWS
@@ -115,7 +114,6 @@ def test_buffers_are_the_same_on_all_ranks_and_those_of_one_process(pool: Pool, 
     ("first", "then"),
     cases(
         [("zero0", "zero0"), ("zero3", "1f1b"), ("zbv", "tp"), ("tp", "zero0-x-1f1b"), ("zero0-x-1f1b", "one")],
-        fast=[("zero0", "zero0")],
     ),
 )
 def test_buffers_are_kept_over_a_restart(pool: Pool, tmp_path: Path, first: str, then: str) -> None:
@@ -162,7 +160,6 @@ def reset(module: nn.Module, *names: str) -> None:
         module.get_buffer(name).zero_()
 
 
-@pytest.mark.slow
 def test_buffers_go_out_with_the_weights_and_come_back(pool: Pool, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -193,7 +190,6 @@ def train_compiled(rank: int, world: int, how: How, recompute: str) -> dict[str,
     }
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize(
     ("how", "recompute"),
@@ -216,7 +212,6 @@ def refusal(rank: int, world: int) -> str:
     return ""
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_selective_recompute_of_blocks_that_write_is_refused(pool: Pool) -> None:
     assert "writes into its buffers (valid: none, full)" in pool.run(refusal, 1)[0]

@@ -87,7 +87,6 @@ def test_the_head_comes_last_and_is_sent_first(pool: Pool, engine: dict[str, Any
     assert sorted(reduces[6:]) == [WIDTH, END]
 
 
-@pytest.mark.slow
 def test_weights_that_stay_are_gathered_once_a_step(pool: Pool) -> None:
     found = pool.run(sent, 2, 2, {})[0]
     assert [size for kind, size in found if kind == "gather"].count(END) == 2

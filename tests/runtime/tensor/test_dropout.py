@@ -125,7 +125,6 @@ def test_parts_of_a_tensor_are_dropped_by_numbers_of_their_own(pool: Pool, layou
     assert_unlike(of_whole[..., : SEQUENCE // 2, :], of_whole[..., SEQUENCE // 2 :, :], "tokens of two ranks")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -71,7 +71,6 @@ BUILDERS["few-keys"] = partial(family, "llama")
 BUILDERS["one-key"] = partial(family, "llama", num_key_value_heads=1)
 BUILDERS["mixers"] = mixers
 CASES = [*((name, 2) for name in FAMILIES), ("few-keys", 4), ("one-key", 2), ("mixers", 2)]
-FAST = ("cohere",)
 KEPT_SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -101,10 +100,7 @@ def train_few_keys(rank: int, world: int, layout: str, steps: int) -> dict[str, 
     return train(rank, world, "few-keys", {"micro_batch_size": 4, **FEW_KEYS[layout]}, steps, JOB)
 
 
-@pytest.mark.parametrize(
-    ("name", "degree"),
-    [pytest.param(*case, marks=[] if case[0] in FAST else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("name", "degree"), CASES)
 def test_a_sliced_model_equals_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], name: str, degree: int
 ) -> None:
@@ -158,7 +154,6 @@ def held_of_a_block(rank: int, world: int, heads: int, in_parts: bool) -> tuple[
     return sum(p.numel() for p in parts), sum(kept.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "in parts of the sequence"])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_a_rank_holds_what_the_forecast_says(pool: Pool, heads: int, in_parts: bool) -> None:

@@ -37,7 +37,6 @@ MOVES = [
     ("one", "zero3-x-tp-x-pp"), ("zero0", "tp"), ("zero1", "1f1b"), ("zero3", "interleaved"), ("tp", "one"),
     ("tp", "zero3-x-tp"), ("1f1b", "zero3"), ("interleaved", "tp"), ("zero3-x-tp", "zero0"), ("zero3-x-tp-x-pp", "zero1"),
 ]  # fmt: skip
-FAST = {("tp", "one", "gpt2")}
 CASES = [(saved, loaded, tuple(MODELS)[number % len(MODELS)]) for number, (saved, loaded) in enumerate(MOVES)]
 """Every plan is saved and loaded; the models take turns."""
 WIDE = [case for case in CASES if case[:2] in (("zero0", "tp"), ("zero3", "interleaved"), ("zero3-x-tp", "zero0"))]
@@ -85,7 +84,7 @@ def saved_run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.mark.parametrize(
     ("saved", "loaded", "model"),
-    cases(CASES, fast=FAST, wide=WIDE),
+    cases(CASES, wide=WIDE),
 )
 def test_continues_under_another_plan(
     pool: Pool,
@@ -159,7 +158,6 @@ def dropped(rank: int, world: int, folder: str, first: int, layout: dict[str, An
     return losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["zero0", "zero3-x-tp"])
 def test_dropout_goes_on_where_it_was(pool: Pool, tmp_path: Path, plan: str) -> None:
     size, layout = world_size(PLANS[plan]), PLANS[plan]

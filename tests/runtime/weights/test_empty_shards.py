@@ -43,6 +43,6 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("name", cases(MOVES, fast=["zero3-dense-3-to-6"]))
+@pytest.mark.parametrize("name", cases(MOVES))
 def test_the_step_goes_on(pool: Pool, tmp_path: Path, name: str) -> None:
     check(pool, MOVES[name], tmp_path)

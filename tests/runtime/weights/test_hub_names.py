@@ -90,7 +90,6 @@ def out_again(rank: int, world: int, folder: str, layout: dict[str, Any], out: s
     return parallel.bytes_read, sum(t.numel() * t.element_size() for t in held)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_comes_in_goes_out_the_same(pool: Pool, tmp_path: Path, plan: str) -> None:
     family, layout = PLANS[plan]

@@ -31,7 +31,6 @@ CASES = [
     ("interleaved", "gpt2"),
     ("zero0", "llama"),
 ]
-FAST = [("1f1b", "gpt2")]
 
 
 def on_meta(model: str) -> nn.Module:
@@ -97,9 +96,7 @@ def num_draws(model: str) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(
-    ("layout", "model"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("layout", "model"), CASES)
 def test_values_are_those_of_one_process_and_only_ones_own_are_made(pool: Pool, layout: str, model: str) -> None:
     expected = alone(model)
     results = pool.run(start, world_size(PLANS[layout]), model, PLANS[layout])
