@@ -143,6 +143,8 @@ def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) ->
         )
     first, last = layers.start == 0, layers.stop == found.num_layers
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+    # torch's own copy of a fake tensor asks for its address, and warns that it has none.
+    memo.update({id(b): b.detach().clone() for b in module.buffers()})
     memo.update({id(b): b for b in module.get_submodule(found.blocks_path).buffers()})
     model = copy.deepcopy(module, memo)
     blocks = model.get_submodule(found.blocks_path)
