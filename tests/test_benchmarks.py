@@ -87,10 +87,11 @@ def test_starts_of_unlike_steps_are_refused() -> None:
     import startup
 
     layout = side_by_side.layouts()[0]
-    one = startup.Start(imported_s=1.0, ready_s=2.0, stepped_s=3.0, loss=8.3, grad_norm=1.0)
-    slower = startup.Start(imported_s=1.0, ready_s=2.0, stepped_s=6.0, loss=8.3, grad_norm=1.0)
-    other = startup.Start(imported_s=1.0, ready_s=2.0, stepped_s=3.0, loss=8.3, grad_norm=2.0)
+    one = startup.Start(imported_s=1.0, ready_s=2.0, stepped_s=3.0, used_s=1.5, loss=8.3, grad_norm=1.0)
+    slower = startup.Start(imported_s=1.0, ready_s=2.0, stepped_s=6.0, used_s=1.5, loss=8.3, grad_norm=1.0)
+    other = startup.Start(imported_s=1.0, ready_s=2.0, stepped_s=3.0, used_s=1.5, loss=8.3, grad_norm=2.0)
     assert startup.row(layout, {"plain": [slower, slower], "ahp": [one, one]})["ratio"] == 2.0
+    assert startup.row(layout, {"plain": [slower, slower], "ahp": [one, one]})["cpu_ratio"] == 1.0
     with pytest.raises(side_by_side.UnlikeThings, match="grad_norm of the first step"):
         startup.row(layout, {"plain": [one], "ahp": [other]})
 
