@@ -17,6 +17,7 @@ layouts = st.tuples(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1
 seconds = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(layouts, st.data())
 def test_no_bound_is_above_the_simulation(layout, data):

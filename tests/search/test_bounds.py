@@ -68,6 +68,7 @@ def some_rows(space: Space, data: st.DataObject, count: int) -> list[Place]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # models are traced within
 @given(problems(), st.data())
 def test_bounds_are_under_the_forecast(asked: Problem, data: st.DataObject) -> None:

@@ -28,6 +28,7 @@ def test_nothing_is_told_of_what_was_not_given() -> None:
     assert ranking(None).current is None
 
 
+@pytest.mark.slow
 def test_the_best_is_the_best() -> None:
     best = ranking(None).best
     assert told(best.parallelism).against_best == "it is the best"

@@ -319,6 +319,7 @@ def test_what_does_not_fit_by_the_bound_does_not_fit(asked: Problem, data: st.Da
             assert finder.columns_hold(finder.task(known[0]))
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(problems(most_cells=3), st.sampled_from(["group", "device", "link"]))
 def test_more_generous_hardware_is_never_slower(asked: Problem, kind: str) -> None:

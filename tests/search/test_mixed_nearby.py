@@ -44,6 +44,7 @@ def test_what_is_near_is_legal(asked: Problem, data: st.DataObject) -> None:
     assert shape_of(shape.layout()) == shape
 
 
+@pytest.mark.slow
 def test_what_is_near_a_seed_is_priced_and_counted() -> None:
     fixed = {"micro_batch_size": 1, "activation_checkpoint": "none"}
     asked = mixed(cluster_of((H100, 1, 8), (A100, 1, 8)), batch=48, constraints=fixed)
