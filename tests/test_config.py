@@ -106,7 +106,7 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
             "engine: megatron",
             ["engine.name = 'megatron'", "valid: ahp", "ahp plan MODEL CLUSTER --engine.name megatron"],
         ),
-        ("run: {checkpoint_every: 0}", ["run.checkpoint_every = 0: must be 1 step or more, or a time", "30min"]),
+        ("run: {checkpoint_every: 0}", ["run.checkpoint_every = 0: must be 1 step or more, a time, or auto", "30min"]),
         ("run: {checkpoint_every: yes}", ["run.checkpoint_every = True"]),
         ("run: {checkpoint_every: 30sec}", ["run.checkpoint_every = '30sec'", "2h"]),
         ("run: {checkpoint_every: 0min}", ["run.checkpoint_every = '0min'"]),
@@ -143,7 +143,14 @@ def test_the_engine_is_part_of_the_file_and_of_the_command_line(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("value", "steps", "seconds"),
-    [(1, 1, None), (50, 50, None), ("30min", None, 1800.0), ("1.5 h", None, 5400.0), ("2h", None, 7200.0)],
+    [
+        (1, 1, None),
+        (50, 50, None),
+        ("30min", None, 1800.0),
+        ("1.5 h", None, 5400.0),
+        ("2h", None, 7200.0),
+        ("auto", None, None),
+    ],
 )
 def test_checkpoints_come_by_steps_or_by_the_time(value: Any, steps: int | None, seconds: float | None) -> None:
     config = load_config(None, {"run.checkpoint_every": value})

@@ -21,9 +21,9 @@ def test_the_file_has_every_start_and_how_it_ended(tmp_path: Path) -> None:
     file = tmp_path / "starts.jsonl"
     assert starts(file) == []
     run_history.began(file, Start(BEGAN, "dp2", 2, 0))
-    run_history.ended(file, ended=LATER, last_step=9, saved_step=5, why="killed")
+    run_history.ended(file, ended=LATER, last_step=9, saved_step=5, why="killed", failed=True)
     run_history.began(file, Start(LATER, "dp1", 1, 5))
-    assert starts(file) == [Start(BEGAN, "dp2", 2, 0, LATER, 9, 5, "killed"), Start(LATER, "dp1", 1, 5)]
+    assert starts(file) == [Start(BEGAN, "dp2", 2, 0, LATER, 9, 5, "killed", True), Start(LATER, "dp1", 1, 5)]
 
 
 @pytest.mark.parametrize(

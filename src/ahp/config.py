@@ -82,12 +82,16 @@ another's part of a checkpoint or of the export; ten minutes is torch's own limi
 
 
 def checkpoint_interval(value: Any) -> tuple[int | None, float | None]:
-    """What ``run.checkpoint_every`` says: (steps, None), or (None, seconds) for a time such as 30min or 2h. Raises BadInput."""
+    """What ``run.checkpoint_every`` says: (steps, None), (None, seconds) for a time such as 30min or 2h, (None, None) for auto. Raises BadInput."""
+    if value == "auto":
+        return None, None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value, None
     if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?(min|h)", value)) and float(found[1]) > 0:
         return None, float(found[1]) * SECONDS_OF[found[2]]
-    raise bad_input("run.checkpoint_every", value, "must be 1 step or more, or a time", ["50", "30min", "2h"])
+    raise bad_input(
+        "run.checkpoint_every", value, "must be 1 step or more, a time, or auto", ["auto", "50", "30min", "2h"]
+    )
 
 
 class Profile(Record):
@@ -123,8 +127,8 @@ class Run(Record):
     """Where a run leaves its files, and how often."""
 
     folder: str = "runs/demo"
-    checkpoint_every: int | str = 50
-    """Steps, or a time such as 30min or 2h."""
+    checkpoint_every: int | str = "auto"
+    """Steps, or a time such as 30min or 2h; ``auto``: the time that loses the least."""
     keep: int = Field(default=3, ge=1)
     validate_every: int = Field(default=50, ge=1)
     validation_batches: int = Field(default=4, ge=1)
@@ -244,7 +248,7 @@ HELP: dict[str, str] = {
     "engine.offload_optimizer": "whether AdamW's moments lie in host memory and come to the GPU for each update",
     "engine.enable_async_tensor_parallel": "collectives of sequence parallelism in pieces beside products; this runtime has none yet",
     "run.folder": "where the run leaves its files; the same folder again continues the run",
-    "run.checkpoint_every": "steps between checkpoints, or the time between them: 30min, 2h",
+    "run.checkpoint_every": "steps between checkpoints, or the time: 30min, 2h; auto: from what one costs and how often the cluster fails (docs/training.md)",
     "run.keep": "newest checkpoints that are kept",
     "run.validate_every": "steps between looks at the loss on held-out text, where job.validation gives some",
     "run.validation_batches": "global batches of one look; the same ones each time",

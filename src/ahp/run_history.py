@@ -31,6 +31,12 @@ class Start:
     saved_step: int | None = None
     """Steps in the newest checkpoint then: those between were lost."""
     why: str | None = None
+    failed: bool = False
+    """Neither finished nor stopped by a signal."""
+
+    @property
+    def made_steps(self) -> bool:
+        return self.last_step is not None and self.last_step > self.first_step
 
     @property
     def seconds(self) -> float | None:
@@ -53,7 +59,7 @@ def began(file: Path, start: Start) -> None:
 
 
 def ended(file: Path, **found: Any) -> None:
-    """Write down how the last start ended: ``ended``, ``last_step``, ``saved_step``, ``why``."""
+    """Write down how the last start ended: ``ended``, ``last_step``, ``saved_step``, ``why``, ``failed``."""
     _append(file, found)
 
 
@@ -107,7 +113,7 @@ def _is_sound(start: Start) -> bool:
     numbers = (start.workers, start.first_step, start.last_step, start.saved_step)
     if not all(number is None or type(number) is int for number in numbers):
         return False
-    if not isinstance(start.plan, str) or not isinstance(start.why, str | None):
+    if not isinstance(start.plan, str) or not isinstance(start.why, str | None) or type(start.failed) is not bool:
         return False
     try:
         return start.seconds is None or start.seconds >= 0

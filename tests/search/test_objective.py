@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from ahp.cluster.model import Cluster, Host
+from ahp.cluster.reliability import Failures, defaults
 from ahp.errors import BadInput, NothingFits
 from ahp.search import counts
+from ahp.search.checkpoint_cost import checkpoint_bytes
 from ahp.search.counts import choose, smaller
 from ahp.search.objective import Scale, objective_of
 from ahp.search.problem import Problem
 from ahp.search.ranking import search
-from ahp.search.reliability import Failures, checkpoint_bytes, defaults
 from tests.search.small import SEQUENCE, graph, small
 
 NODES = "2x2xH100-SXM-80GB"

@@ -187,6 +187,8 @@ class Cluster(Record):
     groups: tuple[NodeGroup, ...] = Field(min_length=1)
     links: tuple[GroupLink, ...] = ()
     """One for every pair of groups that exchange data, in either order."""
+    failures_per_device_hour: float | None = Field(default=None, gt=0)
+    """Failures that stop a job, for each of its devices; None = as reliability.yaml has it."""
     source: str = "catalogue"
     """``catalogue``: nobody measured this cluster. ``probe``: measured, when and where."""
 

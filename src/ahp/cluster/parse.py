@@ -31,6 +31,7 @@ MOST_DIGITS = 9
 Watts = Annotated[float, Field(gt=0)]
 Gbps = Annotated[float, Field(ge=1e-6)]
 """Gigabits a second, a thousand bits at least."""
+FailureRate = Annotated[float, Field(gt=0)]
 
 
 class DeviceOverrides(Record):
@@ -58,6 +59,13 @@ class GroupDescription(Record):
     """Microseconds of one hop between nodes; None = the usual latency of a network."""
 
 
+class NodesDescription(GroupDescription):
+    """A cluster of one kind of nodes, as a user writes it."""
+
+    failures_per_device_hour: FailureRate | None = None
+    """Failures that stop a job, for each of its devices; None = as reliability.yaml has it."""
+
+
 class LinkDescription(Record):
     """The connection of two groups, as a user writes it."""
 
@@ -73,6 +81,7 @@ class MixedDescription(Record):
 
     groups: tuple[GroupDescription, ...] = Field(min_length=1)
     links: tuple[LinkDescription, ...] = ()
+    failures_per_device_hour: FailureRate | None = None
 
 
 def resolve(what: Cluster | Mapping[str, Any] | str | Path) -> Cluster:
@@ -135,7 +144,8 @@ def from_dict(data: dict[str, Any], where: str = "cluster") -> Cluster:
             )
         return validated(Cluster, data, where)
     if groups is None:
-        return Cluster(groups=(_group(validated(GroupDescription, data, where), where),))
+        nodes = validated(NodesDescription, data, where)
+        return Cluster(groups=(_group(nodes, where),), failures_per_device_hour=nodes.failures_per_device_hour)
     return _mixed(validated(MixedDescription, data, where), where)
 
 
@@ -234,7 +244,7 @@ def _mixed(description: MixedDescription, where: str) -> Cluster:
         given.get(frozenset((a.name, b.name))) or _usual_link(a, a_words, b, b_words, where)
         for (a, a_words), (b, b_words) in pairs
     )
-    return Cluster(groups=groups, links=links)
+    return Cluster(groups=groups, links=links, failures_per_device_hour=description.failures_per_device_hour)
 
 
 def _given_link(link: LinkDescription, any_group: GroupDescription) -> Link:

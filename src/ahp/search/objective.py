@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, field_validator
 
 from ahp.cluster.model import Cluster
+from ahp.cluster.reliability import SECONDS_PER_HOUR, Failures, defaults, failures_per_device_hour
 from ahp.errors import BadInput, bad_input
 from ahp.job import Record
 from ahp.plan import validated
+from ahp.search.checkpoint_cost import checkpoint_bytes, write_bytes_per_s
 from ahp.search.problem import Problem
-from ahp.search.reliability import SECONDS_PER_HOUR, Failures, checkpoint_bytes, defaults, write_bytes_per_s
 from ahp.words import count, duration, percent
 
 ObjectiveName = Literal["speed", "cost", "tokens-per-day", "fewest-devices"]
@@ -41,7 +42,7 @@ class Objective(Record):
     price_per_device_hour: Positive | dict[str, Positive] | None = None
     """One price for all devices, or one for each device by its name; in any currency."""
     failures_per_device_hour: Positive | None = None
-    """Failures that stop the job; None = reliability.yaml."""
+    """Failures that stop the job; None = those of the cluster, else reliability.yaml."""
     checkpoint_blocks_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds that a checkpoint stops training; None = from what it holds and the storage, where that was measured."""
     restart_s: Annotated[float, Field(ge=0)] | None = None
@@ -191,19 +192,21 @@ class Scale:
         return tuple(told)
 
     def _taken(self, key: str) -> str:
-        rate = write_bytes_per_s(self.asked.cluster)
-        if key == "checkpoint_blocks_s" and rate:
+        written = write_bytes_per_s(self.asked.cluster)
+        if key == "checkpoint_blocks_s" and written:
             return (
                 f"a checkpoint of {checkpoint_bytes(self.asked) / 1e9:.3g} GB written to the storage as it was measured "
-                f"({rate / 1e9:.3g} GB/s of all nodes)"
+                f"({written / 1e9:.3g} GB/s of all nodes)"
             )
         default = defaults()[key]
+        if key == "failures_per_device_hour" and (rate := self.asked.cluster.failures_per_device_hour):
+            return f"{rate:g} {default.unit} (the cluster's)"
         return f"{default.value:g} {default.unit} ({default.source.split(':')[0].split(';')[0].strip()})"
 
     def failures(self, cluster: Cluster) -> Failures:
         """Failures of a job on this cluster."""
         given, known = self.objective, defaults()
-        rate = given.failures_per_device_hour or known["failures_per_device_hour"].value
+        rate = given.failures_per_device_hour or failures_per_device_hour(self.asked.cluster.failures_per_device_hour)
         blocks_s, restart_s = given.checkpoint_blocks_s, given.restart_s
         if blocks_s is None:
             writes = write_bytes_per_s(cluster)

@@ -482,6 +482,26 @@ def test_checkpoints_come_by_the_time(
     assert [c.step for c in folder.checkpoints()] == saved
 
 
+def test_checkpoints_come_when_they_lose_the_least(
+    alone: Ranks, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 20 s, a checkpoint 2 s, a failure is expected every 1600 s: one a minute first, then every 80 s."""
+    clock = Clock(monkeypatch)
+
+    class Copied(Weight):
+        def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]:
+            clock.take(2.0)
+            return super().start(folder, complete)
+
+    weight = Copied()
+    weight.before_step = lambda step: clock.take(20.0)
+    settings = Settings(checkpoint_every=None, failures_per_s=1 / 1600, keep=9)
+    plan = Plan(job=Job(steps=16, global_batch_size=2, sequence_length=2))
+    loop(alone, folder, weight, settings=settings, plan=plan).run()
+    assert [c.step for c in folder.checkpoints()] == [3, 7, 11, 15, 16]
+    assert "checkpoints every 80.0 s: training waits 2.00 s for one" in folder.notes_file.read_text()
+
+
 def test_seconds_of_steps_add_up_to_what_a_user_waits(
     alone: Ranks, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

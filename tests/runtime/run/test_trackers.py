@@ -78,7 +78,7 @@ def test_tensorboard_begins_where_the_run_goes_on(tmp_path: Path, monkeypatch: p
 
 
 def test_what_the_trainer_is_given_from_python_is_checked_as_the_config_is() -> None:
-    with pytest.raises(BadInput, match=r"run\.checkpoint_every = 'daily': must be 1 step or more, or a time"):
+    with pytest.raises(BadInput, match=r"run\.checkpoint_every = 'daily': must be 1 step or more, a time, or auto"):
         Trainer(Plan(), checkpoint_every="daily")
     with pytest.raises(
         BadInput, match=r"run\.on_nan = 'ignore': there is no such value \(valid: stop, skip, rollback\)"

@@ -23,6 +23,7 @@ from ahp.runtime.data.prefetch import Prefetch
 from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.peak_memory import take_peak
 from ahp.runtime.ranks.ranks import Ranks
+from ahp.runtime.run.best_interval import BestInterval
 from ahp.runtime.run.checkpoints import CannotWrite, Checkpoints, Saver
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.garbage_collection import GarbageCollection
@@ -82,6 +83,8 @@ class Settings:
     checkpoint_every: int | None = 50
     """Steps; None where the time says when."""
     checkpoint_every_s: float | None = None
+    failures_per_s: float = 1e-6
+    """Of all workers: what the time comes from where neither is given."""
     keep: int = 3
     validate_every: int = 50
     validation_batches: int = 4
@@ -149,6 +152,8 @@ class Loop:
     """Whether the weights are those of a checkpoint, from which no step has been taken yet."""
     rollbacks: dict[int, int] = field(default_factory=dict, init=False)
     """By the step of a checkpoint, how often the run went back to it."""
+    best: BestInterval | None = field(default=None, init=False)
+    """Where the settings leave the time between checkpoints open."""
 
     def __post_init__(self) -> None:
         same = {"data_fingerprint": self.data_fingerprint, "model_described": self.model_described or None}
@@ -157,6 +162,8 @@ class Loop:
             self.settings.profile_steps, self.folder.profile_folder, self.ranks.rank, self.ranks.device
         )
         self.garbage = GarbageCollection()
+        if self.settings.checkpoint_every is None and self.settings.checkpoint_every_s is None:
+            self.best = BestInterval(self.settings.failures_per_s)
         self.rows = self.parallel.rows(self.plan.job.global_batch_size)
 
     def run(self) -> Status:
@@ -167,7 +174,7 @@ class Loop:
         self.done = self._resume()
         self.parallel.halts_at_fault = self.settings.on_nan == "stop"
         if self.settings.on_nan == "rollback" and self.checkpoints.saved is None:
-            self.checkpoints.start(self.done, self.parallel.saver)  # something to go back to from the first step on
+            self._save()  # something to go back to from the first step on
         self.checkpoints.started_at_s = self.ended_s = time.perf_counter()
         steps = self.plan.job.steps
         prefetch = Prefetch(self.batches, self.rows, num_steps=steps, device=self.ranks.device)
@@ -181,8 +188,7 @@ class Loop:
                     self._read(left=0)
                 # Not the weights of a checkpoint once more: whether they are good the next step says.
                 if self.stopped or self.done == steps or (self.due and not self.rolled_back):
-                    self.due = False
-                    self.checkpoints.start(self.done, self.parallel.saver)
+                    self._save()
                 if self.stopped:
                     self.checkpoints.finish()
                     why = cause_of(self.stopped), exit_code_of(self.stopped)
@@ -201,6 +207,12 @@ class Loop:
             self.folder.truncate_metrics(step)
         self._report(Status("running", step))
         return step
+
+    def _save(self) -> None:
+        self.due = False
+        if self.best is not None:
+            self.best.starts()
+        self.checkpoints.start(self.done, self.parallel.saver)
 
     def _is_multiple(self, every: int | None) -> bool:
         return every is not None and self.done % every == 0
@@ -221,7 +233,7 @@ class Loop:
         with self.profile.step(self.done + 1):
             result = self.parallel.step(part)
         self.done += 1
-        every_s = self.settings.checkpoint_every_s
+        every_s = self.best.seconds if self.best is not None else self.settings.checkpoint_every_s
         due = every_s is not None and time.perf_counter() - self.checkpoints.started_at_s >= every_s
         peak = take_peak(self.ranks.device)
         waits_us = (round(1e6 * waited_s) for waited_s in (data_wait_s, self.checkpoints.take_wait_s()))
@@ -241,6 +253,10 @@ class Loop:
         self.stopped = self.stopped or shared.stop
         self.due = self.due or bool(shared.checkpoint_is_due)
         self.most_bytes = max(self.most_bytes, shared.allocated_bytes)
+        if self.best is not None:
+            self.best.waits(shared.checkpoint_wait_us / 1e6)
+            if news := self.best.news():
+                self._note(news)
         result, forecast = step.result, self.plan.forecast
         record = {
             "step": step.number,

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +25,7 @@ from ahp.runtime.ranks.preparation import Preparation
 from ahp.runtime.ranks.ranks import is_joined
 from ahp.runtime.ranks.watch import OWN_CAUSE_S, Watch
 from ahp.runtime.run import failure
+from ahp.runtime.run.best_interval import failures_per_s
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.progress import Display, following, say
@@ -65,7 +66,7 @@ class Trainer:
         plan: Plan,
         *,
         folder: str | Path | RunFolder = "runs/demo",
-        checkpoint_every: int | str = 50,
+        checkpoint_every: int | str = "auto",
         keep: int = 3,
         validate_every: int = 50,
         validation_batches: int = 4,
@@ -136,7 +137,7 @@ class Trainer:
             while True:
                 try:
                     with self._in_history():
-                        status = self._status_after(self._start_workers(order))
+                        status = self._status_after(self._start_workers(self._as_it_failed(order)))
                 except TrainingFailed as failed:
                     with stops_at_once():
                         left = restarts.after(failed, self.plan.parallelism.world_size)
@@ -171,23 +172,27 @@ class Trainer:
         p = self.plan.parallelism
         start = run_history.Start(_now(), p.short(), p.world_size, self._saved_step())
         run_history.began(self.folder.history_file, start)
-        why = "stopped"
+        why, failed = "stopped", False
         try:
             yield
             status = self.folder.status()
             if status is not None:
                 why = status.cause or status.state
         except Exception as error:
-            why = str(error).splitlines()[0]
+            why, failed = str(error).splitlines()[0], True
             raise
         finally:
-            self._end_in_history(_now(), why)
+            self._end_in_history(_now(), why, failed)
 
-    def _end_in_history(self, ended: str, why: str) -> None:
-        last_step = failure.last_step(self.folder)
-        run_history.ended(
-            self.folder.history_file, ended=ended, last_step=last_step, saved_step=self._saved_step(), why=why
-        )
+    def _end_in_history(self, ended: str, why: str, failed: bool) -> None:
+        steps = {"last_step": failure.last_step(self.folder), "saved_step": self._saved_step()}
+        run_history.ended(self.folder.history_file, ended=ended, **steps, why=why, failed=failed)
+
+    def _as_it_failed(self, order: WorkerSettings) -> WorkerSettings:
+        """The settings with how often workers fail, as the cluster says and as the run's starts went."""
+        rate = (self.plan.cluster or {}).get("failures_per_device_hour")
+        history = run_history.starts(self.folder.history_file)
+        return replace(order, failures_per_s=failures_per_s(rate, history, self.plan.parallelism.world_size))
 
     def _saved_step(self) -> int:
         saved = self.folder.checkpoints()
@@ -233,7 +238,7 @@ class Trainer:
             finished = workers.decided_by_first(lambda: self._begin(kept), Outcome | None)
             if finished is not None:
                 return finished
-            order = self._order(device, self._texts_of(workers))
+            order = self._as_it_failed(self._order(device, self._texts_of(workers)))
         os.environ.update(gpu_variables(os.environ, self.folder.log_folder))
         stop = StopRequest()
         stop.listen()
@@ -257,7 +262,7 @@ class Trainer:
         history = run_history.starts(self.folder.history_file)
         if history and history[-1].ended is None:
             seen = read_heartbeat(self.folder.status_file) or history[-1].began
-            self._end_in_history(seen, "gone without a word: what wrote this file was killed too")
+            self._end_in_history(seen, "gone without a word: what wrote this file was killed too", failed=True)
         lines, step = self._take_up(), self._saved_step()
         kept.enter_context(self.folder.beating())
         if step:

@@ -45,6 +45,8 @@ class WorkerSettings:
     track: Sequence[str] = ()
     on_nan: OnNan = "stop"
     profile_steps: Sequence[int] | None = None
+    failures_per_s: float = 1e-6
+    """Of all workers, as the cluster and the run's starts say (``best_interval.py``)."""
 
 
 def run_rank(
@@ -151,6 +153,7 @@ def _settings(order: WorkerSettings) -> Settings:
     return Settings(
         checkpoint_every=steps,
         checkpoint_every_s=seconds,
+        failures_per_s=order.failures_per_s,
         keep=order.keep,
         validate_every=order.validate_every,
         validation_batches=order.validation_batches,

@@ -1,4 +1,4 @@
-"""What failures and checkpoints leave of a day: the share of time in which a job makes progress."""
+"""How often devices fail, and what failures and checkpoints leave of a day."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from math import sqrt
 
-from ahp.cluster.model import Cluster
-from ahp.engines.registry import get
-from ahp.plan import Parallelism
-from ahp.search.problem import Problem
 from ahp.shipped import shipped
 
 SECONDS_PER_HOUR = 3600.0
@@ -29,7 +25,18 @@ class Default:
 @cache
 def defaults() -> Mapping[str, Default]:
     """All of reliability.yaml by name, read once."""
-    return {name: Default(**entry) for name, entry in shipped("ahp.search", "reliability.yaml").items()}
+    return {name: Default(**entry) for name, entry in shipped("ahp.cluster", "reliability.yaml").items()}
+
+
+def failures_per_device_hour(given: float | None, failures: int = 0, device_hours: float = 0.0) -> float:
+    """The rate of a cluster as it was given (None = reliability.yaml), corrected by what a job met on it.
+
+    The rate counts as one failure in the device-hours that it says; failures and device-hours that were met are added to
+    these. So a job that meets what was said changes nothing, and one that meets others soon outweighs it. (The mean of a
+    gamma distribution after Poisson counts.)
+    """
+    rate = defaults()["failures_per_device_hour"].value if given is None else given
+    return (1 + failures) / (1 / rate + device_hours)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,24 +62,3 @@ class Failures:
         """Share of the time that trains, with checkpoints at the best interval; 0 where failures leave none."""
         lost = sqrt(2.0 * self.checkpoint_blocks_s * self.per_s) + self.per_s * self.restart_s
         return max(0.0, 1.0 - lost)
-
-
-def checkpoint_bytes(asked: Problem) -> int:
-    """A checkpoint: weights and optimizer states, each once, as the engine keeps them."""
-    traits = get(asked.engine.name).traits(asked.job, Parallelism(), asked.engine)
-    return asked.graph.num_parameters * (traits.master_weight_bytes + traits.optimizer_state_bytes)
-
-
-def write_bytes_per_s(cluster: Cluster) -> float | None:
-    """What all nodes write at once, by the storage that was measured; None where one was not.
-
-    Each node's own disk adds to the rate; storage behind a network is the same for all of them and does not.
-    """
-    rates = []
-    for group in cluster.groups:
-        rate, shared = group.host.storage_write_bytes_per_s, group.host.storage_kind == "network"
-        if not rate:
-            return None
-        rates.append((rate * (1 if shared else group.nodes), shared))
-    shared_rates = [rate for rate, shared in rates if shared]
-    return min(shared_rates) if shared_rates else sum(rate for rate, _ in rates)

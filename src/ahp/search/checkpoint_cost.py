@@ -1,0 +1,29 @@
+"""What a checkpoint holds, and how fast a cluster writes it."""
+
+from __future__ import annotations
+
+from ahp.cluster.model import Cluster
+from ahp.engines.registry import get
+from ahp.plan import Parallelism
+from ahp.search.problem import Problem
+
+
+def checkpoint_bytes(asked: Problem) -> int:
+    """A checkpoint: weights and optimizer states, each once, as the engine keeps them."""
+    traits = get(asked.engine.name).traits(asked.job, Parallelism(), asked.engine)
+    return asked.graph.num_parameters * (traits.master_weight_bytes + traits.optimizer_state_bytes)
+
+
+def write_bytes_per_s(cluster: Cluster) -> float | None:
+    """What all nodes write at once, by the storage that was measured; None where one was not.
+
+    Each node's own disk adds to the rate; storage behind a network is the same for all of them and does not.
+    """
+    rates = []
+    for group in cluster.groups:
+        rate, shared = group.host.storage_write_bytes_per_s, group.host.storage_kind == "network"
+        if not rate:
+            return None
+        rates.append((rate * (1 if shared else group.nodes), shared))
+    shared_rates = [rate for rate, shared in rates if shared]
+    return min(shared_rates) if shared_rates else sum(rate for rate, _ in rates)
