@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import zlib
@@ -47,6 +48,18 @@ def crc32(file: Path) -> int:
         while block := stream.read(1 << 22):
             value = zlib.crc32(block, value)
     return value
+
+
+def read_back(file: Path) -> int:
+    """Put a file onto the disk, and read it from there: the checksum of its bytes. Raises OSError where they are not those that were written."""
+    written = crc32(file)
+    flush(file)
+    if hasattr(os, "posix_fadvise"):  # else the system reads its copy in memory
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if crc32(file) != written:
+        raise OSError(errno.EIO, f"{file.name} does not read back from the disk as it was written")
+    return written
 
 
 def flush(path: Path) -> None:

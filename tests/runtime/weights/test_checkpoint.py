@@ -70,6 +70,30 @@ def continue_from(rank: int, world: int, model: str, layout: dict[str, Any], fol
     return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results]}
 
 
+def save_onto_a_bad_disk(rank: int, world: int, folder: str) -> str:
+    """Flushing rank 1's file changes a byte of it."""
+    from ahp.runtime import files
+    from ahp.runtime.parallel import parallelize
+
+    def flush(file: Path, flush: Callable[[Path], None] = files.flush) -> None:
+        flush(file)
+        if file.name.startswith("__1_"):
+            content = file.read_bytes()
+            file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+    parallel = parallelize(MODELS["llama"](), {"job": JOB, "parallelism": PLANS["zero1"]})
+    counts: list[dict[str, int]] = []
+    with mock.patch.object(files, "flush", flush):
+        error = parallel.saver.start(Path(folder), counts.append).exception()
+    assert not counts
+    return f"{type(error).__name__}: {error}"
+
+
+def test_a_checkpoint_counts_when_it_reads_back_as_it_was_written(pool: Pool, tmp_path: Path) -> None:
+    told = pool.run(save_onto_a_bad_disk, 2, str(tmp_path / "checkpoint"))
+    assert told == ["OSError: [Errno 5] __1_0.distcp does not read back from the disk as it was written"] * 2
+
+
 @pytest.fixture(scope="module")
 def saved_run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[str, dict[str, Any]]]:
     """(plan, model) -> the folder of its checkpoint, and the curve up to there; run once for each."""

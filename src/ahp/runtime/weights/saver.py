@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from ahp.runtime.files import crc32
+from ahp.runtime.files import read_back
 from ahp.runtime.torch_compat import like_distributed, local_tensor, pinned_like
 from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.checkpoint import tensors_of
-from ahp.runtime.weights.metadata import METADATA
+from ahp.runtime.weights.metadata import METADATA, BadMetadata, as_data
 
 
 class HostCopies:
@@ -58,8 +58,9 @@ class BackgroundSaver:
         """Copy this rank's part of the state to the host, then write it. Collective, and so is what the thread does.
 
         The host waits for the checkpoint before this one, whose memory it takes, and not for the copies: what a GPU computes after this
-        call comes after them in its stream. On rank 0 ``complete(checksums)`` is called in the thread once every rank's files are
-        written: crc32 by file name. The future ends when this rank's work has; it holds the error of a rank that could not write.
+        call comes after them in its stream. On rank 0 ``complete(checksums)`` is called in the thread once every rank's files
+        have been read back from the disk: crc32 by file name. The future ends when this rank's work has; it holds the error of a rank that
+        could not write.
         """
         if self._writing is not None:
             wait([self._writing])
@@ -80,11 +81,24 @@ class BackgroundSaver:
         if copies_made is not None:
             copies_made.synchronize()
         dcp.save(state, checkpoint_id=str(folder), process_group=self.group)
+        checksums = self._verified(folder)
+        if dist.get_rank() == 0:
+            complete(checksums)
+
+    def _verified(self, folder: Path) -> dict[str, int]:
+        """crc32 of all ranks' files by name, each read back from the disk. Collective; every rank raises OSError where one cannot."""
         rank = dist.get_rank()
-        mine = {file.name: crc32(file) for file in folder.glob(f"__{rank}_*")}
-        if rank == 0:  # it writes this one when all ranks have written theirs
-            mine[METADATA] = crc32(folder / METADATA)
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(mine, found if rank == 0 else None, dst=0, group=self.group)
-        if rank == 0:
-            complete({name: value for part in found for name, value in part.items()})
+        mine: dict[str, int] | str
+        try:
+            mine = {file.name: read_back(file) for file in folder.glob(f"__{rank}_*")}
+            if rank == 0:  # it writes this one when all ranks have written theirs
+                mine[METADATA] = read_back(folder / METADATA)
+                as_data(folder)
+        except (OSError, BadMetadata) as error:
+            mine = str(error)
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine, group=self.group)
+        for part in parts:
+            if isinstance(part, str):
+                raise OSError(part)
+        return {name: value for part in parts for name, value in part.items()}
