@@ -36,7 +36,7 @@ def run(script: str, *arguments: str) -> dict:
     return json.loads(result.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_side_by_side_compares_like_with_like() -> None:
     names = ["zero3-bf16", "pp-zbv", "ep"]
     found = run("side_by_side.py", "--only", *names)

@@ -72,7 +72,7 @@ CALM = {**JOB, "optimizer": {**JOB["optimizer"], "eps": EPS}}
 WIDE = {
     *(
         (name, "ZeRO-1 x tensor x pipeline")
-        for name in ("gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3")
+        for name in ("gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
     ),
     *((name, technique) for name in FAMILIES for technique in ("sequence", "full recompute", "compile", *ROUNDED)),
 }

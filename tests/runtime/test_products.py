@@ -137,7 +137,7 @@ def train_on_kernels(rank: int, world: int, restart: Restart, layout: dict[str, 
 
 
 @pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("name", cases(KERNELS, wide=("selective-chunks-llama", "experts-mixtral", "tp-gpt2")))
+@pytest.mark.parametrize("name", cases(KERNELS, wide=("selective-chunks-llama", "experts-mixtral", "1f1b-full-llama")))
 def test_compiled_kernels_equal_one_process(pool: Pool, name: str) -> None:
     build, layout, engine = KERNELS[name]
     expected = curve(pool, product(build, {}), {"micro_batch_size": 2})

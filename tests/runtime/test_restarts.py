@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples import many
+from tests.marks import cases
 from tests.runtime.draws import draw, experts, gpt2, work
 from tests.runtime.restarts import Refused, Restart, check
 from tests.runtime.workers import Pool
@@ -39,7 +40,7 @@ FOUND = {
 """What draws have found."""
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", cases(FOUND, wide=["last-resort-in-parts-of-the-sequence"]))
 def test_what_draws_have_found(pool: Pool, tmp_path: Path, name: str) -> None:
     check(pool, FOUND[name], tmp_path)
 

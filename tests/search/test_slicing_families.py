@@ -79,7 +79,7 @@ def test_moves_no_more_than_the_written_plan(model_type: str) -> None:
     assert all(0 < ours <= theirs for ours, theirs in compared), compared
 
 
-@pytest.mark.parametrize("which", cases(COMPARED, wide=["all"]))
+@pytest.mark.parametrize("which", cases(COMPARED, wide=COMPARED))
 def test_moves_no_more_than_any_written_plan(capsys: pytest.CaptureFixture[str], which: str) -> None:
     left_out, compared, worse = {}, {}, {}
     for model_type in families() if which == "all" else one_of_each_plan():

@@ -78,7 +78,7 @@ do is seen on one model."""
     ("model", "layouts"),
     cases(
         [("llama", TYPICAL), ("gpt2", TYPICAL), ("llama", EVERY), ("custom", TYPICAL)],
-        wide=[("llama", EVERY), ("custom", TYPICAL)],
+        wide=[("gpt2", TYPICAL), ("llama", EVERY), ("custom", TYPICAL)],
     ),
 )
 def test_layouts_stay_within_rounding(pool: Pool, model: str, layouts: tuple[str, ...]) -> None:

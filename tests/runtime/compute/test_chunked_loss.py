@@ -32,7 +32,7 @@ CASES = {
     "capped logits, split": ("family gemma2", "tp", 9),
     "a head of several modules": ("family bert", "zero3", 9),
 }
-WIDE = ("two sequences at a time", "every forward before every backward")
+WIDE = ("two sequences at a time", "every forward before every backward", "last of two stages")
 
 
 class Largest(TorchDispatchMode):

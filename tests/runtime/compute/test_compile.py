@@ -99,6 +99,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 """The model, the layout, and in how many graphs a block comes: more than one where something stays outside, or where some blocks
 keep less than others, or where a rank has two stages whose weights wait apart."""
 WIDE = (
+    "sequence-x-interleaved-zero-bubble-selective",
     "all-to-all-1f1b-some-selective",
     "dual-pipe-v",
     "ring-x-zbv",

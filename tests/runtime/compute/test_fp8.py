@@ -215,7 +215,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-WIDE = {"sequence, compiled", "tensor", "tensor and context", "tensor and sequence, split backward, selective"}
+WIDE = {
+    "sequence, compiled", "tensor", "tensor and context", "tensor and sequence, split backward, selective", "ring",
+    "ZeRO-3, full recompute, loss in chunks",
+}  # fmt: skip
 """What the others have in parts."""
 
 

@@ -67,6 +67,7 @@ WIDE = {
     ("zero1", "qwen2_moe"),
     ("1f1b", "qwen3_moe"),
     ("ep2-sequence", "qwen3_moe"),
+    ("heads-zbv", "mixtral"),
 }
 
 
@@ -131,7 +132,7 @@ def train_compiled(rank: int, world: int, name: str, recompute: str) -> dict[str
 
 
 @pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", cases(["none", "selective"], wide=["none"]))
 def test_compiled_blocks_tell_their_routers(pool: Pool, recompute: str) -> None:
     found = pool.run(train_compiled, 1, "mixtral", recompute)[0]
     assert found["graphs"] > 0, "nothing was compiled"

@@ -80,7 +80,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 CASES = [(layout, ("mixtral", "qwen3_moe")[number % 2]) for number, layout in enumerate(LAYOUTS) if "ep" in layout]
 CASES += [("ep2-zero3", "deepseek_v3")]
-WIDE = ("ep2-tensor-ring", "ep2-zero1", "ep2-replicas", "ep2-1f1b-in-another-order", "ep2-full", "ep2-zero-bubble")
+WIDE = (
+    "ep2-tensor-ring",
+    "ep2-zero1",
+    "ep2-replicas",
+    "ep2-1f1b-in-another-order",
+    "ep2-full",
+    "ep2-zero-bubble",
+    "ep2-context-alone",
+    "ep2-zero2",
+)
 """Layouts whose parts others have too."""
 BUILDERS.update({f"family {name}": partial(family, name) for name in ("mixtral", "qwen3_moe", "deepseek_v3")})
 

@@ -42,7 +42,11 @@ CASES = [
     ("no-decay", "zero3-x-tp", "gpt2"),
 ]
 """The models take turns."""
-WIDE = [case for case in CASES if case[:2] in (("muon", "zero0"), ("muon", "zero1"), ("muon", "interleaved"))]
+WIDE = [
+    case
+    for case in CASES
+    if case[:2] in (("muon", "zero0"), ("muon", "zero1"), ("muon", "interleaved"), ("muon", "tp"))
+]
 
 
 @contextmanager
