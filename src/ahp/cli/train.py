@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 import yaml
 
+from ahp.cli import nodes
 from ahp.cli.overrides import split_overrides
 from ahp.config import HELP, Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput
@@ -55,6 +56,12 @@ class Arguments:
     """Plans that are shown."""
     json: bool = False
     """Print the result as one JSON object; nothing else goes to stdout."""
+    nodes: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX")] = None
+    """Nodes that run this command together, such as 2, or 2:4 where some may be lost and come back."""
+    rendezvous: Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]")] = None
+    """An address of one of the nodes, the same on all; the port is 29500 where none is given."""
+    workers_per_node: int | None = None
+    """Workers of this node, with --nodes; without it one for each GPU, else for each core."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,8 @@ def run(argv: list[str]) -> int:
     _refuse_short_keys(rest)
     arguments = tyro.cli(Arguments, args=rest, prog="ahp train", description=f"{__doc__}\n{config_help()}")
     overrides = given if arguments.config is not None else DEMO | given
+    if (several := nodes.asked(arguments.nodes, arguments.rendezvous, arguments.workers_per_node)) is not None:
+        return nodes.launch(several, argv, read_request(arguments.config, overrides).run.elastic)
     with _refusal_in_status(lambda: _folder(arguments.config, overrides)):
         request = read_request(arguments.config, overrides)
         return train(request, arguments, command=" ".join(["ahp train", *argv]))
@@ -133,13 +142,14 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
         if not is_joined():
             outcome = start(prepared(None))
             return report(outcome, arguments, command, sample=request.run.sample)
-        workers = Preparation()
+        with nodes.ending_for_all():
+            workers = Preparation()
 
-        def decide() -> tuple[Plan, Texts | None]:
-            found = prepared(workers.size)
-            return found.plan, found.texts
+            def decide() -> tuple[Plan, Texts | None]:
+                found = prepared(workers.size)
+                return found.plan, found.texts
 
-        outcome = start(Prepared(*workers.decided_by_first(decide, tuple[Plan, Texts | None])))
+            outcome = start(Prepared(*workers.decided_by_first(decide, tuple[Plan, Texts | None])))
         return report(outcome, arguments, command, sample=request.run.sample) if workers.is_first else outcome.exit_code
 
 

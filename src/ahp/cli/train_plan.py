@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ahp.cluster.model import Cluster
 from ahp.cluster.most_workers import refuse_workers
@@ -96,7 +96,7 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     _say(f"analyzing {config.model if isinstance(config.model, str) else config.model.get('model_type', 'the model')}")
     graph = analyze(config.model, config.job, attention=engine.attention)
     wanted = workers or num_workers(config.parallelism)
-    cluster = _local(folder, wanted) if config.cluster == "local" else Cluster.resolve(config.cluster)
+    cluster = _local(folder, wanted) if config.cluster == "local" else _those_there(config.cluster, workers)
     _say(f"searching layouts, world size {cluster.num_devices}")
     ranking = ranked(graph, cluster, config.job, constraints=config.parallelism, engine=engine, keep=top)
     if not quiet:
@@ -173,6 +173,21 @@ def _local(folder: RunFolder, workers: int | None) -> Cluster:
     cluster = machine.measured(workers, folder.path, cache_folder())
     cluster.save(folder.cluster_file)
     return cluster
+
+
+def _those_there(named: str | dict[str, Any], workers: int | None) -> Cluster:
+    """The cluster as it is named, or what is left of it where fewer workers were started. Raises HardwareMismatch where it has not got so many."""
+    from ahp.search.counts import of_size
+
+    cluster = Cluster.resolve(named)
+    if workers is None:
+        return cluster
+    if (found := of_size(cluster, workers)) is None:
+        raise HardwareMismatch(
+            f"{workers} workers were started, and the cluster has {cluster.num_devices} devices; start as many, or as many as some of its nodes "
+            "have where they are all alike"
+        )
+    return found
 
 
 def _plain(config: Config) -> dict[str, object]:

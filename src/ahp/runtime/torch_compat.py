@@ -27,6 +27,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ahp.runtime.ranks.environment import run_of_changing_nodes
+
 PINNED_IN_PLACE_BYTES = 1 << 20
 """Smaller pieces share pages with others, which cannot be locked twice."""
 
@@ -253,13 +255,24 @@ def forget_meshes() -> None:
             clear()
 
 
+def rendezvous_names() -> tuple[type, ...]:
+    """The classes that the state of torch's dynamic rendezvous consists of."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    return dynamic_rendezvous._RendezvousState, dynamic_rendezvous._NodeDesc
+
+
 def launchers_store() -> tuple[dist.Store, int, int]:
     """The store that the launcher's variables name, this worker's number and how many there are: what init_process_group would take.
 
     torchrun keeps one store for all attempts of its workers (torch 2.13), and what an ended one has left there is not for the next.
+    Where nodes come and go, launchers count attempts differently, and their run has the number of the round (``changing_nodes.py``).
     """
     from torch.distributed.rendezvous import rendezvous
 
+    if (run := run_of_changing_nodes()) is not None:
+        shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        return dist.PrefixStore(f"ahp/{run}", shared), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, worker, size = next(rendezvous("env://"))
     return (
         dist.PrefixStore(f"ahp/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{size}", store),

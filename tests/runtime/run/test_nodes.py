@@ -79,16 +79,17 @@ def test_the_commands_for_two_nodes_train(text: Path, tmp_path: Path) -> None:
 
 
 def test_slurms_command_starts_the_same_on_each_node(tmp_path: Path) -> None:
-    """With programs of those names that do what Slurm's do, one node after the other, and a torchrun that says how it is called."""
+    """With programs of those names that do what Slurm's do, one node after the other, and an ahp that says how it is called."""
     programs = {
         "srun": 'while [ "$1" != bash ]; do shift; done\nfor n in 0 1; do SLURM_NODEID=$n SLURM_JOB_NODELIST="n[0-1]" "$@"; done',
         "scontrol": '[ "$*" = "show hostnames n[0-1]" ] && printf "HOST\\nanother\\n"',
-        "torchrun": 'echo torchrun "$@"',
+        "ahp": 'echo ahp "$@"',
     }
     for name, script in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
     (command,) = documented("srun")
+    assert len(documented("ahp train config.yaml --nodes 2")) == 1
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ended = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines() == documented("torchrun")
+    assert ended.stdout.splitlines() == documented("ahp train config.yaml --nodes 2") * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,3 +29,19 @@ def gpu_variables(given: Mapping[str, str], log_folder: Path | None = None) -> d
             if name not in given
         }
     return found
+
+
+ROUND = "-round-"
+"""Between the name of a run and the number of the rendezvous that its workers were started by (``changing_nodes.py``)."""
+
+
+def run_of_changing_nodes() -> str | None:
+    """The run with its round, in a worker that a launcher of changing nodes has started; None in any other process."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return run if ROUND in run else None
+
+
+def starts_since_launch() -> int:
+    """How often the launchers of changing nodes have started workers, this time included; 0 under any other launcher."""
+    run = run_of_changing_nodes()
+    return 0 if run is None else int(run.rpartition(ROUND)[2])

@@ -7,6 +7,7 @@ the one that hangs.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -22,6 +23,10 @@ GIVE_UP_S = 5.0
 step of it, and all wait as long. [Empirical] Small steps on busy cores end within seconds of each other."""
 TIME_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 """What gloo ("Timed out waiting 600000ms for recv operation") and NCCL ("Watchdog caught collective operation timeout") say."""
+BROKEN = re.compile(r"connection (reset|closed)|broken pipe|remote process exited|socket closed", re.IGNORECASE)
+"""What gloo and NCCL say where the process at the other end has gone."""
+LOST_S = 1.0
+"""Ranks that lose a connection hear of it at once: whoever has not come after this long has gone."""
 
 
 class RankMissing(AhpError):
@@ -31,12 +36,16 @@ class RankMissing(AhpError):
 
 
 def explained(error: Exception, mesh: Mesh, hosts: Hosts, step: int, *, give_up_s: float = GIVE_UP_S) -> Exception:
-    """RankMissing with the ranks that hang, where the error is a collective's time-out; else the error itself.
+    """RankMissing with the ranks that hang, where the error is a collective's time-out, or with those that have gone, where a connection
+    to one broke; else the error itself.
 
     A rank may wait for one that waits for a third: so it is all ranks of the job that say that they gave up, not this one's neighbours.
     ``step``: the last one that was done.
     """
-    if not any(isinstance(cause, RuntimeError) and TIME_OUT.search(str(cause)) for cause in _causes(error)):
+    words = [str(cause) for cause in _causes(error) if isinstance(cause, RuntimeError)]
+    if any(BROKEN.search(said) for said in words):
+        return _gone(error, hosts, step)
+    if not any(TIME_OUT.search(said) for said in words):
         return error
     rank, limit = dist.get_rank(), time_limit(mesh.device)
     try:
@@ -49,6 +58,22 @@ def explained(error: Exception, mesh: Mesh, hosts: Hosts, step: int, *, give_up_
     return RankMissing(
         f"after step {step}: {who} within run.collective_timeout_s = {limit.total_seconds():g}; rank {rank} on {hosts.of([rank])} "
         f"waited: {first_line}"
+    )
+
+
+def _gone(error: Exception, hosts: Hosts, step: int) -> RankMissing:
+    """Who of the job's ranks does not come to say that it has lost another."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        meet(default_store(), rank, size, at="lost connection", within_s=LOST_S)
+        who = "a connection between ranks broke, though all of them are there"
+    except NoAnswer as answer:
+        who = f"{named(answer.missing)} on {hosts.of(answer.missing)} went, or failed first: the logs there say why"
+    except RuntimeError:
+        who = "the ranks' store went, with the process that kept it"
+    first_line = str(error).strip().splitlines()[0]
+    return RankMissing(
+        f"after step {step}: {who}; rank {rank} on {socket.gethostname()} lost its connection: {first_line}"
     )
 
 

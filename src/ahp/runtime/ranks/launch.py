@@ -80,7 +80,7 @@ def launch(
         signals_to_handle="SIGQUIT",
     )
     with (
-        _quiet_launcher(),
+        quiet_launcher(),
         _environment(num_workers, log_folder),
         _forwarding_signals(module) as wish,
         watching(watch, lambda: _workers(module), num_workers) as hang,
@@ -163,7 +163,7 @@ def _environment(num_workers: int, log_folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_launcher() -> Iterator[None]:
+def quiet_launcher() -> Iterator[None]:
     """The launcher logs tables about failures; the user is told the cause instead."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     before = {name: logging.getLogger(name).level for name in names}

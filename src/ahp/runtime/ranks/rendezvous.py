@@ -62,7 +62,7 @@ class OneAddress(RendezvousHandler):
         return RendezvousInfo(notes, self.rank, self.nodes, RendezvousStoreInfo(self.host, self.port))
 
     def _serve(self) -> dist.TCPStore:
-        listener = _bound(self.host, self.port if self.endpoint else 0)
+        listener = bound(self.host, self.port if self.endpoint else 0)
         self.port = listener.getsockname()[1]
         return dist.TCPStore(
             self.host, self.port, is_master=True, wait_for_workers=False, timeout=self.timeout,
@@ -96,7 +96,7 @@ class OneAddress(RendezvousHandler):
         return True
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
     """A socket that listens on the host's address, and on no other."""
     family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     address = ipaddress.ip_address(str(place[0]))

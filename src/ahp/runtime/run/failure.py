@@ -55,7 +55,7 @@ class TrainingFailed(AhpError):
         )
 
 
-def _may_pass(error: BaseException) -> bool:
+def may_pass(error: BaseException) -> bool:
     """Of errors of torch's, the system's or the network's. What AHP itself refuses comes again, and so does what only code can be the cause
     of (a wrong type, a missing key)."""
     if isinstance(error, AhpError):
@@ -75,7 +75,7 @@ def record(folder: RunFolder, rank: int, error: BaseException) -> None:
         exit_code=error.exit_code if isinstance(error, AhpError) else 1,
         trace="".join(traceback.format_exception(error)),
         kind=type(error).__name__,
-        may_pass=_may_pass(error),
+        may_pass=may_pass(error),
     )
     try:
         with _file(folder).open("x") as file:

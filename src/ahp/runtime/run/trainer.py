@@ -20,7 +20,7 @@ from ahp.run_files import Status, read_heartbeat
 from ahp.runtime.files import is_full
 from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.device import DeviceType, device_for, idle_gpus, local_world_size
-from ahp.runtime.ranks.environment import gpu_variables
+from ahp.runtime.ranks.environment import gpu_variables, starts_since_launch
 from ahp.runtime.ranks.preparation import Preparation
 from ahp.runtime.ranks.ranks import is_joined
 from ahp.runtime.ranks.watch import OWN_CAUSE_S, Watch
@@ -29,7 +29,7 @@ from ahp.runtime.run.best_interval import failures_per_s
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.progress import Display, following, say
-from ahp.runtime.run.restarts import Restarts
+from ahp.runtime.run.restarts import SAME_FAILURES, Restarts
 from ahp.runtime.run.same_job import check_same_job
 from ahp.runtime.run.stop_signal import Stopped, StopRequest, stops_at_once
 from ahp.runtime.run.texts import Texts, prepare_texts
@@ -263,6 +263,7 @@ class Trainer:
         if history and history[-1].ended is None:
             seen = read_heartbeat(self.folder.status_file) or history[-1].began
             self._end_in_history(seen, "gone without a word: what wrote this file was killed too", failed=True)
+        self._refuse_what_fails_alike()
         lines, step = self._take_up(), self._saved_step()
         kept.enter_context(self.folder.beating())
         if step:
@@ -274,6 +275,16 @@ class Trainer:
         if extended:
             say(extended)
         return None
+
+    def _refuse_what_fails_alike(self) -> None:
+        """Raises TrainingFailed where the launcher of several nodes has started the workers so often, and each time one step failed alike."""
+        last = run_history.starts(self.folder.history_file)[-SAME_FAILURES:]
+        alike = all(start.failed for start in last) and len({(start.last_step, start.why) for start in last}) == 1
+        if alike and starts_since_launch() > len(last) == SAME_FAILURES:
+            step = last[0].last_step or 0
+            raise TrainingFailed(
+                f"step {step + 1} failed {SAME_FAILURES} times in the same way: {last[0].why}", step=step
+            )
 
     def _take_up(self, cause: str | None = None) -> int:
         """Put the folder back to its newest checkpoint, and write the plan into it: how many of the steps up to that have a line in

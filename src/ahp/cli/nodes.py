@@ -1,0 +1,77 @@
+"""``ahp train --nodes 2:4 --rendezvous HOST:PORT``: the same command on each node, and one job."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ahp.config import Elastic
+from ahp.errors import BadInput, bad_input
+from ahp.runtime.ranks.environment import run_of_changing_nodes
+
+if TYPE_CHECKING:
+    from ahp.runtime.ranks.changing_nodes import Node
+
+OPTIONS = ("--nodes", "--rendezvous", "--workers-per-node")
+Asked = tuple[int, int, str, int | None]
+"""The least and the most nodes, where they meet, and this node's workers where they are given."""
+
+
+def asked(nodes: str | None, rendezvous: str | None, workers: int | None) -> Asked | None:
+    """What the options say; None where there are none of them, and in the workers that they started. Raises BadInput."""
+    given = dict(zip(OPTIONS, (nodes, rendezvous, workers), strict=True))
+    if all(value is None for value in given.values()) or run_of_changing_nodes() is not None:
+        return None
+    if nodes is None or rendezvous is None:
+        missing = [name for name in OPTIONS[:2] if given[name] is None]
+        raise BadInput(
+            f"{' and '.join(missing)} missing: several nodes need --nodes N or MIN:MAX and --rendezvous HOST:PORT, an address of one of "
+            "them, the same on all"
+        )
+    if "RANK" in os.environ:
+        raise bad_input(
+            "--nodes", nodes, "a launcher (torchrun) has started this process as one of its workers; leave it out"
+        )
+    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", nodes)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise bad_input("--nodes", nodes, "must be a number of nodes, or the least and the most", ["2", "2:4"])
+    if not re.fullmatch(r"[^\s:]+(:\d{1,5})?|\[[0-9a-fA-F:]+\](:\d{1,5})?", rendezvous):
+        raise bad_input("--rendezvous", rendezvous, "must be an address of one of the nodes", ["10.0.0.1:29500"])
+    if workers is not None and workers < 1:
+        raise bad_input("--workers-per-node", workers, "must be at least 1")
+    return least, most, rendezvous, workers
+
+
+def launch(several: Asked, words: Sequence[str], elastic: Elastic) -> int:
+    """Start this node's workers, which run the same command; the exit code."""
+    from ahp.runtime.ranks import changing_nodes
+
+    least, most, endpoint, workers = several
+    node: Node = changing_nodes.Node(least, most, endpoint, workers or _workers_here(), elastic.max_restarts)
+    return changing_nodes.launch(["train", *words], node)
+
+
+@contextmanager
+def ending_for_all() -> Iterator[None]:
+    """In a worker of several nodes: an error that a new start would meet again ends the job on all of them."""
+    try:
+        yield
+    except Exception as error:
+        from ahp.runtime.run.failure import may_pass
+
+        if run_of_changing_nodes() is not None and not may_pass(error):
+            from ahp.runtime.ranks.changing_nodes import end_for_all
+
+            end_for_all(getattr(error, "exit_code", 1))
+        raise
+
+
+def _workers_here() -> int:
+    """As many as this node has GPUs, else cores, as ``cluster: local`` counts them."""
+    from ahp.cluster.local import local_cluster
+
+    return local_cluster().num_devices

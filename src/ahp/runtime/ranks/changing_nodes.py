@@ -1,0 +1,289 @@
+"""Nodes that come and go: torch's dynamic rendezvous on one address, and the launcher of one of the nodes.
+
+``ahp train CONFIG --nodes 2:4 --rendezvous HOST:PORT`` is this on each node: torch's elastic launcher starts the same command as many times as
+the node has workers, which know by their variables what they are. Where a node is lost, or another one comes, all workers are ended, those that are
+there are counted anew, and the first worker plans for as many.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from io import BytesIO
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout, Token
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from ahp.cluster.environment import COMPUTE
+from ahp.cluster.most_workers import refuse_workers
+from ahp.cluster.sense import physical_cores
+from ahp.errors import AhpError, BadInput
+from ahp.runtime.ranks.environment import ROUND, gpu_variables
+from ahp.runtime.ranks.launch import quiet_launcher
+from ahp.runtime.ranks.rendezvous import PORT, bound
+from ahp.runtime.torch_compat import rendezvous_names
+
+BACKEND = "ahp-changing"
+JOIN_S = 900
+"""For which a node waits for the others, as for node 0 of a fixed number (``rendezvous.py``)."""
+LAST_CALL_S = 15
+"""For which the least number of nodes waits for more. Nodes that come later join too: workers save, and start anew with them."""
+KEEP_ALIVE_S, MOST_MISSED = 2, 3
+"""A launcher that has not been heard of for so often so long is gone. torch has 5 s."""
+STORE_S = 60
+"""For which a node tries to reach the store: its host may start last."""
+LEAVE_S = 10
+"""For which the launcher that keeps the store waits for the others at the end."""
+ENDED = "ahp/ended"
+"""Key of the exit code with which all are to end."""
+MONITOR_S = 0.5
+"""Between two looks of a launcher at its workers."""
+
+
+class JobEnded(AhpError):
+    """The job goes on no more, on this node or on any."""
+
+    def __init__(self, exit_code: int, message: str = "") -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def end_for_all(exit_code: int) -> None:
+    """Called by a worker that ends with an error which a new start would meet again: let every launcher end with this code."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.set(ENDED, str(exit_code))
+
+
+class ChangingNodes(RendezvousHandler):
+    """torch's dynamic rendezvous over a store on the endpoint's address alone, which the workers take too.
+
+    torch's own listens on every address, and unpickles what anyone leaves in its store.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self.host, self.port = parse_rendezvous_endpoint(parameters.endpoint.strip(), default_port=PORT)
+        self.is_host = False
+        self.store = self._store(timedelta(seconds=STORE_S))
+        self.round = self.nodes = 0
+        self.torchs = DynamicRendezvousHandler.from_backend(
+            parameters.run_id,
+            self.store,
+            CheckedState(self.store, parameters.run_id),
+            parameters.min_nodes,
+            parameters.max_nodes,
+            parameters.local_addr,
+            RendezvousTimeout(join=timedelta(seconds=JOIN_S), last_call=timedelta(seconds=LAST_CALL_S)),
+            KEEP_ALIVE_S,
+            MOST_MISSED,
+        )
+
+    def _store(self, timeout: timedelta) -> dist.TCPStore:
+        """Kept by the node that has the endpoint's address; the first of two launchers there."""
+        if is_here(self.host):
+            with suppress(ValueError):  # another launcher keeps it
+                listener = bound(self.host, self.port)
+                self.is_host = True
+                return dist.TCPStore(
+                    self.host, self.port, is_master=True, wait_for_workers=False, timeout=timeout,
+                    master_listen_fd=listener.detach(),
+                )  # fmt: skip
+        try:
+            return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            raise BadInput(
+                f"--rendezvous {self.host}:{self.port}: no launcher answers there within {STORE_S} s; one of the nodes must have this "
+                "address, run this command too, and let the others reach the port"
+            ) from error
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Raises JobEnded where a worker has said that no start will help, or the others have left."""
+        try:
+            self._refuse_what_has_ended()
+            with _no_store_of_torchs():
+                found = self.torchs.next_rendezvous()
+        except (RendezvousClosedError, RendezvousConnectionError) as error:
+            self._refuse_what_has_ended()
+            raise JobEnded(1, "the launchers of the other nodes have ended the job") from error
+        if found.rank == 0:
+            found.store.set("ahp/round", str(self.store.add("ahp/rounds", 1)))
+        self.round, self.nodes = int(found.store.get("ahp/round")), found.world_size
+        return RendezvousInfo(found.store, found.rank, found.world_size, RendezvousStoreInfo(self.host, self.port))
+
+    def _refuse_what_has_ended(self) -> None:
+        with suppress(RuntimeError):  # the store is gone
+            if self.store.check([ENDED]):
+                raise JobEnded(int(self.store.get(ENDED)))
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        """With the round, which all launchers count alike: a node that came later has started its workers less often."""
+        return f"{self.torchs.get_run_id()}{ROUND}{self.round}"
+
+    def num_nodes_waiting(self) -> int:
+        return self.torchs.num_nodes_waiting()
+
+    def is_closed(self) -> bool:
+        return self.torchs.is_closed()
+
+    def set_closed(self) -> None:
+        self.torchs.set_closed()
+
+    def shutdown(self) -> bool:
+        """Leave; the launcher that keeps the store waits for the others, which have to read there how the job ended."""
+        well = self.torchs.shutdown()
+        with suppress(RuntimeError):
+            left = self.store.add("ahp/left", 1)
+            began_s = time.monotonic()
+            while self.is_host and left < self.nodes and time.monotonic() - began_s < LEAVE_S:
+                time.sleep(0.1)
+                left = self.store.add("ahp/left", 0)
+        return well
+
+
+Found = TypeVar("Found", bound=tuple | None)
+
+
+class CheckedState(C10dRendezvousBackend):
+    """What launchers know of each other lies in the store as a pickle; it may name the classes of such a state and nothing else."""
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        return _checked(super().get_state())
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        return _checked(super().set_state(state, token))
+
+
+def _checked(found: Found) -> Found:
+    if found is not None:
+        try:
+            _StateOnly(BytesIO(found[0])).load()
+        except pickle.UnpicklingError as error:
+            raise RendezvousStateError(str(error)) from error
+    return found
+
+
+class _StateOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        known = {
+            (cls.__module__, cls.__qualname__): cls for cls in (*rendezvous_names(), datetime, timedelta, timezone)
+        }
+        if (module, name) not in known:
+            raise pickle.UnpicklingError(
+                f"the state of the rendezvous names {module}.{name}, which could run when it is read"
+            )
+        return known[module, name]
+
+
+def is_here(host: str) -> bool:
+    """Whether an address is one of this node's."""
+    try:
+        place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(place[0], socket.SOCK_STREAM) as tried:
+            tried.bind(place[4])
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _no_store_of_torchs() -> Iterator[None]:
+    """torch's handler would open another store, on every address."""
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@dataclass(frozen=True)
+class Node:
+    """What the launcher of one node is told."""
+
+    least: int
+    most: int
+    """Nodes that the job runs on."""
+    endpoint: str
+    workers: int
+    """Of this node."""
+    max_restarts: int
+
+
+def launch(words: Sequence[str], node: Node) -> int:
+    """Run ``python -m ahp WORDS`` as every worker of this node, again whenever workers fail or nodes come and go; the exit code.
+
+    Workers write where this process does. SIGINT, SIGTERM and SIGUSR1 reach them as SIGTERM; they save.
+    Raises BadInput for more workers than this machine carries, or an endpoint where nobody answers.
+    """
+    refuse_workers(f"--workers-per-node = {node.workers}", node.workers)
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    rendezvous_handler_registry.register(BACKEND, ChangingNodes)
+    config = LaunchConfig(
+        min_nodes=node.least,
+        max_nodes=node.most,
+        nproc_per_node=node.workers,
+        run_id="ahp",
+        rdzv_backend=BACKEND,
+        rdzv_endpoint=node.endpoint,
+        max_restarts=node.max_restarts,
+        monitor_interval=MONITOR_S,
+        logs_specs=DefaultLogsSpecs(),
+        signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
+    )
+    threads = str(max(1, physical_cores() // node.workers))
+    ours = {"OMP_NUM_THREADS": threads, **COMPUTE, **gpu_variables(os.environ)}
+    os.environ.update({name: value for name, value in ours.items() if name not in os.environ})
+    try:
+        with quiet_launcher():
+            elastic_launch(config, sys.executable)("-m", "ahp", *words)
+    except JobEnded as ended:
+        if str(ended):
+            raise
+        return ended.exit_code  # a worker has said why
+    except RendezvousError as error:
+        raise JobEnded(
+            1,
+            f"--rendezvous {node.endpoint}: the launcher that kept the store there is gone, or what it kept is damaged: {error}; start the same "
+            "command on each node again, and the run goes on from its newest checkpoint",
+        ) from error
+    except SignalException as stopped:
+        return 128 + signal.Signals(stopped.sigval).value
+    except ChildFailedError as failed:
+        codes = [failure.exitcode for failure in failed.failures.values()]
+        return next((code for code in codes if code > 0), 1)
+    return 0

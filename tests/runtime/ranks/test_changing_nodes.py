@@ -1,0 +1,86 @@
+"""What launchers of changing nodes read of each other, and which of them keeps the store."""
+
+from __future__ import annotations
+
+import pickle
+from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
+
+from ahp.errors import BadInput
+from ahp.runtime.ranks import changing_nodes
+from ahp.runtime.ranks.changing_nodes import ENDED, ChangingNodes, CheckedState, JobEnded, is_here
+from ahp.runtime.torch_compat import rendezvous_names
+from tests.runtime.workers import free_port, listened_on
+
+
+def meeting(port: int, least: int = 1, most: int = 2) -> ChangingNodes:
+    return ChangingNodes(RendezvousParameters("ahp", f"127.0.0.1:{port}", "ahp", least, most, local_addr="127.0.0.1"))
+
+
+class Touch:
+    """Unpickling it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.file,)
+
+
+def test_a_state_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    backend = CheckedState(store, "ahp")
+    assert backend.get_state() is None
+    store.set("torch.rendezvous.ahp", b64encode(pickle.dumps(Touch(tmp_path / "ran"))).decode())
+    with pytest.raises(RendezvousStateError, match="which could run when it is read"):
+        backend.get_state()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_state_of_a_meeting_is_read() -> None:
+    state_class, node_class = rendezvous_names()
+    state, node = state_class(), node_class("host", 1, 0)
+    state.participants, state.deadline = {node: 0}, datetime.now(UTC) + timedelta(seconds=3)
+    state.wait_list.add(node)
+    backend = CheckedState(dist.HashStore(), "ahp")
+    assert backend.set_state(pickle.dumps(state)) is not None
+    found = backend.get_state()
+    assert found is not None
+    assert pickle.loads(found[0]).participants == {node: 0}
+
+
+def test_two_launchers_meet_at_one_address_and_rounds_are_counted_alike() -> None:
+    port, before = free_port(), listened_on()
+    both = [meeting(port, least=2) for _ in range(2)]
+    assert [one.is_host for one in both] == [True, False]
+    for turn in (1, 2):
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(ChangingNodes.next_rendezvous, both))
+        assert {info.rank for info in found} == {0, 1}
+        assert [one.get_run_id() for one in both] == [f"ahp-round-{turn}"] * 2
+        assert listened_on() - before == {f"127.0.0.1:{port}"}
+    both[1].store.set(ENDED, "5")
+    for one in both:
+        with pytest.raises(JobEnded) as ended:
+            one.next_rendezvous()
+        assert ended.value.exit_code == 5
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ChangingNodes.shutdown, both))
+
+
+def test_nobody_at_the_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changing_nodes, "STORE_S", 1)
+    monkeypatch.setattr(changing_nodes, "is_here", lambda host: False)
+    with pytest.raises(BadInput, match=r"--rendezvous 127\.0\.0\.1:\d+: no launcher answers there within 1 s"):
+        meeting(free_port())
+
+
+def test_which_addresses_are_here() -> None:
+    assert is_here("127.0.0.1")
+    assert not is_here("192.0.2.1")  # of TEST-NET-1, which nobody has

@@ -1,0 +1,128 @@
+"""``ahp train --nodes 1:2``: two launchers of one worker each on this machine, of which one is killed and comes back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from ahp import run_history
+from tests.runtime.run.test_trainer import MODEL, curve, plan
+from tests.runtime.run.test_trainer import text as text  # a fixture
+from tests.runtime.workers import free_port, listened_on
+
+STEPS, EVERY = 2500, 50
+PATIENCE_S = 180.0
+
+
+class Nodes:
+    """Launchers of one job; each is a host of its own as far as it knows."""
+
+    def __init__(self, folder: Path, job: dict[str, Any], **run: Any) -> None:
+        self.folder, self.port, self.started = folder, free_port(), []
+        self.run = folder / "run"
+        config = {
+            "model": MODEL,
+            "cluster": {"nodes": 2, "devices_per_node": 1, "device": "cpu", "inter_node_gbps": 10},
+            "job": job,
+            "run": {"folder": str(self.run), "sample": False, **run},
+        }
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "ahp", "train", "config.yaml", "--nodes", "1:2", "--workers-per-node", "1"]
+        place = ["--rendezvous", f"127.0.0.1:{self.port}"]
+        path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        node = subprocess.Popen(
+            [*command, *place], cwd=self.folder, env={**os.environ, **path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self.started.append(node)
+        return node
+
+    def starts(self) -> list[run_history.Start]:
+        return run_history.starts(self.run / "starts.jsonl")
+
+    def until(self, said: Callable[[], bool]) -> None:
+        began_s = time.monotonic()
+        while not said():
+            assert any(node.poll() is None for node in self.started), self.started[0].communicate()[1]
+            assert time.monotonic() - began_s < PATIENCE_S, self.starts()
+            time.sleep(0.1)
+
+
+def kill(node: subprocess.Popen[str]) -> None:
+    """With all that it has started, as when its host loses power."""
+    with suppress(psutil.NoSuchProcess):
+        for process in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
+            process.kill()
+    node.communicate()
+
+
+@pytest.fixture
+def nodes(text: Path, tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
+    made: list[Nodes] = []
+
+    def make(job: dict[str, Any] | None = None, **run: Any) -> Nodes:
+        made.append(Nodes(tmp_path, plan(text).job.model_dump(mode="json") | (job or {}), **run))
+        return made[-1]
+
+    yield make
+    for node in (node for some in made for node in some.started if node.poll() is None):
+        kill(node)
+
+
+@pytest.mark.wide
+def test_a_lost_node_is_planned_without_and_joins_again(nodes: Callable[..., Nodes]) -> None:
+    job, others = nodes({"steps": STEPS}, checkpoint_every=EVERY), listened_on()
+    first = job.start()
+    job.until(lambda: f"127.0.0.1:{job.port}" in listened_on())  # it keeps the store
+    second = job.start()
+    job.until(lambda: len(curve(job.run)) > EVERY)
+    addresses = listened_on() - others
+    kill(second)
+    job.until(lambda: len(job.starts()) > 1 and len(curve(job.run)) > (job.starts()[-1].first_step + EVERY))
+    third = job.start()
+    (_, error), _ = first.communicate(), third.communicate()
+    assert (first.returncode, third.returncode) == (0, 0), error
+    history = job.starts()
+    assert [start.workers for start in history] == [2, 1, 2]
+    assert [start.failed for start in history] == [True, False, False], history
+    assert history[1].steps_lost == 0, "it saves before the other joins"
+    assert [step for step, *_ in curve(job.run)] == list(range(1, STEPS + 1))
+    assert f"127.0.0.1:{job.port}" in addresses
+    assert not {address.rpartition(":")[0] for address in addresses} & {"::", "0.0.0.0"}
+
+
+@pytest.mark.wide
+def test_without_the_node_that_keeps_the_store_the_others_end_and_say_so(nodes: Callable[..., Nodes]) -> None:
+    job = nodes({"steps": STEPS}, checkpoint_every=EVERY)
+    first = job.start()
+    job.until(lambda: f"127.0.0.1:{job.port}" in listened_on())
+    second = job.start()
+    job.until(lambda: len(curve(job.run)) > EVERY)
+    kill(first)
+    _, error = second.communicate()
+    assert second.returncode == 1
+    assert f"error: --rendezvous 127.0.0.1:{job.port}: the launcher that kept the store there is gone" in error
+    assert "internal error" not in error
+
+
+@pytest.mark.slow
+def test_an_error_that_a_start_would_meet_again_ends_all_at_once(nodes: Callable[..., Nodes]) -> None:
+    job = nodes({"data": "nothing/there.txt"})
+    ends = [(node.communicate(), node.returncode) for node in [job.start(), job.start()]]
+    assert [code for _, code in ends] == [2, 2]
+    errors = [error for (_, error), _ in ends]
+    assert sum(error.count("nothing/there.txt") for error in errors) == 1, errors
+    assert "Traceback" not in "".join(errors)
+    assert job.starts() == []
