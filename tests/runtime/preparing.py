@@ -28,7 +28,7 @@ class Slow(trainer.Trainer):
         assert os.environ["RANK"] == "0"
         if self.what == "long":
             assert not dist.is_initialized()
-            time.sleep(LIMIT_S + 5)
+            time.sleep(LIMIT_S + 2)
         if self.what == "fails":
             raise BadInput("the text is bad")
         if self.what == "killed":

@@ -102,6 +102,7 @@ WIDE = (
     "sequence-x-interleaved-zero-bubble-selective",
     "all-to-all-1f1b-some-selective",
     "dual-pipe-v",
+    "zero3-x-zbv-recompute",
     "ring-x-zbv",
     "sequence",
     "ring-x-tp",

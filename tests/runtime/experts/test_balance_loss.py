@@ -68,6 +68,7 @@ WIDE = {
     ("1f1b", "qwen3_moe"),
     ("ep2-sequence", "qwen3_moe"),
     ("heads-zbv", "mixtral"),
+    ("tensor-zero1-1f1b", "qwen2_moe"),
 }
 
 

@@ -262,7 +262,11 @@ def blank(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("ep2-zero3", "ep4"), ("ep4", "one"), ("zero3", "ep2-1f1b"), ("ep2-tensor", "ep2-ring")]
+    ("saved", "loaded"),
+    cases(
+        [("ep2-zero3", "ep4"), ("ep4", "one"), ("zero3", "ep2-1f1b"), ("ep2-tensor", "ep2-ring")],
+        wide=[("ep4", "one"), ("zero3", "ep2-1f1b")],
+    ),
 )
 def test_a_checkpoint_is_cut_again(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], tmp_path: Path, saved: str, loaded: str

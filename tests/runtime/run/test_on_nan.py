@@ -25,7 +25,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     ("zero3", 1),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("zero3", 0), ("1f1b", 0), ("1f1b", 1))),
+    pytest.param("1f1b", 0, marks=pytest.mark.slow),
+    *(pytest.param(*case, marks=pytest.mark.wide) for case in (("zero3", 0), ("1f1b", 1))),
 ]
 JOB_OF_RUN = {**JOB, "steps": STEPS, "optimizer": {**OPTIMIZER, "schedule": "cosine", "warmup_steps": 2}}
 Curve = dict[int, tuple[float | None, float | None]]

@@ -314,6 +314,7 @@ def test_loss_that_is_no_number_stops_the_run(pool: Pool, text: Path, tmp_path: 
     assert folder.checkpoints()
 
 
+@pytest.mark.wide
 def test_torchrun_joins_and_gives_the_same_curve(text: Path, whole: Path, tmp_path: Path) -> None:
     config = {
         "model": MODEL,

@@ -156,7 +156,7 @@ def save_twice(rank: int, world: int, layout: dict[str, Any], folder: str) -> No
     assert not all(torch.equal(local_tensor(p), wanted[name]) for name, p in parallel.parameters.items())
 
 
-@pytest.mark.parametrize("plan", ["zero1", pytest.param("zero3-x-tp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["zero1", pytest.param("zero3-x-tp", marks=pytest.mark.wide)])
 def test_a_second_checkpoint_takes_the_memory_of_the_first_once_that_is_written(
     pool: Pool, tmp_path: Path, plan: str
 ) -> None:

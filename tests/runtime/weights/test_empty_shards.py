@@ -43,6 +43,6 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("name", cases(MOVES))
+@pytest.mark.parametrize("name", cases(MOVES, wide=("zero3-dense-6-to-one", "zero1-to-expert-parallel")))
 def test_the_step_goes_on(pool: Pool, tmp_path: Path, name: str) -> None:
     check(pool, MOVES[name], tmp_path)
