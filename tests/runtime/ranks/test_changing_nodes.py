@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -76,11 +77,29 @@ def test_two_launchers_meet_at_one_address_and_rounds_are_counted_alike() -> Non
 
 def test_nobody_at_the_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changing_nodes, "STORE_S", 1)
-    monkeypatch.setattr(changing_nodes, "is_here", lambda host: False)
+    monkeypatch.setattr(changing_nodes, "is_here", lambda family, address: False)
     with pytest.raises(BadInput, match=r"--rendezvous 127\.0\.0\.1:\d+: no launcher answers there within 1 s"):
         meeting(free_port())
 
 
 def test_which_addresses_are_here() -> None:
-    assert is_here("127.0.0.1")
-    assert not is_here("192.0.2.1")  # of TEST-NET-1, which nobody has
+    assert is_here(socket.AF_INET, "127.0.0.1")
+    assert not is_here(socket.AF_INET, "192.0.2.1")  # of TEST-NET-1, which nobody has
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("0.0.0.0", "it stands for every address of the node"),
+        ("localhost", "the name stands for .* on this node, which others do not reach"),
+        ("no-such-host.invalid", "no host of this name is known here"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused_at_once(host: str, words: str) -> None:
+    with pytest.raises(BadInput, match=f"--rendezvous = '{host}': {words}"):
+        ChangingNodes(RendezvousParameters("ahp", f"{host}:{free_port()}", "ahp", 1, 2))
+
+
+def test_a_port_that_cannot_be_is_refused() -> None:
+    with pytest.raises(BadInput, match="--rendezvous = '127.0.0.1:99999': "):
+        ChangingNodes(RendezvousParameters("ahp", "127.0.0.1:99999", "ahp", 1, 2))

@@ -39,10 +39,10 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from ahp.cluster.environment import COMPUTE
 from ahp.cluster.most_workers import refuse_workers
 from ahp.cluster.sense import physical_cores
-from ahp.errors import AhpError, BadInput
+from ahp.errors import AhpError, BadInput, bad_input
 from ahp.runtime.ranks.environment import ROUND, gpu_variables
 from ahp.runtime.ranks.launch import quiet_launcher
-from ahp.runtime.ranks.rendezvous import PORT, bound
+from ahp.runtime.ranks.rendezvous import PORT, checked_address
 from ahp.runtime.torch_compat import rendezvous_names
 
 BACKEND = "ahp-changing"
@@ -83,7 +83,10 @@ class ChangingNodes(RendezvousHandler):
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self.host, self.port = parse_rendezvous_endpoint(parameters.endpoint.strip(), default_port=PORT)
+        try:
+            self.host, self.port = parse_rendezvous_endpoint(parameters.endpoint.strip(), default_port=PORT)
+        except ValueError as error:
+            raise bad_input("--rendezvous", parameters.endpoint, str(error)) from error
         self.is_host = False
         self.store = self._store(timedelta(seconds=STORE_S))
         self.round = self.nodes = 0
@@ -101,9 +104,10 @@ class ChangingNodes(RendezvousHandler):
 
     def _store(self, timeout: timedelta) -> dist.TCPStore:
         """Kept by the node that has the endpoint's address; the first of two launchers there."""
-        if is_here(self.host):
-            with suppress(ValueError):  # another launcher keeps it
-                listener = bound(self.host, self.port)
+        family, address = checked_address("--rendezvous", self.host)
+        if is_here(family, address):
+            with suppress(OSError):  # another launcher keeps it
+                listener = socket.create_server((address, self.port), family=family)
                 self.is_host = True
                 return dist.TCPStore(
                     self.host, self.port, is_master=True, wait_for_workers=False, timeout=timeout,
@@ -202,15 +206,12 @@ class _StateOnly(pickle.Unpickler):
         return known[module, name]
 
 
-def is_here(host: str) -> bool:
+def is_here(family: int, address: str) -> bool:
     """Whether an address is one of this node's."""
-    try:
-        place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(place[0], socket.SOCK_STREAM) as tried:
-            tried.bind(place[4])
-    except OSError:
-        return False
-    return True
+    with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
+        tried.bind((address, 0))
+        return True
+    return False
 
 
 @contextmanager

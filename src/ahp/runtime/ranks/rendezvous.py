@@ -22,6 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from ahp.errors import bad_input
+
 BACKEND = "ahp"
 LOOPBACK = "127.0.0.1"
 PORT = 29500
@@ -62,7 +64,7 @@ class OneAddress(RendezvousHandler):
         return RendezvousInfo(notes, self.rank, self.nodes, RendezvousStoreInfo(self.host, self.port))
 
     def _serve(self) -> dist.TCPStore:
-        listener = bound(self.host, self.port if self.endpoint else 0)
+        listener = _bound(self.host, self.port if self.endpoint else 0)
         self.port = listener.getsockname()[1]
         return dist.TCPStore(
             self.host, self.port, is_master=True, wait_for_workers=False, timeout=self.timeout,
@@ -96,21 +98,27 @@ class OneAddress(RendezvousHandler):
         return True
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens on the host's address, and on no other."""
-    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+def checked_address(option: str, host: str) -> tuple[int, str]:
+    """Family and number of a host's address. Raises BadInput for one that nobody has, or that others cannot reach; ``option`` is how the user gave
+    it."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise bad_input(option, host, f"no host of this name is known here ({error.strerror})") from error
     address = ipaddress.ip_address(str(place[0]))
     if address.is_unspecified:
-        raise ValueError(
-            f"--rdzv-endpoint {host}: it stands for every address of the node; give that of the cluster's network"
-        )
+        raise bad_input(option, host, "it stands for every address of the node; give that of the cluster's network")
     if address.is_loopback and not _is_address(host):
-        raise ValueError(
-            f"--rdzv-endpoint {host}: the name stands for {address} on this node, which others do not reach; give the "
-            "address of the cluster's network"
-        )
+        rule = f"the name stands for {address} on this node, which others do not reach; give the address of the cluster's network"
+        raise bad_input(option, host, rule)
+    return family, str(place[0])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that listens on the host's address, and on no other."""
+    family, address = checked_address("--rdzv-endpoint", host)
     try:
-        return socket.create_server((str(place[0]), port), family=family)
+        return socket.create_server((address, port), family=family)
     except OSError as error:
         raise ValueError(f"--rdzv-endpoint {host}:{port}: {error.strerror}; it must be an address of node 0") from error
 
