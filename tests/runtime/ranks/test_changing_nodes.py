@@ -101,5 +101,5 @@ def test_an_address_that_cannot_be_is_refused_at_once(host: str, words: str) -> 
 
 
 def test_a_port_that_cannot_be_is_refused() -> None:
-    with pytest.raises(BadInput, match="--rendezvous = '127.0.0.1:99999': "):
+    with pytest.raises(BadInput, match=r"--rendezvous = '127\.0\.0\.1:99999': "):
         ChangingNodes(RendezvousParameters("ahp", "127.0.0.1:99999", "ahp", 1, 2))

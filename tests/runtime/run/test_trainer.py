@@ -51,6 +51,7 @@ ALONE = Parallelism()
 SHARDED = Parallelism(data_parallel_shard_degree=2, zero_stage=3)
 SLICED = Parallelism(tensor_parallel_degree=2)
 PIPED = Parallelism(pipeline_parallel_degree=2)
+EVERY = 10  # steps between two checkpoints, where a worker is killed
 
 
 @pytest.fixture(scope="module")
@@ -198,23 +199,23 @@ def test_a_killed_worker_is_started_again_and_the_curve_goes_on(text: Path, tmp_
     folder, addresses = RunFolder(tmp_path / "run"), set[str]()
 
     def disturb() -> None:
-        kill_a_worker(folder.path, 10, addresses)
+        kill_a_worker(folder.path, EVERY, addresses)
         while len(starts(folder.history_file)) < 2:
             time.sleep(0.02)
         wait_for_steps(folder, starts(folder.history_file)[1].first_step + 8)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=disturb, daemon=True).start()
-    outcome = train(plan(text, SHARDED, steps=400), folder.path, checkpoint_every=5)
+    outcome = train(plan(text, SHARDED, steps=400), folder.path, checkpoint_every=EVERY)
     assert outcome.exit_code == 128 + signal.SIGTERM
     assert {address.rpartition(":")[0] for address in addresses} == {"127.0.0.1"}
     first, second = starts(folder.history_file)
     assert first.why is not None
     assert re.match(r"worker \d was ended by SIGKILL after step \d+", first.why)
     assert (first.workers, second.workers, second.why) == (2, 2, "stopped by SIGTERM")
-    assert second.first_step == first.saved_step >= 10
+    assert second.first_step == first.saved_step >= EVERY
     assert first.last_step is not None
-    assert 0 < first.last_step - second.first_step <= 10
+    assert 0 < first.last_step - second.first_step <= EVERY
     assert second.last_step == second.saved_step == outcome.status.step
     assert json.loads(folder.status_file.read_text())["starts"][0]["why"] == first.why
     metrics = folder.metrics()
@@ -227,16 +228,27 @@ def test_a_killed_worker_is_started_again_and_the_curve_goes_on(text: Path, tmp_
 
 
 def kill_a_worker(folder: Path, after: int, addresses: set[str]) -> None:
-    """Once a checkpoint of step ``after`` or later is whole, and steps behind it are measured. One is written beside the next steps.
+    """Kills one with steps behind the last checkpoint, which is of step ``after`` or later, and before the next one is begun.
 
     ``addresses``: gets those that the run then listens on.
     """
     run = RunFolder(folder)
-    while not any(after <= saved.step < len(run.metrics()) - 1 for saved in run.checkpoints()[-1:]):
+    while not (checkpoints := run.checkpoints()) or checkpoints[-1].step < after:
         time.sleep(0.02)
     addresses |= listened_on()
     workers = [p for p in psutil.Process().children() if str(folder) in p.cmdline()]
+    while True:
+        for worker in workers:  # so that what is read of them stays so
+            worker.suspend()
+        behind = len(run.metrics()) - run.checkpoints()[-1].step
+        if 2 <= behind < EVERY - 2:
+            break
+        for worker in workers:
+            worker.resume()
+        time.sleep(0.02)
     workers[-1].kill()
+    for worker in workers[:-1]:
+        worker.resume()
 
 
 def stop_after(folder: RunFolder, step: int) -> None:
