@@ -118,9 +118,24 @@ class Elastic(Record):
     """How often workers that failed are started again, and down to how many."""
 
     min_workers: int = Field(default=1, ge=1)
+    max_workers: int | None = Field(default=None, ge=1)
+    """At the start, and when lost ones come back; None: as many as there are devices."""
     max_restarts: int = Field(default=10, ge=0)
     """Within ``restart_window_s``; 0: the run ends with the first failure."""
     restart_window_s: float = Field(default=3600.0, gt=0)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Elastic:
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            rule = f"must be at least run.elastic.min_workers = {self.min_workers}"
+            raise bad_input("run.elastic.max_workers", self.max_workers, rule, [f"{self.min_workers} or more"])
+        return self
+
+    def refuse_more(self, workers: int, told: str) -> None:
+        """Raises BadInput where there would be more than ``max_workers``; ``told``: what makes them so many."""
+        if self.max_workers is not None and workers > self.max_workers:
+            rule = f"{told} make{'s' * (not told.endswith('s'))} {workers} workers"
+            raise bad_input("run.elastic.max_workers", self.max_workers, rule, [f"{workers} or more", "fewer workers"])
 
 
 class Run(Record):
@@ -260,8 +275,10 @@ HELP: dict[str, str] = {
     "run.on_nan": "when a loss or gradient is no number: stop, skip its update, or rollback to the last checkpoint (docs/training.md)",
     "run.profile": "{steps: [10, 12]} writes what these steps do when, and on a GPU their memory, into profile/ of the run's folder",
     "run.elastic.min_workers": "fewest workers that the run goes on with where places are lost; the layout is then searched again",
+    "run.elastic.max_workers": "most workers, at the start and when lost ones have come back; null: as many as there are devices",
     "run.elastic.max_restarts": "times within run.elastic.restart_window_s that workers which failed are started again; 0: never",
-    "run.elastic.restart_window_s": "seconds within which run.elastic.max_restarts is counted",
+    "run.elastic.restart_window_s": "seconds within which run.elastic.max_restarts is counted, and after which a lost place is tried again; twice "
+    "as long each time that it is lost again",
 }
 """Every key of config.yaml in words; docs/config.md and ``ahp train --help`` show these."""
 

@@ -7,12 +7,15 @@ it was killed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class Start:
     why: str | None = None
     failed: bool = False
     """Neither finished nor stopped by a signal."""
+    useful_s: float | None = None
+    """Seconds of its steps that a checkpoint, or the end of the run, has kept."""
+    useful_tokens: float | None = None
+    """Tokens of these steps."""
 
     @property
     def made_steps(self) -> bool:
@@ -44,6 +51,13 @@ class Start:
         if self.ended is None:
             return None
         return (datetime.fromisoformat(self.ended) - datetime.fromisoformat(self.began)).total_seconds()
+
+    @property
+    def seconds_lost(self) -> float | None:
+        """Its seconds without those of steps that were kept: the start itself, and steps that are in no checkpoint."""
+        if self.seconds is None or self.useful_s is None:
+            return None
+        return max(0.0, self.seconds - self.useful_s)
 
     @property
     def steps_lost(self) -> int | None:
@@ -59,7 +73,7 @@ def began(file: Path, start: Start) -> None:
 
 
 def ended(file: Path, **found: Any) -> None:
-    """Write down how the last start ended: ``ended``, ``last_step``, ``saved_step``, ``why``, ``failed``."""
+    """Write down how the last start ended: the other fields of ``Start``."""
     _append(file, found)
 
 
@@ -77,15 +91,36 @@ def starts(file: Path) -> list[Start]:
     return [start for start in found if _is_sound(start)]
 
 
-def effective_share(history: Sequence[Start], metrics: Sequence[dict[str, Any]]) -> float | None:
-    """Seconds of the steps that count, over all seconds since the first start but those between starts by hand: the effective training
-    time ratio. None without a start of known length."""
-    spans = [start.seconds for start in history]
-    if not spans or any(span is None for span in spans):
+def useful(metrics: Sequence[dict[str, Any]], first_step: int, saved_step: int) -> dict[str, float]:
+    """``useful_s`` and ``useful_tokens`` of the steps after ``first_step`` up to ``saved_step``."""
+    kept = [m for m in metrics if first_step < m["step"] <= saved_step and m.get("step_time_s")]
+    tokens = sum(m["step_time_s"] * (m.get("tokens_per_s") or 0.0) for m in kept)
+    return {"useful_s": sum(m["step_time_s"] for m in kept), "useful_tokens": tokens}
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a run made of its time, failures and starts counted."""
+
+    share: float
+    """Seconds of the steps that count, over all seconds of the starts that have ended: the effective training time ratio. What lies between two
+    starts by hand is not in it."""
+    tokens_per_day: float
+    tokens_per_day_without_failures: float
+    """If every second had gone into such steps."""
+
+
+def effect(history: Sequence[Start]) -> Effect | None:
+    """Of the starts that have ended; None where they have made no step that was kept."""
+    known = [(s.seconds, s.useful_s, s.useful_tokens) for s in history]
+    ended = [(total, useful, tokens) for total, useful, tokens in known if total and useful and tokens is not None]
+    idle_s = sum(total for total, useful, _ in known if total and useful == 0)
+    total_s, useful_s, tokens = (sum(column) for column in zip(*ended, strict=True)) if ended else (0.0, 0.0, 0.0)
+    if useful_s <= 0:
         return None
-    total = sum(span for span in spans if span is not None)
-    steps = sum(record.get("step_time_s") or 0.0 for record in metrics)
-    return min(1.0, steps / total) if total > 0 else None
+    share = min(1.0, useful_s / (total_s + idle_s))
+    without = SECONDS_PER_DAY * tokens / useful_s
+    return Effect(share, share * without, without)
 
 
 def _append(file: Path, line: dict[str, Any]) -> None:
@@ -110,6 +145,9 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _is_sound(start: Start) -> bool:
+    kept = (start.useful_s, start.useful_tokens)
+    if not all(one is None or (type(one) in (int, float) and 0 <= one < math.inf) for one in kept):
+        return False
     numbers = (start.workers, start.first_step, start.last_step, start.saved_step)
     if not all(number is None or type(number) is int for number in numbers):
         return False

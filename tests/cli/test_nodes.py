@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ahp.cli.main import main
-from ahp.cli.nodes import asked
+from ahp.cli.nodes import asked, bounded
+from ahp.config import Elastic
 from ahp.errors import BadInput
 
 HOST = "10.0.0.1:29500"
@@ -52,3 +53,28 @@ def test_under_another_launcher_it_is_refused(
     monkeypatch.setenv("RANK", "0")
     assert main(["train", "--nodes", "2", "--rendezvous", HOST]) == 2
     assert "a launcher (torchrun) has started this process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("elastic", "least", "most"),
+    [
+        (Elastic(), 2, 4),
+        (Elastic(max_workers=25), 2, 3),
+        (Elastic(min_workers=17), 3, 4),
+        (Elastic(min_workers=24, max_workers=24), 3, 3),
+    ],
+)
+def test_nodes_stay_within_the_workers_that_are_wanted(elastic: Elastic, least: int, most: int) -> None:
+    assert bounded(2, 4, 8, elastic) == (least, most)
+
+
+@pytest.mark.parametrize(
+    ("elastic", "words"),
+    [
+        (Elastic(max_workers=15), r"run\.elastic\.max_workers = 15: 2 nodes of 8 workers make 16 workers"),
+        (Elastic(min_workers=33), r"run\.elastic\.min_workers = 33: 4 nodes of 8 workers have 32"),
+    ],
+)
+def test_nodes_with_too_many_or_too_few_workers_are_refused(elastic: Elastic, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        bounded(2, 4, 8, elastic)

@@ -26,7 +26,7 @@ def measured(workers: int | None, run_folder: Path, cache: Path) -> Cluster:
 
     What was measured beside other programs is measured again when they have gone.
     """
-    count = workers or len(gpus()) or sense.physical_cores()
+    count = workers or num_devices()
     file = cache / "machines" / f"{_facts_hash(count)}.yaml"
     known = _kept(file)
     if known is not None and DISTURBED in known.source and not is_busy(busy_share()):
@@ -38,6 +38,11 @@ def measured(workers: int | None, run_folder: Path, cache: Path) -> Cluster:
     cluster = _probed(count, run_folder)
     _keep(cluster, file)
     return cluster
+
+
+def num_devices() -> int:
+    """GPUs of this machine, else cores."""
+    return len(gpus()) or sense.physical_cores()
 
 
 def _facts_hash(workers: int) -> str:

@@ -50,9 +50,22 @@ def launch(several: Asked, words: Sequence[str], elastic: Elastic) -> int:
     """Start this node's workers, which run the same command; the exit code."""
     from ahp.runtime.ranks import changing_nodes
 
-    least, most, endpoint, workers = several
-    node: Node = changing_nodes.Node(least, most, endpoint, workers or _workers_here(), elastic.max_restarts)
+    least, most, endpoint, given = several
+    workers = given or _workers_here()
+    least, most = bounded(least, most, workers, elastic)
+    node: Node = changing_nodes.Node(least, most, endpoint, workers, elastic.max_restarts)
     return changing_nodes.launch(["train", *words], node)
+
+
+def bounded(least: int, most: int, workers: int, elastic: Elastic) -> tuple[int, int]:
+    """The least and the most nodes, of so many workers each, within ``run.elastic.min_workers`` and ``max_workers``. Raises BadInput where there are none."""
+    elastic.refuse_more(least * workers, f"{least} node{'s' * (least > 1)} of {workers} worker{'s' * (workers > 1)}")
+    if elastic.max_workers is not None:
+        most = min(most, elastic.max_workers // workers)
+    if most * workers < elastic.min_workers:
+        rule = f"{most} node{'s' * (most > 1)} of {workers} worker{'s' * (workers > 1)} have {most * workers}"
+        raise bad_input("run.elastic.min_workers", elastic.min_workers, rule, [f"1 to {most * workers}"])
+    return max(least, -(-elastic.min_workers // workers)), most
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
         return Trainer(prepared.plan, folder=folder, **given, texts=prepared.texts, replan=replan).run()
 
     def replan(workers: int) -> Plan:
-        return train_plan.for_fewer(request.config, folder, workers, top=arguments.top, quiet=arguments.json)
+        return train_plan.for_other_workers(request.config, folder, workers, top=arguments.top, quiet=arguments.json)
 
     with ExitStack() as kept:
 

@@ -34,7 +34,9 @@ def earlier(config: Config, folder: RunFolder, workers: int | None) -> Plan | No
         plan = Plan.load(folder.plan_file)
     except (OSError, ValueError, AhpError):
         return None
-    return plan if same and workers in (None, plan.parallelism.world_size) else None
+    most = config.run.elastic.max_workers
+    there = workers in (None, plan.parallelism.world_size) and plan.parallelism.world_size <= (most or math.inf)
+    return plan if same and there else None
 
 
 def without_layout(config: Config) -> Plan:
@@ -59,6 +61,8 @@ def prepare(plan: Plan, config: Config | None, folder: RunFolder, workers: int |
         _engine(config)
     if workers is None:
         _refuse_here(plan, config)
+    elif config is not None:
+        config.run.elastic.refuse_more(workers, "the launcher's processes")
     texts = prepare_texts(plan)
     check_same_text(folder, plan, texts.fingerprint)
     return texts
@@ -78,6 +82,8 @@ def _refuse_here(plan: Plan, config: Config | None) -> None:
             plan = plan.model_copy(update={"cluster": cluster.plain()})
             if count is None:
                 told, count = "cluster: its devices", cluster.num_devices
+    if config is not None and count is not None:
+        config.run.elastic.refuse_more(count, told)
     if device_for(plan, count or 1) == "cpu" and count is not None:
         refuse_workers(f"{told} make {count} workers", count)
 
@@ -95,7 +101,7 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     engine, note = _engine(config)
     _say(f"analyzing {config.model if isinstance(config.model, str) else config.model.get('model_type', 'the model')}")
     graph = analyze(config.model, config.job, attention=engine.attention)
-    wanted = workers or num_workers(config.parallelism)
+    wanted = workers or num_workers(config.parallelism) or _most_here(config)
     cluster = _local(folder, wanted) if config.cluster == "local" else _those_there(config.cluster, workers)
     _say(f"searching layouts, world size {cluster.num_devices}")
     ranking = ranked(graph, cluster, config.job, constraints=config.parallelism, engine=engine, keep=top)
@@ -112,8 +118,8 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     return best
 
 
-def for_fewer(config: Config | None, folder: RunFolder, workers: int, *, top: int, quiet: bool) -> Plan:
-    """The best plan of the same job for the workers that are left. Raises AhpError where there is none."""
+def for_other_workers(config: Config | None, folder: RunFolder, workers: int, *, top: int, quiet: bool) -> Plan:
+    """The best plan of the same job for the workers that are left, or that are back. Raises AhpError where there is none."""
     if config is None:
         raise HardwareMismatch(
             f"a plan is run as it is, and {workers} workers are left; give a config.yaml to plan again"
@@ -122,7 +128,10 @@ def for_fewer(config: Config | None, folder: RunFolder, workers: int, *, top: in
         raise HardwareMismatch(
             f"cluster names its devices, and {workers} workers are left; with cluster: local it is planned again"
         )
-    return search(config, folder, workers, top=top, quiet=quiet)
+    plan = search(config, folder, workers, top=top, quiet=quiet)
+    # A plan for what is left is no answer for the next start by hand, which counts the devices anew.
+    folder.config_file.unlink(missing_ok=True)
+    return plan
 
 
 def _engine(config: Config) -> tuple[EngineChoice, tuple[str, ...]]:
@@ -163,6 +172,14 @@ def num_workers(constraints: Constraints) -> int | None:
     degrees = [constraints.given.get(key) for key in DEGREES]
     context = constraints.given.get("context_parallel_degree") or 1
     return math.prod([context, *(d for d in degrees if d is not None)]) if None not in degrees else None
+
+
+def _most_here(config: Config) -> int | None:
+    """``run.elastic.max_workers`` where this machine has more devices, else None."""
+    from ahp.cli.machine import num_devices
+
+    most = config.run.elastic.max_workers
+    return most if config.cluster == "local" and most is not None and most < num_devices() else None
 
 
 def _local(folder: RunFolder, workers: int | None) -> Cluster:

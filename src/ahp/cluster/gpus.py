@@ -121,7 +121,8 @@ def _driver_nodes(root: Path = Path("/")) -> bool:
 
 def _visible(nvml: Any, visible: str | None) -> list[Any]:
     """Handles in CUDA's order. As CUDA does, the list ends at the first word that names no device."""
-    every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    handles = (_ask(nvml, nvml.nvmlDeviceGetHandleByIndex, i) for i in range(nvml.nvmlDeviceGetCount()))
+    every = [handle for handle in handles if handle is not None]  # none of a GPU that has left the bus
     if visible is None:
         return every
     identities = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in every]

@@ -14,7 +14,7 @@ from ahp.errors import BadInput
 from ahp.plan import Plan
 from ahp.report import figures
 from ahp.run_files import LARGEST, Status, judge_status, read_metrics
-from ahp.run_history import effective_share, starts
+from ahp.run_history import effect, starts
 from ahp.violations import shortened
 from ahp.words import gib, of_gib, percent, seconds
 
@@ -50,7 +50,7 @@ def _save(out: Path, title: str, plan: Plan, run: Path | None) -> Path:
         _layout(plan),
         *_forecast(plan),
         *_timeline(trace),
-        *(_history(run, metrics) if run is not None else []),
+        *(_history(run) if run is not None else []),
         *([_section("A sample of its text", f"<pre>{escape(sample)}</pre>")] if sample else []),
         _rejected(plan),
         _job(plan),
@@ -136,7 +136,7 @@ def _shares(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _history(run: Path, metrics: Sequence[dict[str, Any]]) -> list[str]:
+def _history(run: Path) -> list[str]:
     """Every start of the workers, where there was more than one: its plan, how far it came, what was lost, why it ended."""
     found = starts(run / "starts.jsonl")
     if len(found) < 2:
@@ -149,13 +149,19 @@ def _history(run: Path, metrics: Sequence[dict[str, Any]]) -> list[str]:
             f"{start.first_step} to {'?' if start.last_step is None else start.last_step}",
             "?" if start.steps_lost is None else start.steps_lost,
             "?" if start.seconds is None else seconds(start.seconds),
+            "?" if start.seconds_lost is None else seconds(start.seconds_lost),
             start.why or "",
         )
         for start in found
     )
-    table = _table(("began", "layout", "workers", "steps", "steps lost", "took", "ended because"), rows)
-    share = effective_share(found, metrics)
-    note = "" if share is None else f"<p>{percent(share)} of that time went into steps that count.</p>"
+    table = _table(("began", "layout", "workers", "steps", "steps lost", "took", "of it lost", "ended because"), rows)
+    reached = effect(found)
+    note = ""
+    if reached is not None:
+        note = (
+            f"<p>{percent(reached.share)} of that time went into steps that count: {reached.tokens_per_day:,.0f} tokens a day, "
+            f"{reached.tokens_per_day_without_failures:,.0f} if nothing had failed.</p>"
+        )
     return [_section("Starts", table + note)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,36 +37,91 @@ def killed(step: int, rank: int = 0, saved: int = 0) -> TrainingFailed:
 
 def test_a_run_that_gets_on_is_started_again_as_often_as_the_window_allows() -> None:
     clock = Clock()
-    restarts = Restarts(Elastic(max_restarts=3, restart_window_s=100.0), clock)
+    restarts = Restarts(Elastic(max_restarts=3, restart_window_s=100.0), 4, clock)
     for step in range(12):
         clock.now_s += 40.0
-        assert restarts.after(killed(10 * step, rank=step % 2), 4) == 4
+        assert restarts.after(killed(10 * step, rank=step % 2)) == 4
     with pytest.raises(
         TrainingFailed, match=r"started again 3 times within 100 s \(run\.elastic\.max_restarts"
     ) as ended:
-        restarts.after(killed(300), 4)
+        restarts.after(killed(300))
     assert str(ended.value).startswith("worker gone\n")
 
 
 def test_the_same_failure_of_one_step_ends_the_run() -> None:
-    restarts = Restarts(Elastic())
+    restarts = Restarts(Elastic(), 2)
     fault = TrainingFailed("shapes differ", step=7, kind="RuntimeError", may_pass=True)
-    assert [restarts.after(fault, 2), restarts.after(fault, 2)] == [2, 2]
+    assert [restarts.after(fault), restarts.after(fault)] == [2, 2]
     with pytest.raises(TrainingFailed, match="step 8 failed 3 times in the same way"):
-        restarts.after(fault, 2)
+        restarts.after(fault)
 
 
 def test_a_place_that_loses_its_worker_three_times_in_a_row_is_lost() -> None:
-    restarts = Restarts(Elastic(min_workers=3))
-    assert [restarts.after(killed(step, rank=2), 4) for step in (5, 5, 5)] == [4, 4, 3]
-    assert [restarts.after(killed(step, rank=0), 3) for step in (6, 7)] == [3, 3]
+    restarts = Restarts(Elastic(min_workers=3), 4)
+    assert [restarts.after(killed(step, rank=2)) for step in (5, 5, 5)] == [4, 4, 3]
+    assert [restarts.after(killed(step, rank=0)) for step in (6, 7)] == [3, 3]
     with pytest.raises(TrainingFailed, match=r"2 workers would be left, fewer than run\.elastic\.min_workers = 3"):
-        restarts.after(killed(8, rank=0), 3)
+        restarts.after(killed(8, rank=0))
+
+
+def lose_a_place(restarts: Restarts, step: int) -> int:
+    return [restarts.after(killed(step, rank=0, saved=step - 1)) for _ in range(3)][-1]
+
+
+def test_a_lost_place_is_tried_again_later_and_later() -> None:
+    clock = Clock()
+    restarts = Restarts(Elastic(restart_window_s=100.0, max_restarts=100), 4, clock)
+    for wait_s in (100.0, 200.0, 400.0):
+        assert not restarts.is_due()
+        assert lose_a_place(restarts, int(clock.now_s) + 5) == 3
+        clock.now_s += wait_s - 1
+        assert not restarts.is_due()
+        clock.now_s += 1
+        assert restarts.is_due()
+        assert not restarts.is_due()  # the workers were asked, once
+        assert restarts.grown() == 4
+
+
+def test_workers_that_fail_while_they_are_asked_to_stop_are_started_as_they_were() -> None:
+    clock = Clock()
+    restarts = Restarts(Elastic(restart_window_s=100.0), 2, clock)
+    assert lose_a_place(restarts, 5) == 1
+    clock.now_s += 100.0
+    assert restarts.is_due()
+    assert restarts.after(killed(30)) == 1
+    assert restarts.is_due()  # as soon as they are there again
+
+
+def test_as_many_are_started_as_the_driver_counts() -> None:
+    clock, gpus = Clock(), [8]
+    restarts = Restarts(Elastic(restart_window_s=100.0), 8, clock, places=lambda: gpus[0])
+    gpus[0] = 6
+    assert restarts.after(TrainingFailed("CUDA error", step=5, kind="RuntimeError", may_pass=True)) == 6
+    clock.now_s += 100.0
+    assert not restarts.is_due()  # they are still away
+    gpus[0] = 7
+    clock.now_s += 100.0
+    assert restarts.is_due()
+    assert restarts.grown() == 7
+
+
+def test_where_more_cannot_be_planned_it_stays_as_it_was() -> None:
+    clock = Clock()
+    restarts = Restarts(Elastic(restart_window_s=100.0), 4, clock)
+    assert lose_a_place(restarts, 5) == 3
+    clock.now_s += 100.0
+    assert restarts.is_due()
+    assert restarts.grown() == 4
+    restarts.stays(3)
+    clock.now_s += 199.0
+    assert not restarts.is_due()
+    clock.now_s += 1.0
+    assert restarts.is_due()
 
 
 def test_a_place_that_gets_on_between_its_failures_is_kept() -> None:
-    restarts = Restarts(Elastic())
-    assert [restarts.after(killed(10 * n + 5, rank=1, saved=10 * n), 2) for n in range(6)] == [2] * 6
+    restarts = Restarts(Elastic(), 2)
+    assert [restarts.after(killed(10 * n + 5, rank=1, saved=10 * n)) for n in range(6)] == [2] * 6
 
 
 def test_a_lost_place_is_planned_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +147,52 @@ def test_a_lost_place_is_planned_without(tmp_path: Path, monkeypatch: pytest.Mon
     assert [start.workers for start in starts(tmp_path / "run" / "starts.jsonl")] == started
 
 
+def test_a_lost_place_that_is_back_is_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers that were left are asked to save when the window is over, and as many as at first go on from there."""
+    started: list[int] = []
+    folder = RunFolder(tmp_path / "run")
+
+    def launch(*given: object, num_workers: int, stops_when: Callable[[], bool], **others: object) -> int:
+        started.append(num_workers)
+        if started in ([2], [2, 2], [2, 2, 2]):
+            raise WorkersEnded({1: -9})
+        if num_workers == 1:
+            while not stops_when():
+                time.sleep(0.01)
+            folder.write_status(Status("interrupted", 4, "stopped by SIGTERM", 143))
+        else:
+            folder.write_status(Status("done", 8, None, 0))
+        return 0
+
+    monkeypatch.setattr("ahp.runtime.ranks.launch.launch", launch)
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    plans = {
+        1: plan(tmp_path / "a.txt"),
+        2: plan(tmp_path / "a.txt", Parallelism(data_parallel_shard_degree=2, zero_stage=3)),
+    }
+    trainer = Trainer(plans[2], folder=folder, elastic={"restart_window_s": 0.2}, replan=plans.__getitem__)
+    assert trainer.run().status.state == "done"
+    assert started == [2, 2, 2, 1, 2]
+    history = starts(folder.history_file)
+    assert history[3].why == "a lost place is tried again"
+    assert not history[3].failed
+
+
 def test_no_restarts_at_all_where_none_are_wanted() -> None:
     with pytest.raises(TrainingFailed, match=r"^worker gone$"):
-        Restarts(Elastic(max_restarts=0)).after(killed(5), 2)
+        Restarts(Elastic(max_restarts=0), 2).after(killed(5))
+
+
+def test_more_workers_than_wanted_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n")
+    two = plan(tmp_path / "a.txt", Parallelism(data_parallel_shard_degree=2, zero_stage=3))
+    with pytest.raises(BadInput, match=r"run\.elastic\.max_workers = 1: the plan's degrees make 2 workers"):
+        Trainer(two, folder=tmp_path / "run", elastic={"max_workers": 1})
+    with pytest.raises(
+        BadInput, match=r"run\.elastic\.max_workers = 1: must be at least run\.elastic\.min_workers = 2"
+    ):
+        Trainer(two, folder=tmp_path / "run", elastic={"min_workers": 2, "max_workers": 1})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from types import FrameType
 from ahp.cluster.environment import COMPUTE
 from ahp.cluster.most_workers import refuse_workers
 from ahp.cluster.sense import physical_cores
+from ahp.runtime.ranks.ask_to_save import stopping_when
 from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
 from ahp.runtime.ranks.watch import Watch, watching
@@ -45,11 +46,18 @@ class WorkersEnded(Exception):
 
 
 def launch(
-    module: str, arguments: Sequence[str], *, num_workers: int, log_folder: Path, watch: Watch | None = None
+    module: str,
+    arguments: Sequence[str],
+    *,
+    num_workers: int,
+    log_folder: Path,
+    watch: Watch | None = None,
+    stops_when: Callable[[], bool] | None = None,
 ) -> int:
     """Run ``python -m module arguments`` as ranks 0 .. num_workers - 1 on this node until all have ended.
 
-    Their output goes to files under ``log_folder``. ``watch``: when they hang, and are ended. SIGINT, SIGTERM and SIGUSR1 are passed on
+    Their output goes to files under ``log_folder``. ``watch``: when they hang, and are ended. ``stops_when``: whether they are to save and stop
+    without a signal to this process. SIGINT, SIGTERM and SIGUSR1 are passed on
     to the workers as SIGTERM, which end when they have saved; a second one kills them.
 
     Returns:
@@ -84,6 +92,7 @@ def launch(
         _environment(num_workers, log_folder),
         _forwarding_signals(module) as wish,
         watching(watch, lambda: _workers(module), num_workers) as hang,
+        stopping_when(stops_when, lambda: _workers(module)),
     ):
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)

@@ -158,14 +158,19 @@ class RunFolder:
                 status = replace(status, step=max(status.step, self.step))
             self._said = status
             newest = max((saved.step for saved in self.checkpoints()), default=self._saved_step())
-            history = [asdict(start) for start in run_history.starts(self.history_file)]
-            text = json.dumps({**written(status, newest), "starts": history}, indent=1) + "\n"
+            text = json.dumps({**written(status, newest), **self._history()}, indent=1) + "\n"
             try:
                 write_aside(self.status_file, text)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 write_over(self.status_file, text)
+
+    def _history(self) -> dict[str, Any]:
+        """Every start, and what those that have ended made of the time."""
+        found = run_history.starts(self.history_file)
+        reached = run_history.effect(found)
+        return {"starts": [asdict(start) for start in found]} | ({} if reached is None else {"effect": asdict(reached)})
 
     @contextmanager
     def beating(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Whether workers that failed are started again, and how many of them."""
+"""Whether workers that failed are started again, how many of them, and when lost ones are tried again."""
 
 from __future__ import annotations
 
@@ -16,22 +16,44 @@ SAME_PLACE = 3
 """As often in a row, with no new checkpoint between, the worker of one place may go: then the place is lost."""
 
 
+def gpus_left() -> int | None:
+    """GPUs that the driver still counts on this node, None for a node without any."""
+    from ahp.cluster.gpus import gpus
+
+    return len(gpus()) or None
+
+
 @dataclass
 class Restarts:
-    """The failures of one run so far."""
+    """The failures of one run so far, and the places that it has lost by them.
+
+    ``places``: devices of this node now, None where only failures say how many there are.
+    """
 
     elastic: Elastic
+    full: int
+    """Workers that the run began with."""
     clock: Callable[[], float] = time.monotonic
+    places: Callable[[], int | None] = lambda: None
     failed: list[TrainingFailed] = field(default_factory=list)
     began_s: list[float] = field(default_factory=list)
     """When workers were started again."""
+    asked: bool = False
+    """Workers were asked to save and stop, so that more of them can go on."""
+    _workers: int = 0
+    _wait_s: float = 0.0
+    _due_s: float = 0.0
 
-    def after(self, failure: TrainingFailed, workers: int) -> int:
-        """How many workers to start after a failure of so many. Raises the failure, with the reason, where a start would not help."""
+    def __post_init__(self) -> None:
+        self._workers, self._wait_s = self.full, self.elastic.restart_window_s
+
+    def after(self, failure: TrainingFailed) -> int:
+        """How many workers to start after a failure. Raises the failure, with the reason, where a start would not help."""
+        self.asked = False
         self.failed.append(failure)
         if not failure.may_pass:
             raise failure
-        left = workers - self._is_lost()
+        left = self._left()
         last = self.failed[-SAME_FAILURES:]
         if len(last) == SAME_FAILURES and len({(one.step, one.kind) for one in last}) == 1:
             raise failure.because(f"step {failure.step + 1} failed {SAME_FAILURES} times in the same way")
@@ -49,6 +71,16 @@ class Restarts:
                 f"{left} worker{'s' * (left != 1)} would be left, fewer than run.elastic.min_workers = {self.elastic.min_workers}"
             )
         self.began_s = [*recent, now_s]
+        if left < self._workers:
+            self._try_later(now_s, lost_again=self._workers < self.full or self._due_s > 0)
+        self._workers = left
+        return left
+
+    def _left(self) -> int:
+        left, places = self._workers - self._is_lost(), self.places()
+        if places is not None and places < left:
+            self.failed.clear()  # ranks are other places now
+            return places
         return left
 
     def _is_lost(self) -> bool:
@@ -62,3 +94,30 @@ class Restarts:
         if lost:
             self.failed.clear()  # ranks are other places now
         return lost
+
+    def _try_later(self, now_s: float, *, lost_again: bool) -> None:
+        self._wait_s *= 2 if lost_again else 1
+        self._due_s = now_s + self._wait_s
+
+    def is_due(self) -> bool:
+        """Whether lost places are to be tried again now. The caller then asks the workers to save and stop; ``grown`` says how many follow."""
+        if self._workers >= self.full or self.asked or self.clock() < self._due_s:
+            return False
+        self.asked = self._wanted() > self._workers
+        if not self.asked:  # the device is still away
+            self._due_s = self.clock() + self.elastic.restart_window_s
+        return self.asked
+
+    def grown(self) -> int:
+        """How many workers to start after those that were asked have stopped."""
+        self.asked, self._workers = False, max(self._workers, self._wanted())
+        return self._workers
+
+    def stays(self, workers: int) -> None:
+        """No more than so many can be planned for; they are tried again later."""
+        self._workers = workers
+        self._try_later(self.clock(), lost_again=True)
+
+    def _wanted(self) -> int:
+        places = self.places()
+        return self.full if places is None else min(self.full, places)

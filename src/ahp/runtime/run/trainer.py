@@ -29,7 +29,7 @@ from ahp.runtime.run.best_interval import failures_per_s
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.progress import Display, following, say
-from ahp.runtime.run.restarts import SAME_FAILURES, Restarts
+from ahp.runtime.run.restarts import SAME_FAILURES, Restarts, gpus_left
 from ahp.runtime.run.same_job import check_same_job
 from ahp.runtime.run.stop_signal import Stopped, StopRequest, stops_at_once
 from ahp.runtime.run.texts import Texts, prepare_texts
@@ -81,7 +81,7 @@ class Trainer:
     ) -> None:
         """Every argument is the key of that name under ``run`` in config.yaml (docs/config.md). Raises BadInput for its values.
 
-        ``replan``: a plan of the same job for so many workers, where fewer are left; without it the plan is started as it is.
+        ``replan``: a plan of the same job for so many workers, where fewer are left or more are back; without it the plan is started as it is.
         """
         checkpoint_interval(checkpoint_every)
         if on_nan not in get_args(OnNan):
@@ -109,6 +109,7 @@ class Trainer:
         self.track = tuple(track)
         self.extend, self.texts, self.replan = extend, texts, replan
         self.elastic = validated(Elastic, elastic, "run.elastic") if isinstance(elastic, dict) else elastic or Elastic()
+        self.elastic.refuse_more(plan.parallelism.world_size, "the plan's degrees")
 
     def run(self) -> Outcome:
         """Train to the last step, or until SIGINT, SIGTERM or SIGUSR1, which end it with a checkpoint. Workers that fail are started again, as often
@@ -132,18 +133,22 @@ class Trainer:
                 return finished
             with self._reported():
                 order = self._own_order()
-        restarts = Restarts(self.elastic)
+        full = self.plan.parallelism.world_size
+        restarts = Restarts(self.elastic, full, places=gpus_left if order.device == "cuda" else lambda: None)
         with self._reported():
             while True:
                 try:
                     with self._in_history():
-                        status = self._status_after(self._start_workers(self._as_it_failed(order)))
+                        stopped = self._start_workers(self._as_it_failed(order), restarts.is_due)
+                        status = self._status_after(stopped, restarts.asked)
                 except TrainingFailed as failed:
                     with stops_at_once():
-                        left = restarts.after(failed, self.plan.parallelism.world_size)
-                        order = self._take_up_again(failed, left, order)
+                        order = self._take_up_again(failed, restarts.after(failed), order)
                 else:
-                    return Outcome(self.folder.path, status)
+                    if status.state != "interrupted" or stopped:
+                        return self._ended(status)
+                    with stops_at_once():
+                        order = self._grow(restarts, order)
 
     def _own_order(self) -> WorkerSettings:
         return self._order(device_for(self.plan, self.plan.parallelism.world_size), self._texts())
@@ -157,13 +162,29 @@ class Trainer:
                 raise failed.because(
                     f"the plan is for {self.plan.parallelism.world_size} workers, and {workers} are left"
                 )
-            say(f"planning again for {workers} worker{'s' * (workers != 1)}")
             try:
-                self.plan = self.replan(workers)
+                order = self._plan_again(workers)
             except AhpError as error:
                 raise failed.because(f"no plan for {workers} workers: {error}") from error
-            order = self._own_order()
-        self._take_up(cause)
+        self._take_up(f"started again: {cause}")
+        return order
+
+    def _plan_again(self, workers: int) -> WorkerSettings:
+        assert self.replan is not None
+        say(f"planning again for {workers} worker{'s' * (workers != 1)}")
+        self.plan = self.replan(workers)
+        return self._own_order()
+
+    def _grow(self, restarts: Restarts, order: WorkerSettings) -> WorkerSettings:
+        """Plan for the places that are tried again, once the workers have saved; the settings of the next start."""
+        before, workers = self.plan.parallelism.world_size, restarts.grown()
+        if workers != before:
+            try:
+                order = self._plan_again(workers)
+            except AhpError as error:
+                say(f"no plan for {workers} workers ({error}); going on with {before}")
+                restarts.stays(before)
+        self._take_up(_grown(workers))
         return order
 
     @contextmanager
@@ -186,7 +207,10 @@ class Trainer:
 
     def _end_in_history(self, ended: str, why: str, failed: bool) -> None:
         steps = {"last_step": failure.last_step(self.folder), "saved_step": self._saved_step()}
-        run_history.ended(self.folder.history_file, ended=ended, **steps, why=why, failed=failed)
+        began = run_history.starts(self.folder.history_file)
+        first_step = began[-1].first_step if began else 0
+        useful = run_history.useful(self.folder.metrics(), first_step, steps["saved_step"])
+        run_history.ended(self.folder.history_file, ended=ended, **steps, why=why, failed=failed, **useful)
 
     def _as_it_failed(self, order: WorkerSettings) -> WorkerSettings:
         """The settings with how often workers fail, as the cluster says and as the run's starts went."""
@@ -207,9 +231,13 @@ class Trainer:
             failure.report(self.folder, str(error), getattr(error, "exit_code", 1))
             raise
 
-    def _status_after(self, stopped: int) -> Status:
-        """What the workers left in status.json, in the words of the signal that the user sent (0 for none)."""
+    def _status_after(self, stopped: int, growing: bool) -> Status:
+        """What the workers left in status.json, in the words of the signal that the user sent (0 for none). ``growing``: they were asked to stop
+        for more of them to go on."""
         status = self.folder.status()
+        if growing and not stopped and status is not None and status.state == "interrupted":
+            status = replace(status, cause="a lost place is tried again")
+            self.folder.write_status(status)
         if status is not None and status.state == "failed":
             raise TrainingFailed(status.cause or "failed", status.exit_code or 1)
         if not stopped or (status is not None and status.state == "done"):
@@ -249,6 +277,11 @@ class Trainer:
         finally:
             if display is not None:
                 display.close()
+        return self._ended(status) if workers.is_first else Outcome(self.folder.path, status)
+
+    def _ended(self, status: Status) -> Outcome:
+        """The outcome, once status.json has the end of the last start too."""
+        self.folder.write_status(status)
         return Outcome(self.folder.path, status)
 
     def _begin(self, kept: ExitStack) -> Outcome | None:
@@ -288,17 +321,17 @@ class Trainer:
 
     def _take_up(self, cause: str | None = None) -> int:
         """Put the folder back to its newest checkpoint, and write the plan into it: how many of the steps up to that have a line in
-        metrics.jsonl. ``cause``: of the failure before, for status.json."""
+        metrics.jsonl. ``cause``: of this start, for status.json."""
         self.folder.refuse_lost_checkpoints()
         failure.forget(self.folder)
         self.folder.forget_notes()
         step = self._saved_step()
         lines = self.folder.truncate_metrics(step)
         self.plan.save(self.folder.plan_file)
-        self.folder.write_status(Status("running", step, None if cause is None else f"started again: {cause}"))
+        self.folder.write_status(Status("running", step, cause))
         return lines
 
-    def _start_workers(self, order: WorkerSettings) -> int:
+    def _start_workers(self, order: WorkerSettings, stops_when: Callable[[], bool]) -> int:
         num_workers = self.plan.parallelism.world_size
         if order.device == "cpu" and (why := idle_gpus(num_workers)):
             say(f"computing on the CPU beside idle GPUs: {why}")
@@ -313,6 +346,7 @@ class Trainer:
                     num_workers=num_workers,
                     log_folder=self.folder.log_folder,
                     watch=Watch(self.folder.metrics_file, self.collective_timeout_s + OWN_CAUSE_S),
+                    stops_when=stops_when,
                 )
         except launch.WorkersEnded as ended:
             why = self._why(ended)
@@ -379,6 +413,10 @@ class Trainer:
     def _display(self) -> Display:
         forecast = self.plan.forecast
         return Display(steps=self.plan.job.steps, predicted_s=forecast.step_time_s if forecast is not None else None)
+
+
+def _grown(workers: int) -> str:
+    return f"started again: a lost place is tried again, with {workers} workers"
 
 
 def _now() -> str:
