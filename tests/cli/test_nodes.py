@@ -37,6 +37,7 @@ def test_a_worker_that_such_a_launcher_started_is_none_itself(monkeypatch: pytes
         ("0", HOST, None, "--nodes = '0'"),
         ("two", HOST, None, "--nodes = 'two'"),
         ("2", "10.0.0.1:x", None, "--rendezvous = '10.0.0.1:x': must be an address"),
+        ("2", "10.0.0.1,", None, "--rendezvous = '10.0.0.1,': must be an address"),
         ("2", HOST, 0, "--workers-per-node = 0: must be at least 1"),
     ],
 )

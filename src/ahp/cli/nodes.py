@@ -39,8 +39,10 @@ def asked(nodes: str | None, rendezvous: str | None, workers: int | None) -> Ask
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
         raise bad_input("--nodes", nodes, "must be a number of nodes, or the least and the most", ["2", "2:4"])
-    if not re.fullmatch(r"[^\s:]+(:\d{1,5})?|\[[0-9a-fA-F:]+\](:\d{1,5})?", rendezvous):
-        raise bad_input("--rendezvous", rendezvous, "must be an address of one of the nodes", ["10.0.0.1:29500"])
+    address = r"([^\s:,]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?"
+    if not re.fullmatch(f"{address}(,{address})*", rendezvous):
+        rule = "must be an address of one of the nodes, or of several with commas between"
+        raise bad_input("--rendezvous", rendezvous, rule, ["10.0.0.1:29500", "10.0.0.1,10.0.0.2"])
     if workers is not None and workers < 1:
         raise bad_input("--workers-per-node", workers, "must be at least 1")
     return least, most, rendezvous, workers

@@ -58,8 +58,9 @@ class Arguments:
     """Print the result as one JSON object; nothing else goes to stdout."""
     nodes: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX")] = None
     """Nodes that run this command together, such as 2, or 2:4 where some may be lost and come back."""
-    rendezvous: Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]")] = None
-    """An address of one of the nodes, the same on all; the port is 29500 where none is given."""
+    rendezvous: Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT],...")] = None
+    """An address of one of the nodes, the same on all, or of several: the second one takes over where the first is lost. The port is 29500 where
+    none is given."""
     workers_per_node: int | None = None
     """Workers of this node, with --nodes; without it one for each GPU, else for each core."""
 

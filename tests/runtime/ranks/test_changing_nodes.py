@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
 
 from ahp.errors import BadInput
-from ahp.runtime.ranks import changing_nodes
-from ahp.runtime.ranks.changing_nodes import ENDED, ChangingNodes, CheckedState, JobEnded, is_here
+from ahp.runtime.ranks import store_place
+from ahp.runtime.ranks.changing_nodes import ENDED, ChangingNodes, CheckedState, JobEnded, StoreLost
+from ahp.runtime.ranks.store_place import is_here
 from ahp.runtime.torch_compat import rendezvous_names
 from tests.runtime.workers import free_port, listened_on
 
@@ -75,11 +76,18 @@ def test_two_launchers_meet_at_one_address_and_rounds_are_counted_alike() -> Non
         list(threads.map(ChangingNodes.shutdown, both))
 
 
-def test_nobody_at_the_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changing_nodes, "STORE_S", 1)
-    monkeypatch.setattr(changing_nodes, "is_here", lambda family, address: False)
-    with pytest.raises(BadInput, match=r"--rendezvous 127\.0\.0\.1:\d+: no launcher answers there within 1 s"):
-        meeting(free_port())
+def test_a_store_that_is_gone_is_told_apart_from_a_job_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_place, "CALL_S", 1.0)
+    port = free_port()
+    host = meeting(port)
+    host.next_rendezvous()
+    other = meeting(port)
+    assert not other.is_host
+    del host.torchs, host.store  # as when its process ends
+    with pytest.raises(StoreLost, match=f"the launcher that kept the store at 127.0.0.1:{port} is gone"):
+        other.next_rendezvous()
+    with pytest.raises(StoreLost):
+        other.num_nodes_waiting()
 
 
 def test_which_addresses_are_here() -> None:

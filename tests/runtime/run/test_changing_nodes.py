@@ -27,8 +27,9 @@ PATIENCE_S = 180.0
 class Nodes:
     """Launchers of one job; each is a host of its own as far as it knows."""
 
-    def __init__(self, folder: Path, job: dict[str, Any], **run: Any) -> None:
-        self.folder, self.port, self.started = folder, free_port(), []
+    def __init__(self, folder: Path, job: dict[str, Any], *, num_addresses: int = 1, **run: Any) -> None:
+        self.folder, self.ports, self.started = folder, [free_port() for _ in range(num_addresses)], []
+        self.port = self.ports[0]
         self.run = folder / "run"
         config = {
             "model": MODEL,
@@ -40,7 +41,7 @@ class Nodes:
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "ahp", "train", "config.yaml", "--nodes", "1:2", "--workers-per-node", "1"]
-        place = ["--rendezvous", f"127.0.0.1:{self.port}"]
+        place = ["--rendezvous", ",".join(f"127.0.0.1:{port}" for port in self.ports)]
         path = {"PYTHONPATH": os.pathsep.join(sys.path)}
         node = subprocess.Popen(
             [*command, *place], cwd=self.folder, env={**os.environ, **path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -72,8 +73,8 @@ def kill(node: subprocess.Popen[str]) -> None:
 def nodes(text: Path, tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
     made: list[Nodes] = []
 
-    def make(job: dict[str, Any] | None = None, **run: Any) -> Nodes:
-        made.append(Nodes(tmp_path, plan(text).job.model_dump(mode="json") | (job or {}), **run))
+    def make(job: dict[str, Any] | None = None, **given: Any) -> Nodes:
+        made.append(Nodes(tmp_path, plan(text).job.model_dump(mode="json") | (job or {}), **given))
         return made[-1]
 
     yield make
@@ -113,8 +114,29 @@ def test_without_the_node_that_keeps_the_store_the_others_end_and_say_so(nodes: 
     kill(first)
     _, error = second.communicate()
     assert second.returncode == 1
-    assert f"error: --rendezvous 127.0.0.1:{job.port}: the launcher that kept the store there is gone" in error
+    assert f"the launcher that kept the store at 127.0.0.1:{job.port} is gone; looking for another one" in error
+    assert f"error: --rendezvous 127.0.0.1:{job.port}: " in error
+    assert "start the same command on each node again" in error
     assert "internal error" not in error
+
+
+@pytest.mark.wide
+def test_the_next_address_takes_over_where_the_node_that_keeps_the_store_is_lost(nodes: Callable[..., Nodes]) -> None:
+    job = nodes({"steps": STEPS}, num_addresses=2, checkpoint_every=EVERY)
+    first = job.start()
+    job.until(lambda: f"127.0.0.1:{job.ports[0]}" in listened_on())
+    second = job.start()
+    job.until(lambda: len(curve(job.run)) > EVERY)
+    kill(first)
+    job.until(lambda: len(job.starts()) > 1 and len(curve(job.run)) > (job.starts()[-1].first_step + EVERY))
+    assert f"127.0.0.1:{job.ports[1]}" in listened_on()
+    back = job.start()
+    (_, error), _ = second.communicate(), back.communicate()
+    assert (second.returncode, back.returncode) == (0, 0), error
+    assert "is gone; looking for another one" in error
+    history = job.starts()
+    assert [start.workers for start in history] == [2, 1, 2], history
+    assert [step for step, *_ in curve(job.run)] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow

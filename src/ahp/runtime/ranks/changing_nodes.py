@@ -1,4 +1,4 @@
-"""Nodes that come and go: torch's dynamic rendezvous on one address, and the launcher of one of the nodes.
+"""Nodes that come and go: torch's dynamic rendezvous over a store of theirs, and the launcher of one of the nodes.
 
 ``ahp train CONFIG --nodes 2:4 --rendezvous HOST:PORT`` is this on each node: torch's elastic launcher starts the same command as many times as
 the node has workers, which know by their variables what they are. Where a node is lost, or another one comes, all workers are ended, those that are
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -34,15 +33,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout, Token
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ahp.cluster.environment import COMPUTE
 from ahp.cluster.most_workers import refuse_workers
 from ahp.cluster.sense import physical_cores
-from ahp.errors import AhpError, BadInput, bad_input
+from ahp.errors import AhpError, BadInput
+from ahp.runtime.ranks import store_place
 from ahp.runtime.ranks.environment import ROUND, gpu_variables
 from ahp.runtime.ranks.launch import quiet_launcher
-from ahp.runtime.ranks.rendezvous import PORT, checked_address
+from ahp.runtime.ranks.store_place import Address
 from ahp.runtime.torch_compat import rendezvous_names
 
 BACKEND = "ahp-changing"
@@ -52,8 +51,6 @@ LAST_CALL_S = 15
 """For which the least number of nodes waits for more. Nodes that come later join too: workers save, and start anew with them."""
 KEEP_ALIVE_S, MOST_MISSED = 2, 3
 """A launcher that has not been heard of for so often so long is gone. torch has 5 s."""
-STORE_S = 60
-"""For which a node tries to reach the store: its host may start last."""
 LEAVE_S = 10
 """For which the launcher that keeps the store waits for the others at the end."""
 ENDED = "ahp/ended"
@@ -76,19 +73,24 @@ def end_for_all(exit_code: int) -> None:
     store.set(ENDED, str(exit_code))
 
 
+class StoreLost(Exception):
+    """The store of the launchers answers no more: its node is gone, or the network to it."""
+
+    def __init__(self, address: Address) -> None:
+        super().__init__(f"the launcher that kept the store at {address} is gone")
+        self.address = address
+
+
 class ChangingNodes(RendezvousHandler):
-    """torch's dynamic rendezvous over a store on the endpoint's address alone, which the workers take too.
+    """torch's dynamic rendezvous over a store on one of the endpoint's addresses alone, which the workers take too.
 
     torch's own listens on every address, and unpickles what anyone leaves in its store.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        try:
-            self.host, self.port = parse_rendezvous_endpoint(parameters.endpoint.strip(), default_port=PORT)
-        except ValueError as error:
-            raise bad_input("--rendezvous", parameters.endpoint, str(error)) from error
-        self.is_host = False
-        self.store = self._store(timedelta(seconds=STORE_S))
+        gone = parameters.config.get("gone", ())
+        found = store_place.find(store_place.parse(parameters.endpoint), gone)
+        self.store, self.address, self.is_host = found.store, found.address, found.is_host
         self.round = self.nodes = 0
         self.torchs = DynamicRendezvousHandler.from_backend(
             parameters.run_id,
@@ -102,38 +104,22 @@ class ChangingNodes(RendezvousHandler):
             MOST_MISSED,
         )
 
-    def _store(self, timeout: timedelta) -> dist.TCPStore:
-        """Kept by the node that has the endpoint's address; the first of two launchers there."""
-        family, address = checked_address("--rendezvous", self.host)
-        if is_here(family, address):
-            with suppress(OSError):  # another launcher keeps it
-                listener = socket.create_server((address, self.port), family=family)
-                self.is_host = True
-                return dist.TCPStore(
-                    self.host, self.port, is_master=True, wait_for_workers=False, timeout=timeout,
-                    master_listen_fd=listener.detach(),
-                )  # fmt: skip
-        try:
-            return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
-        except (RuntimeError, ValueError) as error:
-            raise BadInput(
-                f"--rendezvous {self.host}:{self.port}: no launcher answers there within {STORE_S} s; one of the nodes must have this "
-                "address, run this command too, and let the others reach the port"
-            ) from error
-
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises JobEnded where a worker has said that no start will help, or the others have left."""
+        """Raises JobEnded where a worker has said that no start will help, or the others have left, StoreLost without the store."""
         try:
             self._refuse_what_has_ended()
             with _no_store_of_torchs():
                 found = self.torchs.next_rendezvous()
-        except (RendezvousClosedError, RendezvousConnectionError) as error:
+            if found.rank == 0:
+                found.store.set("ahp/round", str(self.store.add("ahp/rounds", 1)))
+            self.round, self.nodes = int(found.store.get("ahp/round")), found.world_size
+        except RendezvousClosedError as error:
             self._refuse_what_has_ended()
             raise JobEnded(1, "the launchers of the other nodes have ended the job") from error
-        if found.rank == 0:
-            found.store.set("ahp/round", str(self.store.add("ahp/rounds", 1)))
-        self.round, self.nodes = int(found.store.get("ahp/round")), found.world_size
-        return RendezvousInfo(found.store, found.rank, found.world_size, RendezvousStoreInfo(self.host, self.port))
+        except (RendezvousConnectionError, dist.DistError) as error:
+            raise StoreLost(self.address) from error
+        workers = RendezvousStoreInfo(self.address.host, self.address.port)
+        return RendezvousInfo(found.store, found.rank, found.world_size, workers)
 
     def _refuse_what_has_ended(self) -> None:
         with suppress(RuntimeError):  # the store is gone
@@ -152,7 +138,10 @@ class ChangingNodes(RendezvousHandler):
         return f"{self.torchs.get_run_id()}{ROUND}{self.round}"
 
     def num_nodes_waiting(self) -> int:
-        return self.torchs.num_nodes_waiting()
+        try:
+            return self.torchs.num_nodes_waiting()
+        except RendezvousConnectionError as error:
+            raise StoreLost(self.address) from error
 
     def is_closed(self) -> bool:
         return self.torchs.is_closed()
@@ -206,14 +195,6 @@ class _StateOnly(pickle.Unpickler):
         return known[module, name]
 
 
-def is_here(family: int, address: str) -> bool:
-    """Whether an address is one of this node's."""
-    with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
-        tried.bind((address, 0))
-        return True
-    return False
-
-
 @contextmanager
 def _no_store_of_torchs() -> Iterator[None]:
     """torch's handler would open another store, on every address."""
@@ -237,6 +218,7 @@ class Node:
     most: int
     """Nodes that the job runs on."""
     endpoint: str
+    """One address or several, with commas between, in the order in which they keep the store."""
     workers: int
     """Of this node."""
     max_restarts: int
@@ -245,15 +227,42 @@ class Node:
 def launch(words: Sequence[str], node: Node) -> int:
     """Run ``python -m ahp WORDS`` as every worker of this node, again whenever workers fail or nodes come and go; the exit code.
 
-    Workers write where this process does. SIGINT, SIGTERM and SIGUSR1 reach them as SIGTERM; they save.
+    Workers write where this process does. SIGINT, SIGTERM and SIGUSR1 reach them as SIGTERM; they save. Where the store is lost, the launchers
+    that are left meet at the next address, or at the same one where there is no other and its node comes back.
     Raises BadInput for more workers than this machine carries, or an endpoint where nobody answers.
     """
     refuse_workers(f"--workers-per-node = {node.workers}", node.workers)
+    rendezvous_handler_registry.register(BACKEND, ChangingNodes)
+    threads = str(max(1, physical_cores() // node.workers))
+    ours = {"OMP_NUM_THREADS": threads, **COMPUTE, **gpu_variables(os.environ)}
+    os.environ.update({name: value for name, value in ours.items() if name not in os.environ})
+    gone: list[Address] = []
+    while True:
+        try:
+            return _launch(words, node, gone)
+        except StoreLost as lost:
+            if len(gone) == node.max_restarts:
+                raise JobEnded(1, _without_store(node, str(lost))) from lost
+            gone.append(lost.address)
+            print(f"{lost}; looking for another one", file=sys.stderr, flush=True)
+        except BadInput as error:
+            if not gone:
+                raise
+            raise JobEnded(1, _without_store(node, str(error))) from error
+        except RendezvousError as error:
+            raise JobEnded(1, _without_store(node, f"what it kept is damaged: {error}")) from error
+
+
+def _without_store(node: Node, why: str) -> str:
+    return f"--rendezvous {node.endpoint}: {why}; start the same command on each node again, and the run goes on from its newest checkpoint"
+
+
+def _launch(words: Sequence[str], node: Node, gone: Sequence[Address]) -> int:
+    """As ``launch``, until the store is lost. ``gone``: where it was, latest last."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    rendezvous_handler_registry.register(BACKEND, ChangingNodes)
     config = LaunchConfig(
         min_nodes=node.least,
         max_nodes=node.most,
@@ -261,14 +270,12 @@ def launch(words: Sequence[str], node: Node) -> int:
         run_id="ahp",
         rdzv_backend=BACKEND,
         rdzv_endpoint=node.endpoint,
+        rdzv_configs={"gone": tuple(gone[-1:])},
         max_restarts=node.max_restarts,
         monitor_interval=MONITOR_S,
         logs_specs=DefaultLogsSpecs(),
         signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
     )
-    threads = str(max(1, physical_cores() // node.workers))
-    ours = {"OMP_NUM_THREADS": threads, **COMPUTE, **gpu_variables(os.environ)}
-    os.environ.update({name: value for name, value in ours.items() if name not in os.environ})
     try:
         with quiet_launcher():
             elastic_launch(config, sys.executable)("-m", "ahp", *words)
@@ -276,12 +283,6 @@ def launch(words: Sequence[str], node: Node) -> int:
         if str(ended):
             raise
         return ended.exit_code  # a worker has said why
-    except RendezvousError as error:
-        raise JobEnded(
-            1,
-            f"--rendezvous {node.endpoint}: the launcher that kept the store there is gone, or what it kept is damaged: {error}; start the same "
-            "command on each node again, and the run goes on from its newest checkpoint",
-        ) from error
     except SignalException as stopped:
         return 128 + signal.Signals(stopped.sigval).value
     except ChildFailedError as failed:
