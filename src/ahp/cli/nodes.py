@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ahp.config import Elastic
+from ahp.config import Elastic, Run
 from ahp.errors import BadInput, bad_input
 from ahp.runtime.ranks.environment import run_of_changing_nodes
 
@@ -48,14 +48,18 @@ def asked(nodes: str | None, rendezvous: str | None, workers: int | None) -> Ask
     return least, most, rendezvous, workers
 
 
-def launch(several: Asked, words: Sequence[str], elastic: Elastic) -> int:
+def launch(several: Asked, words: Sequence[str], run: Run) -> int:
     """Start this node's workers, which run the same command; the exit code."""
     from ahp.runtime.ranks import changing_nodes
+    from ahp.runtime.run.folder import RunFolder
 
+    folder = RunFolder(run.folder)
+    folder.create()
     least, most, endpoint, given = several
     workers = given or _workers_here()
-    least, most = bounded(least, most, workers, elastic)
-    node: Node = changing_nodes.Node(least, most, endpoint, workers, elastic.max_restarts)
+    least, most = bounded(least, most, workers, run.elastic)
+    restarts = run.elastic.max_restarts
+    node: Node = changing_nodes.Node(least, most, endpoint, workers, restarts, folder.log_folder)
     return changing_nodes.launch(["train", *words], node)
 
 

@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
     arguments = tyro.cli(Arguments, args=rest, prog="ahp train", description=f"{__doc__}\n{config_help()}")
     overrides = given if arguments.config is not None else DEMO | given
     if (several := nodes.asked(arguments.nodes, arguments.rendezvous, arguments.workers_per_node)) is not None:
-        return nodes.launch(several, argv, read_request(arguments.config, overrides).run.elastic)
+        return nodes.launch(several, argv, read_request(arguments.config, overrides).run)
     with _refusal_in_status(lambda: _folder(arguments.config, overrides)):
         request = read_request(arguments.config, overrides)
         return train(request, arguments, command=" ".join(["ahp train", *argv]))

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from io import BytesIO
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -222,6 +223,8 @@ class Node:
     workers: int
     """Of this node."""
     max_restarts: int
+    log_folder: Path
+    """For torch's own notes of errors, which it would leave in the system's folder for temporary files."""
 
 
 def launch(words: Sequence[str], node: Node) -> int:
@@ -273,7 +276,7 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address]) -> int:
         rdzv_configs={"gone": tuple(gone[-1:])},
         max_restarts=node.max_restarts,
         monitor_interval=MONITOR_S,
-        logs_specs=DefaultLogsSpecs(),
+        logs_specs=DefaultLogsSpecs(log_dir=str(node.log_folder)),
         signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
     )
     try:
