@@ -41,14 +41,15 @@ from ahp.cluster.sense import physical_cores
 from ahp.errors import AhpError, BadInput
 from ahp.runtime.ranks import store_place
 from ahp.runtime.ranks.environment import ROUND, gpu_variables
-from ahp.runtime.ranks.launch import quiet_launcher
+from ahp.runtime.ranks.launch import quiet_launcher, workers_of
+from ahp.runtime.ranks.stopped import ending_stopped
 from ahp.runtime.ranks.store_place import Address
 from ahp.runtime.torch_compat import rendezvous_names
 
 BACKEND = "ahp-changing"
 JOIN_S = 900
 """For which a node waits for the others, as for node 0 of a fixed number (``rendezvous.py``)."""
-LAST_CALL_S = 15
+LAST_CALL_S = 5
 """For which the least number of nodes waits for more. Nodes that come later join too: workers save, and start anew with them."""
 KEEP_ALIVE_S, MOST_MISSED = 2, 3
 """A launcher that has not been heard of for so often so long is gone. torch has 5 s."""
@@ -280,7 +281,7 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address]) -> int:
         signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
     )
     try:
-        with quiet_launcher():
+        with quiet_launcher(), ending_stopped(lambda: workers_of("ahp")):
             elastic_launch(config, sys.executable)("-m", "ahp", *words)
     except JobEnded as ended:
         if str(ended):

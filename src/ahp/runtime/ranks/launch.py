@@ -8,10 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from ahp.cluster.environment import COMPUTE
 from ahp.cluster.most_workers import refuse_workers
@@ -19,6 +21,7 @@ from ahp.cluster.sense import physical_cores
 from ahp.runtime.ranks.ask_to_save import stopping_when
 from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
+from ahp.runtime.ranks.stopped import ending_stopped
 from ahp.runtime.ranks.watch import Watch, watching
 
 SECONDS_BETWEEN_POLLS = 0.1
@@ -91,8 +94,9 @@ def launch(
         quiet_launcher(),
         _environment(num_workers, log_folder),
         _forwarding_signals(module) as wish,
-        watching(watch, lambda: _workers(module), num_workers) as hang,
-        stopping_when(stops_when, lambda: _workers(module)),
+        watching(watch, lambda: workers_of(module), num_workers) as hang,
+        stopping_when(stops_when, lambda: workers_of(module)),
+        ending_stopped(lambda: workers_of(module)),
     ):
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
@@ -127,7 +131,7 @@ def _forwarding_signals(module: str) -> Iterator[_StopSignal]:
         again = wish.number and time.monotonic() - wish.came_s > SECOND_SIGNAL_S
         if not wish.number:
             wish.number, wish.came_s = number, time.monotonic()
-        workers = _workers(module)
+        workers = workers_of(module)
         for worker in workers:
             worker.send_signal(signal.SIGKILL if again else signal.SIGTERM)
         if not workers:
@@ -141,16 +145,13 @@ def _forwarding_signals(module: str) -> Iterator[_StopSignal]:
             signal.signal(number, handler)
 
 
-def _workers(module: str) -> list:
-    import psutil
-
+def workers_of(module: str) -> list[psutil.Process]:
+    """The children of this process that run ``python -m module``."""
     found = []
     for child in psutil.Process().children():
-        try:
+        with suppress(psutil.Error):
             if module in child.cmdline():
                 found.append(child)
-        except psutil.Error:
-            continue
     return found
 
 
