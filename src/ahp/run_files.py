@@ -56,6 +56,17 @@ def read_heartbeat(file: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
+NOTICED = ("slow_ranks", "loss_spikes")
+"""Lists of status.json: what a run's steps showed (docs/training.md)."""
+
+
+def read_noticed(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """What status.json says that was noticed of the steps; lists of objects, what is none is left out."""
+    found = _object(file)
+    lists = {key: found[key] for key in NOTICED if isinstance(found.get(key), list)}
+    return {key: [one for one in values if isinstance(one, dict)] for key, values in lists.items()}
+
+
 def is_by_this_process(file: Path) -> bool:
     """Whether this process wrote status.json last."""
     found = _object(file)

@@ -112,6 +112,23 @@ def test_a_damaged_status_is_none_or_text(run: Path, content: str | bytes) -> No
     assert text.startswith("<header><h1>Run ")
 
 
+def test_slow_ranks_and_spikes_are_shown_as_text(run: Path) -> None:
+    slow = {"rank": 3, "host": MARK, "ratio": 1.52, "reason": "processor", "why": "computes long", "since_step": 21}
+    spike = {"step": 57, "of": "loss", "value": 9.5, "median": 3.25}
+    noticed = {
+        "slow_ranks": [{**slow, "plan": {"words": "12 % more tokens/s"}}, {**slow, "plan": 3}, {}, 3],
+        "loss_spikes": [spike],
+    }
+    status = {"state": "running", "step": 60, "cause": None, "exit_code": None, **noticed}
+    (run / "status.json").write_text(json.dumps(status))
+    text = "".join(page._noticed(run))
+    assert "<img" not in text
+    for words in ("Slow ranks", "1.52", "computes long", "12 % more tokens/s", "Spikes", "57", "3.25"):
+        assert words in text, words
+    (run / "status.json").write_text(json.dumps({**status, "slow_ranks": 3, "loss_spikes": []}))
+    assert page._noticed(run) == []
+
+
 @pytest.mark.parametrize("trace", [{"traceEvents": 3}, {"traceEvents": [3]}, 3, "ab", [], {}, None])
 def test_a_trace_of_another_form_is_left_out(trace: Any) -> None:
     assert page._timeline(trace) == []

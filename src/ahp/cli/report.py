@@ -16,7 +16,7 @@ import tyro
 from ahp.cli.following import RUNS, after
 from ahp.errors import bad_input
 from ahp.plan import Plan
-from ahp.run_files import Status, judge_status
+from ahp.run_files import Status, judge_status, read_noticed
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,11 @@ def run(argv: list[str]) -> int:
     following = f"ahp generate {source}" if source.is_dir() else _next(source)
     if arguments.json:
         told = {"state": status.state, "step": status.step, "cause": status.cause} if status is not None else {}
-        print(json.dumps({"wrote": str(page), **told, "next": [following]}))
+        noticed = read_noticed(source / "status.json") if source.is_dir() else {}
+        print(json.dumps({"wrote": str(page), **told, **noticed, "next": [following]}))
     else:
         told = "" if status is None else f"Run   {status.state}, step {status.step}{_why(status)}\n"
+        told += "".join(f"{line}\n" for line in _noticed(source / "status.json"))
         print(f"{told}Wrote {page}\nNext: open it in a browser    {following}")
     return 0
 
@@ -52,6 +54,19 @@ def run(argv: list[str]) -> int:
 def _why(status: Status) -> str:
     again = "; the same ahp train goes on from its last checkpoint" if status.state == "dead" else ""
     return f": {status.cause}{again}" if status.cause else ""
+
+
+def _noticed(status_file: Path) -> list[str]:
+    """Slow ranks, and how many of the last steps were spikes."""
+    found = read_noticed(status_file)
+    lines = []
+    for one in found.get("slow_ranks", []):
+        words = f"Slow  rank {one.get('rank')} on {one.get('host')} ({one.get('reason')}), {one.get('ratio')} times its like"
+        plan = one.get("plan")
+        lines.append(f"{words}; {plan['words']}" if isinstance(plan, dict) and "words" in plan else words)
+    if steps := [str(one.get("step")) for one in found.get("loss_spikes", [])]:
+        lines.append(f"Spike of loss or gradient norm at step {', '.join(dict.fromkeys(steps))}")
+    return lines
 
 
 def _next(plan: Path) -> str:

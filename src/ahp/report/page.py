@@ -13,7 +13,7 @@ from typing import Any
 from ahp.errors import BadInput
 from ahp.plan import Plan
 from ahp.report import figures
-from ahp.run_files import LARGEST, Status, judge_status, read_metrics
+from ahp.run_files import LARGEST, Status, judge_status, read_metrics, read_noticed
 from ahp.run_history import effect, starts
 from ahp.violations import shortened
 from ahp.words import gib, of_gib, percent, seconds
@@ -50,6 +50,7 @@ def _save(out: Path, title: str, plan: Plan, run: Path | None) -> Path:
         _layout(plan),
         *_forecast(plan),
         *_timeline(trace),
+        *(_noticed(run) if run is not None else []),
         *(_history(run) if run is not None else []),
         *([_section("A sample of its text", f"<pre>{escape(sample)}</pre>")] if sample else []),
         _rejected(plan),
@@ -163,6 +164,25 @@ def _history(run: Path) -> list[str]:
             f"{reached.tokens_per_day_without_failures:,.0f} if nothing had failed.</p>"
         )
     return [_section("Starts", table + note)]
+
+
+def _noticed(run: Path) -> list[str]:
+    """Slow ranks and spikes of the loss, where there are any."""
+    found = read_noticed(run / "status.json")
+    parts = []
+    if slow := found.get("slow_ranks"):
+        keys = "rank", "host", "ratio", "reason", "why", "since_step"
+        rows = []
+        for one in slow:
+            planned = one.get("plan")
+            words = planned.get("words", planned.get("error", "")) if isinstance(planned, dict) else ""
+            rows.append((*(str(one.get(key, "?")) for key in keys), str(words)))
+        parts.append(_section("Slow ranks", _table((*keys[:-1], "since step", "what another plan would gain"), rows)))
+    if spikes := found.get("loss_spikes"):
+        keys = "step", "of", "value", "median"
+        rows = [tuple(str(one.get(key, "?")) for key in keys) for one in spikes]
+        parts.append(_section("Spikes", _table((*keys[:-1], "median before"), rows)))
+    return parts
 
 
 def _curves(plan: Plan, metrics: Sequence[dict[str, Any]]) -> list[str]:

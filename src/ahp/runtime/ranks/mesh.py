@@ -92,7 +92,7 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
 
 
 def _build(parallelism: Parallelism, device: torch.device) -> Mesh:
-    numbered = _numbered(parallelism)
+    numbered = ranks_by_place(parallelism)
     whole = DeviceMesh(device.type, numbered, mesh_dim_names=AXES)
     weights = whole
     if parallelism.context_parallel_degree > 1:
@@ -119,7 +119,7 @@ def _build(parallelism: Parallelism, device: torch.device) -> Mesh:
     )
 
 
-def _numbered(parallelism: Parallelism) -> torch.Tensor:
+def ranks_by_place(parallelism: Parallelism) -> torch.Tensor:
     """The rank at each place of the mesh, with one dim for each axis: ranks are numbered as ``mesh_order`` says."""
     numbered: list[Axis] = [*(axis for axis in AXES if parallelism.degree(axis) == 1), *parallelism.axes]
     ranks = torch.arange(parallelism.world_size).view([parallelism.degree(axis) for axis in numbered])

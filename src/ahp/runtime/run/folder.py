@@ -23,6 +23,7 @@ from ahp.run_files import (
     Status,
     is_by_this_process,
     read_metrics,
+    read_noticed,
     read_record,
     read_saved_step,
     read_status,
@@ -66,6 +67,8 @@ class RunFolder:
         self.is_held = False
         self.step = 0
         """Of the last line that this process wrote into metrics.jsonl."""
+        self.noticed: dict[str, Any] | None = None
+        """For status.json: ``slow_ranks``, ``loss_spikes``. None in a process that watches no steps, which leaves there what another wrote."""
         self._said: Status | None = None
         self._writing = threading.RLock()
         self.plan_file = self.path / "plan.yaml"
@@ -158,7 +161,8 @@ class RunFolder:
                 status = replace(status, step=max(status.step, self.step))
             self._said = status
             newest = max((saved.step for saved in self.checkpoints()), default=self._saved_step())
-            text = json.dumps({**written(status, newest), **self._history()}, indent=1) + "\n"
+            noticed = read_noticed(self.status_file) if self.noticed is None else self.noticed
+            text = json.dumps({**written(status, newest), **noticed, **self._history()}, indent=1) + "\n"
             try:
                 write_aside(self.status_file, text)
             except OSError as error:

@@ -27,6 +27,7 @@ from ahp.runtime.run.best_interval import BestInterval
 from ahp.runtime.run.checkpoints import CannotWrite, Checkpoints, Saver
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.garbage_collection import GarbageCollection
+from ahp.runtime.run.notices import Notices
 from ahp.runtime.run.same_job import refuse_other_text
 from ahp.runtime.run.step_profile import StepProfile
 from ahp.runtime.run.stop_signal import StopRequest, cause_of, exit_code_of
@@ -115,6 +116,8 @@ class StepUnderWay:
     part: dict[str, Tensor]
     result: StepResult
     shared: HostCopy
+    own_times: HostCopy | None
+    """What ranks took of their own, every so many steps (``own_time.py``)."""
 
 
 @dataclass
@@ -162,6 +165,7 @@ class Loop:
             self.settings.profile_steps, self.folder.profile_folder, self.ranks.rank, self.ranks.device
         )
         self.garbage = GarbageCollection()
+        self.notices = Notices(self.plan, self.folder, self.ranks)
         if self.settings.checkpoint_every is None and self.settings.checkpoint_every_s is None:
             self.best = BestInterval(self.settings.failures_per_s)
         self.rows = self.parallel.rows(self.plan.job.global_batch_size)
@@ -178,7 +182,7 @@ class Loop:
         self.checkpoints.started_at_s = self.ended_s = time.perf_counter()
         steps = self.plan.job.steps
         prefetch = Prefetch(self.batches, self.rows, num_steps=steps, device=self.ranks.device)
-        with prefetch, self.profile, self.garbage:
+        with prefetch, self.profile, self.garbage, self.notices:
             while self.done < steps:
                 self._queue(prefetch)
                 self.due = self.due or self._is_multiple(self.settings.checkpoint_every)
@@ -205,6 +209,7 @@ class Loop:
             self.checkpoints.read(checkpoint, self.parallel)
         if self.ranks.is_first:
             self.folder.truncate_metrics(step)
+            self.notices.begin()
         self._report(Status("running", step))
         return step
 
@@ -230,7 +235,7 @@ class Loop:
         began_s = time.perf_counter()
         part = prefetch.take(self.done)
         data_wait_s = time.perf_counter() - began_s
-        with self.profile.step(self.done + 1):
+        with self.profile.step(self.done + 1), self.notices.step(data_wait_s):
             result = self.parallel.step(part)
         self.done += 1
         every_s = self.best.seconds if self.best is not None else self.settings.checkpoint_every_s
@@ -238,7 +243,8 @@ class Loop:
         peak = take_peak(self.ranks.device)
         waits_us = (round(1e6 * waited_s) for waited_s in (data_wait_s, self.checkpoints.take_wait_s()))
         shared = Shared(self.stop.pending(), due and self.ranks.is_first, *peak, *waits_us)
-        self.under_way.append(StepUnderWay(self.done, part, result, self.ranks.highest_later(*shared)))
+        told = self.ranks.highest_later(*shared), self.notices.told()
+        self.under_way.append(StepUnderWay(self.done, part, result, *told))
 
     def _read(self, *, left: int) -> None:
         """Wait for the steps that are under way but for the last ``left``, and write down what they gave."""
@@ -279,6 +285,7 @@ class Loop:
             record |= self._after_fault(step)
         else:
             self.num_skipped, self.rolled_back = 0, False
+        record |= self.notices.after(record, step.own_times)
         self._write(record | self._validated(step.number))
 
     def _write(self, record: dict[str, Any]) -> None:

@@ -1,0 +1,92 @@
+"""What ``ahp plan`` would gain from treating a slow rank's device as slow; ``python -m ahp.runtime.run.slow_plan FOLDER RANK RATIO``.
+
+A search takes seconds of a processor: the first worker starts it as a process of its own at the lowest priority, without the GPUs, and
+looks now and then whether it is over. It writes ``slow-cluster.yaml``, from which the user can plan again, and one JSON object on its stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from ahp.plan import Plan
+from ahp.runtime.run.folder import RunFolder
+
+LOWEST_PRIORITY = 19
+CLUSTER = "slow-cluster.yaml"
+"""In the run's folder."""
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that would make it one of the ranks."""
+
+
+class SlowPlan:
+    """One search beside training."""
+
+    def __init__(self, folder: RunFolder, rank: int, ratio: float) -> None:
+        self.rank = rank
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+        self.answer: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ahp.runtime.run.slow_plan", str(folder.path), str(rank), repr(ratio)],
+            stdin=subprocess.DEVNULL,
+            stdout=self.answer,
+            stderr=subprocess.DEVNULL,
+            env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+
+    def read(self) -> dict[str, Any] | None:
+        """What it found, once it is over: ``words`` for people beside the figures; or ``error``."""
+        if self.process.poll() is None:
+            return None
+        self.answer.seek(0)
+        try:
+            return json.loads(self.answer.read())
+        except ValueError:
+            return {"error": f"the search ended with code {self.process.returncode}"}
+
+    def close(self) -> None:
+        """End it, found or not."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.answer.close()
+
+
+def main(argv: list[str]) -> int:
+    """Search, and say what was found."""
+    os.nice(LOWEST_PRIORITY)
+    from ahp.errors import AhpError
+
+    try:
+        found = _found(Path(argv[0]), int(argv[1]), float(argv[2]))
+    except AhpError as error:
+        found = {"error": str(error).splitlines()[0]}
+    print(json.dumps(found))
+    return 0
+
+
+def _found(folder: Path, rank: int, ratio: float) -> dict[str, Any]:
+    from ahp.cluster.model import Cluster
+    from ahp.config import Constraints
+    from ahp.graph.trace import analyze
+    from ahp.plan import validated
+    from ahp.search.problem import problem
+    from ahp.search.slowed import gain
+
+    plan = Plan.load(folder / "plan.yaml")
+    assert plan.cluster is not None, "nobody asks without one"
+    graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
+    fixed = validated(Constraints, plan.fixed, "fixed")
+    asked = problem(graph, Cluster.resolve(plan.cluster), plan.job, fixed, plan.engine.decided())
+    slowed = gain(asked, plan, rank, ratio)
+    slowed.cluster.save(folder / CLUSTER)
+    return slowed.plain()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
