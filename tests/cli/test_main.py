@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -149,6 +151,25 @@ def test_a_disk_that_takes_nothing_is_told_in_one_line(
 def test_interrupt(command) -> None:
     command(raising(KeyboardInterrupt()))
     assert main(["plan"]) == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_lets_a_command_clean_up(command, number: signal.Signals) -> None:
+    cleaned = []
+
+    def run(words: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        finally:
+            cleaned.append(number)
+        return 0
+
+    before = signal.getsignal(number)
+    command(run)
+    assert main(["plan"]) == 128 + number
+    assert cleaned == [number]
+    assert signal.getsignal(number) == before
 
 
 def test_usage_error_of_a_command_passes(command) -> None:

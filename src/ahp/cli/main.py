@@ -7,13 +7,15 @@ import json
 import logging
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 
 from ahp.errors import AhpError, bad_input
+from ahp.runtime.run.stop_signal import Stopped, stops_at_once
 
 COMMANDS: dict[str, str] = {
     "analyze": "the compute graph of a model: operators, FLOPs, bytes, blocks",
@@ -43,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         words = words[1:]
     _quiet_libraries()
     try:
-        code = _dispatch(words)
+        with _stoppable():
+            code = _dispatch(words)
         sys.stdout.flush()
         return code
     except AhpError as error:
@@ -53,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Stopped as stop:
+        print(f"stopped by {stop}", file=sys.stderr)
+        return stop.exit_code
     except BrokenPipeError:
         # The reader has gone (ahp plan ... | head); without this the interpreter complains again while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,6 +89,11 @@ def _dispatch(words: list[str]) -> int:
     _find_users_modules()
     with _short_warnings():
         return import_module(f"ahp.cli.{words[0]}").run(words[1:])
+
+
+def _stoppable() -> AbstractContextManager[None]:
+    """Signals to stop raise, so that whatever a command has started and written aside goes with it. What trains takes them over."""
+    return stops_at_once() if threading.current_thread() is threading.main_thread() else nullcontext()
 
 
 @contextmanager

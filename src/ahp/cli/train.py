@@ -24,7 +24,8 @@ from ahp.cli.overrides import split_overrides
 from ahp.config import HELP, Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan, validated
-from ahp.run_files import read_metrics
+from ahp.run_files import Status, read_metrics
+from ahp.runtime.run.stop_signal import Stopped
 from ahp.words import seconds
 
 if TYPE_CHECKING:
@@ -141,7 +142,12 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
             return make_plan(request, arguments, folder, workers)
 
         if not is_joined():
-            outcome = start(prepared(None))
+            try:
+                ready = prepared(None)
+            except Stopped as stop:
+                _leave_stopped(folder, stop)
+                raise
+            outcome = start(ready)
             return report(outcome, arguments, command, sample=request.run.sample)
         with nodes.ending_for_all():
             workers = Preparation()
@@ -152,6 +158,15 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
 
             outcome = start(Prepared(*workers.decided_by_first(decide, tuple[Plan, Texts | None])))
         return report(outcome, arguments, command, sample=request.run.sample) if workers.is_first else outcome.exit_code
+
+
+def _leave_stopped(folder: RunFolder, stop: Stopped) -> None:
+    """Say in status.json that a signal ended this start before it trained; a finished run keeps its own."""
+    status = folder.status()
+    if folder.is_held and (status is None or status.state != "done"):
+        saved = folder.checkpoints()
+        step = saved[-1].step if saved else 0
+        folder.write_status(Status("interrupted", step, f"stopped by {stop} before training began", stop.exit_code))
 
 
 @dataclass(frozen=True)
