@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ahp.job import Job
+from ahp.plan import Plan
+from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.loss_spikes import FIRST_STEPS, KEPT, WINDOW_STEPS, LossSpikes
+from ahp.runtime.run.trainer import Trainer
+from tests.runtime.hanging import CONFIG
 
 
 def curve(steps: int, *, noise: float = 0.02, norm_noise: float = 0.2) -> list[dict[str, Any]]:
@@ -83,3 +90,28 @@ def test_a_spike_is_told_once() -> None:
         told += [news] if (news := found.news(record["step"])) else []
     (one,) = told
     assert one.startswith("step 151: a spike: loss 20, the median before was ")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("launched_on_pool")
+def test_a_learning_rate_that_is_far_too_high_is_seen_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second start, with the other rate, knows the steps of the first one from metrics.jsonl."""
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(Path(__file__).read_text() * 4)
+    folder, calm, wild = RunFolder(tmp_path / "run"), FIRST_STEPS + 6, 12
+    trained(folder, tmp_path / "text.txt", calm, 1e-3)
+    assert json.loads(folder.status_file.read_text())["loss_spikes"] == []
+    trained(folder, tmp_path / "text.txt", calm + wild, 3.0)
+    status = json.loads(folder.status_file.read_text())
+    marked = [record["step"] for record in folder.metrics() if record.get("loss_spike")]
+    assert marked
+    assert calm < marked[0] <= calm + wild
+    assert marked == [spike["step"] for spike in status["loss_spikes"] if spike["of"] == "loss"]
+    assert status["state"] == "done"
+
+
+def trained(folder: RunFolder, text: Path, steps: int, rate: float) -> None:
+    optimizer = {"learning_rate": rate, "warmup_steps": 0, "schedule": "constant"}
+    job = {"data": str(text), "steps": steps, "global_batch_size": 4, "sequence_length": 16, "precision": "fp32"}
+    plan = Plan(model=CONFIG, job=Job.model_validate({**job, "optimizer": optimizer}))
+    Trainer(plan, folder=folder.path, checkpoint_every=1000, extend=True).run()
