@@ -51,6 +51,18 @@ def test_another_folder_takes_the_same_measurement(
     assert probes == [2, 4, 2]
 
 
+def test_a_flipped_bit_is_measured_again(probes: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured(None, tmp_path, tmp_path / "cache")
+    (file,) = (tmp_path / "cache" / "machines").iterdir()
+    content = file.read_bytes()
+    for place in (0, 30, len(content) // 2, len(content) - 2):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        measured(None, tmp_path, tmp_path / "cache")
+        assert f"{file} has changed since it was written" in capsys.readouterr().err
+    measured(None, tmp_path, tmp_path / "cache")
+    assert probes == [2] * 5
+
+
 CHANGES: dict[str, tuple[str, Callable[..., Any]]] = {
     "processor": ("ahp.cluster.sense.cpu_name", lambda: "another"),
     "memory": ("ahp.cluster.sense.memory_limit_bytes", lambda: 2**40),

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from ahp.cluster.measure import DISTURBED, busy_share, is_busy, probe
 from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster
 from ahp.errors import BadInput
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when a probe measures something else, or otherwise: older measurements are never found then."""
+CHECKSUM = b"# crc32 of what follows: "
+"""Begins a measurement's first line: a flipped bit in it would be another speed, and another plan."""
 
 
 def measured(workers: int | None, run_folder: Path, cache: Path) -> Cluster:
@@ -62,7 +65,17 @@ def _facts_hash(workers: int) -> str:
 
 def _kept(file: Path) -> Cluster | None:
     try:
-        return Cluster.load(file) if file.exists() else None
+        first, _, rest = file.read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _say(f"the machine is measured again: {file}: {error.strerror}")
+        return None
+    if first != _first_line(rest):
+        _say(f"the machine is measured again: {file} has changed since it was written")
+        return None
+    try:
+        return Cluster.load(file)
     except BadInput as error:
         _say(f"the machine is measured again: {error}")
         return None
@@ -73,11 +86,17 @@ def _keep(cluster: Cluster, file: Path) -> None:
     aside = file.with_name(f"{file.stem}.{os.getpid()}.yaml")
     try:
         cluster.save(aside)
+        content = aside.read_bytes()
+        aside.write_bytes(_first_line(content) + b"\n" + content)
         aside.replace(file)
     except OSError as error:
         _say(f"the measurement is not kept for other runs: {file}: {error.strerror}")
     else:
         _say(f"kept for every run on this machine: {file}")
+
+
+def _first_line(content: bytes) -> bytes:
+    return CHECKSUM + f"{zlib.crc32(content):08x}".encode()
 
 
 def _probed(workers: int, run_folder: Path) -> Cluster:

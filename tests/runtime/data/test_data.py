@@ -24,9 +24,10 @@ from ahp.job import Job
 from ahp.runtime.data import corpus as corpora
 from ahp.runtime.data import text
 from ahp.runtime.data.batches import NOT_SCORED, PADDING, Batches, Masking, batches_for, validation_batches_for
-from ahp.runtime.data.corpus import Corpus, prepare
+from ahp.runtime.data.corpus import Corpus, Damaged, prepare
 from ahp.runtime.data.documents import conversation
 from ahp.runtime.data.tokenizer import END_OF_TEXT, MASK, mask, save_for_transformers
+from ahp.runtime.run.texts import Texts
 
 VOCABULARY = 300
 
@@ -44,6 +45,11 @@ def folder(tmp_path: Path) -> Path:
     for number in range(6):
         (folder / f"{number}.txt").write_text(f"document {number}: " + "def call(x): return x + 1\n" * (3 + number))
     return folder
+
+
+def flipped(content: bytes, place: int) -> bytes:
+    """With one bit of one byte flipped."""
+    return content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
 
 
 def made_of(lengths: list[int]) -> Corpus:
@@ -323,19 +329,49 @@ def test_other_text_or_vocabulary_is_another_entry(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokens.bin", "starts.bin", "tokenizer.json", "meta.json"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
-def test_damaged_entry_is_rebuilt(folder: Path, name: str, damage: str) -> None:
+def test_damaged_entry_is_rebuilt_and_said_to_be(folder: Path, name: str, damage: str) -> None:
     whole = prepare(str(folder), VOCABULARY)
     tokens, file = whole.tokens.tolist(), whole.folder / name
     content = file.read_bytes()
     if damage == "gone":
         file.unlink()
     else:
-        file.write_bytes(content[:-3] if damage == "cut" else bytes([content[0] ^ 0xFF]) + content[1:])
-    with pytest.raises(BadInput, match="damaged"):
+        file.write_bytes(content[:-3] if damage == "cut" else flipped(content, len(content) // 2))
+    with pytest.raises(Damaged, match="start the command again"):
         corpora.read(whole.folder)
-    again = prepare(str(folder), VOCABULARY)
+    said: list[str] = []
+    again = prepare(str(folder), VOCABULARY, say=said.append)
+    told = {"cut": f"{name} is cut", "flipped": f"{name} has changed since it was written", "gone": "is missing"}
+    assert said[0].startswith(f"cache entry {str(whole.folder)!r}: ")
+    assert said[0].endswith("; it is made again")
+    assert name == "meta.json" or told[damage] in said[0]
     assert again.tokens.tolist() == tokens
-    assert [entry.name for entry in whole.folder.parent.iterdir()] == [whole.folder.name]
+    assert again.fingerprint == whole.fingerprint
+    assert len(list(whole.folder.parent.iterdir())) == 1
+
+
+def test_a_flipped_bit_anywhere_in_the_list_of_files_is_found(folder: Path) -> None:
+    """A smaller number of tokens or documents made a smaller corpus of the same fingerprint."""
+    whole = prepare(str(folder), VOCABULARY)
+    file = whole.folder / "meta.json"
+    content = file.read_bytes()
+    for place in range(len(content)):
+        file.write_bytes(flipped(content, place))
+        with pytest.raises(Damaged):
+            corpora.read(whole.folder, verify=False)
+    file.write_bytes(content)
+    assert corpora.read(whole.folder).fingerprint == whole.fingerprint
+
+
+def test_a_flipped_bit_is_found_by_who_verifies_alone(folder: Path) -> None:
+    whole = prepare(str(folder), VOCABULARY)
+    texts = Texts(str(whole.folder), None, whole.fingerprint)
+    texts.check(verify=True)
+    file = whole.folder / "tokens.bin"
+    file.write_bytes(flipped(file.read_bytes(), 5))
+    texts.check(verify=False)
+    with pytest.raises(Damaged, match=r"tokens\.bin has changed"):
+        texts.check(verify=True)
 
 
 def test_many_at_once_end_with_one_entry(folder: Path, own_cache: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from ahp.runtime.files import crc32
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 3
+FORMAT = 4
 """Counts up when the cache's files change meaning; an entry of another format is never found."""
 FILES = ("tokenizer.json", "tokens.bin", "starts.bin", "scored.bin")
 """Of an entry, beside meta.json; the last only where some token is not scored."""
@@ -36,6 +37,10 @@ DOCUMENTS_PER_CALL = 256
 Say = Callable[[str], None]
 Progress = Callable[[str, float], AbstractContextManager[Callable[[float], None]]]
 """A progress bar: (what is done, its size) -> within, a function that is told how much more is done."""
+
+
+class Damaged(BadInput):
+    """An entry of the cache is missing, or not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +92,26 @@ def prepare(
     say: Say | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
-    """The corpus of ``data`` from the cache, made now when it is not there or is damaged.
+    """The corpus of ``data`` from the cache, every byte compared with its checksum; made now when it is not there, or is damaged, which is said.
 
     ``tokenizer_file`` is a tokenizer.json to use, with a chat template beside it if there is one; None trains one of at
     most ``vocab_size`` tokens on the data, with the token that hides others if ``masked``. ``field`` is the key of a row
     that holds the text.
     It is written aside and renamed, so processes that do this at the same time end with one whole entry.
     """
-    source = find(data, field)
+    source, say = find(data, field), say or (lambda _: None)
     entry = cache_folder() / "corpora" / _key(source, vocab_size, masked, tokenizer_file)
-    corpus = _read(entry, verify=True)
-    if corpus is not None:
-        return corpus
+    if entry.exists():
+        try:
+            return _read(entry, verify=True)
+        except Damaged as damage:
+            say(f"{damage}; it is made again")
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=entry.name + ".tmp-", dir=entry.parent))
     except OSError as error:
         raise BadInput(f"AHP_CACHE = {str(cache_folder())!r}: cannot be written ({error.strerror})") from None
-    maker = _Maker(source, template_beside(tokenizer_file), say or (lambda _: None), progress or _no_progress)
+    maker = _Maker(source, template_beside(tokenizer_file), say, progress or _no_progress)
     try:
         maker.write(aside, maker.tokenizer(vocab_size, masked, tokenizer_file))
         return _publish(aside, entry)
@@ -113,14 +120,14 @@ def prepare(
 
 
 def read(folder: Path, *, verify: bool = True) -> Corpus:
-    """Open an entry that ``prepare`` made. Raises BadInput when it is missing or damaged.
+    """Open an entry that ``prepare`` made. Raises Damaged when it is missing or not as it was written.
 
     Without ``verify`` the files' sizes are looked at, not every byte: for ranks that join one which has verified it.
     """
-    corpus = _read(folder, verify=verify)
-    if corpus is None:
-        raise BadInput(f"cache entry {str(folder)!r}: missing or damaged; start the command again to rebuild it")
-    return corpus
+    try:
+        return _read(folder, verify=verify)
+    except Damaged as damage:
+        raise Damaged(f"{damage}; start the command again to rebuild it") from None
 
 
 def _key(source: TextSource, vocab_size: int, masked: bool, tokenizer_file: Path | None) -> str:
@@ -183,7 +190,7 @@ class _Maker:
             "bytes": {name: (aside / name).stat().st_size for name in names},
             "crc32": {name: crc32(aside / name) for name in names},
         }
-        (aside / "meta.json").write_text(json.dumps(meta, indent=1))
+        (aside / "meta.json").write_text(json.dumps({**meta, "crc32_of_this": _crc32_of(meta)}, indent=1))
 
     def _documents(self, what: str) -> Iterator[Document]:
         with self.progress(what, self.source.num_bytes) as advance:
@@ -208,33 +215,42 @@ class _Maker:
 
 def _publish(aside: Path, entry: Path) -> Corpus:
     # A damaged entry is moved out of the way first: rename replaces no folder that holds files.
-    if entry.exists() and _read(entry, verify=True) is None:
-        rubbish = Path(tempfile.mkdtemp(prefix=entry.name + ".tmp-", dir=entry.parent))
-        entry.rename(rubbish / "damaged")
-        shutil.rmtree(rubbish, ignore_errors=True)
+    if entry.exists():
+        try:
+            return _read(entry, verify=True)  # another process was faster; its entry holds the same bytes
+        except Damaged:
+            rubbish = Path(tempfile.mkdtemp(prefix=entry.name + ".tmp-", dir=entry.parent))
+            entry.rename(rubbish / "damaged")
+            shutil.rmtree(rubbish, ignore_errors=True)
     try:
         aside.rename(entry)
     except OSError:
-        # Another process was faster; its entry holds the same bytes.
         if not entry.exists():
             raise
     return read(entry)
 
 
-def _read(folder: Path, *, verify: bool) -> Corpus | None:
+def _read(folder: Path, *, verify: bool) -> Corpus:
+    fault, found = f"cache entry {str(folder)!r}: ", "meta.json is missing or damaged"
     try:
-        meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
-        if any((folder / name).stat().st_size != size for name, size in meta["bytes"].items()):
-            return None
-        if verify and any(crc32(folder / name) != value for name, value in meta["crc32"].items()):
-            return None
+        meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
+        if meta.pop("crc32_of_this") != _crc32_of(meta):
+            raise Damaged(fault + "meta.json has changed since it was written")
+        found = "a file of it is missing"
+        for name, size in meta["bytes"].items():
+            if (folder / name).stat().st_size != size:
+                raise Damaged(f"{fault}{name} is cut")
+            if verify and crc32(folder / name) != meta["crc32"][name]:
+                raise Damaged(f"{fault}{name} has changed since it was written")
         tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r", shape=(meta["num_tokens"],))
         starts = np.memmap(folder / "starts.bin", dtype=np.int64, mode="r", shape=(meta["num_documents"],))
         scored = None
         if "scored.bin" in meta["bytes"]:
             scored = np.memmap(folder / "scored.bin", dtype=np.bool_, mode="r", shape=(meta["num_tokens"],))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, Damaged):
+            raise
+        raise Damaged(fault + found) from None
     mark = f"{meta['crc32']}/{meta['num_tokens']}"
     return Corpus(
         folder=folder,
@@ -243,3 +259,7 @@ def _read(folder: Path, *, verify: bool) -> Corpus | None:
         fingerprint=hashlib.blake2b(mark.encode(), digest_size=16).hexdigest(),
         scored=scored,
     )
+
+
+def _crc32_of(meta: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(meta, sort_keys=True).encode())

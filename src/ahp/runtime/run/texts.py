@@ -24,11 +24,11 @@ class Texts:
     fingerprint: str
     """Of what is trained on: a run goes on with the same alone."""
 
-    def check(self) -> None:
-        """Raises BadInput where this node does not see them: its cache may be its own."""
+    def check(self, *, verify: bool) -> None:
+        """Raises Damaged where this node does not see them, since its cache may be its own; ``verify``: or not as they were written."""
         for folder in (self.corpus, self.validation):
             if folder is not None:
-                read(Path(folder), verify=False)
+                read(Path(folder), verify=verify)
 
 
 def prepare_texts(plan: Plan) -> Texts:

@@ -389,7 +389,7 @@ class Trainer:
         )  # fmt: skip
 
     def _texts_of(self, workers: Preparation) -> Texts:
-        """What the first worker prepares and verifies; on a node that does not see its cache, made once more."""
+        """What the first worker prepares and verifies; on a node that does not see its cache, or whose own is damaged, made once more."""
 
         def prepared() -> Texts:
             with self._reported():
@@ -399,7 +399,8 @@ class Trainer:
 
         def seen() -> Texts:
             try:
-                found.check()
+                # One worker of a node reads every byte; the first of all has.
+                found.check(verify=not workers.is_first and os.environ.get("LOCAL_RANK", "0") == "0")
             except BadInput:
                 return prepare_texts(self.plan)
             return found
