@@ -145,6 +145,7 @@ class Run(Record):
     checkpoint_every: int | str = "auto"
     """Steps, or a time such as 30min or 2h; ``auto``: the time that loses the least."""
     keep: int = Field(default=3, ge=1)
+    checkpoint_store: str | None = None
     validate_every: int = Field(default=50, ge=1)
     validation_batches: int = Field(default=4, ge=1)
     collective_timeout_s: float = Field(default=COLLECTIVE_TIMEOUT_S, ge=1)
@@ -265,6 +266,8 @@ HELP: dict[str, str] = {
     "run.folder": "where the run leaves its files; the same folder again continues the run",
     "run.checkpoint_every": "steps between checkpoints, or the time: 30min, 2h; auto: from what one costs and how often the cluster fails (docs/training.md)",
     "run.keep": "newest checkpoints that are kept",
+    "run.checkpoint_store": "URL of a folder in an object store that gets each checkpoint too, such as s3://bucket/run (extra [object-store], "
+    "docs/training.md)",
     "run.validate_every": "steps between looks at the loss on held-out text, where job.validation gives some",
     "run.validation_batches": "global batches of one look; the same ones each time",
     "run.collective_timeout_s": "seconds after which a rank that the others wait for ends the run",

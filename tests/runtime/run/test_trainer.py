@@ -32,6 +32,7 @@ from ahp.run_history import starts
 from ahp.runtime.data.corpus import prepare
 from ahp.runtime.data.tokenizer import save_for_transformers
 from ahp.runtime.optimizer.learning_rate import learning_rate
+from ahp.runtime.run.checkpoint_store import CheckpointStore
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.generate import Sampling, generate
@@ -344,3 +345,14 @@ def test_torchrun_joins_and_gives_the_same_curve(text: Path, whole: Path, tmp_pa
     assert (result["state"], result["step"]) == ("done", STEPS)
     for ours, theirs in zip(curve(tmp_path / "run"), curve(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_run_whose_folder_is_lost_goes_on_from_the_object_store(text: Path, whole: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/bucket/run"
+    half, last = RunFolder(whole).checkpoints()
+    assert (half.step, last.step) == (HALF, STEPS)
+    CheckpointStore.open(url).put(half)
+    outcome = Trainer(plan(text), folder=tmp_path / "new", checkpoint_every=HALF, checkpoint_store=url).run()
+    assert outcome.status.state == "done"
+    assert curve(tmp_path / "new") == curve(whole)[HALF:]
+    assert sorted(CheckpointStore.open(url).complete()) == [HALF, STEPS]

@@ -26,12 +26,14 @@ from ahp.runtime.ranks.ranks import is_joined
 from ahp.runtime.ranks.watch import OWN_CAUSE_S, Watch
 from ahp.runtime.run import failure
 from ahp.runtime.run.best_interval import failures_per_s
+from ahp.runtime.run.checkpoint_store import CheckpointStore
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.progress import Display, following, say
 from ahp.runtime.run.restarts import SAME_FAILURES, Restarts, gpus_left
 from ahp.runtime.run.same_job import check_same_job
 from ahp.runtime.run.stop_signal import Stopped, StopRequest, stops_at_once
+from ahp.runtime.run.stored_checkpoints import StoredCheckpoints
 from ahp.runtime.run.texts import Texts, prepare_texts
 from ahp.runtime.run.trackers import check
 from ahp.runtime.run.worker import WorkerSettings, run_rank
@@ -68,6 +70,7 @@ class Trainer:
         folder: str | Path | RunFolder = "runs/demo",
         checkpoint_every: int | str = "auto",
         keep: int = 3,
+        checkpoint_store: str | None = None,
         validate_every: int = 50,
         validation_batches: int = 4,
         collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
@@ -106,6 +109,8 @@ class Trainer:
         check(track)
         self.plan = plan
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
+        store = None if checkpoint_store is None else CheckpointStore.open(checkpoint_store)
+        self.stored = None if store is None else StoredCheckpoints(store, self.folder, keep)
         self.track = tuple(track)
         self.extend, self.texts, self.replan = extend, texts, replan
         self.elastic = validated(Elastic, elastic, "run.elastic") if isinstance(elastic, dict) else elastic or Elastic()
@@ -288,6 +293,8 @@ class Trainer:
         """Take the folder, check it against the plan, write the plan into it; the outcome when nothing is left to do."""
         self.folder.create()
         kept.enter_context(self.folder.held())
+        if self.stored is not None:
+            self.stored.fetch()
         extended = check_same_job(self.folder, self.plan, extend=self.extend)
         finished = self.folder.finished(self.plan.job)
         if finished is not None:
@@ -299,6 +306,8 @@ class Trainer:
         self._refuse_what_fails_alike()
         lines, step = self._take_up(), self._saved_step()
         kept.enter_context(self.folder.beating())
+        if self.stored is not None:
+            kept.enter_context(self.stored.kept_up())
         if step:
             say(f"continuing {self.folder.path} from step {step} of {self.plan.job.steps}")
         if lines < step:
@@ -322,6 +331,8 @@ class Trainer:
     def _take_up(self, cause: str | None = None) -> int:
         """Put the folder back to its newest checkpoint, and write the plan into it: how many of the steps up to that have a line in
         metrics.jsonl. ``cause``: of this start, for status.json."""
+        if cause is not None and self.stored is not None:
+            self.stored.fetch()  # workers may have put damaged ones away
         self.folder.refuse_lost_checkpoints()
         failure.forget(self.folder)
         self.folder.forget_notes()
