@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import wait
 from functools import cache
 from pathlib import Path
 from threading import Event, Timer
@@ -136,10 +137,13 @@ def save_twice(rank: int, world: int, layout: dict[str, Any], folder: str) -> No
         assert may_write.wait(60)
         first_write(*order)
 
+    wait([parallel.saver._busy])  # the memory is there before any checkpoint
+    made = {name: copy.data_ptr() for name, copy in parallel.saver.copies.memory.items()}
     parallel.step(parallel.shard(batch(0)))
     with mock.patch.object(parallel.saver, "_write", waiting):
         first = parallel.saver.start(Path(folder, "first"), lambda checksums: None)
     memory = {name: copy.data_ptr() for name, copy in parallel.saver.copies.memory.items()}
+    assert memory == made
     wanted = {name: local_tensor(p).clone() for name, p in parallel.parameters.items()}
     parallel.step(parallel.shard(batch(1)))
     Timer(0.5, may_write.set).start()

@@ -155,6 +155,7 @@ class Loop:
     """Whether the weights are those of a checkpoint, from which no step has been taken yet."""
     rollbacks: dict[int, int] = field(default_factory=dict, init=False)
     """By the step of a checkpoint, how often the run went back to it."""
+    saver: Saver = field(init=False)
     best: BestInterval | None = field(default=None, init=False)
     """Where the settings leave the time between checkpoints open."""
 
@@ -176,6 +177,7 @@ class Loop:
         Raises Diverged, CannotWrite; checkpoints that were complete before stay as they are.
         """
         self.done = self._resume()
+        self.saver = self.parallel.saver  # it makes its memory while the first steps run
         self.parallel.halts_at_fault = self.settings.on_nan == "stop"
         if self.settings.on_nan == "rollback" and self.checkpoints.saved is None:
             self._save()  # something to go back to from the first step on
@@ -217,7 +219,7 @@ class Loop:
         self.due = False
         if self.best is not None:
             self.best.starts()
-        self.checkpoints.start(self.done, self.parallel.saver)
+        self.checkpoints.start(self.done, self.saver)
 
     def _is_multiple(self, every: int | None) -> bool:
         return every is not None and self.done % every == 0

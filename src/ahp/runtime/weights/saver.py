@@ -19,11 +19,20 @@ from ahp.runtime.weights.metadata import METADATA, BadMetadata, as_data
 
 
 class HostCopies:
-    """Memory on the host for this rank's part of a checkpoint: made at the first one and used by all, page-locked where a GPU copies to
+    """Memory on the host for this rank's part of a checkpoint: made once and used by all, page-locked where a GPU copies to
     it. As much as the weights and optimizer states of the rank take on its device."""
 
     def __init__(self) -> None:
         self.memory: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def make(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Make the memory, whatever the tensors hold. The system gives pages only when they are first written, slower than a copy is, so
+        that they are written here."""
+        for name, tensor in tensors.items():
+            memory = self._memory(name, local_tensor(tensor.detach()))
+            if not memory.is_pinned():
+                memory.zero_()
 
     @torch.no_grad()
     def of(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -34,15 +43,19 @@ class HostCopies:
         }
 
     def _copy(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        return self._memory(name, source).copy_(source, non_blocking=True)
+
+    def _memory(self, name: str, source: torch.Tensor) -> torch.Tensor:
         memory = self.memory.get(name)
         if memory is None or (memory.shape, memory.dtype) != (source.shape, source.dtype):
             memory = pinned_like(source) if source.is_cuda else torch.empty_like(source)
             self.memory[name] = memory
-        return memory.copy_(source, non_blocking=True)
+        return memory
 
 
 class BackgroundSaver:
-    """Writes checkpoints in a thread while training goes on, with a process group of its own."""
+    """Writes checkpoints in a thread while training goes on, with a process group of its own. The memory for them is made in the thread as
+    soon as there is a saver, so that no step waits for it if there is one before the first."""
 
     def __init__(self, state: TrainingState) -> None:
         self.state = state
@@ -52,7 +65,7 @@ class BackgroundSaver:
         """Apart from the main thread's, whose collectives go on meanwhile."""
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.copies = HostCopies()
-        self._writing: Future[None] | None = None
+        self._busy = self.thread.submit(self.copies.make, tensors_of(state))
 
     def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]:
         """Copy this rank's part of the state to the host, then write it. Collective, and so is what the thread does.
@@ -62,14 +75,13 @@ class BackgroundSaver:
         have been read back from the disk: crc32 by file name. The future ends when this rank's work has; it holds the error of a rank that
         could not write.
         """
-        if self._writing is not None:
-            wait([self._writing])
+        wait([self._busy])
         copied = self.copies.of(tensors_of(self.state))
         copies_made = torch.cuda.Event() if self.state.layout.mesh.device.type == "cuda" else None
         if copies_made is not None:
             copies_made.record()
-        self._writing = self.thread.submit(self._write, copied, copies_made, folder, complete)
-        return self._writing
+        self._busy = self.thread.submit(self._write, copied, copies_made, folder, complete)
+        return self._busy
 
     def _write(
         self,
