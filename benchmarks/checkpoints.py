@@ -4,7 +4,7 @@
     python benchmarks/checkpoints.py --quick           a smoke run
 
 In one process after the other: some steps alone, then a checkpoint through what ``ahp train`` uses, and steps beside it until its files
-lie on the disk and have been read back; and again. A step has the exchange of numbers between ranks that ``ahp train`` makes. The limit is a
+lie on the disk (in TMPDIR) and have been read back; and again. A step has the exchange of numbers between ranks that ``ahp train`` makes. The limit is a
 tenth of a step or 50 ms, whichever is more. stdout: the table; stderr: progress.
 """
 
@@ -184,7 +184,7 @@ def main() -> int:
     for case in (case for case in CASES if not arguments.only or case.name in arguments.only):
         for model in arguments.models:
             task = Task(model=model, sequence_length=arguments.sequence_length, global_batch_size=arguments.batch_size)
-            with tempfile.TemporaryDirectory(prefix="ahp-checkpoints-", dir=Path.cwd()) as folder:
+            with tempfile.TemporaryDirectory(prefix="ahp-checkpoints-") as folder:
                 found = run(work, case, task, arguments.saves, arguments.steps, folder, num_workers=case.workers)
             rows.append(row(case, model, found))
             r = rows[-1]

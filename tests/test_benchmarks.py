@@ -74,6 +74,38 @@ def test_every_layout_has_a_rival_that_takes_it() -> None:
 
 
 @pytest.mark.wide
+def test_checkpoints_are_measured_whole() -> None:
+    (row,) = run("checkpoints.py", "--only", "zero3")["rows"]
+    assert row["bytes"] > 12 * 2_000_000, "weights and two moments in fp32"
+    assert 0 < row["blocked_s"] <= row["worst_blocked_s"] < row["whole_s"]
+
+
+@pytest.mark.usefixtures("on_path")
+def test_the_first_checkpoint_is_judged_by_the_same_limit() -> None:
+    import checkpoints
+
+    def row(step_s: float, *blocked_s: float) -> dict:
+        saves = [
+            {
+                "alone_s": [step_s] * 3,
+                "blocked_s": s,
+                "blocked_cpu_s": s,
+                "beside_s": [2 * step_s, step_s],
+                "whole_s": 1.0,
+            }
+            for s in blocked_s
+        ]
+        return checkpoints.row(checkpoints.CASES[0], "small", {"saves": saves, "bytes": 1})
+
+    assert row(0.1, 0.04, 0.05, 0.03)["limit_s"] == 0.05
+    assert row(0.1, 0.04, 0.05, 0.03)["held"]
+    assert not row(0.1, 0.06, 0.01)["held"]
+    assert row(2.0, 0.19, 0.2)["held"]
+    assert not row(2.0, 0.1, 0.21)["held"]
+    assert row(2.0, 0.1)["slowed_s"] == 2.0
+
+
+@pytest.mark.wide
 def test_start_up_is_that_of_the_same_first_step() -> None:
     (row,) = run("startup.py", "--only", "ddp")["rows"]
     for side in ("plain", "ahp"):
