@@ -89,7 +89,7 @@ def test_slurm_job_without_gpus_uses_cores_and_the_nodes_own_network(monkeypatch
     assert group.inter_node is not None
     assert group.inter_node.bandwidth_bytes_per_s == 25e9 / 8
     monkeypatch.setattr(managers.sense, "network_gbps", lambda: None)
-    with pytest.raises(BadInput, match="inter_node_gbps is missing"):
+    with pytest.raises(BadInput, match="give the Gb.s of one node per direction, such as slurm@100"):
         managers.slurm(env, programs(), found=[])
 
 
@@ -173,3 +173,36 @@ def test_resolve_asks_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(BadInput, match="not inside a Slurm job"):
         Cluster.resolve("slurm")
+
+
+def test_slurm_without_json_shows_lines() -> None:
+    """Debian's Slurm 22.05 knows no --json."""
+    lines = "".join(
+        f"NodeName=n{i} Arch=x86_64 Gres=gpu:{kind}:8(S:0-1) NodeAddr=n{i}\n"
+        for i, kind in enumerate(["h100"] * 2 + ["a100"] * 2)
+    )
+
+    def run(command: list[str]) -> str | None:
+        return lines if command[0] == "scontrol" and "--json" not in command else None
+
+    assert shape(managers.slurm(JOB, run, found=[])) == [(2, 8, "H100-SXM-80GB"), (2, 8, "A100-SXM-80GB")]
+
+
+def test_slurm_nodes_without_gpus_have_the_cores_of_the_job() -> None:
+    env = {**JOB, "SLURM_CPUS_ON_NODE": "1", "SLURM_GPUS_ON_NODE": "0"}
+    cluster = managers.slurm(env, programs(), found=[], gbps=10)
+    assert shape(cluster) == [(4, 1, "cpu")]
+    network = cluster.groups[0].inter_node
+    assert network is not None and network.bandwidth_bytes_per_s == pytest.approx(10e9 / 8, rel=0.2)
+
+
+def test_the_network_of_a_managers_nodes_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**JOB, "SLURM_CPUS_ON_NODE": "1", "SLURM_GPUS_ON_NODE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(managers, "gpus", list)
+    monkeypatch.setattr(managers.sense, "network_gbps", lambda: None)
+    with pytest.raises(BadInput, match=r"such as slurm@100"):
+        Cluster.resolve("slurm")
+    assert Cluster.resolve("slurm@40").num_devices == 4
+    with pytest.raises(BadInput, match=r"'slurm@fast': after @ stands the Gb/s"):
+        Cluster.resolve("slurm@fast")

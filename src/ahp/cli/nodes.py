@@ -14,16 +14,26 @@ from ahp.runtime.ranks.environment import run_of_changing_nodes
 
 if TYPE_CHECKING:
     from ahp.runtime.ranks.changing_nodes import Node
+    from ahp.runtime.ranks.slurm import Task
 
 OPTIONS = ("--nodes", "--rendezvous", "--workers-per-node")
 Asked = tuple[int, int, str, int | None]
 """The least and the most nodes, where they meet, and this node's workers where they are given."""
 
 
-def asked(nodes: str | None, rendezvous: str | None, workers: int | None) -> Asked | None:
-    """What the options say; None where there are none of them, and in the workers that they started. Raises BadInput."""
+def asked(nodes: str | None, rendezvous: str | None, workers: int | None, slurm: Task | None = None) -> Asked | None:
+    """What the options say; None where there are none of them, and in the workers that they started. Raises BadInput.
+
+    ``slurm``: this process among the tasks of an srun, which says what the options leave open.
+    """
+    if run_of_changing_nodes() is not None:
+        return None
+    if slurm is not None:
+        _refuse_against(slurm, nodes, rendezvous, workers)
+        if slurm.is_launcher:
+            nodes, rendezvous = nodes or str(slurm.nodes), rendezvous or slurm.endpoint
     given = dict(zip(OPTIONS, (nodes, rendezvous, workers), strict=True))
-    if all(value is None for value in given.values()) or run_of_changing_nodes() is not None:
+    if all(value is None for value in given.values()):
         return None
     if nodes is None or rendezvous is None:
         missing = [name for name in OPTIONS[:2] if given[name] is None]
@@ -46,6 +56,19 @@ def asked(nodes: str | None, rendezvous: str | None, workers: int | None) -> Ask
     if workers is not None and workers < 1:
         raise bad_input("--workers-per-node", workers, "must be at least 1")
     return least, most, rendezvous, workers
+
+
+def _refuse_against(slurm: Task, nodes: str | None, rendezvous: str | None, workers: int | None) -> None:
+    """Raises BadInput for options that srun has decided otherwise."""
+    given = {"--nodes": nodes, "--rendezvous": rendezvous, "--workers-per-node": workers}
+    if not slurm.is_launcher:
+        for name, value in given.items():
+            if value is not None:
+                rule = f"srun has started {slurm.tasks} tasks on {slurm.nodes} node{'s' * (slurm.nodes > 1)}, each of which is a worker"
+                raise bad_input(name, value, f"{rule}; leave it out, or give srun --ntasks-per-node 1")
+    counts = re.findall(r"\d+", nodes or "")
+    if counts and not int(counts[0]) <= slurm.nodes <= int(counts[-1]):
+        raise bad_input("--nodes", nodes, "srun has started one task on each of other than so many", [slurm.nodes])
 
 
 def launch(several: Asked, words: Sequence[str], run: Run) -> int:
@@ -90,7 +113,10 @@ def ending_for_all() -> Iterator[None]:
 
 
 def _workers_here() -> int:
-    """As many as this node has GPUs, else cores, as ``cluster: local`` counts them."""
+    """As many as this node has GPUs, else cores, as ``cluster: local`` counts them; of the cores those that Slurm gave the job."""
     from ahp.cluster.local import local_cluster
+    from ahp.cluster.managers import cores_given
 
-    return local_cluster().num_devices
+    here = local_cluster()
+    is_cpu = here.groups[0].device.name.startswith("cpu")
+    return min(here.num_devices, cores_given()) if is_cpu else here.num_devices

@@ -25,6 +25,7 @@ from ahp.config import HELP, Config, Run, config_help, load_config, read_yaml, s
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan, validated
 from ahp.run_files import Status, read_metrics
+from ahp.runtime.ranks import slurm
 from ahp.runtime.run.stop_signal import Stopped
 from ahp.words import seconds
 
@@ -58,7 +59,7 @@ class Arguments:
     json: bool = False
     """Print the result as one JSON object; nothing else goes to stdout."""
     nodes: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX")] = None
-    """Nodes that run this command together, such as 2, or 2:4 where some may be lost and come back."""
+    """Nodes that run this command together, such as 2, or 2:4 where some may be lost and come back; under srun those of the step."""
     rendezvous: Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT],...")] = None
     """An address of one of the nodes, the same on all, or of several: the second one takes over where the first is lost. The port is 29500 where
     none is given."""
@@ -81,11 +82,16 @@ def run(argv: list[str]) -> int:
     _refuse_short_keys(rest)
     arguments = tyro.cli(Arguments, args=rest, prog="ahp train", description=f"{__doc__}\n{config_help()}")
     overrides = given if arguments.config is not None else DEMO | given
-    if (several := nodes.asked(arguments.nodes, arguments.rendezvous, arguments.workers_per_node)) is not None:
+    place = slurm.task()
+    several = nodes.asked(arguments.nodes, arguments.rendezvous, arguments.workers_per_node, place)
+    if several is not None:
         return nodes.launch(several, argv, read_request(arguments.config, overrides).run)
+    store = slurm.become_worker(place) if place is not None else None
     with _refusal_in_status(lambda: _folder(arguments.config, overrides)):
         request = read_request(arguments.config, overrides)
-        return train(request, arguments, command=" ".join(["ahp train", *argv]))
+        code = train(request, arguments, command=" ".join(["ahp train", *argv]))
+    del store  # kept until here for the other workers
+    return code
 
 
 def _refuse_short_keys(words: list[str]) -> None:

@@ -42,11 +42,15 @@ class Node:
 
 
 def slurm(
-    environment: Mapping[str, str] | None = None, run: Run | None = None, found: list[Gpu] | None = None
+    environment: Mapping[str, str] | None = None,
+    run: Run | None = None,
+    found: list[Gpu] | None = None,
+    gbps: float | None = None,
 ) -> Cluster:
     """The nodes of the Slurm job that this process is in.
 
-    The arguments stand in for ``os.environ``, for running ``scontrol`` and ``sinfo``, and for this node's own GPUs.
+    The arguments stand in for ``os.environ``, for running ``scontrol`` and ``sinfo``, and for this node's own GPUs. ``gbps``: the network
+    of one node per direction, as the user gives it.
     Raises BadInput outside a job, or when nothing says which GPUs the nodes have.
     """
     env = os.environ if environment is None else environment
@@ -65,7 +69,9 @@ def slurm(
         given = _integer(env, "SLURM_GPUS_ON_NODE")
         count = given if given is not None else len(here) or told.count
         nodes = [_as_seen(told.gpu, count, here)] * total
-    return _describe(nodes, "slurm", f"Slurm job {env['SLURM_JOB_ID']}", on_a_node=True)
+    return _describe(
+        nodes, "slurm", f"Slurm job {env['SLURM_JOB_ID']}", on_a_node=True, cores=cores_given(env), gbps=gbps
+    )
 
 
 def num_nodes(environment: Mapping[str, str] | None = None) -> int:
@@ -86,7 +92,23 @@ def _slurm_nodes(node_list: str, total: int, run: Run) -> list[Node]:
         return nodes
     text = run(["sinfo", "--nodes", node_list, "--Node", "--json"])
     nodes = parse_sinfo(text) if text else []
+    if len(nodes) == total:
+        return nodes
+    # Slurm writes JSON where it was built with it: Debian's 22.05 was not.
+    text = run(["scontrol", "show", "node", node_list, "--oneliner"])
+    nodes = parse_lines(text) if text else []
     return nodes if len(nodes) == total else []
+
+
+def parse_lines(text: str) -> list[Node]:
+    """Nodes in the output of ``scontrol show node NAMES --oneliner``."""
+    return [_from_gres(gres) for gres in re.findall(r"^NodeName=.*?\bGres=(\S+)", text, re.M)]
+
+
+def cores_given(environment: Mapping[str, str] | None = None) -> int:
+    """Cores of this node that a worker can have for itself: those that Slurm gave the job, where it gave fewer than there are."""
+    env = os.environ if environment is None else environment
+    return min(sense.physical_cores(), _integer(env, "SLURM_CPUS_ON_NODE") or sense.physical_cores())
 
 
 def parse_scontrol(text: str) -> list[Node]:
@@ -114,7 +136,10 @@ def _from_gres(gres: str) -> Node:
 
 
 def kubernetes(
-    environment: Mapping[str, str] | None = None, run: Run | None = None, found: list[Gpu] | None = None
+    environment: Mapping[str, str] | None = None,
+    run: Run | None = None,
+    found: list[Gpu] | None = None,
+    gbps: float | None = None,
 ) -> Cluster:
     """The Kubernetes job that this process is in (Kubeflow's PET_* variables), else the GPU nodes that kubectl shows.
 
@@ -123,7 +148,7 @@ def kubernetes(
     """
     env = os.environ if environment is None else environment
     if "PET_NNODES" in env:
-        return _kubernetes_job(env, gpus() if found is None else found)
+        return _kubernetes_job(env, gpus() if found is None else found, gbps)
     text = (run or _run)(["kubectl", "get", "nodes", "-o", "json"])
     if text is None:
         raise BadInput(
@@ -135,10 +160,10 @@ def kubernetes(
         raise BadInput(
             "cluster = 'kubernetes': no node that is ready and may be used offers GPUs (nvidia.com/gpu, amd.com/gpu)"
         )
-    return _describe(nodes, "kubernetes", "kubectl get nodes", on_a_node=False)
+    return _describe(nodes, "kubernetes", "kubectl get nodes", on_a_node=False, gbps=gbps)
 
 
-def _kubernetes_job(env: Mapping[str, str], here: list[Gpu]) -> Cluster:
+def _kubernetes_job(env: Mapping[str, str], here: list[Gpu], gbps: float | None) -> Cluster:
     total = _pet_nodes(env["PET_NNODES"])
     given = env.get("PET_NPROC_PER_NODE", "auto")
     if given.isdigit():
@@ -148,7 +173,7 @@ def _kubernetes_job(env: Mapping[str, str], here: list[Gpu]) -> Cluster:
     else:
         raise BadInput(f"PET_NPROC_PER_NODE = {given!r}: must be a number, auto, gpu or cpu")
     nodes = [_as_seen(None, count, here)] * total
-    return _describe(nodes, "kubernetes", "Kubernetes training job", on_a_node=True)
+    return _describe(nodes, "kubernetes", "Kubernetes training job", on_a_node=True, gbps=gbps)
 
 
 def _pet_nodes(given: str) -> int:
@@ -190,21 +215,35 @@ def _as_seen(told: str | None, count: int, here: list[Gpu]) -> Node:
     return Node(told, count)
 
 
-def _describe(nodes: list[Node], manager: str, source: str, *, on_a_node: bool) -> Cluster:
-    """Equal nodes become a group; several groups are connected by the slower of their networks."""
+def _describe(
+    nodes: list[Node],
+    manager: str,
+    source: str,
+    *,
+    on_a_node: bool,
+    cores: int | None = None,
+    gbps: float | None = None,
+) -> Cluster:
+    """Equal nodes become a group; several groups are connected by the slower of their networks. ``cores``: of a node without GPUs."""
     kinds = Counter(nodes)
     groups = []
     for index, (node, count) in enumerate(kinds.items()):
         device = _device(node, manager)
         # On a node of the job its own cards can be asked where no network is usual for the device.
         usual = catalogue.find(device).nic_gbps is not None
+        network = gbps or (None if usual or count == 1 or not on_a_node else sense.network_gbps())
+        if len(nodes) > 1 and not usual and network is None:
+            raise BadInput(
+                f"cluster = {manager!r}: {len(nodes)} nodes, and neither the catalogue nor this node's cards say how fast their network is; "
+                f"give the Gb/s of one node per direction, such as {manager}@100"
+            )
         groups.append(
             {
                 "name": "nodes" if len(kinds) == 1 else f"{device}-{index}",
                 "nodes": count,
-                "devices_per_node": node.count or sense.physical_cores(),
+                "devices_per_node": node.count or cores or sense.physical_cores(),
                 "device": device,
-                "inter_node_gbps": None if usual or count == 1 or not on_a_node else sense.network_gbps(),
+                "inter_node_gbps": network,
             }
         )
     description: dict[str, Any] = {"groups": groups} if len(groups) > 1 else groups[0]

@@ -98,10 +98,12 @@ def resolve(what: Cluster | Mapping[str, Any] | str | Path) -> Cluster:
         from ahp.cluster.local import local_cluster
 
         return local_cluster()
-    if what in ("slurm", "kubernetes"):
+    name, at, gbps = what.partition("@")
+    if name in ("slurm", "kubernetes"):
         from ahp.cluster import managers
 
-        return managers.slurm() if what == "slurm" else managers.kubernetes()
+        given = _gbps(gbps, what) if at else None
+        return managers.slurm(gbps=given) if name == "slurm" else managers.kubernetes(gbps=given)
     if what.endswith((".yaml", ".yml", ".json")) or "/" in what or Path(what).is_file():
         return from_file(Path(what))
     return from_text(what)
@@ -122,10 +124,7 @@ def from_text(text: str) -> Cluster:
         "device": device,
     }
     if "@" in text:
-        try:
-            description["inter_node_gbps"] = float(gbps)
-        except ValueError:
-            raise bad_input("cluster", text, f"after @ stands the Gb/s of one node, a number, not {gbps!r}") from None
+        description["inter_node_gbps"] = _gbps(gbps, text)
     return from_dict(description, f"cluster {text!r}")
 
 
@@ -168,6 +167,13 @@ def to_file(cluster: Cluster, path: Path) -> None:
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(yaml.safe_dump(cluster.plain(), sort_keys=False, allow_unicode=True), encoding="utf-8")
     aside.replace(path)
+
+
+def _gbps(text: str, whole: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise bad_input("cluster", whole, f"after @ stands the Gb/s of one node, a number, not {text!r}") from None
 
 
 def _count(what: str, text: str | None, whole: str) -> int | None:

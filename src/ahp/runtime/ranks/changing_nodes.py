@@ -42,6 +42,7 @@ from ahp.errors import AhpError, BadInput
 from ahp.runtime.ranks import store_place
 from ahp.runtime.ranks.environment import ROUND, gpu_variables
 from ahp.runtime.ranks.launch import quiet_launcher, workers_of
+from ahp.runtime.ranks.saving_first import workers_saving_first
 from ahp.runtime.ranks.stopped import ending_stopped
 from ahp.runtime.ranks.store_place import Address
 from ahp.runtime.torch_compat import rendezvous_names
@@ -231,8 +232,8 @@ class Node:
 def launch(words: Sequence[str], node: Node) -> int:
     """Run ``python -m ahp WORDS`` as every worker of this node, again whenever workers fail or nodes come and go; the exit code.
 
-    Workers write where this process does. SIGINT, SIGTERM and SIGUSR1 reach them as SIGTERM; they save. Where the store is lost, the launchers
-    that are left meet at the next address, or at the same one where there is no other and its node comes back.
+    Workers write where this process does. SIGINT, SIGTERM and SIGUSR1 reach them as SIGTERM; they save, for as long as that takes. Where the store
+    is lost, the launchers that are left meet at the next address, or at the same one where there is no other and its node comes back.
     Raises BadInput for more workers than this machine carries, or an endpoint where nobody answers.
     """
     refuse_workers(f"--workers-per-node = {node.workers}", node.workers)
@@ -278,10 +279,11 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address]) -> int:
         max_restarts=node.max_restarts,
         monitor_interval=MONITOR_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(node.log_folder)),
-        signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
+        # Ours are set below; torch's would kill the workers 30 s after the signal, saved or not.
+        signals_to_handle="SIGQUIT",
     )
     try:
-        with quiet_launcher(), ending_stopped(lambda: workers_of("ahp")):
+        with quiet_launcher(), workers_saving_first(), ending_stopped(lambda: workers_of("ahp")):
             elastic_launch(config, sys.executable)("-m", "ahp", *words)
     except JobEnded as ended:
         if str(ended):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -150,7 +151,7 @@ def workers_of(module: str) -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):
-            if module in child.cmdline():
+            if ("-m", module) in pairwise(child.cmdline()):
                 found.append(child)
     return found
 

@@ -6,9 +6,6 @@ guessed.
 
 from __future__ import annotations
 
-import ipaddress
-import socket
-from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -22,13 +19,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ahp.errors import bad_input
+from ahp.runtime.ranks.own_store import PORT, TIMEOUT_S, store_on
 
 BACKEND = "ahp"
 LOOPBACK = "127.0.0.1"
-PORT = 29500
-TIMEOUT_S = 900
-"""For which launchers wait for node 0, as torch's LaunchConfig has it."""
 
 
 class OneAddress(RendezvousHandler):
@@ -64,12 +58,9 @@ class OneAddress(RendezvousHandler):
         return RendezvousInfo(notes, self.rank, self.nodes, RendezvousStoreInfo(self.host, self.port))
 
     def _serve(self) -> dist.TCPStore:
-        listener = _bound(self.host, self.port if self.endpoint else 0)
-        self.port = listener.getsockname()[1]
-        return dist.TCPStore(
-            self.host, self.port, is_master=True, wait_for_workers=False, timeout=self.timeout,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        store = store_on(self.host, self.port if self.endpoint else 0, option="--rdzv-endpoint", timeout=self.timeout)
+        self.port = store.port
+        return store
 
     def _connect(self) -> dist.TCPStore:
         return dist.TCPStore(self.host, self.port, is_master=False, timeout=self.timeout)
@@ -96,38 +87,6 @@ class OneAddress(RendezvousHandler):
     def shutdown(self) -> bool:
         self.closed, self.store = True, None
         return True
-
-
-def checked_address(option: str, host: str) -> tuple[int, str]:
-    """Family and number of a host's address. Raises BadInput for one that nobody has, or that others cannot reach; ``option`` is how the user gave
-    it."""
-    try:
-        family, _, _, _, place = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise bad_input(option, host, f"no host of this name is known here ({error.strerror})") from error
-    address = ipaddress.ip_address(str(place[0]))
-    if address.is_unspecified:
-        raise bad_input(option, host, "it stands for every address of the node; give that of the cluster's network")
-    if address.is_loopback and not _is_address(host):
-        rule = f"the name stands for {address} on this node, which others do not reach; give the address of the cluster's network"
-        raise bad_input(option, host, rule)
-    return family, str(place[0])
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens on the host's address, and on no other."""
-    family, address = checked_address("--rdzv-endpoint", host)
-    try:
-        return socket.create_server((address, port), family=family)
-    except OSError as error:
-        raise ValueError(f"--rdzv-endpoint {host}:{port}: {error.strerror}; it must be an address of node 0") from error
-
-
-def _is_address(host: str) -> bool:
-    with suppress(ValueError):
-        ipaddress.ip_address(host)
-        return True
-    return False
 
 
 def creator() -> RendezvousHandlerCreator:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ahp.errors import BadInput, bad_input
-from ahp.runtime.ranks.rendezvous import PORT, checked_address
+from ahp.runtime.ranks.own_store import PORT, checked_address
 
 FIND_S = 60.0
 """For which a node looks for the store, or waits for an address that comes before its own: that host may start last."""

@@ -1,0 +1,59 @@
+"""A signal to stop, at the launcher of a node: its workers are told, and it waits until they have saved and ended.
+
+torch's launcher kills workers 30 s after the signal, which 2.11 cannot be told otherwise. How long there is to save is the scheduler's to say
+(Slurm's ``--signal`` and ``KillWait``, Kubernetes' ``terminationGracePeriodSeconds``): it kills what is left itself.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import psutil
+
+from ahp.runtime.ranks.launch import SECOND_SIGNAL_S, workers_of
+from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
+
+LOOK_S = 0.1
+"""Between two looks whether workers have ended."""
+
+
+@contextmanager
+def workers_saving_first() -> Iterator[None]:
+    """Within, a signal to stop reaches the workers as SIGTERM, and raises torch's SignalException when all have ended; a second one kills them."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    came_s: list[float] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        again = bool(came_s)
+        if again and time.monotonic() - came_s[0] <= SECOND_SIGNAL_S:
+            return
+        came_s.append(time.monotonic())
+        workers = workers_of("ahp")
+        for worker in workers:
+            with suppress(psutil.NoSuchProcess):
+                worker.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+        if again:
+            return  # to the first signal's wait
+        while any(_lives(worker) for worker in workers):
+            time.sleep(LOOK_S)
+        raise SignalException(f"stopped by {signal.Signals(number).name}", sigval=signal.Signals(number))
+
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _lives(worker: psutil.Process) -> bool:
+    """Not ended. It is torch's to reap it, so it may be a zombie."""
+    try:
+        return worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,151 @@
+"""The place of this process among the tasks of one ``srun``, as Slurm's variables tell it.
+
+One task on each node is that node's launcher (``changing_nodes.py``). Several tasks on a node are workers, one for each device; the first
+keeps the store that they find each other by.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ahp.cluster.environment import COMPUTE
+from ahp.errors import BadInput, bad_input
+from ahp.runtime.ranks.environment import gpu_variables, run_of_changing_nodes
+
+FIRST_PORT, PORTS = 20_000, 10_000
+"""Below Linux's ports for outgoing connections, which begin at 32768 (ip_local_port_range)."""
+STEPS_APART = 8
+"""Ports between two jobs, for steps that run beside each other."""
+COMMAND_TIMEOUT_S = 30
+TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
+"""srun sets all of these for each task (srun's manual, "OUTPUT ENVIRONMENT VARIABLES"); a batch script of its own has not the last two."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of an srun."""
+
+    number: int
+    tasks: int
+    local: int
+    """Among the tasks of its node."""
+    tasks_here: int
+    node: int
+    nodes: int
+    first_node: str
+    """Name in Slurm of the node that has task 0."""
+    port: int
+
+    @property
+    def is_launcher(self) -> bool:
+        """Whether it stands for its node; otherwise it is one worker of several."""
+        return self.tasks == self.nodes
+
+    @property
+    def endpoint(self) -> str:
+        """Where all meet."""
+        return f"{address_of(self.first_node)}:{self.port}"
+
+
+def task(given: Mapping[str, str] | None = None) -> Task | None:
+    """This process among the tasks of its srun; None outside one, in one of a single task, or where another launcher has started it.
+
+    ``given`` stands in for ``os.environ``. Raises BadInput for variables that contradict each other.
+    """
+    env = os.environ if given is None else given
+    if "RANK" in env or run_of_changing_nodes() is not None or not all(name in env for name in TASK):
+        return None
+    number, local, node, tasks, nodes = (_whole(env, name) for name in TASK)
+    if tasks == 1:
+        return None
+    for name, value, most in (("SLURM_PROCID", number, tasks), ("SLURM_NODEID", node, nodes)):
+        if value >= most:
+            raise bad_input(name, value, f"the step has {most}, counted from 0; start through srun", range(most))
+    here = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if len(here) != nodes or sum(here) != tasks or local >= here[node]:
+        raise BadInput(
+            f"SLURM_STEP_TASKS_PER_NODE = {env.get('SLURM_STEP_TASKS_PER_NODE')!r}: must tell the tasks of {nodes} nodes, {tasks} in all "
+            f"(SLURM_LOCALID = {local} on node {node}); start through srun"
+        )
+    job, step = _whole(env, "SLURM_JOB_ID"), _whole(env, "SLURM_STEP_ID")
+    port = FIRST_PORT + (job * STEPS_APART + step) % PORTS
+    return Task(number, tasks, local, here[node], node, nodes, first_of(env.get("SLURM_STEP_NODELIST", "")), port)
+
+
+def worker_variables(place: Task, given: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would tell a worker with this place. Raises BadInput where it sees some of its node's GPUs only."""
+    shown = [gpu for gpu in given.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    if 0 < len(shown) < place.tasks_here:
+        raise BadInput(
+            f"CUDA_VISIBLE_DEVICES = {given['CUDA_VISIBLE_DEVICES']!r}: srun shows this task {len(shown)} of its node's GPUs, and "
+            f"{place.tasks_here} tasks run there; give srun --gpus-per-node {place.tasks_here} --gpu-bind none, or one task for each node"
+        )
+    from ahp.cluster.sense import physical_cores
+
+    host, _, port = place.endpoint.rpartition(":")
+    cores = given.get("SLURM_CPUS_PER_TASK", "")
+    threads = cores if cores.isdigit() else str(max(1, physical_cores() // place.tasks_here))
+    ours = {"OMP_NUM_THREADS": threads, **COMPUTE, **gpu_variables(given)}
+    return {name: value for name, value in ours.items() if name not in given} | {
+        "RANK": str(place.number),
+        "WORLD_SIZE": str(place.tasks),
+        "LOCAL_RANK": str(place.local),
+        "LOCAL_WORLD_SIZE": str(place.tasks_here),
+        "GROUP_RANK": str(place.node),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        # The store is there when workers look for it: torch would open one on every address.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def become_worker(place: Task) -> object:
+    """Take this place, as torch reads it, for the life of the process; what it returns keeps the store."""
+    os.environ.update(worker_variables(place, os.environ))
+    if place.number > 0:
+        return None
+    from ahp.runtime.ranks.own_store import store_on
+
+    return store_on(os.environ["MASTER_ADDR"], place.port, option="SLURM_STEP_NODELIST")
+
+
+def address_of(node: str) -> str:
+    """The node's name where it has an address, else what Slurm reaches it by (NodeAddr)."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        command = ["scontrol", "show", "node", node, "--oneliner"]
+        try:
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return node
+        found = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
+        return found[1] if found else node
+    return node
+
+
+def first_of(nodes: str) -> str:
+    """The first name of a list in Slurm's short form: rack1-node[07-09,12],login."""
+    found = re.match(r"(?:[^,\[\]]|\[\w+[^\]]*\])+", nodes)
+    if found is None:
+        raise bad_input("SLURM_STEP_NODELIST", nodes, "must be a list of nodes; start through srun", ["node[1-2]"])
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[0])
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """``2(x3),1``: three nodes of two tasks, one of one."""
+    found = [re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part) for part in text.split(",")]
+    return [int(one[1]) for one in found if one is not None for _ in range(int(one[2] or 1))]
+
+
+def _whole(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "")
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise bad_input(name, text, "must be a whole number, as srun sets it")
+    return int(text)
