@@ -19,7 +19,7 @@ FLOORS: list[set[str]] = [
     {"graph", "cluster", "schedule"},
     {"engines"},
     {"forecast"},
-    {"search", "report"},
+    {"search", "report", "export"},
     {"runtime"},
     {"cli"},
 ]

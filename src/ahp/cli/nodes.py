@@ -28,6 +28,8 @@ def asked(nodes: str | None, rendezvous: str | None, workers: int | None, slurm:
     """
     if run_of_changing_nodes() is not None:
         return None
+    if slurm is not None and slurm.tasks == 1 and (workers is None or nodes or rendezvous):
+        slurm = None  # a process of its own
     if slurm is not None:
         _refuse_against(slurm, nodes, rendezvous, workers)
         if slurm.is_launcher:

@@ -86,7 +86,7 @@ def run(argv: list[str]) -> int:
     several = nodes.asked(arguments.nodes, arguments.rendezvous, arguments.workers_per_node, place)
     if several is not None:
         return nodes.launch(several, argv, read_request(arguments.config, overrides).run)
-    store = slurm.become_worker(place) if place is not None else None
+    store = slurm.become_worker(place) if place is not None and not place.is_launcher else None
     with _refusal_in_status(lambda: _folder(arguments.config, overrides)):
         request = read_request(arguments.config, overrides)
         code = train(request, arguments, command=" ".join(["ahp train", *argv]))

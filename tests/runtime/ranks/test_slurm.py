@@ -31,16 +31,27 @@ UNEVEN = {
 
 def test_one_task_on_each_node_is_its_launcher() -> None:
     place = task(STEP)
-    assert place is not None and place.is_launcher
+    assert place is not None
+    assert place.is_launcher
     assert place.endpoint == f"localhost:{20_000 + 37 * 8}"
     assert asked(None, None, None, place) == (2, 2, place.endpoint, None)
     assert asked("1:2", None, 4, place) == (1, 2, place.endpoint, 4)
     assert asked(None, "10.0.0.1:1", None, place) == (2, 2, "10.0.0.1:1", None)
 
 
+def test_a_single_task_is_a_launcher_where_it_is_told_its_workers() -> None:
+    alone = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    place = task({**STEP, **alone, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})
+    assert place is not None
+    assert asked(None, None, None, place) is None
+    assert asked(None, None, 2, place) == (1, 1, place.endpoint, 2)
+    assert asked("2", "10.0.0.1", 2, place) == (2, 2, "10.0.0.1", 2)
+
+
 def test_several_tasks_on_a_node_are_workers() -> None:
     place = task(UNEVEN)
-    assert place is not None and not place.is_launcher
+    assert place is not None
+    assert not place.is_launcher
     told = worker_variables(place, {"SLURM_CPUS_PER_TASK": "3", "OMP_WAIT_POLICY": "passive"})
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS", "MASTER_ADDR")
     assert [told[name] for name in names] == ["3", "5", "1", "2", "1", "3", "localhost"]
@@ -50,7 +61,6 @@ def test_several_tasks_on_a_node_are_workers() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"SLURM_STEP_NUM_TASKS": "1"},  # srun of one task: this process starts the workers
         {"RANK": "0"},  # torchrun, or a worker of ahp train's own launcher
         {"TORCHELASTIC_RUN_ID": "ahp-round-3"},
     ],

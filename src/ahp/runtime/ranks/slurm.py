@@ -53,7 +53,7 @@ class Task:
 
 
 def task(given: Mapping[str, str] | None = None) -> Task | None:
-    """This process among the tasks of its srun; None outside one, in one of a single task, or where another launcher has started it.
+    """This process among the tasks of its srun; None outside one, or where another launcher has started it.
 
     ``given`` stands in for ``os.environ``. Raises BadInput for variables that contradict each other.
     """
@@ -61,8 +61,6 @@ def task(given: Mapping[str, str] | None = None) -> Task | None:
     if "RANK" in env or run_of_changing_nodes() is not None or not all(name in env for name in TASK):
         return None
     number, local, node, tasks, nodes = (_whole(env, name) for name in TASK)
-    if tasks == 1:
-        return None
     for name, value, most in (("SLURM_PROCID", number, tasks), ("SLURM_NODEID", node, nodes)):
         if value >= most:
             raise bad_input(name, value, f"the step has {most}, counted from 0; start through srun", range(most))

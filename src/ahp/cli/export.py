@@ -1,0 +1,91 @@
+"""Write a plan, or a config, as what another program starts.
+
+  ahp export slurm PLAN|CONFIG         {slurm}
+  ahp export kubernetes PLAN|CONFIG    {kubernetes}
+
+A plan is run as it is, on as many nodes as it was made for. A config is planned where it starts, for the nodes that are there: after a drained
+node for those that are left. ahp export TARGET --help lists the options of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from ahp.errors import BadInput
+
+if TYPE_CHECKING:
+    from ahp.export.target import Source, Target
+
+
+@dataclass(frozen=True)
+class Arguments:
+    plan: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAN|CONFIG")]
+    """A plan.yaml, a run's folder, or a config.yaml."""
+    out: Annotated[str | None, tyro.conf.arg(name="out", aliases=["-o"])] = None
+    """The file; without it the plan's name with another end; - for stdout."""
+    json: bool = False
+    """Print what was written as one JSON object."""
+
+
+def run(argv: list[str]) -> int:
+    """``ahp export TARGET PLAN``. Returns the exit code; raises AhpError."""
+    from ahp.export.registry import TARGETS, get
+
+    if not argv or argv[0] in ("-h", "--help"):
+        print((__doc__ or "").format(**{name: target.what for name, target in TARGETS.items()}).strip())
+        return 0
+    target = get(argv[0])
+    arguments, options = _parsed(target, argv[1:])
+    source = read(arguments.plan)
+    exported = target.write(source, options)
+    if arguments.out == "-":
+        following = [command.format(file="FILE") for command in exported.next]
+        if arguments.json:
+            print(json.dumps({"target": target.name, "text": exported.text, "next": following}))
+        else:
+            print(exported.text, end="")
+            print(f"Next: {'    '.join(following)}", file=sys.stderr)
+        return 0
+    path = Path(arguments.out) if arguments.out else _beside(Path(arguments.plan), target.suffix)
+    path.write_text(exported.text, encoding="utf-8")
+    following = [command.format(file=shlex.quote(str(path))) for command in exported.next]
+    if arguments.json:
+        print(json.dumps({"target": target.name, "wrote": str(path), "next": following}))
+    else:
+        print(f"Wrote {path}\nNext: {'    '.join(following)}")
+    return 0
+
+
+def _parsed(target: Target, words: list[str]) -> tuple[Arguments, Any]:
+    """The command's own arguments and those of the target, from one line."""
+    both = dataclasses.make_dataclass("Both", [], bases=(target.options, Arguments), kw_only=True, frozen=True)
+    found = tyro.cli(both, args=words, prog=f"ahp export {target.name}", description=f"{target.what}.")
+    own = {name: getattr(found, name) for name in (f.name for f in dataclasses.fields(Arguments))}
+    theirs = {f.name: getattr(found, f.name) for f in dataclasses.fields(target.options)}
+    return Arguments(**own), target.options(**theirs)
+
+
+def read(path: str) -> Source:
+    """The plan or the config in a file. Raises BadInput where there is neither."""
+    from ahp.config import load_config, read_yaml
+    from ahp.export.target import Source
+    from ahp.plan import Plan
+
+    file = Path(path)
+    if not file.exists():
+        raise BadInput(f"plan = {path!r}: no such file; write one with: ahp plan MODEL CLUSTER")
+    if file.is_dir() or "schema_version" in read_yaml(path):
+        return Source(file / "plan.yaml" if file.is_dir() else file, plan=Plan.load(path))
+    return Source(file, config=load_config(path, {}))
+
+
+def _beside(file: Path, suffix: str) -> Path:
+    return file / f"plan{suffix}" if file.is_dir() else file.with_name(file.stem + suffix)

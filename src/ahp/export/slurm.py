@@ -1,0 +1,123 @@
+"""``ahp export slurm``: a batch script that a person can read and change."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from ahp.errors import HardwareMismatch, bad_input
+from ahp.export.target import UNKNOWN, Exported, Shape, Source, shape_of
+
+GRACE_S = 300
+"""[Empirical] To finish a step and write a checkpoint; of large models on a slow file system it takes longer."""
+KNOWN_THERE = {"slurm": "the allocation"}
+
+
+@dataclass(frozen=True)
+class Options:
+    nodes: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX")] = None
+    """Nodes to ask for, with a config.yaml; a plan says how many it is for. MIN:MAX: Slurm gives what it has, and ahp train plans for that."""
+    workers_per_node: int | None = None
+    """With a config.yaml whose cluster is slurm or local: GPUs to ask for on each node, one for each worker."""
+    cpu: bool = False
+    """Workers compute on cores: ask for no GPUs. Needed where the config's cluster is slurm or local."""
+    time: str | None = None
+    """Limit, in Slurm's words: 2-00:00:00. Without it the partition's own."""
+    partition: str | None = None
+    """Without it the cluster's default."""
+    account: str | None = None
+    """Whose time it is."""
+    grace_s: int = GRACE_S
+    """Seconds before the limit at which Slurm tells the run to save and leave."""
+    ahp: str = "ahp"
+    """The program on the nodes, such as /shared/venv/bin/ahp."""
+
+
+class Slurm:
+    """sbatch starts one launcher on each node; ``ahp train`` finds the others by srun's variables."""
+
+    name = "slurm"
+    what = "an sbatch script: one launcher on each node, requeued when it was told to save and leave"
+    suffix = ".sbatch"
+    options = Options
+
+    def write(self, source: Source, options: Options) -> Exported:
+        """Raises BadInput for options that are none, NotExpressible for a mixed cluster."""
+        if options.grace_s < 1:
+            raise bad_input("--grace-s", options.grace_s, "must be at least 1")
+        if options.time is not None and not re.fullmatch(r"\d+(-\d+)?(:\d+){0,2}", options.time):
+            raise bad_input(
+                "--time", options.time, "must be a time in Slurm's words", ["120", "12:00:00", "2-00:00:00"]
+            )
+        for key in ("partition", "account"):
+            value = getattr(options, key)
+            if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
+                raise bad_input(f"--{key}", value, "must be a name in Slurm")
+        shape = shape_of(source, options.nodes, options.workers_per_node, KNOWN_THERE)
+        if options.cpu and shape.gpus and shape.device != UNKNOWN:
+            raise HardwareMismatch(
+                f"--cpu: {source.file} is for {shape.device}; plan again for cores: ahp plan MODEL NODESxCORESxcpu@GBPS"
+            )
+        return Exported(script(source, options, shape), ("sbatch {file}",))
+
+
+def script(source: Source, options: Options, shape: Shape) -> str:
+    """The script's text."""
+    on_gpus = shape.gpus > 0 and not options.cpu
+    name = re.sub(r"[^\w.-]+", "-", source.file.stem) or "run"
+    asked: list[tuple[str, Any, str]] = [
+        ("job-name", f"ahp-{name}", ""),
+        ("nodes", shape.nodes, ""),
+        ("ntasks-per-node", 1, f"a launcher, which starts its node's {shape.workers} workers"),
+        ("gpus-per-node", shape.gpus if on_gpus else None, ""),
+        ("cpus-per-task", None if on_gpus else shape.workers, "a core for each worker"),
+        ("exclusive", True if on_gpus else None, "the launcher divides all cores of the node among its workers"),
+        ("time", options.time, ""),
+        ("partition", options.partition, ""),
+        ("account", options.account, ""),
+        ("signal", f"USR1@{options.grace_s}", f"{options.grace_s} s before the limit: save and leave"),
+        ("requeue", True, "Slurm starts the job again when a node is lost or the job is preempted"),
+        ("open-mode", "append", "one log for all starts"),
+        ("output", f"ahp-{name}-%j.log", ""),
+    ]
+    lines = []
+    for key, value, why in asked:
+        if value is not None:
+            word = f"#SBATCH --{key}" + ("" if value is True else f"={value}")
+            lines.append(f"{word:<42} # {why}" if why else word)
+    train = [options.ahp, "train", str(source.file), "--workers-per-node", str(shape.workers)]
+    return TEXT.format(
+        source=source.file, shape=_words(shape, on_gpus), asked="\n".join(lines), train=shlex.join(train)
+    )
+
+
+def _words(shape: Shape, on_gpus: bool) -> str:
+    count = f"{shape.nodes} node{'s' * (shape.most > 1)}"
+    return f"{count} of {shape.workers} {f'x {shape.device}' if on_gpus else 'workers on cores'}"
+
+
+TEXT = """\
+#!/bin/bash
+# Trains {source} on {shape}. Written by ahp export slurm; yours to change.
+# The run's folder must be on storage that all nodes share. The same script again continues the run.
+{asked}
+
+# All nodes run this command. It takes its place, and the address where all meet, from srun's variables.
+# When one launcher fails for good, the others end too.
+srun --kill-on-bad-exit=1 {train}
+code=$?
+
+case $code in
+  138 | 143) # SIGUSR1 or SIGTERM: saved, with steps left
+    echo "saved after a signal (exit code $code); job $SLURM_JOB_ID goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID" ;;
+  0) echo "done" ;;
+  2 | 3 | 4 | 5) echo "refused (exit code $code); the reason is above, and another start would meet it again" ;;
+  *) echo "failed (exit code $code); the cause is above and in status.json in the run's folder" ;;
+esac
+exit $code
+"""

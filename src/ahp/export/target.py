@@ -1,0 +1,153 @@
+"""What every target of ``ahp export`` is given, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ahp.config import Config, Run
+from ahp.errors import BadInput, NotExpressible, bad_input
+from ahp.plan import Plan
+
+UNKNOWN = "GPUs"
+"""Devices of a cluster that is known only where the job runs."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A plan, or a config that is planned where it is started, and the file that says it."""
+
+    file: Path
+    plan: Plan | None = None
+    config: Config | None = None
+
+    @property
+    def run(self) -> Run:
+        """A plan says nothing of the run's folder: ``ahp train`` takes the default."""
+        return self.config.run if self.config is not None else Run()
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file for another program."""
+
+    text: str
+    next: tuple[str, ...]
+    """Commands that use it, with {file} for its path."""
+
+
+class Target(Protocol):
+    """What ``ahp export NAME`` writes. ``options`` is a dataclass whose fields are the command's own options."""
+
+    name: str
+    what: str
+    """In a line."""
+    suffix: str
+    """Of the file, in the place of the source's."""
+    options: type[Any]
+
+    def write(self, source: Source, options: Any) -> Exported:
+        """Raises AhpError for what the target cannot express."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The nodes that a job asks its manager for."""
+
+    least: int
+    most: int
+    workers: int
+    """Of a node."""
+    gpus: int
+    """Of a node; 0: its workers compute on cores."""
+    device: str
+    """In words, for people."""
+
+    @property
+    def nodes(self) -> str:
+        return str(self.most) if self.least == self.most else f"{self.least}-{self.most}"
+
+
+def shape_of(source: Source, nodes: str | None, workers: int | None, managers: Mapping[str, str]) -> Shape:
+    """How many nodes of how many workers: a plan says it, and so does a config that describes its cluster; else the options do.
+
+    ``managers``: what a config's ``cluster`` may be called that is known only where the job runs, with why.
+    """
+    least, most = _range(nodes)
+    if source.plan is not None:
+        return _of_plan(source.plan, source.file, nodes, workers)
+    assert source.config is not None
+    named = source.config.cluster
+    if isinstance(named, str) and (named == "local" or named.partition("@")[0] in managers):
+        if least is None or most is None or workers is None:
+            missing = [name for name, value in (("--nodes", nodes), ("--workers-per-node", workers)) if value is None]
+            raise BadInput(
+                f"{' and '.join(missing)} missing: cluster = {named!r} is known only where the job runs; give how many nodes to ask for and "
+                "the workers of each, one for each GPU, such as --nodes 2 --workers-per-node 8"
+            )
+        return Shape(least, most, workers, workers, UNKNOWN)
+    _refuse_foreign_manager(named, managers)
+    from ahp.cluster.model import Cluster
+
+    found = _of_cluster(Cluster.resolve(named), None, "cluster")
+    if workers is not None and workers != found.workers:
+        raise bad_input("--workers-per-node", workers, "the config's cluster has other nodes", [found.workers])
+    if most is not None and most > found.most:
+        raise bad_input("--nodes", nodes, f"the config's cluster has {found.most}", [str(found.most)])
+    return Shape(least or found.most, most or found.most, found.workers, found.gpus, found.device)
+
+
+def _refuse_foreign_manager(named: Any, managers: Mapping[str, str]) -> None:
+    word = named.partition("@")[0] if isinstance(named, str) else ""
+    if word in ("slurm", "kubernetes") and word not in managers:
+        raise bad_input("cluster", named, "this target has nodes of another manager", [*managers, "local"])
+
+
+def _of_plan(plan: Plan, file: Path, nodes: str | None, workers: int | None) -> Shape:
+    if plan.engine.name != "ahp":
+        raise NotExpressible(
+            f"engine.name = {plan.engine.name!r}: ahp train runs plans of the engine ahp; export its own configuration"
+        )
+    if plan.cluster is None:
+        raise BadInput(
+            f"{file}: the plan says no cluster, so not how many nodes; write one with: ahp plan MODEL CLUSTER"
+        )
+    from ahp.cluster.model import Cluster
+
+    found = _of_cluster(Cluster.resolve(plan.cluster), plan.parallelism.world_size, str(file))
+    for option, given, value in (("--nodes", nodes, str(found.most)), ("--workers-per-node", workers, found.workers)):
+        if given is not None and str(given) != str(value):
+            rule = f"{file} is a plan, which is run as it is ({plan.parallelism.short()}); plan again, or give a config.yaml"
+            raise bad_input(option, given, rule, [value])
+    return found
+
+
+def _of_cluster(cluster: Any, workers: int | None, where: str) -> Shape:
+    """The nodes of a cluster that so many workers fill, one on each device."""
+    if cluster.is_mixed:
+        names = ", ".join(group.name for group in cluster.groups)
+        raise NotExpressible(
+            f"{where}: the cluster has groups of different nodes ({names}), and one job asks for nodes that are alike; plan for one group"
+        )
+    group = cluster.groups[0]
+    on_cores = group.device.name.startswith("cpu")
+    wanted = workers or cluster.num_devices
+    here = min(group.devices_per_node, wanted)
+    if wanted % here:
+        raise NotExpressible(
+            f"{where}: {wanted} workers do not fill nodes of {group.devices_per_node}; plan for a multiple of {here}"
+        )
+    nodes = wanted // here
+    return Shape(nodes, nodes, here, 0 if on_cores else here, group.device.name)
+
+
+def _range(nodes: str | None) -> tuple[int | None, int | None]:
+    if nodes is None:
+        return None, None
+    least, colon, most = nodes.partition(":")
+    if not (least.isdigit() and (most.isdigit() or not colon)) or not 1 <= int(least) <= int(most or least):
+        raise bad_input("--nodes", nodes, "must be a number of nodes, or the least and the most", ["2", "2:4"])
+    return int(least), int(most or least)
