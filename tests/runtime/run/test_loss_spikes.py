@@ -98,7 +98,7 @@ def test_a_learning_rate_that_is_far_too_high_is_seen_in_a_run(tmp_path: Path, m
     """The second start, with the other rate, knows the steps of the first one from metrics.jsonl."""
     monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text(Path(__file__).read_text() * 4)
-    folder, calm, wild = RunFolder(tmp_path / "run"), FIRST_STEPS + 6, 12
+    folder, calm, wild = RunFolder(tmp_path / "run"), FIRST_STEPS + 2, 6
     trained(folder, tmp_path / "text.txt", calm, 1e-3)
     assert json.loads(folder.status_file.read_text())["loss_spikes"] == []
     trained(folder, tmp_path / "text.txt", calm + wild, 3.0)
