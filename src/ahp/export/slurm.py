@@ -72,7 +72,6 @@ def script(source: Source, options: Options, shape: Shape) -> str:
     asked: list[tuple[str, Any, str]] = [
         ("job-name", f"ahp-{name}", ""),
         ("nodes", shape.nodes, ""),
-        ("ntasks-per-node", 1, f"a launcher, which starts its node's {shape.workers} workers"),
         ("gpus-per-node", shape.gpus if on_gpus else None, ""),
         ("cpus-per-task", None if on_gpus else shape.workers, "a core for each worker"),
         ("exclusive", True if on_gpus else None, "the launcher divides all cores of the node among its workers"),
@@ -90,8 +89,15 @@ def script(source: Source, options: Options, shape: Shape) -> str:
             word = f"#SBATCH --{key}" + ("" if value is True else f"={value}")
             lines.append(f"{word:<42} # {why}" if why else word)
     train = [options.ahp, "train", str(source.file), "--workers-per-node", str(shape.workers)]
+    # Not above: with --ntasks-per-node there, Slurm 22.05 gives a job of 1 to 2 nodes one. And srun takes no --cpus-per-task from sbatch since then.
+    cores = "--cpu-bind=none" if on_gpus else f"--cpus-per-task={shape.workers}"
     return TEXT.format(
-        source=source.file, shape=_words(shape, on_gpus), asked="\n".join(lines), train=shlex.join(train)
+        cores=cores,
+        workers=shape.workers,
+        source=source.file,
+        shape=_words(shape, on_gpus),
+        asked="\n".join(lines),
+        train=shlex.join(train),
     )
 
 
@@ -106,9 +112,9 @@ TEXT = """\
 # The run's folder must be on storage that all nodes share. The same script again continues the run.
 {asked}
 
-# All nodes run this command. It takes its place, and the address where all meet, from srun's variables.
-# When one launcher fails for good, the others end too.
-srun --kill-on-bad-exit=1 {train}
+# One launcher on each node, which starts that node's workers ({workers}) on all cores of the job there. It takes its place, and the address
+# where all meet, from srun's variables. When one launcher fails for good, the others end too.
+srun --ntasks-per-node=1 {cores} --kill-on-bad-exit=1 {train}
 code=$?
 
 case $code in

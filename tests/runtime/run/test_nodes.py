@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ahp.cli.nodes import asked
+from ahp.runtime.ranks.slurm import task
+from tests.runtime.ranks.test_slurm import STEP
 from tests.runtime.run.test_trainer import HALF, MODEL, STEPS, curve, plan
 from tests.runtime.run.test_trainer import text as text  # a fixture
 from tests.runtime.workers import free_port, listened_on
@@ -78,18 +81,11 @@ def test_the_commands_for_two_nodes_train(text: Path, tmp_path: Path) -> None:
     assert len(curve(tmp_path / "run")) == STEPS
 
 
-def test_slurms_command_starts_the_same_on_each_node(tmp_path: Path) -> None:
-    """With programs of those names that do what Slurm's do, one node after the other, and an ahp that says how it is called."""
-    programs = {
-        "srun": 'while [ "$1" != bash ]; do shift; done\nfor n in 0 1; do SLURM_NODEID=$n SLURM_JOB_NODELIST="n[0-1]" "$@"; done',
-        "scontrol": '[ "$*" = "show hostnames n[0-1]" ] && printf "HOST\\nanother\\n"',
-        "ahp": 'echo ahp "$@"',
-    }
-    for name, script in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
+def test_sruns_command_makes_each_task_the_launcher_of_its_node() -> None:
     (command,) = documented("srun")
-    assert len(documented("ahp train config.yaml --nodes 2")) == 1
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    ended = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines() == documented("ahp train config.yaml --nodes 2") * 2
+    options, words = command.split(" ahp train ")
+    given = dict(pair.rsplit(" ", 1) for pair in options.removeprefix("srun --").split(" --"))
+    assert (words, given["nodes"], given["ntasks-per-node"]) == ("config.yaml", "2", "1")
+    for node in "01":
+        place = task({**STEP, "SLURM_PROCID": node, "SLURM_NODEID": node})
+        assert asked(None, None, None, place) == (2, 2, f"localhost:{20_000 + 37 * 8}", None)
