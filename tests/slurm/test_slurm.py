@@ -97,7 +97,8 @@ def test_signal_requeue_and_a_drained_node(text: Path, tmp_path: Path, cluster: 
     assert (run / "checkpoints" / f"step-{saved}").is_dir()
 
     cluster.run("scontrol", "update", "NodeName=ahp-node2", "State=DRAIN", "Reason=test")
-    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
+    # By itself Slurm waits two minutes; at once the node would take the job for the one that it ended this second.
+    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now+5")
     cluster.until(number, "RUNNING", 150)
     until_step(run, saved + 5)
     assert cluster.job(number)["NodeList"] == "ahp-node1"
