@@ -14,6 +14,7 @@ import pytest
 
 from ahp.errors import BadInput
 from ahp.plan import Plan
+from ahp.run_files import Status
 from ahp.runtime.files import crc32
 from ahp.runtime.run import stored_checkpoints
 from ahp.runtime.run.checkpoint_store import MANIFEST, CheckpointStore, Incomplete, manifest_of
@@ -42,13 +43,15 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Checkpoint
         store.fs.rm(store.root, recursive=True)
 
 
-def save(folder: RunFolder, step: int, keep: int = 3) -> Checkpoint:
+def save(
+    folder: RunFolder, step: int, keep: int = 3, job: dict[str, Any] | None = None, model: Any = "tiny"
+) -> Checkpoint:
     """As a run does it."""
     aside = folder.open_checkpoint(step)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (aside / name).write_bytes(f"{name} of {step} ".encode() * 50)
     checksums = {file.name: crc32(file) for file in aside.iterdir()}
-    return folder.commit_checkpoint(step, {"crc32": checksums, "job": {}, "model": "tiny"}, keep)
+    return folder.commit_checkpoint(step, {"crc32": checksums, "job": job or {}, "model": model}, keep)
 
 
 def content(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -275,6 +278,15 @@ def test_no_start_at_step_0_beside_a_store_that_cannot_be_asked(
     store.fs.pipe_file(path, flipped(store.fs.cat_file(path)))
     with pytest.raises(BadInput, match="none of its checkpoints can be used"):
         StoredCheckpoints(store, other_run(folder, "new"), keep=3).fetch()
+
+
+def test_a_run_that_is_done_still_gives_the_store_its_last_checkpoint(folder: RunFolder, tmp_path: Path) -> None:
+    plan, store = Plan(), CheckpointStore.open(f"file://{tmp_path}/bucket")
+    save(folder, plan.job.steps, job=plan.job.model_dump(mode="json"), model=plan.model)
+    folder.write_status(Status("done", plan.job.steps, None, 0))
+    outcome = Trainer(plan, folder=folder.path, checkpoint_store=store.url).run()
+    assert outcome.already_done
+    assert list(store.complete()) == [plan.job.steps]
 
 
 @pytest.mark.parametrize(

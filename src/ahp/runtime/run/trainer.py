@@ -296,6 +296,8 @@ class Trainer:
         if self.stored is not None:
             self.stored.fetch()
         extended = check_same_job(self.folder, self.plan, extend=self.extend)
+        if self.stored is not None:  # of a run that is done too, whose last checkpoint the store may not have taken
+            kept.enter_context(self.stored.kept_up())
         finished = self.folder.finished(self.plan.job)
         if finished is not None:
             return Outcome(self.folder.path, finished, already_done=True)
@@ -306,8 +308,6 @@ class Trainer:
         self._refuse_what_fails_alike()
         lines, step = self._take_up(), self._saved_step()
         kept.enter_context(self.folder.beating())
-        if self.stored is not None:
-            kept.enter_context(self.stored.kept_up())
         if step:
             say(f"continuing {self.folder.path} from step {step} of {self.plan.job.steps}")
         if lines < step:
