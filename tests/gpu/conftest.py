@@ -10,15 +10,19 @@ import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).parent
-NO_GPU = pytest.mark.skip(reason="no GPU that torch can use on this machine")
+NO_GPU = "no GPU that torch can use on this machine"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    ours = [item for item in items if HERE in item.path.parents]
-    for item in ours:
-        item.add_marker(pytest.mark.gpu)
-        if not torch.cuda.is_available():
-            item.add_marker(NO_GPU)
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # From one place, so that pytest reports all in one line; a mark it reports at each test's own.
+    if HERE in item.path.parents and not torch.cuda.is_available():
+        pytest.skip(NO_GPU)
 
 
 @pytest.fixture
