@@ -30,7 +30,7 @@ def document_attention(
 ) -> tuple[DocumentAttention | None, str]:
     """What computes the attention of a model whose documents do not see each other, None = masks; and the reason.
 
-    The one place where this is decided. A forecast goes by the same rules (``ahp.engines.ahp``, ``ahp.forecast.units``).
+    The one place where this is decided. A forecast takes masks everywhere, so where they are not needed a step takes less than it says.
     """
     reason = needs_masks(plan.job, plan.parallelism, plan.engine) or _needs_masks_on(device)
     if reason is None:
