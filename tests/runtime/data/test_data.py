@@ -92,6 +92,7 @@ LATIN = "Stra\N{LATIN SMALL LETTER SHARP S}e".encode("latin-1")
     [
         ("a.txt", b"plain " + LATIN, r"a\.txt: byte 0xdf at offset 10 is not UTF-8.*LATIN1"),
         ("a.txt", "text".encode("utf-16"), r"a\.txt: byte 0xff at offset 0 .*UTF-16"),
+        ("a.txt", "Gr\N{LATIN SMALL LETTER U WITH DIAERESIS}n".encode() + b"\0\1", r"a\.txt: byte 0x00 at offset 5 is no text.*UTF-16LE"),
         ("a.jsonl", b'{"text": "fine"}\n{"text": "' + LATIN + b'"}\n', r"a\.jsonl line 2: byte 0xdf at offset 31 "),
         ("a.jsonl", b'{"text": "fine"}\n{"text": "ab\\ud800"}\n', r"a\.jsonl line 2: \\ud800 at character 2 is half of a pair"),
     ],
@@ -101,9 +102,9 @@ def test_bytes_that_are_no_text_are_refused_with_their_place(
 ) -> None:
     """They were read with signs for what could not be, and trained on."""
     (folder / name).write_bytes(content)
-    for data in (folder, folder / name):
-        with pytest.raises(BadInput, match=r"job\.data: .*" + told):
-            prepare(str(data), VOCABULARY)
+    for data, key in ((folder, "job.data"), (folder / name, "job.validation")):
+        with pytest.raises(BadInput, match=rf"^{key}: .*" + told):
+            prepare(str(data), VOCABULARY, key=key)
 
 
 def test_a_field_is_read_where_it_is_named(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from ahp.runtime.data.documents import Template
 from ahp.runtime.data.tokenizer import BESIDE
 
 
-def template_beside(tokenizer_file: Path | None) -> Template:
+def template_beside(tokenizer_file: Path | None, key: str = "job.data") -> Template:
     """Writes conversations as the template in the tokenizer's folder says; read when the first one comes.
 
-    The template raises BadInput when there is none, or when it refuses a conversation.
+    The template raises BadInput when there is none, or when it refuses a conversation; ``key``: the user's, of the text.
     """
 
     @cache
@@ -23,7 +23,7 @@ def template_beside(tokenizer_file: Path | None) -> Template:
         if tokenizer_file is None or not has_template(tokenizer_file):
             where = "none" if tokenizer_file is None else str(tokenizer_file)
             raise BadInput(
-                f"job.data: it holds conversations (messages), and the tokenizer ({where}) has no chat template; give a "
+                f"{key}: it holds conversations (messages), and the tokenizer ({where}) has no chat template; give a "
                 "model's folder with tokenizer.json and a tokenizer_config.json or chat_template.jinja that has one, as "
                 "init_from or model, or write the data as prompt and completion"
             )
@@ -38,7 +38,7 @@ def template_beside(tokenizer_file: Path | None) -> Template:
             return tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_answer)
         except TemplateError as error:
             roles = [message["role"] for message in messages]
-            raise BadInput(f"job.data: the chat template refuses a conversation of {roles}: {error}") from None
+            raise BadInput(f"{key}: the chat template refuses a conversation of {roles}: {error}") from None
 
     return write
 

@@ -87,6 +87,7 @@ def prepare(
     vocab_size: int,
     *,
     field: str | None = None,
+    key: str = "job.data",
     masked: bool = False,
     tokenizer_file: Path | None = None,
     say: Say | None = None,
@@ -96,10 +97,10 @@ def prepare(
 
     ``tokenizer_file`` is a tokenizer.json to use, with a chat template beside it if there is one; None trains one of at
     most ``vocab_size`` tokens on the data, with the token that hides others if ``masked``. ``field`` is the key of a row
-    that holds the text.
+    that holds the text, ``key`` the user's that names ``data``.
     It is written aside and renamed, so processes that do this at the same time end with one whole entry.
     """
-    source, say = find(data, field), say or (lambda _: None)
+    source, say = find(data, field, key), say or (lambda _: None)
     entry = cache_folder() / "corpora" / _key(source, vocab_size, masked, tokenizer_file)
     if entry.exists():
         try:
@@ -111,7 +112,7 @@ def prepare(
         aside = Path(tempfile.mkdtemp(prefix=entry.name + ".tmp-", dir=entry.parent))
     except OSError as error:
         raise BadInput(f"AHP_CACHE = {str(cache_folder())!r}: cannot be written ({error.strerror})") from None
-    maker = _Maker(source, template_beside(tokenizer_file), say, progress or _no_progress)
+    maker = _Maker(source, template_beside(tokenizer_file, key), say, progress or _no_progress)
     try:
         maker.write(aside, maker.tokenizer(vocab_size, masked, tokenizer_file))
         return _publish(aside, entry)
@@ -178,7 +179,7 @@ class _Maker:
                 scored_file.write(scored.tobytes())
                 all_scored = all_scored and bool(scored.all())
         if num_tokens == 0:
-            raise bad_input("job.data", self.source.name, "it holds no text")
+            raise bad_input(self.source.key, self.source.name, "it holds no text")
         if all_scored:
             (aside / "scored.bin").unlink()
         (aside / "starts.bin").write_bytes(np.asarray(starts, dtype=np.int64).tobytes())

@@ -39,50 +39,53 @@ SHAPES = "a key text, the keys prompt and completion, or a key messages (a list 
 
 
 def documents_of(
-    row: object, where: str, source_bytes: float, template: Template, field: str | None
+    row: object, where: str, source_bytes: float, template: Template, field: str | None, key: str = "job.data"
 ) -> Iterator[Document]:
     """The documents of one row of .jsonl, .parquet or a hub's data set; a row without any text gives none.
 
-    ``field`` is the key to read, None = whichever of the known shapes the row has; ``where`` names the row in errors.
+    ``field`` is the key to read, None = whichever of the known shapes the row has; ``where`` names the row in errors,
+    ``key`` is the user's of the text.
     Raises BadInput for a row of no known shape.
     """
     if not isinstance(row, Mapping):
-        raise BadInput(f"job.data: {where}: an object with {SHAPES} was expected, not a {type(row).__name__}")
+        raise BadInput(f"{key}: {where}: an object with {SHAPES} was expected, not a {type(row).__name__}")
     if field is not None and field not in row:
         raise BadInput(f"job.data_field = {field!r}: {where} has no such key (valid: {', '.join(map(str, row))})")
-    for pieces, ended in _shaped(row, where, template, field):
+    for pieces, ended in _shaped(row, where, template, field, key):
         if any(piece.text.strip() for piece in pieces):
             yield Document(tuple(pieces), source_bytes, ended)
             source_bytes = 0.0
 
 
 def _shaped(
-    row: Mapping[str, Any], where: str, template: Template, field: str | None
+    row: Mapping[str, Any], where: str, template: Template, field: str | None, key: str
 ) -> Iterable[tuple[list[Piece], bool]]:
     value = row.get(field or ("messages" if "messages" in row else "text"))
     if isinstance(value, list):
-        return ((pieces, True) for pieces in conversation(_messages(value, where), template))
+        return ((pieces, True) for pieces in conversation(_messages(value, where, key), template, key=key))
     if field is None and "prompt" in row and "completion" in row:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return [([Piece(prompt, False), Piece(completion, True)], False)]
         if isinstance(prompt, list) and isinstance(completion, list):
-            messages = _messages([*prompt, *completion], where)
-            return ((pieces, True) for pieces in conversation(messages, template, first=len(prompt)))
+            messages = _messages([*prompt, *completion], where, key)
+            return ((pieces, True) for pieces in conversation(messages, template, first=len(prompt), key=key))
     if isinstance(value, str):
         return [([Piece(value, True)], False)]
     expected = SHAPES if field is None else f"a text or a list of messages in {field}"
-    raise BadInput(f"job.data: {where}: {expected} was expected (its keys: {', '.join(map(str, row)) or 'none'})")
+    raise BadInput(f"{key}: {where}: {expected} was expected (its keys: {', '.join(map(str, row)) or 'none'})")
 
 
-def _messages(value: list[Any], where: str) -> list[dict[str, Any]]:
+def _messages(value: list[Any], where: str, key: str) -> list[dict[str, Any]]:
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise BadInput(f"job.data: {where}: every message needs a role and a content, this one is {message!r}")
+            raise BadInput(f"{key}: {where}: every message needs a role and a content, this one is {message!r}")
     return [dict(message) for message in value]
 
 
-def conversation(messages: list[dict[str, Any]], template: Template, first: int = 0) -> Iterator[list[Piece]]:
+def conversation(
+    messages: list[dict[str, Any]], template: Template, first: int = 0, key: str = "job.data"
+) -> Iterator[list[Piece]]:
     """The conversation as the template writes it, with the assistant's answers scored, each up to the end of its turn.
 
     Answers before message ``first`` are not scored. Where the template writes an earlier turn otherwise once the
@@ -94,7 +97,7 @@ def conversation(messages: list[dict[str, Any]], template: Template, first: int 
     for opened, closed in spans:
         if not closed.startswith(opened):
             raise BadInput(
-                "job.data: the tokenizer's chat template opens an answer otherwise than it writes one "
+                f"{key}: the tokenizer's chat template opens an answer otherwise than it writes one "
                 f"({opened[-40:]!r} is not how {closed[-80:]!r} begins), so it cannot be told what to score"
             )
     whole = template(messages, False)

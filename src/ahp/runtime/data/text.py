@@ -44,6 +44,8 @@ class TextSource:
     """Key of a row that is read; None = by the row's shape (``ahp.runtime.data.documents``)."""
     rows: Any = None
     """A hub's data set, whose rows are read in the place of the files'; it lies in the files all the same."""
+    key: str = "job.data"
+    """The user's, by which errors name it."""
 
     def fingerprint(self) -> str:
         """Hash of every file's bytes in order; the place of the files does not count."""
@@ -67,8 +69,8 @@ class TextSource:
                 if row.strip():
                     yield Document((Piece(row, True),), size)
                 continue
-            for document in documents_of(row, where, size, template, self.field):
-                _refuse_halves(document.text, where)
+            for document in documents_of(row, where, size, template, self.field, self.key):
+                _refuse_halves(document.text, f"{self.key}: {where}")
                 yield document
 
     def _rows(self) -> Iterator[tuple[object, str, float]]:
@@ -79,72 +81,73 @@ class TextSource:
             return
         for file in self.files:
             if file.suffix == ".jsonl":
-                yield from _json_lines(file)
+                yield from _json_lines(file, self.key)
             elif file.suffix == ".parquet":
-                yield from _parquet_rows(file)
+                yield from _parquet_rows(file, self.key)
             else:
-                yield _decoded(file.read_bytes(), str(file)), str(file), file.stat().st_size
+                content = file.read_bytes()
+                text = _decoded(content, f"{self.key}: {file}")
+                _refuse_nul(content, f"{self.key}: {file}")
+                yield text, str(file), len(content)
 
 
-def find(data: str, field: str | None = None) -> TextSource:
-    """The files behind ``job.data``. Raises BadInput when there are none or their kind is not read."""
+def find(data: str, field: str | None = None, key: str = "job.data") -> TextSource:
+    """The files behind ``job.data``, or another key. Raises BadInput when there are none or their kind is not read."""
     if data == PYTHON_STDLIB:
-        return _source(data, _standard_library(), None)
+        return _source(data, _standard_library(key), None, key)
     if data.startswith(HUB):
-        return _hub(data, field)
+        return _hub(data, field, key)
     path = Path(data).expanduser()
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
         if not files:
-            raise bad_input("job.data", data, "the folder holds no file that is read", SUFFIXES)
+            raise bad_input(key, data, "the folder holds no file that is read", SUFFIXES)
     elif not path.exists():
         raise bad_input(
-            "job.data",
+            key,
             data,
             "no such file or folder",
             [PYTHON_STDLIB, f"a file of {' '.join(SUFFIXES)}", "a folder of them", "hub:owner/name"],
         )
     elif path.suffix not in SUFFIXES:
-        raise bad_input("job.data", data, f"files {path.suffix or 'without a suffix'} are not read", SUFFIXES)
+        raise bad_input(key, data, f"files {path.suffix or 'without a suffix'} are not read", SUFFIXES)
     else:
         files = [path]
     if any(file.suffix == ".parquet" for file in files) and importlib.util.find_spec("pyarrow") is None:
-        raise _needs_extra(data, "reading parquet needs pyarrow")
-    return _source(data, files, field)
+        raise _needs_extra(key, data, "reading parquet needs pyarrow")
+    return _source(data, files, field, key)
 
 
-def _source(name: str, files: list[Path], field: str | None, rows: Any = None) -> TextSource:
-    return TextSource(name, tuple(files), sum(file.stat().st_size for file in files), field, rows)
+def _source(name: str, files: list[Path], field: str | None, key: str, rows: Any = None) -> TextSource:
+    return TextSource(name, tuple(files), sum(file.stat().st_size for file in files), field, rows, key)
 
 
-def _needs_extra(data: str, what: str) -> BadInput:
-    return bad_input("job.data", data, f"{what}; install the extra: pip install 'ahp[data]'")
+def _needs_extra(key: str, data: str, what: str) -> BadInput:
+    return bad_input(key, data, f"{what}; install the extra: pip install 'ahp[data]'")
 
 
-def _hub(data: str, field: str | None) -> TextSource:
+def _hub(data: str, field: str | None, key: str) -> TextSource:
     """A data set that the ``datasets`` library downloads, or has in its cache."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise _needs_extra(data, "data sets of a hub need the library datasets") from None
+        raise _needs_extra(key, data, "data sets of a hub need the library datasets") from None
     name, _, split = data.removeprefix(HUB).partition("@")
     parts = name.split("/")
     if len(parts) not in (1, 2, 3) or not all(parts):
-        raise bad_input(
-            "job.data", data, "expected hub:owner/name, hub:owner/name/configuration or hub:owner/name@split"
-        )
+        raise bad_input(key, data, "expected hub:owner/name, hub:owner/name/configuration or hub:owner/name@split")
     path, configuration = "/".join(parts[:2]), (parts[2] if len(parts) == 3 else None)
     try:
         rows = datasets.load_dataset(path, configuration, split=split or "train")
     except Exception as error:  # the library raises whatever its readers and the network raise
-        raise bad_input("job.data", data, f"it cannot be loaded ({type(error).__name__}: {error})") from None
+        raise bad_input(key, data, f"it cannot be loaded ({type(error).__name__}: {error})") from None
     files = [Path(part["filename"]) for part in rows.cache_files]
     if not files:  # whose bytes tell one version of it from another
-        raise bad_input("job.data", data, "it lies in no file; save it as .jsonl or .parquet")
-    return _source(data, files, field, rows)
+        raise bad_input(key, data, "it lies in no file; save it as .jsonl or .parquet")
+    return _source(data, files, field, key, rows)
 
 
-def _standard_library() -> list[Path]:
+def _standard_library(key: str) -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found: list[Path] = []
     for folder, names, files in os.walk(root):
@@ -159,12 +162,12 @@ def _standard_library() -> list[Path]:
         chosen.append(file)
     if not chosen:
         raise BadInput(
-            f"job.data = {PYTHON_STDLIB!r}: this Python has no source files under {root}; give a .txt or .jsonl file"
+            f"{key} = {PYTHON_STDLIB!r}: this Python has no source files under {root}; give a .txt or .jsonl file"
         )
     return chosen
 
 
-def _json_lines(file: Path) -> Iterator[tuple[object, str, float]]:
+def _json_lines(file: Path, key: str) -> Iterator[tuple[object, str, float]]:
     end = 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -172,11 +175,11 @@ def _json_lines(file: Path) -> Iterator[tuple[object, str, float]]:
             if not line.strip():
                 continue
             where = f"{file} line {number}"
-            text = _decoded(line, where, begin)
+            text = _decoded(line, f"{key}: {where}", begin)
             try:
                 yield json.loads(text), where, len(line)
             except ValueError as error:
-                raise BadInput(f"job.data: {where}: not JSON ({error})") from None
+                raise BadInput(f"{key}: {where}: not JSON ({error})") from None
 
 
 def _decoded(content: bytes, where: str, begin: int = 0) -> str:
@@ -190,8 +193,17 @@ def _decoded(content: bytes, where: str, begin: int = 0) -> str:
         else:
             fix = "if it is Latin-1: iconv -f LATIN1 -t UTF-8 FILE > NEW"
         raise BadInput(
-            f"job.data: {where}: byte 0x{byte:02x} at offset {offset} is not UTF-8, and text must be (valid: UTF-8; {fix})"
+            f"{where}: byte 0x{byte:02x} at offset {offset} is not UTF-8, and text must be (valid: UTF-8; {fix})"
         ) from None
+
+
+def _refuse_nul(content: bytes, where: str) -> None:
+    """UTF-8 has the byte 0, and no text does: such a file is a program's, or text of 16 or 32 bits a character."""
+    if (offset := content.find(0)) >= 0:
+        raise BadInput(
+            f"{where}: byte 0x00 at offset {offset} is no text (valid: UTF-8 without it; if it is UTF-16: "
+            "iconv -f UTF-16LE -t UTF-8 FILE > NEW)"
+        )
 
 
 def _refuse_halves(text: str, where: str) -> None:
@@ -200,12 +212,12 @@ def _refuse_halves(text: str, where: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadInput(
-            f"job.data: {where}: \\u{ord(text[error.start]):04x} at character {error.start} is half of a pair, no character of its own "
+            f"{where}: \\u{ord(text[error.start]):04x} at character {error.start} is half of a pair, no character of its own "
             "(valid: the pair, or neither half)"
         ) from None
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[object, str, float]]:
+def _parquet_rows(file: Path, key: str) -> Iterator[tuple[object, str, float]]:
     import pyarrow.parquet  # pyright: ignore[reportMissingImports]
 
     try:
@@ -217,4 +229,4 @@ def _parquet_rows(file: Path) -> Iterator[tuple[object, str, float]]:
                 number += 1
                 yield row, f"{file} row {number}", size
     except pyarrow.ArrowException as error:
-        raise BadInput(f"job.data: {file}: not a parquet file that can be read ({error})") from None
+        raise BadInput(f"{key}: {file}: not a parquet file that can be read ({error})") from None

@@ -47,21 +47,22 @@ def prepare_texts(plan: Plan) -> Texts:
     masked = is_masked(module)
     if plan.init_from is not None:
         check_folder(plan.init_from, module)
-    corpus = _prepared(plan, job.data, masked, tokenizer_of(plan))
+    corpus = _prepared(plan, "job.data", job.data, masked, tokenizer_of(plan))
     other = None
     if isinstance(job.validation, str):
         given = tokenizer_of(plan) or corpus.folder / "tokenizer.json"
-        other = _prepared(plan, job.validation, masked, given)
+        other = _prepared(plan, "job.validation", job.validation, masked, given)
     batches_for(job, corpus, masked=masked)
     validation_batches_for(job, corpus, other, masked=masked)
     return Texts(str(corpus.folder), None if other is None else str(other.folder), corpus.fingerprint)
 
 
-def _prepared(plan: Plan, data: str, masked: bool, tokenizer_file: Path | None) -> Corpus:
+def _prepared(plan: Plan, key: str, data: str, masked: bool, tokenizer_file: Path | None) -> Corpus:
     return prepare(
         data,
         vocabulary_size(plan.model),
         field=plan.job.data_field,
+        key=key,
         masked=masked,
         tokenizer_file=tokenizer_file,
         say=say,
