@@ -409,11 +409,14 @@ class Parallel:
             self._saver = BackgroundSaver(self.state)
         return self._saver
 
-    def load(self, folder: str | Path) -> None:
-        """Continue from what ``save`` wrote, under whatever plan. Collective."""
-        from ahp.runtime.weights.checkpoint import load
+    def load(self, folder: str | Path, *, weights_alone: bool = False) -> None:
+        """Continue from what ``save`` wrote, under whatever plan. Collective.
 
-        load(self.state, Path(folder))
+        ``weights_alone``: read weights and buffers, and leave the optimizer and the number of steps as they are: for looking at a model.
+        """
+        from ahp.runtime.weights.checkpoint import load, load_weights
+
+        (load_weights if weights_alone else load)(self.state, Path(folder))
         self._unlike = None
         self._awaits_load = False
 

@@ -82,29 +82,38 @@ def _device_with_room(num_bytes: int) -> torch.device:
     """A GPU that holds the weights, else the host. Raises BadInput where neither does, before the system ends a process."""
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > num_bytes * ROOM:
         return torch.device("cuda")
+    _refuse_without_room(num_bytes)
+    return torch.device("cpu")
+
+
+def _refuse_without_room(num_bytes: int) -> None:
+    """Raises BadInput where the host has not so much memory."""
     free = memory_available_bytes()
     if free < num_bytes * ROOM:
         raise BadInput(
             f"weights: in fp32 they take {num_bytes / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB free; "
             "generate on a larger one"
         )
-    return torch.device("cpu")
 
 
 def _convert(run: RunFolder, plan: Plan, checkpoint: Path, step: int) -> Path:
-    """Read a checkpoint, whatever layout saved it, under the layout of one device."""
+    """Read a checkpoint's weights, whatever layout saved it, under the layout of one device. Raises BadInput where they do not fit."""
     from tokenizers import Tokenizer
 
     from ahp.graph.models import build_model
     from ahp.runtime.parallel import parallelize
 
-    alone = plan.model_copy(update={"parallelism": Parallelism(), "init_from": None})
+    # AdamW makes its states when they are asked for, and nobody does; Muon and an offload make theirs at once.
+    job = plan.job.model_copy(update={"optimizer": plan.job.optimizer.model_copy(update={"name": "adamw"})})
+    engine = plan.engine.model_copy(update={"offload_optimizer": False})
+    alone = plan.model_copy(update={"parallelism": Parallelism(), "init_from": None, "job": job, "engine": engine})
     aside = Path(tempfile.mkdtemp(prefix="hf.tmp-", dir=run.path))
     try:
         with _world_of_one():
             module = build_model(plan.model, device="meta", attention=plan.engine.attention)
+            _refuse_without_room(sum(p.numel() * p.element_size() for p in module.parameters()))
             parallel = parallelize(module, alone, device="cpu", initialize=False)
-            parallel.load(checkpoint)
+            parallel.load(checkpoint, weights_alone=True)
             parallel.export_hf(aside)
         return publish(run, aside, plan, Tokenizer.from_file(str(run.tokenizer_file)), step)
     finally:

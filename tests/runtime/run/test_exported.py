@@ -1,0 +1,78 @@
+"""The weights of a run that was stopped: read from its checkpoint without what the optimizer keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from ahp.errors import BadInput
+from ahp.graph.models import build_model
+from ahp.plan import Plan, validated
+from ahp.runtime.data import tokenizer as tokenizers
+from ahp.runtime.files import crc32
+from ahp.runtime.parallel import parallelize
+from ahp.runtime.run import exported
+from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.torch_compat import local_tensor
+from ahp.runtime.weights import checkpoint
+from tests.runtime.run.test_trainer import MODEL
+
+
+def stopped_run(path: Path, optimizer: str) -> tuple[RunFolder, Plan, dict[str, torch.Tensor]]:
+    """A run with one checkpoint, of its first step, and the weights that it has."""
+    job = {"sequence_length": 16, "global_batch_size": 2, "steps": 4, "optimizer": {"name": optimizer}}
+    plan = validated(Plan, {"model": MODEL, "job": job, "parallelism": {}}, "plan")
+    run = RunFolder(path)
+    run.create()
+    tokenizers.train(["def call(x): return x + 1\n" * 9], 300).save(str(run.tokenizer_file))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = parallelize(build_model(plan.model, device="meta"), plan, device="cpu")
+        ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+        parallel.step(parallel.shard({"input_ids": ids, "labels": ids}))
+        aside = run.open_checkpoint(1)
+        parallel.save(aside)
+        meta = {"crc32": {file.name: crc32(file) for file in aside.iterdir()}, "job": job, "model": MODEL}
+        run.commit_checkpoint(1, meta, keep=1)
+        return run, plan, {name: local_tensor(p.detach()).clone() for name, p in parallel.parameters.items()}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_stopped_run_gives_its_weights_without_optimizer_states(
+    tmp_path: Path, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It read AdamW's moments too: three times the memory of the weights."""
+    run, plan, weights = stopped_run(tmp_path / "run", optimizer)
+    read: list[str] = []
+    load = checkpoint.dcp.load
+
+    def watched(tensors: dict[str, Any], **more: Any) -> None:
+        read.extend(tensors)
+        load(tensors, **more)
+
+    monkeypatch.setattr(checkpoint.dcp, "load", watched)
+    folder = exported.newest(run, plan)
+    assert {name.split(".")[0] for name in read} == {"model"}
+    assert run.exported_step() == 1
+    stored = load_file(folder / "model.safetensors")
+    assert set(stored) == set(weights)
+    for name, weight in weights.items():
+        assert torch.equal(stored[name], weight.to(stored[name].dtype))
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plan, _ = stopped_run(tmp_path / "run", "adamw")
+    monkeypatch.setattr(exported, "memory_available_bytes", lambda: 1000)
+    monkeypatch.setattr(checkpoint.dcp, "load", lambda *args, **more: pytest.fail("weights were read"))
+    with pytest.raises(BadInput, match=r"weights: in fp32 they take .* GiB, and this machine has 0\.0 GiB free"):
+        exported.newest(run, plan)
+    assert not list(run.path.glob("hf*")), "a folder is left behind"
