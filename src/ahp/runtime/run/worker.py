@@ -23,6 +23,8 @@ from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.stop_signal import StopRequest
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ahp.runtime.data.corpus import Corpus
     from ahp.runtime.ranks.ranks import Ranks
     from ahp.runtime.run.loop import Settings
@@ -60,15 +62,18 @@ def run_rank(
 
     Errors are left in the folder (``ahp.runtime.run.failure``) and raised.
     """
+    from ahp.graph.models import build_model
     from ahp.runtime.ranks.ranks import joined
 
     try:
+        # Before ranks join: one that has planned for all has imported transformers, and would wait for the imports of the others in a collective.
+        module = build_model(plan.model, device="meta", attention=plan.engine.attention)
         with (
             joined(order.device, plan, collective_timeout_s=order.collective_timeout_s) as ranks,
             folder.held_by_workers() if ranks.is_first else nullcontext(),
             folder.beating() if ranks.is_first else nullcontext(),
         ):
-            return _train(plan, folder, order, stop, on_step, ranks)
+            return _train(plan, module, folder, order, stop, on_step, ranks)
     except BaseException as error:
         failure.record(folder, int(os.environ["RANK"]), error)
         raise
@@ -76,13 +81,14 @@ def run_rank(
 
 def _train(
     plan: Plan,
+    module: nn.Module,
     folder: RunFolder,
     order: WorkerSettings,
     stop: StopRequest,
     on_step: Callable[[dict[str, Any]], None],
     ranks: Ranks,
 ) -> Status:
-    from ahp.graph.models import build_model, is_masked
+    from ahp.graph.models import is_masked
     from ahp.runtime.data import corpus as corpora
     from ahp.runtime.data.batches import batches_for, validation_batches_for
     from ahp.runtime.parallel import parallelize
@@ -93,7 +99,6 @@ def _train(
 
     job = plan.job
     corpus = corpora.read(Path(order.corpus), verify=False)
-    module = build_model(plan.model, device="meta", attention=plan.engine.attention)
     model_described = described(plan.model, module) if ranks.is_first else {}
     masked = is_masked(module)
     batches = batches_for(job, corpus, masked=masked)
