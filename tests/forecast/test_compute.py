@@ -9,8 +9,8 @@ from ahp.forecast.compute import BACKWARD_LAUNCHES, is_causal, operator_s, segme
 from ahp.forecast.division import Division
 from ahp.forecast.efficiency import CPU_ATTENTION, Rates
 from ahp.forecast.kernels import Kernels, kernels
+from ahp.forecast.segment import recomputed
 from ahp.forecast.split import TensorSplit, split
-from ahp.forecast.stage import recomputed
 
 from .conftest import make_cluster, op, spec
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from ahp.cluster.model import Cluster
@@ -9,10 +10,11 @@ from ahp.engines.registry import get
 from ahp.forecast.assembly import passes_behind
 from ahp.forecast.axes import ALONE, axes_of
 from ahp.forecast.communication import Network
-from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
+from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.group import Group
 from ahp.forecast.overlap import CONTENTION
-from ahp.forecast.sharing import WeightCommunication, outside_blocks
+from ahp.forecast.sharing import SharedWeights, StageUnits, WeightCommunication, outside_blocks
+from ahp.forecast.stage_table import StageTable
 from ahp.forecast.step import price
 from ahp.forecast.units import UnitPricer
 from ahp.job import Job
@@ -21,7 +23,6 @@ from ahp.plan import EngineChoice, Parallelism
 from .conftest import make_cluster
 
 RANKS = Group(8, 1, 8)
-BLOCKS = [CommUnit(10), CommUnit(10), CommUnit(10)]
 FOR_ONE_BYTE = {"master_weight_bytes": 1, "compute_weight_bytes": 0, "reduce_bytes": 1, "reduce_copies": False}
 
 
@@ -40,22 +41,22 @@ def sharing(before=0, after=0, *, first=True, windows=(100.0, 100.0, 100.0), **t
         Job(precision="fp32"), Parallelism(data_parallel_shard_degree=8, zero_stage=3), EngineChoice()
     )
     data = DataParallel(RANKS, ALONE, replace(given, **FOR_ONE_BYTE, **traits), 1, 1.0)
-    held = StageParameters(before + after + 30, 0, first)
-    return WeightCommunication(
-        CommUnit(before), CommUnit(after), BLOCKS, windows, windows, held, data, OneByteASecond()
-    )
+    table = StageTable.of([0, 0, 0], 1, [(0, 3, first, True)])
+    units = StageUnits(table, (CommUnit(10),), np.array([before]), np.array([after]))
+    shared = SharedWeights.of(units, data, OneByteASecond())
+    return WeightCommunication(units, shared, np.array([windows]), np.array([[windows]]), data)
 
 
 def gathered(stage):
     forward = {}
     stage.add_gathers(forward, {}, {}, 1.0)
-    return forward["weight_gather"]
+    return forward["weight_gather"].item()
 
 
 def reduced(stage, passes=0):
     backward, last = {}, {}
     stage.add_reductions(backward, last, 1.0, passes)
-    return backward.get("gradient_reduce", 0.0) + last["gradient_reduce"]
+    return (backward.get("gradient_reduce", 0.0) + last["gradient_reduce"]).item()
 
 
 def test_the_head_is_gathered_behind_the_last_block_and_sent_behind_all():

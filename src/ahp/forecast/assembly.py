@@ -14,7 +14,8 @@ from ahp.engines import steps
 from ahp.engines.engine import Traits
 from ahp.forecast import margins
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.stage import Recompute, StageCost
+from ahp.forecast.segment import Recompute
+from ahp.forecast.stage import StageCost
 from ahp.forecast.units import Units
 from ahp.job import Job
 from ahp.plan import Parallelism

@@ -162,11 +162,11 @@ class MixedPricer:
             own, traits = self.groups[group], self._traits(parallelism)
             units, data = own.units(parallelism), own.data_parallel(parallelism, traits)
             data = replace(data, replicate=replicate, experts=(data.experts[0], experts), micro_batches=count)
-            self._stage_costs[key] = own.stage_cost(
-                units, layers, data, recompute_of(parallelism.activation_checkpoint, traits, units),
-                first=first, last=last, network=self.network.times(own.network), recomputed_layers=recomputed_layers,
-                passes_behind=passes_behind,
-            )  # fmt: skip
+            recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
+            some = None if recomputed_layers is None else [recomputed_layers]
+            table = own.table([(layers.start, layers.stop, first, last)], some)
+            network = self.network.times(own.network)
+            [self._stage_costs[key]] = own.stage_costs(units, table, data, recompute, network, passes_behind)
         return self._stage_costs[key]
 
     def _traits(self, parallelism: Parallelism) -> Traits:

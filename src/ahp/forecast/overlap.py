@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ahp.forecast import constants
 
@@ -48,70 +48,70 @@ def shown_behind_s(total_s: Any, tail_s: Any, overlap: Any) -> Any:
     return overlap * (tail_s + CONTENTION * (total_s - tail_s)) + (1.0 - overlap) * total_s
 
 
-def exposed_ahead_s(collectives: Sequence[float], work: Sequence[float], overlap: float) -> float:
+def exposed_ahead_s(collectives: ArrayLike, work: ArrayLike, overlap: float) -> Floats:
     """Weights gathered one unit ahead: unit ``i + 1`` is on its way while unit ``i`` computes.
 
-    ``collectives[i]`` must end before ``work[i]`` starts; the first has nothing to hide behind. ``overlap`` is
+    ``collectives[..., i]`` must end before ``work[..., i]`` starts; the first has nothing to hide behind. ``overlap`` is
     the share that can hide at all. Seconds added to the computation.
     """
-    exposed = collectives[0] if collectives else 0.0
-    for collective, before in zip(collectives[1:], work, strict=False):
-        exposed += shown_s(collective, before, overlap)
-    return exposed
+    each, beside = np.asarray(collectives, dtype=float), np.asarray(work, dtype=float)
+    if not each.shape[-1]:
+        return np.zeros(np.broadcast_shapes(each.shape[:-1], beside.shape[:-1]))
+    shown = shown_columns_s(each[..., 1:], beside[..., : each.shape[-1] - 1], overlap)
+    first = np.broadcast_to(each[..., :1], (*shown.shape[:-1], 1))
+    return np.concatenate([first, shown], axis=-1).cumsum(axis=-1)[..., -1]
 
 
 def exposed_behind_s(
-    collectives: Sequence[float],
-    work: Sequence[float],
+    collectives: ArrayLike,
+    work: ArrayLike,
     overlap: float,
     *,
-    pieces: Sequence[int] | None = None,
-    later_s: float = 0.0,
-) -> float:
-    """Gradients reduced behind the backward pass: ``collectives[i]`` is sent once ``work[i]`` is done, one after another.
+    pieces: ArrayLike = 1,
+    later_s: Figures = 0.0,
+) -> Floats:
+    """Gradients reduced behind the backward pass: ``collectives[..., i]`` is sent once ``work[..., i]`` is done, one after another.
 
-    ``pieces``: equal parts in which each is sent as its work goes on; None = one. ``later_s``: what the rank computes
-    afterwards, which hides more. Seconds from the end of the computation to the end of the last collective, and what the
-    hidden ones slow down.
+    ``pieces``: equal parts in which each is sent as its work goes on. ``later_s``: what the rank computes afterwards, which hides
+    more. Seconds from the end of the computation to the end of the last collective, and what the hidden ones slow down.
     """
-    clock = finish = 0.0
-    for collective, own, count in zip(collectives, work, pieces or [1] * len(work), strict=True):
-        # The first piece waits for those before it or for its work, the last one for all of its work.
-        finish = max(finish + collective, clock + own / count + collective, clock + own + collective / count)
-        clock += own
-    total = sum(collectives)
-    tail = max(0.0, finish - clock - later_s)
-    return shown_behind_s(total, tail, overlap)
+    each, own, count = np.asarray(collectives, dtype=float), np.asarray(work, dtype=float), np.asarray(pieces)
+    if not each.shape[-1]:
+        return np.zeros(np.broadcast_shapes(each.shape[:-1], own.shape[:-1]))
+    clock = own.cumsum(axis=-1)
+    before = np.concatenate([np.zeros_like(clock[..., :1]), clock[..., :-1]], axis=-1)
+    # The first piece waits for those before it or for its work, the last one for all of its work.
+    earliest = np.maximum(before + own / count + each, clock + each / count)
+    finish = np.zeros(earliest.shape[:-1])
+    for at in range(each.shape[-1]):
+        finish = np.maximum(finish + each[..., at], earliest[..., at])
+    tail = np.maximum(finish - clock[..., -1] - later_s, 0.0)
+    return shown_behind_s(each.cumsum(axis=-1)[..., -1], tail, overlap)
 
 
-class Sent(NamedTuple):
-    """What is sent at once, or in equal pieces."""
+def bucket_ends(elements: Sequence[int], bucket: int) -> list[bool]:
+    """Whether a bucket is sent with each of some units, which have so many elements.
 
-    collective_s: float
-    work_s: float
-    """Of the units whose gradients it is."""
-    pieces: int = 1
-
-
-def in_buckets(units: Iterable[tuple[int, Sent]], bucket: int) -> list[Sent]:
-    """Units, with their elements, as they are sent: one waits for others until they are as many elements as ``bucket``, one that
-    has as many is sent by itself. 0 = each by itself."""
-    sent: list[Sent] = []
-    waiting: list[Sent] = []
-    held = 0
-    for count, unit in units:
-        if count < bucket:
-            waiting.append(unit)
-            held += count
-            if held < bucket:
-                continue
-        sent += _together(waiting)
-        if count >= bucket:
-            sent.append(unit)
-        waiting, held = [], 0
-    return sent + _together(waiting)
+    A unit waits for others until they are as many elements as ``bucket``; one that has as many is sent by itself. 0 = each by itself.
+    """
+    ends, held = [False] * len(elements), 0
+    for at, count in enumerate(elements):
+        held += count
+        if held < bucket:
+            continue
+        ends[at], held = True, 0
+        if count >= bucket and at:
+            ends[at - 1] = True
+    if ends:
+        ends[-1] = True
+    return ends
 
 
-def _together(waiting: list[Sent]) -> list[Sent]:
-    """One of all of them, if there are any."""
-    return [Sent(sum(unit.collective_s for unit in waiting), sum(unit.work_s for unit in waiting))] if waiting else []
+def in_buckets(units: Floats, ends: NDArray[np.bool_]) -> Floats:
+    """Seconds of units [..., S, P] as those of the buckets [S, P] that end with them; 0 where none does."""
+    found, waiting = np.zeros(units.shape), np.zeros(units.shape[:-1])
+    for at in range(units.shape[-1]):
+        waiting = waiting + units[..., at]
+        found[..., at] = np.where(ends[:, at], waiting, 0.0)
+        waiting = np.where(ends[:, at], 0.0, waiting)
+    return found

@@ -42,8 +42,10 @@ from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Muon, places_of
 from ahp.forecast.priced import Priced, faster_method, lightest_that_fits
 from ahp.forecast.rules import illegal
-from ahp.forecast.stage import Recompute, StageCost, stage_cost
-from ahp.forecast.stage_memory import StageMemory, StageTable
+from ahp.forecast.segment import Recompute
+from ahp.forecast.stage import StageCost, layout_costs
+from ahp.forecast.stage_memory import StageMemory
+from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import Shards, state_bytes, visiting_bytes
 from ahp.forecast.turns import share, turns
 from ahp.forecast.units import UnitPricer, Units
@@ -186,18 +188,20 @@ class Pricer:
         recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
         made = self._made.setdefault((units, data, recompute), {})
         some = parallelism.recomputed_layers_per_stage or (None,) * len(ranges)
-        stages = []
+        keys, new = [], {}
         for index, layers in enumerate(ranges):
             first, last = index == 0, index == len(ranges) - 1
             behind = passes_behind(parallelism, index) if traits.gradient_overlap else 0
-            kinds = self.graph.layers[layers.start : layers.stop], first, last, some[index], behind
-            if kinds not in made:
-                made[kinds] = self.stage_cost(
-                    units, layers, data, recompute,
-                    first=first, last=last, recomputed_layers=some[index], passes_behind=behind,
-                )  # fmt: skip
-            stages.append(made[kinds])
-        return tuple(stages), units
+            key = self.graph.layers[layers.start : layers.stop], first, last, some[index], behind
+            keys.append(key)
+            if key not in made:
+                new[key] = layers.start, layers.stop, first, last
+        if new:
+            recomputed = [len(kinds) if count is None else count for kinds, _, _, count, _ in new]
+            behind = np.array([key[-1] for key in new], dtype=np.int64)
+            table = self.table(list(new.values()), recomputed)
+            made |= zip(new, self.stage_costs(units, table, data, recompute, passes_behind=behind), strict=True)
+        return tuple(made[key] for key in keys), units
 
     def data_parallel(self, parallelism: Parallelism, traits: Traits) -> DataParallel:
         """How the ranks of these nodes share the weights of a layout."""
@@ -215,25 +219,24 @@ class Pricer:
             host_is_device=on_cpu,
         )
 
-    def stage_cost(
+    def stage_costs(
         self,
         units: Units,
-        layers: range,
+        table: StageTable,
         data: DataParallel,
         recompute: Recompute,
-        *,
-        first: bool,
-        last: bool,
         network: Times | None = None,
-        recomputed_layers: int | None = None,
-        passes_behind: int = 0,
-    ) -> StageCost:
-        """Price one stage on these nodes; ``network``: what prices its collectives, where not these nodes' own."""
-        return stage_cost(
-            units, layers, first=first, last=last, recompute=recompute, data=data,
-            network=network or self.network, bytes_per_s=self.unit_pricer.rates.bytes_per_s,
-            recomputed_layers=recomputed_layers, passes_behind=passes_behind,
-        )  # fmt: skip
+        passes_behind: Ints | int = 0,
+    ) -> list[StageCost]:
+        """Price stages on these nodes; ``network``: what prices their collectives, where not these nodes' own."""
+        bytes_per_s = self.unit_pricer.rates.bytes_per_s
+        return layout_costs(units, table, recompute, data, network or self.network, bytes_per_s, passes_behind)
+
+    def table(
+        self, stages: Sequence[tuple[int, int, bool, bool]], recomputed: Sequence[int] | None = None
+    ) -> StageTable:
+        """Stages of this model, as ``StageTable.of`` takes them."""
+        return StageTable.of(self.graph.layers, len(self.graph.blocks), stages, recomputed)
 
     def ranges(self, parallelism: Parallelism) -> tuple[range, ...]:
         """The layers of each stage."""
@@ -354,7 +357,7 @@ class Pricer:
         if key not in self._tables:
             last = len(ranges) - 1
             stages = [(own.start, own.stop, stage == 0, stage == last) for stage, own in enumerate(ranges)]
-            self._tables[key] = StageTable.of(self.graph, stages, recomputed_layers)
+            self._tables[key] = self.table(stages, recomputed_layers)
         return self._tables[key]
 
     def ranks_memory(

@@ -1,19 +1,32 @@
-"""What a stage waits for its weights and gradients: gathered, reduced, cast and copied, unit by unit."""
+"""What stages wait for their weights and gradients: gathered, reduced, cast and copied, unit by unit.
+
+Dims: J = ways to share states that are alike in the engine's traits, R = kinds of recompute, S = stages, K = kinds of layers, L =
+layers of the longest stage, P = L + 2 units of communication.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ahp.engines.engine import Traits
 from ahp.forecast.communication import Times
 from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
-from ahp.forecast.overlap import Sent, exposed_ahead_s, exposed_behind_s, hidden_s, in_buckets
+from ahp.forecast.overlap import bucket_ends, exposed_ahead_s, exposed_behind_s, hidden_columns_s, in_buckets
+from ahp.forecast.stage_table import StageTable
+from ahp.forecast.states import last_copy_bytes
 from ahp.forecast.units import Units
 
-Parts = dict[str, float]
-"""Seconds of a pass, by part."""
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+Parts = dict[str, Floats]
+"""Seconds of a pass, by part; each broadcasts to [J, R, S]."""
 
 
 def outside_blocks(units: Units, traits: Traits, *, first: bool, last: bool) -> tuple[int, int]:
@@ -30,95 +43,241 @@ def outside_blocks(units: Units, traits: Traits, *, first: bool, last: bool) -> 
 
 
 @dataclass(frozen=True)
-class WeightCommunication:
-    """The units of one stage, and what they hide behind."""
+class StageUnits:
+    """The units of communication of stages: a block each, and what is in no block."""
 
-    before: CommUnit
-    """Gathered before the blocks, and sent after them."""
-    after: CommUnit
-    """Gathered after the blocks, and sent before them."""
-    blocks: Sequence[CommUnit]
-    windows_forward_s: Sequence[float]
-    """Of each block, seconds that collectives of weights may hide behind."""
-    windows_backward_s: Sequence[float]
-    """The same in the backward pass, in its order."""
-    held: StageParameters
+    table: StageTable
+    kinds: tuple[CommUnit, ...]
+    """Of each kind of layer."""
+    before: Ints
+    """[S] Elements gathered before the blocks, and sent after them."""
+    after: Ints
+    """[S] Gathered after the blocks, and sent before them."""
+
+    @classmethod
+    def of(cls, units: Units, traits: Traits, table: StageTable) -> StageUnits:
+        ends = [
+            outside_blocks(units, traits, first=first, last=last) for first in (False, True) for last in (False, True)
+        ]
+        before, after = np.array(ends, dtype=np.int64)[2 * table.first + table.last].T
+        return cls(table, tuple(map(CommUnit.of, units.blocks)), before, after)
+
+    @cached_property
+    def of_kinds(self) -> Ints:
+        """[K] Elements of a block."""
+        return np.array([unit.total for unit in self.kinds], dtype=np.int64)
+
+    @cached_property
+    def in_blocks(self) -> Ints:
+        """[S]"""
+        return self.table.counts @ self.of_kinds
+
+    @cached_property
+    def total(self) -> Ints:
+        """[S]"""
+        return self.before + self.after + self.in_blocks
+
+    @cached_property
+    def experts(self) -> Ints:
+        """[S] Of all elements, those of experts."""
+        return self.table.counts @ np.array([unit.experts for unit in self.kinds], dtype=np.int64)
+
+    def held(self) -> list[StageParameters]:
+        """What each stage holds, [S]."""
+        each = zip((self.total - self.experts).tolist(), self.experts.tolist(), self.table.first.tolist(), strict=True)
+        return [StageParameters(dense, experts, bool(first)) for dense, experts, first in each]
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Seconds of one kind of collective of the units."""
+
+    kinds: Floats
+    """[J, S, K], or [J, 1, K] where they are the same in all stages."""
+    before: Floats
+    """[J, S]"""
+    after: Floats
+    """[J, S]"""
+
+    def __add__(self, other: UnitTimes) -> UnitTimes:
+        return UnitTimes(self.kinds + other.kinds, self.before + other.before, self.after + other.after)
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """What gathering weights, reducing gradients and summing them over replicas takes, and what is moved beside."""
+
+    gathers: UnitTimes
+    reduces: UnitTimes
+    replicas: UnitTimes
+    cast_bytes: Floats
+    """[J] Moved for each element of a micro-batch, to make the copy that computes."""
+    copied_bytes: Floats
+    """[J] The same to copy gradients."""
+
+    @classmethod
+    def of(cls, units: StageUnits, data: DataParallel, network: Times) -> SharedWeights:
+        """Of one layout."""
+        held, has = units.held(), units.table.counts > 0
+        ends = units.before.tolist(), units.after.tolist()
+
+        def times(seconds: Callable[[CommUnit, StageParameters], float]) -> UnitTimes:
+            kinds = [
+                [seconds(unit, stage) if there else 0.0 for unit, there in zip(units.kinds, own, strict=True)]
+                for stage, own in zip(held, has.tolist(), strict=True)
+            ]
+            shape = 1, len(held), len(units.kinds)
+            return UnitTimes(
+                np.array(kinds, dtype=float).reshape(shape),
+                *(
+                    np.array([[seconds(CommUnit(count), at) for count, at in zip(end, held, strict=True)]])
+                    for end in ends
+                ),
+            )
+
+        cast, copied, _ = data.copied_bytes
+        return cls(
+            times(lambda unit, stage: data.gather_s(unit, network, stage)),
+            times(lambda unit, stage: data.reduce_s(unit, network, stage)),
+            times(lambda unit, _: data.replicas_s(unit, network)),
+            np.array([cast]),
+            np.array([copied]),
+        )
+
+
+@dataclass(frozen=True)
+class WeightCommunication:
+    """The units of some stages, and what they hide behind."""
+
+    units: StageUnits
+    shared: SharedWeights
+    windows_forward_s: Floats
+    """[S, L] Seconds that collectives of weights may hide behind."""
+    windows_backward_s: Floats
+    """[R, S, L] The same in the backward pass, in its order."""
     data: DataParallel
-    network: Times
+    """Of any of the ways."""
 
     def add_gathers(self, forward: Parts, backward: Parts, first_forward: Parts, bytes_per_s: float) -> None:
         """Weights that are gathered and cast for the passes of a micro-batch, or once per step."""
-        traits, in_blocks = self.data.traits, self._gathers_s[1:-1]
-        cast_s = self.data.copied_bytes[0] / bytes_per_s
+        traits, units, table = self.data.traits, self.units, self.units.table
+        cast_s = (self.shared.cast_bytes / bytes_per_s)[:, None, None]
         target = forward if traits.forward_gathers == "per_micro_batch" else first_forward
-        target["weight_gather"] = 0.0
+        target["weight_gather"] = np.zeros((1, 1, 1))
         if traits.forward_gathers != "never":
             # What comes before the blocks, and the first of these, have nothing before them to hide behind.
-            ahead_s = [*in_blocks, self._gathers_s[-1]]
-            target["weight_gather"] = self._gathers_s[0] + self._ahead_s(ahead_s, self.blocks, self.windows_forward_s)
-        target["casts"] = target.get("casts", 0.0) + self.held.total * cast_s
+            windows_s = self._after_bucket(self.windows_forward_s, table.kinds)
+            last_s = (
+                np.take_along_axis(windows_s, np.maximum(table.layers - 1, 0)[:, None], 1) if windows_s.size else 0.0
+            )
+            before_s, after_s = self.shared.gathers.before[..., None], self.shared.gathers.after[..., None]
+            ahead_s = np.concatenate([self._gathers_s, after_s], axis=-1)
+            behind_s = np.concatenate([windows_s[:, :-1], last_s + np.zeros((len(windows_s), 1))], axis=-1)
+            shown_s = exposed_ahead_s(ahead_s, behind_s[..., : ahead_s.shape[-1] - 1], self._gather_overlap)
+            target["weight_gather"] = (before_s[..., 0] + shown_s)[:, None]
+        target["casts"] = target.get("casts", 0.0) + units.total * cast_s
         if traits.backward_gathers == "per_micro_batch":
             # What is in no block is kept from forward to backward.
-            backward["weight_gather"] = self._ahead_s(in_blocks[::-1], self.blocks[::-1], self.windows_backward_s)
-            backward["casts"] = sum(w.total for w in self.blocks) * cast_s
+            windows_s = self._after_bucket(self.windows_backward_s, self._backward(table.kinds))
+            backward["weight_gather"] = exposed_ahead_s(
+                self._backward(self._gathers_s)[:, None], windows_s[..., :-1], self._gather_overlap
+            )
+            backward["casts"] = units.in_blocks * cast_s
 
-    def add_reductions(self, backward: Parts, last_backward: Parts, bytes_per_s: float, passes_behind: int) -> None:
-        """Gradients that are copied and reduced, at every micro-batch or at the last; ``passes_behind`` as ``stage_cost`` has it."""
-        data, traits = self.data, self.data.traits
-        order = [self.after, *self.blocks[::-1], self.before]
-        reduces = [data.reduce_s(size, self.network, self.held) for size in order]
-        both = [a + data.replicas_s(size, self.network) for a, size in zip(reduces, order, strict=True)]
-        later_s = passes_behind * sum(self.windows_backward_s)
-        last_backward["gradient_reduce"] = self._behind_s(order, both, later_s)
+    def add_reductions(
+        self, backward: Parts, last_backward: Parts, bytes_per_s: float, passes_behind: Ints | int = 0
+    ) -> None:
+        """Gradients that are copied and reduced, at every micro-batch or at the last.
+
+        ``passes_behind`` [S]: backward passes of other stages that the rank computes after this stage's last one, behind which
+        gradients may still travel.
+        """
+        shared, traits, total = self.shared, self.data.traits, self.units.total
+        later_s = passes_behind * _in_order(self.windows_backward_s)
+        last_backward["gradient_reduce"] = self._behind_s(shared.reduces + shared.replicas, later_s)
         if traits.reduces_every_micro_batch:
-            backward["gradient_reduce"] = self._behind_s(order, reduces, later_s)
-            last_backward["gradient_reduce"] -= backward["gradient_reduce"]
-        copied_s = self.held.total * data.copied_bytes[1] / bytes_per_s
+            backward["gradient_reduce"] = self._behind_s(shared.reduces, later_s)
+            last_backward["gradient_reduce"] = last_backward["gradient_reduce"] - backward["gradient_reduce"]
+        copied_s = total * shared.copied_bytes[:, None, None] / bytes_per_s
         backward["casts"] = backward.get("casts", 0.0) + copied_s
-        if last_bytes := data.copied_bytes[2]:
-            last_backward["casts"] = self.held.total * last_bytes / bytes_per_s
-
-    @cached_property
-    def _gathers_s(self) -> list[float]:
-        """In the order of the forward pass."""
-        order = self.before, *self.blocks, self.after
-        return [self.data.gather_s(size, self.network, self.held) for size in order]
+        if last_bytes := float(last_copy_bytes(traits)):
+            last_backward["casts"] = np.asarray(total * last_bytes / bytes_per_s, dtype=float)[None, None]
 
     @property
     def _gather_overlap(self) -> float:
         return self.data.overlap * self.data.traits.parameter_gather_overlap
 
-    def _ahead_s(self, gathers_s: Sequence[float], blocks: Sequence[CommUnit], windows_s: Sequence[float]) -> float:
-        """Of a pass. All blocks of the first bucket are there before any of them computes."""
-        at_once, held = 0, blocks[0].total if blocks else 0
-        while at_once < len(blocks) - 1 and held < self.data.traits.gather_bucket_elements:
-            at_once += 1
-            held += blocks[at_once].total
-        windows_s = [0.0] * at_once + [*windows_s[at_once:]]
-        return exposed_ahead_s(gathers_s, windows_s, self._gather_overlap)
+    @cached_property
+    def _gathers_s(self) -> Floats:
+        """[J, S, L]"""
+        return self._of_layers(self.shared.gathers.kinds)
 
-    def _behind_s(self, order: Sequence[CommUnit], reduces_s: Sequence[float], later_s: float) -> float:
-        windows_s = [0.0, *self._windows_left_s, 0.0]
-        bucket = self.data.reduce_bucket(self.held)
-        units = (
-            (weights.total, Sent(reduce_s, window_s, weights.pieces(bucket)))
-            for weights, reduce_s, window_s in zip(order, reduces_s, windows_s, strict=True)
-        )
-        sent = in_buckets(units, bucket)
+    def _of_layers(self, kinds_s: Floats) -> Floats:
+        """[J, S, L] From [J, S or 1, K]."""
+        table = self.units.table
+        if kinds_s.shape[1] == 1:
+            return table.of_layers(kinds_s[:, 0])
+        padded = np.concatenate([kinds_s, np.zeros((*kinds_s.shape[:2], 1))], axis=-1)
+        return np.take_along_axis(padded, table.kinds[None], axis=-1)
+
+    def _backward(self, layers: NDArray[Any]) -> NDArray[Any]:
+        """[..., S, L] In the order of the backward pass."""
+        at = self.units.table.backwards
+        return np.take_along_axis(layers, at.reshape((1,) * (layers.ndim - 2) + at.shape), axis=-1)
+
+    def _after_bucket(self, windows_s: Floats, kinds: Ints) -> Floats:
+        """Windows [..., S, L] of a pass over layers of these kinds: all blocks of the first bucket are there before any of them computes."""
+        bucket, layers = self.data.traits.gather_bucket_elements, self.units.table.layers
+        if not bucket:
+            return windows_s
+        there = np.cumsum(np.append(self.units.of_kinds, 0)[kinds], axis=-1)
+        at = np.arange(kinds.shape[1])
+        at_once = np.minimum(((there < bucket) & (at < layers[:, None])).sum(axis=-1), np.maximum(layers - 1, 0))
+        return np.where(at < at_once[:, None], 0.0, windows_s)
+
+    def _behind_s(self, sent: UnitTimes, later_s: Floats | float) -> Floats:
+        """[J, R, S] In the order of the backward pass: what is after the blocks, they themselves, and what is before them."""
+        each_s = [sent.after[..., None], self._backward(self._of_layers(sent.kinds)), sent.before[..., None]]
+        collectives_s = np.concatenate(each_s, axis=-1)[:, None]
+        none = np.zeros((*self._windows_left_s.shape[:-1], 1))
+        work_s = np.concatenate([none, self._windows_left_s, none], axis=-1)
+        ends, pieces = self._buckets
+        if ends is not None:
+            collectives_s, work_s = in_buckets(collectives_s, ends), in_buckets(work_s, ends)
         overlap = self.data.overlap * self.data.traits.gradient_overlap
-        return exposed_behind_s(
-            [s.collective_s for s in sent], [s.work_s for s in sent], overlap,
-            pieces=[s.pieces for s in sent], later_s=later_s,
-        )  # fmt: skip
+        return exposed_behind_s(collectives_s, work_s, overlap, pieces=pieces, later_s=later_s)
 
     @cached_property
-    def _windows_left_s(self) -> Sequence[float]:
-        """Of the windows of a backward pass, what gathers of the next block's weights leave to the reductions of gradients: both
-        go over the same network cards."""
-        if self.data.traits.backward_gathers != "per_micro_batch":
-            return self.windows_backward_s
-        next_s = [*self._gathers_s[-3:0:-1], 0.0]
-        overlap = self._gather_overlap
-        return [
-            own - hidden_s(gather, own, overlap) for own, gather in zip(self.windows_backward_s, next_s, strict=False)
-        ]
+    def _buckets(self) -> tuple[NDArray[np.bool_] | None, Ints]:
+        """[S, P] each: whether a bucket ends with a unit, None where each unit is one; and in how many pieces it is sent."""
+        table = self.units.table
+        of_first, of_others = (self.data.reduce_bucket(StageParameters(0, 0, first=first)) for first in (True, False))
+        buckets = np.where(table.first, of_first, of_others).tolist()
+        none = np.ones((len(buckets), 1), dtype=np.int64)
+        of_kinds = {bucket: np.array([*(u.pieces(bucket) for u in self.units.kinds), 1]) for bucket in set(buckets)}
+        kinds = self._backward(table.kinds)
+        pieces = np.stack([of_kinds[bucket][own] for bucket, own in zip(buckets, kinds, strict=True)])
+        pieces = np.concatenate([none, pieces, none], axis=1)
+        if not any(buckets):
+            return None, pieces
+        sizes = [self.units.after[:, None], np.append(self.units.of_kinds, 0)[kinds], self.units.before[:, None]]
+        rows = np.concatenate(sizes, axis=1)
+        ends = np.array([bucket_ends(own, bucket) for own, bucket in zip(rows.tolist(), buckets, strict=True)])
+        alone = rows >= np.array(buckets)[:, None]
+        return ends, np.where(alone, pieces, 1)
+
+    @cached_property
+    def _windows_left_s(self) -> Floats:
+        """[J, R, S, L] Of the windows of a backward pass, what gathers of the next block's weights leave to the reductions of
+        gradients: both go over the same network cards."""
+        own_s = self.windows_backward_s[None]
+        if self.data.traits.backward_gathers != "per_micro_batch" or not own_s.shape[-1]:
+            return own_s
+        gathers_s = self._backward(self._gathers_s)[:, None]
+        next_s = np.concatenate([gathers_s[..., 1:], np.zeros_like(gathers_s[..., :1])], axis=-1)
+        return own_s - hidden_columns_s(next_s, own_s, self._gather_overlap)
+
+
+def _in_order(each_s: Floats) -> Floats:
+    """Sums over the last dim, one after another."""
+    return np.cumsum(each_s, axis=-1)[..., -1] if each_s.shape[-1] else np.zeros(each_s.shape[:-1])

@@ -1,18 +1,37 @@
-"""What one pipeline stage takes: the times that the schedule needs, part by part."""
+"""What pipeline stages take: the times that the schedule needs, part by part, of all stages at once.
+
+Dims: J = ways to share states that are alike in the engine's traits, R = kinds of recompute, S = stages, K = kinds of layers, L =
+layers of the longest stage. Sums go over the layers of a stage one after another, so that a stage takes the same whatever it is
+priced beside.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ahp.forecast.communication import Times
-from ahp.forecast.compute import Work
-from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
-from ahp.forecast.overlap import shown_s
-from ahp.forecast.sharing import WeightCommunication, outside_blocks
+from ahp.forecast.data_parallel import DataParallel
+from ahp.forecast.segment import (
+    OF_INPUT,
+    Recompute,
+    recomputed,
+    sent_again_s,
+    tensor_backward_s,
+    window_backward_s,
+    window_forward_s,
+)
+from ahp.forecast.sharing import Parts, SharedWeights, StageUnits, WeightCommunication
+from ahp.forecast.stage_table import StageTable
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -36,10 +55,8 @@ class StageCost:
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """The first seven, summed over their parts."""
-        passes = self.forward, self.backward, self.input_gradient, self.weight_gradient
-        once = self.first_forward, self.last_backward, self.last_weight_gradient
-        return tuple(sum(parts.values()) for parts in (*passes, *once))
+        """The seven, summed over their parts."""
+        return tuple(sum(getattr(self, field.name).values()) for field in fields(self))
 
     def scaled(self, factor: float) -> StageCost:
         """The same stage with all its seconds times ``factor``."""
@@ -51,239 +68,213 @@ class StageCost:
         return replace(self, **seconds)
 
 
-Recompute = Literal["none", "core", "chains", "beside_products", "every_second_product", "read", "full"]
-"""What of a block is computed again in the backward pass: nothing, the core of unfused attention, element-wise chains, all but
-products with a weight and fused attention, of these products every second one as well, all up to the last result that is read again, all."""
+@dataclass(frozen=True)
+class StageCosts:
+    """``StageCost`` of many stages; each part broadcasts to [J, R, S]."""
 
-OF_INPUT: tuple[Recompute, ...] = ("read", "full")
-"""What keeps nothing of a block but what enters it."""
+    forward: Parts
+    backward: Parts
+    input_gradient: Parts
+    weight_gradient: Parts
+    first_forward: Parts
+    last_backward: Parts
+    last_weight_gradient: Parts
+
+    def seconds(self) -> dict[str, Floats]:
+        """Of each of the seven the sum over its parts, which broadcasts to [J, R, S]."""
+        return {field.name: _sum(getattr(self, field.name).values()) for field in fields(self)}
+
+    def rows(self, table: StageTable) -> list[StageCost]:
+        """Of one layout the cost of each stage, where the part ``recompute`` is one of those that recompute a layer."""
+        columns = {
+            (field.name, part): np.broadcast_to(seconds[0, 0], len(table.layers)).tolist()
+            for field in fields(self)
+            for part, seconds in getattr(self, field.name).items()
+        }
+        some = (table.num_recomputed > 0).tolist()
+        found = []
+        for stage, has in enumerate(some):
+            each: dict[str, dict[str, float]] = {field.name: {} for field in fields(self)}
+            for (name, part), seconds in columns.items():
+                if has or part != "recompute":
+                    each[name][part] = seconds[stage]
+            found.append(StageCost(**each))
+        return found
 
 
-def stage_cost(
+def stage_costs(
     units: Units,
-    layers: range,
-    *,
-    first: bool,
-    last: bool,
-    recompute: Recompute,
+    table: StageTable,
+    recompute: Sequence[Recompute],
     data: DataParallel,
-    network: Times,
+    shared: SharedWeights,
     bytes_per_s: float,
-    recomputed_layers: int | None = None,
-    passes_behind: int = 0,
-) -> StageCost:
-    """Price the stage that holds ``layers``, the embedding if ``first``, the head if ``last``.
+    passes_behind: Ints | int = 0,
+) -> StageCosts:
+    """Price stages. ``data``: of any of the ways to share states that ``shared`` has the times of, or at least as much.
 
-    ``recomputed_layers``: so many of its first layers are recomputed; None = all. ``passes_behind``: backward passes of other stages
-    that the rank computes after this stage's last one, behind which gradients may still travel.
+    ``passes_behind`` [S]: backward passes of other stages that the rank computes after this stage's last one, behind which
+    gradients may still travel.
     """
-    blocks = [units.blocks[units.layers[i]] for i in layers]
-    some = len(blocks) if recomputed_layers is None else recomputed_layers
-    recomputes: list[Recompute] = [recompute if i < some else "none" for i in range(len(blocks))]
-    ends = ([units.embedding] if first else []) + ([units.head] if last else [])
-    before, after = outside_blocks(units, data.traits, first=first, last=last)
-    total = before + after + sum(u.parameters for u in blocks)
-    experts = sum(u.experts for u in blocks)
-    forward = _forward([*blocks, *ends])
-    backward = _backward(blocks, ends, recomputes, data)
-    first_forward: dict[str, float] = {}
-    last_backward: dict[str, float] = {}
+    traits, layers = data.traits, _Layers(units, table, recompute, data)
+    forward, backward = layers.forward(), layers.backward()
+    first_forward: Parts = {}
+    last_backward: Parts = {}
     sharing = WeightCommunication(
-        before=CommUnit(before),
-        after=CommUnit(after),
-        blocks=[CommUnit.of(u) for u in blocks],
-        windows_forward_s=[*map(window_forward_s, blocks)],
-        windows_backward_s=[window_backward_s(u, kind, data) for u, kind in zip(blocks, recomputes, strict=True)][::-1],
-        held=StageParameters(total - experts, experts, first),
-        data=data,
-        network=network,
+        StageUnits.of(units, traits, table), shared, layers.windows_forward_s(), layers.windows_backward_s(), data
     )
     sharing.add_gathers(forward, backward, first_forward, bytes_per_s)
-    if data.traits.gathers_at_start and not first:
-        first_forward["weight_gather"] = 0.0  # done while the pipeline fills
+    if traits.gathers_at_start:  # those of the other stages are done while the pipeline fills
+        first_forward["weight_gather"] = first_forward["weight_gather"] * table.first
     sharing.add_reductions(backward, last_backward, bytes_per_s, passes_behind)
-    everything = [*blocks, *ends]
-    weights_s = sum(u.times.weight_gradient.device_s for u in everything)
-    weight_gradient = {"weight_gradient": weights_s}
+    weights_s = layers.sums["weight_gradient"]
+    weight_gradient: Parts = {"weight_gradient": weights_s}
     rest = {part: seconds for part, seconds in backward.items() if part != "backward"}
     # Tensor-parallel collectives have no weight gradients to hide behind where those wait.
-    rest["tensor_parallel"] += sum(u.tensor_backward_s - tensor_backward_s(u, data.tensor_overlap) for u in everything)
-    input_gradient = {"input_gradient": backward["backward"] - weights_s, **rest}
-    collectives, own = (
-        sum(u.tensor_launches for u in everything),
-        (len(blocks) + 1) * data.traits.host_operators_per_unit / 2,
-    )
-    again = sum(recomputed(u, kind).launches for u, kind in zip(blocks, recomputes, strict=True))
-    of_inputs = sum(u.times.input_gradient.launches for u in everything) + again + collectives
-    of_weights = sum(u.times.weight_gradient.launches for u in everything)
-    _add_host(forward, sum(u.times.forward.launches for u in everything) + collectives, own, data)
+    rest["tensor_parallel"] = rest["tensor_parallel"] + layers.sums["tensor_hidden"]
+    input_gradient: Parts = {"input_gradient": backward["backward"] - weights_s, **rest}
+    collectives, own = layers.sums["tensor_launches"], (table.layers + 1) * traits.host_operators_per_unit / 2
+    of_inputs = layers.sums["input_gradient_launches"] + layers.again_launches() + collectives
+    of_weights = layers.sums["weight_gradient_launches"]
+    _add_host(forward, layers.sums["forward_launches"] + collectives, own, data)
     _add_host(backward, of_inputs + of_weights, own, data)
     _add_host(input_gradient, of_inputs, own, data)
     _add_host(weight_gradient, of_weights, 0.0, data)
     last_weight_gradient = _beyond_host(last_backward, data, input_gradient, weight_gradient)
     first_forward = _beyond_host(first_forward, data, forward)
     last_backward = _beyond_host(last_backward, data, backward)
-    return StageCost(
-        forward,
-        backward,
-        input_gradient,
-        weight_gradient,
-        first_forward,
-        last_backward,
-        last_weight_gradient,
+    return StageCosts(
+        forward, backward, input_gradient, weight_gradient, first_forward, last_backward, last_weight_gradient
     )
 
 
-def recomputed(unit: Unit, recompute: Recompute) -> Work:
-    """What of a block's forward pass runs a second time."""
-    times = unit.times
-    match recompute:
-        case "none":
-            return Work()
-        case "core":
-            return times.core_attention
-        case "chains":
-            return times.element_wise
-        case "beside_products":
-            return times.element_wise + times.core_attention
-        case "every_second_product":
-            return times.element_wise + times.core_attention + times.second_products
-        case "read":
-            return times.read
-        case "full":
-            return times.forward
+def layout_costs(
+    units: Units,
+    table: StageTable,
+    recompute: Recompute,
+    data: DataParallel,
+    network: Times,
+    bytes_per_s: float,
+    passes_behind: Ints | int = 0,
+) -> list[StageCost]:
+    """Price the stages of one layout."""
+    shared = SharedWeights.of(StageUnits.of(units, data.traits, table), data, network)
+    return stage_costs(units, table, [recompute], data, shared, bytes_per_s, passes_behind).rows(table)
 
 
-def _forward(everything: list[Unit]) -> dict[str, float]:
-    return {
-        "forward": sum(u.times.forward_s for u in everything),
-        "tensor_parallel": sum(u.tensor_forward_s for u in everything),
-        "context_parallel": sum(u.context_forward_s for u in everything),
-        "expert_parallel": sum(u.expert_s for u in everything),
-    }
+FIGURES: dict[str, Callable[[Unit, float], float]] = {
+    "forward": lambda u, _: u.times.forward_s,
+    "tensor_forward": lambda u, _: u.tensor_forward_s,
+    "context_forward": lambda u, _: u.context_forward_s,
+    "expert": lambda u, _: u.expert_s,
+    "backward": lambda u, _: u.times.backward_s,
+    "tensor_backward": tensor_backward_s,
+    "tensor_hidden": lambda u, overlap: u.tensor_backward_s - tensor_backward_s(u, overlap),
+    "context_backward": lambda u, _: u.context_backward_s,
+    "weight_gradient": lambda u, _: u.times.weight_gradient.device_s,
+    "tensor_launches": lambda u, _: u.tensor_launches,
+    "forward_launches": lambda u, _: u.times.forward.launches,
+    "input_gradient_launches": lambda u, _: u.times.input_gradient.launches,
+    "weight_gradient_launches": lambda u, _: u.times.weight_gradient.launches,
+}
+"""What is summed over the layers of a stage and over the ends that it has: of a segment, with the share of tensor-parallel collectives
+that may hide behind weight gradients."""
 
 
-def _backward(
-    blocks: list[Unit], ends: list[Unit], recomputes: list[Recompute], data: DataParallel
-) -> dict[str, float]:
-    """``recomputes``: of each block."""
-    everything = [*blocks, *ends]
-    parts = {
-        "backward": sum(u.times.backward_s for u in everything),
-        "tensor_parallel": sum(tensor_backward_s(u, data.tensor_overlap) for u in everything),
-        "context_parallel": sum(u.context_backward_s for u in everything),
-        "expert_parallel": sum(u.expert_s for u in everything),
-    }
-    if any(kind != "none" for kind in recomputes):
-        parts["recompute"] = sum(work.device_s for work in map(recomputed, blocks, recomputes))
-    whole = [u for u, kind in zip(blocks, recomputes, strict=True) if kind in OF_INPUT]
-    for unit, kind in zip(blocks, recomputes, strict=True):
-        tensor_s, context_s = sent_again_s(unit, kind, data)
-        parts["tensor_parallel"] += tensor_s
-        parts["context_parallel"] += context_s
-    parts["expert_parallel"] += sum(u.expert_s for u in whole)
-    return parts
+class _Layers:
+    """The layers of some stages, and what their passes take."""
+
+    def __init__(self, units: Units, table: StageTable, recompute: Sequence[Recompute], data: DataParallel) -> None:
+        self.units, self.table, self.recompute, self.data = units, table, recompute, data
+
+    @cached_property
+    def sums(self) -> dict[str, Floats]:
+        """[1, 1, S] Of each of ``FIGURES``."""
+        segments = [*self.units.blocks, self.units.embedding, self.units.head]
+        overlap = self.data.tensor_overlap
+        figures = np.array([[of(u, overlap) for u in segments] for of in FIGURES.values()], dtype=float)
+        layers = self.table.of_layers(figures[:, :-2])
+        ends = figures[:, -2:, None] * np.array([self.table.first, self.table.last])
+        found = np.concatenate([layers, np.moveaxis(ends, 1, -1)], axis=-1).cumsum(axis=-1)[..., -1]
+        return {name: row[None, None] for name, row in zip(FIGURES, found, strict=True)}
+
+    def forward(self) -> Parts:
+        sums = self.sums
+        return {
+            "forward": sums["forward"],
+            "tensor_parallel": sums["tensor_forward"],
+            "context_parallel": sums["context_forward"],
+            "expert_parallel": sums["expert"],
+        }
+
+    def backward(self) -> Parts:
+        sums = self.sums
+        parts = {
+            "backward": sums["backward"],
+            "tensor_parallel": sums["tensor_backward"],
+            "context_parallel": sums["context_backward"],
+            "expert_parallel": sums["expert"],
+        }
+        if any(kind != "none" for kind in self.recompute):
+            parts["recompute"] = self._again(lambda u, kind: recomputed(u, kind).device_s)
+            for at, part in enumerate(("tensor_parallel", "context_parallel")):
+                parts[part] = self._again(lambda u, kind, at=at: sent_again_s(u, kind, self.data)[at], parts[part])
+            again_s = self._again(lambda u, kind: u.expert_s if kind in OF_INPUT else 0.0)
+            parts["expert_parallel"] = parts["expert_parallel"] + again_s
+        return parts
+
+    def again_launches(self) -> Floats:
+        """[1, R, S] Operators that the host launches a second time."""
+        return self._again(lambda u, kind: recomputed(u, kind).launches)
+
+    def windows_forward_s(self) -> Floats:
+        """[S, L] Of each layer, seconds that collectives of weights may hide behind."""
+        return self.table.of_layers(np.array([*map(window_forward_s, self.units.blocks)], dtype=float))
+
+    def windows_backward_s(self) -> Floats:
+        """[R, S, L] The same in the backward pass, in its order."""
+        layers = self._of_kinds(lambda u, kind: window_backward_s(u, kind, self.data), "none")
+        return np.take_along_axis(layers, self.table.backwards[None], axis=-1)
+
+    def _again(self, figure: Callable[[Unit, Recompute], float], first: Floats | float = 0.0) -> Floats:
+        """[1, R, S] Of the layers that are recomputed, added to ``first`` one after another."""
+        layers = self._of_kinds(figure)
+        begin = np.broadcast_to(np.asarray(first).reshape(1, -1)[..., None], (*layers.shape[:2], 1))
+        return np.concatenate([begin, layers], axis=-1).cumsum(axis=-1)[None, ..., -1]
+
+    def _of_kinds(self, figure: Callable[[Unit, Recompute], float], otherwise: Recompute | None = None) -> Floats:
+        """[R, S, L] A figure of each layer with what is recomputed of it; ``otherwise``: with that where it is not, None = 0."""
+        blocks = self.units.blocks
+        each = [[figure(unit, kind) for unit in blocks] for kind in self.recompute]
+        found = self.table.of_layers(np.array(each, dtype=float).reshape(len(self.recompute), len(blocks)))
+        if self.table.is_recomputed.all():
+            return found
+        not_s = 0.0 if otherwise is None else self.table.of_layers(np.array([figure(u, otherwise) for u in blocks]))
+        return np.where(self.table.is_recomputed, found, not_s)
 
 
-def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float, float]:
-    """Seconds of the collectives of a block's forward that run a second time, those of tensor and of context parallelism."""
-    if recompute == "none":
-        return 0.0, 0.0
-    if recompute == "full":
-        return unit.tensor_forward_s, unit.context_forward_s
-    if recompute == "read":
-        return unit.tensor_again_s, unit.context_forward_s
-    again = data.traits.selective_sends_again
-    if again == "all":
-        return unit.tensor_again_s, unit.context_again_s
-    return unit.tensor_gather_s if again == "gathers" else 0.0, 0.0
+def _sum(parts: Iterable[Floats]) -> Floats:
+    """One after another."""
+    return sum(parts, np.zeros((1, 1, 1)))
 
 
-def tensor_backward_s(unit: Unit, overlap: float) -> float:
-    """What the products for the weight gradients do not hide; ``overlap``: the share of it that they may."""
-    beside = unit.times.weight_gradient.device_s
-    return shown_s(unit.tensor_backward_s, beside, overlap)
-
-
-def _add_host(parts: dict[str, float], launches: float, own_launches: float, data: DataParallel) -> None:
+def _add_host(parts: Parts, launches: Floats, own_launches: Floats | float, data: DataParallel) -> None:
     """Time that the device waits for the host. On a CPU the operators hold their own launch, the engine's is added;
     a GPU waits where all launches of a pass take longer than what they launch."""
     if data.host_is_device:
-        parts["host"] = own_launches * data.operator_s
+        parts["host"] = np.asarray(own_launches * data.operator_s).reshape(1, 1, -1)
         return
     host_s = (launches * data.traits.host_launches_per_operator + own_launches) * data.operator_s
-    parts["host"] = max(0.0, host_s - sum(parts.values()))
+    parts["host"] = np.maximum(host_s - _sum(parts.values()), 0.0)
 
 
-def _beyond_host(once: dict[str, float], data: DataParallel, *passes: dict[str, float]) -> dict[str, float]:
+def _beyond_host(once: Parts, data: DataParallel, *passes: Parts) -> Parts:
     """What comes once per step runs while the device waits for the host in its pass, which is as long as the longer of the two."""
-    total_s = sum(once.values())
-    if data.host_is_device or total_s == 0.0:
+    if data.host_is_device or not once:
         return once
-    share = max(0.0, 1.0 - sum(parts["host"] for parts in passes) / total_s)
+    total_s, waited_s = _sum(once.values()), _sum(parts["host"] for parts in passes)
+    hidden = np.divide(
+        waited_s, total_s, out=np.zeros(np.broadcast_shapes(waited_s.shape, total_s.shape)), where=total_s != 0
+    )
+    share = np.maximum(1.0 - hidden, 0.0)
     return {part: share * seconds for part, seconds in once.items()}
-
-
-def segment_forward_s(unit: Unit) -> float:
-    """Device seconds of one segment's forward pass."""
-    return unit.times.forward_s + unit.tensor_forward_s + unit.context_forward_s + unit.expert_s
-
-
-def segment_backward_s(unit: Unit, tensor_overlap: float) -> float:
-    """The same of its backward pass, without what it computes again."""
-    return unit.times.backward_s + tensor_backward_s(unit, tensor_overlap) + unit.context_backward_s + unit.expert_s
-
-
-def segment_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
-    """Device seconds of a backward pass that compute and send again what was not kept."""
-    experts_s = unit.expert_s if recompute in OF_INPUT else 0.0
-    return recomputed(unit, recompute).device_s + sum(sent_again_s(unit, recompute, data)) + experts_s
-
-
-def window_forward_s(unit: Unit) -> float:
-    """Seconds that a block gives collectives of weights to hide behind.
-
-    It computes, and waits for its tensor-parallel ranks. What a ring's messages hide behind is theirs: they go over the
-    same network cards.
-    """
-    return unit.times.forward_s + unit.tensor_forward_s - unit.context_hidden_s[0]
-
-
-def window_backward_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
-    """The same of the backward pass."""
-    again_s = recomputed(unit, recompute).device_s + sent_again_s(unit, recompute, data)[0]
-    again_s -= unit.context_hidden_s[0] if recompute in OF_INPUT else 0.0
-    return unit.times.backward_s + tensor_backward_s(unit, data.tensor_overlap) + again_s - unit.context_hidden_s[1]
-
-
-def dropped_bytes(unit: Unit, units: Units, recompute: Recompute) -> int:
-    """What a block keeps less for being recomputed; below 0 where the results that are kept are more than what backward needs."""
-    memory = unit.memory
-    match recompute:
-        case "none":
-            return 0
-        case "core":
-            return memory.saved_in_core
-        case "chains":
-            return memory.saved_in_chains
-        case "beside_products":
-            return memory.saved - units.hidden_bytes - memory.beside_products.kept
-        case "every_second_product":
-            return memory.saved - units.hidden_bytes - memory.every_second_product.kept
-        case "read" | "full":
-            return max(0, memory.saved - units.hidden_bytes)
-
-
-def made_again(unit: Unit, recompute: Recompute, dropped: int) -> int:
-    """Bytes of what one block makes again before its backward pass."""
-    memory = unit.memory
-    match recompute:
-        case "none":
-            return 0
-        case "beside_products":
-            return memory.beside_products.made_again
-        case "every_second_product":
-            return memory.every_second_product.made_again
-        case "read" | "full":
-            return max(memory.saved, memory.forward_extra)
-    return dropped

@@ -12,45 +12,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.forecast.stage import Recompute, dropped_bytes, made_again
+from ahp.forecast.segment import Recompute, dropped_bytes, made_again
+from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import RankWeights
 from ahp.forecast.units import Units
-from ahp.graph.operators import ModelGraph
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class StageTable:
-    """Which layers lie in which stages, each [S]. A stage that several pipelines have needs to be here only once."""
-
-    start: Ints
-    end: Ints
-    """The first layer, and the one after the last."""
-    first: Ints
-    """1 where the stage has the embedding, else 0."""
-    last: Ints
-    """The same of the head."""
-    counts: Ints
-    """[S, K] Layers of each kind."""
-    recomputed: Ints
-    """[S, K] How many of them are recomputed, where any are."""
-
-    @property
-    def layers(self) -> Ints:
-        return self.end - self.start
-
-    @classmethod
-    def of(
-        cls, graph: ModelGraph, stages: Sequence[tuple[int, int, bool, bool]], recomputed: Sequence[int] | None = None
-    ) -> StageTable:
-        """``stages``: start, end, whether first and last; ``recomputed``: so many of each stage's first layers, None = all."""
-        kinds = np.array(graph.layers, dtype=np.int64)[:, None] == np.arange(len(graph.blocks))
-        before = np.concatenate([np.zeros((1, len(graph.blocks)), dtype=np.int64), np.cumsum(kinds, axis=0)])
-        start, end, first, last = np.array(stages, dtype=np.int64).T
-        some = end if recomputed is None else np.minimum(start + np.array(recomputed, dtype=np.int64), end)
-        return cls(start, end, first, last, before[end] - before[start], before[some] - before[start])
 
 
 @dataclass(frozen=True)

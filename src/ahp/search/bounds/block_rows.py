@@ -16,7 +16,8 @@ from ahp.forecast.assembly import received_bytes, recompute_of
 from ahp.forecast.group import strided_group
 from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.pricer import LOSS_AND_NORM_BYTES
-from ahp.forecast.stage import Recompute
+from ahp.forecast.segment import Recompute
+from ahp.forecast.stage import StageCosts
 from ahp.forecast.stage_memory import StageWeights
 from ahp.forecast.units import Units
 from ahp.plan import Parallelism
@@ -24,7 +25,7 @@ from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s, ranks_st
 from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED
 from ahp.search.bounds.pipelines import Cut, Pipelines
 from ahp.search.bounds.splits import Splits
-from ahp.search.bounds.stage_columns import BlockStages, PassTimes
+from ahp.search.bounds.stage_columns import BlockStages
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
@@ -107,27 +108,23 @@ class BlockRows:
     def _cut(self) -> Cut:
         return self.pipelines.cut(self.p, tuple(dict.fromkeys(pipe.virtual for pipe in self.rows.pipes)))
 
-    def _pass_times(self, splits: Ints) -> PassTimes:
-        """[J, R, U] each, of these splits."""
+    def _pass_times(self, splits: Ints) -> dict[str, Floats]:
+        """[J, R, U] each, of these splits: what ``StageCosts.seconds`` has."""
         shape = len(self.splits.layouts), len(self.recompute), len(self._cut.stages.start)
-        found = PassTimes(*(np.zeros(shape) for _ in fields(PassTimes)))
+        found = {field.name: np.zeros(shape) for field in fields(StageCosts)}
         wanted = set(splits.tolist())
         for alike in self.splits.alike.values():
             at = [split for split in alike if split in wanted]
             if at:
-                passes = self.stages.passes(self.splits, at, self.m, self._cut.stages, self.bytes_per_s)
-                for field in fields(PassTimes):
-                    getattr(found, field.name)[at] = getattr(passes, field.name)
+                for name, seconds in self.stages.seconds(self.splits, at, self.m, self._cut, self.bytes_per_s).items():
+                    found[name][at] = seconds
         return found
 
-    def _time_rows(self, times: Floats, passes: PassTimes, rows: Mask, pipes: list[int], virtual: int) -> None:
+    def _time_rows(self, times: Floats, passes: dict[str, Floats], rows: Mask, pipes: list[int], virtual: int) -> None:
         """Write into ``times`` what the schedules of some rows [J, R] take at least."""
         split, kind = np.nonzero(rows)
         stages = self._cut.of[virtual]
-        of_rows = {
-            field.name: getattr(passes, field.name)[split[:, None], kind[:, None], stages]
-            for field in fields(PassTimes)
-        }
+        of_rows = {name: seconds[split[:, None], kind[:, None], stages] for name, seconds in passes.items()}
         for index in pipes:
             pipe = self.rows.pipes[index]
             sends = self._sends(pipe.virtual, pipe.schedule in V_SHAPED and self.p > 1)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ahp.forecast.group import Group
 from ahp.forecast.mesh import PipelineAxis
-from ahp.forecast.stage_memory import StageTable
+from ahp.forecast.stage_table import StageTable
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight, ranks_stages
 from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
@@ -35,6 +35,8 @@ class Cut:
     stages: StageTable
     of: dict[int, Ints]
     """By virtual stages per rank: where in them each stage of the pipeline is, [S]."""
+    passes_behind: Ints
+    """Backward passes of other stages that a rank computes after the last one of each, at most."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,10 @@ class Pipelines:
                     rows.append((start, end, first, last))
                 index.append(places[key])
             of[v] = np.array(index, dtype=np.int64)
-        return Cut(StageTable.of(self._problem.graph, rows), of)
+        behind = np.zeros(len(rows), dtype=np.int64)
+        for at in of.values():
+            behind[at[p:]] = p - 1
+        return Cut(StageTable.of(kinds, len(self._problem.graph.blocks), rows), of, behind)
 
     def _loads(self, schedule: str, p: int, v: int) -> tuple[Load, ...]:
         """The ranks of a pipeline, but for those that another one has at least as much of everything as."""

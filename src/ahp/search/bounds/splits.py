@@ -21,6 +21,7 @@ from ahp.forecast.group import Group
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.memory import Outside
 from ahp.forecast.pricer import Pricer, num_groups
+from ahp.forecast.sharing import SharedWeights, StageUnits, UnitTimes
 from ahp.forecast.states import Shards, TraitColumns
 from ahp.plan import Parallelism
 from ahp.search.bounds.split_columns import SplitColumns
@@ -124,6 +125,20 @@ class Splits:
             shape = len(kinds), len(self.layouts)
             self._of_kinds[kinds] = CollectiveTimes(*(np.array(part, dtype=float).reshape(shape).T for part in parts))
         return self._of_kinds[kinds]
+
+    def shared(self, units: StageUnits, which: list[int], micro_batches: int) -> SharedWeights:
+        """What the units of stages take with some splits."""
+        of_kinds = self.collectives_of_kinds(units.kinds).at(which)
+        ends = units.before.tolist(), units.after.tolist()
+        outside = [[self.collectives(CommUnit(count)).at(which) for count in end] for end in ends]
+        gathers, reduces, replicas = (
+            UnitTimes(
+                getattr(of_kinds, name)[:, None], *(np.array([getattr(one, name) for one in end]).T for end in outside)
+            )
+            for name in ("gather", "reduce", "replicas")
+        )
+        cast, copied = (part[which, 0] for part in self.columns.moved_bytes(micro_batches))
+        return SharedWeights(gathers, reduces, replicas, cast, copied)
 
     @cached_property
     def columns(self) -> SplitColumns:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ahp.engines.engine import Traits
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.stage import segment_backward_s, segment_forward_s
+from ahp.forecast.segment import segment_backward_s, segment_forward_s
 from ahp.forecast.turns import least_share
 from ahp.forecast.units import Units
 from ahp.search.problem import Problem

@@ -24,9 +24,9 @@ from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.groups import shard_ranks
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.pricer import Pricer
-from ahp.forecast.stage import Recompute, StageCost, recomputed, segment_again_s, segment_backward_s, segment_forward_s
+from ahp.forecast.segment import Recompute, recomputed, segment_again_s, segment_backward_s, segment_forward_s
+from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import (
-    StageTable,
     kept_beside_layers,
     kept_of_kinds,
     needs_of_kinds,
@@ -80,7 +80,7 @@ class GroupCells:
         self.units: Units = self.pricer.units(layout)
         self.recompute: Recompute = recompute_of(layout.activation_checkpoint, self.traits, self.units)
         self.states = cache(self._states)
-        self._ends = StageTable.of(self.pricer.graph, [(0, 0, first, last) for first, last in ENDS])
+        self._ends = self.pricer.table([(0, 0, first, last) for first, last in ENDS])
         """Stages without layers."""
 
     @cached_property
@@ -93,7 +93,7 @@ class GroupCells:
         num_layers = len(self.units.layers)
         if self.layout.pipeline_parallel_degree == 1:
             none, cost = np.zeros(num_layers), self._cost(num_layers, 3)
-            whole = stage_weights(self.units, StageTable.of(self.pricer.graph, [(0, num_layers, True, True)]))
+            whole = stage_weights(self.units, self.pricer.table([(0, num_layers, True, True)]))
             updated = float(whole.total[0] - whole.experts[0]) / shard_ranks(self.layout)
             once = sum(cost.first_forward.values()) + sum(cost.last_backward.values())
             once += self.pricer.update_s(updated, self.traits) + self.pricer.offload_s(updated, self.traits)
@@ -131,9 +131,8 @@ class GroupCells:
 
     def _cost(self, num_layers: int, place: int) -> StageCost:
         first, last = ENDS[place]
-        return self.pricer.stage_cost(
-            self.units, range(num_layers), self._data, self.recompute, first=first, last=last, network=self._network
-        )
+        table = self.pricer.table([(0, num_layers, first, last)])
+        return self.pricer.stage_costs(self.units, table, self._data, self.recompute, self._network)[0]
 
     @cached_property
     def _data(self) -> DataParallel:

@@ -1,0 +1,123 @@
+"""What one segment takes in both passes, and what of it a kind of recompute makes, sends and holds again."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ahp.forecast.compute import Work
+from ahp.forecast.data_parallel import DataParallel
+from ahp.forecast.overlap import shown_s
+from ahp.forecast.unit import Unit
+from ahp.forecast.units import Units
+
+Recompute = Literal["none", "core", "chains", "beside_products", "every_second_product", "read", "full"]
+"""What of a block is computed again in the backward pass: nothing, the core of unfused attention, element-wise chains, all but
+products with a weight and fused attention, of these products every second one as well, all up to the last result that is read again, all."""
+
+OF_INPUT: tuple[Recompute, ...] = ("read", "full")
+"""What keeps nothing of a block but what enters it."""
+
+
+def recomputed(unit: Unit, recompute: Recompute) -> Work:
+    """What of a block's forward pass runs a second time."""
+    times = unit.times
+    match recompute:
+        case "none":
+            return Work()
+        case "core":
+            return times.core_attention
+        case "chains":
+            return times.element_wise
+        case "beside_products":
+            return times.element_wise + times.core_attention
+        case "every_second_product":
+            return times.element_wise + times.core_attention + times.second_products
+        case "read":
+            return times.read
+        case "full":
+            return times.forward
+
+
+def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float, float]:
+    """Seconds of the collectives of a block's forward that run a second time, those of tensor and of context parallelism."""
+    if recompute == "none":
+        return 0.0, 0.0
+    if recompute == "full":
+        return unit.tensor_forward_s, unit.context_forward_s
+    if recompute == "read":
+        return unit.tensor_again_s, unit.context_forward_s
+    again = data.traits.selective_sends_again
+    if again == "all":
+        return unit.tensor_again_s, unit.context_again_s
+    return unit.tensor_gather_s if again == "gathers" else 0.0, 0.0
+
+
+def tensor_backward_s(unit: Unit, overlap: float) -> float:
+    """What the products for the weight gradients do not hide; ``overlap``: the share of it that they may."""
+    beside = unit.times.weight_gradient.device_s
+    return shown_s(unit.tensor_backward_s, beside, overlap)
+
+
+def segment_forward_s(unit: Unit) -> float:
+    """Device seconds of one segment's forward pass."""
+    return unit.times.forward_s + unit.tensor_forward_s + unit.context_forward_s + unit.expert_s
+
+
+def segment_backward_s(unit: Unit, tensor_overlap: float) -> float:
+    """The same of its backward pass, without what it computes again."""
+    return unit.times.backward_s + tensor_backward_s(unit, tensor_overlap) + unit.context_backward_s + unit.expert_s
+
+
+def segment_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
+    """Device seconds of a backward pass that compute and send again what was not kept."""
+    experts_s = unit.expert_s if recompute in OF_INPUT else 0.0
+    return recomputed(unit, recompute).device_s + sum(sent_again_s(unit, recompute, data)) + experts_s
+
+
+def window_forward_s(unit: Unit) -> float:
+    """Seconds that a block gives collectives of weights to hide behind.
+
+    It computes, and waits for its tensor-parallel ranks. What a ring's messages hide behind is theirs: they go over the
+    same network cards.
+    """
+    return unit.times.forward_s + unit.tensor_forward_s - unit.context_hidden_s[0]
+
+
+def window_backward_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
+    """The same of the backward pass."""
+    again_s = recomputed(unit, recompute).device_s + sent_again_s(unit, recompute, data)[0]
+    again_s -= unit.context_hidden_s[0] if recompute in OF_INPUT else 0.0
+    return unit.times.backward_s + tensor_backward_s(unit, data.tensor_overlap) + again_s - unit.context_hidden_s[1]
+
+
+def dropped_bytes(unit: Unit, units: Units, recompute: Recompute) -> int:
+    """What a block keeps less for being recomputed; below 0 where the results that are kept are more than what backward needs."""
+    memory = unit.memory
+    match recompute:
+        case "none":
+            return 0
+        case "core":
+            return memory.saved_in_core
+        case "chains":
+            return memory.saved_in_chains
+        case "beside_products":
+            return memory.saved - units.hidden_bytes - memory.beside_products.kept
+        case "every_second_product":
+            return memory.saved - units.hidden_bytes - memory.every_second_product.kept
+        case "read" | "full":
+            return max(0, memory.saved - units.hidden_bytes)
+
+
+def made_again(unit: Unit, recompute: Recompute, dropped: int) -> int:
+    """Bytes of what one block makes again before its backward pass."""
+    memory = unit.memory
+    match recompute:
+        case "none":
+            return 0
+        case "beside_products":
+            return memory.beside_products.made_again
+        case "every_second_product":
+            return memory.every_second_product.made_again
+        case "read" | "full":
+            return max(memory.saved, memory.forward_extra)
+    return dropped
