@@ -9,13 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ahp.cluster.model import Cluster
 from ahp.engines.registry import names
+from ahp.graph.trace import analyze
+from ahp.job import Job
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
 from ahp.search.lighten import ways_of
-from ahp.search.problem import Problem
+from ahp.search.problem import Problem, problem
 from ahp.search.space import Space, build
 from tests.examples import many
 
@@ -205,3 +208,34 @@ def test_rows_that_do_not_fit_are_not_timed() -> None:
     rows = Bounds(asked).rows(space, 0, 0.0)
     assert np.isinf(rows.times_s).all()
     assert np.isfinite(rows.needs_bytes).all()
+
+
+LEVELS = {"first": 0.8, "work": 0.84, "kinds": 0.89, "block": 0.96, "rows": 0.999}
+"""What each level of bounds knows at least of the time of a block's fastest row, as the median over blocks."""
+
+
+def test_each_level_of_bounds_is_worth_something() -> None:
+    """Layers of a size that is trained: those of the other tests wait for their launches, which no bound of a block counts."""
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+    }
+    job = Job(sequence_length=4096, global_batch_size=64, precision="bf16")
+    model = analyze({"model_type": "llama", "num_hidden_layers": 8, "vocab_size": 32000, **sizes}, job)
+    asked = problem(model, Cluster.parse("2x8xH100-SXM-80GB"), job, None, "torchtitan")
+    space, bounds = build(asked), Bounds(asked)
+    most_bytes, shares = bounds.most_that_fits_bytes(), []
+    for block in range(0, len(space.blocks), len(space.blocks) // 16):
+        rows_s = bounds.rows(space, block, most_bytes).times_s
+        if np.isinf(rows_s).all():
+            continue
+        places = np.argsort(rows_s, kind="stable")[:4].tolist()
+        best_s = min(asked.price(space.layout(block, row)).step_time_s for row in places)
+        known = bounds.first_s(space)[block], bounds.work_s(space, block), bounds.kinds_s(space, block)
+        shares.append([one / best_s for one in (*known, bounds.block_s(space, block), rows_s.min())])
+        assert max(shares[-1]) <= ROUNDING
+    medians = dict(zip(LEVELS, np.median(shares, axis=0).tolist(), strict=True))
+    assert all(medians[level] >= floor for level, floor in LEVELS.items()), medians

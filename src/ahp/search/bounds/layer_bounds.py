@@ -1,6 +1,6 @@
 """Bounds of many blocks at once from what their layers take: a rank holds layers, and none adds less than the cheapest.
 
-It comes between ``work_bounds``, which knows no way to share states, and ``block_rows``, which looks at every row. Blocks are
+It comes between the work of the priced units alone, which knows no way to share states, and ``block_rows``, which looks at every row. Blocks are
 looked at together because most of them fall here, and each alone is too small to be worth its arrays.
 
 Dims: B = blocks, N = ways to share states of all of them, one block behind the other, R = kinds of recompute, K = kinds of
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,11 @@ from ahp.search.space import Rows
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+
+
+def layers_before(asked: Problem, p: Floats | int) -> Any:
+    """Of a rank of average place: so many stages come before it, each with one layer at least but where an end has none."""
+    return (p - 1) / 2 - (asked.stage_ends != "hold_layers") * (p - 1) / p
 
 
 Ways = Callable[[int, ScheduleChoice, str], bool]
@@ -209,8 +215,7 @@ class LayerBounds:
         """[N, R] Seconds of a rank of average place and load; ``without_again``: but for what is computed and sent again."""
         (least, mean), of, m = self._layers, self._of, self._m[self._of]
         p = np.array([[block.p] for block in self.blocks], dtype=float)
-        # So many stages come before it, each with one layer at least but where an end has none.
-        before = ((p - 1) / 2 - (self.asked.stage_ends != "hold_layers") * (p - 1) / p)[of]
+        before = layers_before(self.asked, p)[of]
         splits_backward = [any(pipe.schedule in SPLIT_BACKWARD for pipe in block.rows.pipes) for block in self.blocks]
         drain_s = np.where(np.array(splits_backward)[of, None], 0.0, before * least.backward)
         backward = mean.backward

@@ -2,7 +2,7 @@
 
 Five levels. Of a whole block, before anything of it is priced: its arithmetic at the fastest that the device computes,
 the collectives within a replica, and the one pipeline fill that no schedule avoids (``block_bounds``). Of the same from
-its priced units: their work (``work_bounds``). Then what the cheapest layer takes with each recompute that may fit; and with what each
+its priced units: their work. Then what the cheapest layer takes with each recompute that may fit; and with what each
 split gathers and reduces (``layer_bounds``). Of each row: its stages cost what the forecast says (``stage_columns``), and its schedule takes at least the closed form of
 ``ahp.schedule.bounds`` (``block_rows``). Memory counts states and the activations kept at one moment near the fullest.
 So a row whose bound is above the best time, or above the device, needs no forecast. Tests hold all under the forecast
@@ -21,15 +21,15 @@ from ahp.engines.engine import Traits
 from ahp.engines.registry import get
 from ahp.forecast import memory
 from ahp.forecast.axes import Axes
+from ahp.forecast.turns import least_share
 from ahp.forecast.units import Units
 from ahp.plan import Parallelism
 from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes
 from ahp.search.bounds.block_rows import BlockRows, RowBounds, after_s, recomputes
-from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock, Ways
+from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock, Ways, layers_before
 from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.bounds.splits import Splits
 from ahp.search.bounds.stage_columns import BlockStages
-from ahp.search.bounds.work_bounds import WorkBounds
 from ahp.search.choices import ShardingChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Space
@@ -75,7 +75,6 @@ class Bounds:
         self._block_s: dict[int, float] = {}
         self._ahead: list[int] | None = None
         """Blocks whose work is not known, the one with the lowest bound last; some of them may have come up meanwhile."""
-        self._work = WorkBounds(problem)
         self._work_s: dict[int, float] = {}
         self._first_s: Floats | None = None
 
@@ -124,10 +123,12 @@ class Bounds:
     def work_s(self, space: Space, block: int) -> float:
         """Seconds that every row of one block takes at least, whatever it does beside its units' work. Prices the units."""
         if block not in self._work_s:
-            of = space.blocks
+            of, stages, pricer = space.blocks, self._stages_of(space, block), self.problem.pricer
             p, m = int(of.pipeline[block]), int(of.micro_batches[block])
-            units, first = self._units_of(space, block), self._first(space, block)
-            self._work_s[block] = self._work.seconds(units, first.traits[0], p, m)
+            before_s, work_s = layers_before(self.problem, p) * stages.least_forward_s, m * stages.micro_batch_s / p
+            self._work_s[block] = (
+                max(work_s, (before_s + work_s) * float(least_share(pricer.turns, p))) * pricer.stretch
+            )
             heapq.heappush(self._waiting, (self._work_s[block], block))
         return self._work_s[block]
 

@@ -57,11 +57,6 @@ class Splits:
         """The groups that divide a micro-batch within one stage, whatever the split."""
         return axes_of(self.layouts[0], self._nodes.devices_per_node)
 
-    @property
-    def pipeline_ranks(self) -> int:
-        """Whatever the split."""
-        return self.layouts[0].pipeline_parallel_degree
-
     @cached_property
     def alike(self) -> dict[Traits, list[int]]:
         """The splits by the engine's traits."""

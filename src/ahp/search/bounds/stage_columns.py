@@ -138,9 +138,25 @@ class BlockStages:
         return segment_backward_s(u, self._any.tensor_overlap)
 
     @cached_property
+    def first_backward_of_kinds(self) -> Floats:
+        """[K] The same without what is made again."""
+        return self._kinds(self._backward_s)
+
+    @cached_property
+    def least_forward_s(self) -> float:
+        """Device seconds of the shortest layer's forward pass."""
+        return float(self.forward_of_kinds.min(initial=np.inf)) if self.units.blocks else 0.0
+
+    @cached_property
+    def micro_batch_s(self) -> float:
+        """Device seconds of both passes over all layers and both ends, with nothing made again."""
+        counts = np.bincount(np.array(self.units.layers, dtype=np.int64), minlength=len(self.units.blocks))
+        return float(counts @ (self.forward_of_kinds + self.first_backward_of_kinds)) + self.ends_s
+
+    @cached_property
     def again_of_kinds(self) -> Floats:
         """[R, K] Device seconds of a backward pass, those that compute and send again what was not kept."""
-        return self.backward_of_kinds - self._kinds(self._backward_s)
+        return self.backward_of_kinds - self.first_backward_of_kinds
 
     @cached_property
     def least_again_s(self) -> Floats:
