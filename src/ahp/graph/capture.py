@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ahp.graph.fake_mode import as_on_data
 from ahp.graph.functional import simplify
+from ahp.graph.torch_compat import FakeTensor, FakeTensorMode, pytree
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
@@ -26,6 +25,7 @@ from ahp.graph.document_mask import NotApart, Probe
 from ahp.graph.fake_mode import as_on_data
 from ahp.graph.fake_run import in_training
 from ahp.graph.outline import fake_copy, outline
+from ahp.graph.torch_compat import FakeTensorMode
 
 BATCH = 2
 LONGEST_PROBED = 4096

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from ahp.graph.blocks import BlockList
 from ahp.graph.call import Documents, logits_of, model_arguments
 from ahp.graph.fake_mode import as_on_data
 from ahp.graph.operators import TensorSpec
 from ahp.graph.record import Recorded, Recorder, Where, spec
+from ahp.graph.torch_compat import FakeTensorMode, pytree
 
 EMBEDDING, HEAD = "embedding", "head"
 """Places before the first block and after the last; block ``i`` is the place ``("block", i)``."""
@@ -240,4 +239,4 @@ def _steps(
 
 
 def _first_spec(values: Any) -> TensorSpec:
-    return spec(next(t for t in tree_leaves(values) if isinstance(t, torch.Tensor)))
+    return spec(next(t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)))

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ahp.errors import BadInput
 from ahp.graph.blocks import find_blocks
@@ -20,6 +18,7 @@ from ahp.graph.call import Documents, call_model, logits_of
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
 from ahp.graph.experts import Watch
 from ahp.graph.fake_mode import as_on_data
+from ahp.graph.torch_compat import FakeTensorMode, pytree
 
 
 @dataclass(frozen=True)

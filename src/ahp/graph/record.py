@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ahp.graph.costs import flops, traffic
 from ahp.graph.operators import Phase, TensorSpec
+from ahp.graph.torch_compat import TorchDispatchMode, backward_number, forward_number, memory_of, pytree
 
 ALIASES = {"aten.detach", "aten.alias", "aten.lift_fresh", "aten.lift"}
 """The same tensor under another name: not an operator."""
@@ -111,8 +110,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         name = str(func.overloadpacket)
         if name in ALIASES:
             self._alias(inputs[0], outputs[0])
@@ -172,10 +171,9 @@ class Recorder(TorchDispatchMode):
         """Place and module of the operator that runs now, and the operators that it depends on."""
         if self._phase == "forward":
             place, module = self._where.place, self._where.module
-            self._node.setdefault(torch.autograd._get_sequence_nr() - 1, (place, module))
+            self._node.setdefault(forward_number() - 1, (place, module))
             return place, module, self._depends_on(inputs, place)
-        node = torch._C._current_autograd_node()
-        number = node._sequence_nr() if node is not None else -1
+        number = backward_number()
         if number in self._node:
             place, module = self._node[number]
             return place, module, self._depends_on(inputs, place)
@@ -207,9 +205,8 @@ class Recorder(TorchDispatchMode):
             self._maker[(self.operators[maker].place, geometry)] = self._maker[(None, geometry)] = maker
 
     def _key(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        self._storages.setdefault(key, storage)
+        key = memory_of(tensor)
+        self._storages.setdefault(key, tensor.untyped_storage())
         return key
 
     def _geometry(self, tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,7 @@
-"""All use of private PyTorch, so that a new release breaks one file. Written for 2.11 to 2.13."""
+"""All use of private PyTorch, so that a new release breaks one file. Written for 2.11 to 2.13.
+
+The floors below have ``ahp.graph.torch_compat``. Operators (``torch.ops``, and their type ``torch._ops.OpOverload``) are taken where they are
+needed, whatever their names begin with: a graph has no others."""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -27,6 +29,11 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ahp.graph.torch_compat import FakeTensor as FakeTensor
+from ahp.graph.torch_compat import FakeTensorMode as FakeTensorMode
+from ahp.graph.torch_compat import TorchDispatchMode as TorchDispatchMode
+from ahp.graph.torch_compat import memory_of as memory_of
+from ahp.graph.torch_compat import pytree as pytree
 from ahp.runtime.ranks.environment import run_of_changing_nodes
 
 PINNED_IN_PLACE_BYTES = 1 << 20
@@ -72,11 +79,6 @@ def groups_wait(limit: timedelta) -> Iterator[None]:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, sharing memory; outside autograd. ``to_local`` would make a new view at each call."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """The same for tensors that share memory, also on the meta device, where there is none."""
-    return tensor.untyped_storage()._cdata
 
 
 def like_distributed(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -323,6 +325,16 @@ def end_memory_history(device: torch.device, file: Path) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
+def norms_of(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The Euclidean norm of each, in one kernel for many: what ``torch.nn.utils.get_total_norm`` takes."""
+    return tuple(torch._foreach_norm(tensors, 2.0))
+
+
+def scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all in place by a scalar on their device, in one kernel for many."""
+    torch._foreach_mul_(tensors, factor)
+
+
 def leave_out_update(optimizer: torch.optim.Optimizer, leave_out: torch.Tensor | None) -> None:
     """Let the next steps of a fused optimizer change nothing where ``leave_out``, a bool scalar on its device, is true: what
     ``torch.amp.GradScaler`` sets on optimizers that read it themselves."""
@@ -354,6 +366,11 @@ def within_checkpoint(graph: GraphModule, contexts: Callable[[], Any] | None = N
     if contexts is not None:
         graph.meta["_checkpoint_context_fn"] = contexts
     return GraphModule({"body": graph}, outer)
+
+
+def take_codegen(graph: Graph, source: Graph) -> None:
+    """Let a graph's module take and give what another one's does: its code knows how nested inputs and outputs are put together."""
+    graph.set_codegen(source._codegen)
 
 
 def writes_inputs(graph: GraphModule, inputs: list[torch.Tensor]) -> bool:

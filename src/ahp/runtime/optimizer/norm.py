@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from ahp.runtime.torch_compat import norms_of, scale_
+
 
 @dataclass
 class SquareSum:
@@ -35,7 +37,7 @@ def weighted_square_sum(gradients: dict[str, torch.Tensor], copies: dict[str, in
             by_copies.setdefault(copies[name], []).append(name)
     for count, names in by_copies.items():
         # One tensor's norm in fp32 (as clip_grad_norm_ takes it; five times faster than in float64), their sum in float64.
-        norms = torch.stack(torch._foreach_norm([gradients[name] for name in names], 2.0)).double()
+        norms = torch.stack(norms_of([gradients[name] for name in names])).double()
         found.total += norms.square().sum() / count
         found.norms.append((names, norms))
     return found
@@ -59,4 +61,4 @@ def unscale_and_clip_(
     factor = (torch.ones_like(norm) if limit is None else (limit / (norm + 1.0e-6)).clamp(max=1.0)) / scale
     # Looking costs nothing on a CPU; on a GPU the host would wait, and one more pass over the gradients costs less.
     if gradients and not (factor.is_cpu and factor == 1):
-        torch._foreach_mul_(list(gradients.values()), factor.float())
+        scale_(list(gradients.values()), factor.float())

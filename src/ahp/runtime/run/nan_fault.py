@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
 
 from ahp.runtime.pipeline.schedules import Inputs, Runner, split_rows
-from ahp.runtime.torch_compat import local_tensor
+from ahp.runtime.torch_compat import local_tensor, pytree
 
 
 def find_fault(

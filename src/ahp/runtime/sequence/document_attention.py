@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from ahp.engines.ahp import needs_masks
@@ -19,7 +18,7 @@ from ahp.graph.call import Documents, Sight
 from ahp.graph.document_starts import DocumentStarts, document_starts
 from ahp.plan import Plan
 from ahp.runtime.sequence.ulysses import ATTENTION, query_of
-from ahp.runtime.torch_compat import attention_of_lengths
+from ahp.runtime.torch_compat import FakeTensor, attention_of_lengths
 
 LOWEST_CAPABILITY = (8, 0)
 """Of FlashAttention-2."""

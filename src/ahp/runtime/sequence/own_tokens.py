@@ -14,9 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from ahp.errors import bad_input
@@ -29,6 +27,7 @@ from ahp.runtime.pipeline.cut import cut
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.sequence.context import Context
 from ahp.runtime.sequence.ulysses import InContext
+from ahp.runtime.torch_compat import FakeTensorMode, pytree
 from ahp.search.slicing.token_parts import BATCH, Attention, TokenParts, check_tokens_apart, token_parts, traced_length
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from ahp.errors import BadInput, bad_input
 from ahp.runtime.sequence.context import Context
 from ahp.runtime.sequence.ring import Mask, ring_attention
 from ahp.runtime.tensor.collectives import exchange_rows
+from ahp.runtime.torch_compat import FakeTensor
 
 ATTENTION = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
 

@@ -18,6 +18,7 @@ from ahp.graph.experts import EXPERTS
 from ahp.runtime.compute.fp8 import InGraph
 from ahp.runtime.tensor.collectives import step_function
 from ahp.runtime.tensor.sliced_dropout import drops, with_own_numbers
+from ahp.runtime.torch_compat import take_codegen
 from ahp.search.slicing.conversion import Step, steps
 from ahp.search.slicing.packing import CUTS, cut_dim, cut_sizes, slice_range
 from ahp.search.slicing.placement import P, Placement, R, Split, Strategy, args_of, kwargs_of, shape_of, tensor_inputs
@@ -68,7 +69,7 @@ class _Rewriter:
                 self._output(node)
             else:
                 self.local[node] = self.graph.node_copy(node, lambda n: self.local[n])
-        self.graph.set_codegen(self.capture.graph.graph._codegen)
+        take_codegen(self.graph, self.capture.graph.graph)
         module = GraphModule(self.capture.graph, self.graph)
         module.graph.eliminate_dead_code()
         module.recompile()

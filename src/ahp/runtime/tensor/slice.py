@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -28,7 +27,7 @@ from ahp.runtime.experts.router_outputs import Collect, WithRouterOutputs
 from ahp.runtime.experts.sliced_experts import ExpertsPlaceholder, leave_out, splits_of_experts
 from ahp.runtime.tensor.collectives import cut_segments, cut_sequence, gather_sequence, sum_gradient, sum_over_ranks
 from ahp.runtime.tensor.rewrite import rewrite
-from ahp.runtime.torch_compat import outside_modes
+from ahp.runtime.torch_compat import outside_modes, pytree
 from ahp.search.slicing.model import ModelSlicing
 from ahp.search.slicing.placement import Placement, Split
 from ahp.search.slicing.solve import LAST_RESORT, SPARING, Slicing, solve

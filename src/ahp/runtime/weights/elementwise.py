@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.utils._pytree as pytree
 
 from ahp.runtime.shard.parameter_layout import Ranges
-from ahp.runtime.torch_compat import memory_of
+from ahp.runtime.torch_compat import memory_of, pytree
 from ahp.runtime.weights import counter_random
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ahp.runtime.torch_compat import memory_of
+from ahp.runtime.torch_compat import TorchDispatchMode, memory_of
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ahp.errors import BadInput
 from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, part_of
-from ahp.runtime.torch_compat import local_tensor, recordable_trunc_normal
+from ahp.runtime.torch_compat import TorchDispatchMode, local_tensor, pytree, recordable_trunc_normal
 from ahp.runtime.weights.elementwise import Call, Fill, elementwise
 
 

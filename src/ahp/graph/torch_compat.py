@@ -1,0 +1,34 @@
+"""Private PyTorch that the floors below the runtime need too; the rest is in ``ahp.runtime.torch_compat``. Written for 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "backward_number",
+    "forward_number",
+    "memory_of",
+    "pytree",
+]
+
+
+def forward_number() -> int:
+    """How many operators autograd has recorded in this thread: the one that runs now in forward has this number less one."""
+    return torch.autograd._get_sequence_nr()
+
+
+def backward_number() -> int:
+    """The number that the operator had in forward whose backward runs now, -1 for none."""
+    node = torch._C._current_autograd_node()
+    return node._sequence_nr() if node is not None else -1
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The same for tensors that share memory, also on the meta device, where there is none."""
+    return tensor.untyped_storage()._cdata

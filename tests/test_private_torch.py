@@ -1,0 +1,88 @@
+"""Private PyTorch is used in two files alone, so that a new release of torch breaks these (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "ahp"
+ALLOWED = {PACKAGE / "graph" / "torch_compat.py", PACKAGE / "runtime" / "torch_compat.py"}
+OPERATORS = ("torch.ops", "torch._ops")
+"""What a graph consists of, and its type: without a public name, and as stable as saved graphs must be."""
+
+
+def private_names(source: str) -> set[str]:
+    """Modules, functions and classes of torch's with a private part in their name that a file imports or reaches from what it imports."""
+    names: dict[str, str] = {}
+    found: list[str] = []
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                names[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+                found.append(alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                found.append(f"{node.module}.{alias.name}")
+    found += (name for node in ast.walk(tree) for name in _reached(node, names))
+    return {name for name in found if _is_private(name)}
+
+
+def _reached(node: ast.AST, names: dict[str, str]) -> Iterator[str]:
+    """The whole name of an attribute of something imported."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if parts and isinstance(node, ast.Name) and node.id in names:
+        yield ".".join([names[node.id], *reversed(parts)])
+
+
+def _is_private(name: str) -> bool:
+    first, *others = name.split(".")
+    return (
+        first == "torch"
+        and any(part.startswith("_") and not part.startswith("__") for part in others)
+        and not any(name == prefix or name.startswith(f"{prefix}.") for prefix in OPERATORS)
+    )
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path not in ALLOWED)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_private_torch_is_in_two_files(path: Path) -> None:
+    found = private_names(path.read_text())
+    assert not found, f"{path.name} uses {', '.join(sorted(found))}: give it a name in torch_compat.py"
+
+
+def test_the_reader_sees_every_form() -> None:
+    source = """
+import torch, torch._dynamo
+import torch.utils._pytree as trees
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+def f(module):
+    from torch.optim._muon import EPS
+    torch._foreach_norm([]); dist.distributed_c10d._get_default_store(); trees.tree_leaves(1)
+    torch.nn.init.__doc__; torch.ops.aten._softmax; module._buffers; torch._ops.OpOverload
+"""
+    assert private_names(source) == {
+        "torch._dynamo",
+        "torch.utils._pytree",
+        "torch.utils._pytree.tree_leaves",
+        "torch._subclasses.FakeTensorMode",
+        "torch.optim._muon.EPS",
+        "torch._foreach_norm",
+        "torch.distributed.distributed_c10d._get_default_store",
+    }
+
+
+def test_the_two_files_are_where_it_is() -> None:
+    assert all(private_names(path.read_text()) for path in ALLOWED)
