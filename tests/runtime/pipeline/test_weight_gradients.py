@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from ahp.runtime.compute.compile import (
 )
 from ahp.runtime.compute.recompute import recompute
 from ahp.runtime.pipeline.weight_gradients import Deferring, WeightGradients
+from ahp.runtime.shard.replicas import accumulation_of
 from tests.runtime.graphs import no_kernels
 
 
@@ -60,6 +61,34 @@ def test_weights_wait_and_are_the_same() -> None:
         assert set(found) == set(expected)
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "in_place"), [(torch.float32, True), (torch.float64, False), (torch.bfloat16, False)], ids=str
+)
+def test_weights_of_later_micro_batches_are_added_in_place(dtype: torch.dtype, in_place: bool) -> None:
+    """In fp32: whoever holds ``grad`` keeps its memory, no graph hangs on it, and the engine is asked once for each weight."""
+    parts = [torch.randn(2, 3, 4, dtype=dtype) for _ in range(3)]
+    plain, model, later = Mixed().to(dtype), Mixed().to(dtype), WeightGradients()
+    asked: list[None] = []
+    accumulation = accumulation_of(cast(nn.Parameter, model.linear.weight))
+    accumulation.register_prehook(lambda given: None if given[0] is None else asked.append(None))
+    places = set()
+    for part in parts:
+        plain(part).square().sum().backward()
+        x = part.clone().requires_grad_()  # what a stage gets from the one before it
+        with Deferring(later):
+            loss = model(x).square().sum()
+        loss.backward()
+        later.take()()
+        assert model.weight.grad is not None
+        assert not model.weight.grad.requires_grad
+        places.add(model.weight.grad.data_ptr())
+    assert len(places) == 1
+    assert len(asked) == (1 if in_place else len(parts))
+    expected = gradients(plain, parts[0])
+    for name, gradient in gradients(model, parts[0]).items():
+        torch.testing.assert_close(gradient, expected[name])
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 aten = torch.ops.aten
 LINEAR = {F.linear, aten.linear.default}
 ADDMM = {torch.addmm, aten.addmm.default}
+PRODUCTS = LINEAR | ADDMM
 
 
 class WeightGradients:
@@ -30,6 +31,7 @@ class WeightGradients:
         """All that is pending, as one function that computes it; torch calls this ``dw_builder``."""
         pending, self.pending = self.pending, []
 
+        @torch.no_grad()
         def run() -> None:
             while pending:
                 pending.pop()()  # what a product kept is freed as soon as it is done
@@ -45,9 +47,9 @@ class Deferring(TorchFunctionMode):
         self.later = later
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            torch.compiler.is_compiling()
-        ):  # a graph's products are seen to in it (runtime/pipeline/compiled_weight_gradients.py)
+        # The first question is the cheapest: each operator of a forward comes by here, and few are products.
+        # A graph's products are seen to in it (runtime/pipeline/compiled_weight_gradients.py).
+        if func not in PRODUCTS or torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         if func in LINEAR and torch.is_grad_enabled() and _operand(1, "weight", args, kwargs).requires_grad:
             return _linear(self.later, *args, **(kwargs or {}))
@@ -75,11 +77,21 @@ def weight_gradient(
 
     def finish() -> None:
         rows, outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        found = outputs.t().mm(rows) if transposed else rows.t().mm(outputs)
+        first, second = (outputs.t(), rows) if transposed else (rows.t(), outputs)
+        if (total := _sum_of(weight)) is not None and total.dtype == first.dtype == second.dtype == torch.float32:
+            total.addmm_(first, second)
+            return
         # Through what made the weight of its parameter (a DTensor's local part), to the parameter's own gradient.
-        torch.autograd.backward(weight, found)
+        torch.autograd.backward(weight, first.mm(second))
 
     return finish
+
+
+def _sum_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """The gradients of earlier micro-batches, where a product can be added to them in place: a tensor of the weight's size less, and its
+    reading and writing. Hooks on a gradient that is there already have nothing to do (runtime/shard/replicas.py)."""
+    total = weight.grad if weight.is_leaf else None
+    return total if type(total) is torch.Tensor else None
 
 
 class _Product(torch.autograd.Function):
