@@ -14,7 +14,7 @@ from ahp.errors import BadInput, HardwareMismatch
 from ahp.plan import Plan
 from ahp.runtime.check.verify import verify
 from ahp.runtime.ranks import launch
-from ahp.runtime.ranks.device_order import check_device, mesh_places
+from ahp.runtime.ranks.device_order import GROUP, check_device, mesh_places, numbers, own_group
 from tests.runtime.models import JOB
 from tests.runtime.test_equality import train
 from tests.runtime.workers import Pool
@@ -124,3 +124,40 @@ def rows(rank: int, world: int, layout: dict[str, Any], num_rows: int) -> range:
     from tests.runtime.models import BUILDERS
 
     return parallelize(BUILDERS["llama"](), {"job": JOB, "parallelism": layout}).rows(num_rows)
+
+
+def test_workers_are_numbered_by_what_they_say_of_their_devices() -> None:
+    used = {"new": 2, "old": 2}
+    assert numbers(used, ["new", "new", "old", "old"]) is None
+    assert numbers(used, ["old", "old", "new", "new"]) == [2, 3, 0, 1]
+    assert numbers(used, ["old", "new", "old", "new"]) == [2, 0, 3, 1]
+    assert numbers(used, ["old", None, "old", "new"]) is None, "the launcher's order stands where one cannot say"
+    with pytest.raises(
+        HardwareMismatch, match="the plan needs 2 on new, 2 on old workers, and there are 1 on new, 3 on old"
+    ):
+        numbers(used, ["old", "new", "old", "old"])
+
+
+def test_a_worker_knows_its_group_by_its_gpu_or_by_its_hosts_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_029_158_912)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert own_group(plan(REVERSED), torch.device("cuda", 0)) == "new"
+    assert own_group(plan(REVERSED), torch.device("cpu")) is None
+    monkeypatch.setenv(GROUP, "old")
+    assert own_group(plan(REVERSED), torch.device("cpu")) == "old"
+    monkeypatch.setenv(GROUP, "oldest")
+    with pytest.raises(
+        BadInput, match=r"AHP_GROUP = 'oldest': the plan's cluster has no such group \(valid: new, old\)"
+    ):
+        own_group(plan(REVERSED), torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_ranks_follow_the_hosts_devices_and_not_their_order(tmp_path: Path) -> None:
+    """Workers 0 and 2 are on hosts of the second group, 1 and 3 on hosts of the first."""
+    plan(REVERSED).save(tmp_path / "plan.yaml")
+    launch.launch("tests.runtime.on_groups", [str(tmp_path)], num_workers=4, log_folder=tmp_path / "log")
+    ranks = [int((tmp_path / f"worker-{worker}").read_text()) for worker in range(4)]
+    numbered = [2, 0, 3, 1]
+    places = [2, 3, 0, 1]  # of the plan's mesh, by number: its first stage lies on the second group
+    assert ranks == [places[number] for number in numbered]

@@ -28,7 +28,7 @@ from ahp.runtime.ranks.device import (
     num_gpus,
     own_gpu,
 )
-from ahp.runtime.ranks.device_order import mesh_places
+from ahp.runtime.ranks.device_order import agreed_numbers, mesh_places
 from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.ranks.meeting import MEET_S, meet
 from ahp.runtime.torch_compat import default_store, launchers_store, limit_time
@@ -102,7 +102,7 @@ def joined(
     limit = timedelta(seconds=collective_timeout_s)
     ours = not dist.is_initialized() or not (places is None or _is_in_mesh_order())
     if ours:
-        _join(where, places, limit, meet_s=MEET_S)
+        _join(where, plan, limit, meet_s=MEET_S)
     else:
         limit_time(dist.group.WORLD, limit)
     alone = dist.get_world_size() == 1
@@ -136,7 +136,7 @@ def rank_device(plan: Plan, wanted: torch.device | str | None = None) -> torch.d
     if not dist.is_initialized():
         # The program may have work of its own before this on some ranks.
         limit_s = COLLECTIVE_TIMEOUT_S
-        _join(device, mesh_places(plan), timedelta(seconds=limit_s), meet_s=limit_s)
+        _join(device, plan, timedelta(seconds=limit_s), meet_s=limit_s)
     if why and os.environ.get("LOCAL_RANK", "0") == "0":
         warnings.warn(
             f"ahp.parallelize: device None becomes the CPU beside idle GPUs: {why}. Start one worker for each GPU and leave "
@@ -163,11 +163,11 @@ def _refuse_to_start(plan: Plan) -> None:
         )
 
 
-def _join(where: torch.device, places: list[int] | None, limit: timedelta, *, meet_s: float) -> None:
-    """Make the default group, with the places of a mesh as ranks where they are given, and with the limit of its collectives: gloo's
-    send and receive keep that which a group was made with. So all ranks are waited for before.
+def _join(where: torch.device, plan: Plan | None, limit: timedelta, *, meet_s: float) -> None:
+    """Make the default group, with the places of the plan's mesh as ranks, and with the limit of its collectives: gloo's send and receive
+    keep that which a group was made with. So all ranks are waited for before.
 
-    Raises NoAnswer with the ranks that do not come within ``meet_s``.
+    Raises NoAnswer with the ranks that do not come within ``meet_s``, HardwareMismatch where they have other devices than the plan.
     """
     device: DeviceType = "cuda" if where.type == "cuda" else "cpu"
     limits: dict[str, Any] = {"timeout": limit, "device_id": where if device == "cuda" else None}
@@ -177,15 +177,28 @@ def _join(where: torch.device, places: list[int] | None, limit: timedelta, *, me
     if dist.is_initialized():  # in the launcher's order
         dist.destroy_process_group()
     store, worker, size = launchers_store()
+    in_launchers_order = True
     meet(store, worker, size, at="start of the job", within_s=meet_s)
     _compare_devices(store, worker, device)
-    rank = worker if places is None else places[worker]
-    named = dist.PrefixStore("ahp/ranks" if places is None else MESH_ORDER, store)
+    rank = worker
+    for order in _orders(store, worker, size, plan, where):
+        rank = order[rank]
+        in_launchers_order = False
+    named = dist.PrefixStore("ahp/ranks" if in_launchers_order else MESH_ORDER, store)
     dist.init_process_group(BACKENDS[device], store=named, rank=rank, world_size=size, **limits)
-    if places is not None:
+    if not in_launchers_order:
         default_store().set(f"{MESH_ORDER}/{rank}", "")
     if device == "cpu":  # A rank that left now would close what another one still connects to.
         dist.barrier()
+
+
+def _orders(store: dist.Store, worker: int, size: int, plan: Plan | None, where: torch.device) -> list[list[int]]:
+    """From the launcher's numbers to those of the plan's devices, and from these to the places of its mesh, as far as they differ. Collective."""
+    if plan is None:
+        return []
+    return [
+        order for order in (agreed_numbers(store, worker, size, plan, where), mesh_places(plan)) if order is not None
+    ]
 
 
 def _compare_devices(store: dist.Store, worker: int, device: DeviceType) -> None:
