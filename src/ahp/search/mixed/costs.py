@@ -92,7 +92,7 @@ class GroupCells:
         """
         num_layers = len(self.units.layers)
         if self.layout.pipeline_parallel_degree == 1:
-            none, cost = np.zeros(num_layers), self._cost(num_layers, 3)
+            none, [cost] = np.zeros(num_layers), self._costs((num_layers, WHOLE))
             whole = stage_weights(self.units, self.pricer.table([(0, num_layers, True, True)]))
             updated = float(whole.total[0] - whole.experts[0]) / shard_ranks(self.layout)
             once = sum(cost.first_forward.values()) + sum(cost.last_backward.values())
@@ -102,10 +102,10 @@ class GroupCells:
             return Work((none, none), ((0.0, 0.0),) * 3 + (_seconds(cost),), once)
         if not self._layers_alike:
             return self.of_units()
-        one, two = self._stage(1, 1), self._stage(2, 1)
+        one, two, with_first, with_last = self._stages((1, 1), (2, 1), (1, 0), (1, 2))
         forward, both = (min(more - less, less) for more, less in zip(two, one, strict=True))
         layers = np.full(num_layers, forward), np.full(num_layers, both)
-        ends = one, self._stage(1, 0), self._stage(1, 2)
+        ends = one, with_first, with_last
         first, between, last = ((of[0] - forward, of[1] - both) for of in (ends[1], ends[0], ends[2]))
         return Work(layers, (first, between, last, last))
 
@@ -118,7 +118,7 @@ class GroupCells:
         """Seconds of both passes of the whole model for one micro-batch, at least: as ``work``, of stages that are priced sooner."""
         if not self._layers_alike:
             return self.of_units().whole_s(WHOLE)
-        one, two = self._stage(1, WHOLE)[1], self._stage(2, WHOLE)[1]
+        (_, one), (_, two) = self._stages((1, WHOLE), (2, WHOLE))
         return one + (len(self.units.layers) - 1) * min(two - one, one)
 
     @cached_property
@@ -126,13 +126,13 @@ class GroupCells:
         """The same without what gathers weights and without the host."""
         return self.of_units().whole_s(WHOLE)
 
-    def _stage(self, num_layers: int, place: int) -> tuple[float, float]:
-        return _seconds(self._cost(num_layers, place))
+    def _stages(self, *stages: tuple[int, int]) -> list[tuple[float, float]]:
+        """Seconds of stages with so many layers at a place."""
+        return [_seconds(cost) for cost in self._costs(*stages)]
 
-    def _cost(self, num_layers: int, place: int) -> StageCost:
-        first, last = ENDS[place]
-        table = self.pricer.table([(0, num_layers, first, last)])
-        return self.pricer.stage_costs(self.units, table, self._data, self.recompute, self._network)[0]
+    def _costs(self, *stages: tuple[int, int]) -> list[StageCost]:
+        table = self.pricer.table([(0, num_layers, *ENDS[place]) for num_layers, place in stages])
+        return self.pricer.stage_costs(self.units, table, self._data, self.recompute, self._network)
 
     @cached_property
     def _data(self) -> DataParallel:
