@@ -103,6 +103,44 @@ def work(restart: Restart) -> float:
     return passes(restart.first) + passes(restart.then)
 
 
+def items(restart: Restart) -> set[str]:
+    """What a draw tries, of what a restart has to get right."""
+    build = restart.build if isinstance(restart.build, partial) else partial(restart.build)
+    both, words = (restart.first, restart.then), build.keywords
+    num_experts = words.get("num_local_experts", words.get("num_experts", 0))
+    shards = [layout.get(DEGREE["dp_shard"], 1) * layout.get(DEGREE["cp"], 1) for layout in both]
+    degrees = {layout.get(DEGREE[axis], 1) for layout in both for axis in AXES}
+    parts = [layout.get("expert_parallel_degree", 1) for layout in both]
+    gpt = build.func is gpt2
+    found = {
+        "another layout": restart.first != restart.then,
+        "more shards than rows": 0 < num_experts < max(shards),
+        "a degree of 3": 3 in degrees,
+        "a degree of 6": 6 in degrees,
+        "experts into another layout": num_experts > 0 and parts[0] != parts[1],
+        "Muon beside experts": num_experts > 0 and restart.optimizer.get("name") == "muon",
+        "the scale of fp16": restart.loss_scale is not None,
+        "dropout": gpt and build.args[0] > 0,
+        "packed documents": restart.job.get("document_mask", False),
+        "accumulation": any(map(_accumulates, both)),
+        "tied weights": gpt or words.get("tie_word_embeddings", False),
+        "uneven stages": any(len(set(layout.get("layers_per_stage", ()))) > 1 for layout in both),
+        "uneven replicas": any(len(set(layout.get("micro_batches_per_replica", ()))) > 1 for layout in both),
+    }
+    return {name for name, tried in found.items() if tried}
+
+
+ITEMS = (
+    "another layout", "more shards than rows", "a degree of 3", "a degree of 6", "experts into another layout", "Muon beside experts",
+    "the scale of fp16", "dropout", "packed documents", "accumulation", "tied weights", "uneven stages", "uneven replicas",
+)  # fmt: skip
+
+
+def _accumulates(layout: dict[str, Any]) -> bool:
+    ranks = layout.get(DEGREE["dp_replicate"], 1) * layout.get(DEGREE["dp_shard"], 1)
+    return BATCH // ranks > layout["micro_batch_size"]
+
+
 def _build(d: random.Random, family: str, num_experts: int, dropout: float) -> partial[nn.Module]:
     if family == "llama":
         return partial(llama, num_key_value_heads=d.choice([1, 2, 3, 6]), tie_word_embeddings=d.random() < 0.5)

@@ -6,7 +6,9 @@ AHP_TEST_EXAMPLES=3 three times as many.
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +16,17 @@ import pytest
 
 from tests.examples import many
 from tests.marks import cases
-from tests.runtime.draws import draw, experts, gpt2, work
+from tests.runtime.draws import ITEMS, draw, experts, gpt2, items, work
 from tests.runtime.restarts import Refused, Restart, check
 from tests.runtime.workers import Pool
 
 SEED = os.environ.get("AHP_TEST_SEED", "0")
-SOME, MORE = 24, 300
+SOME = (
+    1713, 3406, 3061, 3307, 1797, 2895, 2251, 2787, 237, 2263, 897, 1049, 3000, 1167, 2240, 3893, 513, 788, 858, 956,
+    1553, 1613, 1674, 1886, 2141, 2309, 2414, 2859,
+)  # fmt: skip
+"""Of the first draws of seeds 0-little-0 to 0-little-3999 those with little work that try the most of what few others do."""
+MORE = 300
 LITTLE_WORK = 16.0
 """Of each of the first some: they take a quarter of the time of the others."""
 ATTEMPTS = 100
@@ -45,24 +52,41 @@ def test_what_draws_have_found(pool: Pool, tmp_path: Path, name: str) -> None:
     check(pool, FOUND[name], tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("seed", "little"),
-    [
-        pytest.param(f"{SEED}-little-{number}", True, marks=pytest.mark.slow, id=f"{SEED}-little-{number}")
-        for number in range(SOME)
-    ]
-    + [
-        pytest.param(f"{SEED}-{number}", False, marks=pytest.mark.wide, id=f"{SEED}-{number}")
-        for number in range(many(MORE))
-    ],
-)
-def test_a_restart_does_not_show(pool: Pool, tmp_path: Path, seed: str, little: bool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SOME)
+def test_a_restart_of_those_that_try_the_most_does_not_show(pool: Pool, tmp_path: Path, number: int) -> None:
+    """One that is refused fails: another number has to be taken in its place."""
+    if SEED == "0":
+        check(pool, draw(f"0-little-{number}-0"), tmp_path)
+    else:
+        search(pool, f"{SEED}-little-{number}", tmp_path, LITTLE_WORK)
+
+
+def test_every_item_is_drawn() -> None:
+    """``-rP`` shows how often."""
+    drawn = [draw(f"0-little-{number}-0") for number in SOME]
+    assert max(map(work, drawn)) <= LITTLE_WORK
+    counts = Counter(item for restart in drawn for item in items(restart))
+    print("\n".join(f"{counts[item]:3} of {len(drawn)}: {item}" for item in ITEMS))
+    assert set(counts) <= set(ITEMS)
+    assert min(counts[item] for item in ITEMS) >= 2
+    assert counts["another layout"] >= 20
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("seed", [f"{SEED}-{number}" for number in range(many(MORE))])
+def test_a_restart_does_not_show(pool: Pool, tmp_path: Path, seed: str) -> None:
+    search(pool, seed, tmp_path)
+
+
+def search(pool: Pool, seed: str, folder: Path, most_work: float = math.inf) -> None:
+    """Check the first draw of a seed that can run."""
     for attempt in range(ATTEMPTS):
         restart = draw(f"{seed}-{attempt}")
-        if little and work(restart) > LITTLE_WORK:
+        if work(restart) > most_work:
             continue
         try:
-            check(pool, restart, tmp_path / str(attempt))
+            check(pool, restart, folder / str(attempt))
         except Refused:
             continue
         except BaseException as error:
