@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -20,9 +20,17 @@ class Pool(workers.Pool):
     PRELOAD = (*workers.PRELOAD, "tests.runtime.test_families", "tests.runtime.warm")
 
     def launch(
-        self, module: str, arguments: Sequence[str], *, num_workers: int, log_folder: Path, watch: Watch | None = None
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        num_workers: int,
+        log_folder: Path,
+        watch: Watch | None = None,
+        stops_when: Callable[[], bool] | None = None,
     ) -> int:
-        """In place of ``ahp.runtime.ranks.launch.launch``: workers that have found each other, and spend no seconds on imports."""
+        """In place of ``ahp.runtime.ranks.launch.launch``: workers that have found each other, and spend no seconds on imports. None hangs, and none
+        is asked to stop."""
         try:
             codes = self.run(as_launched, num_workers, module, list(arguments), free_port())
         except workers.WorkerFailed as error:

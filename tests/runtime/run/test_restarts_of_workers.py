@@ -179,6 +179,23 @@ def test_a_lost_place_that_is_back_is_planned_with(tmp_path: Path, monkeypatch: 
     assert not history[3].failed
 
 
+def test_workers_that_somebody_else_told_to_stop_are_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, started = RunFolder(tmp_path / "run"), list[int]()
+
+    def launch(*given: object, num_workers: int, **others: object) -> int:
+        started.append(num_workers)
+        folder.write_status(Status("interrupted", 4, "stopped by SIGTERM", 143))
+        return 0
+
+    monkeypatch.setattr("ahp.runtime.ranks.launch.launch", launch)
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    outcome = Trainer(plan(tmp_path / "a.txt"), folder=folder).run()
+    assert (outcome.exit_code, started) == (143, [1])
+
+
 def test_no_restarts_at_all_where_none_are_wanted() -> None:
     with pytest.raises(TrainingFailed, match=r"^worker gone$"):
         Restarts(Elastic(max_restarts=0), 2).after(killed(5))

@@ -150,7 +150,8 @@ class Trainer:
                     with stops_at_once():
                         order = self._take_up_again(failed, restarts.after(failed), order)
                 else:
-                    if status.state != "interrupted" or stopped:
+                    grows = restarts.asked and not stopped and status.state == "interrupted"
+                    if not grows:
                         return self._ended(status)
                     with stops_at_once():
                         order = self._grow(restarts, order)
