@@ -21,7 +21,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from failure_kinds import CUT_S, KINDS, Hosts, Kind, small_disk, why_not
+from failure_kinds import CUT_S, KINDS, Hosts, Kind, cut_network, small_disk, why_not
 from failure_run import (
     LAYOUTS,
     LIMIT_S,
@@ -41,7 +41,8 @@ from page import write as write_page
 MARKER = "failures"
 STRIKES = 5
 """Of one run, at most."""
-STEPS = 220
+STEPS, HOST_STEPS = 220, 2500
+"""Of a run. The host that is left must not come to the end before the other one is back."""
 AWAY = (6, 30)
 """Steps that a start makes before it is struck: past its first checkpoint."""
 
@@ -111,12 +112,13 @@ def struck_run(
 ) -> list[Trial]:
     """A run that all of this happens to, to its end."""
     trials = [Trial(seed, kind.name, layout.name, number) for seed, kind in zip(seeds, kinds, strict=True)]
-    reference = reference_curve(place, layout, text, STEPS)
+    hosts = any(kind.hosts for kind in kinds)
+    steps = HOST_STEPS if hosts else STEPS
+    reference = reference_curve(place, layout, text, steps)
     with ExitStack() as kept:
         disk = kept.enter_context(small_disk(place / f"disk-{number}")) if any(k.small_disk for k in kinds) else None
-        hosts = any(kind.hosts for kind in kinds)
         kept.enter_context(Hosts.made() if hosts else nullcontext())
-        run = Run(place / f"run-{number}", layout, text, steps=STEPS, place=disk)
+        run = Run(place / f"run-{number}", layout, text, steps=steps, place=disk)
         kept.callback(run.close)
         begin = _two_hosts if hosts else Run.start
         begin(run)
@@ -124,7 +126,7 @@ def struck_run(
             for trial, kind in zip(trials, kinds, strict=True):
                 strike(run, kind, random.Random(trial.seed), trial)
                 if hosts:
-                    _complete(run)
+                    _complete(run, away_s=CUT_S if kind.strike is cut_network else 0.0)
                 say(f"  {trial.kind}: step after {trial.seconds:.1f} s, {trial.steps_lost} steps made again")
             run.ends()
             found, left = deviation(run, reference), tuple(left_behind(run))
@@ -144,9 +146,9 @@ def _two_hosts(run: Run) -> None:
     run.until(lambda: bool(run.starts()) and run.starts()[-1].workers == 2 and run.step() > 0, "both hosts train")
 
 
-def _complete(run: Run) -> None:
-    """Both hosts are there again: the network is, and the command is started where it has ended."""
-    time.sleep(CUT_S)
+def _complete(run: Run, away_s: float) -> None:
+    """Both hosts are there again, after so long: the network is, and the command is started where it has ended."""
+    time.sleep(away_s)
     for name in Hosts.NAMES:
         Hosts.set_link(name, up=True)
     for name in Hosts.NAMES:
