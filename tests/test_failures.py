@@ -12,7 +12,7 @@ import pytest
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "failures.py"
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_run_goes_on_after_each_of_ten_failures(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     kinds = ["-9 of one worker", "-9 of all workers", "truncated"]
