@@ -22,7 +22,7 @@ Asked = tuple[int, int, str, int | None]
 
 
 def asked(nodes: str | None, rendezvous: str | None, workers: int | None, slurm: Task | None = None) -> Asked | None:
-    """What the options say; None where there are none of them, and in the workers that they started. Raises BadInput.
+    """Parse the options. Returns None if none is given, and in a worker that such a launcher has started. Raises BadInput.
 
     ``slurm``: this process among the tasks of an srun, which says what the options leave open.
     """

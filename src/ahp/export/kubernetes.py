@@ -97,7 +97,7 @@ HEAD = """\
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as they are, and what stands twice written twice."""
+    """Writes multi-line strings as YAML blocks, and no anchors or aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ahp.errors import BadInput, bad_input
-from ahp.runtime.ranks.own_store import PORT, checked_address
+from ahp.runtime.ranks.own_store import PORT, checked_address, store_on
 
 FIND_S = 60.0
 """For which a node looks for the store, or waits for an address that comes before its own: that host may start last."""
@@ -117,11 +117,6 @@ def _found(left: Sequence[Address], *, late: bool) -> FoundStore | None:
 
 def _made(address: Address) -> dist.TCPStore | None:
     """A store that listens on this address alone; None where another launcher of this node keeps one there."""
-    family, place = checked_address("--rendezvous", address.host)
-    with suppress(OSError):
-        listener = socket.create_server((place, address.port), family=family)
-        return dist.TCPStore(
-            address.host, address.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=FIND_S),
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
+    with suppress(BadInput):
+        return store_on(address.host, address.port, option="--rendezvous", timeout=timedelta(seconds=FIND_S))
     return None

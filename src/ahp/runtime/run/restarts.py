@@ -1,4 +1,4 @@
-"""Whether workers that failed are started again, how many of them, and when lost ones are tried again."""
+"""Decides after a failure whether to restart the workers, how many, and when to try a lost place again."""
 
 from __future__ import annotations
 
