@@ -122,6 +122,7 @@ def struck_run(
         kept.callback(run.close)
         begin = _two_hosts if hosts else Run.start
         begin(run)
+        trial = trials[0]
         try:
             for trial, kind in zip(trials, kinds, strict=True):
                 strike(run, kind, random.Random(trial.seed), trial)
@@ -133,10 +134,9 @@ def struck_run(
             for trial in trials:
                 trial.deviation, trial.left = found, left
         except DoesNotGoOn as error:
-            first = next((trial for trial in trials if not trial.went_on), trials[-1])
-            first.went_on, first.why = False, str(error)
-            say(f"  {first.kind}: {error}")
-            trials = trials[: trials.index(first) + 1]
+            trial.went_on, trial.why = False, str(error)
+            say(f"  {trial.kind}: {error}")
+            trials = trials[: trials.index(trial) + 1]
     return trials
 
 
@@ -151,11 +151,11 @@ def _complete(run: Run, away_s: float) -> None:
     time.sleep(away_s)
     for name in Hosts.NAMES:
         Hosts.set_link(name, up=True)
-    for name in Hosts.NAMES:
-        if not any(name in launch.command and launch.process.poll() is None for launch in run.launches):
-            Hosts.start(run, name)
 
     def both() -> bool:
+        for name in Hosts.NAMES:
+            if not any(name in launch.command and launch.process.poll() is None for launch in run.launches):
+                Hosts.start(run, name)
         start = run.starts()[-1]
         return start.workers == 2 and run.step() > start.first_step
 

@@ -34,6 +34,15 @@ def test_the_next_address_takes_over_and_a_node_that_comes_back_joins_there() ->
     assert (back.is_host, back.address) == (False, places[1])
 
 
+def test_a_node_whose_network_was_away_goes_back_to_the_store_that_it_lost() -> None:
+    places = addresses(2)
+    host = find(places)
+    back = find(places, gone=[places[0]])
+    assert (back.is_host, back.address) == (False, places[0])
+    host.store.set("key", "value")
+    assert back.store.get("key") == b"value"
+
+
 def test_a_node_waits_for_the_addresses_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = addresses(2)
     monkeypatch.setattr(Address, "is_here", lambda self: self == second)

@@ -88,7 +88,7 @@ def find(addresses: Sequence[Address], gone: Sequence[Address] = (), find_s: flo
     began_s = time.monotonic()
     while True:
         waited_s = time.monotonic() - began_s
-        if (found := _found(left, late=waited_s > find_s)) is not None:
+        if (found := _found(left, addresses, late=waited_s > find_s)) is not None:
             found.store.set_timeout(timedelta(seconds=CALL_S))
             return found
         if waited_s > 2 * find_s:  # a node that gave up waiting for another one has its store by now
@@ -99,12 +99,12 @@ def find(addresses: Sequence[Address], gone: Sequence[Address] = (), find_s: flo
         time.sleep(POLL_S)
 
 
-def _found(left: Sequence[Address], *, late: bool) -> FoundStore | None:
-    """``late``: the nodes of the addresses before this one's own do not come any more."""
+def _found(left: Sequence[Address], addresses: Sequence[Address], *, late: bool) -> FoundStore | None:
+    """``left``: where a store may be made. ``late``: the nodes of the addresses before this one's own do not come any more."""
     for index, address in enumerate(left):
         if address.is_here() and (index == 0 or late):
-            # A node that was lost may come back to a job that has gone on at another address.
-            other = next((one for one in left[index + 1 :] if one.answers()), None)
+            # The job may have gone on at another address meanwhile, and a network that was away may be back: one store is made, not two.
+            other = next((one for one in addresses if one != address and one.answers()), None)
             made = None if other is not None else _made(address)
             if made is not None:
                 return FoundStore(made, address, is_host=True)
