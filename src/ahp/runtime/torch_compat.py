@@ -264,6 +264,11 @@ def rendezvous_names() -> tuple[type, ...]:
     return dynamic_rendezvous._RendezvousState, dynamic_rendezvous._NodeDesc
 
 
+def stop_heartbeats(rendezvous: Any) -> None:
+    """End what tells others that this launcher lives, without closing the job for them as ``shutdown`` of torch's dynamic rendezvous does."""
+    rendezvous._stop_heartbeats()
+
+
 def launchers_store() -> tuple[dist.Store, int, int]:
     """The store that the launcher's variables name, this worker's number and how many there are: what init_process_group would take.
 

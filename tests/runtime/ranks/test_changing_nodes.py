@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
 
 from ahp.errors import BadInput
 from ahp.runtime.ranks import store_place
@@ -88,6 +88,29 @@ def test_a_store_that_is_gone_is_told_apart_from_a_job_that_has_ended(monkeypatc
         other.next_rendezvous()
     with pytest.raises(StoreLost):
         other.num_nodes_waiting()
+
+
+def test_a_launcher_whose_network_was_away_does_not_end_the_job_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    host, other = (meeting(port, least=2) for _ in range(2))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ChangingNodes.next_rendezvous, (host, other)))
+
+    def unreachable() -> int:
+        raise RendezvousConnectionError("the network is away")
+
+    monkeypatch.setattr(other.torchs, "num_nodes_waiting", unreachable)
+    with pytest.raises(StoreLost):
+        other.num_nodes_waiting()
+    assert other.shutdown()  # the network is back
+    assert not host.is_closed()
+    back = meeting(port, least=2)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(ChangingNodes.next_rendezvous, (host, back)))
+    assert {info.rank for info in found} == {0, 1}
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ChangingNodes.shutdown, (host, back)))
+    assert host.is_closed()
 
 
 def test_which_addresses_are_here() -> None:

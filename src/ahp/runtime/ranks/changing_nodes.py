@@ -45,7 +45,7 @@ from ahp.runtime.ranks.launch import quiet_launcher, workers_of
 from ahp.runtime.ranks.saving_first import workers_saving_first
 from ahp.runtime.ranks.stopped import ending_stopped
 from ahp.runtime.ranks.store_place import Address
-from ahp.runtime.torch_compat import rendezvous_names
+from ahp.runtime.torch_compat import rendezvous_names, stop_heartbeats
 
 BACKEND = "ahp-changing"
 JOIN_S = 900
@@ -94,6 +94,7 @@ class ChangingNodes(RendezvousHandler):
         gone = parameters.config.get("gone", ())
         found = store_place.find(store_place.parse(parameters.endpoint), gone)
         self.store, self.address, self.is_host = found.store, found.address, found.is_host
+        self.lost = False
         self.round = self.nodes = 0
         self.torchs = DynamicRendezvousHandler.from_backend(
             parameters.run_id,
@@ -120,7 +121,7 @@ class ChangingNodes(RendezvousHandler):
             self._refuse_what_has_ended()
             raise JobEnded(1, "the launchers of the other nodes have ended the job") from error
         except (RendezvousConnectionError, dist.DistError) as error:
-            raise StoreLost(self.address) from error
+            raise self._store_lost() from error
         workers = RendezvousStoreInfo(self.address.host, self.address.port)
         return RendezvousInfo(found.store, found.rank, found.world_size, workers)
 
@@ -144,7 +145,11 @@ class ChangingNodes(RendezvousHandler):
         try:
             return self.torchs.num_nodes_waiting()
         except RendezvousConnectionError as error:
-            raise StoreLost(self.address) from error
+            raise self._store_lost() from error
+
+    def _store_lost(self) -> StoreLost:
+        self.lost = True
+        return StoreLost(self.address)
 
     def is_closed(self) -> bool:
         return self.torchs.is_closed()
@@ -153,7 +158,13 @@ class ChangingNodes(RendezvousHandler):
         self.torchs.set_closed()
 
     def shutdown(self) -> bool:
-        """Leave; the launcher that keeps the store waits for the others, which have to read there how the job ended."""
+        """Leave; the launcher that keeps the store waits for the others, which have to read there how the job ended.
+
+        torch's closes the job for all. Whoever has lost the store must not: its network may be back by now, and the others go on.
+        """
+        if self.lost:
+            stop_heartbeats(self.torchs)
+            return True
         well = self.torchs.shutdown()
         with suppress(RuntimeError):
             left = self.store.add("ahp/left", 1)
