@@ -1,5 +1,5 @@
 """``python -m ahp``: the same as the console script."""
 
-from ahp.cli.main import main
+from ahp.cli.main import program
 
-raise SystemExit(main())
+program()

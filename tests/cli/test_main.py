@@ -193,3 +193,13 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=60) == frame.BROKEN_PIPE
+
+
+def test_a_worker_that_failed_does_not_wait_for_its_threads() -> None:
+    """As where a checkpoint's collective waits for a host that is gone."""
+    script = (
+        "import time; from concurrent.futures import ThreadPoolExecutor; from ahp.cli import main\n"
+        "ThreadPoolExecutor(1).submit(time.sleep, 600); main.main = lambda: 3; main.program()"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, "RANK": "0"}, timeout=60)
+    assert ended.returncode == 3

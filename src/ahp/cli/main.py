@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
+from typing import NoReturn
 
 from ahp.errors import AhpError, bad_input
 from ahp.runtime.run.stop_signal import Stopped, stops_at_once
@@ -74,6 +75,17 @@ def main(argv: list[str] | None = None) -> int:
         if not trace:
             message += f"\nthe whole trace: ahp --traceback {' '.join(words)}"
         return _fail(message, type(error).__name__, INTERNAL, as_json="--json" in words)
+
+
+def program() -> NoReturn:
+    """The ``ahp`` program. A worker that failed ends at once: a thread of its may wait for a host that is gone (a checkpoint's collective), and
+    Python would wait for the thread, while the launcher waits for the worker."""
+    code = main()
+    if code and "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def _dispatch(words: list[str]) -> int:

@@ -18,6 +18,7 @@ from ahp.config import COLLECTIVE_TIMEOUT_S
 from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.plan import Plan
 from ahp.runtime.host_copy import HostCopy
+from ahp.runtime.ranks.dead_peer import give_up_after
 from ahp.runtime.ranks.device import (
     BACKENDS,
     DeviceType,
@@ -177,6 +178,7 @@ def _join(where: torch.device, plan: Plan | None, limit: timedelta, *, meet_s: f
     if dist.is_initialized():  # in the launcher's order
         dist.destroy_process_group()
     store, worker, size = launchers_store()
+    give_up_after(int(os.environ["MASTER_PORT"]), limit.total_seconds())
     in_launchers_order = True
     meet(store, worker, size, at="start of the job", within_s=meet_s)
     _compare_devices(store, worker, device)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ahp.errors import BadInput, bad_input
+from ahp.runtime.ranks.dead_peer import give_up_after
 from ahp.runtime.ranks.own_store import PORT, checked_address, store_on
 
 FIND_S = 60.0
@@ -90,6 +91,7 @@ def find(addresses: Sequence[Address], gone: Sequence[Address] = (), find_s: flo
         waited_s = time.monotonic() - began_s
         if (found := _found(left, addresses, late=waited_s > find_s)) is not None:
             found.store.set_timeout(timedelta(seconds=CALL_S))
+            give_up_after(found.address.port, CALL_S)
             return found
         if waited_s > 2 * find_s:  # a node that gave up waiting for another one has its store by now
             raise BadInput(
