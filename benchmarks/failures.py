@@ -72,7 +72,9 @@ class Trial:
 def strike(run: Run, kind: Kind, draw: random.Random, trial: Trial) -> None:
     """Let it happen, and wait until the run has made a step again. Raises DoesNotGoOn."""
     target = run.step() + draw.randint(*AWAY)
-    run.until(lambda: run.step() >= target, f"step {target}")
+    # A run whose only checkpoint is damaged is refused: it would begin again at step 0.
+    fewest = 2 if kind.damages else 0
+    run.until(lambda: run.step() >= target and len(run.checkpoint_steps()) >= fewest, f"step {target}")
     time.sleep(draw.uniform(0.0, 0.1))  # into a step
     made, begun = run.step(), len(run.starts())
     kept = run.checkpoint_steps()
