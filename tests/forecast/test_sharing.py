@@ -23,6 +23,7 @@ from ahp.plan import EngineChoice, Parallelism
 from .conftest import make_cluster
 
 RANKS = Group(8, 1, 8)
+BLOCK = CommUnit(10)
 FOR_ONE_BYTE = {"master_weight_bytes": 1, "compute_weight_bytes": 0, "reduce_bytes": 1, "reduce_copies": False}
 
 
@@ -36,13 +37,13 @@ class OneByteASecond:
         return (2 if kind == "all_reduce" else 1) * num_bytes + 1.0
 
 
-def sharing(before=0, after=0, *, first=True, windows=(100.0, 100.0, 100.0), **traits):
+def sharing(before=0, after=0, *, block=BLOCK, first=True, windows=(100.0, 100.0, 100.0), **traits):
     given = get("ahp").traits(
         Job(precision="fp32"), Parallelism(data_parallel_shard_degree=8, zero_stage=3), EngineChoice()
     )
     data = DataParallel(RANKS, ALONE, replace(given, **FOR_ONE_BYTE, **traits), 1, 1.0)
     table = StageTable.of([0, 0, 0], 1, [(0, 3, first, True)])
-    units = StageUnits(table, (CommUnit(10),), np.array([before]), np.array([after]))
+    units = StageUnits(table, (block,), np.array([before]), np.array([after]))
     shared = SharedWeights.of(units, data, OneByteASecond())
     return WeightCommunication(units, shared, np.array([windows]), np.array([[windows]]), data)
 
@@ -92,6 +93,19 @@ def test_gradients_wait_until_a_bucket_is_full():
     assert reduced(sharing(**own, reduce_bucket_elements=30)) == pytest.approx(31)
     # No more than the stage has.
     assert reduced(sharing(**own, reduce_bucket_elements=1000)) == pytest.approx(31)
+
+
+def test_a_block_that_fills_buckets_is_sent_in_pieces_while_it_computes():
+    block = CommUnit(24, tensors=(8, 8, 8))
+    own = {"backward_gathers": "never", "block": block}
+    # Three pieces of nine seconds each; the last one of the last block has nothing to compute beside it.
+    assert reduced(sharing(**own, reduce_bucket_elements=8)) == pytest.approx(9 + CONTENTION * (3 * 27 - 9))
+    # Two weights fill a bucket of sixteen, the third is sent with them: one piece.
+    assert reduced(sharing(**own, reduce_bucket_elements=16)) == pytest.approx(25 + CONTENTION * 2 * 25)
+    # Of blocks that compute three seconds, the first piece is ready after one second; then the network is never idle.
+    short = sharing(**own, reduce_bucket_elements=8, windows=(3.0, 3.0, 3.0))
+    tail_s = 1 + 3 * 27 - 9
+    assert reduced(short) == pytest.approx(tail_s + CONTENTION * (3 * 27 - tail_s))
 
 
 def test_other_stages_than_the_first_send_all_at_once():
