@@ -120,6 +120,10 @@ class Traits:
     context parallelism."""
     experts_gather_tokens: bool = False
     """Whether a sequence-parallel rank sends to the experts all tokens, gathered first, or its own part."""
+    tokens_once_to_a_node: bool = False
+    """Whether a token whose experts are on another node is sent there once, instead of once for each of them."""
+    expert_overlap_between_nodes: float = 0.0
+    """Share of the experts' all-to-alls that can hide behind the opposite pass of another micro-batch, where they cross nodes."""
     leaves_lone_experts: bool = False
     """Whether weights of experts that no other rank holds a part of stay out of what is gathered and reduced, with no copy."""
     whole_biased_experts: bool = False

@@ -43,6 +43,10 @@ class MegatronEngine(Engine):
     both beside the computation in a pipeline too, and
     tensor-parallel collectives in pieces beside the products (``--tp-comm-overlap``, which asks for sequence parallelism and Transformer
     Engine). In other precisions these flags are off, as by default; ``engine.enable_async_tensor_parallel`` says the last one.
+
+    Experts on several nodes are priced as NVIDIA's recipes for them (Megatron-Bridge 067f987d, perf_recipes/): tokens travel by DeepEP or
+    HybridEP (``--moe-token-dispatcher-type flex``), beside the opposite pass of another micro-batch where the schedule has one
+    (``overlap_moe_expert_parallel_comm``). On one node they travel by NCCL, beside nothing.
     """
 
     name = "megatron"
@@ -101,6 +105,8 @@ class MegatronEngine(Engine):
             # With sequence parallelism a third, the gathering of the output's gradient, has no product to run beside.
             tensor_overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,
             sends_split_by_tensor=True,
+            tokens_once_to_a_node=True,
+            expert_overlap_between_nodes=1.0,
             fused_gradient_accumulation=fp8 or job.precision == "bf16",
             source=(
                 "Megatron-LM d98e8a6: core/distributed, core/tensor_parallel/layers.py, core/optimizer; Transformer Engine: "

@@ -19,6 +19,8 @@ class Axes(NamedTuple):
     sequence_parallel: bool = False
     context: Group = ALONE
     expert: Group = ALONE
+    beside_opposite: bool = True
+    """Whether what is sent to experts on other nodes may travel beside the opposite pass of another micro-batch, if the engine lets it."""
 
 
 def axes_of(parallelism: Parallelism, devices_per_node: int) -> Axes:
@@ -30,3 +32,14 @@ def axes_of(parallelism: Parallelism, devices_per_node: int) -> Axes:
         context=axis_group(parallelism, "cp", devices_per_node),
         expert=group_of(expert_ranks(parallelism)[0], devices_per_node, parallelism.world_size),
     )
+
+
+def has_opposite_pass(parallelism: Parallelism) -> bool:
+    """Whether the opposite pass of another micro-batch can run beside a pass: a rank has it in its order where it holds several stages or
+    all, and it is whole where nothing is run again.
+
+    These are Megatron-Core's own rules for ``overlap_moe_expert_parallel_comm`` (as Megatron-Bridge 067f987d, training/comm_overlap.py,
+    has them).
+    """
+    several = parallelism.pipeline_parallel_degree == 1 or parallelism.virtual_stages_per_rank > 1
+    return several and parallelism.activation_checkpoint != "full"

@@ -32,7 +32,7 @@ from ahp.forecast.assembly import (
     step_parts,
     unrun,
 )
-from ahp.forecast.axes import axes_of
+from ahp.forecast.axes import Axes, axes_of, has_opposite_pass
 from ahp.forecast.communication import Network, Times
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.efficiency import is_cpu
@@ -117,8 +117,7 @@ class Pricer:
         if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
             return []
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
-        axes = axes_of(self._numbered(parallelism), self.nodes.devices_per_node)
-        return self.unit_pricer.ways(axes, traits) if len(traits.context_ways) > 1 else []
+        return self.unit_pricer.ways(self._axes(parallelism), traits) if len(traits.context_ways) > 1 else []
 
     def _price(self, parallelism: Parallelism) -> Priced:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
@@ -156,6 +155,12 @@ class Pricer:
         times = [one.scaled(part) for one in times]
         return tuple(one.scaled(part) for one in stages), pipeline_span(parallelism, span.m, times)
 
+    def _axes(self, parallelism: Parallelism) -> Axes:
+        axes = axes_of(self._numbered(parallelism), self.nodes.devices_per_node)
+        if axes.expert.nodes > 1 and not has_opposite_pass(parallelism):
+            axes = axes._replace(beside_opposite=False)
+        return axes
+
     def _numbered(self, parallelism: Parallelism) -> Parallelism:
         """The layout whose ranks fill these nodes in order: the one of a cell, where cells are placed."""
         if not self.in_cells:
@@ -171,8 +176,7 @@ class Pricer:
         """The model's blocks and ends, priced for one rank of the layout and one micro-batch; at least, where the layout leaves
         context_parallel_method open."""
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
-        axes = axes_of(self._numbered(parallelism), self.nodes.devices_per_node)
-        return self.unit_pricer.units(parallelism.micro_batch_size, axes, traits)
+        return self.unit_pricer.units(parallelism.micro_batch_size, self._axes(parallelism), traits)
 
     def decided(self, parallelism: Parallelism) -> Parallelism:
         """The layout with the context_parallel_method that it is priced with, where the engine has several."""

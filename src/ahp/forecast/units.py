@@ -15,6 +15,7 @@ from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Network
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
 from ahp.forecast.context import SharedTokens, shared_tokens_s
+from ahp.forecast.dispatch import Routed, all_to_all_s, beside_other_pass_s
 from ahp.forecast.division import GROUPED, Division, attention_heads, expert_parameters
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
@@ -85,6 +86,8 @@ class KernelOptions(NamedTuple):
     weight_bytes: int
     """Of one weight element in the type that computes."""
     experts_gather_tokens: bool
+    tokens_once_to_a_node: bool
+    expert_overlap_between_nodes: float
     whole_biased_experts: bool
     few_keys: FewKeys
     fp8: Fp8Recipe | None
@@ -221,6 +224,8 @@ class UnitPricer:
             tensor_in_pieces=traits.tensor_in_pieces and not self._on_cpu,
             gathers_again=traits.gathers_inputs_again,
             experts_gather_tokens=traits.experts_gather_tokens,
+            tokens_once_to_a_node=traits.tokens_once_to_a_node,
+            expert_overlap_between_nodes=0.0 if self._on_cpu else traits.expert_overlap_between_nodes,
             whole_biased_experts=traits.whole_biased_experts,
             few_keys=traits.few_keys,
             tensor_copies=traits.tensor_copies,
@@ -280,7 +285,8 @@ class UnitPricer:
         of = self._of_degrees(graph, segment, role, number, axes, how)
         fp8 = how.fp8 if role == "block" else None  # engines leave the head in the compute type
         context = axes.context if of.attention or fp8 is not None else None
-        groups = axes.tensor, axes.sequence_parallel, context, how.context, axes.expert if of.grouped else None
+        expert = (axes.expert, axes.beside_opposite) if of.grouped else None
+        groups = axes.tensor, axes.sequence_parallel, context, how.context, expert
         if groups not in of.units:
             of.units[groups] = self._communicating(of, graph.micro_batch_size, segment, axes, how, fp8)
         return of.units[groups]
@@ -314,7 +320,7 @@ class UnitPricer:
             context_again_s=0.0 if how.context == "ring" else shared.forward_s,
             context_backward_s=shared.backward_s,
             context_hidden_s=(shared.hidden_forward_s, shared.hidden_backward_s),
-            expert_s=self._expert_s(of.grouped, of.division, axes, how),
+            expert_s=self._expert_s(of, micro_batch_size, axes, how),
             **of.weights._asdict(),
         )
 
@@ -461,13 +467,19 @@ class UnitPricer:
             tensor.launches,
         )
 
-    def _expert_s(self, grouped: Operator | None, division: Division, axes: Axes, how: KernelOptions) -> float:
-        """Seconds to send every token to the ranks of its experts, and the answers back."""
+    def _expert_s(self, of: _Divided, micro_batch_size: int, axes: Axes, how: KernelOptions) -> float:
+        """Seconds that a pass waits for every token to reach the ranks of its experts, and for the answers."""
+        grouped = of.grouped
         if axes.expert.size == 1 or grouped is None:
             return 0.0
+        division, tokens = of.division, micro_batch_size * self._graph.sequence_length
         parts = 1 if how.experts_gather_tokens or not division.sequence_parallel else division.tensor
-        sent = grouped.inputs[0].bytes / division.context / parts
-        return 2 * self._network.time_s("all_to_all", sent, axes.expert)
+        routed = Routed.of(grouped, 1 / division.context / parts, tokens)
+        once, overlap = how.tokens_once_to_a_node, how.expert_overlap_between_nodes
+        sent_s = 2 * all_to_all_s(routed, axes.expert, self._network, once_to_a_node=once)
+        if axes.expert.nodes == 1 or not axes.beside_opposite or not overlap:
+            return sent_s
+        return beside_other_pass_s(sent_s, of.times.forward_s + of.times.backward_s, overlap)
 
 
 def _with_casts(memory: SegmentMemory, segment: Segment, division: Division, fp8: Fp8Recipe | None) -> SegmentMemory:

@@ -1,0 +1,107 @@
+"""Tokens on their way to experts on other ranks: what is sent once to a node, and what another micro-batch hides."""
+
+import itertools
+import random
+
+import pytest
+
+from ahp.forecast.axes import has_opposite_pass
+from ahp.forecast.dispatch import Routed, all_to_all_s, beside_other_pass_s
+from ahp.forecast.group import Group
+from ahp.forecast.overlap import CONTENTION
+from ahp.forecast.step import simulate
+from ahp.plan import Parallelism
+
+EIGHT_OF_64 = Routed(num_bytes=8.0, per_token=8, num_experts=64)
+MIXTURE = {
+    "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "vocab_size": 1024, "num_local_experts": 16, "num_experts_per_tok": 4,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+class OneByteASecond:
+    """Of all that a rank sends, what goes to other ranks of the group."""
+
+    def time_s(self, kind, num_bytes, group):
+        assert kind == "all_to_all"
+        return num_bytes * (group.size - group.local if group.nodes > 1 else group.size - 1) / group.size
+
+
+def test_a_place_gets_a_token_once_however_many_of_its_experts_it_is_for():
+    counted, places, experts = 0, 4, 8
+    routes = list(itertools.combinations(range(experts), 3))
+    for route in routes:
+        counted += len({expert * places // experts for expert in route})
+    assert Routed(3.0, 3, experts).share_sent_once(places) == pytest.approx(counted / len(routes) / 3)
+
+
+def test_with_an_expert_on_each_place_nothing_is_sent_twice():
+    assert EIGHT_OF_64.share_sent_once(64) == pytest.approx(1.0)
+    assert EIGHT_OF_64.share_sent_once(1) == pytest.approx(1 / 8)
+
+
+def test_shares_grow_with_the_places():
+    draw = random.Random(0)
+    for _ in range(200):
+        experts = 2 ** draw.randint(1, 8)
+        routed = Routed(1.0, draw.randint(1, experts), experts)
+        shares = [routed.share_sent_once(2**k) for k in range(experts.bit_length())]
+        assert all(0 < a <= b * (1 + 1e-12) <= 1 + 1e-9 for a, b in itertools.pairwise(shares))
+
+
+def test_nodes_get_a_token_once_and_forward_it():
+    network, nodes = OneByteASecond(), Group(32, 8, 4)
+    each_s = all_to_all_s(EIGHT_OF_64, nodes, network, once_to_a_node=False)
+    assert each_s == pytest.approx(8 * 24 / 32)
+    once_s = all_to_all_s(EIGHT_OF_64, nodes, network, once_to_a_node=True)
+    # Forwarding takes longer here, where NVLink is no faster than the network.
+    within_s = 8 * EIGHT_OF_64.share_sent_once(32) * 7 / 8
+    assert once_s == pytest.approx(max(each_s * EIGHT_OF_64.share_sent_once(4), within_s)) == pytest.approx(within_s)
+    one_node = Group(8, 8, 1)
+    assert all_to_all_s(EIGHT_OF_64, one_node, network, once_to_a_node=True) == pytest.approx(7.0)
+
+
+def test_what_is_sent_beside_the_opposite_pass_slows_it_down():
+    assert beside_other_pass_s(2.0, 100.0, 1.0) == pytest.approx(2 * CONTENTION)
+    assert beside_other_pass_s(2.0, 2.0, 1.0) == pytest.approx(1 + CONTENTION)
+    assert beside_other_pass_s(2.0, 100.0, 0.0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "has"),
+    [
+        ({}, True),
+        ({"pipeline_parallel_degree": 2}, False),
+        ({"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2}, True),
+        ({"activation_checkpoint": "full"}, False),
+    ],
+)
+def test_which_layouts_have_an_opposite_pass(keys, has):
+    assert has_opposite_pass(Parallelism(**keys)) == has
+
+
+def experts_s(nodes: int, engine: str = "megatron", **keys: object) -> float:
+    """Seconds that a step waits for tokens between ranks that have two experts each."""
+    layout = {
+        "data_parallel_shard_degree": 8,
+        "zero_stage": 1,
+        "expert_parallel_degree": 8,
+        "activation_checkpoint": "none",
+    }
+    found = simulate(
+        model=MIXTURE,
+        cluster={"nodes": nodes, "devices_per_node": 8 // nodes, "device": "H100-SXM-80GB", "inter_node_gbps": 100},
+        job={"sequence_length": 1024, "global_batch_size": 64, "precision": "bf16"},
+        parallelism=layout | keys,
+        engine={"name": engine},
+    )
+    return found.step["expert_parallel"]
+
+
+def test_only_between_nodes_an_engine_sends_once_and_beside_other_passes():
+    # Two nodes: of four experts of a token all are on one node in 1 of 13 cases, so that most go to both, once.
+    assert experts_s(2) < 0.5 * experts_s(2, engine="torchtitan")
+    assert experts_s(1) == pytest.approx(experts_s(1, engine="torchtitan"))
+    # Full recompute sends again, and beside nothing.
+    assert experts_s(2, activation_checkpoint="full") > 1.5 * experts_s(2)
