@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -76,6 +77,8 @@ def _refuse_against(slurm: Task, nodes: str | None, rendezvous: str | None, work
 def launch(several: Asked, words: Sequence[str], run: Run) -> int:
     """Start this node's workers, which run the same command; the exit code."""
     from ahp.runtime.ranks import changing_nodes
+    from ahp.runtime.ranks.hangs import RankMissing
+    from ahp.runtime.run import failure
     from ahp.runtime.run.folder import RunFolder
 
     folder = RunFolder(run.folder)
@@ -84,7 +87,14 @@ def launch(several: Asked, words: Sequence[str], run: Run) -> int:
     workers = given or _workers_here()
     least, most = bounded(least, most, workers, run.elastic)
     restarts = run.elastic.max_restarts
-    node: Node = changing_nodes.Node(least, most, endpoint, workers, restarts, folder.log_folder)
+
+    def told(why: str) -> None:
+        print(f"{why}; the workers of this node start again", file=sys.stderr, flush=True)
+        failure.record(folder, None, RankMissing(why))
+
+    node: Node = changing_nodes.Node(
+        least, most, endpoint, workers, restarts, folder.log_folder, run.collective_timeout_s, told
+    )
     return changing_nodes.launch(["train", *words], node)
 
 

@@ -264,6 +264,13 @@ def rendezvous_names() -> tuple[type, ...]:
     return dynamic_rendezvous._RendezvousState, dynamic_rendezvous._NodeDesc
 
 
+def nodes_of_round(rendezvous: Any) -> dict[Any, str] | None:
+    """The nodes that are still in the present round of torch's dynamic rendezvous, as it was read last, with their addresses; None
+    once the job has been closed, when nodes leave as they like."""
+    state = rendezvous._state_holder.state
+    return None if state.closed else {node: node.addr for node in state.participants}
+
+
 def stop_heartbeats(rendezvous: Any) -> None:
     """End what tells others that this launcher lives, without closing the job for them as ``shutdown`` of torch's dynamic rendezvous does."""
     rendezvous._stop_heartbeats()

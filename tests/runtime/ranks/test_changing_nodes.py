@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import socket
+import subprocess
+import time
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
 
 from ahp.errors import BadInput
-from ahp.runtime.ranks import store_place
+from ahp.runtime.ranks import changing_nodes, store_place
 from ahp.runtime.ranks.changing_nodes import ENDED, ChangingNodes, CheckedState, JobEnded, StoreLost
 from ahp.runtime.ranks.store_place import is_here
-from ahp.runtime.torch_compat import rendezvous_names
+from ahp.runtime.torch_compat import rendezvous_names, stop_heartbeats
 from tests.runtime.workers import free_port, listened_on
 
 
-def meeting(port: int, least: int = 1, most: int = 2) -> ChangingNodes:
-    return ChangingNodes(RendezvousParameters("ahp", f"127.0.0.1:{port}", "ahp", least, most, local_addr="127.0.0.1"))
+def meeting(port: int, least: int = 1, most: int = 2, **given: Any) -> ChangingNodes:
+    place = f"127.0.0.1:{port}"
+    return ChangingNodes(RendezvousParameters("ahp", place, "ahp", least, most, local_addr="127.0.0.1", **given))
 
 
 class Touch:
@@ -111,6 +117,66 @@ def test_a_launcher_whose_network_was_away_does_not_end_the_job_of_the_others(mo
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(ChangingNodes.shutdown, (host, back)))
     assert host.is_closed()
+
+
+def test_a_node_that_falls_silent_is_gone_and_the_workers_that_wait_for_it_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(changing_nodes, "KEEP_ALIVE_S", 0.5)
+    monkeypatch.setattr(changing_nodes, "MOST_MISSED", 6)
+    monkeypatch.setattr(changing_nodes, "workers_of", lambda module: [psutil.Process(worker.pid)])
+    said: list[str] = []
+    port = free_port()
+    host, other = meeting(port, least=1, told=said.append), meeting(port, least=1)
+    with subprocess.Popen(["sleep", "60"]) as worker, ThreadPoolExecutor(2) as threads:
+        try:
+            list(threads.map(ChangingNodes.next_rendezvous, (host, other)))
+            time.sleep(5.0)  # longer than a node may be silent
+            assert host.num_nodes_waiting() == 0
+            assert (worker.poll(), said) == (None, [])
+            stop_heartbeats(other.torchs)
+            began_s = time.monotonic()
+            while not host.num_nodes_waiting():
+                assert time.monotonic() - began_s < 20
+                time.sleep(0.1)
+            assert worker.wait(20) == -signal.SIGKILL
+            assert said == ["a node of the run (127.0.0.1) left, or was not heard of for 3 s"]
+            began_s = time.monotonic()
+            assert host.next_rendezvous().world_size == 1
+            assert time.monotonic() - began_s < changing_nodes.LAST_CALL_S, "nobody else is waited for"
+        finally:
+            worker.kill()
+    assert host.shutdown()
+
+
+def test_nodes_that_leave_after_the_end_are_not_missed() -> None:
+    port = free_port()
+    host, other = (meeting(port) for _ in range(2))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ChangingNodes.next_rendezvous, (host, other)))
+    other.set_closed()
+    host.members["another one"] = "127.0.0.1"
+    time.sleep(1.1)  # torch keeps what it has read for a second
+    assert host.is_closed()
+    assert host.num_nodes_waiting() == 0
+
+
+@pytest.mark.parametrize(("left", "wait_s"), [(None, 5), (1, 2), (2, 5)])
+def test_the_least_number_of_nodes_waits_only_where_more_may_come(left: int | None, wait_s: int) -> None:
+    first = meeting(free_port(), least=1, most=4, left=left)
+    assert first.waits.last_call.total_seconds() == wait_s
+
+
+def test_a_host_that_refuses_is_told_from_one_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store_place.Address("127.0.0.1", free_port()).refuses()
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        assert not store_place.Address("127.0.0.1", there.getsockname()[1]).refuses()
+
+    def silent(*given: Any, **options: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", silent)
+    assert not store_place.Address("127.0.0.1", 29500).refuses()
 
 
 def test_which_addresses_are_here() -> None:

@@ -9,8 +9,10 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from ahp.plan import Plan
 from ahp.run_files import Status, judge_status
 from ahp.runtime.files import crc32
 from ahp.runtime.optimizer.learning_rate import learning_rate
+from ahp.runtime.ranks.environment import ROUND
+from ahp.runtime.run import folder as module
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.same_job import check_same_job
 
@@ -389,6 +393,20 @@ def test_who_has_a_folder_takes_it_again(folder: RunFolder) -> None:
 
 
 def test_workers_that_outlive_their_start_keep_the_next_one_out(folder: RunFolder) -> None:
+    with folder.held_by_workers(), pytest.raises(BadInput, match="still writing"), RunFolder(folder.path).held():
+        pass
+
+
+def test_a_start_of_several_nodes_waits_for_workers_that_a_cut_network_left(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"ahp{ROUND}2")
+    with ExitStack() as kept:
+        kept.enter_context(folder.held_by_workers())
+        threading.Timer(0.5, kept.close).start()
+        with RunFolder(folder.path).held():
+            pass
+    monkeypatch.setattr(module, "LET_GO_S", 0.3)
     with folder.held_by_workers(), pytest.raises(BadInput, match="still writing"), RunFolder(folder.path).held():
         pass
 

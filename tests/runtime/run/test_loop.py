@@ -272,6 +272,20 @@ def test_signal_ends_with_a_checkpoint_and_the_signals_code(
     assert [record["step"] for record in folder.metrics()] == list(range(1, 11))
 
 
+def test_a_signal_ends_a_process_that_has_nothing_left_to_save() -> None:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    stop = StopRequest()
+    try:
+        stop.listen()
+        with stop.ending_at_once():
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.pending() == signal.SIGTERM
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_parent_that_has_gone_is_told_from_a_signal(alone: Ranks, folder: RunFolder) -> None:
     """kill -9 of the launcher stood in status.json as SIGTERM, which nobody had sent."""
     assert StopRequest().pending() == 0

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import psutil
+
+from ahp.runtime.ranks.beside import looking
 
 POLL_S = 1.0
 """Between two questions; whatever asks for it can wait so long."""
 
 
-@contextmanager
-def stopping_when(is_due: Callable[[], bool] | None, workers: Callable[[], list[psutil.Process]]) -> Iterator[None]:
+def stopping_when(
+    is_due: Callable[[], bool] | None, workers: Callable[[], list[psutil.Process]]
+) -> AbstractContextManager[None]:
     """Within, workers get SIGTERM once ``is_due`` says yes: they finish their step, save, and end well."""
-    if is_due is None:
-        yield
-        return
-    over = threading.Event()
 
-    def ask() -> None:
-        while not over.wait(POLL_S):
-            if workers() and is_due():
-                for worker in workers():
-                    with suppress(psutil.Error):
-                        worker.send_signal(signal.SIGTERM)
-                return
+    def ask() -> bool:
+        assert is_due is not None
+        found = workers()
+        if not found or not is_due():
+            return False
+        for worker in found:
+            with suppress(psutil.Error):
+                worker.send_signal(signal.SIGTERM)
+        return True
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return nullcontext() if is_due is None else looking(ask, every_s=POLL_S)

@@ -12,14 +12,15 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from io import BytesIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -38,6 +39,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from ahp.cluster.environment import COMPUTE
 from ahp.cluster.most_workers import refuse_workers
 from ahp.cluster.sense import physical_cores
+from ahp.config import COLLECTIVE_TIMEOUT_S
 from ahp.errors import AhpError, BadInput
 from ahp.runtime.ranks import store_place
 from ahp.runtime.ranks.environment import ROUND, gpu_variables
@@ -45,15 +47,18 @@ from ahp.runtime.ranks.launch import quiet_launcher, workers_of
 from ahp.runtime.ranks.saving_first import workers_saving_first
 from ahp.runtime.ranks.stopped import ending_stopped
 from ahp.runtime.ranks.store_place import Address
-from ahp.runtime.torch_compat import rendezvous_names, stop_heartbeats
+from ahp.runtime.torch_compat import nodes_of_round, rendezvous_names, stop_heartbeats
 
 BACKEND = "ahp-changing"
 JOIN_S = 900
 """For which a node waits for the others, as for node 0 of a fixed number (``rendezvous.py``)."""
 LAST_CALL_S = 5
 """For which the least number of nodes waits for more. Nodes that come later join too: workers save, and start anew with them."""
-KEEP_ALIVE_S, MOST_MISSED = 2, 3
-"""A launcher that has not been heard of for so often so long is gone. torch has 5 s."""
+KNOWN_CALL_S = 2
+"""Likewise, where those that can come are there already: nodes leave a round together, and look every second whether the next one has begun."""
+KEEP_ALIVE_S, MOST_MISSED = 1, 5
+"""A launcher that has not been heard of for so often so long is gone: a short interval tells a dead one sooner than a long one that may be missed
+less often. torch has 5 s and 3."""
 LEAVE_S = 10
 """For which the launcher that keeps the store waits for the others at the end."""
 ENDED = "ahp/ended"
@@ -79,9 +84,24 @@ def end_for_all(exit_code: int) -> None:
 class StoreLost(Exception):
     """The store of the launchers answers no more: its node is gone, or the network to it."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, nodes: int) -> None:
         super().__init__(f"the launcher that kept the store at {address} is gone")
         self.address = address
+        self.left = nodes - 1
+        """Nodes of the last round that may come to the next store."""
+
+
+class LastCall(RendezvousTimeout):
+    """How long nodes are waited for."""
+
+    def __init__(self, *, all_known: bool) -> None:
+        super().__init__(join=timedelta(seconds=JOIN_S))
+        self.all_known = all_known
+        """Whether all that can come are there, or are known."""
+
+    @property
+    def last_call(self) -> timedelta:
+        return timedelta(seconds=KNOWN_CALL_S if self.all_known else LAST_CALL_S)
 
 
 class ChangingNodes(RendezvousHandler):
@@ -91,11 +111,15 @@ class ChangingNodes(RendezvousHandler):
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        gone = parameters.config.get("gone", ())
+        gone, left = parameters.config.get("gone", ()), parameters.config.get("left")
+        self.told: Callable[[str], None] = parameters.config.get("told", _nobody)
         found = store_place.find(store_place.parse(parameters.endpoint), gone)
         self.store, self.address, self.is_host = found.store, found.address, found.is_host
         self.lost = False
         self.round = self.nodes = 0
+        self.members: dict[Any, str] = {}
+        """Of this round, with their addresses."""
+        self.waits = LastCall(all_known=left is not None and left <= parameters.min_nodes)
         self.torchs = DynamicRendezvousHandler.from_backend(
             parameters.run_id,
             self.store,
@@ -103,7 +127,7 @@ class ChangingNodes(RendezvousHandler):
             parameters.min_nodes,
             parameters.max_nodes,
             parameters.local_addr,
-            RendezvousTimeout(join=timedelta(seconds=JOIN_S), last_call=timedelta(seconds=LAST_CALL_S)),
+            self.waits,
             KEEP_ALIVE_S,
             MOST_MISSED,
         )
@@ -117,6 +141,7 @@ class ChangingNodes(RendezvousHandler):
             if found.rank == 0:
                 found.store.set("ahp/round", str(self.store.add("ahp/rounds", 1)))
             self.round, self.nodes = int(found.store.get("ahp/round")), found.world_size
+            self.members, self.waits.all_known = nodes_of_round(self.torchs) or {}, True
         except RendezvousClosedError as error:
             self._refuse_what_has_ended()
             raise JobEnded(1, "the launchers of the other nodes have ended the job") from error
@@ -142,14 +167,29 @@ class ChangingNodes(RendezvousHandler):
         return f"{self.torchs.get_run_id()}{ROUND}{self.round}"
 
     def num_nodes_waiting(self) -> int:
+        """How many want to join, or 1 where a node of this round has left it: then all start again, and the workers of this node, which wait for
+        the lost ones in vain, are ended at once."""
         try:
-            return self.torchs.num_nodes_waiting()
+            waiting = self.torchs.num_nodes_waiting()
         except RendezvousConnectionError as error:
             raise self._store_lost() from error
+        there = nodes_of_round(self.torchs)
+        lost = [address for node, address in self.members.items() if there is not None and node not in there]
+        if not lost:
+            return waiting
+        self.told(
+            f"{'nodes' if len(lost) > 1 else 'a node'} of the run ({', '.join(lost)}) left, or {'were' if len(lost) > 1 else 'was'} not "
+            f"heard of for {KEEP_ALIVE_S * MOST_MISSED:g} s"
+        )
+        _end_workers()
+        return max(1, waiting)
 
     def _store_lost(self) -> StoreLost:
         self.lost = True
-        return StoreLost(self.address)
+        # Where its process alone is gone, all workers finish their step and save. Others wait for the lost host in vain.
+        if workers_of("ahp") and not self.address.refuses():
+            _end_workers()
+        return StoreLost(self.address, self.nodes)
 
     def is_closed(self) -> bool:
         return self.torchs.is_closed()
@@ -173,6 +213,12 @@ class ChangingNodes(RendezvousHandler):
                 time.sleep(0.1)
                 left = self.store.add("ahp/left", 0)
         return well
+
+
+def _end_workers() -> None:
+    for worker in workers_of("ahp"):
+        with suppress(psutil.Error):
+            worker.kill()
 
 
 Found = TypeVar("Found", bound=tuple | None)
@@ -224,6 +270,10 @@ def _no_store_of_torchs() -> Iterator[None]:
             os.environ[name] = before
 
 
+def _nobody(why: str) -> None:
+    """Is told."""
+
+
 @dataclass(frozen=True)
 class Node:
     """What the launcher of one node is told."""
@@ -238,6 +288,9 @@ class Node:
     max_restarts: int
     log_folder: Path
     """For torch's own notes of errors, which it would leave in the system's folder for temporary files."""
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
+    told: Callable[[str], None] = _nobody
+    """Gets the reason why workers of this node were ended, which cannot say it themselves."""
 
 
 def launch(words: Sequence[str], node: Node) -> int:
@@ -253,13 +306,15 @@ def launch(words: Sequence[str], node: Node) -> int:
     ours = {"OMP_NUM_THREADS": threads, **COMPUTE, **gpu_variables(os.environ)}
     os.environ.update({name: value for name, value in ours.items() if name not in os.environ})
     gone: list[Address] = []
+    left: int | None = None
     while True:
         try:
-            return _launch(words, node, gone)
+            return _launch(words, node, gone, left)
         except StoreLost as lost:
             if len(gone) == node.max_restarts:
                 raise JobEnded(1, _without_store(node, str(lost))) from lost
             gone.append(lost.address)
+            left = lost.left
             print(f"{lost}; looking for another one", file=sys.stderr, flush=True)
         except BadInput as error:
             if not gone:
@@ -273,8 +328,9 @@ def _without_store(node: Node, why: str) -> str:
     return f"--rendezvous {node.endpoint}: {why}; start the same command on each node again, and the run goes on from its newest checkpoint"
 
 
-def _launch(words: Sequence[str], node: Node, gone: Sequence[Address]) -> int:
-    """As ``launch``, until the store is lost. ``gone``: where it was, latest last."""
+def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int | None) -> int:
+    """As ``launch``, until the store is lost. ``gone``: where it was, latest last; ``left``: nodes that may come to the next one, where they are
+    known."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -286,7 +342,7 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address]) -> int:
         run_id="ahp",
         rdzv_backend=BACKEND,
         rdzv_endpoint=node.endpoint,
-        rdzv_configs={"gone": tuple(gone[-1:])},
+        rdzv_configs={"gone": tuple(gone[-1:]), "left": left, "told": node.told},
         max_restarts=node.max_restarts,
         monitor_interval=MONITOR_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(node.log_folder)),
@@ -294,7 +350,8 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address]) -> int:
         signals_to_handle="SIGQUIT",
     )
     try:
-        with quiet_launcher(), workers_saving_first(), ending_stopped(lambda: workers_of("ahp")):
+        stopped = ending_stopped(lambda: workers_of("ahp"), node.collective_timeout_s, node.told)
+        with quiet_launcher(), workers_saving_first(), stopped:
             elastic_launch(config, sys.executable)("-m", "ahp", *words)
     except JobEnded as ended:
         if str(ended):

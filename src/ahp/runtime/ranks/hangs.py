@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 
@@ -35,12 +36,20 @@ class RankMissing(AhpError):
     may_pass = True
 
 
-def explained(error: Exception, mesh: Mesh, hosts: Hosts, step: int, *, give_up_s: float = GIVE_UP_S) -> Exception:
+def explained(
+    error: Exception,
+    mesh: Mesh,
+    hosts: Hosts,
+    step: int,
+    *,
+    give_up_s: float = GIVE_UP_S,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Exception:
     """RankMissing with the ranks that hang, where the error is a collective's time-out, or with those that have gone, where a connection
     to one broke; else the error itself.
 
     A rank may wait for one that waits for a third: so it is all ranks of the job that say that they gave up, not this one's neighbours.
-    ``step``: the last one that was done.
+    ``step``: the last one that was done; ``waiting``: within, the others are waited for. A launcher that knows who hangs may end this rank then.
     """
     words = [str(cause) for cause in _causes(error) if isinstance(cause, RuntimeError)]
     if any(BROKEN.search(said) for said in words):
@@ -49,7 +58,8 @@ def explained(error: Exception, mesh: Mesh, hosts: Hosts, step: int, *, give_up_
         return error
     rank, limit = dist.get_rank(), time_limit(mesh.device)
     try:
-        meet(default_store(), rank, dist.get_world_size(), at="giving up", within_s=give_up_s)
+        with waiting():
+            meet(default_store(), rank, dist.get_world_size(), at="giving up", within_s=give_up_s)
     except NoAnswer as answer:
         who = f"{named(answer.missing)} on {hosts.of(answer.missing)} did not come to a collective on {_axes(mesh, answer.missing)}"
     else:

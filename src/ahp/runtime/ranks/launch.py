@@ -97,7 +97,7 @@ def launch(
         _forwarding_signals(module) as wish,
         watching(watch, lambda: workers_of(module), num_workers) as hang,
         stopping_when(stops_when, lambda: workers_of(module)),
-        ending_stopped(lambda: workers_of(module)),
+        ending_stopped(lambda: workers_of(module), watch.stopped_s if watch is not None else None) as stopped,
     ):
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
@@ -107,7 +107,7 @@ def launch(
         except ChildFailedError as error:
             if wish.number:
                 return wish.number
-            raise _ended(error, hang.cause) from None
+            raise _ended(error, stopped.cause or hang.cause) from None
     return wish.number
 
 

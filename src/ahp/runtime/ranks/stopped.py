@@ -1,40 +1,70 @@
-"""Ends workers that are stopped (SIGSTOP) and have been asked to end: torch's launcher would wait half a minute for each."""
+"""Ends workers that are stopped (SIGSTOP): one that has been asked to end, for which torch's launcher would wait half a minute, and one for which
+the others have waited as long as they may. It says nothing itself, and the others would need seconds to agree on who it is.
+"""
 
 from __future__ import annotations
 
 import signal
-import threading
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from ahp.runtime.ranks.beside import looking
+from ahp.runtime.ranks.meeting import named
+
 POLL_S = 0.5
 """Between two looks. A worker that goes on between them handles the signal itself."""
+ASKED_LOOKS = 2
+"""In a row that find a worker stopped with a SIGTERM that it has not seen."""
+
+
+@dataclass
+class Stopped:
+    """Which workers were stopped and for how long, in looks: the clock goes on where the launcher was stopped with them."""
+
+    limit_s: float | None
+    """For which a worker may be stopped."""
+    told: Callable[[str], None] = lambda cause: None
+    """Gets the cause before a worker is ended for its limit."""
+    cause: str | None = None
+    looks: dict[int, int] = field(default_factory=dict)
+    """By process, how often in a row it was stopped."""
+    deaf: dict[int, int] = field(default_factory=dict)
+    """Likewise, with a SIGTERM that it has not seen."""
+
+    def look(self, workers: list[psutil.Process]) -> None:
+        """End those whose time is over."""
+        found = {worker.pid: worker for worker in workers if _is_stopped(worker)}
+        self.looks = {pid: self.looks.get(pid, 0) + 1 for pid in found}
+        self.deaf = {pid: self.deaf.get(pid, 0) + 1 for pid, worker in found.items() if is_deaf(worker)}
+        over = [pid for pid in found if self.limit_s is not None and self.looks[pid] * POLL_S > self.limit_s]
+        if over and self.cause is None:
+            self.cause = _cause([found[pid] for pid in over], self.limit_s)
+            self.told(self.cause)
+        for pid in {*over, *(pid for pid, times in self.deaf.items() if times >= ASKED_LOOKS)}:
+            with suppress(psutil.Error):
+                found[pid].kill()
 
 
 @contextmanager
-def ending_stopped(workers: Callable[[], list[psutil.Process]]) -> Iterator[None]:
-    """Within, kill every worker that two looks in a row find stopped with a SIGTERM that it has not seen."""
-    over = threading.Event()
+def ending_stopped(
+    workers: Callable[[], list[psutil.Process]],
+    limit_s: float | None = None,
+    told: Callable[[str], None] = lambda cause: None,
+) -> Iterator[Stopped]:
+    """Within, kill every worker that is stopped for longer than the limit, or with a SIGTERM that it has not seen."""
+    stopped = Stopped(limit_s, told)
 
-    def look() -> None:
-        before: set[int] = set()
-        while not over.wait(POLL_S):
-            found = {worker.pid: worker for worker in workers() if is_deaf(worker)}
-            for pid in found.keys() & before:
-                with suppress(psutil.Error):
-                    found[pid].kill()
-            before = set(found)
+    def look() -> bool:
+        stopped.look(workers())
+        return False
 
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    with looking(look, every_s=POLL_S):
+        yield stopped
 
 
 def is_deaf(process: psutil.Process) -> bool:
@@ -46,3 +76,18 @@ def is_deaf(process: psutil.Process) -> bool:
         pending = next((int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:")), 0)
         return bool(pending >> (signal.SIGTERM - 1) & 1)
     return False
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() == psutil.STATUS_STOPPED
+    return False
+
+
+def _cause(workers: list[psutil.Process], limit_s: float | None) -> str:
+    ranks = []
+    for worker in workers:
+        with suppress(psutil.Error, KeyError):
+            ranks.append(int(worker.environ()["RANK"]))
+    who = named(sorted(ranks)) if ranks else "a worker"
+    return f"{who} on {socket.gethostname()} {'are' if len(ranks) > 1 else 'is'} stopped (SIGSTOP) for longer than run.collective_timeout_s = {limit_s:g}"

@@ -24,7 +24,7 @@ FIND_S = 60.0
 """For which a node looks for the store, or waits for an address that comes before its own: that host may start last."""
 ANSWER_S = 2.0
 """Within which a host of the same network answers a connection."""
-CALL_S = 6.0
+CALL_S = 5.0
 """Within which a store answers what needs no other node; then it is gone, or the network to it. As long as a launcher may be silent."""
 POLL_S = 0.5
 
@@ -47,6 +47,15 @@ class Address:
         """Whether something listens there."""
         with suppress(OSError), socket.create_connection((self.host, self.port), timeout=ANSWER_S):
             return True
+        return False
+
+    def refuses(self) -> bool:
+        """Whether the host is there and nothing listens at the port: the process has ended, and others of its host may go on."""
+        with suppress(OSError):
+            try:
+                socket.create_connection((self.host, self.port), timeout=ANSWER_S).close()
+            except ConnectionRefusedError:
+                return True
         return False
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from ahp.runtime.ranks.beside import looking
 
 POLLS = 20
 """In the limit."""
@@ -37,6 +38,8 @@ class Watch:
     progress: Path
     """A file that changes with every step."""
     limit_s: float
+    stopped_s: float | None = None
+    """For which one of them may be stopped (SIGSTOP); ``stopped.py`` looks."""
 
 
 @dataclass
@@ -64,7 +67,6 @@ class Hang:
     """What the watch has found."""
 
     cause: str | None = None
-    over: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
@@ -74,28 +76,23 @@ def watching(watch: Watch | None, workers: Callable[[], list[psutil.Process]], n
     if watch is None:
         yield hang
         return
-    thread = threading.Thread(target=_watch, args=(watch, workers, num_workers, hang), daemon=True)
-    thread.start()
-    try:
-        yield hang
-    finally:
-        hang.over.set()
-        thread.join()
-
-
-def _watch(watch: Watch, workers: Callable[[], list[psutil.Process]], num_workers: int, hang: Hang) -> None:
     poll_s, quiet = watch.limit_s / POLLS, Quiet(watch.limit_s)
-    while not hang.over.wait(poll_s):
+
+    def look() -> bool:
         found = workers()
         if len(found) < num_workers:  # not all have been started, or the launcher ends them
-            continue
+            return False
         with suppress(psutil.Error):  # one ends
             used = [_used(each) for worker in found for each in (worker, *worker.children(recursive=True))]
             computed_s, moved_bytes = sum(s for s, _ in used), sum(b for _, b in used)
             if quiet.after(poll_s, _changed_s(watch.progress), computed_s, moved_bytes):
                 hang.cause = _cause(found, watch.limit_s)
                 _end(found)
-                return
+                return True
+        return False
+
+    with looking(look, every_s=poll_s):
+        yield hang
 
 
 def _used(process: psutil.Process) -> tuple[float, int]:

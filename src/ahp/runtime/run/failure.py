@@ -18,7 +18,8 @@ from ahp.runtime.run.folder import RunFolder
 class Failure:
     """The error of one rank."""
 
-    rank: int
+    rank: int | None
+    """None: a launcher says so of its workers."""
     message: str
     exit_code: int
     trace: str
@@ -63,8 +64,8 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and not isinstance(error, NotImplementedError | RecursionError)
 
 
-def record(folder: RunFolder, rank: int, error: BaseException) -> None:
-    """Write log/failure.json and status.json, unless another rank failed earlier.
+def record(folder: RunFolder, rank: int | None, error: BaseException) -> None:
+    """Write log/failure.json and status.json, unless another rank failed earlier. ``rank``: None from a launcher.
 
     The first failure is the cause; what the other ranks see afterwards is only that a peer has gone.
     """

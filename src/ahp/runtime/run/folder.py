@@ -9,11 +9,12 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ahp import run_history
 from ahp.errors import BadInput
@@ -30,9 +31,17 @@ from ahp.run_files import (
     written,
 )
 from ahp.runtime.files import crc32, flush, write_aside, write_over
+from ahp.runtime.ranks.environment import run_of_changing_nodes
 
+LET_GO_S = 15.0
+"""For which a start of several nodes waits for workers of the last one on a node that is cut off: its launcher ends them within seconds."""
 EXPORT_MARK = "ahp.json"
 """File beside the exported weights; holds the step that they are from."""
+
+
+LOOK_S = 0.1
+"""Between two looks whether a lock is free."""
+WORKERS_WRITE = "the workers of a start that has ended are still writing there"
 
 
 @dataclass(frozen=True)
@@ -103,8 +112,9 @@ class RunFolder:
         if self.is_held:
             yield
             return
-        with self._locked("lock", "another run is writing there"):
-            with self.held_by_workers():
+        wait_s = LET_GO_S if run_of_changing_nodes() is not None else 0.0
+        with self._locked("lock", "another run is writing there", wait_s):
+            with self._locked("lock.workers", WORKERS_WRITE, wait_s):
                 pass
             try:
                 with tempfile.TemporaryFile(dir=self.path):
@@ -120,18 +130,18 @@ class RunFolder:
     @contextmanager
     def held_by_workers(self) -> Iterator[None]:
         """The lock of the first worker: it may live on for a step when the process that started it was killed."""
-        with self._locked("lock.workers", "the workers of a start that has ended are still writing there"):
+        with self._locked("lock.workers", WORKERS_WRITE):
             yield
 
     @contextmanager
-    def _locked(self, name: str, why_not: str) -> Iterator[None]:
+    def _locked(self, name: str, why_not: str, wait_s: float = 0.0) -> Iterator[None]:
         try:
             lock = (self.log_folder / name).open("w")
         except OSError as error:
             raise self._unwritable(error) from None
         with lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(lock, time.monotonic() + wait_s)
             except BlockingIOError:
                 raise BadInput(
                     f"run.folder = {str(self.path)!r}: {why_not}; wait for it, stop it, or give another one with --run.folder"
@@ -365,3 +375,14 @@ def _fault(path: Path) -> str | None:
     except OSError:
         pass
     return "a file of it is missing or cut"
+
+
+def _lock(file: IO[str], until_s: float) -> None:
+    """Take a lock, by a moment of ``time.monotonic``. Raises BlockingIOError where another process still has it then."""
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                raise
+        time.sleep(LOOK_S)

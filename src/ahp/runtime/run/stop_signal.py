@@ -67,6 +67,16 @@ class StopRequest:
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
+    @contextmanager
+    def ending_at_once(self) -> Iterator[None]:
+        """Within, a signal to stop ends the process: nothing is left to save, and what it does may wait in C++ for seconds."""
+        before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def pending(self) -> int:
         """Number of the signal, LAUNCHER_GONE for an orphan, 0 for none."""
         if not self.received and os.getppid() != self.parent:

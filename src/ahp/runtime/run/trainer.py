@@ -305,7 +305,9 @@ class Trainer:
         history = run_history.starts(self.folder.history_file)
         if history and history[-1].ended is None:
             seen = read_heartbeat(self.folder.status_file) or history[-1].began
-            self._end_in_history(seen, "gone without a word: what wrote this file was killed too", failed=True)
+            said = failure.read(self.folder)  # by another rank, or a launcher
+            why = said.message.splitlines()[0] if said else "gone without a word: what wrote this file was killed too"
+            self._end_in_history(seen, why, failed=True)
         self._refuse_what_fails_alike()
         lines, step = self._take_up(), self._saved_step()
         kept.enter_context(self.folder.beating())
@@ -357,7 +359,9 @@ class Trainer:
                     [str(self.folder.path), json.dumps(asdict(order))],
                     num_workers=num_workers,
                     log_folder=self.folder.log_folder,
-                    watch=Watch(self.folder.metrics_file, self.collective_timeout_s + OWN_CAUSE_S),
+                    watch=Watch(
+                        self.folder.metrics_file, self.collective_timeout_s + OWN_CAUSE_S, self.collective_timeout_s
+                    ),
                     stops_when=stops_when,
                 )
         except launch.WorkersEnded as ended:
@@ -373,7 +377,8 @@ class Trainer:
         if failure.read(self.folder) is None and is_full(self.folder.path):
             return TrainingFailed(f"run.folder = {str(self.folder.path)!r}: the disk is full; {logs}")
         if ended.hang:
-            text = f"after step {step}: {ended.hang}; {logs}"
+            axes = ", ".join(self.plan.parallelism.axes)
+            text = f"after step {step}: {ended.hang}{f' (axes of the layout: {axes})' if axes else ''}; {logs}"
             return TrainingFailed(text, step=step, kind="hang", may_pass=step > 0)
         if ended.killed:
             rank, number = next(iter(ended.killed.items()))

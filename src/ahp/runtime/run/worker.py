@@ -135,7 +135,8 @@ def _train(
         status = loop.run()
     except Exception as error:
         step, step_time_s = failure.last_step(folder), failure.last_step_time_s(folder)
-        cause = explained(error, parallel.mesh, parallel.hosts, step, give_up_s=GIVE_UP_S + step_time_s)
+        limit_s = GIVE_UP_S + step_time_s
+        cause = explained(error, parallel.mesh, parallel.hosts, step, give_up_s=limit_s, waiting=stop.ending_at_once)
         if cause is not error:
             raise cause from error
         raise
