@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from failure_run import LIMIT_S, DoesNotGoOn, Launch, Run, settle
+from failure_run import DoesNotGoOn, Launch, Run, settle
 
 TMPFS_BYTES = 64_000_000
 """Of the small disk: some ten checkpoints."""
@@ -209,7 +209,3 @@ def why_not(kind: Kind) -> str | None:
         if made.returncode:
             return f"{' '.join(words)}: {made.stderr.strip()}"
     return None
-
-
-CUT_S = 3.0 * LIMIT_S
-"""For which the network is away at least: longer than a collective may take."""

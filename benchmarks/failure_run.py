@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ from ahp.run_history import Start
 
 EVERY = 5
 """Steps between checkpoints: so few that some failures come while one is written."""
-LIMIT_S = 5
-"""``run.collective_timeout_s``: for so long a rank may be waited for."""
 POLL_S = 0.02
 PATIENCE_S = 240.0
 """[Empirical] Far more than any start takes on a busy machine: past it a run does not go on by itself."""
@@ -81,9 +80,11 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 class Run:
-    """The folder of a run and what is written there; ``prefix`` is put before the command, such as ``ip netns exec``."""
+    """The folder of a run and what is written there. ``limit_s``: ``run.collective_timeout_s``, for which a rank may be waited for."""
 
-    def __init__(self, folder: Path, layout: Layout, text: Path, *, steps: int, place: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, layout: Layout, text: Path, *, steps: int, limit_s: float, place: Path | None = None
+    ) -> None:
         self.home, self.layout, self.steps = folder, layout, steps
         self.folder = place or folder / "run"
         self.temporary = folder / "tmp"
@@ -102,7 +103,7 @@ class Run:
                     },
                     "parallelism": layout.degrees,
                     "run": {
-                        "folder": str(self.folder), "checkpoint_every": EVERY, "sample": False, "collective_timeout_s": LIMIT_S,
+                        "folder": str(self.folder), "checkpoint_every": EVERY, "sample": False, "collective_timeout_s": limit_s,
                         "elastic": {"max_restarts": 1000},
                     },
                 }
@@ -110,7 +111,7 @@ class Run:
         )  # fmt: skip
 
     def start(self, *options: str, prefix: Sequence[str] = (), environment: dict[str, str] | None = None) -> Launch:
-        """The command of the run, as a supervisor starts it."""
+        """The command of the run, as a supervisor starts it; ``prefix`` is put before it, such as ``ip netns exec``."""
         command = [*prefix, sys.executable, "-m", "ahp", "train", str(self.config), *options]
         given = {"TMPDIR": str(self.temporary), "AHP_CACHE": str(self.home.parent / "cache"), **(environment or {})}
         process = subprocess.Popen(
@@ -164,11 +165,15 @@ class Run:
         return "without a status" if status is None else f"{status.state}: {status.cause}"
 
     def ends(self) -> None:
-        """Wait for its end."""
-        self.until(lambda: self.is_done() or not self.alive(), "the end")
+        """Wait for its end, for as long as it makes steps."""
+        while not self.is_done() and self.alive():
+            self.until(partial(self._is_past, self.step()), "the end")
         for launch in self.launches:
             with suppress(subprocess.TimeoutExpired):
                 launch.process.wait(60)
+
+    def _is_past(self, step: int) -> bool:
+        return self.step() > step or self.is_done() or not self.alive()
 
     # its processes
 
@@ -223,11 +228,13 @@ def deviation(run: Run, reference: Sequence[tuple[float, float]]) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def reference_curve(folder: Path, layout: Layout, text: Path, steps: int) -> list[tuple[float, float]]:
+def reference_curve(
+    folder: Path, layout: Layout, text: Path, *, steps: int, limit_s: float
+) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step of a run that nothing disturbs; kept for the next campaign."""
     kept = folder / f"reference-{layout.name.replace(' ', '-')}-{steps}.json"
     if not kept.exists():
-        run = Run(folder / f"{kept.stem}", layout, text, steps=steps)
+        run = Run(folder / f"{kept.stem}", layout, text, steps=steps, limit_s=limit_s)
         try:
             run.start()
             run.ends()

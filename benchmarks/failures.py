@@ -1,8 +1,10 @@
 """Runs that are killed, stopped, cut off and damaged at random moments, and whether they go on by themselves on the same curve.
 
     python benchmarks/failures.py                                       100 failures, half an hour to an hour
-    python benchmarks/failures.py --failures 10 --only worker launcher  a short one
+    python benchmarks/failures.py --failures 10 --only worker launcher  some of the kinds
+    python benchmarks/failures.py --short                               each kind once, runs beside each other: a minute or two
     python benchmarks/failures.py --markdown docs/reliability.md        also write the table into the page
+    python benchmarks/failures.py --only SIGSTOP --again --markdown docs/reliability.md    some kinds, in a table of their own
 
 A run trains a small model on two workers and is struck several times; at its end every loss and gradient norm is compared with those of a run of the
 same layout that nothing disturbed. Each trial is a line of ``--results``, so a campaign that was stopped goes on. stdout: the table; stderr: progress.
@@ -15,16 +17,18 @@ import json
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from failure_kinds import CUT_S, KINDS, Hosts, Kind, cut_network, small_disk, why_not
+import psutil
+from failure_kinds import KINDS, Hosts, Kind, cut_network, small_disk, why_not
 from failure_run import (
     LAYOUTS,
-    LIMIT_S,
     PATIENCE_S,
     TWO_HOSTS,
     DoesNotGoOn,
@@ -34,44 +38,44 @@ from failure_run import (
     left_behind,
     reference_curve,
 )
+from failure_trials import Trial, append, read, tables
 from machine import machine
-from page import require, table
+from page import require
 from page import write as write_page
 
-MARKER = "failures"
-STRIKES = 5
-"""Of one run, at most."""
-STEPS, HOST_STEPS = 220, 2500
-"""Of a run. The host that is left must not come to the end before the other one is back."""
-AWAY = (6, 30)
-"""Steps that a start makes before it is struck: past its first checkpoint."""
+MARKER, AGAIN = "failures", "some failures again"
 
 
-@dataclass
-class Trial:
-    """One failure and what came of it."""
+@dataclass(frozen=True)
+class Form:
+    """How many failures, and of which runs."""
 
-    seed: int
-    kind: str
-    layout: str
-    run: int
-    went_on: bool = False
-    seconds: float | None = None
-    """From the failure to the end of the next step; of a full disk from when there is room again."""
-    noticed_s: float | None = None
-    """Of these, until the start that failed was over."""
-    steps_lost: int | None = None
-    past_checkpoint: int | None = None
-    """Steps lost beyond the newest complete checkpoint."""
-    deviation: float | None = None
-    """Of the whole run's curve."""
-    left: tuple[str, ...] = ()
-    why: str = ""
+    failures: int = 100
+    strikes: int = 5
+    """Of one run, at most."""
+    host_strikes: int = 5
+    """Likewise of a run on two hosts."""
+    steps: int = 220
+    host_steps: int = 2500
+    """The host that is left must not come to the end before the other one is back."""
+    away: tuple[int, int] = (6, 30)
+    """Steps that a start makes before it is struck: past its first checkpoint."""
+    layouts: tuple[Layout, ...] = LAYOUTS
+    limit_s: float = 5.0
+    """``run.collective_timeout_s``: for so long a rank may be waited for."""
+    beside: int = 1
+    """Runs at a time. Their seconds say nothing then."""
 
 
-def strike(run: Run, kind: Kind, draw: random.Random, trial: Trial) -> None:
+SHORT = Form(
+    failures=len(KINDS), strikes=4, host_strikes=1, steps=90, host_steps=90, away=(6, 8), layouts=LAYOUTS[:1], limit_s=15.0, beside=4
+)  # fmt: skip
+"""On a busy machine a rank may be without a core for seconds. A host that is lost alone need not come back, so its run is short too."""
+
+
+def strike(run: Run, kind: Kind, draw: random.Random, trial: Trial, away: tuple[int, int]) -> None:
     """Let it happen, and wait until the run has made a step again. Raises DoesNotGoOn."""
-    target = run.step() + draw.randint(*AWAY)
+    target = run.step() + draw.randint(*away)
     # A run whose only checkpoint is damaged is refused: it would begin again at step 0.
     fewest = 2 if kind.damages else 0
     run.until(lambda: run.step() >= target and len(run.checkpoint_steps()) >= fewest, f"step {target}")
@@ -110,28 +114,33 @@ def _goes_on(run: Run, begun: int) -> bool:
 
 
 def struck_run(
-    place: Path, layout: Layout, kinds: Sequence[Kind], seeds: Sequence[int], number: int, text: Path
+    place: Path, form: Form, layout: Layout, kinds: Sequence[Kind], seeds: Sequence[int], number: int, text: Path
 ) -> list[Trial]:
     """A run that all of this happens to, to its end."""
-    trials = [Trial(seed, kind.name, layout.name, number) for seed, kind in zip(seeds, kinds, strict=True)]
+    others = None if form.beside > 1 else psutil.cpu_percent(1.0)
+    trials = [
+        Trial(seed, kind.name, layout.name, number, others_percent=others)
+        for seed, kind in zip(seeds, kinds, strict=True)
+    ]
     hosts = any(kind.hosts for kind in kinds)
-    steps = HOST_STEPS if hosts else STEPS
-    reference = reference_curve(place, layout, text, steps)
+    steps = form.host_steps if hosts else form.steps
     with ExitStack() as kept:
         disk = kept.enter_context(small_disk(place / f"disk-{number}")) if any(k.small_disk for k in kinds) else None
-        kept.enter_context(Hosts.made() if hosts else nullcontext())
-        run = Run(place / f"run-{number}", layout, text, steps=steps, place=disk)
+        kept.enter_context(_hosts() if hosts else nullcontext())
+        run = Run(place / f"run-{number}", layout, text, steps=steps, limit_s=form.limit_s, place=disk)
         kept.callback(run.close)
         begin = _two_hosts if hosts else Run.start
         begin(run)
         trial = trials[0]
         try:
             for trial, kind in zip(trials, kinds, strict=True):
-                strike(run, kind, random.Random(trial.seed), trial)
-                if hosts:
-                    _complete(run, away_s=CUT_S if kind.strike is cut_network else 0.0)
+                strike(run, kind, random.Random(trial.seed), trial, form.away)
                 say(f"  {trial.kind}: step after {trial.seconds:.1f} s, {trial.steps_lost} steps made again")
+                if hosts and len(kinds) > 1:
+                    # The network is away for longer than a collective may take.
+                    _complete(run, away_s=3 * form.limit_s if kind.strike is cut_network else 0.0)
             run.ends()
+            reference = reference_of(place, form, LAYOUTS[0] if hosts else layout, text, steps)
             found, left = deviation(run, reference), tuple(left_behind(run))
             for trial in trials:
                 trial.deviation, trial.left = found, left
@@ -140,6 +149,23 @@ def struck_run(
             say(f"  {trial.kind}: {error}")
             trials = trials[: trials.index(trial) + 1]
     return trials
+
+
+_ONE_AT_A_TIME = threading.Lock()
+_REFERENCES = threading.Lock()
+
+
+@contextmanager
+def _hosts() -> Iterator[None]:
+    """Their names are the machine's, so one run at a time has them."""
+    with _ONE_AT_A_TIME, Hosts.made():
+        yield
+
+
+def reference_of(place: Path, form: Form, layout: Layout, text: Path, steps: int) -> list[tuple[float, float]]:
+    """The curve of a run that nothing disturbed; made once."""
+    with _REFERENCES:
+        return reference_curve(place, layout, text, steps=steps, limit_s=form.limit_s)
 
 
 def _two_hosts(run: Run) -> None:
@@ -164,88 +190,45 @@ def _complete(run: Run, away_s: float) -> None:
     run.until(both, "both hosts train again")
 
 
-def campaign(count: int, seed: int, kinds: Sequence[Kind]) -> Iterator[tuple[Layout, list[Kind], list[int]]]:
-    """Runs with the kinds that strike them: all kinds in turns, all layouts in turns."""
+def campaign(form: Form, seed: int, kinds: Sequence[Kind]) -> Iterator[tuple[Layout, list[Kind], list[int]]]:
+    """Runs with the kinds that strike them: all kinds in turns, all layouts in turns. Hosts first where runs go on beside each other."""
     draw = random.Random(seed)
     order: list[Kind] = []
-    while len(order) < count:
+    while len(order) < form.failures:
         order += draw.sample(kinds, len(kinds))
-    order, number = order[:count], 0
-    for hosts in (False, True):
+    order, number = order[: form.failures], 0
+    for hosts in (True, False) if form.beside > 1 else (False, True):
         there = [kind for kind in order if kind.hosts is hosts]
+        strikes = form.host_strikes if hosts else form.strikes
         while there:
-            taken, there = there[:STRIKES], there[STRIKES:]
-            layout = TWO_HOSTS if hosts else LAYOUTS[number % len(LAYOUTS)]
+            taken, there = there[:strikes], there[strikes:]
+            layout = TWO_HOSTS if hosts else form.layouts[number % len(form.layouts)]
             yield layout, taken, [draw.randrange(2**32) for _ in taken]
             number += 1
-
-
-def tables(trials: Sequence[Trial], skipped: dict[str, str]) -> str:
-    """The page's table, and what failed."""
-    rows = []
-    for kind in KINDS:
-        ours = [trial for trial in trials if trial.kind == kind.name]
-        if kind.name in skipped:
-            rows.append([kind.name, f"not tried: {skipped[kind.name]}", *[""] * 7])
-        elif ours:
-            rows.append([kind.name, *_row(ours)])
-    rows.append(["**all**", *_row(trials)])
-    head = [
-        "failure", "tried", "went on", "same digits", "largest deviation", "steps made again, most", "past a checkpoint",
-        "seconds to the next step, median", "longest",
-    ]  # fmt: skip
-    lines = [table(head, rows), ""]
-    lines += [f"- {t.kind}, {t.layout}, seed {t.seed}: {t.why}" for t in trials if not t.went_on]
-    left = sorted({f"{t.layout}, run {t.run}: {', '.join(t.left)}" for t in trials if t.left})
-    lines.append(f"Left behind, processes and files: {'; '.join(left) or 'none'}.")
-    noticed = [t.noticed_s for t in trials if t.noticed_s is not None]
-    if noticed:
-        noticed.sort()
-        lines.append(
-            f"Of the seconds, {noticed[len(noticed) // 2]:.1f} (median) and {noticed[-1]:.1f} (longest) pass until the failure is noticed and the workers "
-            "are gone; the rest is the start: Python and torch's imports, joining, reading the checkpoint, and one step."
-        )
-    return "\n".join(lines)
-
-
-def _row(trials: Sequence[Trial]) -> list[str]:
-    times = sorted(trial.seconds for trial in trials if trial.seconds is not None)
-    compared = [trial.deviation for trial in trials if trial.deviation is not None]
-    return [
-        str(len(trials)),
-        str(sum(trial.went_on for trial in trials)),
-        f"{sum(d == 0.0 for d in compared)} of {len(compared)}",
-        f"{max(compared):.1e}" if compared else "",
-        str(max((t.steps_lost or 0 for t in trials), default=0)),
-        str(sum(t.past_checkpoint or 0 for t in trials)),
-        f"{times[len(times) // 2]:.1f}" if times else "",
-        f"{times[-1]:.1f}" if times else "",
-    ]
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def read(file: Path | None) -> list[Trial]:
-    if file is None or not file.exists():
-        return []
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    return [Trial(**{**one, "left": tuple(one["left"])}) for one in found]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--failures", type=int, default=100, help="how many (default: 100)")
+    parser.add_argument("--short", action="store_true", help="each kind once, with short runs beside each other")
+    parser.add_argument("--failures", type=int, help="how many (default: 100)")
+    parser.add_argument(
+        "--limit-s", type=float, help="run.collective_timeout_s of the runs (default: 5, with --short 15)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of kinds and moments (default: 0)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="kinds whose name has one of these words")
     parser.add_argument(
         "--results", type=Path, metavar="FILE", help="a line for each trial; what is there is not tried again"
     )
     parser.add_argument("--markdown", type=Path, metavar="PAGE", help="also write the table between PAGE's markers")
+    parser.add_argument("--again", action="store_true", help="there beside the table of all kinds, not in its place")
     arguments = parser.parse_args()
+    marker = AGAIN if arguments.again else MARKER
     if arguments.markdown:
-        require(arguments.markdown, MARKER)
+        require(arguments.markdown, marker)
     wanted = [kind for kind in KINDS if not arguments.only or any(word in kind.name for word in arguments.only)]
     if not wanted:
         parser.error(f"--only: the kinds are {'; '.join(kind.name for kind in KINDS)}")
@@ -253,26 +236,30 @@ def main() -> int:
     for name, why in skipped.items():
         say(f"{name}: not tried, {why}")
     kinds = [kind for kind in wanted if kind.name not in skipped]
+    given = {"failures": arguments.failures, "limit_s": arguments.limit_s}
+    form = replace(SHORT if arguments.short else Form(), **{name: value for name, value in given.items() if value})
     trials = read(arguments.results)
-    say(f"seed {arguments.seed}; collectives may take {LIMIT_S} s")
-    with tempfile.TemporaryDirectory(prefix="ahp-failures-") as folder:
+    say(f"seed {arguments.seed}; collectives may take {form.limit_s:g} s")
+    with tempfile.TemporaryDirectory(prefix="ahp-failures-") as folder, ThreadPoolExecutor(form.beside) as threads:
         text = Path(folder) / "text.txt"
         text.write_text(
             "".join(Path(module).read_text() for module in (argparse.__file__, json.__file__, tempfile.__file__))
         )
-        for number, (layout, struck, seeds) in enumerate(campaign(arguments.failures, arguments.seed, kinds)):
-            if any(trial.run == number for trial in trials):
-                continue
-            say(f"run {number}: {layout.name}, {len(struck)} failures; {len(trials)} of {arguments.failures} done")
-            found = struck_run(Path(folder), layout, struck, seeds, number, text)
-            trials += found
+
+        def one(planned: tuple[int, tuple[Layout, list[Kind], list[int]]]) -> None:
+            number, (layout, struck, seeds) = planned
+            say(f"run {number}: {layout.name}, {len(struck)} failures; {len(trials)} of {form.failures} done")
+            found = struck_run(Path(folder), form, layout, struck, seeds, number, text)
+            trials.extend(found)
             if arguments.results:
-                with arguments.results.open("a") as file:
-                    file.writelines(json.dumps(asdict(trial)) + "\n" for trial in found)
+                append(arguments.results, found)
+
+        there = {trial.run for trial in trials}
+        list(threads.map(one, (run for run in enumerate(campaign(form, arguments.seed, kinds)) if run[0] not in there)))
     text_ = f"{machine(2).words()}; seed {arguments.seed}.\n\n{tables(trials, skipped)}"
     print(text_)
     if arguments.markdown:
-        write_page(arguments.markdown, MARKER, text_)
+        write_page(arguments.markdown, marker, text_)
     return 0 if all(trial.went_on and not trial.past_checkpoint for trial in trials) else 1
 
 
