@@ -12,8 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import namespaces
 import psutil
 from failure_run import DoesNotGoOn, Launch, Run, settle
+from namespaces import Host, HostSpec
 
 TMPFS_BYTES = 64_000_000
 """Of the small disk: some ten checkpoints."""
@@ -98,7 +100,7 @@ def host(run: Run, draw: random.Random) -> None:
 
 
 def cut_network(run: Run, draw: random.Random) -> None:
-    Hosts.set_link(draw.choice(Hosts.NAMES), up=False)
+    draw.choice(run.hosts).set_link(up=False)
 
 
 KINDS = (
@@ -146,66 +148,20 @@ def small_disk(place: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-class Hosts:
-    """Two network namespaces with a cable between."""
-
-    NAMES = ("ahp-host-1", "ahp-host-2")
-    ADDRESSES = ("10.77.0.1", "10.77.0.2")
-    LINKS = ("ahp-link-1", "ahp-link-2")
-
-    @classmethod
-    @contextmanager
-    def made(cls) -> Iterator[None]:
-        cls._remove()
-        try:
-            for name in cls.NAMES:
-                _ip("netns", "add", name)
-            _ip("link", "add", cls.LINKS[0], "type", "veth", "peer", "name", cls.LINKS[1])
-            for name, link, address in zip(cls.NAMES, cls.LINKS, cls.ADDRESSES, strict=True):
-                _ip("link", "set", link, "netns", name)
-                _ip("-n", name, "address", "add", f"{address}/24", "dev", link)
-                _ip("-n", name, "link", "set", "lo", "up")
-                cls.set_link(name, up=True)
-            yield
-        finally:
-            cls._remove()
-
-    @classmethod
-    def set_link(cls, name: str, *, up: bool) -> None:
-        _ip("-n", name, "link", "set", cls.LINKS[cls.NAMES.index(name)], "up" if up else "down")
-
-    @classmethod
-    def start(cls, run: Run, name: str) -> Launch:
-        """The command of the run on one of the hosts."""
-        places = ",".join(f"{address}:29500" for address in cls.ADDRESSES)
-        return run.start(
-            "--nodes", "1:2", "--workers-per-node", "1", "--rendezvous", places, prefix=["ip", "netns", "exec", name],
-            environment={"GLOO_SOCKET_IFNAME": cls.LINKS[cls.NAMES.index(name)]},
-        )  # fmt: skip
-
-    @classmethod
-    def _remove(cls) -> None:
-        for name in cls.NAMES:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def start_on(run: Run, host: Host) -> Launch:
+    """The command of the run on one of its hosts."""
+    places = ",".join(f"{one.address}:29500" for one in run.hosts)
+    return run.start(
+        "--nodes", "1:2", "--workers-per-node", "1", "--rendezvous", places, prefix=host.prefix, environment=host.environment
+    )  # fmt: skip
 
 
 def why_not(kind: Kind) -> str | None:
     """Why this system does not let a kind be tried, None where it does."""
     if not (kind.hosts or kind.small_disk):
         return None
+    if kind.hosts:
+        return namespaces.why_not([HostSpec()] * 2)
     if os.geteuid():
         return "needs root"
-    needed = "ip" if kind.hosts else "mount"
-    if shutil.which(needed) is None:
-        return f"needs the command {needed}"
-    words = ["ip", "netns", "add", "ahp-host-try"] if kind.hosts else None
-    if words is not None:
-        made = subprocess.run(words, capture_output=True, text=True)
-        subprocess.run(["ip", "netns", "delete", "ahp-host-try"], capture_output=True)
-        if made.returncode:
-            return f"{' '.join(words)}: {made.stderr.strip()}"
-    return None
+    return "needs the command mount" if shutil.which("mount") is None else None

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import yaml
+from namespaces import Host
 
 from ahp import run_history
 from ahp.run_files import read_metrics, read_status
@@ -90,6 +91,8 @@ class Run:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
         self.launches: list[Launch] = []
+        self.hosts: Sequence[Host] = ()
+        """Where its commands run; none = on this machine itself."""
         self.log = (folder / "output.txt").open("ab")
         self.config = folder / "config.yaml"
         self.config.write_text(

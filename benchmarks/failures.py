@@ -21,12 +21,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-from failure_kinds import KINDS, Hosts, Kind, cut_network, small_disk, why_not
+from failure_kinds import KINDS, Kind, cut_network, small_disk, start_on, why_not
 from failure_run import (
     LAYOUTS,
     PATIENCE_S,
@@ -40,6 +40,7 @@ from failure_run import (
 )
 from failure_trials import Trial, append, read, tables
 from machine import machine
+from namespaces import HostSpec, hosts
 from page import require
 from page import write as write_page
 
@@ -122,25 +123,26 @@ def struck_run(
         Trial(seed, kind.name, layout.name, number, others_percent=others)
         for seed, kind in zip(seeds, kinds, strict=True)
     ]
-    hosts = any(kind.hosts for kind in kinds)
-    steps = form.host_steps if hosts else form.steps
+    on_hosts = any(kind.hosts for kind in kinds)
+    steps = form.host_steps if on_hosts else form.steps
     with ExitStack() as kept:
         disk = kept.enter_context(small_disk(place / f"disk-{number}")) if any(k.small_disk for k in kinds) else None
-        kept.enter_context(_hosts() if hosts else nullcontext())
+        made = kept.enter_context(hosts([HostSpec()] * 2)) if on_hosts else ()
         run = Run(place / f"run-{number}", layout, text, steps=steps, limit_s=form.limit_s, place=disk)
+        run.hosts = made
         kept.callback(run.close)
-        begin = _two_hosts if hosts else Run.start
+        begin = _two_hosts if on_hosts else Run.start
         begin(run)
         trial = trials[0]
         try:
             for trial, kind in zip(trials, kinds, strict=True):
                 strike(run, kind, random.Random(trial.seed), trial, form.away)
                 say(f"  {trial.kind}: step after {trial.seconds:.1f} s, {trial.steps_lost} steps made again")
-                if hosts and len(kinds) > 1:
+                if on_hosts and len(kinds) > 1:
                     # The network is away for longer than a collective may take.
                     _complete(run, away_s=3 * form.limit_s if kind.strike is cut_network else 0.0)
             run.ends()
-            reference = reference_of(place, form, LAYOUTS[0] if hosts else layout, text, steps)
+            reference = reference_of(place, form, LAYOUTS[0] if on_hosts else layout, text, steps)
             found, left = deviation(run, reference), tuple(left_behind(run))
             for trial in trials:
                 trial.deviation, trial.left = found, left
@@ -151,15 +153,7 @@ def struck_run(
     return trials
 
 
-_ONE_AT_A_TIME = threading.Lock()
 _REFERENCES = threading.Lock()
-
-
-@contextmanager
-def _hosts() -> Iterator[None]:
-    """Their names are the machine's, so one run at a time has them."""
-    with _ONE_AT_A_TIME, Hosts.made():
-        yield
 
 
 def reference_of(place: Path, form: Form, layout: Layout, text: Path, steps: int) -> list[tuple[float, float]]:
@@ -169,21 +163,21 @@ def reference_of(place: Path, form: Form, layout: Layout, text: Path, steps: int
 
 
 def _two_hosts(run: Run) -> None:
-    for name in Hosts.NAMES:
-        Hosts.start(run, name)
+    for host in run.hosts:
+        start_on(run, host)
     run.until(lambda: bool(run.starts()) and run.starts()[-1].workers == 2 and run.step() > 0, "both hosts train")
 
 
 def _complete(run: Run, away_s: float) -> None:
     """Both hosts are there again, after so long: the network is, and the command is started where it has ended."""
     time.sleep(away_s)
-    for name in Hosts.NAMES:
-        Hosts.set_link(name, up=True)
+    for host in run.hosts:
+        host.set_link(up=True)
 
     def both() -> bool:
-        for name in Hosts.NAMES:
-            if not any(name in launch.command and launch.process.poll() is None for launch in run.launches):
-                Hosts.start(run, name)
+        for host in run.hosts:
+            if not any(host.name in launch.command and launch.process.poll() is None for launch in run.launches):
+                start_on(run, host)
         start = run.starts()[-1]
         return start.workers == 2 and run.step() > start.first_step
 
@@ -197,12 +191,12 @@ def campaign(form: Form, seed: int, kinds: Sequence[Kind]) -> Iterator[tuple[Lay
     while len(order) < form.failures:
         order += draw.sample(kinds, len(kinds))
     order, number = order[: form.failures], 0
-    for hosts in (True, False) if form.beside > 1 else (False, True):
-        there = [kind for kind in order if kind.hosts is hosts]
-        strikes = form.host_strikes if hosts else form.strikes
+    for on_hosts in (True, False) if form.beside > 1 else (False, True):
+        there = [kind for kind in order if kind.hosts is on_hosts]
+        strikes = form.host_strikes if on_hosts else form.strikes
         while there:
             taken, there = there[:strikes], there[strikes:]
-            layout = TWO_HOSTS if hosts else form.layouts[number % len(form.layouts)]
+            layout = TWO_HOSTS if on_hosts else form.layouts[number % len(form.layouts)]
             yield layout, taken, [draw.randrange(2**32) for _ in taken]
             number += 1
 
