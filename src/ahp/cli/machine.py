@@ -54,6 +54,7 @@ def _facts_hash(workers: int) -> str:
         "format": [FORMAT, CLUSTER_SCHEMA_VERSION],
         "cpu": sense.cpu_name(),
         "cores": sense.physical_cores(),
+        "processors": sense.cpu_quota(),
         "memory_gib": round(sense.memory_limit_bytes() / 2**30),
         "gpus": [[gpu.name, gpu.memory_bytes] for gpu in gpus()],
         "nodes": managers.num_nodes(),

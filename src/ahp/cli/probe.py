@@ -1,4 +1,4 @@
-"""``ahp probe``: sense and measure this machine, write cluster.yaml."""
+"""``ahp probe``: sense and measure this machine, or several hosts at once, and write cluster.yaml."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 @dataclass
 class Arguments:
-    """Sense and measure this machine: processors, memory, disk, products, streams and collectives."""
+    """Sense and measure this machine: processors, memory, disk, products, streams and collectives.
+
+    Of several hosts, by the same command on each: under torchrun, under srun, or with --nodes and --rendezvous. Each measures itself, pairs of them
+    their link, and the first writes one file."""
 
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("cluster.yaml")
     """File to write."""
@@ -33,6 +36,10 @@ class Arguments:
     """Devices to measure and to have; by default all GPUs, else all physical cores."""
     inter_node_gbps: float | None = None
     """Network of one node in a job of several, Gb/s per direction; by default what is usual, or what the cards say."""
+    nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Hosts that run this command together; under srun those of the step."""
+    rendezvous: Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]")] = None
+    """An address of one of them, the same on all: this one writes the file. The port is 29500 where none is given."""
     json: Flag = False
     """Print the cluster as JSON instead of tables."""
 
@@ -40,11 +47,15 @@ class Arguments:
 def run(argv: list[str]) -> int:
     """Parse, probe, write, print. Returns the exit code."""
     arguments = tyro.cli(Arguments, prog="ahp probe", args=argv)
+    from ahp.cli import probe_hosts
+
+    if (place := probe_hosts.place(arguments.nodes, arguments.rendezvous)) is not None:
+        return probe_hosts.run(arguments, place)
     require_writable(arguments.output)
     from ahp.cluster.measure import probe
 
     folder = arguments.output.parent
-    with _progress() as say:
+    with progress_bar() as say:
         cluster = probe(
             quick=arguments.quick,
             workers=arguments.workers,
@@ -82,7 +93,7 @@ def lines(cluster: Cluster) -> list[str]:
     (group,) = cluster.groups
     measured = group.measured or Measurements()
     return [
-        *_machine(group),
+        *machine(group),
         "",
         *_products(measured),
         "",
@@ -93,7 +104,8 @@ def lines(cluster: Cluster) -> list[str]:
     ]
 
 
-def _machine(group: NodeGroup) -> list[str]:
+def machine(group: NodeGroup) -> list[str]:
+    """A node and its devices."""
     host, device = group.host, group.device
     disk = [host.storage_kind or "unknown"]
     if host.storage_free_bytes is not None:
@@ -104,8 +116,9 @@ def _machine(group: NodeGroup) -> list[str]:
         disk.append(f"reads {host.storage_read_bytes_per_s / 1e6:.0f} MB/s")
     peaks = ", ".join(f"{name} {_flops(peak)}" for name, peak in device.peak_flops_per_s.items())
     memory = f", {host.memory_bytes / 2**30:.1f} GiB" if host.memory_bytes is not None else ""
+    granted = f", {host.processors:g} of their time" if host.processors is not None else ""
     return [
-        f"processor  {host.cpu}, {host.cores} physical cores{memory}",
+        f"processor  {host.cpu}, {host.cores} physical cores{granted}{memory}",
         f"devices    {group.devices_per_node} x {device.name}, {device.memory_bytes / 2**30:.1f} GiB each; {peaks}",
         f"link       {group.intra_node.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {group.intra_node.latency_s * 1e6:.0f} us",
         f"launch     {device.kernel_launch_s * 1e6:.1f} us, {_smallest(device)}",
@@ -161,7 +174,7 @@ def _size(size_bytes: int) -> str:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
     """A bar on stderr; nothing moves where stderr is not a terminal."""
     columns = (
         BarColumn(bar_width=30),

@@ -79,6 +79,7 @@ def probe(
     progress: Progress | None = None,
     folder: str | Path = ".",
     inter_node_gbps: float | None = None,
+    num_nodes: int | None = None,
 ) -> Cluster:
     """Sense and measure this machine, or this node of the Slurm or Kubernetes job that it is part of.
 
@@ -92,6 +93,7 @@ def probe(
         folder: where runs will be written; its storage is measured.
         inter_node_gbps: network of one node, Gb/s per direction, in a job of several nodes; default: what is usual
             for the GPU, else what the node's cards say. It is not measured, and all nodes are taken to be like this.
+        num_nodes: nodes that are like this one; default: those of the job that a workload manager has started.
 
     Raises BadInput for a number of workers that cannot be, AhpError when a worker fails.
     """
@@ -100,22 +102,21 @@ def probe(
     say("sensing", 0.0)
     busy = busy_share()
     found, host = gpus(), sense.host(folder)
-    cores = host.cores or 1
     limit = len(found) if found else None
-    count = workers if workers is not None else (limit or cores)
+    count = workers if workers is not None else (limit or host.cores or 1)
     if count < 1 or (limit is not None and count > limit):
         rule = "must be at least 1" if limit is None else f"must be between 1 and the {limit} GPUs that are visible"
         raise bad_input("workers", count, rule)
     if not found:
         refuse_workers(f"workers = {count}", count)
-    nodes = managers.num_nodes()
+    nodes = num_nodes or managers.num_nodes()
     network = _network(nodes, found, count, host, inter_node_gbps)
     available = sense.memory_available_bytes()
     say("disk", 0.0)
     written, read = disk.throughput(host.storage_path or ".", pace.disk_bytes)
     host = host.model_copy(update={"storage_write_bytes_per_s": written, "storage_read_bytes_per_s": read})
     plan = tasks(workers=count, on_cuda=bool(found), quick=quick)
-    facts, values = _measure(plan, count, cores, bool(found), available, pace, say)
+    facts, values = _measure(plan, count, host, bool(found), available, pace, say)
     source = f"probe on {platform.node()}, {datetime.date.today()}, torch {facts['torch']}"
     if is_busy(busy):
         source += f"; {DISTURBED} {busy:.0%} of the processor, so times are too long"
@@ -163,7 +164,7 @@ def _network(nodes: int, found: list[Gpu], count: int, host: Host, given_gbps: f
 
 
 def _measure(
-    plan: list[Task], count: int, cores: int, on_cuda: bool, available: int, pace: Pace, say: Progress
+    plan: list[Task], count: int, host: Host, on_cuda: bool, available: int, pace: Pace, say: Progress
 ) -> tuple[dict[str, Any], list[float | None]]:
     """What rank 0 says of itself, and the value of every task (None = left out because it is too slow)."""
     cache = sense.last_level_cache_bytes()
@@ -171,7 +172,8 @@ def _measure(
     cold = 0 if on_cuda else COLD_CACHES * (cache or STREAM_CPU_BYTES // STREAM_CACHES)
     settings = {
         "workers": count,
-        "cores": cores,
+        "cores": (cores := host.cores or 1),
+        "processors": min(cores, host.processors or cores),
         "device": "cuda" if on_cuda else "cpu",
         "deadline": time.time() + pace.total_s,
         "rounds": pace.rounds,

@@ -130,6 +130,8 @@ class Host(Record):
     cpu: str = ""
     cores: Count | None = None
     """Physical cores that this process may use, container limits included."""
+    processors: float | None = Field(default=None, gt=0)
+    """Processors' worth of time that control groups grant; None where they grant all of its cores."""
     memory_bytes: NotNegative | None = None
     """Memory that this process may use, container limits included."""
     numa_nodes: NotNegative | None = None
@@ -164,6 +166,8 @@ class NodeGroup(Record):
     inter_node: Link | None = None
     """Between nodes; bandwidth of the whole node's network cards together. None for a single node."""
     host: Host = Host()
+    hosts: tuple[str, ...] = ()
+    """Names by which its hosts knew themselves when they were probed together: so a worker finds its group."""
     measured: Measurements | None = None
     calibration: Calibration | None = None
     """From ``ahp calibrate``: every forecast on these nodes is multiplied by its ratio."""

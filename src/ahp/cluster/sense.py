@@ -27,6 +27,7 @@ def host(path: str | Path = ".", root: Path = ROOT) -> Host:
     return Host(
         cpu=cpu_name(root),
         cores=physical_cores(root),
+        processors=cpu_quota(root),
         memory_bytes=memory_limit_bytes(root),
         numa_nodes=numa_nodes(root),
         network_gbps=network_gbps(root),

@@ -20,8 +20,8 @@ POLL_S = 0.5
 LAST_WORDS_LINES = 15
 
 
-def results(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run ``settings["workers"]`` workers (see worker.py) and yield what rank 0 prints, line by line.
+def results(settings: dict[str, Any], module: str = "ahp.cluster.worker") -> Iterator[dict[str, Any]]:
+    """Run ``settings["workers"]`` workers of a module (see worker.py) and yield what rank 0 prints, line by line.
 
     Plain processes rather than ``multiprocessing``: that would import the caller's main module again in each, which
     a script without a main guard, a notebook or ``python -`` does not survive. Raises AhpError when a worker fails.
@@ -30,7 +30,7 @@ def results(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
         path = Path(folder, "settings.json")
         path.write_text(json.dumps({**settings, "store": str(Path(folder, "store"))}))
         logs = [Path(folder, f"worker{rank}.log") for rank in range(settings["workers"])]
-        workers = [_start(rank, path, log) for rank, log in enumerate(logs)]
+        workers = [_start(module, rank, path, log) for rank, log in enumerate(logs)]
         try:
             yield from _follow(workers, logs)
         finally:
@@ -42,7 +42,7 @@ def results(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
                     worker.stdout.close()
 
 
-def _start(rank: int, settings: Path, log: Path) -> subprocess.Popen[str]:
+def _start(module: str, rank: int, settings: Path, log: Path) -> subprocess.Popen[str]:
     environment = with_ours(dict(os.environ))
     # A worker finds this very package, also when it runs from a source tree that is on nobody's path.
     package_parent = str(Path(__file__).resolve().parents[2])
@@ -52,7 +52,7 @@ def _start(rank: int, settings: Path, log: Path) -> subprocess.Popen[str]:
         environment.pop(name, None)
     with log.open("w") as errors:
         return subprocess.Popen(
-            [sys.executable, "-m", "ahp.cluster.worker", str(rank), str(settings)],
+            [sys.executable, "-m", module, str(rank), str(settings)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             stderr=errors,

@@ -46,6 +46,7 @@ class Worker:
         self.rank = rank
         self.world: int = settings["workers"]
         self.cores: int = settings["cores"]
+        self.processors: float = settings["processors"]
         self.rounds: int = settings["rounds"]
         self.deadline: float = settings["deadline"]
         self.stream_bytes: int = settings["stream_bytes"]
@@ -102,7 +103,7 @@ class Worker:
         if not self.on_cuda:
             threads = max(1, self.cores // task.workers)
             torch.set_num_threads(threads)
-            self.clock, self.turns = timing(task, threads, self.cores)
+            self.clock, self.turns = timing(task, threads, self.processors)
         result = self.measure(task, budget_s) if self.rank < task.workers else None
         results: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(result, results)
@@ -263,17 +264,18 @@ class Worker:
             print(json.dumps(line), flush=True)
 
 
-def timing(task: Task, threads: int, cores: int) -> tuple[Callable[[], float], float]:
+def timing(task: Task, threads: int, processors: float) -> tuple[Callable[[], float], float]:
     """The clock for a task of CPU workers, and by what its seconds are multiplied.
 
     One thread that only computes is timed by its own processor time, which other programs do not lengthen as they do the
-    wall's. Where workers share a core each waits while the others have their turns: that time is added. The wall's
+    wall's. Where workers share a core each waits while the others have their turns, and where a control group grants less than a processor
+    each is held back for the rest of the time: that is added. ``processors`` is what all of them get. The wall's
     does not show it, since most batches are shorter than a turn and so not interrupted. Several threads wait for each other,
     and messages for the other side: the wall's.
     """
     if threads > 1 or task.kind == "send_recv":
         return time.perf_counter, 1.0
-    return time.thread_time, max(1.0, task.workers / cores)
+    return time.thread_time, max(1.0, task.workers / processors)
 
 
 def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:

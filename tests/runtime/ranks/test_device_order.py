@@ -9,12 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from ahp.cluster import sense
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, HardwareMismatch
 from ahp.plan import Plan
 from ahp.runtime.check.verify import verify
-from ahp.runtime.ranks import launch
-from ahp.runtime.ranks.device_order import GROUP, check_device, mesh_places, numbers, own_group
+from ahp.runtime.ranks import device_order, launch
+from ahp.runtime.ranks.device_order import (
+    GROUP,
+    Said,
+    check_device,
+    groups_of,
+    mesh_places,
+    numbers,
+    own_group,
+    probed_group,
+)
 from tests.runtime.models import JOB
 from tests.runtime.test_equality import train
 from tests.runtime.workers import Pool
@@ -161,3 +171,54 @@ def test_ranks_follow_the_hosts_devices_and_not_their_order(tmp_path: Path) -> N
     numbered = [2, 0, 3, 1]
     places = [2, 3, 0, 1]  # of the plan's mesh, by number: its first stage lies on the second group
     assert ranks == [places[number] for number in numbered]
+
+
+def probed_plan() -> Plan:
+    """Of two kinds of processor cores, on hosts that say their names."""
+    plain = CLUSTER.plain()
+    has = {"new": (["fast-1"], 2, None), "old": (["slow-1", "slow-2"], 1, 0.5)}
+    for group in plain["groups"]:
+        hosts, cores, processors = has[group["name"]]
+        group["device"]["name"] = "cpu"
+        host = {"cpu": "some", "cores": cores, "processors": processors}
+        group.update(hosts=hosts, host={key: value for key, value in host.items() if value is not None})
+    return plan(REVERSED, Cluster.from_dict(plain))
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "quota", "group"),
+    [
+        ("slow-2", 2, None, "old"),  # its name goes before what it has
+        ("pod-17", 1, 0.5, "old"),
+        ("pod-17", 2, None, "new"),
+        ("pod-17", 8, None, None),
+    ],
+)
+def test_a_host_finds_its_group_in_what_was_probed(
+    name: str, cores: int, quota: float | None, group: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_order.socket, "gethostname", lambda: name)
+    monkeypatch.setattr(sense, "cpu_name", lambda: "some")
+    monkeypatch.setattr(sense, "physical_cores", lambda: cores)
+    monkeypatch.setattr(sense, "cpu_quota", lambda: quota)
+    assert probed_group(probed_plan(), torch.device("cpu")) == group
+    assert own_group(probed_plan(), torch.device("cpu")) is None
+    assert probed_group(plan(REVERSED), torch.device("cpu")) is None, "nobody probed it"
+
+
+def test_workers_of_several_hosts_go_by_what_was_probed_and_a_stranger_is_refused() -> None:
+    on = {"fast-1": "new", "slow-1": "old"}
+    said = [Said(host, None, on[host]) for host in ("slow-1", "slow-1", "fast-1", "fast-1")]
+    groups = groups_of(probed_plan(), said)
+    assert numbers({"new": 2, "old": 2}, groups) == [2, 3, 0, 1], "whatever the order in which they came"
+    told_otherwise = [Said("slow-1", "new", "old"), Said("fast-1", None, "new")]
+    assert groups_of(probed_plan(), told_otherwise) == ["new", "new"], "AHP_GROUP goes first"
+    alone = [Said("fast-1", None, "new")] * 4
+    assert groups_of(probed_plan(), alone) == [None] * 4, "one host stands for all, as in ahp verify"
+    strange = [*said[:3], Said("other", None, None)]
+    with pytest.raises(
+        HardwareMismatch,
+        match=r"other: of none of the groups of the probed cluster \(new: fast-1; old: slow-1, slow-2\)",
+    ):
+        groups_of(probed_plan(), strange)
+    assert groups_of(plan(REVERSED), strange)[3] is None, "a cluster by hand knows no hosts"

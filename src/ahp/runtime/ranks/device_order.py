@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ahp.cluster import catalogue
+from ahp.cluster import catalogue, sense
 from ahp.cluster.cells import Placement, place
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, HardwareMismatch, bad_input
@@ -45,7 +48,7 @@ def mesh_places(plan: Plan) -> list[int] | None:
 
 
 GROUP = "AHP_GROUP"
-"""Variable of a host with the name of its group in the cluster's file: processor cores look alike, and so do GPUs that no catalogue knows."""
+"""Variable of a host with the name of its group in the cluster's file, where nothing else tells: processor cores look alike."""
 READ_S = 60.0
 """For which a worker waits for what another one says, after all have met."""
 
@@ -68,6 +71,52 @@ def own_group(plan: Plan, device: torch.device) -> str | None:
     groups = (plan.cluster or {}).get("groups", [])
     alike = [group["name"] for group in groups if known is not None and group["device"]["name"] == known.device.name]
     return alike[0] if len(alike) == 1 else None
+
+
+def probed_group(plan: Plan, device: torch.device) -> str | None:
+    """The group that this host was in when it was probed with the others (``ahp probe --nodes``): by its name, else, of processor cores, by
+    what it has; None where that tells none, or several."""
+    groups = (plan.cluster or {}).get("groups", [])
+    named = [group["name"] for group in groups if socket.gethostname() in group.get("hosts", ())]
+    if len(named) == 1 or device.type != "cpu":
+        return named[0] if len(named) == 1 else None
+    own = sense.cpu_name(), sense.physical_cores(), sense.cpu_quota()
+    alike = [group["name"] for group in groups if group.get("hosts") and _has(group.get("host", {})) == own]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _has(host: Mapping[str, Any]) -> tuple[str | None, int | None, float | None]:
+    return host.get("cpu"), host.get("cores"), host.get("processors")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a worker says of itself when all meet."""
+
+    host: str
+    group: str | None
+    """As its GPU or the user tells it."""
+    probed: str | None
+    """As the cluster's file tells it, which knows the host."""
+
+
+def groups_of(plan: Plan, said: Sequence[Said]) -> list[str | None]:
+    """The group of each worker; None where neither tells it, and the cluster was not probed.
+
+    Workers of one host alone stand for those of the cluster's hosts, as in ``ahp verify``: that the file knows it counts for nothing. Raises
+    HardwareMismatch for a host of which a probed cluster does not know which group it is: its place would be chance.
+    """
+    if len({one.host for one in said}) == 1:
+        return [one.group for one in said]
+    found = [one.group or one.probed for one in said]
+    groups = (plan.cluster or {}).get("groups", [])
+    strangers = sorted({one.host for one, group in zip(said, found, strict=True) if group is None})
+    if strangers and any(group.get("hosts") for group in groups):
+        known = "; ".join(f"{group['name']}: {', '.join(group.get('hosts', ()))}" for group in groups)
+        raise HardwareMismatch(
+            f"{', '.join(strangers)}: of none of the groups of the probed cluster ({known}); set {GROUP}=NAME there, or probe the hosts again"
+        )
+    return found
 
 
 def numbers(used: dict[str, int], said: Sequence[str | None]) -> list[int] | None:
@@ -95,10 +144,12 @@ def agreed_numbers(store: dist.Store, worker: int, size: int, plan: Plan, device
     placement = placement_of(plan)
     if placement is None:
         return None
-    store.set(f"ahp/group/{worker}", json.dumps(own_group(plan, device)))
+    own = Said(socket.gethostname(), own_group(plan, device), probed_group(plan, device))
+    store.set(f"ahp/group/{worker}", json.dumps(asdict(own)))
     keys = [f"ahp/group/{other}" for other in range(size)]
     store.wait(keys, timedelta(seconds=READ_S))
-    return numbers(placement.used, [json.loads(value) for value in store.multi_get(keys)])
+    said = [Said(**json.loads(value)) for value in store.multi_get(keys)]
+    return numbers(placement.used, groups_of(plan, said))
 
 
 def check_device(plan: Plan, rank: int, device: torch.device) -> None:

@@ -1,0 +1,119 @@
+"""``ahp probe`` on several hosts at once: how they are started, and what is shown of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from ahp.cli import nodes
+from ahp.cli.probe import machine, progress_bar, require_writable
+from ahp.errors import bad_input
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ahp.cli.probe import Arguments
+    from ahp.runtime.probe.hosts import ProbedHosts
+    from ahp.runtime.probe.meeting import Place
+
+MOST_SHOWN = 30
+"""Links in the table, one a line; with more hosts the slowest."""
+
+
+def place(given_nodes: int | None, rendezvous: str | None) -> Callable[[], Place | None] | None:
+    """How this host finds the others; None where it is alone. Raises BadInput for options without a meaning.
+
+    What is returned answers None in a process that is not the first of its host.
+    """
+    from ahp.runtime.probe import meeting
+    from ahp.runtime.ranks import slurm
+    from ahp.runtime.ranks.ranks import is_joined
+
+    task = slurm.task()
+    asked = nodes.asked(None if given_nodes is None else str(given_nodes), rendezvous, None, task)
+    if asked is not None:
+        count, _, address, _ = asked
+        return None if count == 1 else lambda: meeting.at_rendezvous(count, address)
+    if task is not None and not task.is_launcher and task.nodes > 1:
+        return lambda: _slurm_worker(task)
+    return meeting.under_launcher if is_joined() else None
+
+
+def _slurm_worker(task: object) -> Place | None:
+    """With several tasks on a node; the store is that of the first, for as long as the process lives."""
+    from ahp.runtime.probe import meeting
+    from ahp.runtime.ranks import slurm
+
+    assert isinstance(task, slurm.Task)
+    if task.local > 0:
+        return None
+    kept = slurm.become_worker(task)
+    del kept
+    return meeting.under_launcher()
+
+
+def run(arguments: Arguments, find: Callable[[], Place | None]) -> int:
+    """Meet, measure, write, print; the exit code."""
+    from ahp.runtime.probe.hosts import probe_hosts
+    from ahp.runtime.probe.meeting import Meeting
+
+    if arguments.inter_node_gbps is not None:
+        raise bad_input(
+            "--inter-node-gbps", arguments.inter_node_gbps, "the network of several hosts is measured; leave it out"
+        )
+    here = find()
+    if here is None:  # another process of this host does it
+        return 0
+    meeting = Meeting(here)
+    with progress_bar() as say:
+        found = probe_hosts(
+            meeting,
+            check=lambda: _require_new(arguments),
+            quick=arguments.quick,
+            workers=arguments.workers,
+            progress=say,
+            folder=arguments.output.parent,
+        )
+    if found is None:
+        meeting.leave()
+        print("measured; the first host writes the file", file=sys.stderr)
+        return 0
+    found.cluster.save(arguments.output)
+    meeting.leave()
+    if arguments.json:
+        print("\n".join(found.warnings), file=sys.stderr)
+        print(json.dumps(found.cluster.plain()))
+        return 0
+    print("\n".join(lines(found)))
+    print(f"\nwrote {arguments.output}")
+    print(f"Next: ahp plan tiny {arguments.output}")
+    return 0
+
+
+def _require_new(arguments: Arguments) -> None:
+    """What several hosts have measured is not written over: some of them may not be there any more."""
+    if arguments.output.is_file():
+        raise bad_input("-o", str(arguments.output), "exists already; give another file, or delete it")
+    require_writable(arguments.output)
+
+
+def lines(found: ProbedHosts) -> list[str]:
+    """What a person wants to know of hosts that were probed together."""
+    shown = []
+    for group, members in zip(found.cluster.groups, found.members, strict=True):
+        shown += [
+            f"{group.name}: {', '.join(found.names[at] for at in members)}",
+            *(f"  {line}" for line in machine(group)),
+            "",
+        ]
+    slowest = sorted(found.directions, key=lambda one: one.bandwidth_bytes_per_s)
+    title = "link, one way" if len(slowest) <= MOST_SHOWN else f"the slowest {MOST_SHOWN} of {len(slowest)} links"
+    shown.append(f"{title:<50}{'Gb/s':>10}{'us':>10}")
+    for one in slowest[:MOST_SHOWN]:
+        ends = f"{found.names[one.sender]} to {found.names[one.receiver]}"
+        shown.append(f"{ends:<50}{one.bandwidth_bytes_per_s * 8 / 1e9:>10.3g}{one.latency_s * 1e6:>10.0f}")
+    all_of_them = "all pairs" if found.rounds >= found.all_rounds else f"{len(slowest) // 2} of the pairs"
+    shown += ["", f"{all_of_them} in {found.rounds} of {found.all_rounds} rounds, no host in two pairs at once"]
+    shown += [f"note: {warning}" for warning in found.warnings]
+    return [*shown, found.cluster.source]

@@ -1,0 +1,49 @@
+"""Which hosts measure their link when: in each round every host has one partner at most, so that no two pairs disturb each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MOST_ROUNDS = 15
+"""All pairs of up to 16 hosts. A round takes some seconds (``runtime/probe/link_worker.py``), so that many hosts do not measure for an hour; each still meets 15 others,
+which tells a slow cable or switch apart from a slow pair."""
+
+Pair = tuple[int, int]
+
+
+def rounds(groups: Sequence[int], most: int = MOST_ROUNDS) -> list[list[Pair]]:
+    """Pairs of hosts in rounds; ``groups`` has the group of each host.
+
+    All pairs where that takes no more than ``most`` rounds. Else so many, spread evenly, with those first in which a pair of groups
+    meets that has not met in another; only for these there may be more.
+    """
+    found = all_rounds(len(groups))
+    if len(found) <= most:
+        return found
+    wanted = {_groups_of(pair, groups) for pairs in found for pair in pairs}
+    chosen: list[int] = []
+    while wanted:
+        best = max(range(len(found)), key=lambda at: len(wanted & {_groups_of(pair, groups) for pair in found[at]}))
+        chosen.append(best)
+        wanted -= {_groups_of(pair, groups) for pair in found[best]}
+    rest = [at for at in range(len(found)) if at not in chosen]
+    left = max(0, most - len(chosen))
+    chosen += [rest[number * len(rest) // left] for number in range(left)]
+    return [found[at] for at in sorted(chosen)]
+
+
+def all_rounds(hosts: int) -> list[list[Pair]]:
+    """Every pair once, in as few rounds as there can be: one host stays in its place, the others go round it (the circle method
+    of tournaments). Of an odd number one rests in each round."""
+    places: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
+    found = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        opposite = zip(places[:half], reversed(places[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return found
+
+
+def _groups_of(pair: Pair, groups: Sequence[int]) -> frozenset[int]:
+    return frozenset(groups[host] for host in pair)
