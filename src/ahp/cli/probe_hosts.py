@@ -36,21 +36,8 @@ def place(given_nodes: int | None, rendezvous: str | None) -> Callable[[], Place
         count, _, address, _ = asked
         return None if count == 1 else lambda: meeting.at_rendezvous(count, address)
     if task is not None and not task.is_launcher and task.nodes > 1:
-        return lambda: _slurm_worker(task)
+        return lambda: meeting.under_srun(task)
     return meeting.under_launcher if is_joined() else None
-
-
-def _slurm_worker(task: object) -> Place | None:
-    """With several tasks on a node; the store is that of the first, for as long as the process lives."""
-    from ahp.runtime.probe import meeting
-    from ahp.runtime.ranks import slurm
-
-    assert isinstance(task, slurm.Task)
-    if task.local > 0:
-        return None
-    kept = slurm.become_worker(task)
-    del kept
-    return meeting.under_launcher()
 
 
 def run(arguments: Arguments, find: Callable[[], Place | None]) -> int:

@@ -37,7 +37,7 @@ def all_rounds(hosts: int) -> list[list[Pair]]:
     of tournaments). Of an odd number one rests in each round."""
     places: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
     found = []
-    for _ in range(len(places) - 1):
+    for _ in range(len(places) - 1 if hosts > 1 else 0):
         half = len(places) // 2
         opposite = zip(places[:half], reversed(places[half:]), strict=True)
         found.append([(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None])

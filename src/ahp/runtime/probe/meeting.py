@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ahp.errors import bad_input
-from ahp.runtime.ranks import store_place
+from ahp.runtime.ranks import slurm, store_place
 from ahp.runtime.ranks.meeting import MEET_S, meet
 from ahp.runtime.ranks.preparation import Preparation
 from ahp.runtime.torch_compat import launchers_store
@@ -33,6 +33,8 @@ class Place:
     """Where other processes of this host reach the store."""
     number: int
     size: int
+    kept: object = None
+    """The store itself, where it is gone with this object."""
 
     @property
     def is_first(self) -> bool:
@@ -52,8 +54,17 @@ def at_rendezvous(nodes: int, rendezvous: str) -> Place:
     return Place(found.store, (found.address.host, found.address.port), number, nodes)
 
 
+def under_srun(task: slurm.Task) -> Place | None:
+    """Of several tasks on a node, the first stands for it; None in the others. The very first keeps the store."""
+    if task.local > 0:
+        return None
+    kept = slurm.become_worker(task)
+    store, _, _ = launchers_store()
+    return Place(store, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), task.node, task.nodes, kept)
+
+
 def under_launcher() -> Place | None:
-    """As torchrun, or srun with several tasks on a node, says it to its workers; None in those that are not the first of their host."""
+    """As torchrun says it to its workers; None in those that are not the first of their host."""
     here, workers = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if here > 0:
         return None
@@ -69,8 +80,8 @@ class Meeting:
     def __init__(self, place: Place, *, within_s: float = MEET_S) -> None:
         """Raises NoAnswer with those that do not come."""
         self.place = place
-        meet(place.store, place.number, place.size, at="probe of several hosts", within_s=within_s)
-        self.work = Preparation((place.store, place.number, place.size))
+        meet(place.store, place.number, place.size, at="probe of several hosts", within_s=within_s, who="host")
+        self.work = Preparation((place.store, place.number, place.size), what="was probed")
 
     def all_of(self, what: str, work: Callable[[], Any]) -> list[Any]:
         """What the work of each host came to, by their numbers, however long it takes while all live; it is JSON."""

@@ -26,10 +26,10 @@ class NoAnswer(AhpError):
         self.missing = list(missing)
 
 
-def meet(store: dist.Store, rank: int, size: int, *, at: str, within_s: float = MEET_S) -> None:
+def meet(store: dist.Store, rank: int, size: int, *, at: str, within_s: float = MEET_S, who: str = "rank") -> None:
     """Wait for all of ``size`` ranks. Collective. Raises NoAnswer with those that did not come.
 
-    ``at``: what is met for, in words, the same on every rank. A process may come there more than once; all ranks count alike.
+    ``at``: what is met for, in words, the same on every rank; ``who``: what a rank is called. A process may come there more than once; all ranks count alike.
     """
     turn = store.add(f"ahp/{at}/turn-of/{rank}", 1)
     here = f"ahp/{at}/{turn}"
@@ -45,7 +45,7 @@ def meet(store: dist.Store, rank: int, size: int, *, at: str, within_s: float = 
         there = [other for other in range(size) if other not in set(missing)]
         where = dict.fromkeys(store.get(f"{here}/{other}").decode() for other in there[:MOST_NAMED])
         raise NoAnswer(
-            f"{named(missing)} of {size} did not come to the {at} within {within_s:g} s; {named(there)} did, on "
+            f"{named(missing, who)} of {size} did not come to the {at} within {within_s:g} s; {named(there, who)} did, on "
             f"{', '.join(where)}. The logs of those that are missing say where they hang or why they ended",
             missing,
         ) from None
@@ -62,9 +62,9 @@ def absent(store: dist.Store, keys: dict[int, str]) -> list[int]:
     return [rank for half in halves for rank in absent(store, {other: keys[other] for other in half})]
 
 
-def named(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int], who: str = "rank") -> str:
     """Ranks in words, the first eight by their numbers."""
     shown = ", ".join(map(str, ranks[:MOST_NAMED]))
     if len(ranks) > MOST_NAMED:
         shown += f" and {len(ranks) - MOST_NAMED} more"
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"{who}{'s' if len(ranks) > 1 else ''} {shown}"

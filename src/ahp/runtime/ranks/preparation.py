@@ -38,14 +38,17 @@ class Preparation:
         self,
         place: tuple[dist.Store, int, int] | None = None,
         *,
+        what: str = "prepared the run",
         heartbeat_s: float = HEARTBEAT_S,
         silent_s: float = SILENT_S,
     ) -> None:
-        """``place``: a store that all workers share, this worker's number and how many there are; None = as the launcher says."""
+        """``place``: a store that all workers share, this worker's number and how many there are; None = as the launcher says.
+        ``what``: what they do meanwhile, in words."""
         if place is None and dist.is_initialized():
             place = default_store(), dist.get_rank(), dist.get_world_size()
         self.store, self.rank, self.size = place or launchers_store()
         self.heartbeat_s, self.silent_s = heartbeat_s, silent_s
+        self.what = what
         # A process may prepare more than once; all workers count alike.
         self.name = f"ahp/preparation/{self.store.add(f'ahp/preparation/{self.rank}', 1)}"
         self.num_settled = 0
@@ -90,7 +93,7 @@ class Preparation:
                 _, exit_code = self._left(rank, f"{key}/{rank}")
                 if exit_code:
                     raise NoAnswer(
-                        f"worker {rank} ended while it prepared the run, with exit code {exit_code}; its log says why"
+                        f"worker {rank} ended while it {self.what}, with exit code {exit_code}; its log says why"
                     )
 
         if self.is_first:
@@ -169,7 +172,7 @@ class Preparation:
             elif time.monotonic() - heard_s > (self.silent_s if beats else COLLECTIVE_TIMEOUT_S):
                 host = self.store.get(f"{self.name}/host/{rank}").decode() if beats else "an unknown host"
                 raise NoAnswer(
-                    f"worker {rank} on {host} was not heard of for {time.monotonic() - heard_s:.0f} s while it prepared the run; its "
+                    f"worker {rank} on {host} was not heard of for {time.monotonic() - heard_s:.0f} s while it {self.what}; its "
                     "log says where it hangs or why it ended"
                 )
 
