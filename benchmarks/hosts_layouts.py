@@ -1,0 +1,125 @@
+"""Which layouts are measured on hosts that differ: the plan, even ones, plain data parallelism, and others near enough to be the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from task import Task
+
+MOST_RANKED, MOST_EVEN = 5, 3
+"""Of the search's own ranking, and of the ranking for a cluster whose hosts are all taken for the slowest."""
+
+
+@dataclass
+class Layout:
+    """One of them, or each host alone where there is no forecast."""
+
+    words: str
+    roles: tuple[str, ...]
+    plan: Any = None
+    forecast: Any = None
+    alone: dict[str, Any] | None = None
+    """The plan of each host, by its name."""
+
+    def plain(self) -> dict[str, Any]:
+        return {"plan": self.plan, "alone": self.alone}
+
+
+def layouts_of(cluster: Any, task: Task, *, few: bool) -> list[Layout]:
+    """All layouts of a probed cluster, each once, with what it is taken for; the last is each host alone."""
+    import ahp
+    from ahp.errors import AhpError
+
+    job = ahp.Job.model_validate(task.job(100))
+    graph = ahp.analyze({"model_type": "llama", **task.model_keys()}, job)
+    found: dict[str, Layout] = {}
+    for role, parallelism in wanted(graph, cluster, job, task.model_keys()["num_hidden_layers"], few=few):
+        key = parallelism.model_dump_json()
+        if key in found:
+            if role not in found[key].roles:
+                found[key].roles = (*found[key].roles, role)
+            continue
+        try:
+            forecast = ahp.simulate(model=graph, cluster=cluster, job=job, parallelism=parallelism)
+        except AhpError:  # a cell of it would lie on two groups, or a rank runs out of memory
+            continue
+        found[key] = Layout(parallelism.short(), (role,), _plan(cluster, task, parallelism), forecast)
+    return [*found.values(), _alone(graph, cluster, job, task)]
+
+
+def wanted(graph: Any, cluster: Any, job: Any, layers: int, *, few: bool) -> Iterator[tuple[str, Any]]:
+    """Layouts over all hosts by their roles; some may come twice."""
+    import ahp
+
+    ranking = ahp.search(graph, cluster, job, keep=2 if few else MOST_RANKED)
+    yield "plan", ranking.best.parallelism
+    hosts, batch = sum(group.nodes for group in cluster.groups), job.global_batch_size
+    yield "ddp", ahp.Parallelism(data_parallel_replicate_degree=hosts, micro_batch_size=batch // hosts)
+    yield "even", ahp.Parallelism(data_parallel_replicate_degree=hosts, micro_batch_size=batch // hosts)
+    for plan in ahp.search(graph, taken_for_the_slowest(cluster), job, keep=2 if few else 2 * MOST_EVEN).plans[
+        :MOST_EVEN
+    ]:
+        yield "even", plan.parallelism
+    for plan in ranking.plans:
+        yield "other", plan.parallelism
+    if not few:
+        yield from (("other", parallelism) for parallelism in uneven(cluster, job, layers))
+
+
+def taken_for_the_slowest(cluster: Any) -> Any:
+    """As many hosts, all like the slowest."""
+    from ahp.cluster.model import Cluster
+
+    slowest = min(cluster.groups, key=lambda group: max(group.device.peak_flops_per_s.values()))
+    nodes = sum(group.nodes for group in cluster.groups)
+    links = [one.link for one in cluster.links] + [g.inter_node for g in cluster.groups if g.inter_node is not None]
+    link = min(links, key=lambda one: one.bandwidth_bytes_per_s)
+    return Cluster(groups=(slowest.model_copy(update={"nodes": nodes, "inter_node": link}),))
+
+
+def uneven(cluster: Any, job: Any, layers: int) -> Iterator[Any]:
+    """Shares of the batch, and cuts of the layers, around the ratio of the hosts' speeds, which the search may have passed over."""
+    import ahp
+
+    groups = [group for group in cluster.groups for _ in range(group.nodes)]
+    speeds = [max(group.device.peak_flops_per_s.values()) for group in groups]
+    for size in (1, 2, 4):
+        for shares in _around(job.global_batch_size // size, speeds):
+            yield ahp.Parallelism(
+                data_parallel_replicate_degree=len(groups), micro_batch_size=size, micro_batches_per_replica=shares
+            )
+    for size in (2, 4):
+        for cut in _around(layers, speeds):
+            stages = [{"group": group.name, "layers": count} for group, count in zip(groups, cut, strict=True)]
+            yield ahp.Parallelism.model_validate(
+                {"pipeline_parallel_degree": len(groups), "micro_batch_size": size, "stages": stages}
+            )
+
+
+def _around(total: int, speeds: Sequence[float]) -> Iterator[tuple[int, ...]]:
+    """Whole shares of a total in the ratio of speeds, and those with one more or one less for the first, the fastest."""
+    rest = [max(1, round(total * speed / sum(speeds))) for speed in speeds[1:]]
+    for shift in (0, 1, -1):
+        shares = (total - sum(rest) + shift, *rest[:-1], rest[-1] - shift)
+        if min(shares) > 0:
+            yield shares
+
+
+def _plan(cluster: Any, task: Task, parallelism: Any) -> dict[str, Any]:
+    return {"job": task.job(100), "cluster": cluster.plain(), "parallelism": parallelism.model_dump(mode="json")}
+
+
+def _alone(graph: Any, cluster: Any, job: Any, task: Task) -> Layout:
+    """The best plan of each host by itself, all of them at the same time."""
+    import ahp
+    from ahp.cluster.model import Cluster
+
+    plans = {}
+    for group in cluster.groups:
+        own = Cluster(groups=(group.model_copy(update={"nodes": 1, "inter_node": None}),))
+        best = ahp.search(graph, own, job, keep=1).best.parallelism
+        plain = {"job": task.job(100), "parallelism": best.model_dump(mode="json")}
+        plans |= dict.fromkeys(group.hosts, plain)
+    return Layout("each host alone", ("alone",), alone=plans)
