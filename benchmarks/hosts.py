@@ -230,15 +230,13 @@ def one_cluster(setup: Setup, task: Task, pace: Pace, *, few: bool) -> Found:
             row.rounds_s.append(max(times_s))
     tokens = task.global_batch_size * task.sequence_length
     own = sum(tokens / statistics.median(times_s) for times_s in alone.values())
-    told = f"{words_of(cluster)}; measured by ahp probe --quick"
+    told = f"{words_of(cluster, task.precision)}; measured by ahp probe --quick"
     return Found(setup.name, told, busy, [row for row in rows if row is not None], own, tokens)
 
 
-def words_of(cluster: Any) -> str:
+def words_of(cluster: Any, precision: str) -> str:
     """Groups and links as they were probed."""
-    parts = [
-        f"{g.name}: {g.nodes} x {max(g.device.peak_flops_per_s.values()) / 1e9:.0f} GFLOP/s" for g in cluster.groups
-    ]
+    parts = [f"{g.name}: {g.nodes} x {g.device.peak_flops_per_s[precision] / 1e9:.0f} GFLOP/s" for g in cluster.groups]
     links = [(f"{one.between[0]} to {one.between[1]}", one.link) for one in cluster.links]
     links += [(f"within {g.name}", g.inter_node) for g in cluster.groups if g.inter_node is not None]
     parts += [

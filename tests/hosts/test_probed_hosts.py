@@ -1,0 +1,87 @@
+"""Two hosts of different speed: probed together, and trained on by what was probed, whichever of them comes first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ahp.cluster.model import Cluster
+from ahp.plan import Plan
+from ahp.run_files import read_metrics
+from benchmarks.namespaces import Host, HostSpec, hosts
+from tests.runtime.run.test_trainer import MODEL
+from tests.runtime.run.test_trainer import text as text  # a fixture
+
+pytestmark = pytest.mark.slow
+
+
+def on_each(commands: Mapping[Host, Sequence[str]], folder: Path) -> None:
+    """A module of Python's on each of some hosts at once, all of which have to end well."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AHP_CACHE": str(folder / "cache")}
+    processes = [
+        subprocess.Popen(
+            [*host.prefix, sys.executable, "-m", *words], cwd=folder, env={**environment, **host.environment},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for host, words in commands.items()
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=280)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), said
+
+
+def torchrun(number: int, first: Host) -> list[str]:
+    """The words before a module, on the host of this number among two; ``first`` is number 0."""
+    words = "torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend ahp"
+    return [*words.split(), "--rdzv-endpoint", first.address, "--rdzv-conf", f"rank={number}", "-m"]
+
+
+@pytest.mark.timeout(600)
+def test_hosts_are_sensed_and_workers_placed_by_what_they_are(
+    two_to_one: list[HostSpec], text: Path, tmp_path: Path
+) -> None:
+    with hosts(two_to_one) as made:
+        slow, fast = made
+        words = ["ahp", "probe", "--quick", "--nodes", "2", "--rendezvous", slow.address]
+        on_each(dict.fromkeys(made, words), tmp_path)
+        cluster = Cluster.load(tmp_path / "cluster.yaml")
+        assert [group.hosts for group in cluster.groups] == [(fast.name,), (slow.name,)], "the fastest first"
+        assert [group.host.processors for group in cluster.groups] == [0.8, 0.4]
+        peaks = [group.device.peak_flops_per_s["fp32"] for group in cluster.groups]
+        assert 1.5 < peaks[0] / peaks[1] < 2.7, "2, but for what else this machine does"
+        [link] = cluster.links
+        assert 0.2 < link.link.bandwidth_bytes_per_s / 62.5e6 < 1.1, "500 Mb/s"
+        assert "median of 1 pair of hosts" in link.link.source
+
+        config = {
+            "model": MODEL,
+            "cluster": "cluster.yaml",
+            "job": {"data": str(text), "sequence_length": 16, "global_batch_size": 6, "steps": 4, "precision": "fp32"},
+            "parallelism": {
+                "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1, "tensor_parallel_degree": 1, "pipeline_parallel_degree": 1,
+                "micro_batch_size": 1, "micro_batches_per_replica": [4, 2],
+            },
+            "run": {"folder": "run", "sample": False},
+        }  # fmt: skip
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        words = ["ahp", "train", "config.yaml", "--nodes", "2", "--rendezvous", slow.address, "--workers-per-node", "1"]
+        on_each(dict.fromkeys(made, words), tmp_path)
+        run = tmp_path / "run"
+        assert Plan.load(run).parallelism.micro_batches_per_replica == (4, 2), "the first rank has the larger part"
+        assert len(read_metrics(run / "metrics.jsonl")) == 4
+
+        for first, second in (made, made[::-1]):
+            words = ["tests.hosts.placed", str(run / "plan.yaml"), str(tmp_path)]
+            on_each({host: [*torchrun(number, first), *words] for number, host in enumerate((first, second))}, tmp_path)
+            assert (tmp_path / fast.name).read_text() == "0", "whichever of them is the launcher's first"
+            assert (tmp_path / slow.name).read_text() == "1"
