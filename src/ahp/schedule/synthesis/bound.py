@@ -1,0 +1,143 @@
+"""What no order of actions can be faster than: work of the fullest rank, longest path, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import floor, inf
+
+from ahp.schedule.synthesis.problem import ROUNDING, Problem
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """Seconds, and why."""
+
+    seconds: float
+    reason: str
+
+
+def lower_bound(problem: Problem) -> LowerBound:
+    """The largest of the bounds below. Each is the length of what passes one after the other in every order that fits."""
+    return max((LowerBound(*found) for found in _bounds(Paths(problem))), key=lambda bound: bound.seconds)
+
+
+class Paths:
+    """Of one micro-batch that meets no other: when it can start where, and what follows it."""
+
+    def __init__(self, problem: Problem, *, split: bool | None = None) -> None:
+        """``split``: whether input gradients go first, as the problem allows by default; a bound takes the shorter."""
+        self.problem = problem
+        times, self.m = problem.times, problem.num_micro_batches
+        split = problem.split if split is None else split
+        self.forward_s = [t.forward_s for t in times]
+        self.gradient_s = [min(t.input_gradient_s, t.backward_s) if split else t.backward_s for t in times]
+        """Until what the stage before waits for is there."""
+        self.whole_s = [
+            min(t.input_gradient_s + t.weight_gradient_s, t.backward_s) if split else t.backward_s for t in times
+        ]
+        self.period_s = max(sum(self.forward_s[s] + self.whole_s[s] for s in own) for own in problem.stages_of)
+        """What the fullest rank computes for a micro-batch."""
+        self.last_s = [max(t.last_backward_extra_s, r) for t, r in zip(times, problem.reduce_s, strict=True)]
+        """What follows a stage's last backward, on its own rank."""
+        gather = problem.gather_s
+        self.start_s = [gather[0]]
+        """The earliest first forward of each stage."""
+        for s, t in enumerate(times[:-1]):
+            there = self.start_s[-1] + t.forward_s + t.first_forward_extra_s + t.send_forward_s
+            self.start_s.append(max(there, gather[s + 1]))
+        rest = [self.whole_s[0] + self.last_s[0]]
+        """From the start of a stage's last gradient to the end of the step, at least."""
+        for s in range(1, len(times)):
+            own = self.whole_s[s] + self.last_s[s]
+            rest.append(max(own, self.gradient_s[s] + times[s].send_backward_s + rest[-1]))
+        self.rest_s = rest
+        turn = [0.0] * len(times)
+        """From the end of a stage's forward to the start of the same micro-batch's gradient, at least."""
+        for s in range(len(times) - 2, -1, -1):
+            turn[s] = (
+                times[s].send_forward_s
+                + self.forward_s[s + 1]
+                + turn[s + 1]
+                + self.gradient_s[s + 1]
+                + times[s + 1].send_backward_s
+            )
+        self.turn_s = turn
+
+    def after_s(self, s: int) -> float:
+        """What comes at least after all that a rank computes, if it ends with this stage."""
+        extra_s = self.problem.times[s].last_backward_extra_s
+        if self.problem.split:
+            return self.last_s[s] - extra_s
+        return self.rest_s[s] - self.whole_s[s] - extra_s
+
+
+def _bounds(paths: Paths) -> Iterator[tuple[float, str]]:
+    problem, m = paths.problem, paths.m
+    for stage in range(problem.num_stages):
+        first = problem.times[stage].first_forward_extra_s
+        through = paths.start_s[stage] + first + paths.forward_s[stage] * m
+        yield through + paths.turn_s[stage] + paths.rest_s[stage], f"way of the last micro-batch from stage {stage} on"
+        back = paths.start_s[stage] + first + paths.forward_s[stage] + paths.turn_s[stage]
+        yield back + paths.gradient_s[stage] * (m - 1) + paths.rest_s[stage], f"gradients of stage {stage}"
+    for rank, own in enumerate(problem.stages_of):
+        yield from _bounds_of_rank(paths, rank, own)
+
+
+def _bounds_of_rank(paths: Paths, rank: int, own: tuple[int, ...]) -> Iterator[tuple[float, str]]:
+    problem, m, memory, times = paths.problem, paths.m, paths.problem.memory_bytes[rank], paths.problem.times
+    first_s = sum(times[s].first_forward_extra_s for s in own)
+    work_s = first_s + sum(m * (paths.forward_s[s] + paths.whole_s[s]) + times[s].last_backward_extra_s for s in own)
+    begin_s = min(paths.start_s[s] for s in own)
+    after_s = min(paths.after_s(s) for s in own)
+    # Until the first gradient is there a rank has forwards alone, as many as memory holds.
+    turn_s = min(paths.start_s[s] + times[s].first_forward_extra_s + paths.forward_s[s] + paths.turn_s[s] for s in own)
+    forwards_s = first_s + _most_s(m, memory, [(paths.forward_s[s], problem.kept_bytes[s]) for s in own])
+    idle_s = max(0.0, turn_s - begin_s - forwards_s)
+    busy_s = begin_s + idle_s + work_s + after_s
+    yield busy_s, f"work of rank {rank}" + (", whose memory holds few forwards" if idle_s else "")
+    if memory == inf or not any(problem.kept_bytes[s] for s in own):
+        return
+    if len(own) == 1:
+        yield from _bounds_of_memory(paths, rank, own[0], busy_s)
+    # Memory times seconds: what each micro-batch keeps from a stage's forward to its gradient, and for how long.
+    held = sum(problem.kept_bytes[s] * (paths.forward_s[s] + paths.turn_s[s] + paths.gradient_s[s]) for s in own)
+    low = min(own)
+    yield begin_s + m * held / memory + paths.rest_s[low] - paths.gradient_s[low], f"memory of rank {rank}"
+
+
+def _bounds_of_memory(paths: Paths, rank: int, s: int, busy_s: float) -> Iterator[tuple[float, str]]:
+    """Of a rank with one stage, where memory holds fewer micro-batches than there are.
+
+    ``busy_s``: the bound of its work, with what it waits until its first gradient.
+    """
+    problem, m, memory, kept = paths.problem, paths.m, paths.problem.memory_bytes[rank], paths.problem.kept_bytes[s]
+    most = floor(memory / kept * (1 + ROUNDING))
+    if m <= most:
+        return
+    # A forward waits for the gradient of as many before it: round trips, one after the other.
+    trip_s = paths.forward_s[s] + paths.turn_s[s] + paths.gradient_s[s]
+    trips, start = divmod(m - 1, most)
+    start_s = paths.start_s[s] + start * paths.forward_s[s]
+    if start:
+        start_s += problem.times[s].first_forward_extra_s
+    yield start_s + trips * trip_s + paths.forward_s[s] + paths.turn_s[s] + paths.rest_s[s], f"memory of rank {rank}"
+    # Between the last forward and its gradient there are backwards of those that it holds, and no more.
+    waiting, rest = m if problem.split else 0, kept - problem.freed_bytes[s]
+    if problem.split and rest > 0.0:
+        waiting = floor(memory / rest * (1 + ROUNDING))
+    backwards_s = (most - 1) * paths.gradient_s[s]
+    if problem.split:
+        backwards_s += min(m, waiting + most) * problem.times[s].weight_gradient_s
+    idle_s = max(0.0, paths.turn_s[s] - backwards_s)
+    yield busy_s + idle_s, f"memory of rank {rank}, at the begin and the end"
+
+
+def _most_s(m: int, memory: float, kinds: list[tuple[float, float]]) -> float:
+    """Seconds of forwards that memory holds at once, at most: those that are long for what they keep first, parts of one too."""
+    total = 0.0
+    for seconds, kept in sorted(kinds, key=lambda kind: kind[0] / kind[1] if kind[1] else inf, reverse=True):
+        count = m if kept == 0.0 else min(m, memory / kept)
+        total += count * seconds
+        memory -= count * kept
+    return total

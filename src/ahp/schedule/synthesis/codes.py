@@ -1,0 +1,50 @@
+"""The order of each rank as small numbers: what a search makes, compares and repeats many times."""
+
+from __future__ import annotations
+
+from ahp.schedule.actions import Action, Kind, Schedule
+from ahp.schedule.table import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
+
+Orders = list[list[int]]
+"""Of each rank, the codes kind x S + stage of its actions (kinds as in ``schedule.table``, S stages).
+
+A code needs no micro-batch: each stage takes them in order. No schedule is lost by that, because micro-batches are alike:
+what a stage starts as its k-th forward, gradient or weight gradient can as well be that of micro-batch k.
+"""
+
+
+def as_schedule(name: str, orders: Orders, stage_rank: tuple[int, ...], m: int) -> Schedule:
+    """The same with the micro-batch of each action."""
+    stages = len(stage_rank)
+    kinds = [Kind(letter) for letter in KINDS]
+    ranks = []
+    for order in orders:
+        forwards, gradients = [0] * stages, [0] * stages
+        apart: list[list[int]] = [[] for _ in range(stages)]
+        weights = [0] * stages
+        actions = []
+        for code in order:
+            kind, stage = divmod(code, stages)
+            if kind == FORWARD:
+                number = forwards[stage]
+                forwards[stage] += 1
+            elif kind == WEIGHT_GRADIENT:
+                number = apart[stage][weights[stage]]
+                weights[stage] += 1
+            else:
+                number = gradients[stage]
+                gradients[stage] += 1
+                if kind == INPUT_GRADIENT:
+                    apart[stage].append(number)
+            actions.append(Action(kinds[kind], stage, number))
+        ranks.append(tuple(actions))
+    return Schedule(name, stages, m, tuple(ranks), stage_rank)
+
+
+def as_orders(schedule: Schedule) -> Orders:
+    """The codes of a schedule whose stages take micro-batches in order, as all fixed patterns do."""
+    numbers = {Kind(letter): number * schedule.num_stages for number, letter in enumerate(KINDS)}
+    return [[numbers[action.kind] + action.stage for action in rank] for rank in schedule.ranks]
+
+
+__all__ = ["BACKWARD", "FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT", "Orders", "as_orders", "as_schedule"]

@@ -1,0 +1,64 @@
+"""The order of actions on each rank with the least makespan: list schedules by many rules, the best of them improved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from ahp.schedule.actions import Schedule
+from ahp.schedule.patterns import make
+from ahp.schedule.simulate import Timeline, simulate
+from ahp.schedule.synthesis.bound import LowerBound, lower_bound
+from ahp.schedule.synthesis.codes import as_schedule
+from ahp.schedule.synthesis.fixed import Fixed, best_fixed
+from ahp.schedule.synthesis.problem import Problem
+from ahp.schedule.synthesis.search import Search
+
+NAME = "Synthesized"
+"""What ``pipeline_parallel_schedule`` calls a schedule that was found."""
+
+
+@dataclass(frozen=True)
+class Synthesized:
+    """A schedule that was found, how good it is, and how good it could be."""
+
+    problem: Problem
+    schedule: Schedule
+    makespan_s: float
+    bound: LowerBound
+    """What no schedule is faster than, and why."""
+    fixed: Fixed | None
+    """The best fixed pattern that fits; None where none does."""
+
+    @property
+    def gap(self) -> float:
+        """Part of the makespan by which a schedule could be faster at most."""
+        return 1.0 - self.bound.seconds / self.makespan_s
+
+    @property
+    def gain(self) -> float | None:
+        """Part of the time of the best fixed pattern that is saved."""
+        return None if self.fixed is None else 1.0 - self.makespan_s / self.fixed.makespan_s
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Every action with its start and end, without what runs beside the computation."""
+        return simulate(self.schedule, self.problem.times)
+
+
+def synthesize(problem: Problem, *, seed: int = 0, effort: float = 1.0) -> Synthesized:
+    """The best schedule that was found; the same for the same arguments.
+
+    Never slower than the best fixed pattern that fits, and it fits itself. ``effort``: more tries, as many times as many.
+    """
+    bound, fixed = lower_bound(problem), best_fixed(problem)
+    search = Search(problem, bound.seconds, seed, effort)
+    near = fixed is not None and search.good(fixed.makespan_s)
+    orders, makespan_s = ([], inf) if near else search.best()
+    if fixed is not None and fixed.makespan_s <= makespan_s:
+        m, p = problem.num_micro_batches, problem.num_ranks
+        schedule = replace(make(fixed.name, p, problem.num_stages // p, m), name=NAME)
+        return Synthesized(problem, schedule, fixed.makespan_s, bound, fixed)
+    schedule = as_schedule(NAME, orders, problem.stage_rank, problem.num_micro_batches)
+    return Synthesized(problem, schedule, makespan_s, bound, fixed)

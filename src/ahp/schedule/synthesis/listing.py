@@ -1,0 +1,186 @@
+"""A list schedule: whenever a rank is free it starts, of what has arrived and has memory, what its rule puts first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from ahp.schedule.synthesis.codes import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Orders
+from ahp.schedule.synthesis.problem import ROUNDING, Problem
+from ahp.schedule.synthesis.streams import gather_ends_s, reduced_ends_s
+
+MANY = 1 << 40
+"""More micro-batches than there are."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What goes first: the action of the least ``offset + period_s x micro-batch``, in seconds of an imagined steady state."""
+
+    forward_s: tuple[float, ...]
+    gradient_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    """Offset of each stage's actions; ``weight_s`` is empty where the backward is whole."""
+    period_s: float
+    patience: tuple[float, ...]
+    """Of each rank: it waits for what goes first and is on its way, if that takes less than so much of what it could do now."""
+    ahead: tuple[int, ...]
+    """Of each stage: micro-batches at most that have had its forward and not its gradient. 1 at least."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What a rule makes."""
+
+    orders: Orders
+    starts_s: list[list[float]]
+    """When each action starts."""
+    end_s: float
+    """When all is done, gradients that are reduced beside the computation too."""
+
+
+def list_schedule(problem: Problem, rule: Rule, m: int) -> Listed:
+    """The order of each rank for ``m`` micro-batches. O(actions x stages per rank), a few microseconds for each.
+
+    Memory never stops it. A forward of a micro-batch other than the oldest that still has forwards to do on the rank leaves
+    room for one micro-batch of all the rank's stages. So the oldest micro-batch of all can always go on: older ones are done
+    and keep nothing; what younger ones keep where it has forwards to do fits beside all that it will keep itself; and its
+    gradients need nothing. ``ahead`` does not stop it either: at a stage where it has had no forward, no younger one has.
+    """
+    return _Run(problem, rule, m).run()
+
+
+class _Run:
+    """What has been started, what has arrived, and when each rank looks again."""
+
+    def __init__(self, problem: Problem, rule: Rule, m: int) -> None:
+        stages, times, split = problem.num_stages, problem.times, bool(rule.weight_s)
+        self.problem, self.rule, self.m, self.split, self.stages = problem, rule, m, split, stages
+        self.own, self.rank_of, self.kept = problem.stages_of, problem.stage_rank, problem.kept_bytes
+        self.seconds = [t.forward_s for t in times]
+        self.seconds += [t.input_gradient_s if split else t.backward_s for t in times]
+        self.seconds += [t.weight_gradient_s for t in times]
+        kept = problem.kept_bytes
+        freed = problem.freed_bytes if split else kept
+        self.frees = [-k for k in kept] + list(freed) + [k - f for k, f in zip(kept, freed, strict=True)]
+        kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
+        self.codes = [kind * stages + s for kind in kinds for s in range(stages)]
+        """Of an own number, 0, 1, 2 for forward, gradient, weight gradient, times the stages, plus the stage: the order's code."""
+        self.done = [0] * (3 * stages)
+        """How many of each have been started."""
+        self.room = [memory * (1 + ROUNDING) for memory in problem.memory_bytes]
+        self.gather_s = gather_ends_s(problem)
+        self.outputs: list[list[float]] = [[] for _ in range(stages)]
+        """When the input of each stage's forwards has arrived."""
+        self.outputs[0] = [self.gather_s[0]] * m
+        self.gradients: list[list[float]] = [[] for _ in range(stages)]
+        self.orders: Orders = [[] for _ in problem.stages_of]
+        self.starts: list[list[float]] = [[] for _ in problem.stages_of]
+        self.wake_s, self.free_s = [inf] * problem.num_ranks, [0.0] * problem.num_ranks
+        self.heap: list[tuple[float, int]] = []
+        self.first_last = (2 if split else 1) * stages
+        """The first number of actions after whose last one a stage is done."""
+        self.alone = [len(own) == 1 or room == inf for own, room in zip(self.own, self.room, strict=True)]
+        """Whether a rank has memory for any forward, or every forward is of the oldest micro-batch that has one to do there."""
+        self.young_room = [room - least for room, least in zip(self.room, problem.least_bytes, strict=True)]
+        self.sends_s = [t.send_forward_s for t in times] + [t.send_backward_s for t in times]
+        self.end_s, self.done_s = 0.0, [0.0] * stages
+
+    def run(self) -> Listed:
+        """Until nothing is left."""
+        self._wake(self.rank_of[0], self.gather_s[0])
+        heap, wake_s, choose, start = self.heap, self.wake_s, self._choose, self._start
+        while heap:
+            now, rank = heappop(heap)
+            if wake_s[rank] == now:
+                chosen, until_s = choose(rank, now)
+                if chosen >= 0:
+                    start(rank, chosen, now)
+                else:
+                    self._wake(rank, until_s)
+        reduced = reduced_ends_s(self.problem, self.done_s)
+        return Listed(self.orders, self.starts, max(self.end_s, *reduced))
+
+    def _wake(self, rank: int, at: float) -> None:
+        self.wake_s[rank] = at
+        if at < inf:
+            heappush(self.heap, (at, rank))
+
+    def _choose(self, rank: int, now: float) -> tuple[int, float]:
+        """What the rank starts; or -1, and when it looks again."""
+        rule, done, kept, stages, split = self.rule, self.done, self.kept, self.stages, self.split
+        period_s, have = rule.period_s, self.room[rank]
+        first = soon = soonest = inf
+        chosen = -1
+        for s in self.own[rank]:
+            k, arrived = done[stages + s], self.gradients[s]
+            if k < len(arrived):
+                key, at = rule.gradient_s[s] + k * period_s, arrived[k]
+                if at <= now:
+                    if key < first:
+                        first, chosen = key, stages + s
+                elif key < soon:
+                    soon, soonest = key, at
+            if split and (late := done[2 * stages + s]) < k:
+                key = rule.weight_s[s] + late * period_s
+                if key < first:
+                    first, chosen = key, 2 * stages + s
+            number, arrived = done[s], self.outputs[s]
+            if number < len(arrived) and kept[s] <= have and number - k < rule.ahead[s]:
+                key, at = rule.forward_s[s] + number * period_s, arrived[number]
+                if (key < first if at <= now else key < soon) and (self.alone[rank] or self._leaves_room(rank, s)):
+                    if at <= now:
+                        first, chosen = key, s
+                    else:
+                        soon, soonest = key, at
+        if chosen < 0 or (soon < first and soonest - now < rule.patience[rank] * self.seconds[chosen]):
+            return -1, soonest
+        return chosen, now
+
+    def _leaves_room(self, rank: int, stage: int) -> bool:
+        """Whether the oldest micro-batch with forwards to do on the rank would still fit, with all that it will keep."""
+        own, done, kept = self.own[rank], self.done, self.kept
+        oldest = min([done[s] for s in own])
+        if done[stage] == oldest:
+            return True
+        young = kept[stage]
+        for s in own:
+            if done[s] > oldest + 1:
+                young += kept[s] * (done[s] - oldest - 1)
+        return young <= self.young_room[rank]
+
+    def _start(self, rank: int, chosen: int, now: float) -> None:
+        stages, done = self.stages, self.done
+        k = done[chosen]
+        done[chosen] = k + 1
+        self.orders[rank].append(self.codes[chosen])
+        self.starts[rank].append(now)
+        self.room[rank] += self.frees[chosen]
+        end = now + self.seconds[chosen]
+        to = rank
+        at = end
+        if chosen < stages:
+            if k == 0:
+                end += self.problem.times[chosen].first_forward_extra_s
+            if chosen == stages - 1:
+                self.gradients[chosen].append(end)
+            else:
+                at = end + self.sends_s[chosen]
+                if k == 0:
+                    at = max(at, self.gather_s[chosen + 1])
+                self.outputs[chosen + 1].append(at)
+                to = self.rank_of[chosen + 1]
+        elif stages < chosen < 2 * stages:
+            at += self.sends_s[chosen]
+            self.gradients[chosen - stages - 1].append(at)
+            to = self.rank_of[chosen - stages - 1]
+        if k == self.m - 1 and chosen >= self.first_last:
+            self.done_s[chosen % stages] = end
+            end += self.problem.times[chosen % stages].last_backward_extra_s
+        self.wake_s[rank] = self.free_s[rank] = end
+        heappush(self.heap, (end, rank))
+        if end > self.end_s:
+            self.end_s = end
+        if to != rank and at < self.wake_s[to] and self.free_s[to] <= now:  # it is free, and looks for nothing earlier
+            self._wake(to, at)

@@ -1,0 +1,158 @@
+"""Rules to begin with: from the way of one micro-batch, and from a rhythm that leaves no rank two things to do at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, floor, inf
+
+from ahp.schedule.synthesis.bound import Paths
+from ahp.schedule.synthesis.listing import MANY, Rule
+from ahp.schedule.synthesis.problem import Problem
+
+
+def along_the_way(problem: Problem, *, split: bool, lead: float, behind: float, patience: float) -> Rule:
+    """Actions in the order in which one micro-batch alone would reach them.
+
+    ``lead``: periods by which forwards come earlier than that, which fills memory; ``behind``: by which weight gradients
+    come later, which keeps them for the end, when a rank has nothing else.
+    """
+    paths = Paths(problem, split=split)
+    period_s = paths.period_s
+    gradient_s = [s + f + t for s, f, t in zip(paths.start_s, paths.forward_s, paths.turn_s, strict=True)]
+    weight_s = [s + g + behind * period_s for s, g in zip(gradient_s, paths.gradient_s, strict=True)] if split else []
+    return Rule(
+        tuple(start - lead * period_s for start in paths.start_s),
+        tuple(gradient_s),
+        tuple(weight_s),
+        period_s,
+        (patience,) * problem.num_ranks,
+        (MANY,) * problem.num_stages,
+    )
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """A schedule that repeats: when each stage does a micro-batch's actions, in periods that overlap."""
+
+    forward_s: tuple[float, ...]
+    gradient_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    """Empty where the backward is whole."""
+    period_s: float
+    held: tuple[int, ...]
+    """Micro-batches that are between a stage's forward and its gradient, at most."""
+    fullness: float
+    """What the fullest rank keeps at most, as a part of its memory."""
+    num_ranks: int
+
+    def rule(self, spare: int, patience: float) -> Rule:
+        """Its actions in its order, with ``spare`` more micro-batches let in at each stage than are there in the rhythm."""
+        ahead = tuple(count + spare for count in self.held)
+        waits = (patience,) * self.num_ranks
+        return Rule(self.forward_s, self.gradient_s, self.weight_s, self.period_s, waits, ahead)
+
+
+def rhythms(problem: Problem, *, split: bool) -> list[Rhythm]:
+    """Rhythms of several lengths, first those that promise the least: long periods cost time, and so does memory that is not there."""
+    found = {
+        (made.forward_s, made.gradient_s, made.weight_s): made
+        for stretch in STRETCHES
+        for snug in SNUG
+        if (made := in_rhythm(problem, split=split, stretch=stretch, snug=snug)) is not None
+    }
+    return sorted(found.values(), key=lambda rhythm: rhythm.period_s * max(1.0, rhythm.fullness))
+
+
+STRETCHES = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.1, 1.13, 1.17, 1.2, 1.25, 1.3, 1.4, 1.5)
+"""Periods that are tried, as multiples of what the fullest rank computes for a micro-batch."""
+
+SNUG = (0.1, 1.0)
+"""Of a sixth of the period: how long an action may wait to leave no gap."""
+
+
+def in_rhythm(problem: Problem, *, split: bool, stretch: float, snug: float) -> Rhythm | None:
+    """The rhythm of a period in which every action comes as early as its rank is free.
+
+    Modulo scheduling (Rau, MICRO 1994), as the building blocks of arXiv 2405.15362 are: the forward and the gradient of every
+    stage, one after the other, then the weight gradients where there is room. It keeps as little as can be. An action may wait
+    for ``snug`` of a sixth of the period, if it then leaves no gap to the next. None where a rank has no gap long enough.
+    """
+    period_s = Paths(problem, split=split).period_s * stretch * (1 + 1e-9)
+    ranks = [_Ring(period_s) for _ in problem.stages_of]
+    slack_s = snug * period_s / 6
+    times, rank_of, stages = problem.times, problem.stage_rank, range(problem.num_stages)
+    takes_s = [t.input_gradient_s if split else t.backward_s for t in times]
+    forward, gradient, weight = [0.0] * len(stages), [0.0] * len(stages), [0.0] * len(stages)
+    now = 0.0
+    for starts, seconds, sends, order in (
+        (forward, [t.forward_s for t in times], [t.send_forward_s for t in times[:-1]] + [0.0], stages),
+        (gradient, takes_s, [t.send_backward_s for t in times], stages[::-1]),
+    ):
+        for s in order:
+            at = ranks[rank_of[s]].take(now, seconds[s], slack_s)
+            if at is None:
+                return None
+            starts[s], now = at, at + seconds[s] + sends[s]
+    for s in stages[::-1] if split else ():
+        at = ranks[rank_of[s]].take(gradient[s] + takes_s[s], times[s].weight_gradient_s, 0.0)
+        if at is None:
+            return None
+        weight[s] = at
+    ends = [start + seconds for start, seconds in zip(gradient, takes_s, strict=True)]
+    held = tuple(max(1, ceil((end - start) / period_s - 1e-9)) for start, end in zip(forward, ends, strict=True))
+    done = [at + t.weight_gradient_s for at, t in zip(weight, times, strict=True)] if split else ends
+    fullness = _fullness(problem, forward, ends, done, period_s)
+    weights = tuple(weight) if split else ()
+    return Rhythm(tuple(forward), tuple(gradient), weights, period_s, held, fullness, problem.num_ranks)
+
+
+def _fullness(
+    problem: Problem, forward: list[float], gradient: list[float], done: list[float], period_s: float
+) -> float:
+    """What the fullest rank keeps, as a part of its memory, from what begins and ends to be kept in each period, and when."""
+    most = 0.0
+    for own, memory in zip(problem.stages_of, problem.memory_bytes, strict=True):
+        changes = []
+        for s in own:
+            freed = problem.freed_bytes[s] if done is not gradient else 0.0
+            changes += [(forward[s], problem.kept_bytes[s]), (gradient[s], -freed)]
+            changes.append((done[s], freed - problem.kept_bytes[s]))
+        for start in [forward[s] for s in own] if memory < inf else ():
+            held = sum(more * floor((start % period_s - at) / period_s + 1e-9) for at, more in changes)
+            most = max(most, held / memory)
+    return most
+
+
+class _Ring:
+    """What one rank does in each period."""
+
+    def __init__(self, period_s: float) -> None:
+        self.period_s = period_s
+        self.taken: list[tuple[float, float]] = []
+
+    def take(self, earliest_s: float, seconds: float, slack_s: float) -> float | None:
+        """The first time from ``earliest_s`` on that is free, taken; None if there is none. With ``slack_s`` rather a later one,
+        by so much at most, that touches what is taken."""
+        period = self.period_s
+        after = sorted(earliest_s + (end - earliest_s) % period for _, end in self.taken)
+        found = next((at for at in [earliest_s, *after] if self._free(at, seconds)), None)
+        if found is None:
+            return None
+        if slack_s and self.taken:
+            before = [earliest_s + (start - seconds - earliest_s) % period for start, _ in self.taken]
+            touching = (at for at in sorted(after + before) if at - earliest_s <= slack_s)
+            found = next((at for at in touching if self._free(at, seconds)), found)
+        start = found % period
+        self.taken.append((start, start + seconds))
+        return found
+
+    def _free(self, at: float, seconds: float) -> bool:
+        """Whether what is taken before it is over, and what comes after it begins later; around the ring both are the same."""
+        period = self.period_s
+        start, rounding = at % period, 1e-9 * period
+        if seconds > period + rounding:
+            return False
+        return all(
+            (start - a) % period >= b - a - rounding and (a - start) % period >= seconds - rounding
+            for a, b in self.taken
+        )

@@ -1,0 +1,34 @@
+"""Orders of actions drawn at random that can run: on looped stages, stages on a V and any others."""
+
+from random import Random
+
+from ahp.schedule.actions import Action, Kind, Schedule
+
+
+def random_placement(random: Random, p: int, stages: int) -> tuple[int, ...]:
+    """Stages on ranks, each rank with one at least."""
+    looped = tuple(s % p for s in range(stages))
+    down_and_up = tuple(min(s % (2 * p), 2 * p - 1 - s % (2 * p)) for s in range(stages))
+    mixed = list(range(p)) + [random.randrange(p) for _ in range(stages - p)]
+    random.shuffle(mixed)
+    return random.choice((looped, down_and_up, tuple(mixed)))
+
+
+def random_order(random: Random, stage_rank: tuple[int, ...], m: int, *, split: float = 0.5) -> Schedule:
+    """Any action that can run comes next, micro-batches in any order; a part ``split`` of the backwards is apart."""
+    stages = len(stage_rank)
+    ranks: list[list[Action]] = [[] for _ in range(max(stage_rank) + 1)]
+    ready = [Action(Kind.FORWARD, 0, i) for i in range(m)]
+    while ready:
+        action = ready.pop(random.randrange(len(ready)))
+        ranks[stage_rank[action.stage]].append(action)
+        s, i = action.stage, action.micro_batch
+        gradient = Kind.INPUT_GRADIENT if random.random() < split else Kind.BACKWARD
+        if action.kind is Kind.FORWARD:
+            ready.append(Action(Kind.FORWARD, s + 1, i) if s < stages - 1 else Action(gradient, s, i))
+        elif action.kind is not Kind.WEIGHT_GRADIENT:
+            if s:
+                ready.append(Action(gradient, s - 1, i))
+            if action.kind is Kind.INPUT_GRADIENT:
+                ready.append(Action(Kind.WEIGHT_GRADIENT, s, i))
+    return Schedule("random", stages, m, tuple(map(tuple, ranks)), stage_rank)
