@@ -7,6 +7,7 @@ that was killed has left is removed by the next one. Needs root.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -101,7 +102,7 @@ def why_not(specs: Sequence[HostSpec]) -> str | None:
 def hosts(specs: Sequence[HostSpec]) -> Iterator[list[Host]]:
     """Hosts on one switch, taken down at the end whatever happens; their processes are killed then. Raises CalledProcessError where the system does not let them be made."""
     _remove_left()
-    own = f"{PREFIX}-{os.getpid()}"
+    own = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"  # a process may make several clusters at once
     switch = f"{own}-switch"
     made = [_host(f"{own}-{number}", number, spec) for number, spec in enumerate(specs, 1)]
     try:

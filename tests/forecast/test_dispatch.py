@@ -6,7 +6,7 @@ import random
 import pytest
 
 from ahp.forecast.axes import has_opposite_pass
-from ahp.forecast.dispatch import Routed, all_to_all_s, beside_other_pass_s
+from ahp.forecast.dispatch import Routed, all_to_all_s, pass_waits_s
 from ahp.forecast.group import Group
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.step import simulate
@@ -63,9 +63,15 @@ def test_nodes_get_a_token_once_and_forward_it():
 
 
 def test_what_is_sent_beside_the_opposite_pass_slows_it_down():
-    assert beside_other_pass_s(2.0, 100.0, 1.0) == pytest.approx(2 * CONTENTION)
-    assert beside_other_pass_s(2.0, 2.0, 1.0) == pytest.approx(1 + CONTENTION)
-    assert beside_other_pass_s(2.0, 100.0, 0.0) == 2.0
+    def waits_s(passes_s, overlap, nodes=2):
+        group, routed = Group(4, 4 // nodes, nodes), Routed(num_bytes=2.0, per_token=1, num_experts=4)
+        return pass_waits_s(routed, group, OneByteASecond(), passes_s, once_to_a_node=False, overlap=overlap)
+
+    # Half of two bytes crosses the network, there and back.
+    assert waits_s(200.0, 1.0) == pytest.approx(2 * CONTENTION)
+    assert waits_s(2.0, 1.0) == pytest.approx(1 + CONTENTION)
+    assert waits_s(200.0, 0.0) == 2.0
+    assert waits_s(200.0, 1.0, nodes=1) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(

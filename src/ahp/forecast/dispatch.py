@@ -51,7 +51,13 @@ def all_to_all_s(routed: Routed, group: Group, network: Times, *, once_to_a_node
     return max(between_s, network.time_s("all_to_all", routed.share_sent_once(group.size) * routed.num_bytes, within))
 
 
-def beside_other_pass_s(sent_s: float, passes_s: float, overlap: float) -> float:
-    """What shows in a pass of its two all-to-alls, which take ``sent_s``, where they run beside the opposite pass of another
-    micro-batch. ``passes_s``: computation of the forward and the backward pass, of which each hides half on average."""
-    return shown_s(sent_s, passes_s / 2, overlap)
+def pass_waits_s(
+    routed: Routed, group: Group, network: Times, passes_s: float, *, once_to_a_node: bool, overlap: float
+) -> float:
+    """Seconds that a pass waits for its tokens to reach their experts, and for the answers.
+
+    ``passes_s``: computation of the forward and the backward pass, of which each hides half on average where nodes are crossed: the share
+    ``overlap`` of both all-to-alls may run beside the opposite pass of another micro-batch.
+    """
+    sent_s = 2 * all_to_all_s(routed, group, network, once_to_a_node=once_to_a_node)
+    return sent_s if group.nodes == 1 else shown_s(sent_s, passes_s / 2, overlap)

@@ -15,7 +15,7 @@ from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Network
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
 from ahp.forecast.context import SharedTokens, shared_tokens_s
-from ahp.forecast.dispatch import Routed, all_to_all_s, beside_other_pass_s
+from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.division import GROUPED, Division, attention_heads, expert_parameters
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.gpu import AttentionKernel
@@ -475,11 +475,9 @@ class UnitPricer:
         division, tokens = of.division, micro_batch_size * self._graph.sequence_length
         parts = 1 if how.experts_gather_tokens or not division.sequence_parallel else division.tensor
         routed = Routed.of(grouped, 1 / division.context / parts, tokens)
-        once, overlap = how.tokens_once_to_a_node, how.expert_overlap_between_nodes
-        sent_s = 2 * all_to_all_s(routed, axes.expert, self._network, once_to_a_node=once)
-        if axes.expert.nodes == 1 or not axes.beside_opposite or not overlap:
-            return sent_s
-        return beside_other_pass_s(sent_s, of.times.forward_s + of.times.backward_s, overlap)
+        once, overlap = how.tokens_once_to_a_node, how.expert_overlap_between_nodes * axes.beside_opposite
+        passes_s = of.times.forward_s + of.times.backward_s
+        return pass_waits_s(routed, axes.expert, self._network, passes_s, once_to_a_node=once, overlap=overlap)
 
 
 def _with_casts(memory: SegmentMemory, segment: Segment, division: Division, fp8: Fp8Recipe | None) -> SegmentMemory:

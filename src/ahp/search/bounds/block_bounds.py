@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ahp.engines.engine import ContextWay, Traits
 from ahp.engines.registry import get
 from ahp.forecast.compute import is_causal
-from ahp.forecast.dispatch import Routed, all_to_all_s, beside_other_pass_s
+from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.division import GROUPED, expert_parameters
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group
@@ -322,13 +322,13 @@ class _BlockBounds:
     def _experts_s(self, group: Group, size: float) -> float:
         """Tokens to expert ranks and back, in both passes. ``size``: of what a rank sends, over what was traced."""
         tokens, traits = self.graph.micro_batch_size * self.graph.sequence_length, self._of_engine
-        once, overlap = traits.tokens_once_to_a_node, traits.expert_overlap_between_nodes if group.nodes > 1 else 0.0
+        once, overlap = traits.tokens_once_to_a_node, traits.expert_overlap_between_nodes
 
         def of_kind(kind: int) -> float:
             first = self._grouped[kind]
             if first is None:
                 return 0.0
-            sent_s = 4 * all_to_all_s(Routed.of(first, size, tokens), group, self._network, once_to_a_node=once)
-            return beside_other_pass_s(sent_s, np.inf, overlap)
+            routed = Routed.of(first, size, tokens)
+            return 2 * pass_waits_s(routed, group, self._network, np.inf, once_to_a_node=once, overlap=overlap)
 
         return self._of_kinds(of_kind) if group.size > 1 else 0.0
