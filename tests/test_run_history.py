@@ -25,13 +25,16 @@ def test_the_file_has_every_start_and_how_it_ended(tmp_path: Path) -> None:
     file = tmp_path / "starts.jsonl"
     assert starts(file) == []
     run_history.began(file, Start(BEGAN, "dp2", 2, 0))
-    run_history.ended(file, ended=LATER, last_step=9, saved_step=5, why="killed", failed=True)
+    run_history.ended(file, ended=LATER, last_step=9, saved_step=5, why="killed", failed=True, kind="SIGKILL")
     run_history.began(file, Start(LATER, "dp1", 1, 5))
-    assert starts(file) == [Start(BEGAN, "dp2", 2, 0, LATER, 9, 5, "killed", True), Start(LATER, "dp1", 1, 5)]
+    assert starts(file) == [
+        Start(BEGAN, "dp2", 2, 0, LATER, 9, 5, "killed", True, kind="SIGKILL"),
+        Start(LATER, "dp1", 1, 5),
+    ]
 
 
 @pytest.mark.parametrize(
-    "line", ['{"began": "x", "plan": "p", "workers": 1, "first_step": 0, "useful_s": "long"}', "", "{", "3", '{"began": 1}', '{"why": "before any"}', '{"began": "x", "plan": "p", "workers": 1, "first_step": 0, "ended": "y"}', "\xff"]
+    "line", ['{"began": "x", "plan": "p", "workers": 1, "first_step": 0, "useful_s": "long"}', '{"began": "x", "plan": "p", "workers": 1, "first_step": 0, "kind": 3}', "", "{", "3", '{"began": 1}', '{"why": "before any"}', '{"began": "x", "plan": "p", "workers": 1, "first_step": 0, "ended": "y"}', "\xff"]
 )  # fmt: skip
 def test_damaged_lines_are_left_out(tmp_path: Path, line: str) -> None:
     file = tmp_path / "starts.jsonl"

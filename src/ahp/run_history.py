@@ -40,6 +40,8 @@ class Start:
     """Seconds of its steps that a checkpoint, or the end of the run, has kept."""
     useful_tokens: float | None = None
     """Tokens of these steps."""
+    kind: str | None = None
+    """In which way it failed: the name of an exception's class, or of a signal."""
 
     @property
     def made_steps(self) -> bool:
@@ -151,7 +153,8 @@ def _is_sound(start: Start) -> bool:
     numbers = (start.workers, start.first_step, start.last_step, start.saved_step)
     if not all(number is None or type(number) is int for number in numbers):
         return False
-    if not isinstance(start.plan, str) or not isinstance(start.why, str | None) or type(start.failed) is not bool:
+    words = isinstance(start.why, str | None) and isinstance(start.kind, str | None)
+    if not isinstance(start.plan, str) or not words or type(start.failed) is not bool:
         return False
     try:
         return start.seconds is None or start.seconds >= 0

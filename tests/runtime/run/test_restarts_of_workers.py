@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from ahp import run_history
 from ahp.config import Elastic
 from ahp.errors import BadInput
 from ahp.plan import Parallelism
 from ahp.run_files import Status
 from ahp.run_history import starts
+from ahp.runtime.ranks.environment import ROUND
 from ahp.runtime.ranks.hangs import RankMissing
 from ahp.runtime.ranks.launch import WorkersEnded
 from ahp.runtime.run import failure
@@ -231,3 +234,47 @@ def test_what_may_be_a_machines_fault(error: BaseException, may_pass: bool, tmp_
     known = failure.read(folder)
     assert known is not None
     assert (known.kind, known.may_pass) == (type(error).__name__, may_pass)
+
+
+@pytest.mark.parametrize(
+    ("ends", "rounds", "stops"),
+    [
+        ([(7, "RankMissing", "port 1"), (7, "RankMissing", "port 2"), (7, "RankMissing", "port 3")], 4, True),
+        ([(7, "RankMissing", "port 1"), (7, "OSError", "port 1"), (7, "RankMissing", "port 1")], 4, False),
+        ([(7, "RankMissing", "port 1"), (8, "RankMissing", "port 1"), (7, "RankMissing", "port 1")], 4, False),
+        ([(7, "RankMissing", "port 1"), (7, "RankMissing", "port 2")], 3, False),
+        ([(7, "RankMissing", "port 1"), (7, "RankMissing", "port 2"), (7, "RankMissing", "port 3")], 1, False),
+    ],
+    ids=["alike", "another way", "another step", "twice", "started by hand"],
+)
+def test_several_nodes_stop_where_one_step_fails_three_times_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[tuple[int, str, str]], rounds: int, stops: bool
+) -> None:
+    """What the words of a failure have of ports and ranks does not make it another one."""
+    trainer = Trainer(plan(tmp_path), folder=tmp_path / "run")
+    trainer.folder.create()
+    for step, kind, why in ends:
+        run_history.began(trainer.folder.history_file, run_history.Start("2026-11-24T12:00:00+00:00", "dp2", 2, 5))
+        found = {"last_step": step, "saved_step": 5, "why": why, "failed": True, "kind": kind}
+        run_history.ended(trainer.folder.history_file, ended="2026-11-24T12:01:00+00:00", **found)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"ahp{ROUND}{rounds}")
+    with ExitStack() as kept:
+        if stops:
+            kept.enter_context(pytest.raises(TrainingFailed, match="step 8 failed 3 times in the same way: port 3"))
+        trainer._refuse_what_fails_alike()
+
+
+def test_the_history_has_the_first_rank_to_fail_and_not_who_lost_it(tmp_path: Path) -> None:
+    trainer = Trainer(plan(tmp_path), folder=tmp_path / "run")
+    trainer.folder.create()
+    failure.record(trainer.folder, 1, OSError("the disk of rank 1"))
+    with pytest.raises(RankMissing), trainer._in_history():
+        raise RankMissing("rank 0 lost its connection")
+    [start] = starts(trainer.folder.history_file)
+    assert (start.why, start.kind, start.failed) == ("rank 1: OSError: the disk of rank 1", "OSError", True)
+    with trainer._in_history():
+        pass
+    assert (starts(trainer.folder.history_file)[-1].kind, starts(trainer.folder.history_file)[-1].failed) == (
+        None,
+        False,
+    )

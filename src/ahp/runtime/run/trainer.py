@@ -199,24 +199,30 @@ class Trainer:
         p = self.plan.parallelism
         start = run_history.Start(_now(), p.short(), p.world_size, self._saved_step())
         run_history.began(self.folder.history_file, start)
-        why, failed = "stopped", False
+        why, kind = "stopped", None
         try:
             yield
             status = self.folder.status()
             if status is not None:
                 why = status.cause or status.state
-        except Exception as error:
-            why, failed = str(error).splitlines()[0], True
+        except TrainingFailed as failed:
+            why, kind = str(failed), failed.kind
+            raise
+        except Exception as error:  # of the first worker, which may only have lost the one that failed
+            first = failure.read(self.folder)
+            why, kind = (str(error), type(error).__name__) if first is None else (first.message, first.kind)
             raise
         finally:
-            self._end_in_history(_now(), why, failed)
+            self._end_in_history(_now(), why, kind)
 
-    def _end_in_history(self, ended: str, why: str, failed: bool) -> None:
+    def _end_in_history(self, ended: str, why: str, kind: str | None) -> None:
+        """``why``: its first line is kept; ``kind``: of a failure, None where it was none."""
         steps = {"last_step": failure.last_step(self.folder), "saved_step": self._saved_step()}
         began = run_history.starts(self.folder.history_file)
         first_step = began[-1].first_step if began else 0
         useful = run_history.useful(self.folder.metrics(), first_step, steps["saved_step"])
-        run_history.ended(self.folder.history_file, ended=ended, **steps, why=why, failed=failed, **useful)
+        told = {"why": why.partition("\n")[0], "failed": kind is not None, "kind": kind}
+        run_history.ended(self.folder.history_file, ended=ended, **steps, **told, **useful)
 
     def _as_it_failed(self, order: WorkerSettings) -> WorkerSettings:
         """The settings with how often workers fail, as the cluster says and as the run's starts went."""
@@ -305,9 +311,9 @@ class Trainer:
         history = run_history.starts(self.folder.history_file)
         if history and history[-1].ended is None:
             seen = read_heartbeat(self.folder.status_file) or history[-1].began
-            said = failure.read(self.folder)  # by another rank, or a launcher
-            why = said.message.splitlines()[0] if said else "gone without a word: what wrote this file was killed too"
-            self._end_in_history(seen, why, failed=True)
+            first = failure.read(self.folder)  # by another rank, or a launcher
+            why = first.message if first else "gone without a word: what wrote this file was killed too"
+            self._end_in_history(seen, why, first.kind if first else "gone")
         self._refuse_what_fails_alike()
         lines, step = self._take_up(), self._saved_step()
         kept.enter_context(self.folder.beating())
@@ -324,11 +330,11 @@ class Trainer:
     def _refuse_what_fails_alike(self) -> None:
         """Raises TrainingFailed where the launcher of several nodes has started the workers so often, and each time one step failed alike."""
         last = run_history.starts(self.folder.history_file)[-SAME_FAILURES:]
-        alike = all(start.failed for start in last) and len({(start.last_step, start.why) for start in last}) == 1
+        alike = all(start.failed for start in last) and len({(start.last_step, start.kind) for start in last}) == 1
         if alike and starts_since_launch() > len(last) == SAME_FAILURES:
             step = last[0].last_step or 0
             raise TrainingFailed(
-                f"step {step + 1} failed {SAME_FAILURES} times in the same way: {last[0].why}", step=step
+                f"step {step + 1} failed {SAME_FAILURES} times in the same way: {last[-1].why}", step=step
             )
 
     def _take_up(self, cause: str | None = None) -> int:
