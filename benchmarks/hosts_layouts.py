@@ -8,7 +8,7 @@ from typing import Any
 
 from task import Task
 
-MOST_RANKED, MOST_EVEN = 5, 3
+MOST_RANKED, MOST_EVEN = 4, 2
 """Of the search's own ranking, and of the ranking for a cluster whose hosts are all taken for the slowest."""
 
 
@@ -58,7 +58,7 @@ def wanted(graph: Any, cluster: Any, job: Any, layers: int, *, few: bool) -> Ite
     hosts, batch = sum(group.nodes for group in cluster.groups), job.global_batch_size
     yield "ddp", ahp.Parallelism(data_parallel_replicate_degree=hosts, micro_batch_size=batch // hosts)
     yield "even", ahp.Parallelism(data_parallel_replicate_degree=hosts, micro_batch_size=batch // hosts)
-    for plan in ahp.search(graph, taken_for_the_slowest(cluster), job, keep=2 if few else 2 * MOST_EVEN).plans[
+    for plan in ahp.search(graph, taken_for_the_slowest(cluster, job), job, keep=2 if few else 2 * MOST_EVEN).plans[
         :MOST_EVEN
     ]:
         yield "even", plan.parallelism
@@ -68,11 +68,11 @@ def wanted(graph: Any, cluster: Any, job: Any, layers: int, *, few: bool) -> Ite
         yield from (("other", parallelism) for parallelism in uneven(cluster, job, layers))
 
 
-def taken_for_the_slowest(cluster: Any) -> Any:
+def taken_for_the_slowest(cluster: Any, job: Any) -> Any:
     """As many hosts, all like the slowest."""
     from ahp.cluster.model import Cluster
 
-    slowest = min(cluster.groups, key=lambda group: max(group.device.peak_flops_per_s.values()))
+    slowest = min(cluster.groups, key=lambda group: group.device.peak_flops_per_s[job.precision])
     nodes = sum(group.nodes for group in cluster.groups)
     links = [one.link for one in cluster.links] + [g.inter_node for g in cluster.groups if g.inter_node is not None]
     link = min(links, key=lambda one: one.bandwidth_bytes_per_s)
@@ -84,24 +84,22 @@ def uneven(cluster: Any, job: Any, layers: int) -> Iterator[Any]:
     import ahp
 
     groups = [group for group in cluster.groups for _ in range(group.nodes)]
-    speeds = [max(group.device.peak_flops_per_s.values()) for group in groups]
-    for size in (1, 2, 4):
-        for shares in _around(job.global_batch_size // size, speeds):
-            yield ahp.Parallelism(
-                data_parallel_replicate_degree=len(groups), micro_batch_size=size, micro_batches_per_replica=shares
-            )
-    for size in (2, 4):
-        for cut in _around(layers, speeds):
-            stages = [{"group": group.name, "layers": count} for group, count in zip(groups, cut, strict=True)]
-            yield ahp.Parallelism.model_validate(
-                {"pipeline_parallel_degree": len(groups), "micro_batch_size": size, "stages": stages}
-            )
+    speeds = [group.device.peak_flops_per_s[job.precision] for group in groups]
+    for shares in _around(job.global_batch_size, speeds):
+        yield ahp.Parallelism(
+            data_parallel_replicate_degree=len(groups), micro_batch_size=1, micro_batches_per_replica=shares
+        )
+    for cut in _around(layers, speeds):
+        stages = [{"group": group.name, "layers": count} for group, count in zip(groups, cut, strict=True)]
+        yield ahp.Parallelism.model_validate(
+            {"pipeline_parallel_degree": len(groups), "micro_batch_size": 2, "stages": stages}
+        )
 
 
 def _around(total: int, speeds: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """Whole shares of a total in the ratio of speeds, and those with one more or one less for the first, the fastest."""
+    """Whole shares of a total in the ratio of speeds, and those with one more for the first, the fastest."""
     rest = [max(1, round(total * speed / sum(speeds))) for speed in speeds[1:]]
-    for shift in (0, 1, -1):
+    for shift in (0, 1):
         shares = (total - sum(rest) + shift, *rest[:-1], rest[-1] - shift)
         if min(shares) > 0:
             yield shares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,43 @@ def test_a_calibrated_group_of_a_mixed_cluster_is_refused() -> None:
             model="tiny", cluster=data, job=JOB,
             parallelism={"data_parallel_shard_degree": 4, "pipeline_parallel_degree": 2},
         )  # fmt: skip
+
+
+MIXED = {
+    "groups": [
+        {"name": "new", "nodes": 1, "devices_per_node": 2, "device": "H100-SXM-80GB"},
+        {"name": "old", "nodes": 1, "devices_per_node": 2, "device": "A100-SXM-80GB"},
+    ],
+    "links": [{"between": ["new", "old"], "gbps": 100}],
+}
+
+
+def cut(new: int) -> dict[str, Any]:
+    """A pipeline with so many of the model's four blocks on the new devices."""
+    stages = [{"group": "new", "layers": new}, {"group": "old", "layers": 4 - new}]
+    return {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "stages": stages, "micro_batch_size": 1}
+
+
+def test_runs_on_a_mixed_cluster_say_together_what_each_group_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ahp.cluster.scaled import scaled
+
+    cluster = Cluster.from_dict(MIXED)
+    new, old = cluster.groups
+    truth = cluster.model_copy(update={"groups": (scaled(new, 1.2, ""), scaled(old, 1.9, ""))})
+    folders = []
+    for layers in (1, 2, 3):
+        plan = plan_of(cut(layers), cluster.plain())
+        real_s = forecast(plan.model_copy(update={"cluster": truth.plain()})).step_time_s
+        folders.append(run_folder(tmp_path / f"cut-{layers}", plan, real_s / forecast(plan).step_time_s))
+    out = tmp_path / "c.yaml"
+    assert run([*folders, "-o", str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["calibration"]
+    assert told == {"new": pytest.approx(1.2, rel=0.06), "old": pytest.approx(1.9, rel=0.06)}
+    other = plan_of({**cut(2), "micro_batch_size": 2}, Cluster.load(out).plain())
+    real = forecast(other.model_copy(update={"cluster": truth.plain()}))
+    assert forecast(other).step_time_s == pytest.approx(real.step_time_s, rel=0.05)
+    assert re.search(r"; times 1\.\d+ by 27 steps of 3 runs", Cluster.load(out).groups[1].device.source)
+    assert run([*folders, "-o", str(out)]) == 0
+    assert "The groups are taken to compute so many times as long as they were: new 1." in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Correct a cluster's numbers by runs on it: the steps that they took, over what the forecast says.
 
-Writes the cluster with the ratio; every forecast and search on it takes that into account, with a narrower band.
+Writes the cluster with the ratio; every forecast and search on it takes that into account, with a narrower band. Of a mixed cluster, runs under
+different layouts say together how long each of its groups takes; the figures of the groups are corrected.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def run(argv: list[str]) -> int:
     if not arguments.runs:
         raise BadInput("RUN = (none): give the folder of at least one run of ahp train")
     require_writable(arguments.output)
-    cluster, found = _held(arguments.runs)
+    cluster, found, ratios = _held(arguments.runs)
     cluster.save(arguments.output)
     following = f"ahp plan {_model(found[0].plan)} {shlex.quote(str(arguments.output))}"
     if arguments.json:
@@ -61,18 +62,18 @@ def run(argv: list[str]) -> int:
             "runs": [
                 {**asdict(one.run), "forecast_s": one.before.step_time_s, "ratio": one.ratio} for one in found
             ],
-            "calibration": _calibration(cluster), "wrote": str(arguments.output), "next": following,
+            "calibration": ratios or _calibration(cluster), "wrote": str(arguments.output), "next": following,
         }  # fmt: skip
         print(json.dumps(result))
     else:
-        print("\n".join(_lines(cluster, found)))
+        print("\n".join(_lines(cluster, found, ratios)))
         print(f"\nwrote {arguments.output}\nNext: {following}")
     return 0
 
 
-def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[LocalParameters]]:
-    """The calibrated cluster of some runs, and each of them beside its forecasts."""
-    from ahp.runtime.check.calibrate import calibrated, measured, without_calibration
+def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[LocalParameters], dict[str, float]]:
+    """The calibrated cluster of some runs, each of them beside its forecasts, and the ratio of each group where it has several."""
+    from ahp.runtime.check.calibrate import calibrated, calibrated_groups, group_ratios, measured, without_calibration
     from ahp.runtime.run.folder import RunFolder
 
     runs, plans, before, cluster = [], [], [], None
@@ -90,10 +91,14 @@ def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[LocalParameters]]:
         print(f"pricing {name} ...", file=sys.stderr)
         before.append(_forecast(plan, own))
     assert cluster is not None, "there is a run"
-    ratios = [one.step_s / told.step_time_s for one, told in zip(runs, before, strict=True)]
-    cluster = calibrated(cluster, ratios, runs)
+    ratios: dict[str, float] = {}
+    if cluster.is_mixed:
+        ratios = group_ratios(cluster, runs, lambda on: [_forecast(plan, on).step_time_s for plan in plans])
+        cluster = calibrated_groups(cluster, ratios, runs)
+    else:
+        cluster = calibrated(cluster, [r.step_s / f.step_time_s for r, f in zip(runs, before, strict=True)], runs)
     after = [_forecast(plan, cluster) for plan in plans]
-    return cluster, [LocalParameters(*parts) for parts in zip(runs, plans, before, after, strict=True)]
+    return cluster, [LocalParameters(*parts) for parts in zip(runs, plans, before, after, strict=True)], ratios
 
 
 def _forecast(plan: Plan, cluster: Cluster) -> Forecast:
@@ -116,7 +121,7 @@ def _calibration(cluster: Cluster) -> dict[str, object]:
     return group.calibration.model_dump(mode="json")
 
 
-def _lines(cluster: Cluster, found: list[LocalParameters]) -> list[str]:
+def _lines(cluster: Cluster, found: list[LocalParameters], ratios: dict[str, float]) -> list[str]:
     from ahp.words import percent, seconds
 
     lines = []
@@ -127,6 +132,9 @@ def _lines(cluster: Cluster, found: list[LocalParameters]) -> list[str]:
             f"  forecast   {_told(one.before)}; measured is {percent(one.ratio - 1.0)} off",
             f"  calibrated {_told(one.after)}",
         ]
+    if ratios:
+        told = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items())
+        return [*lines, f"The groups are taken to compute so many times as long as they were: {told}."]
     known = _calibration(cluster)
     lines.append(
         f"Forecasts on this cluster are multiplied by {known['step_ratio']:.3g} from here on ({known['source']})."
