@@ -58,9 +58,9 @@ class Hosts:
             self.store.set(f"all/{self.met}", "")
         self.store.wait([f"all/{self.met}"])
 
-    def set_launcher(self, turn: int) -> None:
+    def set_launcher(self, turn: int, number: int, size: int) -> None:
         """As torchrun would tell a worker; each turn is another attempt, with names of its own in the store."""
-        given = (self.number, self.size, 0, 1, self.address, self.port)
+        given = (number, size, 0, 1, self.address, self.port)
         os.environ.update({name: str(value) for name, value in zip(LAUNCHERS, given, strict=True)})
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(turn)}
 
@@ -85,13 +85,15 @@ def main(number: int, settings: dict[str, Any]) -> None:
         for index, layout in enumerate(settings["layouts"]):
             turn += 1
             alone = layout["alone"]
-            if alone is None:
-                hosts.set_launcher(turn)
-            else:
+            # In the order of the hosts, of which the first is the slowest: the plan's own order must come from what they are.
+            part = [one for one in settings["names"] if one in layout["on"]]
+            if alone is not None:
                 hosts.unset_launcher()
+            elif name in part:
+                hosts.set_launcher(turn, part.index(name), len(part))
             hosts.meet()
             plan = alone[name] if alone is not None else layout["plan"]
-            if plan is not None:
+            if alone is not None or name in part:
                 times_s = step_times_s(Plan.model_validate(plan), task, settings["warmup"], settings["steps"])
                 print(json.dumps({"round": round_, "layout": index, "host": name, "seconds": times_s}), flush=True)
             hosts.meet()

@@ -187,7 +187,7 @@ def measured(
     """What each host says of each round and layout."""
     own = {key: value for key, value in asdict(task).items() if key != "optimizer"}
     settings = {
-        "task": own, "size": len(hosts), "address": hosts[0].address, "port": PORT + 1, **asdict(pace),
+        "task": own, "size": len(hosts), "names": [host.name for host in hosts], "address": hosts[0].address, "port": PORT + 1, **asdict(pace),
         "layouts": [layout.plain() for layout in layouts],
     }  # fmt: skip
     file = folder / "settings.json"

@@ -20,11 +20,13 @@ class Layout:
     roles: tuple[str, ...]
     plan: Any = None
     forecast: Any = None
+    on: tuple[str, ...] = ()
+    """Names of the hosts that take part."""
     alone: dict[str, Any] | None = None
     """The plan of each host, by its name."""
 
     def plain(self) -> dict[str, Any]:
-        return {"plan": self.plan, "alone": self.alone}
+        return {"plan": self.plan, "on": self.on, "alone": self.alone}
 
 
 def layouts_of(cluster: Any, task: Task, *, few: bool) -> list[Layout]:
@@ -45,7 +47,9 @@ def layouts_of(cluster: Any, task: Task, *, few: bool) -> list[Layout]:
             forecast = ahp.simulate(model=graph, cluster=cluster, job=job, parallelism=parallelism)
         except AhpError:  # a cell of it would lie on two groups, or a rank runs out of memory
             continue
-        found[key] = Layout(parallelism.short(), (role,), _plan(cluster, task, parallelism), forecast)
+        found[key] = Layout(
+            parallelism.short(), (role,), _plan(cluster, task, parallelism), forecast, taking_part(cluster, parallelism)
+        )
     return [*found.values(), _alone(graph, cluster, job, task)]
 
 
@@ -66,6 +70,14 @@ def wanted(graph: Any, cluster: Any, job: Any, layers: int, *, few: bool) -> Ite
         yield "other", plan.parallelism
     if not few:
         yield from (("other", parallelism) for parallelism in uneven(cluster, job, layers))
+
+
+def taking_part(cluster: Any, parallelism: Any) -> tuple[str, ...]:
+    """So many hosts of each group as the layout uses; each has one worker."""
+    from ahp.cluster.cells import place
+
+    used = place(cluster, parallelism).used
+    return tuple(name for group in cluster.groups for name in group.hosts[: used.get(group.name, 0)])
 
 
 def taken_for_the_slowest(cluster: Any, job: Any) -> Any:
