@@ -47,6 +47,18 @@ def test_side_by_side_compares_like_with_like() -> None:
         assert row["ratio"] == pytest.approx(row["plain_s"] / row["ahp_s"])
 
 
+@pytest.mark.wide
+def test_hosts_that_differ_are_probed_planned_for_and_measured() -> None:
+    from benchmarks.namespaces import HostSpec, why_not
+
+    if (reason := why_not([HostSpec(processors=0.5, gbps=1.0)])) is not None:
+        pytest.skip(reason)
+    [found] = run("hosts.py")["clusters"]
+    assert found["summary"]["plan"] in {row["words"] for row in found["rows"]}
+    assert {"plan", "even", "ddp"} <= {role for row in found["rows"] for role in row["roles"]}
+    assert all(len(row["rounds_s"]) == 2 for row in found["rows"])
+
+
 @pytest.mark.usefixtures("on_path")
 def test_the_words_of_every_layout_are_a_plan() -> None:
     import layouts

@@ -175,10 +175,11 @@ def test_impossible_workers(monkeypatch: pytest.MonkeyPatch, found: list[Gpu], w
         ("launch", 3, 1, 2, True, 1.5),
         ("all_reduce", 4, 1, 2, True, 2.0),
         ("send_recv", 4, 1, 2, False, 1.0),
+        ("matmul", 1, 1, 0.4, True, 2.5),  # a control group grants less than a processor
     ],
 )
 def test_workers_that_share_a_core_wait_for_their_turns(
-    kind: str, workers: int, threads: int, cores: int, own_time: bool, turns: float
+    kind: str, workers: int, threads: int, cores: float, own_time: bool, turns: float
 ) -> None:
     from ahp.cluster.worker import Worker, timing
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ahp.cluster.model import Cluster
 from ahp.errors import AhpError, BadInput
 from ahp.runtime.probe import hosts, meeting
 from ahp.runtime.probe.meeting import Meeting, Place
+from ahp.runtime.ranks import slurm
 from ahp.runtime.ranks.meeting import NoAnswer
 from tests.cluster.test_hosts import host
 from tests.runtime.workers import free_port
@@ -172,6 +174,19 @@ def test_under_torchrun_a_host_is_there_once_whatever_its_workers(monkeypatch: p
     assert found == Place(store, ("10.0.0.1", 29500), 1, 2)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert meeting.under_launcher() is None
+
+
+def test_under_srun_with_several_tasks_on_a_node_the_first_stands_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, kept = dist.HashStore(), object()
+    monkeypatch.setattr(meeting, "launchers_store", lambda: (store, 2, 3))
+    monkeypatch.setattr(meeting.slurm, "become_worker", lambda task: kept)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "20296")
+    task = slurm.Task(
+        number=2, tasks=3, local=0, tasks_here=1, node=1, nodes=2, first_node="node1", port=20296
+    )  # two tasks on the first node, one on the second
+    assert meeting.under_srun(task) == Place(store, ("node1", 20296), 1, 2, kept)
+    assert meeting.under_srun(replace(task, number=1, local=1, node=0)) is None
 
 
 def wait(processes: list[subprocess.Popen[str]]) -> list[str]:
