@@ -5,7 +5,7 @@ from ahp.engines.registry import get, names
 from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
-from ahp.schedule.patterns import SCHEDULES, WHOLE_BACKWARD
+from ahp.schedule.registry import SCHEDULES
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_what_the_runtime_runs_is_not_refused(schedule, recompute, precision):
         assert AhpEngine().refuses(Job(precision=precision), layout, EngineChoice()) is None
         compiled = AhpEngine().refuses(Job(precision=precision), layout, EngineChoice(compile=True))
         in_one_graph = recompute != "selective" or layout is parallelism
-        apart = schedule in WHOLE_BACKWARD or precision != "fp8"
+        apart = not SCHEDULES[schedule].splits_backward or precision != "fp8"
         assert (compiled is None) == (apart and in_one_graph)
 
 

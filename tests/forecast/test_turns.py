@@ -12,7 +12,8 @@ from ahp.forecast.step import price
 from ahp.forecast.turns import least_share, share, turns
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.bounds import TimeColumns, lower_bounds_s
-from ahp.schedule.patterns import SCHEDULES, illegal, make
+from ahp.schedule.patterns import illegal, make
+from ahp.schedule.registry import SCHEDULES
 from ahp.schedule.simulate import StageTimes, Timeline, simulate
 from tests.search.small import cpu_workers, small
 
@@ -57,7 +58,11 @@ def by_turns_s(timeline: Timeline, seconds: dict[str, list[float]], turns: float
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(SCHEDULES), st.integers(2, 4), st.integers(1, 6), st.sampled_from([1.0, 1.5, 2.0, 4.0]), st.data()
+    st.sampled_from(list(SCHEDULES)),
+    st.integers(2, 4),
+    st.integers(1, 6),
+    st.sampled_from([1.0, 1.5, 2.0, 4.0]),
+    st.data(),
 )
 def test_it_is_what_ranks_take_that_share_cores_evenly(
     name: str, p: int, m: int, each: float, data: st.DataObject

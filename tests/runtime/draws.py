@@ -14,7 +14,7 @@ from ahp.engines import registry
 from ahp.errors import BadInput
 from ahp.forecast import rules
 from ahp.plan import AXES, DEGREE, Plan, validated
-from ahp.schedule.patterns import SCHEDULES, V_SHAPED
+from ahp.schedule.registry import SCHEDULES, get
 from tests.runtime.restarts import BATCH, SEQUENCE, STEPS, VOCABULARY, Restart
 
 MOST_RANKS = 6
@@ -222,8 +222,9 @@ def _any_layout(d: random.Random, layers: int, num_experts: int) -> dict[str, An
 
 
 def _pipeline(d: random.Random, degree: int, layers: int) -> dict[str, Any]:
-    schedule = d.choice(SCHEDULES)
-    virtual = 2 if schedule in V_SHAPED else d.choice([1, 2]) if "Interleaved" in schedule else 1
+    schedule = d.choice(list(SCHEDULES))
+    most = get(schedule).most_virtual
+    virtual = d.choice([1, 2]) if most is None else most
     found: dict[str, Any] = {"pipeline_parallel_schedule": schedule, "virtual_stages_per_rank": virtual}
     if (stages := degree * virtual) < layers and d.random() < 0.4:
         cuts = sorted(d.sample(range(1, layers), stages - 1))

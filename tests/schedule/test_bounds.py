@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from ahp.schedule.actions import Kind
 from ahp.schedule.bounds import TimeColumns, _Paths, gpipe_ends_s, least_kept, lower_bound_s, lower_bounds_s
-from ahp.schedule.patterns import SCHEDULES, SPLIT_BACKWARD, illegal, make
+from ahp.schedule.patterns import illegal, make
+from ahp.schedule.registry import SCHEDULES
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
 
-layouts = st.tuples(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 3), st.integers(1, 18)).filter(
+layouts = st.tuples(st.sampled_from(list(SCHEDULES)), st.integers(1, 6), st.integers(1, 3), st.integers(1, 18)).filter(
     lambda c: illegal(*c) is None
 )
 # Short and equal times make ties and empty stages; long ones make a single rank or send decide.
@@ -67,7 +68,7 @@ def test_round_trips_bind_where_sends_are_long(m):
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("name", SPLIT_BACKWARD)
+@pytest.mark.parametrize("name", [s.name for s in SCHEDULES.values() if s.splits_backward])
 def test_split_backwards_are_counted_as_they_are_ordered(name, p):
     v, m = (1 if name.startswith("Interleaved") else 2), 2 * p
     paths = _Paths(name, p, v, m, TimeColumns.of([StageTimes(1.0, 1.0, 1.0, 1.0)] * (p * v)))

@@ -6,7 +6,11 @@ import pytest
 
 from ahp.errors import BadInput
 from ahp.schedule.actions import Kind
-from ahp.schedule.patterns import SCHEDULES, V_SHAPED, illegal, illegal_in_torch, make, stage_ranks
+from ahp.schedule.patterns import illegal, illegal_in_torch, make, stage_ranks
+from ahp.schedule.placement import Placement
+from ahp.schedule.registry import SCHEDULES
+
+V_SHAPED = [s.name for s in SCHEDULES.values() if s.placement is Placement.V_SHAPED]
 
 SINGLE = [(p, 1, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 5, 8, 13)]
 INTERLEAVED = [(p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in (1, 2, 3, 4, 6, 7, 8, 9, 10, 12)]

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.schedule.actions import Action, Kind, Schedule
-from ahp.schedule.patterns import SCHEDULES, illegal, make
+from ahp.schedule.patterns import illegal, make
+from ahp.schedule.registry import SCHEDULES
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
 
 
@@ -29,7 +30,7 @@ def test_interleaving_divides_the_bubble(p, v, m):
     assert timeline.makespan_s == pytest.approx(m * v * 3.0 + (p - 1) * 3.0)
 
 
-layouts = st.tuples(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9)).filter(
+layouts = st.tuples(st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9)).filter(
     lambda c: illegal(*c) is None
 )
 seconds = st.floats(0.0, 10.0, allow_nan=False)

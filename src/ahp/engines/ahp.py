@@ -8,7 +8,7 @@ from ahp.engines.engine import ContextWay, Engine, Traits
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
-from ahp.schedule.patterns import SPLIT_BACKWARD, WHOLE_BACKWARD
+from ahp.schedule.registry import SCHEDULES, of_ranks
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
@@ -136,7 +136,7 @@ def _runs_again_what_is_read(job: Job, p: Parallelism, choice: EngineChoice) -> 
     save when they are done."""
     if choice.compile:
         return p.context_parallel_method != "ring" and p.expert_parallel_degree == 1
-    splits = p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD
+    splits = of_ranks(p.pipeline_parallel_schedule, p.pipeline_parallel_degree).splits_backward
     return job.precision != "fp8" and not splits
 
 
@@ -186,9 +186,9 @@ def needs_one_graph(p: Parallelism, choice: EngineChoice) -> bool:
 def _refuses_compiled(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:
     """What blocks cannot do once they are compiled."""
     rule = "does not go with engine.compile = True"
-    splits = p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD
+    splits = of_ranks(p.pipeline_parallel_schedule, p.pipeline_parallel_degree).splits_backward
     if splits and job.precision == "fp8":  # products in 8 bits make both of their gradients in the graph
-        valid = ", ".join(WHOLE_BACKWARD)
+        valid = ", ".join(schedule.name for schedule in SCHEDULES.values() if not schedule.splits_backward)
         return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} in fp8 (valid: {valid})"
     if not needs_one_graph(p, choice):
         return None

@@ -10,11 +10,12 @@ from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TO
 from ahp.engines.support import Support
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
+from ahp.schedule.registry import SCHEDULES
 
 SUPPORT = Support(
     precisions=("fp32", "bf16", "fp8"),
     async_tensor="compiled",
-    schedules=("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
+    schedules=tuple(schedule.name for schedule in SCHEDULES.values() if schedule.in_torch),
 )
 """torchtitan b5bcd76: all of torch's schedules; ``TrainingConfig.dtype`` is bfloat16 or float32, fp16 was closed (#2363).
 Stages 1 and 2 are FSDP2 with ``reshard_after_forward`` never, without and with a reduction for every micro-batch."""

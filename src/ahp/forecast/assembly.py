@@ -19,9 +19,10 @@ from ahp.forecast.stage import StageCost
 from ahp.forecast.units import Units
 from ahp.job import Job
 from ahp.plan import Parallelism
-from ahp.schedule.bounds import ranks_stages
+from ahp.schedule.descriptor import PipelineSchedule
 from ahp.schedule.makespan import Makespan, makespan
-from ahp.schedule.patterns import SPLIT_BACKWARD, stage_ranks
+from ahp.schedule.patterns import stage_ranks
+from ahp.schedule.registry import get, of_ranks
 from ahp.schedule.simulate import StageTimes
 
 Ints = NDArray[np.int64]
@@ -41,17 +42,13 @@ def ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
 
 def passes_behind(parallelism: Parallelism, stage: int) -> int:
     """Backward passes that a rank computes after the last one of a stage, but for the last of the stage that comes next: they hide
-    what it still sends, and that last one hides its own.
-
-    Interleaved 1F1B takes micro-batches in groups of as many as there are ranks: so many are left of the next chunk.
-    """
-    p = parallelism.pipeline_parallel_degree
-    return p - 1 if _schedule(parallelism) == "Interleaved1F1B" and stage >= p else 0
+    what it still sends, and that last one hides its own."""
+    return _schedule(parallelism).passes_behind(stage, parallelism.pipeline_parallel_degree)
 
 
 def stage_times(parallelism: Parallelism, stages: Sequence[StageCost], send: Sequence[float]) -> list[StageTimes]:
     """What the schedule needs of each stage; ``send[s]``: seconds from stage ``s`` to the next, or back."""
-    count, last = len(stages), 6 if _schedule(parallelism) in SPLIT_BACKWARD else 5
+    count, last = len(stages), 6 if _schedule(parallelism).splits_backward else 5
     return [
         StageTimes(
             *cost.seconds[:4],
@@ -64,22 +61,21 @@ def stage_times(parallelism: Parallelism, stages: Sequence[StageCost], send: Seq
     ]
 
 
-def _schedule(parallelism: Parallelism) -> str:
-    """One rank has no other ranks to wait for."""
-    return parallelism.pipeline_parallel_schedule if parallelism.pipeline_parallel_degree > 1 else "1F1B"
+def _schedule(parallelism: Parallelism) -> PipelineSchedule:
+    return of_ranks(parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree)
 
 
 def pipeline_span(parallelism: Parallelism, micro_batches: int, times: Sequence[StageTimes]) -> Makespan:
     """How long one replica's schedule takes."""
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
-    return makespan(_schedule(parallelism), p, v, micro_batches, times)
+    return makespan(_schedule(parallelism).name, p, v, micro_batches, times)
 
 
 def unrun(parallelism: Parallelism, micro_batches: int) -> Makespan:
     """The same schedule without its times, for what memory asks of it."""
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     return Makespan(
-        _schedule(parallelism),
+        _schedule(parallelism).name,
         p,
         v,
         micro_batches,
@@ -163,7 +159,7 @@ def recompute_of(activation_checkpoint: str, traits: Traits, units: Units) -> Re
 
 def own_stages(span: Makespan) -> Ints:
     """[p, V] The stages of each pipeline rank."""
-    return ranks_stages(span.name, span.p, span.v)
+    return get(span.name).placement.rank_stages(span.p, span.v)
 
 
 def received_bytes(own: Ints, p: int, hidden_bytes: int, micro_batches: int, *, torch_pipeline: bool) -> Ints:
@@ -184,7 +180,7 @@ def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> 
         for times, count in counted:
             for part, seconds in times.items():
                 parts[part] = parts.get(part, 0.0) + count * seconds
-    if span.name in SPLIT_BACKWARD:
+    if get(span.name).splits_backward:
         # The halves may wait for the host where the whole would not, and for tensor-parallel ranks.
         own = [stages[s] for s in own_stages(span)[rank]]
         shown_s = span.m * sum(c.input_gradient["tensor_parallel"] - c.backward["tensor_parallel"] for c in own)

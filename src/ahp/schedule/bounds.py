@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
+from ahp.schedule.registry import get
 from ahp.schedule.simulate import StageTimes
 
 Floats = NDArray[np.float64]
@@ -58,11 +58,12 @@ def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns, *, tur
     """
     if turns > 1.0 and p > 1:
         return np.maximum(lower_bounds_s(name, p, v, m, times) / turns, _Paths(name, p, v, m, times).mean_work_s())
-    if name == "GPipe":
+    schedule = get(name)
+    if schedule.all_forwards_first:
         return _gpipe_s(m, times)
     paths = _Paths(name, p, v, m, times)
     bound = np.maximum(paths.way_of_one_s(), paths.ranks_s().max(axis=-1))
-    return np.maximum(bound, paths.round_trips_s()) if v == 1 and p > 1 else bound
+    return np.maximum(bound, paths.round_trips_s()) if schedule.one_forward_one_backward and v == 1 and p > 1 else bound
 
 
 def gpipe_ends_s(m: int, times: Sequence[StageTimes]) -> list[float]:
@@ -101,75 +102,36 @@ def least_kept(name: str, p: int, v: int, m: int, kept: Floats) -> Floats:
     stages keep alike.
     """
     counts = in_flight(name, p, v, m)
-    own = ranks_stages(name, p, v)
-    return (counts * kept[..., own]).sum(axis=-1)
+    return (counts * kept[..., get(name).placement.rank_stages(p, v)]).sum(axis=-1)
 
 
 @lru_cache(maxsize=1 << 12)
 def in_flight(name: str, p: int, v: int, m: int) -> Ints:
     """Micro-batches of each rank's stages, lowest stage first, that it holds at the moment of ``least_kept``: [p, v]."""
-    rank = np.arange(p)
-    if name == "GPipe":
-        return np.full((p, 1), m, dtype=np.int64)
-    if p == 1:
-        return np.ones((1, v), dtype=np.int64)
-    if name in V_SHAPED:  # the forwards down before the first one up comes back, and one up for each down after that
-        return np.minimum(np.stack([2 * p - rank - 1, rank + 1], axis=1), m)
-    split = name == "InterleavedZeroBubble"
-    per_round = m // max(1, m // p) if v > 1 else 1
-    # Weight gradients follow ``rank`` gradients behind: until the first of them as many more forwards are held.
-    done = (v - 1) * per_round + (p if split else 2 * (p - 1 - rank) + 1 if v > 1 else p - rank)
-    done = np.minimum(np.broadcast_to(done, (p,)), m * v)
-    whole, rest = np.divmod(done, per_round * v)
-    local = np.arange(v) * per_round
-    return whole[:, None] * per_round + np.clip(rest[:, None] - local, 0, per_round)
-
-
-@lru_cache(maxsize=1 << 10)
-def ranks_stages(name: str, p: int, v: int) -> Ints:
-    """The stages of each rank, lowest first: [p, v]."""
-    own: list[list[int]] = [[] for _ in range(p)]
-    for stage, rank in enumerate(stage_ranks(name, p, v)):
-        own[rank].append(stage)
-    return np.array(own, dtype=np.int64)
+    return get(name).in_flight(p, v, m)
 
 
 class _Paths:
     """The times of some layouts with the sums that the paths share."""
 
     def __init__(self, name: str, p: int, v: int, m: int, times: TimeColumns) -> None:
-        self.name, self.p, self.v, self.m, self.times = name, p, v, m, times
-        self.own = ranks_stages(name, p, v)
-        self.split: Ints = np.array([self._num_split(stage) for stage in range(p * v)])
+        self.p, self.v, self.m, self.times = p, v, m, times
+        self.schedule = get(name)
+        self.own = self.schedule.placement.rank_stages(p, v)
+        self.split: Ints = np.array([self.schedule.num_split(stage, p, m) for stage in range(p * v)])
         self.gradient_s = self._least_gradient_s()
         each = times.forward_s + times.first_forward_extra_s + times.send_forward_s
         self.fill_s = np.cumsum(each, axis=-1) - each
         """[N, S] Seconds before a stage's first forward."""
         rest_s = times.last_backward_extra_s
         if self.split.any():
-            deferred = np.minimum(np.arange(p) + 1, m) if v == 1 else 1
+            deferred = self.schedule.fewest_deferred(p, v, m)
             rest_s = rest_s + np.where(self.split > 0, deferred * times.weight_gradient_s, 0.0)
         back = np.broadcast_to(times.send_backward_s + _before(self.gradient_s), self.gradient_s.shape).copy()
         back[..., 0] = 0.0
         way = np.cumsum(back, axis=-1)
         self.tail_s = way + np.maximum.accumulate(rest_s - way, axis=-1)
         """[N, S] Seconds after a stage's last gradient: its own rest, or the way back to the first stage."""
-
-    def _num_split(self, stage: int) -> int:
-        """Micro-batches whose backward the stage splits; always the last ones, or the first ones and the last."""
-        if self.name not in SPLIT_BACKWARD:
-            return 0
-        if self.name != "DualPipeV":
-            return self.m
-        p = self.p
-        if stage < p:
-            return p - (stage + 1) // 2
-        rank = 2 * p - 1 - stage
-        return p - rank - 1 + self._last_split_up(rank)
-
-    def _last_split_up(self, rank: int) -> int:
-        """DualPipeV: the last micro-batches that the stage on the way back splits."""
-        return rank + 1 - (rank + 1) // 2 - (rank % 2 == 0)
 
     def _least_gradient_s(self) -> Floats:
         whole_s, input_s = self.times.backward_s, self.times.input_gradient_s
@@ -204,19 +166,11 @@ class _Paths:
 
     def _after_last_gradient(self, others_s: Floats) -> tuple[Floats | float, Floats | float]:
         """At most what each rank computes after the last gradient of its lowest stage; extras that surely come before."""
-        if self.name not in SPLIT_BACKWARD:
+        if not self.schedule.splits_backward:
             return 0.0, others_s
-        m, p, v, rank = self.m, self.p, self.v, np.arange(self.p)
         weight_s = np.broadcast_to(self.times.weight_gradient_s, self.gradient_s.shape)[..., self.own]
-        if self.name == "InterleavedZeroBubble":
-            count = np.minimum(rank + 1, m * v)
-            first = (v == 1) | (count <= m // max(1, m // p))
-            return count * np.where(first, weight_s[..., 0], weight_s.max(axis=-1)), np.where(first, others_s, 0.0)
-        if self.name == "DualPipeV":
-            return (rank + 1) * weight_s.max(axis=-1), 0.0
-        if m < 2 * p - 1:
-            return m * weight_s.sum(axis=-1), 0.0
-        return (rank + 1) * weight_s[..., 0] + rank * weight_s[..., 1], 0.0
+        deferred_s, lowest_alone = self.schedule.last_weights_s(weight_s, self.p, self.v, self.m)
+        return deferred_s, np.where(lowest_alone, others_s, 0.0)
 
     def round_trips_s(self) -> Floats:
         """One stage per rank: round trips from stage a to stage b and back, as sends and few micro-batches force them.
@@ -239,7 +193,7 @@ class _Paths:
         total = self.fill_s[..., a] + start * t.forward_s[..., a]
         total = total + np.where(start > 0, t.first_forward_extra_s[..., a], 0.0)
         total = total + trips * trip + last_trip + self.tail_s[..., a]
-        if self.name in SPLIT_BACKWARD:
+        if self.schedule.splits_backward:
             # Trip c returns with the gradient of micro-batch start + c * length - warm; from micro-batch a on, a
             # weight gradient comes between it and the next forward.
             none = np.clip(-((start - warm - a) // length), 0, trips)

@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.schedule.bounds import gpipe_ends_s
-from ahp.schedule.patterns import V_SHAPED, make, refuse_illegal
+from ahp.schedule.patterns import make, refuse_illegal
+from ahp.schedule.registry import get
 from ahp.schedule.simulate import StageTimes, Timeline, simulate
-from ahp.schedule.table import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Table, table
+from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from ahp.schedule.table import Table, table
 
 Floats = NDArray[np.float64]
 
@@ -68,7 +70,7 @@ def makespan(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> 
     """What ``simulate(make(name, p, v, m), times)`` says of the whole step, to rounding.
 
     Args:
-        name: a schedule of ``ahp.schedule.patterns.SCHEDULES``.
+        name: a schedule of ``ahp.schedule.registry.SCHEDULES``.
         p: pipeline ranks.
         v: stages per rank.
         m: micro-batches.
@@ -78,7 +80,7 @@ def makespan(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> 
         BadInput: there is no such schedule (``patterns.illegal``).
     """
     refuse_illegal(name, p, v, m)
-    busy, ends = _gpipe(m, times) if name == "GPipe" else _run(name, p, v, m, times)
+    busy, ends = _all_forwards_first(m, times) if get(name).all_forwards_first else _run(name, p, v, m, times)
     return Makespan(name, p, v, m, tuple(times), max(ends), tuple(busy), tuple(ends))
 
 
@@ -92,7 +94,7 @@ def peak_kept(
 ) -> tuple[float, ...]:
     """What ``peak_in_flight(make(name, p, v, m), ...)`` says, without the schedule: per rank, the most that is kept."""
     refuse_illegal(name, p, v, m)
-    if name == "GPipe":
+    if get(name).all_forwards_first:
         return tuple(m * weight for weight in weights)
     rows = table(name, p, v, _fewer(name, p, v, m, SETTLED_ROUNDS[0]))
     kept, stages = np.array(weights, dtype=float), p * v
@@ -110,15 +112,14 @@ def peak_kept(
     return tuple(np.cumsum(change[rows.code], axis=0).max(axis=0).tolist())
 
 
-def _gpipe(m: int, times: Sequence[StageTimes]) -> tuple[list[float], list[float]]:
+def _all_forwards_first(m: int, times: Sequence[StageTimes]) -> tuple[list[float], list[float]]:
     busy = [m * (t.forward_s + t.backward_s) + t.first_forward_extra_s + t.last_backward_extra_s for t in times]
     return busy, gpipe_ends_s(m, times)
 
 
 def _fewer(name: str, p: int, v: int, m: int, rounds: int) -> int:
     """At most m micro-batches, ``rounds`` for each rank, such that the table of m is theirs and whole periods."""
-    uneven = v > 1 and name not in V_SHAPED and m % p
-    return m if uneven else min(m, rounds * p)
+    return m if get(name).period(p, v, m) is None else min(m, rounds * p)
 
 
 def _run(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> tuple[list[float], list[float]]:

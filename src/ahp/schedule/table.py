@@ -13,30 +13,13 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.schedule.patterns import V_SHAPED, make
+from ahp.schedule.patterns import make
+from ahp.schedule.registry import get
 from ahp.schedule.simulate import StageTimes, simulate
+from ahp.schedule.slots import BACKWARD, FORWARD, KINDS, WEIGHT_GRADIENT, Period, Slots
 
 Ints = NDArray[np.int64]
 Codes = NDArray[np.int32]
-
-FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
-KINDS = "FBIW"
-"""The letters of actions at their numbers above."""
-
-
-V_STEADY = 4
-"""Micro-batches beyond 2 p with which the V schedules have more than one steady period (the tests compare whole tables)."""
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Actions and where they stand, one entry each: row, rank, kind (above), stage, micro-batch."""
-
-    row: Ints
-    rank: Ints
-    kind: Ints
-    stage: Ints
-    micro_batch: Ints
 
 
 @dataclass(frozen=True)
@@ -69,51 +52,13 @@ class Table:
 
 @lru_cache(maxsize=64)
 def table(name: str, p: int, v: int, m: int) -> Table:
-    """The table of a legal schedule. Not GPipe's, whose rows do not repeat and whose times have a closed form."""
-    per_round = m // max(1, m // p)
-    in_rounds = v > 1 and name in ("Interleaved1F1B", "InterleavedZeroBubble")
-    regular = name in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble") and (v == 1 or m >= p)
-    split = name == "InterleavedZeroBubble"
-    period = per_round if in_rounds else 1
-    actions = {"DualPipeV": 4, "ZBVZeroBubble": 6}.get(name, (3 if split else 2) * v)
-    few = 2 * p + V_STEADY if name in V_SHAPED else m
-    slots = _regular(p, v, m, split=split) if regular else _as_simulated(name, p, v, min(m, few))
-    made = _table(slots, p, p * v, min(m, few), period, period * actions)
-    return made if m <= few else _table(_more(slots, made, m - few), p, p * v, m, period, period * actions)
-
-
-def _regular(p: int, v: int, m: int, *, split: bool) -> Slots:
-    """1F1B and the interleaved schedules, m >= p where v > 1: each rank repeats forward, backward (, weight gradient).
-
-    The n-th backward of a rank follows its forward n + warm-up. A forward stands one row (1F1B, zero bubble) or two
-    after that of the rank before; so do backwards the other way, because the warm-up of neighbours differs by one or
-    two cycles.
-    """
-    total, cycle = m * v, 3 if split else 2
-    per_round = m // max(1, m // p) if v > 1 else 1
-    behind = 1 if split or v == 1 else 2
-    rank, n = (axis.ravel() for axis in np.meshgrid(np.arange(p), np.arange(total), indexing="ij"))
-    warm = (v - 1) * per_round + behind * (p - 1 - rank)
-    chunk, within = np.divmod(n, per_round)
-    round_index, local = np.divmod(chunk, v)
-    micro_batch = round_index * per_round + within
-    down, up = local * p + rank, (v - 1 - local) * p + rank
-    start = behind * rank
-    columns = [(cycle * n + start, FORWARD, down)]
-    columns.append((cycle * (n + warm) + start + 1, INPUT_GRADIENT if split else BACKWARD, up))
-    if split:
-        columns.append((cycle * (n + rank + warm) + start + 2, WEIGHT_GRADIENT, up))
-    row = np.concatenate([rows for rows, _, _ in columns])
-    # Rows in which no rank does anything, as in the warm-up, are taken out.
-    used = np.zeros(row.max() + 1, dtype=np.int64)
-    used[row] = 1
-    return Slots(
-        row=(np.cumsum(used) - 1)[row],
-        rank=np.tile(rank, len(columns)),
-        kind=np.repeat([kind for _, kind, _ in columns], len(n)),
-        stage=np.concatenate([stage for _, _, stage in columns]),
-        micro_batch=np.tile(micro_batch, len(columns)),
-    )
+    """The table of a legal schedule. Not of one with all forwards first, whose rows do not repeat and whose times have a closed form."""
+    schedule = get(name)
+    period = schedule.period(p, v, m)
+    few = m if period is None or period.enough is None else min(m, period.enough)
+    slots = schedule.slots(p, v, few) or _as_simulated(name, p, v, few)
+    made = _table(slots, p, p * v, few, period)
+    return made if m == few else _table(_more(slots, made, m - few), p, p * v, m, period)
 
 
 def _as_simulated(name: str, p: int, v: int, m: int) -> Slots:
@@ -146,9 +91,10 @@ def _more(slots: Slots, made: Table, more: int) -> Slots:
     )
 
 
-def _table(slots: Slots, p: int, stages: int, m: int, micro_batches_per_period: int, rows_per_period: int) -> Table:
+def _table(slots: Slots, p: int, stages: int, m: int, period: Period | None) -> Table:
     kind, stage, micro_batch = slots.kind, slots.stage, slots.micro_batch
     rows = int(slots.row.max()) + 1
+    micro_batches_per_period, rows_per_period, _ = period or Period(m, rows)
     place = slots.row * p + slots.rank
     code = np.zeros(rows * p, dtype=np.int32)
     code[place] = 1 + kind * stages + stage

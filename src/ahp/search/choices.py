@@ -12,7 +12,7 @@ from ahp.engines.registry import get
 from ahp.errors import BadInput, bad_input
 from ahp.forecast import rules
 from ahp.plan import Parallelism
-from ahp.schedule import patterns
+from ahp.schedule.registry import PLAIN, SCHEDULES
 from ahp.search.orders import Degrees, Order, Ordered, Orders, Within
 from ahp.search.problem import Problem
 
@@ -22,9 +22,6 @@ The bubble shrinks as 1/v while messages grow as v (arXiv 2104.04473, section 2.
 from v = 8 to v = 9 even when pipeline degree and micro-batches are equal."""
 
 RECOMPUTE = ("none", "selective", "full")
-LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules with any number of virtual stages."""
-
 DEGREES = (
     "data_parallel_replicate_degree",
     "data_parallel_shard_degree",
@@ -185,23 +182,21 @@ class Choices:
         """Ways to run a pipeline of one degree; without one the schedule has nothing to order."""
         name, virtual = self.given.get("pipeline_parallel_schedule"), self.given.get("virtual_stages_per_rank")
         if degree == 1:
-            return (ScheduleChoice(name or "1F1B", virtual or 1),)
+            return (ScheduleChoice(name or PLAIN, virtual or 1),)
         layers, most = self.asked.graph.num_layers, self.asked.most_stages
         depths = [
             v
             for v in range(2, max(most // degree, 1) + 1)
             if v <= DEEPEST_UNEVEN_VIRTUAL or 0 in (layers % (degree * v), most % (degree * v))
         ]
-        found = [ScheduleChoice("GPipe", 1), ScheduleChoice("1F1B", 1), ScheduleChoice("InterleavedZeroBubble", 1)]
+        found = [ScheduleChoice(schedule.name, 1) for schedule in SCHEDULES.values() if schedule.fewest_virtual == 1]
         found += [
-            ScheduleChoice(schedule, v)
-            for schedule in LOOPED
-            for v in (depths if virtual is None else [virtual])
-            if v > 1
+            ScheduleChoice(schedule.name, v)
+            for schedule in SCHEDULES.values()
+            for v in schedule.depths(depths if virtual is None else [virtual])
         ]
-        found += [ScheduleChoice(schedule, 2) for schedule in patterns.V_SHAPED]
         kept = [pipe for pipe in found if name in (None, pipe.schedule) and virtual in (None, pipe.virtual)]
-        return tuple(kept) or (ScheduleChoice(name or "1F1B", virtual or 1),)
+        return tuple(kept) or (ScheduleChoice(name or PLAIN, virtual or 1),)
 
     def legal_splits(self, splits: tuple[ShardingChoice, ...], mesh: Shared) -> tuple[ShardingChoice, ...]:
         """Of those of a mesh; of the ZeRO stages that the engine runs alike the first."""

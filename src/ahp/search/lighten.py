@@ -16,6 +16,7 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import memory
 from ahp.forecast.assembly import ranks_of_stages
 from ahp.plan import Forecast, Parallelism
+from ahp.schedule.registry import PLAIN
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.bounds.layer_bounds import Ways
 from ahp.search.choices import RECOMPUTE, ScheduleChoice
@@ -85,7 +86,7 @@ def ways_of(asked: Problem) -> Ways | None:
         )
         return asked.refused(layout) is None
 
-    some = is_open(asked) and any(can(1, ScheduleChoice("1F1B", 1), kind) for kind in RECOMPUTE[1:])
+    some = is_open(asked) and any(can(1, ScheduleChoice(PLAIN, 1), kind) for kind in RECOMPUTE[1:])
     return can if some else None
 
 

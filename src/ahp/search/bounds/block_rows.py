@@ -21,8 +21,10 @@ from ahp.forecast.stage import StageCosts
 from ahp.forecast.stage_memory import StageWeights
 from ahp.forecast.units import Units
 from ahp.plan import Parallelism
-from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s, ranks_stages
-from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED
+from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s
+from ahp.schedule.descriptor import PipelineSchedule
+from ahp.schedule.placement import Placement
+from ahp.schedule.registry import of_ranks
 from ahp.search.bounds.pipelines import Cut, Pipelines
 from ahp.search.bounds.splits import Splits
 from ahp.search.bounds.stage_columns import BlockStages
@@ -100,7 +102,7 @@ class BlockRows:
                 if pipes:
                     self._time_rows(times, passes, np.asarray(fits[:, pipes].any(axis=1)), pipes, virtual)
         for index, pipe in enumerate(self.rows.pipes):
-            times[:, index] += self._update_s(pipe.virtual, pipe.schedule in V_SHAPED)
+            times[:, index] += self._update_s(pipe.virtual, self._schedule(pipe).placement)
         times = np.where(fits, (times + self._after_s) * self._slowest, np.inf)
         return RowBounds(times.reshape(-1), needs.reshape(-1))
 
@@ -127,8 +129,9 @@ class BlockRows:
         of_rows = {name: seconds[split[:, None], kind[:, None], stages] for name, seconds in passes.items()}
         for index in pipes:
             pipe = self.rows.pipes[index]
-            sends = self._sends(pipe.virtual, pipe.schedule in V_SHAPED and self.p > 1)
-            last = "last_weight_gradient" if self._name(pipe) in SPLIT_BACKWARD else "last_backward"
+            schedule = self._schedule(pipe)
+            sends = self._sends(pipe.virtual, schedule.placement)
+            last = "last_weight_gradient" if schedule.splits_backward else "last_backward"
             columns = TimeColumns(
                 forward_s=of_rows["forward"],
                 backward_s=of_rows["backward"],
@@ -139,15 +142,15 @@ class BlockRows:
                 first_forward_extra_s=of_rows["first_forward"],
                 last_backward_extra_s=of_rows[last],
             )
-            name, turns = self._name(pipe), self.pricer.turns
-            times[split, index, kind] = lower_bounds_s(name, self.p, virtual, self.m, columns, turns=turns)
+            turns = self.pricer.turns
+            times[split, index, kind] = lower_bounds_s(schedule.name, self.p, virtual, self.m, columns, turns=turns)
 
-    def _name(self, pipe: ScheduleChoice) -> str:
-        return pipe.schedule if self.p > 1 else "1F1B"
+    def _schedule(self, pipe: ScheduleChoice) -> PipelineSchedule:
+        return of_ranks(pipe.schedule, self.p)
 
-    def _sent(self, virtual: int, v_shaped: bool) -> tuple[Floats, Floats]:
+    def _sent(self, virtual: int, placement: Placement) -> tuple[Floats, Floats]:
         """[1, S] Seconds on the way forward and back, as the forecast has them."""
-        pairs, at = self.pipelines.links(v_shaped, pipeline_axis(self.any), virtual)
+        pairs, at = self.pipelines.links(placement, pipeline_axis(self.any), virtual)
         sent = [self.pricer.send_s(self.any, self.splits.traits[0], a, b, self.units) for a, b in pairs]
         between = np.array(sent, dtype=float)[at]
         return np.append(between, 0.0)[None], np.append(0.0, between)[None]
@@ -160,10 +163,10 @@ class BlockRows:
     def _after_s(self) -> float:
         return after_s(self.asked, self.any, self.units)
 
-    def _updated(self, virtual: int, v_shaped: bool) -> Floats:
+    def _updated(self, virtual: int, placement: Placement) -> Floats:
         """[J, 1] Clipping and AdamW on the rank where they take longest; of Muon, which deals whole matrices out over a stage's ranks,
         the least that it takes for them."""
-        at = self._cut.of[virtual][self._own(virtual, v_shaped)]
+        at = self._cut.of[virtual][self._own(virtual, placement)]
         updates_s = self._weights.of_ranks(at).updated(self.splits.columns.shards) * self.splits.update_of_one_s(
             self.pricer
         )
@@ -177,9 +180,9 @@ class BlockRows:
         """[U]"""
         return self.stages.weights_of(self._cut.stages)
 
-    def _own(self, virtual: int, v_shaped: bool) -> Ints:
+    def _own(self, virtual: int, placement: Placement) -> Ints:
         """[p, v] The stages of each rank."""
-        return ranks_stages(V_SHAPED[0] if v_shaped and self.p > 1 else "1F1B", self.p, virtual)
+        return placement.rank_stages(self.p, virtual)
 
     def needs_bytes(self) -> Floats:
         """Of every row, in their shape: bytes of the rank that needs the most, of the first two and the last."""
@@ -188,17 +191,17 @@ class BlockRows:
 
     def _needs(self, pipe: ScheduleChoice, kept: Floats) -> Floats:
         """[J, R]"""
-        v_shaped = pipe.schedule in V_SHAPED
-        beside = self._beside(pipe.virtual, v_shaped)
-        counts = in_flight(self._name(pipe), self.p, pipe.virtual, self.m)[beside.ranks]
-        own = self._cut.of[pipe.virtual][self._own(pipe.virtual, v_shaped)[beside.ranks]]
+        schedule = self._schedule(pipe)
+        beside = self._beside(pipe.virtual, schedule.placement)
+        counts = in_flight(schedule.name, self.p, pipe.virtual, self.m)[beside.ranks]
+        own = self._cut.of[pipe.virtual][self._own(pipe.virtual, schedule.placement)[beside.ranks]]
         held = (counts * kept[:, own]).sum(axis=-1).T  # [W, R]
         allocated = beside.states[..., None] + np.maximum(held - beside.gradients[..., None], 0.0) + beside.others
         return self.splits.columns.device_bytes(allocated.max(axis=1))
 
-    def _beside_activations(self, virtual: int, v_shaped: bool) -> Beside:
+    def _beside_activations(self, virtual: int, placement: Placement) -> Beside:
         ranks = np.array(sorted({0, min(1, self.p - 1), self.p - 1}))
-        own = self._own(virtual, v_shaped)[ranks]
+        own = self._own(virtual, placement)[ranks]
         at = self._cut.of[virtual][own]
         temporary = self.stages.temporary_bytes(self._cut.stages)[:, at].max(axis=-1).T
         states, gradients = self.splits.columns.states(self._weights.of_ranks(at), self.m)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ahp.forecast.overlap import shown_behind_s, shown_columns_s
 from ahp.forecast.states import RankWeights, Shards, last_copy_bytes
 from ahp.forecast.turns import least_share
-from ahp.schedule.patterns import SPLIT_BACKWARD
+from ahp.schedule.registry import get
 from ahp.search.bounds.block_bounds import fewest_in_flight, fullest_of_any_cut
 from ahp.search.bounds.pipelines import Fronts, Pipelines
 from ahp.search.bounds.split_columns import SplitColumns
@@ -216,7 +216,9 @@ class LayerBounds:
         (least, mean), of, m = self._layers, self._of, self._m[self._of]
         p = np.array([[block.p] for block in self.blocks], dtype=float)
         before = layers_before(self.asked, p)[of]
-        splits_backward = [any(pipe.schedule in SPLIT_BACKWARD for pipe in block.rows.pipes) for block in self.blocks]
+        splits_backward = [
+            any(get(pipe.schedule).splits_backward for pipe in block.rows.pipes) for block in self.blocks
+        ]
         drain_s = np.where(np.array(splits_backward)[of, None], 0.0, before * least.backward)
         backward = mean.backward
         if without_again:

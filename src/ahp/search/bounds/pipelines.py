@@ -16,10 +16,11 @@ from ahp.forecast.group import Group
 from ahp.forecast.mesh import PipelineAxis
 from ahp.forecast.stage_table import StageTable
 from ahp.plan import Parallelism
-from ahp.schedule.bounds import in_flight, ranks_stages
-from ahp.schedule.patterns import SPLIT_BACKWARD, V_SHAPED, stage_ranks
+from ahp.schedule.bounds import in_flight
+from ahp.schedule.placement import Placement
+from ahp.schedule.registry import of_ranks
 from ahp.schedule.stages import layers_of_stages
-from ahp.search.choices import LOOPED, ScheduleChoice
+from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 
 Ints = NDArray[np.int64]
@@ -134,9 +135,9 @@ class Pipelines:
             behind[at[p:]] = p - 1
         return Cut(StageTable.of(kinds, len(self._problem.graph.blocks), rows), of, behind)
 
-    def _loads(self, schedule: str, p: int, v: int) -> tuple[Load, ...]:
+    def _loads(self, placement: Placement, p: int, v: int) -> tuple[Load, ...]:
         """The ranks of a pipeline, but for those that another one has at least as much of everything as."""
-        layers, own = np.diff(self.edges(p, v)), ranks_stages(schedule, p, v)
+        layers, own = np.diff(self.edges(p, v)), placement.rank_stages(p, v)
         before = np.cumsum(layers[:p]) - layers[:p]
         head = int(own[:, -1].argmax())
         most: dict[tuple[int, bool], int] = {}
@@ -145,12 +146,12 @@ class Pipelines:
             most[key] = max(most.get(key, 0), int(before[rank]))
         return tuple(Load(count, first, has_head) for (count, has_head), first in most.items())
 
-    def _loads_of(self, p: int, kinds: tuple[tuple[str, int], ...]) -> Loads:
-        """Of these schedules with these virtual stages per rank."""
-        each = [self.loads(schedule, p, v) for schedule, v in kinds]
+    def _loads_of(self, p: int, kinds: tuple[tuple[Placement, bool, int], ...]) -> Loads:
+        """Of schedules whose stages lie so, that split the backward or not, with so many virtual stages per rank."""
+        each = [self.loads(placement, p, v) for placement, _, v in kinds]
         rows = [
-            (load.layers, load.before, load.head, schedule not in SPLIT_BACKWARD)
-            for (schedule, _), loads in zip(kinds, each, strict=True)
+            (load.layers, load.before, load.head, not splits)
+            for (_, splits, _), loads in zip(kinds, each, strict=True)
             for load in loads
         ]
         starts = np.cumsum([0, *map(len, each)])[:-1]
@@ -159,10 +160,11 @@ class Pipelines:
 
     def _fronts(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> Fronts:
         """Of these pipelines, those of one kind once."""
-        kinds: dict[tuple[str, int], list[SecondRank]] = {}
+        kinds: dict[tuple[Placement, bool, int], list[SecondRank]] = {}
         for pipe in pipes:
-            second = self.second_rank(pipe.schedule if p > 1 else "1F1B", p, pipe.virtual, m)
-            kinds.setdefault((shape_of(pipe, p), pipe.virtual), []).append(second)
+            schedule = of_ranks(pipe.schedule, p)
+            second = self.second_rank(schedule.name, p, pipe.virtual, m)
+            kinds.setdefault((schedule.placement, schedule.splits_backward, pipe.virtual), []).append(second)
         layers, held, received = np.array(
             [(one[0].layers, min(second.held for second in one), one[0].received) for one in kinds.values()],
             dtype=np.int64,
@@ -171,15 +173,15 @@ class Pipelines:
 
     def _second_rank(self, schedule: str, p: int, v: int, m: int) -> SecondRank:
         rank = min(1, p - 1)
-        own = ranks_stages(schedule, p, v)[rank]
+        own = of_ranks(schedule, p).placement.rank_stages(p, v)[rank]
         layers = np.diff(self.edges(p, v))[own]
         held = int(in_flight(schedule, p, v, m)[rank] @ layers)
         received = int(((own > 0) * 1 + (own < p * v - 1)).sum())
         return SecondRank(int(layers.sum()), held, received if p > 1 else 0)
 
-    def _links(self, v_shaped: bool, axis: PipelineAxis, v: int) -> tuple[tuple[Pair, ...], Ints]:
+    def _links(self, placement: Placement, axis: PipelineAxis, v: int) -> tuple[tuple[Pair, ...], Ints]:
         """Pairs of ranks that stand for all neighbouring stages, and which of them each stage sends to the next as, [S - 1]."""
-        holders = stage_ranks(V_SHAPED[0] if v_shaped else "1F1B", axis.places, v)
+        holders = placement.stage_ranks(axis.places, v)
         per_node = self._problem.pricer.nodes.devices_per_node
         found: dict[Group | None, tuple[int, Pair]] = {}
         at = []
@@ -187,12 +189,3 @@ class Pipelines:
             group = None if a == b else axis.pair(a, b, per_node)
             at.append(found.setdefault(group, (len(found), (a, b)))[0])
         return tuple(pair for _, pair in found.values()), np.array(at, dtype=np.int64)
-
-
-def shape_of(pipe: ScheduleChoice, p: int) -> str:
-    """A schedule that is like this one in where its stages lie, and in whether it splits the backward pass."""
-    if p == 1:
-        return "1F1B"
-    if pipe.schedule in V_SHAPED:
-        return V_SHAPED[0]
-    return LOOPED[pipe.schedule in SPLIT_BACKWARD]

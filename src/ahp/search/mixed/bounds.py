@@ -25,9 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.mixed.costs import Work
-from ahp.search.mixed.space import SEVERAL
+from ahp.search.mixed.space import SEVERAL, all_forwards_first, splits_backward
 from ahp.search.mixed.tables import LayoutTables
 
 Floats = NDArray[np.float64]
@@ -83,8 +82,8 @@ def floors_s(found: Speeds, cells: Sequence[int], total: int, pipeline: Ints, re
     """
     order = np.argsort(found.whole_s, kind="stable")
     left = (replicas * pipeline).astype(float)
-    early = 0.0 if schedule == "GPipe" else found.forward_share
-    fills = schedule not in (*SPLIT_BACKWARD, SEVERAL)
+    early = 0.0 if all_forwards_first(schedule) else found.forward_share
+    fills = not (schedule == SEVERAL or splits_backward(schedule))
     need = total - fills * replicas * (1.0 + (pipeline - 1) * early)
     speed = np.zeros(len(need))
     best = np.full(len(need), np.inf)

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.forecast.mixed import MixedPricer
+from ahp.schedule.registry import PLAIN
 from ahp.search.mixed.bounds import Speeds, speeds
 from ahp.search.mixed.costs import GroupCells, room_bytes, that_have
 from ahp.search.mixed.holding import WHOLE, Activations, States, most_layers, most_micro_batches
-from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, layout_of
+from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, all_forwards_first, layout_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -25,9 +26,6 @@ Bools = NDArray[np.bool_]
 
 WAYS = 2
 """With all layers recomputed, where any are, and with none."""
-
-HOLD_APART = ("GPipe", SEVERAL)
-"""Schedules whose ranks keep other numbers of micro-batches than the others do."""
 
 Row = TypeVar("Row")
 Bytes = TypeVar("Bytes", Activations, States)
@@ -118,13 +116,14 @@ class Columns:
         if pipeline[0] == 1:
             one, several = np.any(self._holds_alone[:, row] & (self._cells[row] > 0), axis=1)
             return np.where(most > 1, several, one)
-        if schedule == "GPipe":  # as many are in flight as under any other, or more
-            others = self.holds(alike, "1F1B", most, pipeline)
+        if all_forwards_first(schedule):  # as many are in flight as under any other, or more
+            others = self.holds(alike, PLAIN, most, pipeline)
             if not others.any():
                 return others
         layers, states = int(self._layers_of[row]), int(self._states_of[row])
         grid = alike.width, int(self._total[row])
-        key = layers, int(self._held_alike[states]), schedule if schedule in HOLD_APART else "", grid
+        apart = schedule == SEVERAL or all_forwards_first(schedule)  # ranks keep other numbers than under the others
+        key = layers, int(self._held_alike[states]), schedule if apart else "", grid
         if key not in self._limits:
             found, there = self._space.grid(*grid), np.flatnonzero(self._cells[row])
             ways = np.repeat(np.arange(WAYS), len(there))  # a stage on any group, either way

@@ -14,12 +14,11 @@ from ahp.forecast.assembly import slowest_share
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.mixed import MixedPricer
 from ahp.plan import Parallelism
-from ahp.schedule.patterns import SPLIT_BACKWARD
 from ahp.search.mixed.bounds import Speeds, floors_alone_s, floors_s, paced_s, speeds
 from ahp.search.mixed.columns import Columns
 from ahp.search.mixed.costs import GroupCells, that_have
 from ahp.search.mixed.holding import WHOLE
-from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
+from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of, splits_backward
 from ahp.search.mixed.tables import LayoutTables
 
 Floats = NDArray[np.float64]
@@ -116,7 +115,7 @@ class ShapeFloors:
     @cached_property
     def piped(self) -> Kind:
         """With a stage on each rank."""
-        return self._pipelines("piped", splits=any(s in SPLIT_BACKWARD for s in self.space.schedules(2)))
+        return self._pipelines("piped", splits=any(splits_backward(s) for s in self.space.schedules(2)))
 
     @cached_property
     def several(self) -> Kind:

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.search.mixed.space import SEVERAL
+from ahp.search.mixed.space import SEVERAL, all_forwards_first
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -86,7 +86,7 @@ def _holds(a: Activations, of: States, num_layers: int, schedule: str, numbers: 
     if schedule == SEVERAL:
         each = most_layers(_at(a, BETWEEN), _at(of, BETWEEN), num_layers, np.array(1), m).max(axis=0)
         return (each > 0) & (each * depth[:, 1:] >= num_layers)
-    held = np.broadcast_to(m, (len(numbers), stages)) if schedule == "GPipe" else np.minimum(depth, m)
+    held = np.broadcast_to(m, (len(numbers), stages)) if all_forwards_first(schedule) else np.minimum(depth, m)
 
     def layers(place: int, held: Ints) -> Ints:
         return most_layers(_at(a, place), _at(of, place), num_layers, held, m).max(axis=0)

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.errors import BadInput, NotExpressible
-from ahp.schedule.patterns import SPLIT_BACKWARD, stage_ranks
+from ahp.schedule.patterns import stage_ranks
+from ahp.schedule.registry import get
 from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.fewest import fewest
 from ahp.search.mixed.matrices import Kind
@@ -82,7 +83,7 @@ class SeveralTask(Task):
         """[M] Seconds of a replica."""
         p, ranks = self.shape.pipeline, self._ranks(pipe)
         busy = np.stack([costs.whole[..., ranks == rank].sum(axis=-1) for rank in range(p)], axis=-1)
-        first = (costs.forward if pipe.schedule in SPLIT_BACKWARD else costs.whole)[..., :p]
+        first = (costs.forward if get(pipe.schedule).splits_backward else costs.whole)[..., :p]
         before = np.cumsum(first, axis=-1) - first
         return (before + micro_batches[:, None] * busy).max(axis=-1)
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, StagePlace
-from ahp.schedule.patterns import SPLIT_BACKWARD, stage_ranks
+from ahp.schedule.patterns import stage_ranks
+from ahp.schedule.registry import of_ranks
 from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.balance import balance, ends_s
 from ahp.search.mixed.fewest import fewest, said_plainly
@@ -229,7 +230,7 @@ class Task:
 
     @property
     def _splits(self) -> bool:
-        return self.shape.pipeline > 1 and self.shape.schedule in SPLIT_BACKWARD
+        return of_ranks(self.shape.schedule, self.shape.pipeline).splits_backward
 
     @property
     def _num_layers(self) -> int:

@@ -17,19 +17,34 @@ from ahp.engines.registry import get
 from ahp.errors import BadInput
 from ahp.forecast import rules
 from ahp.plan import ContextMethod, Parallelism, StagePlace
-from ahp.schedule.patterns import V_SHAPED
-from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, LOOPED, RECOMPUTE, ScheduleChoice
+from ahp.schedule.registry import PLAIN, SCHEDULES
+from ahp.schedule.registry import get as schedule_of
+from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
-SCHEDULES = ("1F1B", "InterleavedZeroBubble", "GPipe")
-"""Those with one stage on each rank."""
-
 SEVERAL = "several"
 """Stands for all schedules with several stages on each rank, which are floored and queued as one."""
+
+
+def one_per_rank() -> list[str]:
+    """The schedules with one stage on each rank; those that hold the most come last."""
+    found = [schedule for schedule in SCHEDULES.values() if schedule.fewest_virtual == 1]
+    return [schedule.name for schedule in sorted(found, key=lambda s: (s.all_forwards_first, s.splits_backward))]
+
+
+def all_forwards_first(schedule: str) -> bool:
+    """Whether ranks of this schedule, or of ``SEVERAL``, do all forwards first."""
+    return schedule != SEVERAL and schedule_of(schedule).all_forwards_first
+
+
+def splits_backward(schedule: str) -> bool:
+    """Whether this schedule splits the backward; of ``SEVERAL`` some do and some do not."""
+    return schedule != SEVERAL and schedule_of(schedule).splits_backward
+
 
 PLACED = frozenset({
     "data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage", "tensor_parallel_degree",
@@ -75,7 +90,7 @@ class Shape:
         return layout_of(self.alike, self.pipeline, self.replicas, self.schedule)
 
 
-def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = "1F1B") -> Parallelism:
+def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = PLAIN) -> Parallelism:
     """Degrees without a placement; of ``SEVERAL`` stages on a rank the fewest, in the plainest schedule."""
     pipe = ScheduleChoice("Interleaved1F1B", 2) if schedule == SEVERAL else ScheduleChoice(schedule, 1)
     return Parallelism(
@@ -176,24 +191,25 @@ class MixedSpace:
 
     def least(self, pipeline: int, schedule: str) -> int:
         """Micro-batches that a replica must have."""
-        return pipeline if schedule == "1F1B" and self.asked.torch_pipeline and pipeline > 1 else 1
+        if pipeline <= 1 or schedule == SEVERAL:
+            return 1
+        return schedule_of(schedule).fewest_micro_batches(pipeline, 1, in_torch=self.asked.torch_pipeline)
 
     def _allowed(self, pipeline: int, schedule: str, total: int) -> NDArray[np.bool_]:
         """[M + 1] Whether a replica may have so many micro-batches."""
         numbers = np.arange(total + 1)
         if schedule == SEVERAL:
             return np.logical_or.reduce([self.legal_pipe(pipe, pipeline, numbers) for pipe in self.pipes(pipeline)])
-        found = numbers >= max(self.least(pipeline, schedule), 1)
-        if pipeline > 1 and self.asked.torch_pipeline:
-            found &= self.legal_pipe(ScheduleChoice(schedule, 1), pipeline, numbers)
-        return found
+        if pipeline == 1:
+            return numbers >= 1
+        return self.legal_pipe(ScheduleChoice(schedule, 1), pipeline, numbers)
 
     def schedules(self, pipeline: int) -> tuple[str, ...]:
         """Those that the engine has; without a pipeline there is nothing to order."""
         name = self.given.get("pipeline_parallel_schedule")
         if pipeline == 1:
-            return (name or "1F1B",)
-        one = SCHEDULES if self._virtual in (None, 1) else ()
+            return (name or PLAIN,)
+        one = one_per_rank() if self._virtual in (None, 1) else ()
         found = tuple(s for s in one if name in (None, s) and not self._refused_schedule(ScheduleChoice(s, 1)))
         return (*((SEVERAL,) if self.pipes(2) else ()), *found)
 
@@ -201,8 +217,20 @@ class MixedSpace:
         """Schedules with several stages on each of so many ranks."""
         name, most = self.given.get("pipeline_parallel_schedule"), self.asked.graph.num_layers // max(pipeline, 1)
         depths = range(2, min(most, DEEPEST_UNEVEN_VIRTUAL) + 1) if self._virtual is None else [self._virtual]
-        found = [ScheduleChoice(schedule, v) for v in depths for schedule in LOOPED if 1 < v <= most]
-        found += [ScheduleChoice(schedule, 2) for schedule in V_SHAPED if most >= 2]
+        found = [
+            ScheduleChoice(s.name, v)
+            for v in depths
+            for s in SCHEDULES.values()
+            if s.most_virtual is None
+            if 1 < v <= most
+        ]
+        found += [
+            ScheduleChoice(s.name, v)
+            for s in SCHEDULES.values()
+            if s.most_virtual is not None
+            for v in s.depths(())
+            if v <= most
+        ]
         return tuple(
             pipe
             for pipe in found
@@ -213,10 +241,9 @@ class MixedSpace:
         )
 
     def legal_pipe(self, pipe: ScheduleChoice, pipeline: int, micro_batches: Ints) -> Bools:
-        """Whether so many ranks can run so many micro-batches so: ``schedule.patterns.illegal_in_torch``, of many at once."""
-        if pipe.schedule in LOOPED:  # whole rounds
-            return (micro_batches > 0) & (micro_batches % np.maximum(micro_batches // pipeline, 1) == 0)
-        return micro_batches >= (2 * pipeline if pipe.schedule == "DualPipeV" else 1)
+        """Whether so many ranks can run so many micro-batches so, of each number."""
+        schedule = schedule_of(pipe.schedule)
+        return schedule.runs(pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_pipeline)
 
     @property
     def _virtual(self) -> int | None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.plan import Parallelism
+from ahp.schedule.registry import of_ranks
 from ahp.search.mixed.costs import ENDS, GroupCells, place_of, room_bytes
 from ahp.search.mixed.holding import BETWEEN, Activations, States, most_layers
 
@@ -160,8 +161,8 @@ class LayoutTables:
         """Micro-batches that a stage keeps at once, at least."""
         if self.layout.virtual_stages_per_rank > 1:
             return 1 + 0 * (stage + m)
-        gpipe = self.num_stages > 1 and self.layout.pipeline_parallel_schedule == "GPipe"
-        return m + 0 * stage if gpipe else np.minimum(self.num_stages - stage, m)
+        schedule = of_ranks(self.layout.pipeline_parallel_schedule, self.num_stages)
+        return m + 0 * stage if schedule.all_forwards_first else np.minimum(self.num_stages - stage, m)
 
     @cached_property
     def _seconds(self) -> Floats:

@@ -1,0 +1,123 @@
+"""What 1F1B and the interleaved schedules share: each rank repeats forward, backward (, weight gradient), depth first.
+
+Several stages a rank go in rounds of about p micro-batches (arXiv 2104.04473, section 2.2; torch relaxes m mod p = 0 to
+rounds of equal length). Megatron-LM's interleaved schedule (``get_schedule_table``, ``get_pp_rank_microbatches``) is the
+same order where m is a multiple of p; versions up to 2024 run all forwards first where m = p.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.schedule.actions import Action, Kind
+from ahp.schedule.descriptor import PipelineSchedule
+from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Period, Slots
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+
+class DepthFirst(PipelineSchedule):
+    """Their table in closed form, and their order where ranks may hold several stages."""
+
+    def rank_actions(self, rank: int, p: int, v: int, m: int) -> list[Action]:
+        """The n-th backward follows the forward n + warm-up.
+
+        Split: weight gradients follow ``rank`` input gradients behind, so that every rank keeps p micro-batches in
+        flight at one stage each (arXiv 2401.10241, ZB-H1).
+        """
+        split, per_round, total = self.splits_backward, round_length(p, v, m), m * v
+        warmup = min((v - 1) * per_round + (1 if split else 2) * (p - 1 - rank), total)
+
+        def nth(kind: Kind, n: int) -> Action:
+            chunk, within = divmod(n, per_round)
+            round_index, local = divmod(chunk, v)
+            if kind is not Kind.FORWARD:
+                local = v - 1 - local
+            return Action(kind, local * p + rank, round_index * per_round + within)
+
+        gradient = Kind.INPUT_GRADIENT if split else Kind.BACKWARD
+        actions = [nth(Kind.FORWARD, n) for n in range(warmup)]
+        for n in range(total):
+            if warmup + n < total:
+                actions.append(nth(Kind.FORWARD, warmup + n))
+            actions.append(nth(gradient, n))
+            if split and n >= rank:
+                actions.append(nth(Kind.WEIGHT_GRADIENT, n - rank))
+        if split:
+            actions += [nth(Kind.WEIGHT_GRADIENT, n) for n in range(max(total - rank, 0), total)]
+        return actions
+
+    def slots(self, p: int, v: int, m: int) -> Slots | None:
+        """In closed form where every rank has a whole round."""
+        return _slots(p, v, m, split=self.splits_backward) if v == 1 or m >= p else None
+
+    def period(self, p: int, v: int, m: int) -> Period | None:
+        """A round, where more micro-batches are more rounds of the same length."""
+        length = round_length(p, v, m)
+        return None if v > 1 and m % p else Period(length, length * v * _cycle(self.splits_backward))
+
+
+def round_length(p: int, v: int, m: int) -> int:
+    """Micro-batches that go through a stage before the rank turns to its next one."""
+    return m // max(1, m // p) if v > 1 else 1
+
+
+def whole_rounds(p: int, m: Ints) -> Bools:
+    """Whether micro-batches divide into rounds of equal length."""
+    return (m > 0) & (m % np.maximum(m // p, 1) == 0)
+
+
+def uneven_rounds(name: str, p: int, m: int) -> str:
+    """The reason where they do not."""
+    near = (np.flatnonzero(whole_rounds(p, np.arange(1, 2 * m + 1))) + 1).tolist()
+    valid = [k for k in near if k < m][-2:] + [k for k in near if k > m][:2]
+    return (
+        f"pipeline_parallel_schedule = {name!r}: {m} micro-batches do not divide into "
+        f"{max(1, m // p)} rounds of {p} ranks (valid micro-batches: {', '.join(map(str, valid))})"
+    )
+
+
+def held_after(done: Ints, p: int, v: int, m: int) -> Ints:
+    """Micro-batches of each rank's stages that are held after ``done`` [p] forwards in depth-first order: [p, v]."""
+    if p == 1:
+        return np.ones((1, v), dtype=np.int64)
+    per_round = round_length(p, v, m)
+    whole, rest = np.divmod(np.minimum(done, m * v), per_round * v)
+    return whole[:, None] * per_round + np.clip(rest[:, None] - np.arange(v) * per_round, 0, per_round)
+
+
+def _cycle(split: bool) -> int:
+    """Actions of a rank that repeat."""
+    return 3 if split else 2
+
+
+def _slots(p: int, v: int, m: int, *, split: bool) -> Slots:
+    """A forward stands one row (1F1B, zero bubble) or two after that of the rank before; so do backwards the other way,
+    because the warm-up of neighbours differs by one or two cycles."""
+    total, cycle = m * v, _cycle(split)
+    per_round = round_length(p, v, m)
+    behind = 1 if split or v == 1 else 2
+    rank, n = (axis.ravel() for axis in np.meshgrid(np.arange(p), np.arange(total), indexing="ij"))
+    warm = (v - 1) * per_round + behind * (p - 1 - rank)
+    chunk, within = np.divmod(n, per_round)
+    round_index, local = np.divmod(chunk, v)
+    micro_batch = round_index * per_round + within
+    down, up = local * p + rank, (v - 1 - local) * p + rank
+    start = behind * rank
+    columns = [(cycle * n + start, FORWARD, down)]
+    columns.append((cycle * (n + warm) + start + 1, INPUT_GRADIENT if split else BACKWARD, up))
+    if split:
+        columns.append((cycle * (n + rank + warm) + start + 2, WEIGHT_GRADIENT, up))
+    row = np.concatenate([rows for rows, _, _ in columns])
+    # Rows in which no rank does anything, as in the warm-up, are taken out.
+    used = np.zeros(row.max() + 1, dtype=np.int64)
+    used[row] = 1
+    return Slots(
+        row=(np.cumsum(used) - 1)[row],
+        rank=np.tile(rank, len(columns)),
+        kind=np.repeat([kind for _, kind, _ in columns], len(n)),
+        stage=np.concatenate([stage for _, _, stage in columns]),
+        micro_batch=np.tile(micro_batch, len(columns)),
+    )

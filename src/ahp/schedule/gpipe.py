@@ -1,0 +1,24 @@
+"""GPipe (arXiv 1811.06965): all forwards, then all backwards. ``ScheduleGPipe`` of torch 2.13."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.schedule.actions import Action, Kind
+from ahp.schedule.descriptor import PipelineSchedule
+
+
+class GPipe(PipelineSchedule):
+    """Holds every micro-batch."""
+
+    name = "GPipe"
+    all_forwards_first = True
+
+    def rank_actions(self, rank: int, p: int, v: int, m: int) -> list[Action]:
+        """Each phase in the order of micro-batches."""
+        return [Action(kind, rank, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(m)]
+
+    def in_flight(self, p: int, v: int, m: int) -> NDArray[np.int64]:
+        """All."""
+        return np.full((p, 1), m, dtype=np.int64)

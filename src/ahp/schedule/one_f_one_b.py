@@ -1,0 +1,42 @@
+"""1F1B (arXiv 1806.03377, 2104.04473): one forward, one backward. ``Schedule1F1B`` of torch 2.13."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.schedule.actions import Action, Kind
+from ahp.schedule.depth_first import DepthFirst, held_after
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+
+class OneForwardOneBackward(DepthFirst):
+    """Is ordered for any number of micro-batches; torch asks for one of each rank."""
+
+    name = "1F1B"
+    one_forward_one_backward = True
+
+    def rank_actions(self, rank: int, p: int, v: int, m: int) -> list[Action]:
+        """Warm-up, steady state, and the backwards that are left."""
+        warmup = min(m, p - 1 - rank)
+        actions = [Action(Kind.FORWARD, rank, i) for i in range(warmup)]
+        for i in range(m - warmup):
+            actions += [Action(Kind.FORWARD, rank, warmup + i), Action(Kind.BACKWARD, rank, i)]
+        return actions + [Action(Kind.BACKWARD, rank, i) for i in range(m - warmup, m)]
+
+    def runs(self, p: int, v: int, m: Ints, *, in_torch: bool) -> Bools:
+        """In torch with a micro-batch of each rank."""
+        return m >= (p if in_torch else 1)
+
+    def why_not(self, p: int, m: int) -> str:
+        """Torch's rule."""
+        return (
+            f"pipeline_parallel_degree = {p}: torch's 1F1B needs at least as many micro-batches, there are {m} "
+            f"(valid: up to {m}, or pipeline_parallel_schedule GPipe)"
+        )
+
+    def in_flight(self, p: int, v: int, m: int) -> Ints:
+        """As many as there are ranks from this one on."""
+        return held_after(p - np.arange(p), p, v, m)
