@@ -39,6 +39,7 @@ class Constraints(Record):
     enable_sequence_parallel: bool | None = None
     pipeline_parallel_degree: int | None = Field(default=None, ge=1)
     pipeline_parallel_schedule: ScheduleName | None = None
+    pipeline_parallel_order: tuple[str, ...] | None = None
     virtual_stages_per_rank: int | None = Field(default=None, ge=1)
     layers_per_stage: tuple[int, ...] | None = None
     stages: tuple[StagePlace, ...] | None = None
@@ -243,7 +244,8 @@ HELP: dict[str, str] = {
     "parallelism.tensor_parallel_degree": "devices that share every matrix product",
     "parallelism.enable_sequence_parallel": "split what lies between the matrix products along the sequence",
     "parallelism.pipeline_parallel_degree": "pipeline ranks",
-    "parallelism.pipeline_parallel_schedule": f"{', '.join(get_args(ScheduleName))} (torch's names)",
+    "parallelism.pipeline_parallel_schedule": f"{', '.join(get_args(ScheduleName))} (torch's names; Synthesized runs pipeline_parallel_order)",
+    "parallelism.pipeline_parallel_order": 'the order that Synthesized runs, one line for each pipeline rank, such as ["0F0,0B0", "1F0,1B0"]',
     "parallelism.virtual_stages_per_rank": "stages that one pipeline rank holds; above 1 needs a schedule that has them, such as Interleaved1F1B",
     "parallelism.layers_per_stage": "blocks of each stage in pipeline order, such as [3, 3, 2]",
     "parallelism.stages": "on a mixed cluster, group and blocks of each stage in pipeline order, such as [{group: a, layers: 5}]; those of a rank "

@@ -24,7 +24,7 @@ from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 from ahp.schedule.bounds import lower_bound_s
 from ahp.schedule.makespan import makespan
-from ahp.schedule.patterns import SPLIT_BACKWARD
+from ahp.schedule.registry import SCHEDULES as REGISTRY
 from ahp.schedule.simulate import StageTimes
 
 from .test_stage import LAYOUTS, STAGES, case
@@ -159,7 +159,7 @@ def test_a_makespan_takes_no_less_where_a_time_grows(schedule: str, virtual: int
                 grown_s, grown_bound_s = _span_s(schedule, p, virtual, m, new)
                 assert grown_s >= before_s * (1 - ROUNDING), field.name
                 # Where weight gradients wait, the closed form takes off what may come after the last gradient.
-                assert schedule in SPLIT_BACKWARD or grown_bound_s >= bound_s * (1 - ROUNDING), field.name
+                assert REGISTRY[schedule].splits_backward or grown_bound_s >= bound_s * (1 - ROUNDING), field.name
 
 
 def _drawn(draw: random.Random) -> StageTimes:

@@ -32,3 +32,13 @@ def random_order(random: Random, stage_rank: tuple[int, ...], m: int, *, split: 
             if action.kind is Kind.INPUT_GRADIENT:
                 ready.append(Action(Kind.WEIGHT_GRADIENT, s, i))
     return Schedule("random", stages, m, tuple(map(tuple, ranks)), stage_rank)
+
+
+def with_losses_in_order(schedule: Schedule) -> Schedule:
+    """The same with other numbers for its micro-batches: the last stage takes them in order, as torch asks."""
+    last = schedule.num_stages - 1
+    order = schedule.ranks[schedule.stage_rank[last]]
+    taken = [a.micro_batch for a in order if a.kind is Kind.FORWARD and a.stage == last]
+    number = {old: new for new, old in enumerate(taken)}
+    ranks = tuple(tuple(Action(a.kind, a.stage, number[a.micro_batch]) for a in rank) for rank in schedule.ranks)
+    return Schedule(schedule.name, schedule.num_stages, schedule.num_micro_batches, ranks, schedule.stage_rank)

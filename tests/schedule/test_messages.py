@@ -8,7 +8,8 @@ from ahp.errors import BadInput
 from ahp.schedule.actions import Action, Schedule
 from ahp.schedule.messages import Message, why_stuck, with_messages
 from ahp.schedule.orders import order_text, read_order, why_not
-from ahp.schedule.patterns import SCHEDULES, illegal, make
+from ahp.schedule.patterns import illegal, make
+from ahp.schedule.registry import SCHEDULES
 
 from .random_orders import random_order, random_placement
 

@@ -14,6 +14,7 @@ from ahp.schedule.actions import Action, Kind
 from ahp.schedule.bounds import in_flight, lower_bound_s
 from ahp.schedule.descriptor import PipelineSchedule
 from ahp.schedule.makespan import makespan, peak_kept
+from ahp.schedule.orders import SYNTHESIZED
 from ahp.schedule.patterns import illegal, illegal_in_torch, make
 from ahp.schedule.registry import PLAIN, SCHEDULES, get, of_ranks
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
@@ -77,7 +78,8 @@ def orders(name, p, v, m):
 
 
 def test_the_plan_has_the_names_of_the_registry():
-    assert get_args(ScheduleName) == tuple(name for name in SCHEDULES if name not in (Eager.name, Halves.name))
+    names = [name for name in SCHEDULES if name not in (Eager.name, Halves.name)]
+    assert list(get_args(ScheduleName)) == [*names, SYNTHESIZED]
     assert Parallelism().pipeline_parallel_schedule == PLAIN
     assert all(schedule.name == name for name, schedule in SCHEDULES.items())
 

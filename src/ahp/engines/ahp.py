@@ -8,7 +8,8 @@ from ahp.engines.engine import ContextWay, Engine, Traits
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
-from ahp.schedule.registry import SCHEDULES, of_ranks
+from ahp.schedule.orders import splits_backward
+from ahp.schedule.registry import SCHEDULES
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
@@ -136,8 +137,7 @@ def _runs_again_what_is_read(job: Job, p: Parallelism, choice: EngineChoice) -> 
     save when they are done."""
     if choice.compile:
         return p.context_parallel_method != "ring" and p.expert_parallel_degree == 1
-    splits = of_ranks(p.pipeline_parallel_schedule, p.pipeline_parallel_degree).splits_backward
-    return job.precision != "fp8" and not splits
+    return job.precision != "fp8" and not splits_backward(p)
 
 
 def _are_experts_alone(job: Job, p: Parallelism) -> bool:
@@ -186,8 +186,7 @@ def needs_one_graph(p: Parallelism, choice: EngineChoice) -> bool:
 def _refuses_compiled(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:
     """What blocks cannot do once they are compiled."""
     rule = "does not go with engine.compile = True"
-    splits = of_ranks(p.pipeline_parallel_schedule, p.pipeline_parallel_degree).splits_backward
-    if splits and job.precision == "fp8":  # products in 8 bits make both of their gradients in the graph
+    if splits_backward(p) and job.precision == "fp8":  # products in 8 bits make both of their gradients in the graph
         valid = ", ".join(schedule.name for schedule in SCHEDULES.values() if not schedule.splits_backward)
         return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} in fp8 (valid: {valid})"
     if not needs_one_graph(p, choice):

@@ -16,6 +16,7 @@ from ahp.forecast.split import in_8_bits, way_of_keys
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
+from ahp.schedule.orders import illegal_order
 from ahp.schedule.patterns import illegal as illegal_pattern
 from ahp.schedule.patterns import illegal_in_torch
 from ahp.schedule.stages import layers_of_stages
@@ -292,8 +293,12 @@ def schedules(job: Job, parallelism: Parallelism, *, in_torch: bool) -> str | No
     """Whether every replica's pipeline can run its micro-batches."""
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     name = parallelism.pipeline_parallel_schedule
+    given_order = parallelism.pipeline_parallel_order is not None and p > 1
     for micro_batches in sorted(set(parallelism.micro_batches(job))):
-        if reason := schedule(name, p, v, micro_batches, in_torch=in_torch):
+        if given_order:
+            if reason := illegal_order(parallelism, micro_batches):
+                return reason
+        elif reason := schedule(name, p, v, micro_batches, in_torch=in_torch):
             given = parallelism.micro_batches_per_replica
             return reason if given is None else f"micro_batches_per_replica = {list(given)}: {reason}"
     return None

@@ -34,7 +34,7 @@ from ahp.runtime.optimizer.muon import OwnedMatrices
 from ahp.runtime.optimizer.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
 from ahp.runtime.peak_memory import most_bytes
 from ahp.runtime.pipeline.cut import Stage
-from ahp.runtime.pipeline.schedules import Accumulation, Inputs, Pipeline, ranks_of_stages, stages_of_rank
+from ahp.runtime.pipeline.schedules import Accumulation, Inputs, Pipeline, stages_of_rank
 from ahp.runtime.ranks.device_order import check_device
 from ahp.runtime.ranks.mesh import Mesh, build_mesh
 from ahp.runtime.ranks.preflight import Hosts, preflight
@@ -54,6 +54,7 @@ from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.alike import first_unlike
 from ahp.runtime.weights.hub_names import InFiles, in_files, shapes_of
 from ahp.runtime.weights.starting_values import StartingValues
+from ahp.schedule.orders import ranks_of_stages
 from ahp.search.slicing.model import ModelSlicing, slice_outline
 
 if TYPE_CHECKING:

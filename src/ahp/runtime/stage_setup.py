@@ -31,7 +31,7 @@ from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
 from ahp.runtime.shard.ownership import ParameterNames
 from ahp.runtime.tensor.slice import slice_module
 from ahp.runtime.weights.allocate import allocate_on
-from ahp.schedule import registry as schedules
+from ahp.schedule.orders import splits_backward
 from ahp.schedule.stages import layer_ranges, layers_of_stages
 from ahp.search.slicing.model import ModelSlicing
 from ahp.search.slicing.placement import Split
@@ -52,7 +52,7 @@ def _stages(module: nn.Module, found: Outline | None, plan: Plan) -> list[Stage]
     assert found is not None, "a model without blocks is not cut"
     ranges = layer_ranges(layers_of_stages(p, found.num_layers))
     stages = [cut(module, found, layers, COMPUTE_DTYPE[plan.job.precision]) for layers in ranges]
-    if schedules.get(p.pipeline_parallel_schedule).splits_backward:
+    if splits_backward(p):
         for stage in stages:
             stage.later = WeightGradients()
     return stages

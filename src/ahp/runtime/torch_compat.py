@@ -148,6 +148,41 @@ def _accumulate(parameter: Any) -> None:
         parameter.unsharded_accumulated_grad += gradient
 
 
+def pipeline_of_steps(stages: list[Any], ranks: list[list[str]], **settings: Any) -> Any:
+    """torch's pipeline runtime under an order of our own: each rank's computations, sends and receives, as torch writes them (``0F0``,
+    ``0SEND_F0``). When weights are gathered and gradients reduced torch adds itself, by the rules of its other schedules.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    steps: dict[int, list[Any]] = {rank: [_Action.from_str(step) for step in steps] for rank, steps in enumerate(ranks)}
+    computed = {rank: [step for step in steps if step.is_compute_op] for rank, steps in steps.items()}
+    schedule = _PipelineScheduleRuntime(stages, **settings)
+    schedule.pipeline_order = computed
+    schedule._prepare_schedule_with_comms({rank: list(actions) for rank, actions in computed.items()})
+    for rank, lowered in schedule.pipeline_order_with_comms.items():
+        schedule.pipeline_order_with_comms[rank] = _with_messages_of(steps[rank], lowered)
+    return schedule
+
+
+def _with_messages_of(steps: list[Any], lowered: list[Any]) -> list[Any]:
+    """What torch made of a rank's computations, with the messages of ``steps`` in the place of torch's: each right after the
+    computation that it follows there."""
+    following: dict[Any, list[Any]] = {None: []}
+    last = None
+    for step in steps:
+        if step.is_compute_op:
+            last = step
+            following[last] = []
+        else:
+            following[last].append(step)
+    found = following[None]
+    for action in lowered:
+        if "SEND" in str(action) or "RECV" in str(action):
+            continue
+        found = [*found, action, *following.get(action, ())]
+    return found
+
+
 def fused_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, scale: float
 ) -> Literal["cudnn", "flash", "efficient", "math"]:

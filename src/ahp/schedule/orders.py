@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ahp.errors import BadInput
+from ahp.plan import Parallelism
 from ahp.schedule.actions import Action, Kind, Schedule
+from ahp.schedule.patterns import stage_ranks
+from ahp.schedule.registry import of_ranks
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
@@ -96,3 +100,76 @@ def _needs(schedule: Schedule, action: tuple[str, int, int]) -> list[tuple[str, 
     if letter == "W":
         return [("G", stage, i)]
     return [("F", stage, i)] + ([("G", stage + 1, i)] if stage < schedule.num_stages - 1 else [])
+
+
+SYNTHESIZED = "Synthesized"
+"""What ``pipeline_parallel_schedule`` calls an order that is given."""
+
+
+@lru_cache(maxsize=16)
+def _given(lines: tuple[str, ...]) -> Schedule:
+    try:
+        return read_order(SYNTHESIZED, lines)
+    except BadInput as error:
+        raise BadInput(f"pipeline_parallel_order: {error}") from None
+
+
+def given_order(parallelism: Parallelism) -> Schedule | None:
+    """The order that the layout brings; None where its schedule is a pattern. Raises BadInput where the order cannot run."""
+    lines = parallelism.pipeline_parallel_order
+    if lines is None or parallelism.pipeline_parallel_degree == 1:
+        return None
+    schedule = _given(lines)
+    if schedule.num_stages != parallelism.num_stages:
+        raise BadInput(
+            f"pipeline_parallel_order: {schedule.num_stages} stages, pipeline_parallel_degree x virtual_stages_per_rank are "
+            f"{parallelism.num_stages}"
+        )
+    return schedule
+
+
+def illegal_order(parallelism: Parallelism, num_micro_batches: int) -> str | None:
+    """Why the order that the layout brings cannot run so many micro-batches; None where it can, or none is brought."""
+    try:
+        schedule = given_order(parallelism)
+    except BadInput as error:
+        return str(error)
+    if schedule is None:
+        return None
+    if schedule.num_micro_batches == num_micro_batches:
+        return _losses_out_of_order(schedule)
+    return (
+        f"pipeline_parallel_order: made for {schedule.num_micro_batches} micro-batches, there are {num_micro_batches} "
+        f"(valid: an order of {num_micro_batches})"
+    )
+
+
+def _losses_out_of_order(schedule: Schedule) -> str | None:
+    last = schedule.num_stages - 1
+    order = schedule.ranks[schedule.stage_rank[last]]
+    forwards = [action.micro_batch for action in order if action.kind is Kind.FORWARD and action.stage == last]
+    if forwards == sorted(forwards):
+        return None
+    return (
+        f"pipeline_parallel_order: the last stage, {last}, takes micro-batches {forwards}; torch's pipeline runtime finds their losses "
+        "by their place (valid: in order there)"
+    )
+
+
+def ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
+    """The pipeline rank that holds each stage."""
+    p = parallelism
+    if p.pipeline_parallel_degree == 1:
+        return (0,)
+    if (schedule := given_order(p)) is not None:
+        return schedule.stage_rank
+    return stage_ranks(p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank)
+
+
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Whether weight gradients are computed apart from input gradients, some of them at least."""
+    if parallelism.pipeline_parallel_degree == 1:
+        return False
+    if (lines := parallelism.pipeline_parallel_order) is not None:
+        return any("I" in line for line in lines)
+    return of_ranks(parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree).splits_backward

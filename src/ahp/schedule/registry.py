@@ -1,4 +1,4 @@
-"""The pipeline schedules by name. ``plan.ScheduleName`` lists the same names."""
+"""The pipeline schedules by name. ``plan.ScheduleName`` lists the same names, and Synthesized for an order that a plan brings."""
 
 from __future__ import annotations
 

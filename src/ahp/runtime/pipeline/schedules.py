@@ -14,8 +14,9 @@ from ahp.runtime.compute.loss import Loss
 from ahp.runtime.pipeline.cut import Stage
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.shard.fsdp import Sharding
-from ahp.runtime.torch_compat import accumulate_in_reduce_dtype
-from ahp.schedule.patterns import stage_ranks
+from ahp.runtime.torch_compat import accumulate_in_reduce_dtype, pipeline_of_steps
+from ahp.schedule.messages import with_messages
+from ahp.schedule.orders import given_order, ranks_of_stages
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -68,11 +69,9 @@ class Pipeline:
     ) -> None:
         """``hidden``: what passes between stages; ``outputs``: what the last one gives to the loss. Both beside the sums of the
         balance loss, where there is one."""
-        from torch.distributed.pipelining.schedules import get_schedule_class  # which no other layout waits for
-
         p = parallelism
         self.stages, self.num_stages, self.loss, self.mesh = stages, p.num_stages, loss, mesh
-        self.kind = get_schedule_class(p.pipeline_parallel_schedule)
+        self.name, self.order = p.pipeline_parallel_schedule, given_order(p)
         self.stage_ranks = ranks_of_stages(p)
         """The pipeline rank of each stage."""
         self.ids, self.hidden, self.outputs = ids, hidden, outputs
@@ -113,12 +112,20 @@ class Pipeline:
         return torch.zeros((), device=self.mesh.device)
 
     def _schedule(self, num_micro_batches: int) -> Any:
-        from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+        from torch.distributed.pipelining.schedules import (  # seconds of imports
+            PipelineScheduleSingle,
+            get_schedule_class,
+        )
 
         stages = [self._stage(index) for index in sorted(self.stages)]
-        held: Any = stages[0] if issubclass(self.kind, PipelineScheduleSingle) else stages
         # The loss is a sum over the global number of tokens: dividing by the micro-batches again would be wrong.
-        return self.kind(held, n_microbatches=num_micro_batches, loss_fn=self.loss, scale_grads=False)
+        settings: dict[str, Any] = {"n_microbatches": num_micro_batches, "loss_fn": self.loss, "scale_grads": False}
+        if self.order is not None:
+            steps = [[str(step) for step in rank] for rank in with_messages(self.order)]
+            return pipeline_of_steps(stages, steps, **settings)
+        kind = get_schedule_class(self.name)
+        held: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        return kind(held, **settings)
 
     def _stage(self, index: int) -> PipelineStage:
         """With all shapes given, so that torch need not run the stage on made-up data to find them."""
@@ -147,16 +154,8 @@ Runner = Accumulation | Pipeline
 
 
 def stages_of_rank(rank: int, parallelism: Parallelism) -> tuple[int, ...]:
-    """The stages that a pipeline rank holds: looped, or down and up again under the V-shaped schedules."""
+    """The stages that a pipeline rank holds: looped, down and up again under the V-shaped schedules, or as a given order says."""
     return tuple(stage for stage, holder in enumerate(ranks_of_stages(parallelism)) if holder == rank)
-
-
-def ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
-    """The pipeline rank of each stage."""
-    p = parallelism
-    if p.num_stages == 1:
-        return (0,)
-    return tuple(stage_ranks(p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank))
 
 
 def _weight_gradients(stage: Stage) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ahp.schedule.actions import Action, Kind, Schedule
-from ahp.schedule.table import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
+from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
 
 Orders = list[list[int]]
 """Of each rank, the codes kind x S + stage of its actions (kinds as in ``schedule.table``, S stages).

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ahp.schedule.makespan import makespan, peak_kept
-from ahp.schedule.patterns import SCHEDULES, WHOLE_BACKWARD, illegal, make, stage_ranks
+from ahp.schedule.patterns import illegal, make, stage_ranks
+from ahp.schedule.registry import SCHEDULES
 from ahp.schedule.synthesis.codes import as_orders
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
 from ahp.schedule.synthesis.replay import replay
@@ -26,7 +27,9 @@ def best_fixed(problem: Problem) -> Fixed | None:
     if uneven:
         return None
     found = []
-    for name in SCHEDULES if problem.split else WHOLE_BACKWARD:
+    for name, schedule in SCHEDULES.items():
+        if schedule.splits_backward and not problem.split:
+            continue
         if illegal(name, p, v, m) or stage_ranks(name, p, v) != problem.stage_rank:
             continue
         peaks = peak_kept(name, p, v, m, problem.kept_bytes, problem.freed_bytes)
