@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import accuracy_choice
+import accuracy_pairs
 import accuracy_tables as tables
 import page
 import yaml
@@ -39,6 +40,7 @@ TITLES = {
     "sources": "Step time",
     "unseen": "Runs that nothing was derived from",
     "ranking": "Ranking",
+    "pairs": "What the order can tell apart",
     "choice": "Choosing",
     "memory": "Memory",
     "bands": "Bands",
@@ -84,6 +86,7 @@ def sections(
         "sources": tables.sources(judged, apart, notes),
         "unseen": tables.unseen(unseen, notes),
         "ranking": tables.ranking(judged),
+        "pairs": accuracy_pairs.section([*judged, *unseen]),
         "choice": accuracy_choice.section(judged, notes, simulate),
         "memory": tables.memory(judged),
         "bands": tables.bands(judged, apart, notes),

@@ -65,7 +65,7 @@ def rows_of(graph: Any, cluster: Any, job: Any) -> tuple[list[list[str]], str]:
     alone = {}
     for group in cluster.groups:
         try:
-            plan = ahp.search(graph, Cluster(groups=(group,)), job, engine=engine, keep=1).best
+            plan = ahp.search(graph, Cluster(groups=(group,)), job, engine=engine, keep=1).fastest
         except AhpError as refusal:
             rows.append([f"{group.name} alone", str(refusal).splitlines()[0], "", ""])
             continue

@@ -114,7 +114,7 @@ def one(case: Case) -> Measured:
         legal=certificate.rows - certificate.broken,
         forecasts=certificate.forecasts,
         proven=certificate.proven,
-        best=ranking.best.parallelism.short(),
+        best=ranking.fastest.parallelism.short(),
         best_s=certificate.best_s,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )

@@ -17,7 +17,15 @@ from ahp.errors import BadInput
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 CONSTANT = "host_launches"
-SCRIPTS = ("accuracy", "accuracy_choice", "accuracy_judge", "accuracy_rows", "accuracy_tables", "page")
+SCRIPTS = (
+    "accuracy",
+    "accuracy_choice",
+    "accuracy_judge",
+    "accuracy_pairs",
+    "accuracy_rows",
+    "accuracy_tables",
+    "page",
+)
 
 
 @pytest.fixture
@@ -174,6 +182,27 @@ def test_a_constant_of_whole_steps_moves_a_real_forecast(accuracy: Any, name: st
             taken.append(ahp.simulate(**arguments).step_time_s)
     assert taken[1] > 1.02 * taken[0]
     assert taken[0] <= ahp.simulate(**arguments).step_time_s <= taken[1]
+
+
+def test_pairs_say_from_where_on_the_order_means_something(accuracy: Any) -> None:
+    import accuracy_pairs
+
+    judge, rows = sys.modules["accuracy_judge"], sys.modules["accuracy_rows"]
+
+    def run(group: str, predicted_s: float, measured_s: float) -> Any:
+        return judge.Judged(
+            rows.Run("r", "s", group, {}, measured_s, None, None, None, True), error=0.0, predicted_s=predicted_s
+        )
+
+    # Apart by 0.5 % and wrong; by 50 and 51 %, right; another group is compared with nobody; equal forecasts are half right.
+    judged = [run("a", 1.0, 2.0), run("a", 1.005, 1.9), run("a", 1.51, 3.0), run("b", 1.0, 9.0)]
+    found = list(accuracy_pairs.pairs(judged))
+    assert sorted(pair.right for pair in found) == [0.0, 1.0, 1.0]
+    assert [pair.right for pair in accuracy_pairs.pairs([run("a", 1.0, 2.0), run("a", 1.0, 3.0)])] == [0.5]
+    printed = accuracy_pairs.section(judged)
+    assert line(printed, "0 to 1 %") == ["0 to 1 %", "1", "1", "0 %"]
+    assert line(printed, "20 % or more") == ["20 % or more", "2", "1", "100 %"]
+    assert "is off by 5 %" in printed  # 0.7, 5.0 and 5.6 %
 
 
 def test_choosing_holds_the_first_of_the_forecast_against_the_best_of_a_sweep(accuracy: Any, tmp_path: Path) -> None:

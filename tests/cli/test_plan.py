@@ -45,7 +45,9 @@ def test_plan_prints_a_table_and_writes_a_plan(
     ):
         assert told in out
     rows = [line.split() for line in out.splitlines()]
-    assert [row[0] for row in rows if row and row[0] in {"1", "2", "3", "4"}] == ["1", "2", "3"]
+    # One row for each family: tensor parallelism alone, and with a pipeline.
+    assert [row[0] for row in rows if row and row[0] in {"1", "2", "3", "4"}] == ["1", "2"]
+    assert re.search(r"the best of each family .*; \d+ other layouts of these families fit, slower or tied", out)
     plan = Plan.load("out/p.yaml")
     assert plan.parallelism.tensor_parallel_degree == 2
     assert plan.job.sequence_length == 128
@@ -65,6 +67,10 @@ def test_json_is_one_object_on_stdout(
     assert told["wrote"] == "plan.yaml"
     assert told["one_lost"]["devices_left"] == 1
     assert told["plans"][0]["worth"]["tokens_per_s"] > 0
+    assert len(told["plans"]) == 10
+    least = min(plan["forecast"]["step_time_s"] for plan in told["plans"])
+    assert told["fastest"]["forecast"]["step_time_s"] == least
+    assert all(plan["why"] for plan in told["families"])
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def step_times() -> list[tuple[Cluster, float]]:
     """The shortest step on each number of devices, each by a search of its own."""
     found = []
     for cluster in smaller(asked().cluster):
-        best = search(graph("llama"), cluster, JOB, constraints=FIXED, engine=asked().engine, keep=1).best.forecast
+        best = search(graph("llama"), cluster, JOB, constraints=FIXED, engine=asked().engine, keep=1).fastest.forecast
         assert best is not None
         found.append((cluster, best.step_time_s))
     return found

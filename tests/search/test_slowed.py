@@ -52,7 +52,7 @@ def test_the_best_layout_with_a_slow_device_is_faster_than_one_that_waits_for_it
     job = Job(global_batch_size=12, sequence_length=512, precision="bf16")
     graph, cluster = analyze(MODEL, job), Cluster.parse("4xH100-SXM-80GB")
     replicas = Parallelism(data_parallel_replicate_degree=4)
-    even = search(graph, cluster, job, constraints=Constraints.model_validate(replicas.model_dump(include={"data_parallel_replicate_degree"})), keep=1).best  # fmt: skip
+    even = search(graph, cluster, job, constraints=Constraints.model_validate(replicas.model_dump(include={"data_parallel_replicate_degree"})), keep=1).fastest  # fmt: skip
     found = gain(problem(graph, cluster, job, Constraints(), even.engine.decided()), even, 3, 3.0)
     assert even.forecast is not None
     assert found.today_s > 2 * even.forecast.step_time_s

@@ -50,7 +50,7 @@ class Arguments:
     out: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "plan.yaml"
     """Where the best plan is written."""
     top: int = 10
-    """Plans that are shown."""
+    """Plans that are shown, of each family the best; --json has as many without regard to families."""
     objective: Literal["speed", "cost", "tokens-per-day", "fewest-devices"] = "speed"
     """What the best plan is best at."""
     current: str | None = None
@@ -79,6 +79,8 @@ class Found:
     ranking: Ranking
     lost: Lost | None = None
     """What would fit if a node were lost; None where that was not asked."""
+    top: int = 10
+    """Rows of the table where it has one of each family; 0: all plans, whatever their family."""
 
 
 def run(argv: list[str]) -> int:
@@ -173,7 +175,7 @@ def find(
     )
     what = problem(graph, cluster, job, constraints, ranking.best.engine)
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
-    return Found(graph, cluster, job, chosen, ranking, one_lost(what, ranking.best))
+    return Found(graph, cluster, job, chosen, ranking, one_lost(what, ranking.best), top)
 
 
 def measured(found: Found, count: int) -> Found:
@@ -191,7 +193,7 @@ def measured(found: Found, count: int) -> Found:
     worth = dict(zip((plan.parallelism for plan in ranking.plans), ranking.worth, strict=True))
     plans = (*first, *ranking.plans[count:])
     ordered = tuple(worth[plan.parallelism] for plan in plans)
-    return replace(found, ranking=replace(ranking, plans=plans, worth=ordered))
+    return replace(found, ranking=replace(ranking, plans=plans, worth=ordered, families=()), top=0)
 
 
 def show(found: Found, out: str) -> None:
@@ -232,8 +234,20 @@ def table(found: Found) -> Group:
     ranking = found.ranking
     by_value = ranking.objective.name in VALUE_TITLES
     values = [worth.words for worth in ranking.worth] if by_value else []
-    plans = Ranked(ranking.plans, values, VALUE_TITLES.get(ranking.objective.name, ""))
+    rows, beside = ranking.plans, ""
+    if ranking.families and ranking.choice is None and found.top:
+        rows = (ranking.best, *ranking.families)[: found.top]
+        beside = twins_words(ranking.twins)
+    plans = Ranked(rows, values, VALUE_TITLES.get(ranking.objective.name, ""), beside)
     return Group(Hanging(heading(found)), "", plans)
+
+
+def twins_words(twins: int) -> str:
+    """What a table with one row of each family leaves out; nothing where that is nothing."""
+    if not twins:
+        return ""
+    others = f"{twins} other layouts of these families fit" if twins > 1 else "one other layout of these families fits"
+    return f"the best of each family (what is divided beside the batch); {others}, slower or tied: --json lists them"
 
 
 def heading(found: Found) -> list[tuple[str, str]]:
@@ -282,6 +296,10 @@ def is_datasheet(cluster: Cluster) -> bool:
     return all(group.measured is None for group in cluster.groups)
 
 
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    return plan.model_dump(mode="json", include={"parallelism", "forecast", "why"})
+
+
 def as_json(found: Found, out: str) -> dict[str, Any]:
     """The ranking as plain data."""
     certificate = found.ranking.certificate
@@ -297,9 +315,11 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
         "devices": None if found.ranking.choice is None else found.ranking.choice.plain(),
         "current": None if found.ranking.current is None else found.ranking.current.plain(),
         "plans": [
-            {**plan.model_dump(mode="json", include={"parallelism", "forecast", "why"}), "worth": dict(worth.figures)}
+            {**plan_as_json(plan), "worth": dict(worth.figures)}
             for plan, worth in zip(found.ranking.plans, found.ranking.worth, strict=True)
         ],
+        "fastest": plan_as_json(found.ranking.fastest),
+        "families": [plan_as_json(plan) for plan in found.ranking.families],
         "one_lost": None if found.lost is None else found.lost.plain(),
         "rejected": [loser.model_dump(mode="json") for loser in found.ranking.best.rejected],
         "wrote": out,

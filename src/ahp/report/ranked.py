@@ -30,6 +30,8 @@ class Ranked:
     """What each plan is worth by the objective; none where that is the step time itself."""
     title: str = ""
     """Of that column."""
+    beside: str = ""
+    """What the table leaves out, on a line of its own below it."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         reasons = ["why not #1", "chosen", *("; ".join(plan.why) for plan in self.plans[1:])]
@@ -40,6 +42,8 @@ class Ranked:
                 yield _line(line, "bold" if rank == 1 else "")
         else:
             yield from self._two_lines_each(reasons, options.max_width)
+        if self.beside:
+            yield Text(self.beside)
         yield Text(self._caption())
 
     def _two_lines_each(self, reasons: list[str], width: int) -> Iterator[Text]:

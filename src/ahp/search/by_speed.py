@@ -8,8 +8,8 @@ from time import perf_counter
 from typing import Any
 
 from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
-from ahp.plan import Parallelism
-from ahp.search import explain
+from ahp.plan import Parallelism, Plan
+from ahp.search import explain, families
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.certificate import Certificate, certified
 from ahp.search.compiled import ways, why_compiled, why_eager
@@ -24,36 +24,37 @@ from ahp.search.one_group import Fastest, fastest_on_one_group, fastest_row
 from ahp.search.problem import Problem
 from ahp.search.recut import recut
 from ahp.search.result import Ranking
+from ahp.search.ties import simplest_first
 
 
 def ranking_with_any_kernels(
-    asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method
+    asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method, tied: float = 0.0
 ) -> Ranking:
-    """``_by_speed``, with compiled blocks or with eager ones where that is left open."""
+    """``ranking_by_speed``, with compiled blocks or with eager ones where that is left open."""
     several = ways(asked)
     if len(several.problems) == 1:
-        return _because(ranking_by_speed(several.problems[0], keep, current, by), several.reason)
+        return _because(ranking_by_speed(several.problems[0], keep, current, by, tied), several.reason)
     compiled, eager = several.problems
     try:
-        ranking = ranking_by_speed(compiled, keep, current, by)
+        ranking = ranking_by_speed(compiled, keep, current, by, tied)
     except (BadInput, NotExpressible, NothingFits) as refusal:
         rival = None if eager.cluster.is_mixed else fastest_on_one_group(eager)
         if not eager.cluster.is_mixed and (rival is None or rival.best is None):
             raise
         try:
-            ranking = ranking_by_speed(eager, keep, current, by)
+            ranking = ranking_by_speed(eager, keep, current, by, tied)
         except (BadInput, NotExpressible, NothingFits):
             raise refusal from None
         return _because(ranking, f"eager blocks: compiled, {str(refusal).splitlines()[0]}")
-    reason, best = why_compiled(ranking.best, compiled), ranking.best.forecast
+    reason, best = why_compiled(ranking.best, compiled), ranking.fastest.forecast
     assert best is not None, "plans of a search have one"
     if asked.cluster.is_mixed or by.name != "exact":
         return _because(ranking, f"{reason}; other layouts with eager blocks are not searched here")
     rival, certificate = _rival(eager, best.step_time_s)
     if rival.best is None or rival.best[1].step_time_s >= best.step_time_s:
         return _because(ranking, reason, certificate)
-    slower, ranking = ranking, ranking_by_speed(eager, keep, current, by)
-    return _because(ranking, why_eager(ranking.best, slower.best), slower.certificate)
+    slower, ranking = ranking, ranking_by_speed(eager, keep, current, by, tied)
+    return _because(ranking, why_eager(ranking.fastest, slower.fastest), slower.certificate)
 
 
 def _rival(asked: Problem, ceiling_s: float) -> tuple[Fastest, Certificate]:
@@ -81,8 +82,10 @@ def _because(ranking: Ranking, reason: str, other: Certificate | None = None) ->
     return replace(ranking, plans=(best, *ranking.plans[1:]), certificate=certificate)
 
 
-def ranking_by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method) -> Ranking:
-    """All devices, the shortest step first."""
+def ranking_by_speed(
+    asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method, tied: float = 0.0
+) -> Ranking:
+    """All devices, the shortest step first, but for the simplest of those that take at most the share ``tied`` longer."""
     if asked.cluster.is_mixed:
         return mixed_ranking(asked, keep, current, by, lambda used: ranking_by_speed(used, keep, None, by))
     start = perf_counter()
@@ -99,31 +102,45 @@ def ranking_by_speed(asked: Problem, keep: int, current: Parallelism | Mapping[s
     places = {space.layout(*place): place for place, _ in found.fitting}
     better = recut(used, explain.different(zip(places, (forecast for _, forecast in found.fitting), strict=True)))
     lighter = lighten(used, better.ranked)
-    ranked = with_candidate(lighter.ranked, today, used)
-    best = ranked[0][1]
+    others = families.asked_for(used, bounds, space, found) if by.name == "exact" and tied else families.Found()
+    all_found = sorted([*lighter.ranked, *others.pairs], key=lambda pair: pair[1].step_time_s)
+    ordered = simplest_first(with_candidate(all_found, today, used), tied)
+    ranked, (layout, best) = ordered.ranked, ordered.ranked[0]
     ways = ways_of(used)
     any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(space)
     any_part_s = None if ways is None else bounds.any_part_s(space, ways)
     tried = better.forecasts, lighter.forecasts
-    found_s = lighter.ranked[0][1].step_time_s
+    found_s = all_found[0][1].step_time_s
     certificate = certified(space, found, tried, found_s, (any_cut_s, any_part_s), perf_counter() - start)
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
-    row = ranked[0][0].model_copy(
+    row = layout.model_copy(
         update={key: getattr(used.constraints, key) for key in ("layers_per_stage", "recomputed_layers_per_stage")}
     )
-    nearby = Nearby(bounds, space, found, places.get(row, found.fitting[0][0]), best.step_time_s)
+    place = others.places.get(layout) or places.get(row, found.fitting[0][0])
+    nearby = Nearby(bounds, space, found, place, ordered.fastest[1].step_time_s)
     misfits += explain.priced(used, space, nearby.misfits_to_price())
-    large = explain.too_large(misfits, best, used.capacity_bytes)
+    large = explain.too_large(misfits, ordered.fastest[1], used.capacity_bytes)
     lost = tuple(explain.runner_up(pair, best) for pair in ranked[1:])
-    why = (
-        *explain.why(used, ranked, misfits, certificate.words(), nearby.floors()),
-        *filter(None, [better.words, lighter.words]),
-        *table.notes,
+    first, certain, *reasons = explain.why(
+        used, ranked, misfits, certificate.words(), nearby.floors(), what=ordered.title()
     )
-    plans = [explain.plan(used, ranked[0], why, (*lost[: keep - 1], *large))]
-    plans += [
-        explain.plan(used, pair, (loser.reason,)) for pair, loser in zip(ranked[1:keep], lost[: keep - 1], strict=True)
-    ]
-    losers = (*large, *lost[keep - 1 :])
-    told = None if today is None else compared(today, ranked[0], used)
-    return Ranking(tuple(plans), certificate, large, losers, table.notes, told)
+    worth = others.words.get(layout) or filter(None, [better.words(layout), lighter.words(layout)])
+    why = (first, certain, *ordered.words(), *reasons, *worth, *table.notes)
+
+    def told_of(pair: explain.Pair) -> Plan:
+        return explain.plan(used, pair, (explain.runner_up(pair, best).reason,))
+
+    chosen = explain.plan(used, ranked[0], why, (*lost[: keep - 1], *large))
+    always = [ordered.fastest[0], *([] if today is None else [today.parallelism])]
+    of_each = families.best_of_each(ranked, always)
+    return Ranking(
+        (chosen, *map(told_of, ranked[1:keep])),
+        certificate,
+        large,
+        (*large, *lost[keep - 1 :]),
+        table.notes,
+        None if today is None else compared(today, ranked[0], used),
+        faster=None if ordered.first_is_fastest else told_of(ordered.fastest),
+        families=tuple(map(told_of, of_each[1:])),
+        twins=len(ranked) - len(of_each),
+    )

@@ -12,6 +12,7 @@ from ahp.search import reasons
 from ahp.search.exact import Place
 from ahp.search.nearby import NUM_TOO_LARGE
 from ahp.search.problem import Problem
+from ahp.search.reasons import TIE
 from ahp.search.space import Space
 from ahp.words import of_gib, percent, seconds
 
@@ -71,15 +72,20 @@ def priced(used: Problem, space: Space, places: list[Place]) -> Iterator[Pair]:
 
 
 def why(
-    used: Problem, ranked: list[Pair], misfits: list[Pair], certificate: str, at_least_s: dict[str, float]
+    used: Problem,
+    ranked: list[Pair],
+    misfits: list[Pair],
+    certificate: str,
+    at_least_s: dict[str, float],
+    what: str = "fastest of the layouts that fit",
 ) -> Iterator[str]:
     """The reasons for the first of ``ranked``: what it costs, that nothing better was missed, decision by decision.
 
-    ``at_least_s``: from ``Nearby.floors``, told where no layout that decides otherwise was worth pricing.
+    ``what`` says what the first is; ``at_least_s``: from ``Nearby.floors``, told where no layout that decides otherwise was worth pricing.
     """
     layout, best = ranked[0]
     yield (
-        f"fastest of the layouts that fit: {seconds(best.step_time_s)} a step "
+        f"{what}: {seconds(best.step_time_s)} a step "
         f"({seconds(best.step_time_low_s)} .. {seconds(best.step_time_high_s)}), "
         f"{best.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {percent(best.mfu)}"
     )
@@ -103,9 +109,10 @@ def why(
             lost = reasons.slower_because(rival[1], best)
             yield f"{words}: the best with {reasons.choice_words(rival[0], name)} is {lost}"
         elif at_least_s[name] < float("inf"):
-            more = percent(at_least_s[name] / best.step_time_s - 1)
+            more = at_least_s[name] / best.step_time_s - 1
+            than = f", {percent(more)} more" if more >= TIE else ""
             even = " with stages as even as can be" if name in ("pipeline", "schedule") else ""
-            yield f"{words}: any other choice takes {seconds(at_least_s[name])} at least{even}, {more} more"
+            yield f"{words}: any other choice takes {seconds(at_least_s[name])} at least{even}{than}"
         unfit = next((pair for pair in misfits if _differs_only(pair[0], layout, keys)), None)
         if unfit is not None and unfit[1].step_time_s < best.step_time_s:
             lost = reasons.does_not_fit(unfit[1], used.capacity_bytes)

@@ -22,6 +22,7 @@ from ahp.search.bounds.layer_bounds import Ways
 from ahp.search.choices import RECOMPUTE, ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S
+from ahp.search.ties import WORTH_TELLING
 from ahp.words import percent
 
 Pair = tuple[Parallelism, Forecast]
@@ -39,14 +40,24 @@ class Lightened:
 
     ranked: list[Pair]
     forecasts: int
-    words: str | None
-    """What it is worth to the first, where it is one of them."""
+    gains: dict[Parallelism, float]
+    """Of each layout that recomputes fewer layers than all: by what share that is faster."""
+
+    def words(self, layout: Parallelism) -> str | None:
+        """What it is worth to a layout that it recomputes a part of its layers."""
+        some = layout.recomputed_layers_per_stage
+        if some is None or self.gains.get(layout, 0.0) < WORTH_TELLING:
+            return None
+        faster = f"{percent(self.gains[layout])} faster than with every layer recomputed"
+        if len(some) == 1:
+            return f"{some[0]} layers are recomputed, as few as fit: {faster}"
+        return f"{', '.join(map(str, some))} layers of the {len(some)} stages are recomputed, as few as fit: {faster}"
 
 
 def lighten(asked: Problem, ranked: list[Pair]) -> Lightened:
     """Let the fastest layouts that recompute do so in as few layers as fit, unless the user has said what is recomputed."""
     if not is_open(asked):
-        return Lightened(ranked, 0, None)
+        return Lightened(ranked, 0, {})
     found, forecasts, gains = list(ranked), 0, {}
     for at in [at for at, (layout, _) in enumerate(ranked) if layout.activation_checkpoint != "none"][:LAYOUTS]:
         layout, all_of_them = ranked[at]
@@ -58,18 +69,12 @@ def lighten(asked: Problem, ranked: list[Pair]) -> Lightened:
         found[at] = better
         gains[better[0]] = all_of_them.step_time_s / better[1].step_time_s - 1
     found.sort(key=lambda pair: pair[1].step_time_s)
-    first = found[0][0]
-    return Lightened(found, forecasts, _words(first, gains[first]) if first in gains else None)
+    return Lightened(found, forecasts, gains)
 
 
 def is_open(asked: Problem) -> bool:
     """Whether the user has left it to the search what is recomputed."""
     return not {"activation_checkpoint", "recomputed_layers_per_stage"} & asked.constraints.given.keys()
-
-
-def _words(first: Parallelism, gain: float) -> str:
-    layers = ", ".join(map(str, first.recomputed_layers_per_stage or ()))
-    return f"{layers} layers of the stages recomputed: {percent(gain)} faster than all"
 
 
 def ways_of(asked: Problem) -> Ways | None:

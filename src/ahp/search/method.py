@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ahp.errors import bad_input
 from ahp.plan import Forecast
@@ -41,12 +42,19 @@ class Method:
 
 
 def find(
-    used: Problem, bounds: Bounds, space: Space, method: Method, keep: int, ceiling_s: float = float("inf")
+    used: Problem,
+    bounds: Bounds,
+    space: Space,
+    method: Method,
+    keep: int,
+    ceiling_s: float = float("inf"),
+    only: NDArray[np.bool_] | None = None,
 ) -> Outcome:
     """Price rows of the space by the method. An exact outcome may be proven; of the others the lower bounds say how far
-    from the best they can be at most. ``ceiling_s``: the exact search leaves out what takes as long."""
+    from the best they can be at most. ``ceiling_s``: the exact search leaves out what takes as long; ``only``: blocks
+    that are searched, the others count as too large."""
     most_bytes = bounds.most_that_fits_bytes()
-    blocks_s = bounds.first_s(space)
+    blocks_s = bounds.first_s(space) if only is None else np.where(only, bounds.first_s(space), np.inf)
 
     def price(place: Place) -> Forecast:
         return used.price(space.layout(*place))

@@ -22,6 +22,7 @@ from ahp.search.method import Method, MethodName
 from ahp.search.objective import Objective, ObjectiveName, Scale, Worth, objective_of
 from ahp.search.problem import Problem, problem
 from ahp.search.result import Ranking
+from ahp.search.ties import TIED
 
 
 @among_new_objects()
@@ -51,7 +52,8 @@ def search(
         objective: speed; or cost, tokens-per-day, fewest-devices, which may use fewer devices (``Objective``).
 
     Returns:
-        At most ``keep`` plans, fastest first. Devices are left over only where no layout can use all of them and
+        At most ``keep`` plans, fastest first, but for the simplest of those that the forecast cannot tell from the fastest, which
+        leads (``Ranking.fastest`` has the fastest). Devices are left over only where no layout can use all of them and
         the user has fixed no degree; ``notes`` and the plans' ``why`` then say so. By another objective the best plan of
         each number of devices, the best number first.
 
@@ -65,7 +67,7 @@ def search(
     aim = objective_of(objective)
     asked = problem(graph, cluster, job, constraints, engine)
     if not aim.may_use_fewer:
-        ranking = ranking_with_any_kernels(asked, keep, current, by)
+        ranking = ranking_with_any_kernels(asked, keep, current, by, TIED)
         scale = Scale(aim, asked)
         return replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
     if by.name != "exact":

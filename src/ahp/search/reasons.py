@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ahp.forecast.mesh import axis_group
 from ahp.plan import Forecast, Parallelism
+from ahp.search.ties import TIED
 from ahp.words import gib, of_gib, part_words, percent, seconds
 
 TIE = 0.005
@@ -41,12 +42,18 @@ def differences(other: Forecast, best: Forecast) -> list[tuple[str, float]]:
 
 
 def slower_because(other: Forecast, best: Forecast) -> str:
-    """The one reason why a layout that fits lost: ``8 % slower: tensor-parallel collectives 0.62 s, 0.60 s more``."""
+    """The one reason why a layout that fits lost: ``8 % slower: tensor-parallel collectives 0.62 s, 0.60 s more``.
+
+    One that is tied says so: it may be faster by the forecast, and lost to a simpler one.
+    """
     slower = other.step_time_s / best.step_time_s - 1
+    if slower <= -TIE:
+        faster = f"{percent(1 - other.step_time_s / best.step_time_s)} faster by the forecast"
+        return f"tied, {faster}" if best.step_time_s <= other.step_time_s * (1 + TIED) else faster
     if slower < TIE:
         more = needed_bytes(other) - needed_bytes(best)
         amount = f", {gib(more)} more memory" if more > 0 else ""
-        within = f" within {percent(slower)}" if slower >= 0.0005 else ""
+        within = f" within {percent(abs(slower))}" if abs(slower) >= 0.0005 else ""
         return f"as fast{within}{amount}"
     part, more_s = differences(other, best)[0]
     whole_s = other.step.get(part, 0.0)
@@ -55,7 +62,7 @@ def slower_because(other: Forecast, best: Forecast) -> str:
     else:
         what = f"{part_words(part)} {seconds(whole_s)}"
     gap = f", {seconds(more_s)} more" if whole_s > more_s * (1 + TIE) else ""
-    return f"{percent(slower)} slower: {what}{gap}"
+    return f"{'tied, ' if slower <= TIED else ''}{percent(slower)} slower: {what}{gap}"
 
 
 def on_a_node(layout: Parallelism, devices_per_node: int) -> str:

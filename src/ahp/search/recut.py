@@ -18,6 +18,7 @@ from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S, BestCut, Cut, best_cut, least_longest
+from ahp.search.ties import WORTH_TELLING
 from ahp.words import percent
 
 Pair = tuple[Parallelism, Forecast]
@@ -32,14 +33,21 @@ class Recut:
 
     ranked: list[Pair]
     forecasts: int
-    words: str | None
-    """What the cut of the first is worth, where it is not as even as can be."""
+    gains: dict[Parallelism, float]
+    """Of each layout that is not cut as even as can be: by what share that is faster."""
+
+    def words(self, layout: Parallelism) -> str | None:
+        """What the cut of a layout is worth."""
+        if layout.layers_per_stage is None or self.gains.get(layout, 0.0) < WORTH_TELLING:
+            return None
+        layers = ", ".join(map(str, layout.layers_per_stage))
+        return f"stages of {layers} layers: {percent(self.gains[layout])} faster than as even as can be"
 
 
 def recut(asked: Problem, ranked: list[Pair]) -> Recut:
     """Cut the fastest layouts with a pipeline anew, unless the user has fixed the cut; the fastest first again."""
     if asked.constraints.layers_per_stage is not None:
-        return Recut(ranked, 0, None)
+        return Recut(ranked, 0, {})
     found, forecasts, gains = list(ranked), 0, {}
     pipelines = [at for at, (layout, _) in enumerate(ranked) if layout.num_stages > 1][:LAYOUTS]
     for at in pipelines:
@@ -52,14 +60,7 @@ def recut(asked: Problem, ranked: list[Pair]) -> Recut:
         found[at] = cut, better.forecast
         gains[cut] = even.step_time_s / better.forecast.step_time_s - 1
     found.sort(key=lambda pair: pair[1].step_time_s)
-    return Recut(found, forecasts, _words(found[0][0], gains))
-
-
-def _words(first: Parallelism, gains: dict[Parallelism, float]) -> str | None:
-    if first not in gains or first.layers_per_stage is None:
-        return None
-    layers = ", ".join(map(str, first.layers_per_stage))
-    return f"stages of {layers} layers: {percent(gains[first])} faster than as even as can be"
+    return Recut(found, forecasts, gains)
 
 
 def _cut(asked: Problem, layout: Parallelism) -> BestCut | None:

@@ -16,7 +16,11 @@ SPEED = Objective()
 
 @dataclass(frozen=True)
 class Ranking:
-    """Plans best first, with what the search can say about them."""
+    """Plans best first, with what the search can say about them.
+
+    The first is the simplest of those that the forecast cannot tell from the fastest (``search/ties.py``); the others follow by
+    their time.
+    """
 
     plans: tuple[Plan, ...]
     certificate: Certificate
@@ -33,6 +37,19 @@ class Ranking:
     """Of each plan, by the objective."""
     choice: Choice | None = None
     """Of the number of devices, where the objective leaves it open; the plans are then the best of each number."""
+
+    faster: Plan | None = None
+    """The fastest by the forecast, where the first plan is tied with it and simpler."""
+    families: tuple[Plan, ...] = ()
+    """Beside the first plan the best of each other family (``search/families.py``), in the order of ``plans``; some may be slower
+    than all of these. The fastest and today's layout are among them."""
+    twins: int = 0
+    """Layouts that were priced, fit, and are neither the first plan nor one of ``families``."""
+
+    @property
+    def fastest(self) -> Plan:
+        """The plan with the shortest step by the forecast; the certificate is about it."""
+        return self.faster or self.best
 
     @property
     def best(self) -> Plan:
