@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from ahp.cli.planning_job import given_job, with_batch, with_sequence
+from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
 from ahp.job import Job
+from ahp.plan import EngineChoice
 
 H100 = Cluster.parse("8x8xH100-SXM-80GB")
 
@@ -42,13 +44,40 @@ def test_what_is_no_job_is_refused(tmp_path: Path) -> None:
     [
         ("llama3-8b", "8x8xH100-SXM-80GB", (8192, "bf16")),
         ("gpt2", "8xH100-SXM-80GB", (1024, "bf16")),
-        ("llama3-8b", "8xV100-SXM-32GB", (8192, "fp32")),
+        ("llama3-8b", "8xV100-SXM-32GB", (8192, "fp16")),
         ("tiny", "8xH100-SXM-80GB", (Job().sequence_length, Job().precision)),
     ],
 )
 def test_sequence_and_precision(model: str, cluster: str, expected: tuple[int, str]) -> None:
     job = with_sequence({}, model, Cluster.parse(cluster))
     assert (job.sequence_length, job.precision) == expected
+
+
+def mixed(*devices: str) -> Cluster:
+    groups = [{"name": name, "device": name, "devices_per_node": 2} for name in devices]
+    links = [{"between": list(pair), "gbps": 100} for pair in pairwise(devices)]
+    return Cluster.from_dict({"groups": groups, "links": links})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "engine", "precision", "reason"),
+    [
+        (H100, "ahp", "bf16", ""),
+        (Cluster.parse("8xT4"), "ahp", "fp16", "T4-16GB computes no bf16; the loss is scaled"),
+        (Cluster.parse("8xV100-SXM-32GB"), "megatron", "fp16", "V100-SXM-32GB computes no bf16; the loss is scaled"),
+        (Cluster.parse("8xT4"), "torchtitan", "fp32", "T4-16GB computes no bf16, and not every device has fp16 under"),
+        (mixed("H100-SXM-80GB", "T4-16GB"), "ahp", "fp16", "T4-16GB computes no bf16"),
+        (Cluster.parse("2xcpu"), "ahp", "", ""),
+    ],
+)
+def test_the_precision_is_the_fastest_that_trains_well(
+    cluster: Cluster, engine: str, precision: str, reason: str
+) -> None:
+    chosen, why = precision_for(cluster, EngineChoice.model_validate({"name": engine}))
+    if not precision:  # as its processor has it, and never fp16
+        precision = "bf16" if "bf16" in cluster.groups[0].device.peak_flops_per_s else "fp32"
+    assert chosen == precision
+    assert why.startswith(reason) if reason else not why
 
 
 def test_what_is_given_is_kept() -> None:

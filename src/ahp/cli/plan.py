@@ -24,7 +24,7 @@ from rich.console import Console, Group
 from ahp.cli.following import after
 from ahp.cli.layout_words import layout_of
 from ahp.cli.overrides import split_overrides
-from ahp.cli.planning_job import given_job, with_batch, with_sequence
+from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints, set_dotted
 from ahp.errors import bad_input
@@ -157,7 +157,7 @@ def find(
     constraints = validated(Constraints, {} if layout == "auto" else layout, "parallelism")
     engine = validated(EngineChoice, asked.get("engine", {}), "engine")
     objective = objective_of(asked.get("objective", {}))
-    job = with_sequence(given, model, cluster)
+    job = with_sequence(given, model, cluster, engine)
     print(f"analyzing {model} ...", file=sys.stderr)
     graph = analyze(model, job, attention=engine.attention)
     job = with_batch(job, given, model, graph.num_parameters, cluster.num_devices)
@@ -260,6 +260,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         ("Model", f"{found.graph.name}, {parameters}"),
         ("Cluster", cluster_words(found.cluster)),
         ("Job", f"{tokens}, {job.precision}, {job.optimizer.name}{chosen}"),
+        *precision_note(found),
         ("Engine", ranking.best.engine.words()),
         *([("Aim", ranking.objective.words())] if ranking.choice else []),
         ("Search", ranking.certificate.words()),
@@ -267,6 +268,14 @@ def heading(found: Found) -> list[tuple[str, str]]:
         *(("Note", note) for note in ranking.notes),
         *([] if ranking.current is None else [("Today", ranking.current.words())]),
     ]
+
+
+def precision_note(found: Found) -> list[tuple[str, str]]:
+    """Why the chosen precision is not bf16."""
+    if "precision" not in found.chosen:
+        return []
+    precision, reason = precision_for(found.cluster, found.ranking.best.engine)
+    return [("Note", f"{precision}: {reason}")] if reason and precision == found.job.precision else []
 
 
 def cluster_words(cluster: Cluster) -> str:
@@ -310,7 +319,7 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
         "chosen": list(found.chosen),
         "engine": found.ranking.best.engine.model_dump(mode="json"),
         "certificate": certificate.plain(),
-        "notes": list(found.ranking.notes),
+        "notes": [*(words for _, words in precision_note(found)), *found.ranking.notes],
         "objective": found.ranking.objective.model_dump(mode="json", exclude_none=True),
         "devices": None if found.ranking.choice is None else found.ranking.choice.plain(),
         "current": None if found.ranking.current is None else found.ranking.current.plain(),

@@ -6,9 +6,11 @@ from typing import Any
 
 from ahp.cluster.model import Cluster
 from ahp.config import read_yaml, set_dotted
+from ahp.engines.registry import get
 from ahp.errors import bad_input
+from ahp.forecast.efficiency import is_cpu
 from ahp.job import Job, Precision
-from ahp.plan import validated
+from ahp.plan import EngineChoice, Parallelism, validated
 
 LONGEST_DEFAULT_SEQUENCE = 8192
 """Tokens; the pre-training context of Llama 3 (arXiv 2407.21783, section 3.4.1)."""
@@ -40,15 +42,18 @@ def given_job(overrides: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
-def with_sequence(given: dict[str, Any], model: Any, cluster: Cluster) -> Job:
-    """The job with sequence length and precision chosen where they are not given; the batch is still to be chosen."""
+def with_sequence(given: dict[str, Any], model: Any, cluster: Cluster, engine: EngineChoice | None = None) -> Job:
+    """The job with sequence length and precision chosen where they are not given; the batch is still to be chosen.
+
+    ``engine`` is what will run it; None = the usual one.
+    """
     chosen = dict(given)
     if model != "tiny":
         if "sequence_length" not in chosen:
             from ahp.graph.positions import context_of
 
             chosen["sequence_length"] = min(context_of(model) or UNKNOWN_CONTEXT, LONGEST_DEFAULT_SEQUENCE)
-        chosen.setdefault("precision", _precision(cluster))
+        chosen.setdefault("precision", precision_for(cluster, engine or EngineChoice())[0])
     return validated(Job, chosen, "job")
 
 
@@ -63,6 +68,24 @@ def with_batch(job: Job, given: dict[str, Any], model: Any, num_parameters: int,
     return job.model_copy(update={"global_batch_size": sequences})
 
 
-def _precision(cluster: Cluster) -> Precision:
-    """bf16 where every device has it, else fp32: the two that the ahp engine computes in."""
-    return "bf16" if all("bf16" in group.device.peak_flops_per_s for group in cluster.groups) else "fp32"
+def precision_for(cluster: Cluster, engine: EngineChoice) -> tuple[Precision, str]:
+    """The fastest precision that trains well on every device and that the engine computes in, and why where it is not bf16.
+
+    bf16 has the range of fp32 and needs nothing else; fp16 has not, so that the loss is scaled
+    (torch.amp.GradScaler; Micikevicius et al., arXiv 1710.03740). On a CPU fp16 is no faster.
+    """
+    devices = [group.device for group in cluster.groups]
+
+    def runs(precision: Precision) -> bool:
+        can = all(precision in device.peak_flops_per_s for device in devices)
+        return can and not get(engine.name).refuses(Job(precision=precision), Parallelism(), engine)
+
+    if runs("bf16"):
+        return "bf16", ""
+    if any(is_cpu(device) for device in devices):
+        return "fp32", ""
+    without = [device.name for device in devices if "bf16" not in device.peak_flops_per_s]
+    reason = f"{' and '.join(without)} computes no bf16" if without else f"{engine.name} computes in no bf16"
+    if runs("fp16"):
+        return "fp16", f"{reason}; the loss is scaled, for fp16 loses small gradients otherwise (fp32 needs no scale)"
+    return "fp32", f"{reason}, and {'not every device' if without else engine.name} has fp16 under {engine.name}"
