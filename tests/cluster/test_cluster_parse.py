@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ahp.cluster import catalogue
 from ahp.cluster.model import Cluster, Device
+from ahp.cluster.parse import width_words
 from ahp.errors import BadInput
 
 MIXED: dict[str, Any] = {
@@ -26,6 +27,13 @@ MIXED: dict[str, Any] = {
     [
         ("8x8xH100-SXM-80GB", 8, 8, "H100-SXM-80GB", 3200),
         ("8xA100-SXM-80GB", 1, 8, "A100-SXM-80GB", None),
+        ("64xA100-SXM-80GB", 8, 8, "A100-SXM-80GB", 1600),
+        ("64xA100@800", 8, 8, "A100-SXM-80GB", 800),
+        ("1x64xA100-SXM-80GB", 1, 64, "A100-SXM-80GB", None),
+        ("8xT4", 1, 8, "T4-16GB", None),  # the usual node has 4, but nodes of 8 there are
+        ("16xT4", 4, 4, "T4-16GB", 50),
+        ("72xGB200-NVL72", 1, 72, "GB200-NVL72", None),
+        ("144xGB200-NVL72", 2, 72, "GB200-NVL72", 28800),
         ("h100", 1, 1, "H100-SXM-80GB", None),
         ("4x8xRTX-4090-24GB@100", 4, 8, "RTX-4090-24GB", 100),
         ("2x4xMI300X@1600", 2, 4, "MI300X", 1600),
@@ -41,6 +49,30 @@ def test_short_form(text: str, nodes: int, devices: int, name: str, gbps: float 
     else:
         assert group.inter_node is not None
         assert group.inter_node.bandwidth_bytes_per_s == pytest.approx(gbps * 1e9 / 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("64xA100", "64xA100 is read as 8 nodes of 8, the usual width; 1x64xA100 is one node"),
+        ("16xT4@100", "16xT4@100 is read as 4 nodes of 4, the usual width; 1x16xT4@100 is one node"),
+        ("8xA100", None),
+        ("1x64xA100", None),
+        ("8x8xA100", None),
+        ("64xcpu", None),
+        ("A100", None),
+        ("MI300X", None),
+        ("local", None),
+        ("cluster.yaml", None),
+    ],
+)
+def test_a_width_that_is_taken_is_said(text: str, told: str | None) -> None:
+    assert width_words(text) == told
+
+
+def test_devices_that_are_no_whole_nodes_are_refused_with_the_nearest() -> None:
+    with pytest.raises(BadInput, match=r"nodes of 8, .* \(valid: 16xA100, 24xA100, 1x20xA100\)"):
+        Cluster.parse("20xA100")
 
 
 @settings(deadline=None)
@@ -72,7 +104,8 @@ def test_short_form_counts(nodes: int, devices: int, name: str) -> None:
         ({"nodes": True, "device": "H100-SXM-80GB"}, "nodes = True: must be a whole number, not true or false"),
         ({"nodes": 1, "devices_per_node": "8", "device": "H100-SXM-80GB"}, "devices_per_node = '8': .* not text"),
         ({"nodes": 10**30, "device": "H100-SXM-80GB"}, "nodes = 1000.*1000000"),
-        ("99999999xH100-SXM-80GB", "devices_per_node = 99999999: .*10000"),
+        ("1x99999999xH100-SXM-80GB", "devices_per_node = 99999999: .*10000"),
+        ("99999999xH100-SXM-80GB", "nodes of 8, and these are no whole ones"),
         ({"device": {"base": "H100", "memory_gb": 80}}, "memory_gb: unknown key .*memory_bytes"),
         ({"device": {"base": "H100", "memory_bytes": 0}}, "memory_bytes = 0"),
         ({"device": {"base": "H1000"}}, r"device.base = 'H1000'"),

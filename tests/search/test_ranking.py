@@ -148,7 +148,7 @@ def test_one_device() -> None:
     [
         ("7xH100-SXM-80GB", 16, 6),
         ("3x4xH100-SXM-80GB", 16, 12),
-        ("13xH100-SXM-80GB", 1, 12),
+        ("1x13xH100-SXM-80GB", 1, 12),
         ("64x8xH100-SXM-80GB", 1, 512),
     ],
 )

@@ -26,6 +26,7 @@ from ahp.cli.layout_words import layout_of
 from ahp.cli.overrides import split_overrides
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
 from ahp.cluster.model import Cluster
+from ahp.cluster.parse import width_words
 from ahp.config import Constraints, set_dotted
 from ahp.errors import bad_input
 from ahp.job import Job
@@ -79,6 +80,8 @@ class Found:
     ranking: Ranking
     lost: Lost | None = None
     """What would fit if a node were lost; None where that was not asked."""
+    width: str | None = None
+    """How many devices a node was taken to have, where the cluster's short form does not say."""
     top: int = 10
     """Rows of the table where it has one of each family; 0: all plans, whatever their family."""
 
@@ -108,6 +111,7 @@ def run(argv: list[str]) -> int:
         by,
         today(arguments.current),
     )
+    found = replace(found, width=width_words(arguments.cluster))
     if arguments.measure:
         found = measured(found, arguments.measure)
     best = found.ranking.best
@@ -175,7 +179,7 @@ def find(
     )
     what = problem(graph, cluster, job, constraints, ranking.best.engine)
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
-    return Found(graph, cluster, job, chosen, ranking, one_lost(what, ranking.best), top)
+    return Found(graph, cluster, job, chosen, ranking, one_lost(what, ranking.best), top=top)
 
 
 def measured(found: Found, count: int) -> Found:
@@ -259,6 +263,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
     return [
         ("Model", f"{found.graph.name}, {parameters}"),
         ("Cluster", cluster_words(found.cluster)),
+        *([("Note", found.width)] if found.width else []),
         ("Job", f"{tokens}, {job.precision}, {job.optimizer.name}{chosen}"),
         *precision_note(found),
         ("Engine", ranking.best.engine.words()),
@@ -319,7 +324,7 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
         "chosen": list(found.chosen),
         "engine": found.ranking.best.engine.model_dump(mode="json"),
         "certificate": certificate.plain(),
-        "notes": [*(words for _, words in precision_note(found)), *found.ranking.notes],
+        "notes": [*filter(None, [found.width]), *(words for _, words in precision_note(found)), *found.ranking.notes],
         "objective": found.ranking.objective.model_dump(mode="json", exclude_none=True),
         "devices": None if found.ranking.choice is None else found.ranking.choice.plain(),
         "current": None if found.ranking.current is None else found.ranking.current.plain(),

@@ -1,7 +1,8 @@
 """Clusters from the user's words: the short form, a dict, a file, a name.
 
 Short form: ``[NODESx][DEVICES_PER_NODEx]DEVICE[@GBPS]``. ``8x8xH100-SXM-80GB`` is 8 nodes of 8; ``8xA100-SXM-80GB``
-one node of 8; ``H100`` one device. ``@400`` gives a node 400 Gb/s per direction instead of what is usual.
+one node of 8; ``64xA100-SXM-80GB`` 8 nodes of 8, the usual width; ``1x64xA100-SXM-80GB`` one node of 64; ``H100`` one
+device. ``@400`` gives a node 400 Gb/s per direction instead of what is usual.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _SHORT = re.compile(
 _COUNT = re.compile(r"[1-9][0-9]*")
 MOST_DIGITS = 9
 """Of a count; Python reads no number of 4,300."""
+WIDEST_PLAIN = 8
+"""Devices without a width that are one node whatever is usual: boards for eight of every card are sold [Empirical]."""
 Watts = Annotated[float, Field(gt=0)]
 Gbps = Annotated[float, Field(ge=1e-6)]
 """Gigabits a second, a thousand bits at least."""
@@ -123,9 +126,36 @@ def from_text(text: str) -> Cluster:
         "devices_per_node": _count("devices per node", devices, text),
         "device": device,
     }
+    if nodes is None and (width := _usual_width(device, description["devices_per_node"] or 1)):
+        description["nodes"], rest = divmod(description["devices_per_node"], width)
+        description["devices_per_node"] = width
+        if rest:
+            whole = [f"{(description['nodes'] + more) * width}x{device}" for more in (0, 1)]
+            rule = f"{device} come in nodes of {width}, and these are no whole ones"
+            raise bad_input("cluster", text, rule, [*whole, f"1x{text}"])
     if "@" in text:
         description["inter_node_gbps"] = _gbps(gbps, text)
     return from_dict(description, f"cluster {text!r}")
+
+
+def _usual_width(device: str, count: int) -> int | None:
+    """Devices of each node where so many, given without a width, are more than one usual node; None where they are one."""
+    entry = catalogue.lookup(device)
+    if entry is None or entry.device.name == catalogue.CPU or count <= max(WIDEST_PLAIN, entry.devices_per_node):
+        return None
+    return entry.devices_per_node
+
+
+def width_words(text: object) -> str | None:
+    """What was taken for the width of the nodes where a short form gives devices alone, and more than one node holds."""
+    found = _SHORT.fullmatch(text.strip()) if isinstance(text, str) else None
+    if found is None or found["nodes"] is not None or not _COUNT.fullmatch(found["devices"] or ""):
+        return None
+    count = int(found["devices"])
+    width = _usual_width(found["device"], count)
+    if width is None or catalogue.lookup(text.split("@")[0]) is not None:
+        return None
+    return f"{text} is read as {count // width} nodes of {width}, the usual width; 1x{text} is one node"
 
 
 def from_dict(data: dict[str, Any], where: str = "cluster") -> Cluster:
