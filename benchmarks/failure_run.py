@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -33,6 +32,12 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+Curve = Sequence[tuple[float, float]]
+"""Loss and gradient norm of the steps, from the first."""
+ENDLESS = 1_000_000
+"""Steps of a run that is stopped."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,13 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.folder / "metrics.jsonl")
 
+    def curve(self) -> Curve:
+        """Loss and gradient norm of every step. Raises DoesNotGoOn where one is missing or there twice."""
+        metrics = self.metrics()
+        if [m["step"] for m in metrics] != list(range(1, len(metrics) + 1)):
+            raise DoesNotGoOn(f"metrics.jsonl has other steps than 1 to {len(metrics)}")
+        return [(m["loss"], m["grad_norm"]) for m in metrics]
+
     def starts(self) -> list[Start]:
         return run_history.starts(self.folder / "starts.jsonl")
 
@@ -178,6 +190,19 @@ class Run:
     def _is_past(self, step: int) -> bool:
         return self.step() > step or self.is_done() or not self.alive()
 
+    def stop(self) -> None:
+        """Let it make some more steps, save and end."""
+        last = self.step() + EVERY
+        self.until(lambda: self.step() > last, f"step {last}")
+        for launch in self.launches:
+            if launch.process.poll() is None:
+                launch.process.terminate()
+        for launch in self.launches:
+            try:
+                launch.process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                raise DoesNotGoOn(f"it does not stop within {PATIENCE_S:g} s") from None
+
     # its processes
 
     def alive(self) -> list[psutil.Process]:
@@ -218,32 +243,20 @@ def left_behind(run: Run) -> list[str]:
     return found + [str(path) for path in run.folder.rglob("*.tmp")]
 
 
-def deviation(run: Run, reference: Sequence[tuple[float, float]]) -> float:
-    """Greatest relative difference of a loss or gradient norm from those of the run that nothing disturbed; 0.0: the same digits.
-
-    Raises DoesNotGoOn where a step is missing or there twice.
-    """
-    metrics = run.metrics()
-    if [m["step"] for m in metrics] != list(range(1, len(reference) + 1)):
-        raise DoesNotGoOn(f"metrics.jsonl has {len(metrics)} of {len(reference)} steps")
-    ours = [(m["loss"], m["grad_norm"]) for m in metrics]
-    pairs = [(a, b) for mine, theirs in zip(ours, reference, strict=True) for a, b in zip(mine, theirs, strict=True)]
+def deviation(curve: Curve, reference: Curve) -> float:
+    """Greatest relative difference of a loss or gradient norm from those of the run that nothing disturbed; 0.0: the same digits."""
+    pairs = [(a, b) for mine, theirs in zip(curve, reference, strict=True) for a, b in zip(mine, theirs, strict=True)]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def reference_curve(
-    folder: Path, layout: Layout, text: Path, *, steps: int, limit_s: float
-) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step of a run that nothing disturbs; kept for the next campaign."""
-    kept = folder / f"reference-{layout.name.replace(' ', '-')}-{steps}.json"
-    if not kept.exists():
-        run = Run(folder / f"{kept.stem}", layout, text, steps=steps, limit_s=limit_s)
-        try:
-            run.start()
-            run.ends()
-            if not run.is_done():
-                raise DoesNotGoOn(f"the undisturbed run of {layout.name}: {run.cause()}")
-            kept.write_text(json.dumps([(m["loss"], m["grad_norm"]) for m in run.metrics()]))
-        finally:
-            run.close()
-    return [(loss, norm) for loss, norm in json.loads(kept.read_text())]
+def reference_curve(folder: Path, layout: Layout, text: Path, *, steps: int, limit_s: float) -> Curve:
+    """That of a run of so many steps that nothing disturbs."""
+    run = Run(folder / f"reference-{layout.name.replace(' ', '-')}", layout, text, steps=steps, limit_s=limit_s)
+    try:
+        run.start()
+        run.ends()
+        if not run.is_done():
+            raise DoesNotGoOn(f"the undisturbed run of {layout.name}: {run.cause()}")
+        return run.curve()
+    finally:
+        run.close()

@@ -6,8 +6,9 @@
     python benchmarks/failures.py --markdown docs/reliability.md        also write the table into the page
     python benchmarks/failures.py --only SIGSTOP --again --markdown docs/reliability.md    some kinds, in a table of their own
 
-A run trains a small model on two workers and is struck several times; at its end every loss and gradient norm is compared with those of a run of the
-same layout that nothing disturbed. Each trial is a line of ``--results``, so a campaign that was stopped goes on. stdout: the table; stderr: progress.
+A run trains a small model on two workers and is struck several times; then it is stopped, and every loss and gradient norm is compared with those of
+a run of the same layout that nothing disturbed. At the end each trial is a line of ``--results``, where runs that have lines are not made again.
+stdout: the table; stderr: progress.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +28,11 @@ from pathlib import Path
 import psutil
 from failure_kinds import KINDS, Kind, cut_network, small_disk, start_on, why_not
 from failure_run import (
+    ENDLESS,
     LAYOUTS,
     PATIENCE_S,
     TWO_HOSTS,
+    Curve,
     DoesNotGoOn,
     Layout,
     Run,
@@ -56,9 +58,6 @@ class Form:
     """Of one run, at most."""
     host_strikes: int = 5
     """Likewise of a run on two hosts."""
-    steps: int = 220
-    host_steps: int = 2500
-    """The host that is left must not come to the end before the other one is back."""
     away: tuple[int, int] = (6, 30)
     """Steps that a start makes before it is struck: past its first checkpoint."""
     layouts: tuple[Layout, ...] = LAYOUTS
@@ -68,10 +67,19 @@ class Form:
     """Runs at a time. Their seconds say nothing then."""
 
 
-SHORT = Form(
-    failures=len(KINDS), strikes=4, host_strikes=1, steps=90, host_steps=90, away=(6, 8), layouts=LAYOUTS[:1], limit_s=15.0, beside=4
-)  # fmt: skip
-"""On a busy machine a rank may be without a core for seconds. A host that is lost alone need not come back, so its run is short too."""
+SHORT = Form(failures=len(KINDS), strikes=4, host_strikes=1, away=(6, 8), layouts=LAYOUTS[:1], limit_s=15.0, beside=4)
+"""On a busy machine a rank may be without a core for seconds."""
+
+
+@dataclass
+class Struck:
+    """A run that was struck, to its end."""
+
+    layout: Layout
+    """That of the run which nothing disturbs."""
+    trials: list[Trial]
+    curve: Curve | None
+    """None where it did not go on."""
 
 
 def strike(run: Run, kind: Kind, draw: random.Random, trial: Trial, away: tuple[int, int]) -> None:
@@ -116,50 +124,51 @@ def _goes_on(run: Run, begun: int) -> bool:
 
 def struck_run(
     place: Path, form: Form, layout: Layout, kinds: Sequence[Kind], seeds: Sequence[int], number: int, text: Path
-) -> list[Trial]:
-    """A run that all of this happens to, to its end."""
+) -> Struck:
+    """A run that all of this happens to, until it is stopped."""
     others = None if form.beside > 1 else psutil.cpu_percent(1.0)
     trials = [
         Trial(seed, kind.name, layout.name, number, others_percent=others)
         for seed, kind in zip(seeds, kinds, strict=True)
     ]
-    on_hosts = any(kind.hosts for kind in kinds)
-    steps = form.host_steps if on_hosts else form.steps
+    on_hosts, curve = any(kind.hosts for kind in kinds), None
     with ExitStack() as kept:
         disk = kept.enter_context(small_disk(place / f"disk-{number}")) if any(k.small_disk for k in kinds) else None
         made = kept.enter_context(hosts([HostSpec()] * 2)) if on_hosts else ()
-        run = Run(place / f"run-{number}", layout, text, steps=steps, limit_s=form.limit_s, place=disk)
+        run = Run(place / f"run-{number}", layout, text, steps=ENDLESS, limit_s=form.limit_s, place=disk)
         run.hosts = made
         kept.callback(run.close)
-        begin = _two_hosts if on_hosts else Run.start
-        begin(run)
         trial = trials[0]
         try:
+            begin = _two_hosts if on_hosts else Run.start
+            begin(run)
             for trial, kind in zip(trials, kinds, strict=True):
                 strike(run, kind, random.Random(trial.seed), trial, form.away)
                 say(f"  {trial.kind}: step after {trial.seconds:.1f} s, {trial.steps_lost} steps made again")
                 if on_hosts and len(kinds) > 1:
                     # The network is away for longer than a collective may take.
                     _complete(run, away_s=3 * form.limit_s if kind.strike is cut_network else 0.0)
-            run.ends()
-            reference = reference_of(place, form, LAYOUTS[0] if on_hosts else layout, text, steps)
-            found, left = deviation(run, reference), tuple(left_behind(run))
+            run.stop()
+            curve, left = run.curve(), tuple(left_behind(run))
             for trial in trials:
-                trial.deviation, trial.left = found, left
+                trial.left = left
         except DoesNotGoOn as error:
             trial.went_on, trial.why = False, str(error)
             say(f"  {trial.kind}: {error}")
             trials = trials[: trials.index(trial) + 1]
-    return trials
+    return Struck(LAYOUTS[0] if on_hosts else layout, trials, curve)
 
 
-_REFERENCES = threading.Lock()
-
-
-def reference_of(place: Path, form: Form, layout: Layout, text: Path, steps: int) -> list[tuple[float, float]]:
-    """The curve of a run that nothing disturbed; made once."""
-    with _REFERENCES:
-        return reference_curve(place, layout, text, steps=steps, limit_s=form.limit_s)
+def compare(runs: Sequence[Struck], place: Path, form: Form, text: Path) -> None:
+    """Each curve with that of a run of the same layout that nothing disturbs."""
+    for layout in {run.layout.name: run.layout for run in runs if run.curve}.values():
+        alike = [(run, run.curve) for run in runs if run.layout == layout and run.curve]
+        longest = max(len(curve) for _, curve in alike)
+        say(f"{longest} steps of {layout.name} that nothing disturbs")
+        reference = reference_curve(place, layout, text, steps=longest, limit_s=form.limit_s)
+        for run, curve in alike:
+            for trial in run.trials:
+                trial.deviation = deviation(curve, reference[: len(curve)])
 
 
 def _two_hosts(run: Run) -> None:
@@ -240,16 +249,19 @@ def main() -> int:
             "".join(Path(module).read_text() for module in (argparse.__file__, json.__file__, tempfile.__file__))
         )
 
-        def one(planned: tuple[int, tuple[Layout, list[Kind], list[int]]]) -> None:
+        def one(planned: tuple[int, tuple[Layout, list[Kind], list[int]]]) -> Struck:
             number, (layout, struck, seeds) = planned
-            say(f"run {number}: {layout.name}, {len(struck)} failures; {len(trials)} of {form.failures} done")
-            found = struck_run(Path(folder), form, layout, struck, seeds, number, text)
-            trials.extend(found)
-            if arguments.results:
-                append(arguments.results, found)
+            say(f"run {number}: {layout.name}, {len(struck)} failures")
+            return struck_run(Path(folder), form, layout, struck, seeds, number, text)
 
         there = {trial.run for trial in trials}
-        list(threads.map(one, (run for run in enumerate(campaign(form, arguments.seed, kinds)) if run[0] not in there)))
+        planned = [run for run in enumerate(campaign(form, arguments.seed, kinds)) if run[0] not in there]
+        found = list(threads.map(one, planned))
+        compare(found, Path(folder), form, text)
+    new = [trial for run in found for trial in run.trials]
+    trials += new
+    if arguments.results:
+        append(arguments.results, new)
     text_ = f"{machine(2).words()}; seed {arguments.seed}.\n\n{tables(trials, skipped)}"
     print(text_)
     if arguments.markdown:
