@@ -16,9 +16,8 @@ from ahp.violations import broken_rules, first_few, taken_for_numbers
 from ahp.words import count
 from ahp.yaml_text import parse_yaml
 
-ScheduleName = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "Synthesized"
-]  # fmt: skip
+Pattern = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+ScheduleName = Literal[Pattern, "Synthesized"]
 ActivationCheckpoint = Literal["none", "selective", "full", "auto"]
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 
@@ -76,8 +75,7 @@ class Parallelism(Record):
     pipeline_parallel_degree: int = Field(default=1, ge=1)
     pipeline_parallel_schedule: ScheduleName = "1F1B"
     pipeline_parallel_order: tuple[str, ...] | None = None
-    """The order that Synthesized runs, one line for each pipeline rank: ``0F0,0F1,0I0,0W0``, each stage, kind and micro-batch.
-    Kinds: F forward, B backward, or in its place I input gradient and later W weight gradient."""
+    """The order that Synthesized runs, one line for each rank: ``0F0,0F1,0I0,0W0``, each stage, kind and micro-batch (``schedule.Kind``)."""
     virtual_stages_per_rank: int = Field(default=1, ge=1)
     layers_per_stage: tuple[int, ...] | None = None
     """Blocks of each stage in pipeline order, pipeline degree x virtual stages of them; None = as even as can be."""
@@ -152,19 +150,16 @@ class Parallelism(Record):
         return self
 
     def _check_pipeline_order(self) -> None:
-        """Only whether it is there and of so many lines; ``ahp.schedule.orders`` reads it."""
-        given, named = self.pipeline_parallel_order, self.pipeline_parallel_schedule == "Synthesized"
-        if given is None and named and self.pipeline_parallel_degree > 1:
-            rule = "needs its order (valid: with pipeline_parallel_order, one line for each pipeline rank)"
-            raise ValueError(f"pipeline_parallel_schedule = 'Synthesized': {rule}")
-        if given is not None and not named:
-            rule = "has an order of its own (valid: null, or pipeline_parallel_schedule Synthesized)"
-            raise ValueError(f"pipeline_parallel_order: {self.pipeline_parallel_schedule} {rule}")
-        if given is not None and len(given) != self.pipeline_parallel_degree:
-            raise ValueError(
-                f"pipeline_parallel_order: {len(given)} lines, pipeline_parallel_degree is "
-                f"{self.pipeline_parallel_degree}; it needs one for each rank"
-            )
+        """Whether it is there, and of so many lines; ``ahp.schedule.orders`` reads it."""
+        lines, ranks = self.pipeline_parallel_order, self.pipeline_parallel_degree
+        name = self.pipeline_parallel_schedule
+        key = "pipeline_parallel_order"
+        if lines is None and name == "Synthesized" and ranks > 1:
+            raise ValueError(f"{key} = None: Synthesized needs one (valid: a line for each pipeline rank)")
+        if lines is not None and name != "Synthesized":
+            raise ValueError(f"{key}: {name} has an order of its own (valid: null)")
+        if lines is not None and len(lines) != ranks:
+            raise ValueError(f"{key}: {len(lines)} lines, pipeline_parallel_degree is {ranks}; it needs one a rank")
 
     def _check_stages(self) -> None:
         if self.stages is None:

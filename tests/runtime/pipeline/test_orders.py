@@ -145,7 +145,7 @@ def test_an_order_that_cannot_run_is_refused_before_anything_is_sent(order: tupl
 
 def test_an_order_goes_with_its_schedule_alone() -> None:
     for keys, words in (
-        ({"pipeline_parallel_schedule": "Synthesized"}, "needs its order"),
+        ({"pipeline_parallel_schedule": "Synthesized"}, "Synthesized needs one"),
         ({"pipeline_parallel_order": ("0F0,0B0", "1F0,1B0")}, "1F1B has an order of its own"),
         (
             {"pipeline_parallel_schedule": "Synthesized", "pipeline_parallel_order": ("0F0,0B0",)},

@@ -15,8 +15,7 @@ from ahp.schedule.synthesis.fixed import best_fixed
 from ahp.schedule.synthesis.merge import merged
 from ahp.schedule.synthesis.problem import Problem
 from ahp.schedule.synthesis.replay import replay
-
-from .problems import PLACEMENTS, placed, problem
+from benchmarks.schedule_problems import PLACEMENTS, placed, problem
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,8 +11,7 @@ from ahp.schedule.synthesis.codes import as_orders, as_schedule
 from ahp.schedule.synthesis.listing import MANY, Rule, list_schedule
 from ahp.schedule.synthesis.repeat import fewer, repeated, steady_part
 from ahp.schedule.synthesis.replay import fits, peak_bytes, replay
-
-from .problems import PLACEMENTS, problem
+from benchmarks.schedule_problems import PLACEMENTS, problem
 
 
 def random_rule(random, made, m):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, inf
 
 from ahp.schedule.synthesis.bound import Paths
@@ -57,29 +57,35 @@ def rhythms(problem: Problem, *, split: bool) -> list[Rhythm]:
     found = {
         (made.forward_s, made.gradient_s, made.weight_s): made
         for stretch in STRETCHES
-        for snug in SNUG
-        if (made := in_rhythm(problem, split=split, stretch=stretch, snug=snug)) is not None
+        for snug, even in SNUG
+        if (made := in_rhythm(problem, split=split, stretch=stretch, snug=snug, even=even)) is not None
     }
-    return sorted(found.values(), key=lambda rhythm: rhythm.period_s * max(1.0, rhythm.fullness))
+    return sorted(found.values(), key=lambda rhythm: rhythm.period_s * max(1.0, rhythm.fullness) ** FULLNESS)
+
+
+FULLNESS = 0.5
+"""[Empirical] How much it counts that a rhythm asks for more memory than there is: a list schedule makes up for half of it."""
 
 
 STRETCHES = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.1, 1.13, 1.17, 1.2, 1.25, 1.3, 1.4, 1.5)
 """Periods that are tried, as multiples of what the fullest rank computes for a micro-batch."""
 
-SNUG = (0.1, 1.0)
-"""Of a sixth of the period: how long an action may wait to leave no gap."""
+SNUG = ((0.1, False), (1.0, False), (1.0, True), (1.5, True))
+"""Part of its own length that an action may wait to leave no gap, and whether a rank's actions count as equally long."""
 
 
-def in_rhythm(problem: Problem, *, split: bool, stretch: float, snug: float) -> Rhythm | None:
+def in_rhythm(problem: Problem, *, split: bool, stretch: float, snug: float, even: bool) -> Rhythm | None:
     """The rhythm of a period in which every action comes as early as its rank is free.
 
     Modulo scheduling (Rau, MICRO 1994), as the building blocks of arXiv 2405.15362 are: the forward and the gradient of every
     stage, one after the other, then the weight gradients where there is room. It keeps as little as can be. An action may wait
-    for ``snug`` of a sixth of the period, if it then leaves no gap to the next. None where a rank has no gap long enough.
+    for ``snug`` of what it takes itself, if it then leaves no gap to the next. None where a rank has no gap long enough;
+    ``even`` leaves none that are too short, and the order that it finds is as good where the actions nearly are as long.
     """
+    if even:
+        problem = _evened(problem, split)
     period_s = Paths(problem, split=split).period_s * stretch * (1 + 1e-9)
     ranks = [_Ring(period_s) for _ in problem.stages_of]
-    slack_s = snug * period_s / 6
     times, rank_of, stages = problem.times, problem.stage_rank, range(problem.num_stages)
     takes_s = [t.input_gradient_s if split else t.backward_s for t in times]
     forward, gradient, weight = [0.0] * len(stages), [0.0] * len(stages), [0.0] * len(stages)
@@ -89,7 +95,7 @@ def in_rhythm(problem: Problem, *, split: bool, stretch: float, snug: float) -> 
         (gradient, takes_s, [t.send_backward_s for t in times], stages[::-1]),
     ):
         for s in order:
-            at = ranks[rank_of[s]].take(now, seconds[s], slack_s)
+            at = ranks[rank_of[s]].take(now, seconds[s], snug * seconds[s])
             if at is None:
                 return None
             starts[s], now = at, at + seconds[s] + sends[s]
@@ -104,6 +110,23 @@ def in_rhythm(problem: Problem, *, split: bool, stretch: float, snug: float) -> 
     fullness = _fullness(problem, forward, ends, done, period_s)
     weights = tuple(weight) if split else ()
     return Rhythm(tuple(forward), tuple(gradient), weights, period_s, held, fullness, problem.num_ranks)
+
+
+def _evened(problem: Problem, split: bool) -> Problem:
+    """Every action of a rank takes as long as they do on average."""
+    times = list(problem.times)
+    for own in problem.stages_of:
+        work_s = sum(
+            t.forward_s + (t.input_gradient_s + t.weight_gradient_s if split else t.backward_s)
+            for t in (times[s] for s in own)
+        )
+        each_s = work_s / (len(own) * (3 if split else 2))
+        for s in own:
+            whole_s = 2 * each_s if split else each_s
+            times[s] = replace(
+                times[s], forward_s=each_s, backward_s=whole_s, input_gradient_s=each_s, weight_gradient_s=each_s
+            )
+    return replace(problem, times=tuple(times))
 
 
 def _fullness(

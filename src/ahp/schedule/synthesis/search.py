@@ -56,10 +56,10 @@ ON_THE_WAY = (
 """Lead, behind and patience of ``along_the_way``. [Empirical] Here and below: of 500 rules those that are best together for
 370 problems of 4 to 12 ranks, in that order; with ample memory the first five are within 0.1 % of all."""
 
-IN_RHYTHM = ((0, 0.5), (1, 0.5), (0, 1.0), (1, 1.0), (1, 0.0))
+IN_RHYTHM = ((0, 0.5), (1, 0.5), (0, 1.0))
 """Spare and patience of a rhythm's rules: what little memory asks for."""
 
-FIRST_RHYTHMS = 4
+FIRST_RHYTHMS = 5
 """Rhythms that are tried with each of them before the next are."""
 
 
@@ -87,6 +87,8 @@ class Search:
         self.for_swaps = self.left / 2 if few else 0.0
         """Of them those that are kept for swaps."""
         self.tried: list[_Tried] = []
+        self.unsettled: list[_Tried] = []
+        """Rules without a steady part in so few micro-batches, such as those that run ahead until memory is full."""
 
     def best(self) -> tuple[Orders, float]:
         """The orders, and when they end."""
@@ -94,7 +96,9 @@ class Search:
             self._try(rule)
             if self.left <= self.for_swaps or (self.tried and self.good(self.tried[0].score_s)):
                 break
-        found = min((self._carried_out(tried) for tried in self.tried[:FINALISTS]), key=lambda made: made[1])
+        finalists = self.tried[:FINALISTS]
+        finalists += [tried for tried in self.unsettled[:FINALISTS] if tried not in finalists]
+        found = min((self._carried_out(tried) for tried in finalists), key=lambda made: made[1])
         problem, times = self.problem, self.problem.times
         if self.for_swaps and not self.good(found[1]):
             tries = int(self.for_swaps / sum(map(len, found[0])))
@@ -117,7 +121,9 @@ class Search:
             of_one_s = part.seconds / part.micro_batches if part else max(listed.end_s / m, self.period_s)
             score_s += (all_m - m) * of_one_s
         tried = _Tried(rule, listed, part, score_s)
-        self.tried = sorted([*self.tried, tried], key=lambda one: one.score_s)[: 2 * FINALISTS]
+        self.tried = _best(self.tried, tried)
+        if m < all_m and part is None:
+            self.unsettled = _best(self.unsettled, tried)
         return tried
 
     def _first_rules(self) -> Iterator[Rule]:
@@ -183,3 +189,7 @@ class Search:
         else:
             orders = list_schedule(problem, tried.rule, m).orders
         return orders, replay(problem, orders).end_s
+
+
+def _best(tried: list[_Tried], one: _Tried) -> list[_Tried]:
+    return sorted([*tried, one], key=lambda some: some.score_s)[: 2 * FINALISTS]
