@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ahp.plan import Forecast, Parallelism
-from ahp.schedule.patterns import SPLIT_BACKWARD
+from ahp.schedule.orders import splits_backward
 from ahp.words import percent
 
 Pair = tuple[Parallelism, Forecast]
@@ -24,7 +24,7 @@ WORTH_TELLING = 0.0005
 def complexity(layout: Parallelism) -> tuple[int, ...]:
     """What makes a layout harder to run and to understand, the heaviest first: compared as a tuple, the least is the simplest."""
     axes = len(layout.axes) + (layout.expert_parallel_degree > 1)
-    splits = layout.pipeline_parallel_degree > 1 and layout.pipeline_parallel_schedule in SPLIT_BACKWARD
+    splits = splits_backward(layout)
     uneven = layout.layers_per_stage is not None or layout.stages is not None
     some = layout.recomputed_layers() is not None
     return (
