@@ -299,11 +299,11 @@ def rendezvous_names() -> tuple[type, ...]:
     return dynamic_rendezvous._RendezvousState, dynamic_rendezvous._NodeDesc
 
 
-def nodes_of_round(rendezvous: Any) -> dict[Any, str] | None:
-    """The nodes that are still in the present round of torch's dynamic rendezvous, as it was read last, with their addresses; None
-    once the job has been closed, when nodes leave as they like."""
+def nodes_heard_of(rendezvous: Any) -> dict[Any, str] | None:
+    """The nodes that are in the present round of torch's dynamic rendezvous or wait for the next one, as it was read last, with their addresses;
+    None once the job has been closed, when nodes leave as they like."""
     state = rendezvous._state_holder.state
-    return None if state.closed else {node: node.addr for node in state.participants}
+    return None if state.closed else {node: node.addr for node in (*state.participants, *state.wait_list)}
 
 
 def stop_heartbeats(rendezvous: Any) -> None:

@@ -140,13 +140,34 @@ def test_a_node_that_falls_silent_is_gone_and_the_workers_that_wait_for_it_are_e
                 assert time.monotonic() - began_s < 20
                 time.sleep(0.1)
             assert worker.wait(20) == -signal.SIGKILL
-            assert said == ["a node of the run (127.0.0.1) left, or was not heard of for 3 s"]
+            assert said == ["a node of the run (127.0.0.1) has not been heard of for 3 s"]
             began_s = time.monotonic()
             assert host.next_rendezvous().world_size == 1
             assert time.monotonic() - began_s < changing_nodes.LAST_CALL_S, "nobody else is waited for"
         finally:
             worker.kill()
     assert host.shutdown()
+
+
+def test_the_workers_beside_a_node_that_starts_again_are_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be saving, for a third node that wants to join."""
+    monkeypatch.setattr(changing_nodes, "workers_of", lambda module: [psutil.Process(worker.pid)])
+    said: list[str] = []
+    port = free_port()
+    host, other = meeting(port, told=said.append), meeting(port)
+    with subprocess.Popen(["sleep", "60"]) as worker, ThreadPoolExecutor(2) as threads:
+        try:
+            list(threads.map(ChangingNodes.next_rendezvous, (host, other)))
+            again = threads.submit(other.next_rendezvous)
+            began_s = time.monotonic()
+            while not host.num_nodes_waiting():
+                assert time.monotonic() - began_s < 20
+            assert (worker.poll(), said) == (None, [])
+            assert host.next_rendezvous().world_size == again.result().world_size == 2
+        finally:
+            worker.kill()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ChangingNodes.shutdown, (host, other)))
 
 
 def test_nodes_that_leave_after_the_end_are_not_missed() -> None:

@@ -47,7 +47,7 @@ from ahp.runtime.ranks.launch import quiet_launcher, workers_of
 from ahp.runtime.ranks.saving_first import workers_saving_first
 from ahp.runtime.ranks.stopped import ending_stopped
 from ahp.runtime.ranks.store_place import Address
-from ahp.runtime.torch_compat import nodes_of_round, rendezvous_names, stop_heartbeats
+from ahp.runtime.torch_compat import nodes_heard_of, rendezvous_names, stop_heartbeats
 
 BACKEND = "ahp-changing"
 JOIN_S = 900
@@ -59,6 +59,8 @@ KNOWN_CALL_S = 2
 KEEP_ALIVE_S, MOST_MISSED = 1, 5
 """A launcher that has not been heard of for so often so long is gone: a short interval tells a dead one sooner than a long one that may be missed
 less often. torch has 5 s and 3."""
+LOOK_AGAIN_S = 1.1
+"""Before a node counts as gone: one that leaves a round is in no list until it waits for the next one, and torch keeps what it read for 1 s."""
 LEAVE_S = 10
 """For which the launcher that keeps the store waits for the others at the end."""
 ENDED = "ahp/ended"
@@ -141,7 +143,7 @@ class ChangingNodes(RendezvousHandler):
             if found.rank == 0:
                 found.store.set("ahp/round", str(self.store.add("ahp/rounds", 1)))
             self.round, self.nodes = int(found.store.get("ahp/round")), found.world_size
-            self.members, self.waits.all_known = nodes_of_round(self.torchs) or {}, True
+            self.members, self.waits.all_known = nodes_heard_of(self.torchs) or {}, True
         except RendezvousClosedError as error:
             self._refuse_what_has_ended()
             raise JobEnded(1, "the launchers of the other nodes have ended the job") from error
@@ -167,22 +169,32 @@ class ChangingNodes(RendezvousHandler):
         return f"{self.torchs.get_run_id()}{ROUND}{self.round}"
 
     def num_nodes_waiting(self) -> int:
-        """How many want to join, or 1 where a node of this round has left it: then all start again, and the workers of this node, which wait for
-        the lost ones in vain, are ended at once."""
+        """How many want to join, or 1 where a node of this round is gone: then all start again, and the workers of this node, which wait for it in
+        vain, are ended at once. Those of a node that leaves and waits itself end by themselves; they may have to save."""
+        waiting = self._waiting()
+        if not self._gone():
+            return waiting
+        time.sleep(LOOK_AGAIN_S)
+        waiting, gone = self._waiting(), self._gone()
+        if gone:
+            who = f"{'nodes' if len(gone) > 1 else 'a node'} of the run ({', '.join(gone)})"
+            self.told(
+                f"{who} {'have' if len(gone) > 1 else 'has'} not been heard of for {KEEP_ALIVE_S * MOST_MISSED:g} s"
+            )
+            _end_workers()
+            return max(1, waiting)
+        return waiting
+
+    def _waiting(self) -> int:
         try:
-            waiting = self.torchs.num_nodes_waiting()
+            return self.torchs.num_nodes_waiting()
         except RendezvousConnectionError as error:
             raise self._store_lost() from error
-        there = nodes_of_round(self.torchs)
-        lost = [address for node, address in self.members.items() if there is not None and node not in there]
-        if not lost:
-            return waiting
-        self.told(
-            f"{'nodes' if len(lost) > 1 else 'a node'} of the run ({', '.join(lost)}) left, or {'were' if len(lost) > 1 else 'was'} not "
-            f"heard of for {KEEP_ALIVE_S * MOST_MISSED:g} s"
-        )
-        _end_workers()
-        return max(1, waiting)
+
+    def _gone(self) -> list[str]:
+        """Addresses of nodes of this round that are neither there any more nor wait for the next one."""
+        there = nodes_heard_of(self.torchs)
+        return [] if there is None else [address for node, address in self.members.items() if node not in there]
 
     def _store_lost(self) -> StoreLost:
         self.lost = True
