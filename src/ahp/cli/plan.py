@@ -25,6 +25,7 @@ from ahp.cli.following import after
 from ahp.cli.layout_words import layout_of
 from ahp.cli.overrides import split_overrides
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
+from ahp.cli.waiting import waiting
 from ahp.cluster.model import Cluster
 from ahp.cluster.parse import width_words
 from ahp.config import Constraints, set_dotted
@@ -166,20 +167,23 @@ def find(
     graph = analyze(model, job, attention=engine.attention)
     job = with_batch(job, given, model, graph.num_parameters, cluster.num_devices)
     print(f"searching layouts, world size {cluster.num_devices} ...", file=sys.stderr)
-    ranking = search(
-        graph,
-        cluster,
-        job,
-        constraints=constraints,
-        engine=engine,
-        keep=top,
-        method=by,
-        current=current,
-        objective=objective,
-    )
+    with waiting("searching layouts"):
+        ranking = search(
+            graph,
+            cluster,
+            job,
+            constraints=constraints,
+            engine=engine,
+            keep=top,
+            method=by,
+            current=current,
+            objective=objective,
+        )
     what = problem(graph, cluster, job, constraints, ranking.best.engine)
+    with waiting("searching for what would fit if a node were lost"):
+        lost = one_lost(what, ranking.best)
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
-    return Found(graph, cluster, job, chosen, ranking, one_lost(what, ranking.best), top=top)
+    return Found(graph, cluster, job, chosen, ranking, lost, top=top)
 
 
 def measured(found: Found, count: int) -> Found:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from ahp.divisors import divisors
 from ahp.errors import BadInput, NotExpressible
+from ahp.search.busy import busy_counts
 from ahp.search.choices import DEGREES
 from ahp.search.problem import Problem, with_devices
 from ahp.search.space import Rule, Space, build
@@ -29,10 +29,10 @@ def legal_rows(asked: Problem) -> LegalRows:
     Raises BadInput when there is none: with fixed degrees for all devices, else for any number of devices.
     NotExpressible when it is the engine that can run none.
     """
+    total = asked.cluster.num_devices
     space = build(asked)
     if len(space.blocks):
         return LegalRows(asked, space)
-    total = asked.cluster.num_devices
     rule = _binding(space, asked.constraints.given)
     fewer = next(_on_fewer(asked), None)
     refusal = f"parallelism: no legal layout of {total} devices: {rule.says}"
@@ -49,10 +49,8 @@ def _on_fewer(asked: Problem) -> Iterator[LegalRows]:
     """The space on fewer devices, the most first: whole nodes, then a part of one."""
     if asked.cluster.is_mixed:
         return
-    group = asked.cluster.groups[0]
-    counts = [nodes * group.devices_per_node for nodes in range(group.nodes - 1, 0, -1)]
-    for count in [*counts, *range(group.devices_per_node - 1, 0, -1)]:
-        if not _possible(asked, count):
+    for count in busy_counts(asked):
+        if count == asked.cluster.num_devices:
             continue
         used = asked.on(with_devices(asked.cluster, count))
         try:
@@ -61,21 +59,6 @@ def _on_fewer(asked: Problem) -> Iterator[LegalRows]:
             continue
         if len(space.blocks):
             yield LegalRows(used, space)
-
-
-def _possible(asked: Problem, count: int) -> bool:
-    """Whether so many devices can be busy at all; much cheaper than the space.
-
-    The replicas must divide the batch; the devices of one replica are as many as heads, layers and tokens can feed.
-    """
-    batch, stages = asked.job.global_batch_size, max(asked.most_stages, 1)
-    for replicas in (d for d in divisors(count) if batch % d == 0):
-        for pipeline in (d for d in divisors(count // replicas) if d <= stages):
-            for tensor in divisors(count // replicas // pipeline):
-                context = count // replicas // pipeline // tensor
-                if asked.can_divide(tensor, context):
-                    return True
-    return False
 
 
 def _binding(space: Space, given: Collection[str]) -> Rule:

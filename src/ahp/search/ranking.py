@@ -13,6 +13,7 @@ from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, Rejected
 from ahp.search import explain
+from ahp.search.busy import refuse_too_many
 from ahp.search.by_speed import ranking_by_speed, ranking_with_any_kernels
 from ahp.search.compiled import why_compiled
 from ahp.search.counts import choose, of_size
@@ -66,6 +67,7 @@ def search(
     by = method if isinstance(method, Method) else Method(method)
     aim = objective_of(objective)
     asked = problem(graph, cluster, job, constraints, engine)
+    refuse_too_many(asked)
     if not aim.may_use_fewer:
         ranking = ranking_with_any_kernels(asked, keep, current, by, TIED)
         scale = Scale(aim, asked)

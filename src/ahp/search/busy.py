@@ -1,0 +1,51 @@
+"""How many devices a model and a batch can keep busy, without a look at the layouts themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ahp.divisors import divisors
+from ahp.errors import bad_input
+from ahp.search.problem import Problem
+
+MOST_TENSOR = 1024
+"""Above every number of attention heads that a model has."""
+
+MOST_DEVICES = 131_072
+"""That are searched: 16,384 took a minute of one processor, both kinds of blocks, and the largest clusters that train one model
+are of this size. A million was not done after minutes."""
+
+
+def refuse_too_many(asked: Problem) -> None:
+    """Raise BadInput for a cluster of more devices than are searched, with those that the job could keep busy at all."""
+    total = asked.cluster.num_devices
+    if total <= MOST_DEVICES:
+        return
+    rule = f"{MOST_DEVICES:,} are searched at most"
+    if not asked.cluster.is_mixed and (counts := busy_counts(asked)):
+        batch, length = asked.job.global_batch_size, asked.job.sequence_length
+        rule += f"; {batch} sequences of {length} tokens keep no more than {counts[0]:,} of them busy"
+    raise bad_input("cluster", f"{total:,} devices", rule, [f"up to {MOST_DEVICES:,}, or ahp simulate one layout"])
+
+
+def replicas_of(asked: Problem) -> Iterator[tuple[int, int]]:
+    """The tensor and context degrees that the model and the engine allow."""
+    for tensor in range(1, MOST_TENSOR + 1):
+        if not asked.can_divide(tensor, 1):
+            continue
+        for context in divisors(asked.job.sequence_length):
+            if asked.can_divide(tensor, context):
+                yield tensor, context
+
+
+def busy_counts(asked: Problem) -> list[int]:
+    """Every number of devices, up to those of the cluster, that can be busy, the largest first: whole nodes, or a part of one.
+
+    The replicas divide the batch; the devices of one replica are as many as heads, layers and tokens can feed.
+    """
+    group, total = asked.cluster.groups[0], asked.cluster.num_devices
+    pipelines, data = range(1, max(asked.most_stages, 1) + 1), divisors(asked.job.global_batch_size)
+    cells = {tensor * context for tensor, context in replicas_of(asked)}
+    replicas = {cell * pipeline for cell in cells for pipeline in pipelines if cell * pipeline <= total}
+    found = {count for one in replicas for d in data if (count := one * d) <= total}
+    return sorted((n for n in found if n < group.devices_per_node or n % group.devices_per_node == 0), reverse=True)
