@@ -20,8 +20,9 @@ from ahp.forecast.units import Units
 from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.schedule.descriptor import PipelineSchedule
-from ahp.schedule.makespan import Makespan, makespan
-from ahp.schedule.patterns import stage_ranks
+from ahp.schedule.makespan import Makespan, makespan, makespan_of_order
+from ahp.schedule.orders import given_order, splits_backward
+from ahp.schedule.orders import ranks_of_stages as ranks_of_stages
 from ahp.schedule.registry import get, of_ranks
 from ahp.schedule.simulate import StageTimes
 
@@ -34,21 +35,17 @@ FLOP_CONVENTION = "3 x the traced forward FLOPs (matrix products and attention, 
 """What ``Forecast.mfu`` counts."""
 
 
-def ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
-    """The pipeline rank that holds each stage."""
-    p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
-    return stage_ranks(parallelism.pipeline_parallel_schedule, p, v) if p > 1 else (0,)
-
-
 def passes_behind(parallelism: Parallelism, stage: int) -> int:
     """Backward passes that a rank computes after the last one of a stage, but for the last of the stage that comes next: they hide
     what it still sends, and that last one hides its own."""
+    if given_order(parallelism) is not None:
+        return 0
     return _schedule(parallelism).passes_behind(stage, parallelism.pipeline_parallel_degree)
 
 
 def stage_times(parallelism: Parallelism, stages: Sequence[StageCost], send: Sequence[float]) -> list[StageTimes]:
     """What the schedule needs of each stage; ``send[s]``: seconds from stage ``s`` to the next, or back."""
-    count, last = len(stages), 6 if _schedule(parallelism).splits_backward else 5
+    count, last = len(stages), 6 if splits_backward(parallelism) else 5
     return [
         StageTimes(
             *cost.seconds[:4],
@@ -67,15 +64,21 @@ def _schedule(parallelism: Parallelism) -> PipelineSchedule:
 
 def pipeline_span(parallelism: Parallelism, micro_batches: int, times: Sequence[StageTimes]) -> Makespan:
     """How long one replica's schedule takes."""
+    if (order := given_order(parallelism)) is not None:
+        return makespan_of_order(order, times)
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     return makespan(_schedule(parallelism).name, p, v, micro_batches, times)
 
 
 def unrun(parallelism: Parallelism, micro_batches: int) -> Makespan:
     """The same schedule without its times, for what memory asks of it."""
-    p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
+    p, v, order = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.virtual_stages_per_rank,
+        given_order(parallelism),
+    )
     return Makespan(
-        _schedule(parallelism).name,
+        _schedule(parallelism).name if order is None else order.name,
         p,
         v,
         micro_batches,
@@ -83,6 +86,7 @@ def unrun(parallelism: Parallelism, micro_batches: int) -> Makespan:
         0.0,
         (0.0,) * p,
         (0.0,) * p,
+        order,
     )
 
 
@@ -159,6 +163,8 @@ def recompute_of(activation_checkpoint: str, traits: Traits, units: Units) -> Re
 
 def own_stages(span: Makespan) -> Ints:
     """[p, V] The stages of each pipeline rank."""
+    if span.order is not None:
+        return np.argsort(span.order.stage_rank, kind="stable").reshape(span.p, span.v)
     return get(span.name).placement.rank_stages(span.p, span.v)
 
 
@@ -180,7 +186,7 @@ def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> 
         for times, count in counted:
             for part, seconds in times.items():
                 parts[part] = parts.get(part, 0.0) + count * seconds
-    if get(span.name).splits_backward:
+    if span.splits_backward:
         # The halves may wait for the host where the whole would not, and for tensor-parallel ranks.
         own = [stages[s] for s in own_stages(span)[rank]]
         shown_s = span.m * sum(c.input_gradient["tensor_parallel"] - c.backward["tensor_parallel"] for c in own)

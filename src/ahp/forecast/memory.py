@@ -134,6 +134,13 @@ def most_that_fits(capacity_bytes: float) -> float:
     return capacity_bytes * math.exp(-NormalDist().inv_cdf(FIT_PROBABILITY) * _need_error())
 
 
+def activation_room(ranks: RanksMemory, capacity_bytes: float) -> Floats:
+    """[W] What each rank may keep of its micro-batches and still fit, with all else that it has."""
+    outside = Outside(ranks.parts["communicators"], ranks.parts["context"])
+    most = most_allocated(most_that_fits(capacity_bytes), outside)
+    return np.maximum(0.0, np.asarray(ranks.parts["activations"] + most - ranks.allocated))
+
+
 def _need_error() -> float:
     """Standard error of the log of a rank's need: of what its tensors take, and of what the allocator adds to them."""
     return math.hypot(margins.value("allocated_error"), margins.value("reserved_error"))

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 
+import numpy as np
+
 from ahp.cluster.cells import Cell, Placement, place
 from ahp.cluster.model import Cluster
 from ahp.engines.engine import Traits
@@ -292,6 +294,20 @@ class MixedPricer:
             for name in {cell.group for cell in cells}
         }
         return [ranks[cell.group].of(rank) for rank, cell in enumerate(cells)]
+
+    def activation_bytes(self, priced: Priced) -> memory.Floats:
+        """[p] What each pipeline rank may keep of its micro-batches and still fit, on every replica."""
+        layout = priced.parallelism
+        traits = get(self.choice.name).traits(self.job, layout, self.choice)
+        rooms = [
+            memory.activation_room(
+                self.groups[cell.group].ranks_memory(layout, traits, replica.span, replica.memory),
+                self._capacity(cell.group),
+            )[rank]
+            for replica in priced.replicas
+            for rank, cell in enumerate(replica.cells)
+        ]
+        return np.array(rooms).reshape(len(priced.replicas), -1).min(axis=0)
 
     def _fullest(self, layout: _Layout, replicas: list[Replica]) -> tuple[Cell, memory.RankMemory]:
         """The cell whose devices are the most likely to run out of memory, and what it needs."""

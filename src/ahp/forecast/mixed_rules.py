@@ -13,7 +13,7 @@ from ahp.errors import bad_input
 from ahp.forecast.efficiency import is_cpu
 from ahp.job import Job
 from ahp.plan import Parallelism
-from ahp.schedule.patterns import stage_ranks
+from ahp.schedule.orders import ranks_of_stages
 
 
 def illegal_placement(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
@@ -58,7 +58,7 @@ def _apart(parallelism: Parallelism) -> str | None:
     if parallelism.stages is None or v == 1:
         return None
     first = [stage.groups(replicas) for stage in parallelism.stages[:p]]
-    for number, rank in enumerate(stage_ranks(parallelism.pipeline_parallel_schedule, p, v)):
+    for number, rank in enumerate(ranks_of_stages(parallelism)):
         named = parallelism.stages[number].groups(replicas)
         if named != first[rank]:
             rule = f"stage {number + 1} is computed by the same devices as stage {rank + 1}, which lies on {_named(first[rank])}"

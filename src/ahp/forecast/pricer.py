@@ -52,7 +52,7 @@ from ahp.forecast.units import UnitPricer, Units
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
-from ahp.schedule.makespan import Makespan, peak_kept
+from ahp.schedule.makespan import Makespan
 from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import Ends, layer_ranges, layers_of_stages
 
@@ -377,12 +377,19 @@ class Pricer:
             visiting = np.array([self.muon.held_bytes(count, owners) for count in counts])
         parts = memory.while_training(
             state_bytes(weights, traits, shards, span.m),
-            np.rint(peak_kept(span.name, span.p, span.v, span.m, stages.kept.tolist())),
+            np.rint(span.peak_kept(stages.kept.tolist())),
             stages.temporary[own].max(axis=1),
             self._received_bytes(parallelism, traits, span, own),
             micro_batches=span.m, visiting=visiting,
         )  # fmt: skip
         return memory.ranks_memory(parts, memory.Outside.of(self.nodes.device, num_groups(parallelism)))
+
+    def activation_bytes(self, priced: Priced) -> memory.Floats:
+        """[p] What each pipeline rank may keep of its micro-batches and still fit."""
+        layout = priced.parallelism
+        traits = get(self.choice.name).traits(self.job, layout, self.choice)
+        ranks = self.ranks_memory(layout, traits, priced.span, priced.memory)
+        return memory.activation_room(ranks, self.nodes.device.memory_bytes)
 
     def _received_bytes(self, parallelism: Parallelism, traits: Traits, span: Makespan, own: Ints) -> Ints:
         hidden_bytes = self.units(parallelism).hidden_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from ahp.cluster.model import Cluster
@@ -16,7 +17,7 @@ from ahp.forecast.split import in_8_bits, way_of_keys
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
-from ahp.schedule.orders import illegal_order
+from ahp.schedule.orders import given_order, illegal_order
 from ahp.schedule.patterns import illegal as illegal_pattern
 from ahp.schedule.patterns import illegal_in_torch
 from ahp.schedule.stages import layers_of_stages
@@ -286,7 +287,18 @@ def recomputed(num_layers: int, job: Job, parallelism: Parallelism, engine: Engi
 
 def _schedule(job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     in_torch = get(engine.name).traits(job, parallelism, engine).torch_pipeline
-    return schedules(job, parallelism, in_torch=in_torch)
+    return schedules(job, parallelism, in_torch=in_torch) or _order(parallelism)
+
+
+def _order(parallelism: Parallelism) -> str | None:
+    """What of a given order the forecast cannot price: stages are looked up by their rank, as many for each."""
+    order, p = given_order(parallelism), parallelism.pipeline_parallel_degree
+    if order is None or (order.stage_rank[:p] == tuple(range(p)) and len(set(Counter(order.stage_rank).values())) == 1):
+        return None
+    return (
+        f"pipeline_parallel_order: stages lie on ranks {list(order.stage_rank)}; the forecast needs as many on each rank, the "
+        f"first {p} on ranks 0 to {p - 1} (valid: looped, or on a V)"
+    )
 
 
 def schedules(job: Job, parallelism: Parallelism, *, in_torch: bool) -> str | None:

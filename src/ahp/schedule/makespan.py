@@ -14,10 +14,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.schedule.actions import Kind, Schedule
 from ahp.schedule.bounds import gpipe_ends_s
 from ahp.schedule.patterns import make, refuse_illegal
 from ahp.schedule.registry import get
-from ahp.schedule.simulate import StageTimes, Timeline, simulate
+from ahp.schedule.simulate import StageTimes, Timeline, peak_in_flight, simulate
 from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from ahp.schedule.table import Table, table
 
@@ -50,6 +51,8 @@ class Makespan:
     """Seconds each rank computes."""
     ends_s: tuple[float, ...]
     """When each rank has done its last action."""
+    order: Schedule | None = None
+    """The order itself, where it is none that ``name`` makes."""
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -60,10 +63,23 @@ class Makespan:
         """When the rank has done its last action."""
         return self.ends_s[rank]
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from input gradients, some of them at least."""
+        if self.order is not None:
+            return any(action.kind is Kind.INPUT_GRADIENT for rank in self.order.ranks for action in rank)
+        return get(self.name).splits_backward
+
     @cached_property
     def timeline(self) -> Timeline:
         """Every action with its start and end; O(p v m), tens of milliseconds for tens of thousands of actions."""
-        return simulate(make(self.name, self.p, self.v, self.m), self.times)
+        return simulate(self.order or make(self.name, self.p, self.v, self.m), self.times)
+
+    def peak_kept(self, weights: Sequence[float]) -> tuple[float, ...]:
+        """Per rank, the most that is kept at once, where a micro-batch of each stage keeps ``weights``."""
+        if self.order is not None:
+            return peak_in_flight(self.order, weights)
+        return peak_kept(self.name, self.p, self.v, self.m, weights)
 
 
 def makespan(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> Makespan:
@@ -82,6 +98,14 @@ def makespan(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> 
     refuse_illegal(name, p, v, m)
     busy, ends = _all_forwards_first(m, times) if get(name).all_forwards_first else _run(name, p, v, m, times)
     return Makespan(name, p, v, m, tuple(times), max(ends), tuple(busy), tuple(ends))
+
+
+def makespan_of_order(order: Schedule, times: Sequence[StageTimes]) -> Makespan:
+    """The same of an order that is given, with as many stages on each rank. O(actions)."""
+    timeline, p = simulate(order, times), len(order.ranks)
+    ends_s = tuple(timeline.end_s(rank) for rank in range(p))
+    name, v, m = order.name, order.num_stages // p, order.num_micro_batches
+    return Makespan(name, p, v, m, tuple(times), timeline.makespan_s, timeline.busy_s, ends_s, order)
 
 
 def peak_kept(

@@ -13,7 +13,7 @@ from ahp.forecast.turns import least_share
 from ahp.forecast.unit import Unit
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.bounds import TimeColumns, lower_bounds_s
-from ahp.schedule.registry import get
+from ahp.schedule.orders import splits_backward
 from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.problem import Problem
@@ -122,7 +122,7 @@ class LayoutCosts:
         units = self.pricer.units(self.layout)
         layers = np.array([_work_s(units.blocks[kind]) for kind in units.layers])
         forward = np.array([units.blocks[kind].times.forward_s for kind in units.layers])
-        before = forward if get(self.layout.pipeline_parallel_schedule).splits_backward else layers
+        before = forward if splits_backward(self.layout) else layers
         ends = self.m * _work_s(units.embedding), self.m * _work_s(units.head)
         seconds, cut = least_longest(before, self.m * layers, *ends, self.layout.num_stages)
         if self.layout.virtual_stages_per_rank > 1:

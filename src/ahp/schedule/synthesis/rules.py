@@ -54,12 +54,12 @@ class Rhythm:
 
 def rhythms(problem: Problem, *, split: bool) -> list[Rhythm]:
     """Rhythms of several lengths, first those that promise the least: long periods cost time, and so does memory that is not there."""
-    found = {
-        (made.forward_s, made.gradient_s, made.weight_s): made
-        for stretch in STRETCHES
-        for snug, even in SNUG
-        if (made := in_rhythm(problem, split=split, stretch=stretch, snug=snug, even=even)) is not None
-    }
+    found: dict[object, Rhythm] = {}
+    for stretch in STRETCHES:
+        for snug, even in SNUG:
+            made = in_rhythm(problem, split=split, stretch=stretch, snug=snug, even=even)
+            if made is not None:
+                found.setdefault((_order(problem, made), made.held), made)
     return sorted(found.values(), key=lambda rhythm: rhythm.period_s * max(1.0, rhythm.fullness) ** FULLNESS)
 
 
@@ -110,6 +110,16 @@ def in_rhythm(problem: Problem, *, split: bool, stretch: float, snug: float, eve
     fullness = _fullness(problem, forward, ends, done, period_s)
     weights = tuple(weight) if split else ()
     return Rhythm(tuple(forward), tuple(gradient), weights, period_s, held, fullness, problem.num_ranks)
+
+
+def _order(problem: Problem, rhythm: Rhythm) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of each rank, its actions as they come in a period, each with the periods that its micro-batch is behind the first's."""
+    ranks = []
+    for own in problem.stages_of:
+        starts = [each[s] for s in own for each in (rhythm.forward_s, rhythm.gradient_s, rhythm.weight_s) if each]
+        turns = [divmod((start - starts[0]) / rhythm.period_s + 1e-9, 1.0) for start in starts]
+        ranks.append(tuple((n, int(turns[n][0])) for n in sorted(range(len(turns)), key=lambda n: turns[n][1])))
+    return tuple(ranks)
 
 
 def _evened(problem: Problem, split: bool) -> Problem:

@@ -24,9 +24,9 @@ ROUNDS_TRIED = 2
 GOOD_GAP = 1e-3
 """Nothing more is tried where the end is so near to the lower bound, as a part of it."""
 
-EFFORT = 50
+EFFORT = 40
 """Actions tried for each micro-batch of each rank, those of v stages per rank counted v times, because they take so long.
-A microsecond each: 25 ms for 8 ranks and 64 micro-batches, 0.2 s for 16 and 256."""
+One to two microseconds each: 20 to 40 ms for 8 ranks and 64 micro-batches, 0.2 to 0.4 s for 16 and 256."""
 
 LEAST_EFFORT = 20_000
 """The same where there are few of them."""

@@ -1,0 +1,118 @@
+"""A given order is priced as the pattern that it is; one that is found is faster, and fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from ahp.cluster.model import Cluster
+from ahp.errors import BadInput, NotExpressible
+from ahp.forecast.found_order import found_order
+from ahp.forecast.step import pricer
+from ahp.graph.operators import ModelGraph
+from ahp.graph.trace import analyze
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+from ahp.schedule.orders import order_text, why_not
+from ahp.schedule.patterns import make
+
+ONE = {"nodes": 1, "devices_per_node": 4, "device": "H100-SXM-80GB"}
+MIXED = {
+    "groups": [
+        {"name": "a", "nodes": 1, "devices_per_node": 2, "device": "H100-SXM-80GB"},
+        {"name": "b", "nodes": 1, "devices_per_node": 2, "device": "A100-SXM-80GB"},
+    ]
+}
+JOB = Job(sequence_length=512, global_batch_size=16, precision="bf16")
+PATTERNS = [("1F1B", 1), ("GPipe", 1), ("InterleavedZeroBubble", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)]
+
+
+@pytest.fixture(scope="module")
+def graph() -> ModelGraph:
+    """A head that costs as much as some layers, as small models with large vocabularies have."""
+    return analyze(
+        {
+            "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8,
+            "num_attention_heads": 8, "vocab_size": 32_000,
+        },
+        JOB,
+    )  # fmt: skip
+
+
+def layout(name: str, v: int, **keys: object) -> Parallelism:
+    return Parallelism(
+        pipeline_parallel_degree=4,
+        micro_batch_size=1,
+        pipeline_parallel_schedule=name,
+        virtual_stages_per_rank=v,
+        **keys,
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cluster", [ONE, MIXED], ids=["alike", "mixed"])
+@pytest.mark.parametrize(("name", "v"), PATTERNS)
+def test_an_order_is_priced_as_the_pattern_that_it_is(graph: ModelGraph, cluster: dict, name: str, v: int) -> None:
+    price = pricer(graph, Cluster.from_dict(cluster), JOB, EngineChoice(compile=False)).price
+    pattern = price(layout(name, v))
+    order = price(layout("Synthesized", v, pipeline_parallel_order=order_text(make(name, 4, v, 16))))
+    assert order.forecast.step_time_s == pytest.approx(pattern.forecast.step_time_s)
+    assert order.forecast.memory == pattern.forecast.memory
+    assert order.forecast.step == pytest.approx(pattern.forecast.step)
+    assert order.timeline.makespan_s == pytest.approx(pattern.timeline.makespan_s)
+
+
+@pytest.mark.parametrize("cluster", [ONE, MIXED], ids=["alike", "mixed"])
+@pytest.mark.parametrize(("name", "v"), PATTERNS)
+def test_what_is_found_is_faster_and_fits(graph: ModelGraph, cluster: dict, name: str, v: int) -> None:
+    prices = pricer(graph, Cluster.from_dict(cluster), JOB, EngineChoice(compile=False))
+    found = found_order(prices, layout(name, v))
+    if found is None:  # the pattern is as fast as can be found
+        assert name not in ("1F1B", "GPipe")
+        return
+    assert found.priced.parallelism.pipeline_parallel_schedule == "Synthesized"
+    assert found.priced.forecast.step_time_s < found.before.forecast.step_time_s
+    assert found.priced.forecast.fits
+    assert why_not(found.found.schedule) is None
+    again = prices.price(Parallelism.model_validate(found.priced.parallelism.model_dump()))
+    assert again.forecast == found.priced.forecast
+    assert f"less of a step than {name}" in found.words()
+
+
+def test_little_memory_is_kept_to(graph: ModelGraph) -> None:
+    """On a device that holds what 1F1B keeps and not what GPipe does."""
+    prices = pricer(graph, Cluster.from_dict(ONE), JOB, EngineChoice(compile=False))
+    few, all_ = (prices.price(layout(name, 1)).forecast for name in ("1F1B", "GPipe"))
+    between = (sum(few.memory.values()) + sum(all_.memory.values())) / 2
+    tight = {**ONE, "device": {"base": "H100-SXM-80GB", "memory_bytes": int(1.1 * between)}}
+    prices = pricer(graph, Cluster.from_dict(tight), JOB, EngineChoice(compile=False))
+    found = found_order(prices, layout("GPipe", 1))
+    assert found is not None
+    assert found.priced.forecast.fits
+    assert not found.before.forecast.fits
+    assert found.priced.forecast.memory_allocated_bytes < found.before.forecast.memory_allocated_bytes
+
+
+def test_one_stage_has_no_order_to_find(graph: ModelGraph) -> None:
+    prices = pricer(graph, Cluster.from_dict({**ONE, "devices_per_node": 1}), JOB, EngineChoice(compile=False))
+    assert found_order(prices, Parallelism()) is None
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (("0F0,0B0", "1F0,1B0", "2F0,2B0", "3F0,3B0"), "made for 1 micro-batches, there are 16"),
+        (tuple(order_text(make("1F1B", 4, 1, 16)))[::-1], "the first 4 on ranks 0 to 3"),
+        (("0B0,0F0", "1F0,1B0", "2F0,2B0", "3F0,3B0"), "it never ends"),
+    ],
+)
+def test_an_order_that_does_not_go_is_refused(graph: ModelGraph, order: tuple[str, ...], words: str) -> None:
+    prices = pricer(graph, Cluster.from_dict(ONE), JOB, EngineChoice(compile=False))
+    with pytest.raises(BadInput) as refused:
+        prices.price(layout("Synthesized", 1, pipeline_parallel_order=order))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("engine", ["torchtitan", "megatron", "deepspeed"])
+def test_other_engines_have_their_own_schedules(graph: ModelGraph, engine: str) -> None:
+    prices = pricer(graph, Cluster.from_dict(ONE), JOB, EngineChoice(name=engine))  # type: ignore[arg-type]
+    with pytest.raises(NotExpressible, match="Synthesized"):
+        prices.price(layout("Synthesized", 1, pipeline_parallel_order=order_text(make("1F1B", 4, 1, 16))))
