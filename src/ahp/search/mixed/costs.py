@@ -164,23 +164,24 @@ class GroupCells:
         """[L]"""
         return self._per_layer(lambda u: u.parameters)
 
-    def _states(self, place: int, micro_batches: int) -> tuple[float, float, float, float]:
-        """Bytes of a stage's states with none of its layers, and for each parameter of them; of these the gradients."""
-        weights = stage_weights(self.units, self._ends)
-        outside, head = float(weights.outside_blocks[place]), float(weights.head[place])
+    def _states(self, micro_batches: int) -> Floats:
+        """[4, P] Bytes of states of stages in each place with none of their layers, and for each parameter of them; of these the gradients."""
+        weights, places = stage_weights(self.units, self._ends), np.zeros(len(ENDS))
+        outside, head = weights.outside_blocks.astype(float), weights.head
         smallest = min((unit.parameters for unit in self.units.blocks), default=0)
+        shards = Shards.among(shard_ranks(self.layout))
 
-        def bytes_of(layers: int) -> dict[str, float]:
-            weights = RankWeights(outside + layers * smallest, smallest if layers else 0, outside, head)
-            parts = state_bytes(weights, self.traits, Shards.among(shard_ranks(self.layout)), micro_batches)
-            return {part: float(count) for part, count in parts.items()}
+        def bytes_of(layers: int) -> tuple[Floats, Floats]:
+            held = RankWeights(outside + layers * smallest, smallest if layers else 0, outside, head)
+            parts = state_bytes(held, self.traits, shards, micro_batches)
+            return sum(parts.values(), places), places + parts["gradients"]
 
-        few, more = bytes_of(2), bytes_of(4)
+        (few, _), (more, _) = bytes_of(2), bytes_of(4)
         # Past two layers each costs the same; what they cost more is gathered beside, of which one layer has less.
-        each = (sum(more.values()) - sum(few.values())) / max(2 * smallest, 1)
-        one = bytes_of(1)
-        of_gradients = one["gradients"] / max(outside + smallest, 1)
-        return sum(one.values()) - each * smallest, each, of_gradients, outside * of_gradients
+        each = (more - few) / max(2 * smallest, 1)
+        one, gradients = bytes_of(1)
+        of_gradients = gradients / np.maximum(outside + smallest, 1)
+        return np.stack([one - each * smallest, each, of_gradients, outside * of_gradients])
 
     @cached_property
     def activations(self) -> Activations:
@@ -206,12 +207,12 @@ class GroupCells:
 
     @cached_property
     def state_bytes(self) -> Floats:
-        """[2, 4, 4] What ``states`` says for one micro-batch and for several, by place."""
-        return np.array([[self.states(place, m) for place in range(len(ENDS))] for m in (1, 2)])
+        """[2, P, 4] What ``states`` says for one micro-batch and for several, by place."""
+        return np.stack([self.states(m).T for m in (1, 2)])
 
     def states_at(self, place: int) -> tuple[float, float]:
         """Bytes of states of each layer, at least, and beside the layers, for several micro-batches."""
-        beside, each, *_ = self.states(place, 2)
+        beside, each, *_ = self.states(2)[:, place].tolist()
         return each * float(self.parameters.min(initial=np.inf)), beside
 
 
