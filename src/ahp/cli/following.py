@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import shlex
 
+from ahp.job import Job
+
 RUNS = "ahp"
 """The engine whose plans ``ahp train`` runs."""
+
+
+def default_data_words(job: Job) -> str | None:
+    """That what runs next would train on the text that needs no download, where no data was named."""
+    if job.data != Job.model_fields["data"].default:
+        return None
+    return (
+        f"ahp train would run {job.steps} steps on {job.data}, Python's own source code, which is for a trial; "
+        "name your text with --job.data"
+    )
 
 
 def after(path: str, engine: str, *first: str) -> list[str]:

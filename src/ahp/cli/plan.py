@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console, Group
 
-from ahp.cli.following import after
+from ahp.cli.following import RUNS, after, default_data_words
 from ahp.cli.layout_words import layout_of
 from ahp.cli.overrides import split_overrides
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
@@ -218,6 +218,8 @@ def show(found: Found, out: str) -> None:
         console.print(f"\n{found.lost.words()}", markup=False)
     console.print(f"\n{confidence(found.cluster)}", markup=False)
     console.print(f"\nWrote {out}", markup=False)
+    if best.engine.name == RUNS and (trial := default_data_words(found.job)):
+        console.print(trial, markup=False)
     console.print(f"Next: {'    '.join(after(out, best.engine.name, 'explain', 'simulate'))}", markup=False)
 
 
@@ -268,7 +270,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         ("Model", f"{found.graph.name}, {parameters}"),
         ("Cluster", cluster_words(found.cluster)),
         *([("Note", found.width)] if found.width else []),
-        ("Job", f"{tokens}, {job.precision}, {job.optimizer.name}{chosen}"),
+        ("Job", f"{tokens}, {job.precision}, {job.optimizer.name}{chosen}; {training_words(job)}"),
         *precision_note(found),
         ("Engine", ranking.best.engine.words()),
         *([("Aim", ranking.objective.words())] if ranking.choice else []),
@@ -277,6 +279,11 @@ def heading(found: Found) -> list[tuple[str, str]]:
         *(("Note", note) for note in ranking.notes),
         *([] if ranking.current is None else [("Today", ranking.current.words())]),
     ]
+
+
+def training_words(job: Job) -> str:
+    """What the plan does not depend on and ``ahp train`` takes from it."""
+    return f"{job.steps} steps on {job.data}, learning rate {job.optimizer.learning_rate:g}"
 
 
 def precision_note(found: Found) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ import yaml
 
 from ahp.cli import nodes
 from ahp.cli.overrides import split_overrides
+from ahp.cli.plan_job import with_job
 from ahp.config import HELP, Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan, validated
@@ -105,19 +106,19 @@ def _refuse_short_keys(words: list[str]) -> None:
 
 
 def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
-    """The config or the plan in a file. A plan is complete, so only ``--run.KEY`` can be given beside it."""
+    """The config or the plan in a file. Beside a plan only ``--run.KEY`` can be given, and keys of the job that do not change it."""
     data = read_yaml(path) if path is not None else {}
     if "schema_version" not in data:
         config = load_config(path, overrides)
         return Request(run=config.run, config=config)
-    others = [key for key in overrides if key.split(".")[0] != "run"]
-    if others:
-        raise BadInput(f"--{others[0]}: {path} is a plan, which is run as it is; plan again, or give a config.yaml")
     changes: dict[str, Any] = {}
-    for key, value in overrides.items():
+    of_run = {key: value for key, value in overrides.items() if key.split(".")[0] == "run"}
+    for key, value in of_run.items():
         set_dotted(changes, key, value)
     assert path is not None
-    return Request(run=validated(Run, changes.get("run", {}), "run"), plan=Plan.load(path))
+    others = {key: value for key, value in overrides.items() if key not in of_run}
+    run = validated(Run, changes.get("run", {}), "run")
+    return Request(run=run, plan=with_job(Plan.load(path), path, others))
 
 
 def train(request: Request, arguments: Arguments, command: str) -> int:
