@@ -88,10 +88,10 @@ def test_the_table_of_zero_stages(zero, pipeline, forward, backward, keeps_weigh
         zero_stage=zero, data_parallel_shard_degree=2 if zero else 1, pipeline_parallel_degree=pipeline
     )
     traits = AhpEngine().traits(Job(), parallelism, EngineChoice())
-    assert (traits.forward_gathers, traits.backward_gathers) == (forward, backward)
-    assert traits.keeps_gathered_weights == keeps_weights
-    assert traits.reduces_every_micro_batch == reduces_each
-    assert traits.keeps_whole_gradients == whole_gradients
+    assert (traits.gather.forward, traits.gather.backward) == (forward, backward)
+    assert traits.gather.keeps_weights == keeps_weights
+    assert traits.reduce.every_micro_batch == reduces_each
+    assert traits.gradients.whole == whole_gradients
 
 
 @pytest.mark.parametrize(
@@ -106,16 +106,16 @@ def test_the_table_of_zero_stages(zero, pipeline, forward, backward, keeps_weigh
 )
 def test_weights_are_wrapped_where_they_are_sharded_or_cast(precision, degrees, compute_bytes, copies, hooks):
     traits = AhpEngine().traits(Job(precision=precision), Parallelism(**degrees), EngineChoice())
-    assert (traits.compute_weight_bytes, traits.reduce_copies) == (compute_bytes, copies)
-    assert (traits.host_operators_per_unit > 0) == hooks
+    assert (traits.states.compute_weight_bytes, traits.reduce.copies) == (compute_bytes, copies)
+    assert (traits.host.operators_per_unit > 0) == hooks
     split = Parallelism(**degrees, tensor_parallel_degree=2)
     more = AhpEngine().traits(Job(precision=precision), split, EngineChoice())
-    assert more.host_operators_per_unit > traits.host_operators_per_unit
+    assert more.host.operators_per_unit > traits.host.operators_per_unit
 
 
 def test_compiled_blocks_are_fused():
     traits = [AhpEngine().traits(Job(), Parallelism(), EngineChoice(compile=compiled)) for compiled in (False, True)]
-    assert [t.fusion for t in traits] == ["eager", "fused"]
+    assert [t.kernels.fusion for t in traits] == ["eager", "fused"]
 
 
 def test_engines_by_name():

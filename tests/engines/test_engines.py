@@ -2,8 +2,8 @@
 
 import pytest
 
-from ahp.engines.engine import ALL_ELEMENTS
 from ahp.engines.registry import ENGINES, get
+from ahp.engines.traits import ALL_ELEMENTS
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -48,7 +48,7 @@ def test_context_ranks_alone_share_states_as_data_ranks_do(engine, stage):
     ]
     shared, alone = (engine.traits(Job(), layout, EngineChoice(name=engine.name)) for layout in over)
     assert alone == shared
-    assert alone.forward_gathers != "never"
+    assert alone.gather.forward != "never"
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_every_engine_runs_sharded_data_parallelism(engine, precision, zero):
     assert engine.refuses(job, layout, choice) is None
     traits = engine.traits(job, layout, choice)
     assert traits.source
-    assert traits.optimizer_state_bytes == 8
-    assert traits.reduces_every_micro_batch
-    assert traits.keeps_gathered_weights == (zero == 2)
+    assert traits.states.optimizer_bytes == 8
+    assert traits.reduce.every_micro_batch
+    assert traits.gather.keeps_weights == (zero == 2)
     if precision == "bf16":
-        assert traits.compute_weight_bytes == 2
+        assert traits.states.compute_weight_bytes == 2
 
 
 def test_megatron_keeps_fp32_gradients_beside_bf16_weights_alone():
     def gradient_bytes(precision):
-        return get("megatron").traits(Job(precision=precision), Parallelism(), EngineChoice()).gradient_bytes
+        return get("megatron").traits(Job(precision=precision), Parallelism(), EngineChoice()).gradients.element_bytes
 
     assert (gradient_bytes("fp16"), gradient_bytes("bf16"), gradient_bytes("fp32")) == (2, 4, 4)
 
@@ -114,10 +114,10 @@ def test_megatron_keeps_fp32_gradients_beside_bf16_weights_alone():
 def test_megatron_hides_gradients_in_fp8_and_where_states_are_divided(precision, stage, overlaps):
     layout = Parallelism(data_parallel_shard_degree=2 if stage else 1, zero_stage=stage)
     traits = get("megatron").traits(Job(precision=precision), layout, EngineChoice(name="megatron"))
-    assert traits.gradient_overlap == traits.parameter_gather_overlap == float(overlaps)
+    assert traits.reduce.overlap == traits.gather.overlap == float(overlaps)
     # All gradients of a rank at once where nothing hides them; Megatron-FSDP sends blocks, ZeRO-3 in fp16 single weights.
     bucket = 0 if stage == 3 else 40_000_000 if overlaps else ALL_ELEMENTS
-    assert traits.reduce_bucket_elements == traits.gather_bucket_elements == bucket
+    assert traits.reduce.bucket_elements == traits.gather.bucket_elements == bucket
 
 
 def test_megatrons_buckets_grow_with_the_ranks_and_are_of_the_first_stage_alone():
@@ -125,9 +125,9 @@ def test_megatrons_buckets_grow_with_the_ranks_and_are_of_the_first_stage_alone(
         layout = Parallelism(zero_stage=1, **degrees)
         return get("megatron").traits(Job(precision="bf16"), layout, EngineChoice(name="megatron"))
 
-    assert traits(data_parallel_shard_degree=64).reduce_bucket_elements == 64_000_000
-    assert not traits(data_parallel_shard_degree=64).buckets_on_first_stage_alone
-    assert traits(data_parallel_shard_degree=2, pipeline_parallel_degree=2).buckets_on_first_stage_alone
+    assert traits(data_parallel_shard_degree=64).reduce.bucket_elements == 64_000_000
+    assert not traits(data_parallel_shard_degree=64).reduce.buckets_on_first_stage_alone
+    assert traits(data_parallel_shard_degree=2, pipeline_parallel_degree=2).reduce.buckets_on_first_stage_alone
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_megatrons_buckets_grow_with_the_ranks_and_are_of_the_first_stage_alone(
 def test_deepspeed_sums_gradients_whole_and_hides_them_in_stage_3_alone(stage, to_all, overlap):
     layout = Parallelism(data_parallel_shard_degree=2 if stage else 1, zero_stage=stage)
     traits = get("deepspeed").traits(Job(precision="bf16"), layout, EngineChoice(name="deepspeed"))
-    assert (traits.reduces_to_all, traits.gradient_overlap, traits.parameter_gather_overlap) == (
+    assert (traits.reduce.to_all, traits.reduce.overlap, traits.gather.overlap) == (
         to_all,
         overlap,
         overlap,

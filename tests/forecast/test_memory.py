@@ -157,8 +157,8 @@ def test_deepspeed_adds_gradients_up_in_fp32_in_a_pipeline_in_bf16(precision, pi
     held = state_bytes(weights, traits, Shards.among(4), 4)
     assert held["gradients"] == each_bytes * 10**9
     collected = 0 if each_bytes == 6 else 5 * 10**8
-    assert held["reduce_buffers"] == traits.reduce_bytes * (5 * 10**8 + collected)
-    assert traits.reduce_bytes == max(2, each_bytes - 2)
+    assert held["reduce_buffers"] == traits.reduce.element_bytes * (5 * 10**8 + collected)
+    assert traits.reduce.element_bytes == max(2, each_bytes - 2)
 
 
 def test_buckets_of_distributed_data_parallel_lie_beside_the_gradients():

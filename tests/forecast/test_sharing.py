@@ -24,7 +24,20 @@ from .conftest import make_cluster
 
 RANKS = Group(8, 1, 8)
 BLOCK = CommUnit(10)
-FOR_ONE_BYTE = {"master_weight_bytes": 1, "compute_weight_bytes": 0, "reduce_bytes": 1, "reduce_copies": False}
+
+
+def changed(traits, **given):
+    """With other figures, by ``group_name``."""
+    groups = {}
+    for key, value in given.items():
+        group, name = key.split("_", 1)
+        groups.setdefault(group, {})[name] = value
+    return replace(traits, **{group: getattr(traits, group)._replace(**own) for group, own in groups.items()})
+
+
+FOR_ONE_BYTE = {
+    "states_master_weight_bytes": 1, "states_compute_weight_bytes": 0, "reduce_element_bytes": 1, "reduce_copies": False,
+}  # fmt: skip
 
 
 @dataclass
@@ -41,7 +54,7 @@ def sharing(before=0, after=0, *, block=BLOCK, first=True, windows=(100.0, 100.0
     given = get("ahp").traits(
         Job(precision="fp32"), Parallelism(data_parallel_shard_degree=8, zero_stage=3), EngineChoice()
     )
-    data = DataParallel(RANKS, ALONE, replace(given, **FOR_ONE_BYTE, **traits), 1, 1.0)
+    data = DataParallel(RANKS, ALONE, changed(given, **FOR_ONE_BYTE, **traits), 1, 1.0)
     table = StageTable.of([0, 0, 0], 1, [(0, 3, first, True)])
     units = StageUnits(table, (block,), np.array([before]), np.array([after]))
     shared = SharedWeights.of(units, data, OneByteASecond())
@@ -65,8 +78,8 @@ def test_the_head_is_gathered_behind_the_last_block_and_sent_behind_all():
     assert gathered(sharing(5, 20)) == pytest.approx(6 + 11 + CONTENTION * (2 * 11 + 21))
     assert gathered(sharing(25)) == pytest.approx(26 + 11 + CONTENTION * 2 * 11)
     # The lowest block and the embedding are sent when there is nothing to compute any more.
-    assert reduced(sharing(5, 20, backward_gathers="never")) == pytest.approx(11 + 6 + CONTENTION * (21 + 2 * 11))
-    assert reduced(sharing(25, backward_gathers="never")) == pytest.approx(11 + 26 + CONTENTION * 2 * 11)
+    assert reduced(sharing(5, 20, gather_backward="never")) == pytest.approx(11 + 6 + CONTENTION * (21 + 2 * 11))
+    assert reduced(sharing(25, gather_backward="never")) == pytest.approx(11 + 26 + CONTENTION * 2 * 11)
 
 
 def test_blocks_of_the_first_bucket_are_gathered_before_any_computes():
@@ -79,14 +92,14 @@ def test_weights_of_blocks_may_be_gathered_in_8_bits():
     network, traits = OneByteASecond(), get("megatron").traits
     layout, choice = Parallelism(data_parallel_shard_degree=8, zero_stage=1), EngineChoice(name="megatron")
     for precision, block_bytes in (("bf16", 2), ("fp8", 1)):
-        given = replace(traits(Job(precision=precision), layout, choice), gather_bucket_elements=0)
+        given = changed(traits(Job(precision=precision), layout, choice), gather_bucket_elements=0)
         data = DataParallel(RANKS, ALONE, given, 1, 1.0)
         assert data.gather_s(CommUnit(100), network) == 2 * 100 + 1
         assert data.gather_s(CommUnit(100, in_block=True), network) == block_bytes * 100 + 1
 
 
 def test_gradients_wait_until_a_bucket_is_full():
-    own = {"backward_gathers": "never"}
+    own = {"gather_backward": "never"}
     assert reduced(sharing(**own)) == pytest.approx(11 + CONTENTION * 22)
     # Twenty, then the ten that are left.
     assert reduced(sharing(**own, reduce_bucket_elements=20)) == pytest.approx(10.5 + CONTENTION * 21)
@@ -97,7 +110,7 @@ def test_gradients_wait_until_a_bucket_is_full():
 
 def test_a_block_that_fills_buckets_is_sent_in_pieces_while_it_computes():
     block = CommUnit(24, tensors=(8, 8, 8))
-    own = {"backward_gathers": "never", "block": block}
+    own = {"gather_backward": "never", "block": block}
     # Three pieces of nine seconds each; the last one of the last block has nothing to compute beside it.
     assert reduced(sharing(**own, reduce_bucket_elements=8)) == pytest.approx(9 + CONTENTION * (3 * 27 - 9))
     # Two weights fill a bucket of sixteen, the third is sent with them: one piece.
@@ -109,19 +122,19 @@ def test_a_block_that_fills_buckets_is_sent_in_pieces_while_it_computes():
 
 
 def test_other_stages_than_the_first_send_all_at_once():
-    own = {"backward_gathers": "never", "reduce_bucket_elements": 20, "buckets_on_first_stage_alone": True}
+    own = {"gather_backward": "never", "reduce_bucket_elements": 20, "reduce_buckets_on_first_stage_alone": True}
     assert reduced(sharing(**own)) == pytest.approx(10.5 + CONTENTION * 21)
     assert reduced(sharing(**own, first=False)) == pytest.approx(31)
 
 
 def test_what_is_summed_whole_takes_an_all_reduce():
-    own = {"backward_gathers": "never", "gradient_overlap": 0.0}
+    own = {"gather_backward": "never", "reduce_overlap": 0.0}
     assert reduced(sharing(**own)) == pytest.approx(33)
-    assert reduced(sharing(**own, reduces_to_all=True)) == pytest.approx(63)
+    assert reduced(sharing(**own, reduce_to_all=True)) == pytest.approx(63)
 
 
 def test_passes_of_other_stages_hide_what_is_still_sent():
-    stage = sharing(windows=(2.0, 2.0, 2.0), backward_gathers="never", reduce_bucket_elements=30)
+    stage = sharing(windows=(2.0, 2.0, 2.0), gather_backward="never", reduce_bucket_elements=30)
     assert reduced(stage) == pytest.approx(31)
     assert reduced(stage, passes=3) == pytest.approx(31 - 18 + CONTENTION * 18)
     assert reduced(stage, passes=9) == pytest.approx(CONTENTION * 31)

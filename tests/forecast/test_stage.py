@@ -75,7 +75,7 @@ def test_columns_of_the_search_are_the_forecasts(engine: str, keys: dict[str, An
         data = pricer.data_parallel(layout, traits)
         costs = layout_costs(units, cut.stages, kind, data, pricer.network, bytes_per_s)
         exact = np.array([cost.seconds for cost in costs])
-        if traits.gather_bucket_elements or traits.reduce_bucket_elements:
+        if traits.gather.bucket_elements or traits.reduce.bucket_elements:
             assert (columns[split, at] <= exact * (1 + 1e-12)).all()
             assert (columns[split, at] >= 0.5 * exact).all()
         else:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster
 from ahp.engines.ahp import AhpEngine
-from ahp.engines.engine import Traits
+from ahp.engines.traits import Traits
 from ahp.errors import AhpError, NothingFits
 from ahp.plan import Parallelism, Plan
 from ahp.search.compiled import ways

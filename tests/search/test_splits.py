@@ -50,10 +50,10 @@ def test_columns_are_joined_and_cut_as_they_lie(data: st.DataObject) -> None:
     asked = small("experts", "2x4xH100-SXM-80GB")
     space, bounds = build(asked), Bounds(asked)
     parts = [bounds.splits(space, data.draw(st.integers(0, len(space.blocks) - 1))).columns for _ in range(2)]
-    joined, count = type(parts[0]).joined(parts), len(parts[0].traits.reduce_bytes)
+    joined, count = type(parts[0]).joined(parts), len(parts[0].traits.reduce.element_bytes)
     allocated = np.array([[1e9]])
     for part, rows in zip(parts, (slice(0, count), slice(count, None)), strict=True):
         again = joined.part(rows)
         assert np.array_equal(again.shards.experts, part.shards.experts)
-        assert np.array_equal(again.traits.gradient_bytes, part.traits.gradient_bytes)
+        assert np.array_equal(again.traits.gradients.element_bytes, part.traits.gradients.element_bytes)
         assert np.array_equal(again.device_bytes(allocated), part.device_bytes(allocated))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ahp.engines import host
-from ahp.engines.engine import Engine, Traits
+from ahp.engines.engine import Engine
 from ahp.engines.support import Support
+from ahp.engines.traits import GatherTraits, GradientTraits, HostTraits, KernelTraits, ReduceTraits, StateTraits, Traits
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -47,26 +48,38 @@ class AccelerateEngine(Engine):
         half = job.precision != "fp32"
         ddp = not sharded and parallelism.weight_replicas > 1
         return Traits(
-            gradient_bytes=4,
-            reduce_bytes=2 if half and sharded else 4,
-            master_weight_bytes=4,
-            optimizer_state_bytes=8,
-            compute_weight_bytes=2 if half else 4 if sharded else 0,
-            fusion="fused" if choice.compile else "modules",
-            gradient_overlap=1.0,
-            parameter_gather_overlap=1.0,
-            forward_gathers="never" if zero == 0 else "per_micro_batch",
-            backward_gathers="per_micro_batch" if zero == 3 else "never",
-            keeps_gathered_weights=zero < 3,
-            reduces_every_micro_batch=zero >= 2,
-            keeps_whole_gradients=zero < 2,
-            reduce_copies=True,
-            reduce_bucket_elements=BUCKET_BYTES // 4 if ddp else 0,
-            keeps_reduce_buckets=ddp,
+            states=StateTraits(
+                master_weight_bytes=4,
+                optimizer_bytes=8,
+                compute_weight_bytes=2 if half else 4 if sharded else 0,
+            ),
+            gradients=GradientTraits(
+                element_bytes=4,
+                whole=zero < 2,
+            ),
+            gather=GatherTraits(
+                overlap=1.0,
+                forward="never" if zero == 0 else "per_micro_batch",
+                backward="per_micro_batch" if zero == 3 else "never",
+                keeps_weights=zero < 3,
+            ),
+            reduce=ReduceTraits(
+                element_bytes=2 if half and sharded else 4,
+                overlap=1.0,
+                every_micro_batch=zero >= 2,
+                copies=True,
+                bucket_elements=BUCKET_BYTES // 4 if ddp else 0,
+                keeps_buckets=ddp,
+            ),
+            kernels=KernelTraits(
+                fusion="fused" if choice.compile else "modules",
+                attention=None if choice.compile else "flash1",
+                fused_loss=True,
+            ),
+            host=HostTraits(
+                operators_per_unit=0,
+                launches_per_operator=host.value("eager_launches"),
+            ),
             ends_apart=not sharded,
-            host_operators_per_unit=0,
-            host_launches_per_operator=host.value("eager_launches"),
-            attention_kernel=None if choice.compile else "flash1",
-            fused_loss=True,
             source="accelerate 16cb6eb: utils/dataclasses.py FullyShardedDataParallelPlugin; FSDP and DistributedDataParallel of torch",
         )

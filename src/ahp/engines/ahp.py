@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from ahp.divisors import divisors
 from ahp.engines import host
-from ahp.engines.engine import ContextWay, Engine, Traits
+from ahp.engines.engine import Engine
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
+from ahp.engines.traits import (
+    ContextTraits,
+    ContextWay,
+    ExpertTraits,
+    GatherTraits,
+    GradientTraits,
+    HostTraits,
+    KernelTraits,
+    PipelineTraits,
+    RecomputeTraits,
+    ReduceTraits,
+    StateTraits,
+    TensorTraits,
+    Traits,
+)
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.orders import splits_backward
@@ -73,46 +88,66 @@ class AhpEngine(Engine):
         # gathered after each backward (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync). A ZeRO-3 forward
         # then finds them gathered, and frees them, so that each backward gathers once.
         return Traits(
-            attention_kernel="masked" if job.document_mask else None,
-            gradient_bytes=4,
-            reduce_bytes=4,
-            master_weight_bytes=4,
-            optimizer_state_bytes=4 if muon else 8,
-            no_matrix_state_bytes=4 if muon else 0,
-            host_state_bytes=8
-            if choice.offload_optimizer
-            else 0,  # runtime/optimizer/offload.py: both moments, in fp32
-            host_bucket_bytes=OFFLOAD_BUCKET_BYTES if choice.offload_optimizer else 0,
-            compute_weight_bytes=2 if job.precision != "fp32" else 4 if sharded else 0,
-            fusion="fused" if choice.compile else "eager",
-            gradient_overlap=0.0 if pipelined else 1.0,
-            parameter_gather_overlap=1.0,
-            forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
-            backward_gathers="per_micro_batch" if zero == 3 else "never",
-            keeps_gathered_weights=zero < 3 or pipelined,
-            reduces_every_micro_batch=every,
-            keeps_whole_gradients=not every,
-            reduce_copies=wrapped or parallelism.weight_replicas > 1,
-            reduce_bucket_elements=REPLICA_BUCKET_BYTES // 4 if buckets else 0,
-            keeps_reduce_buckets=buckets,
-            gradients_in_buckets=buckets,
-            gathers_inputs_again=False,  # autograd keeps what the product read
+            states=StateTraits(
+                master_weight_bytes=4,
+                optimizer_bytes=4 if muon else 8,
+                no_matrix_bytes=4 if muon else 0,
+                host_bytes=8 if choice.offload_optimizer else 0,  # runtime/optimizer/offload.py: both moments, in fp32
+                host_bucket_bytes=OFFLOAD_BUCKET_BYTES if choice.offload_optimizer else 0,
+                compute_weight_bytes=2 if job.precision != "fp32" else 4 if sharded else 0,
+            ),
+            gradients=GradientTraits(
+                element_bytes=4,
+                whole=not every,
+            ),
+            gather=GatherTraits(
+                overlap=1.0,
+                forward="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
+                backward="per_micro_batch" if zero == 3 else "never",
+                keeps_weights=zero < 3 or pipelined,
+            ),
+            reduce=ReduceTraits(
+                element_bytes=4,
+                overlap=0.0 if pipelined else 1.0,
+                every_micro_batch=every,
+                copies=wrapped or parallelism.weight_replicas > 1,
+                bucket_elements=REPLICA_BUCKET_BYTES // 4 if buckets else 0,
+                keeps_buckets=buckets,
+                gradients_in_buckets=buckets,
+            ),
+            tensor=TensorTraits(
+                gathers_inputs_again=False,  # autograd keeps what the product read
+                copies=True,  # runtime/tensor/collectives.py joins and cuts parts along the sequence
+                few_keys="whole",  # search/slicing/solve.py; runtime/tensor/rewrite.py takes the rank's head of them
+            ),
+            context=ContextTraits(
+                ways=_context_ways(parallelism, choice),
+                sums_bytes=4,  # runtime/sequence/ring.py
+            ),
+            pipeline=PipelineTraits(
+                in_torch=True,
+            ),
+            recompute=RecomputeTraits(
+                stops_at_last_read=_runs_again_what_is_read(job, parallelism, choice),
+                selective="beside_products",
+                sends_again="all",
+            ),
+            experts=ExpertTraits(
+                gather_tokens=True,  # runtime/experts/sliced_experts.py
+                leaves_lone=_are_experts_alone(job, parallelism),
+                whole_biased=True,  # their result is no summand (search/slicing/solve.py)
+            ),
+            kernels=KernelTraits(
+                attention="masked" if job.document_mask else None,
+                fusion="fused" if choice.compile else "eager",
+                loss_chunk_tokens=choice.loss_chunk_tokens,
+            ),
+            host=HostTraits(
+                operators_per_unit=host_operators,
+                launches_per_operator=host.value("eager_launches"),
+            ),
             ends_apart=True,  # runtime/shard/ends.py
-            tensor_copies=True,  # runtime/tensor/collectives.py joins and cuts parts along the sequence
-            recomputes_what_is_read=_runs_again_what_is_read(job, parallelism, choice),
-            selective="beside_products",
-            selective_sends_again="all",
-            experts_gather_tokens=True,  # runtime/experts/sliced_experts.py
-            leaves_lone_experts=_are_experts_alone(job, parallelism),
-            whole_biased_experts=True,  # their result is no summand (search/slicing/solve.py)
-            few_keys="whole",  # search/slicing/solve.py; runtime/tensor/rewrite.py takes the rank's head of them
-            loss_chunk_tokens=choice.loss_chunk_tokens,
-            context_ways=_context_ways(parallelism, choice),
-            context_sums_bytes=4,  # runtime/sequence/ring.py
-            torch_pipeline=True,
             fp8=FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8,
-            host_operators_per_unit=host_operators,
-            host_launches_per_operator=host.value("eager_launches"),
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )
 

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from ahp.engines import steps
-from ahp.engines.engine import Engine, Traits
+from ahp.engines.engine import Engine
 from ahp.engines.support import Support
+from ahp.engines.traits import (
+    GatherTraits,
+    GradientTraits,
+    HostTraits,
+    KernelTraits,
+    PipelineTraits,
+    ReduceTraits,
+    StateTraits,
+    Traits,
+)
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -67,33 +77,47 @@ class DeepSpeedEngine(Engine):
         sums_in_fp32 = job.precision == "bf16" and parallelism.pipeline_parallel_degree > 1
         sends = parallelism.weight_shards * parallelism.weight_replicas > 1
         return Traits(
-            gradient_bytes=4 if sums_in_fp32 or not half else 2,
-            gradient_beside_bytes=2 if sums_in_fp32 else 0,
-            reduce_bytes=4 if sums_in_fp32 or not half else 2,
-            master_weight_bytes=4,
-            optimizer_state_bytes=8,
-            compute_weight_bytes=2 if half else 0,
-            fusion="fused",
-            fused_loss=False,  # Megatron's, whose logits are copied to fp32 first
-            # runtime/zero/config.py, overlap_comm_valid: on in stage 3 alone.
-            gradient_overlap=1.0 if zero == 3 else 0.0,
-            parameter_gather_overlap=1.0 if zero == 3 else 0.0,
-            # runtime/zero/stage_1_and_2.py, average_tensor: use_multi_rank_bucket_allreduce, the default since 2023
-            reduces_to_all=zero in (1, 2),
+            states=StateTraits(
+                master_weight_bytes=4,
+                optimizer_bytes=8,
+                compute_weight_bytes=2 if half else 0,
+            ),
+            gradients=GradientTraits(
+                element_bytes=4 if sums_in_fp32 or not half else 2,
+                beside_bytes=2 if sums_in_fp32 else 0,
+                whole=zero < 2,
+            ),
+            gather=GatherTraits(
+                overlap=1.0 if zero == 3 else 0.0,
+                forward="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
+                backward="per_micro_batch" if zero == 3 else "never",
+                at_start=zero in (1, 2),  # all-gathered at the end of the optimizer's step
+                keeps_weights=zero < 3,
+                bucket_elements=PREFETCH_BUCKET_ELEMENTS if zero == 3 else ALLGATHER_BUCKET_ELEMENTS,
+                ahead_elements=LIVE_ELEMENTS if zero == 3 else 0,
+            ),
+            reduce=ReduceTraits(
+                element_bytes=4 if sums_in_fp32 or not half else 2,
+                # runtime/zero/config.py, overlap_comm_valid: on in stage 3 alone.
+                overlap=1.0 if zero == 3 else 0.0,
+                # runtime/zero/stage_1_and_2.py, average_tensor: use_multi_rank_bucket_allreduce, the default since 2023
+                to_all=zero in (1, 2),
+                every_micro_batch=zero >= 2,
+                copies=sends,
+                bucket_elements=REDUCE_BUCKET_ELEMENTS if sends else 0,
+                collects_in_bucket=zero > 0 and not sums_in_fp32,
+            ),
+            pipeline=PipelineTraits(
+                sends_split_by_tensor=True,  # runtime/config.py: pipe_partitioned, grad_partitioned
+            ),
+            kernels=KernelTraits(
+                fusion="fused",
+                fused_loss=False,  # Megatron's, whose logits are copied to fp32 first
+            ),
+            host=HostTraits(
+                operators_per_unit=0,
+                launches_per_operator=steps.value("host_launches"),
+            ),
             ends_apart=True,
-            forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
-            backward_gathers="per_micro_batch" if zero == 3 else "never",
-            gathers_at_start=zero in (1, 2),  # all-gathered at the end of the optimizer's step
-            keeps_gathered_weights=zero < 3,
-            reduces_every_micro_batch=zero >= 2,
-            keeps_whole_gradients=zero < 2,
-            reduce_copies=sends,
-            reduce_bucket_elements=REDUCE_BUCKET_ELEMENTS if sends else 0,
-            collects_in_bucket=zero > 0 and not sums_in_fp32,
-            gather_bucket_elements=PREFETCH_BUCKET_ELEMENTS if zero == 3 else ALLGATHER_BUCKET_ELEMENTS,
-            gathered_ahead_elements=LIVE_ELEMENTS if zero == 3 else 0,
-            sends_split_by_tensor=True,  # runtime/config.py: pipe_partitioned, grad_partitioned
-            host_operators_per_unit=0,
-            host_launches_per_operator=steps.value("host_launches"),
             source="DeepSpeed edaa722: runtime/engine.py, runtime/zero, runtime/pipe",
         )

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from ahp.engines import steps
-from ahp.engines.engine import ALL_ELEMENTS, Engine, Traits
+from ahp.engines.engine import Engine
 from ahp.engines.support import Support
+from ahp.engines.traits import (
+    ALL_ELEMENTS,
+    ContextTraits,
+    ExpertTraits,
+    GatherTraits,
+    GradientTraits,
+    HostTraits,
+    KernelTraits,
+    PipelineTraits,
+    ReduceTraits,
+    StateTraits,
+    TensorTraits,
+    Traits,
+)
 from ahp.job import Job
 from ahp.plan import AXES, EngineChoice, Parallelism
 
@@ -71,43 +85,58 @@ class MegatronEngine(Engine):
         each = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_OF_RANK * parallelism.data_parallel_degree)
         bucket = 0 if one_by_one or zero >= 2 else each if overlaps else ALL_ELEMENTS
         return Traits(
-            gradient_bytes=gradient,
-            reduce_bytes=gradient,
-            master_weight_bytes=4,
-            optimizer_state_bytes=8,
-            compute_weight_bytes=2 if half else 0,
-            fusion="fused",
-            fused_loss=True,
-            stage_ends="may_be_empty",
-            gradient_overlap=1.0 if overlaps else 0.0,
-            gathers_each_weight=one_by_one,
-            parameter_gather_overlap=1.0 if overlaps else 0.0,
-            reduce_bucket_elements=bucket,
-            gather_bucket_elements=bucket,
-            gathered_block_bytes=1 if fp8 else 0,
-            buckets_on_first_stage_alone=overlaps and parallelism.pipeline_parallel_degree > 1,
+            states=StateTraits(
+                master_weight_bytes=4,
+                optimizer_bytes=8,
+                compute_weight_bytes=2 if half else 0,
+            ),
+            gradients=GradientTraits(
+                element_bytes=gradient,
+                whole=zero < 2,
+                fused_accumulation=fp8 or job.precision == "bf16",
+            ),
+            gather=GatherTraits(
+                each_weight=one_by_one,
+                overlap=1.0 if overlaps else 0.0,
+                bucket_elements=bucket,
+                block_bytes=1 if fp8 else 0,
+                forward="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
+                backward="per_micro_batch" if zero == 3 else "never",
+                at_start=zero
+                in (1, 2),  # core/pipeline_parallel/schedules.py: param_sync_func before the first forward
+                keeps_weights=zero < 3,
+            ),
+            reduce=ReduceTraits(
+                element_bytes=gradient,
+                overlap=1.0 if overlaps else 0.0,
+                bucket_elements=bucket,
+                buckets_on_first_stage_alone=overlaps and parallelism.pipeline_parallel_degree > 1,
+                every_micro_batch=zero >= 2,
+                copies=False,
+            ),
+            tensor=TensorTraits(
+                in_pieces=fp8 if choice.enable_async_tensor_parallel is None else choice.enable_async_tensor_parallel,
+                few_keys="gathered",  # core/transformer/attention.py: num_query_groups below the tensor-parallel size
+                # With sequence parallelism a third, the gathering of the output's gradient, has no product to run beside.
+                overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,
+            ),
+            context=ContextTraits(
+                ways=("ring",),  # cp_comm_type p2p, the default
+            ),
+            experts=ExpertTraits(tokens_once_to_a_node=True, overlap_between_nodes=1.0),
+            pipeline=PipelineTraits(
+                ends="may_be_empty",
+                sends_split_by_tensor=True,
+            ),
+            kernels=KernelTraits(
+                fusion="fused",
+                fused_loss=True,
+            ),
+            host=HostTraits(
+                operators_per_unit=0,
+                launches_per_operator=steps.value("host_launches"),
+            ),
             ends_apart=True,
-            forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
-            backward_gathers="per_micro_batch" if zero == 3 else "never",
-            gathers_at_start=zero
-            in (1, 2),  # core/pipeline_parallel/schedules.py: param_sync_func before the first forward
-            keeps_gathered_weights=zero < 3,
-            reduces_every_micro_batch=zero >= 2,
-            keeps_whole_gradients=zero < 2,
-            reduce_copies=False,
-            host_operators_per_unit=0,
-            host_launches_per_operator=steps.value("host_launches"),
-            tensor_in_pieces=fp8
-            if choice.enable_async_tensor_parallel is None
-            else choice.enable_async_tensor_parallel,
-            few_keys="gathered",  # core/transformer/attention.py: num_query_groups below the tensor-parallel size
-            context_ways=("ring",),  # cp_comm_type p2p, the default
-            # With sequence parallelism a third, the gathering of the output's gradient, has no product to run beside.
-            tensor_overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,
-            sends_split_by_tensor=True,
-            tokens_once_to_a_node=True,
-            expert_overlap_between_nodes=1.0,
-            fused_gradient_accumulation=fp8 or job.precision == "bf16",
             source=(
                 "Megatron-LM d98e8a6: core/distributed, core/tensor_parallel/layers.py, core/optimizer; Transformer Engine: "
                 "pytorch/module/base.py initialize_ub, pytorch/attention (AttnFuncWithCPAndKVP2P)"

@@ -5,9 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ahp.engines import host
-from ahp.engines.engine import Engine, Traits
+from ahp.engines.engine import Engine
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.engines.support import Support
+from ahp.engines.traits import (
+    GatherTraits,
+    GradientTraits,
+    HostTraits,
+    KernelTraits,
+    PipelineTraits,
+    RecomputeTraits,
+    ReduceTraits,
+    StateTraits,
+    TensorTraits,
+    Traits,
+)
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.registry import SCHEDULES
@@ -40,35 +52,53 @@ class TorchtitanEngine(Engine):
         recipe = FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8
         casts = FUSED_TORCHAO_OPERATORS if choice.compile else EAGER_TORCHAO_OPERATORS
         return Traits(
-            gradient_bytes=4,
-            reduce_bytes=4,
-            master_weight_bytes=4,
-            optimizer_state_bytes=8,
-            compute_weight_bytes=2 if half else 4 if sharded else 0,
-            fusion="fused" if choice.compile else "modules",
-            gradient_overlap=0.0 if pipelined else 1.0,
-            parameter_gather_overlap=1.0,
-            forward_gathers="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
-            backward_gathers="per_micro_batch" if zero == 3 else "never",
-            keeps_gathered_weights=zero < 3 or pipelined,
-            reduces_every_micro_batch=every,
-            keeps_whole_gradients=not every,
-            reduce_copies=True,
-            host_operators_per_unit=casts if job.precision == "fp8" else 0,
-            host_launches_per_operator=host.value("eager_launches"),
-            # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
-            gathers_inputs_again=False,
-            # distributed/compile.py, _maybe_enable_async_tp: inductor's pass over a compiled block; off by default
-            tensor_in_pieces=bool(choice.enable_async_tensor_parallel),
-            tensor_copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
+            states=StateTraits(
+                master_weight_bytes=4,
+                optimizer_bytes=8,
+                compute_weight_bytes=2 if half else 4 if sharded else 0,
+            ),
+            gradients=GradientTraits(
+                element_bytes=4,
+                whole=not every,
+            ),
+            gather=GatherTraits(
+                overlap=1.0,
+                forward="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
+                backward="per_micro_batch" if zero == 3 else "never",
+                keeps_weights=zero < 3 or pipelined,
+            ),
+            reduce=ReduceTraits(
+                element_bytes=4,
+                overlap=0.0 if pipelined else 1.0,
+                every_micro_batch=every,
+                copies=True,
+            ),
+            tensor=TensorTraits(
+                # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
+                gathers_inputs_again=False,
+                # distributed/compile.py, _maybe_enable_async_tp: inductor's pass over a compiled block; off by default
+                in_pieces=bool(choice.enable_async_tensor_parallel),
+                copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
+            ),
+            pipeline=PipelineTraits(
+                in_torch=True,
+                ends="count_as_layers",  # generate_llm_fqn_per_model_part, input and output weight 1
+            ),
+            recompute=RecomputeTraits(
+                # ActivationCheckpointConfig.early_stop is off, but of a compiled checkpoint nothing is run that nobody reads.
+                stops_at_last_read=bool(choice.compile),
+                selective="every_second_product",  # distributed/activation_checkpoint.py
+                sends_again="gathers",  # results of reduce-scatters are on the list of what is kept
+            ),
+            kernels=KernelTraits(
+                fusion="fused" if choice.compile else "modules",
+                fused_loss=bool(choice.compile),
+            ),
+            host=HostTraits(
+                operators_per_unit=casts if job.precision == "fp8" else 0,
+                launches_per_operator=host.value("eager_launches"),
+            ),
             ends_apart=True,  # distributed/fsdp.py, apply_fsdp_to_decoder; tied weights are one unit
-            torch_pipeline=True,
-            stage_ends="count_as_layers",  # generate_llm_fqn_per_model_part, input and output weight 1
-            # ActivationCheckpointConfig.early_stop is off, but of a compiled checkpoint nothing is run that nobody reads.
-            recomputes_what_is_read=bool(choice.compile),
-            selective="every_second_product",  # distributed/activation_checkpoint.py
-            selective_sends_again="gathers",  # results of reduce-scatters are on the list of what is kept
-            fused_loss=bool(choice.compile),
             fp8=replace(recipe, gathers_in_8_bits=True),  # 0.2.2, models/llama3/infra/parallelize.py: tensorwise scales
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",
         )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ahp.cluster.model import NodeGroup
 from ahp.engines import steps
-from ahp.engines.engine import Traits
+from ahp.engines.traits import Traits
 from ahp.forecast import margins
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.segment import Recompute
@@ -92,7 +92,7 @@ def unrun(parallelism: Parallelism, micro_batches: int) -> Makespan:
 
 def message_bytes(parallelism: Parallelism, traits: Traits, units: Units) -> float:
     """What one rank sends to the next stage for one micro-batch."""
-    whole = not parallelism.enable_sequence_parallel and traits.sends_split_by_tensor
+    whole = not parallelism.enable_sequence_parallel and traits.pipeline.sends_split_by_tensor
     return units.hidden_bytes / (parallelism.tensor_parallel_degree if whole else 1)
 
 
@@ -153,11 +153,11 @@ def recompute_of(activation_checkpoint: str, traits: Traits, units: Units) -> Re
     ``--recompute-modules``).
     """
     if activation_checkpoint == "full":
-        return "read" if traits.recomputes_what_is_read else "full"
+        return "read" if traits.recompute.stops_at_last_read else "full"
     if activation_checkpoint != "selective":
         return "none"
-    if traits.selective != "core":
-        return traits.selective
+    if traits.recompute.selective != "core":
+        return traits.recompute.selective
     return "core" if any(unit.memory.saved_in_core for unit in units.blocks) else "chains"
 
 

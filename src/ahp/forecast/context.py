@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ahp.engines.engine import ContextWay
+from ahp.engines.traits import ContextWay
 from ahp.forecast.communication import Network
 from ahp.forecast.compute import SegmentTimes
 from ahp.forecast.division import Division

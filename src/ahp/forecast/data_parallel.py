@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from ahp.engines.engine import ALL_ELEMENTS, Traits
+from ahp.engines.traits import ALL_ELEMENTS, Traits
 from ahp.forecast.axes import ALONE
 from ahp.forecast.communication import Times
 from ahp.forecast.group import CollectiveKind, Group
@@ -80,12 +80,12 @@ class DataParallel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of one weight element as it is gathered."""
-        return self.traits.compute_weight_bytes or self.traits.master_weight_bytes
+        return self.traits.states.compute_weight_bytes or self.traits.states.master_weight_bytes
 
     @property
     def tensor_overlap(self) -> float:
         """Share of the tensor-parallel collectives of a backward pass that can hide on this device."""
-        return self.overlap * self.traits.tensor_overlap_backward
+        return self.overlap * self.traits.tensor.overlap_backward
 
     @cached_property
     def copied_bytes(self) -> tuple[float, float, float]:
@@ -96,8 +96,8 @@ class DataParallel:
 
     def gather_s(self, weights: CommUnit, network: Times, stage: StageParameters | None = None) -> float:
         """Seconds of gathering one unit. ``stage``: what its stage holds; None = whatever it may hold, the least that it takes."""
-        seconds, bucket = 0.0, self.traits.gather_bucket_elements
-        each_bytes = (weights.in_block and self.traits.gathered_block_bytes) or self.weight_bytes
+        seconds, bucket = 0.0, self.traits.gather.bucket_elements
+        each_bytes = (weights.in_block and self.traits.gather.block_bytes) or self.weight_bytes
         for count, shard, _, held in self._parts(weights, stage):
             together = _together(weights, count, bucket, held)
             seconds += self._sent_s("all_gather", count, each_bytes, shard, weights, together, network)
@@ -106,14 +106,14 @@ class DataParallel:
     def reduce_s(self, weights: CommUnit, network: Times, stage: StageParameters | None = None) -> float:
         """The same of its gradients, over the shard group; where nothing is sharded, over the replicas."""
         seconds, traits, bucket = 0.0, self.traits, self.reduce_bucket(stage)
-        scatters = self.shard.size > 1 and not traits.reduces_to_all
+        scatters = self.shard.size > 1 and not traits.reduce.to_all
         for count, shard, replicate, held in self._parts(weights, stage):
             kind, group = (
                 ("reduce_scatter" if scatters else "all_reduce"),
                 (shard if self.shard.size > 1 else replicate),
             )
             together = _together(weights, count, bucket, held)
-            seconds += self._sent_s(kind, count, traits.reduce_bytes, group, weights, together, network)
+            seconds += self._sent_s(kind, count, traits.reduce.element_bytes, group, weights, together, network)
         return seconds
 
     def replicas_s(self, weights: CommUnit, network: Times) -> float:
@@ -121,14 +121,14 @@ class DataParallel:
         if self.shard.size == 1:
             return 0.0
         return sum(
-            network.time_s("all_reduce", count * self.traits.reduce_bytes / shard.size, replicate)
+            network.time_s("all_reduce", count * self.traits.reduce.element_bytes / shard.size, replicate)
             for count, shard, replicate, _ in self._parts(weights, None)
         )
 
     def reduce_bucket(self, stage: StageParameters | None) -> int:
         """Elements of gradients that one collective sums; 0 = those of one unit. ``stage``: None = any, the most."""
-        other = self.traits.buckets_on_first_stage_alone and (stage is None or not stage.first)
-        return max(ALL_ELEMENTS, self.traits.reduce_bucket_elements) if other else self.traits.reduce_bucket_elements
+        other = self.traits.reduce.buckets_on_first_stage_alone and (stage is None or not stage.first)
+        return max(ALL_ELEMENTS, self.traits.reduce.bucket_elements) if other else self.traits.reduce.bucket_elements
 
     def _sent_s(
         self,
@@ -143,7 +143,7 @@ class DataParallel:
         """One collective for a unit, one for each of its tensors, or the unit's share of one for many units."""
         if together:
             return count / together * network.time_s(kind, together * each_bytes, group)
-        pieces = max(1, len(weights.tensors)) if self.traits.gathers_each_weight else 1
+        pieces = max(1, len(weights.tensors)) if self.traits.gather.each_weight else 1
         return pieces * network.time_s(kind, count * each_bytes / pieces, group)
 
     def _parts(self, weights: CommUnit, stage: StageParameters | None) -> list[tuple[int, Group, Group, int | None]]:

@@ -17,8 +17,8 @@ import numpy as np
 
 from ahp.cluster.cells import Cell, Placement, place
 from ahp.cluster.model import Cluster
-from ahp.engines.engine import Traits
 from ahp.engines.registry import get
+from ahp.engines.traits import Traits
 from ahp.forecast import margins, memory
 from ahp.forecast.assembly import (
     FLOP_CONVENTION,
@@ -206,7 +206,7 @@ class MixedPricer:
             return self.stage_cost(
                 parallelism, group, ranges[stage], first=stage == 0, last=stage == len(ranges) - 1,
                 micro_batches=micro_batches, replicate=replicate, experts=of_experts, recomputed_layers=recomputed_layers,
-                passes_behind=passes_behind(parallelism, stage) if traits.gradient_overlap else 0,
+                passes_behind=passes_behind(parallelism, stage) if traits.reduce.overlap else 0,
             )  # fmt: skip
 
         return _Layout(parallelism, traits, placement, stage_rank, cache(cost))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from ahp.engines.engine import Traits
+from ahp.engines.traits import Traits
 from ahp.forecast.communication import Network
 from ahp.forecast.division import product_bytes
 from ahp.forecast.efficiency import Rates, is_cpu
@@ -92,14 +92,16 @@ class Muon:
         device, count, busy_s = self._rates.device, 0, self._longest(tuple(sorted(layers.items())), places.owners)
         part = sent = back = 0.0
         for kind, blocks in layers.items():
-            in_parts = self._split(kind, way_of_keys(self._blocks[kind], places.tensor.size, traits.few_keys))
+            in_parts = self._split(kind, way_of_keys(self._blocks[kind], places.tensor.size, traits.tensor.few_keys))
             for name, (rows, columns) in matrices(self._blocks[kind]):
                 numel, degree = blocks * rows * columns, places.tensor.size if name in in_parts else 1
                 count += blocks
                 part += numel / degree / places.shard.size
                 sent += numel / places.owners if degree * places.shard.size > 1 else 0.0
                 back += numel / degree / places.shard.size / places.replicas.size
-        priced = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
+        priced = (
+            2 * (traits.states.master_weight_bytes + traits.states.optimizer_bytes) + traits.gradients.element_bytes
+        )
         moved = part * (PART_BYTES - priced + OWN_PART_BYTES / places.replicas.size)
         busy_s += moved / self._rates.bytes_per_s
         launches = PART_LAUNCHES * count + LAUNCHES * -(-count // places.owners)
@@ -107,7 +109,7 @@ class Muon:
         exchanged_s += self._network.time_s("all_gather", SENT_BYTES * part, places.replicas)
         if is_cpu(device):
             return busy_s + launches * device.kernel_launch_s + exchanged_s
-        return max(busy_s, launches * device.kernel_launch_s * traits.host_launches_per_operator) + exchanged_s
+        return max(busy_s, launches * device.kernel_launch_s * traits.host.launches_per_operator) + exchanged_s
 
     def _parameters_in_parts(self, kind: int, way: KeysWay) -> frozenset[str]:
         """Of a kind of block, those of which a tensor-parallel rank holds a part."""

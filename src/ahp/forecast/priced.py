@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ahp.cluster.cells import Cell
-from ahp.engines.engine import ContextWay
+from ahp.engines.traits import ContextWay
 from ahp.errors import AhpError
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import StageMemory

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.cluster.model import Cluster
-from ahp.engines.engine import ContextWay, Traits
 from ahp.engines.registry import get
+from ahp.engines.traits import ContextWay, Traits
 from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import memory
 from ahp.forecast.assembly import (
@@ -89,7 +89,7 @@ class Pricer:
             self._refuse_without_host_link()
         self.muon = Muon(graph, self.unit_pricer.rates, self.network) if job.optimizer.name == "muon" else None
         """Prices its updates; None where AdamW updates everything."""
-        self._ends: Ends = get(choice.name).traits(job, Parallelism(), choice).stage_ends
+        self._ends: Ends = get(choice.name).traits(job, Parallelism(), choice).pipeline.ends
         self._ranges: dict[tuple[int, tuple[int, ...] | None], tuple[range, ...]] = {}
         self._made: dict[tuple[object, ...], dict[tuple[object, ...], StageCost]] = {}
         """Stages by the layers that they hold, of what else they depend on: cuts and schedules of one layout share them."""
@@ -117,7 +117,7 @@ class Pricer:
         if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
             return []
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
-        return self.unit_pricer.ways(self._axes(parallelism), traits) if len(traits.context_ways) > 1 else []
+        return self.unit_pricer.ways(self._axes(parallelism), traits) if len(traits.context.ways) > 1 else []
 
     def _price(self, parallelism: Parallelism) -> Priced:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
@@ -195,7 +195,7 @@ class Pricer:
         keys, new = [], {}
         for index, layers in enumerate(ranges):
             first, last = index == 0, index == len(ranges) - 1
-            behind = passes_behind(parallelism, index) if traits.gradient_overlap else 0
+            behind = passes_behind(parallelism, index) if traits.reduce.overlap else 0
             key = self.graph.layers[layers.start : layers.stop], first, last, some[index], behind
             keys.append(key)
             if key not in made:
@@ -306,11 +306,11 @@ class Pricer:
     def offload_s(self, parameters: float, traits: Traits) -> float:
         """States of so many parameters from host memory to one device and back, both ways added up. They go at the same
         time (runtime/optimizer/offload.py), but what a link carries then is known of none in the catalogue, only what it carries one way."""
-        if not traits.host_state_bytes:
+        if not traits.states.host_bytes:
             return 0.0
         bytes_per_s = self.nodes.device.host_bandwidth_bytes_per_s
         assert bytes_per_s is not None, "refused when this was made"
-        return 2 * parameters * traits.host_state_bytes / bytes_per_s
+        return 2 * parameters * traits.states.host_bytes / bytes_per_s
 
     def _refuse_without_host_link(self) -> None:
         """Raises BadInput where nothing says how fast these devices reach their host's memory."""
@@ -325,10 +325,10 @@ class Pricer:
     def optimizer_bytes(self, traits: Traits) -> int:
         """Bytes moved for each parameter by norm, clipping and AdamW."""
         # AdamW reads weight, gradient and states, and writes weight and states, in one kernel (fused=True).
-        moved = 2 * (traits.master_weight_bytes + traits.optimizer_state_bytes) + traits.gradient_bytes
+        moved = 2 * (traits.states.master_weight_bytes + traits.states.optimizer_bytes) + traits.gradients.element_bytes
         # The copy that computes is made again, where no gather makes it.
-        if traits.compute_weight_bytes and traits.forward_gathers == "never":
-            moved += traits.master_weight_bytes + traits.compute_weight_bytes
+        if traits.states.compute_weight_bytes and traits.gather.forward == "never":
+            moved += traits.states.master_weight_bytes + traits.states.compute_weight_bytes
         return moved + (CLIP_BYTES if self.job.optimizer.grad_clip is not None else CLIP_BYTES // 3)
 
     def tied_s(self, parallelism: Parallelism, units: Units) -> float:
@@ -393,7 +393,7 @@ class Pricer:
 
     def _received_bytes(self, parallelism: Parallelism, traits: Traits, span: Makespan, own: Ints) -> Ints:
         hidden_bytes = self.units(parallelism).hidden_bytes
-        return received_bytes(own, span.p, hidden_bytes, span.m, torch_pipeline=traits.torch_pipeline)
+        return received_bytes(own, span.p, hidden_bytes, span.m, torch_pipeline=traits.pipeline.in_torch)
 
     def _forecast(
         self,

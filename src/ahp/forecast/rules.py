@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from ahp.cluster.model import Cluster
 from ahp.divisors import divisors
 from ahp.engines.ahp import FP8_MULTIPLE, needs_one_graph
-from ahp.engines.engine import FewKeys
 from ahp.engines.registry import get
+from ahp.engines.traits import FewKeys
 from ahp.errors import AhpError, nearest
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.mixed_rules import illegal_placement
@@ -132,7 +132,7 @@ def tensor(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engine
     facts = {key: graph.config[key] for key in TENSOR_PARALLEL_FACTS if isinstance(graph.config.get(key), int)}
     if any(keys := [block.keys.heads for block in graph.blocks]):
         facts[KEY_HEADS] = min(filter(None, keys))
-    few = get(engine.name).traits(job, parallelism, engine).few_keys != "refused"
+    few = get(engine.name).traits(job, parallelism, engine).tensor.few_keys != "refused"
 
     def divides(key: str, degree: int) -> bool:
         return facts[key] % degree == 0 or (few and key == KEY_HEADS and degree % facts[key] == 0)
@@ -150,7 +150,7 @@ def whole_attention(graph: ModelGraph, job: Job, parallelism: Parallelism, engin
     degree = parallelism.tensor_parallel_degree
     if degree == 1 or not parallelism.enable_sequence_parallel:
         return None
-    few = get(engine.name).traits(job, parallelism, engine).few_keys
+    few = get(engine.name).traits(job, parallelism, engine).tensor.few_keys
     if any(way_of_keys(block, degree, few) == "whole attention" for block in graph.blocks):
         rule = f"with tensor_parallel_degree {degree} every rank computes attention whole, because its keys have fewer heads"
         return _broken("enable_sequence_parallel", True, rule, [False])
@@ -169,7 +169,7 @@ def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
     """Whether ahp's own runtime can compute the linear layers of blocks in 8 bits, whole and in parts (runtime/compute/fp8.py)."""
     if job.precision != "fp8" or engine.name != "ahp":
         return None
-    few = get(engine.name).traits(job, parallelism, engine).few_keys
+    few = get(engine.name).traits(job, parallelism, engine).tensor.few_keys
     layers = _layers_in_8_bits(graph, parallelism.tensor_parallel_degree, few)
     if not layers:
         rule = f"the blocks have no linear layer whose dims are multiples of {FP8_MULTIPLE}"
@@ -263,7 +263,7 @@ def experts(graph: ModelGraph, parallelism: Parallelism) -> str | None:
 def _stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     layers, p, v = graph.num_layers, parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     given = parallelism.given_layers
-    most = layers + 2 * (get(engine.name).traits(job, parallelism, engine).stage_ends != "hold_layers")
+    most = layers + 2 * (get(engine.name).traits(job, parallelism, engine).pipeline.ends != "hold_layers")
     if p * v > 1 and p * v > most:
         rule = f"x virtual_stages_per_rank {v} = {p * v} stages, but the model has {layers} layers and each stage needs one"
         return _broken("pipeline_parallel_degree", p, rule, [d for d in range(1, layers + 1) if d * v <= layers])
@@ -278,7 +278,7 @@ def recomputed(num_layers: int, job: Job, parallelism: Parallelism, engine: Engi
     some = parallelism.recomputed_layers_per_stage
     if some is None:
         return None
-    ends = get(engine.name).traits(job, parallelism, engine).stage_ends
+    ends = get(engine.name).traits(job, parallelism, engine).pipeline.ends
     there = layers_of_stages(parallelism, num_layers, ends=ends)
     if all(count <= most for count, most in zip(some, there, strict=True)):
         return None
@@ -286,7 +286,7 @@ def recomputed(num_layers: int, job: Job, parallelism: Parallelism, engine: Engi
 
 
 def _schedule(job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    in_torch = get(engine.name).traits(job, parallelism, engine).torch_pipeline
+    in_torch = get(engine.name).traits(job, parallelism, engine).pipeline.in_torch
     return schedules(job, parallelism, in_torch=in_torch) or _order(parallelism)
 
 

@@ -46,7 +46,7 @@ def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[
         return unit.tensor_forward_s, unit.context_forward_s
     if recompute == "read":
         return unit.tensor_again_s, unit.context_forward_s
-    again = data.traits.selective_sends_again
+    again = data.traits.recompute.sends_again
     if again == "all":
         return unit.tensor_again_s, unit.context_again_s
     return unit.tensor_gather_s if again == "gathers" else 0.0, 0.0

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.engines.engine import Traits
+from ahp.engines.traits import Traits
 from ahp.forecast.communication import Times
 from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
 from ahp.forecast.overlap import bucket_ends, exposed_ahead_s, exposed_behind_s, hidden_columns_s, in_buckets
@@ -162,9 +162,9 @@ class WeightCommunication:
         """Weights that are gathered and cast for the passes of a micro-batch, or once per step."""
         traits, units, table = self.data.traits, self.units, self.units.table
         cast_s = (self.shared.cast_bytes / bytes_per_s)[:, None, None]
-        target = forward if traits.forward_gathers == "per_micro_batch" else first_forward
+        target = forward if traits.gather.forward == "per_micro_batch" else first_forward
         target["weight_gather"] = np.zeros((1, 1, 1))
-        if traits.forward_gathers != "never":
+        if traits.gather.forward != "never":
             # What comes before the blocks, and the first of these, have nothing before them to hide behind.
             windows_s = self._after_bucket(self.windows_forward_s, table.kinds)
             last_s = (
@@ -176,7 +176,7 @@ class WeightCommunication:
             shown_s = exposed_ahead_s(ahead_s, behind_s[..., : ahead_s.shape[-1] - 1], self._gather_overlap)
             target["weight_gather"] = (before_s[..., 0] + shown_s)[:, None]
         target["casts"] = target.get("casts", 0.0) + units.total * cast_s
-        if traits.backward_gathers == "per_micro_batch":
+        if traits.gather.backward == "per_micro_batch":
             # What is in no block is kept from forward to backward.
             windows_s = self._after_bucket(self.windows_backward_s, self._backward(table.kinds))
             backward["weight_gather"] = exposed_ahead_s(
@@ -195,7 +195,7 @@ class WeightCommunication:
         shared, traits, total = self.shared, self.data.traits, self.units.total
         later_s = passes_behind * _in_order(self.windows_backward_s)
         last_backward["gradient_reduce"] = self._behind_s(shared.reduces + shared.replicas, later_s)
-        if traits.reduces_every_micro_batch:
+        if traits.reduce.every_micro_batch:
             backward["gradient_reduce"] = self._behind_s(shared.reduces, later_s)
             last_backward["gradient_reduce"] = last_backward["gradient_reduce"] - backward["gradient_reduce"]
         copied_s = total * shared.copied_bytes[:, None, None] / bytes_per_s
@@ -205,7 +205,7 @@ class WeightCommunication:
 
     @property
     def _gather_overlap(self) -> float:
-        return self.data.overlap * self.data.traits.parameter_gather_overlap
+        return self.data.overlap * self.data.traits.gather.overlap
 
     @cached_property
     def _gathers_s(self) -> Floats:
@@ -227,7 +227,7 @@ class WeightCommunication:
 
     def _after_bucket(self, windows_s: Floats, kinds: Ints) -> Floats:
         """Windows [..., S, L] of a pass over layers of these kinds: all blocks of the first bucket are there before any of them computes."""
-        bucket, layers = self.data.traits.gather_bucket_elements, self.units.table.layers
+        bucket, layers = self.data.traits.gather.bucket_elements, self.units.table.layers
         if not bucket:
             return windows_s
         there = np.cumsum(np.append(self.units.of_kinds, 0)[kinds], axis=-1)
@@ -244,7 +244,7 @@ class WeightCommunication:
         ends, pieces = self._buckets
         if ends is not None:
             collectives_s, work_s = in_buckets(collectives_s, ends), in_buckets(work_s, ends)
-        overlap = self.data.overlap * self.data.traits.gradient_overlap
+        overlap = self.data.overlap * self.data.traits.reduce.overlap
         return exposed_behind_s(collectives_s, work_s, overlap, pieces=pieces, later_s=later_s)
 
     @cached_property
@@ -271,7 +271,7 @@ class WeightCommunication:
         """[J, R, S, L] Of the windows of a backward pass, what gathers of the next block's weights leave to the reductions of
         gradients: both go over the same network cards."""
         own_s = self.windows_backward_s[None]
-        if self.data.traits.backward_gathers != "per_micro_batch" or not own_s.shape[-1]:
+        if self.data.traits.gather.backward != "per_micro_batch" or not own_s.shape[-1]:
             return own_s
         gathers_s = self._backward(self._gathers_s)[:, None]
         next_s = np.concatenate([gathers_s[..., 1:], np.zeros_like(gathers_s[..., :1])], axis=-1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ahp.engines.ahp import FP8_MULTIPLE
-from ahp.engines.engine import FewKeys
+from ahp.engines.traits import FewKeys
 from ahp.graph.key_heads import leads_to_attention
 from ahp.graph.operators import Operator, Segment, TensorSpec
 

@@ -124,7 +124,7 @@ def stage_costs(
         StageUnits.of(units, traits, table), shared, layers.windows_forward_s(), layers.windows_backward_s(), data
     )
     sharing.add_gathers(forward, backward, first_forward, bytes_per_s)
-    if traits.gathers_at_start:  # those of the other stages are done while the pipeline fills
+    if traits.gather.at_start:  # those of the other stages are done while the pipeline fills
         first_forward["weight_gather"] = first_forward["weight_gather"] * table.first
     sharing.add_reductions(backward, last_backward, bytes_per_s, passes_behind)
     weights_s = layers.sums["weight_gradient"]
@@ -133,7 +133,7 @@ def stage_costs(
     # Tensor-parallel collectives have no weight gradients to hide behind where those wait.
     rest["tensor_parallel"] = rest["tensor_parallel"] + layers.sums["tensor_hidden"]
     input_gradient: Parts = {"input_gradient": backward["backward"] - weights_s, **rest}
-    collectives, own = layers.sums["tensor_launches"], (table.layers + 1) * traits.host_operators_per_unit / 2
+    collectives, own = layers.sums["tensor_launches"], (table.layers + 1) * traits.host.operators_per_unit / 2
     of_inputs = layers.sums["input_gradient_launches"] + layers.again_launches() + collectives
     of_weights = layers.sums["weight_gradient_launches"]
     _add_host(forward, layers.sums["forward_launches"] + collectives, own, data)
@@ -264,7 +264,7 @@ def _add_host(parts: Parts, launches: Floats, own_launches: Floats | float, data
     if data.host_is_device:
         parts["host"] = np.asarray(own_launches * data.operator_s).reshape(1, 1, -1)
         return
-    host_s = (launches * data.traits.host_launches_per_operator + own_launches) * data.operator_s
+    host_s = (launches * data.traits.host.launches_per_operator + own_launches) * data.operator_s
     parts["host"] = np.maximum(host_s - _sum(parts.values()), 0.0)
 
 

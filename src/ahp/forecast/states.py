@@ -6,14 +6,15 @@ one number, and its ``Traits`` stand for a ``TraitColumns`` of one row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.engines.engine import Traits
+from ahp.engines.traits import Traits
 from ahp.forecast.groups import shard_ranks
 from ahp.plan import Parallelism
 
@@ -24,44 +25,95 @@ Mask = Any
 """Truth of each row, or of one layout: numpy's own or Python's."""
 
 
-@dataclass(frozen=True)
-class TraitColumns:
-    """``Traits`` of several layouts under their own names, each [N, 1]; what an engine does or does not is 1 or 0."""
+class StateColumns(NamedTuple):
+    """Of ``StateTraits``."""
 
     master_weight_bytes: Floats
     compute_weight_bytes: Floats
-    device_state_bytes: Floats
-    no_matrix_state_bytes: Floats
-    host_state_bytes: Floats
+    device_bytes: Floats
+    no_matrix_bytes: Floats
+    host_bytes: Floats
     host_bucket_bytes: Floats
-    gradient_bytes: Floats
-    gradient_beside_bytes: Floats
-    reduce_bytes: Floats
-    keeps_gathered_weights: Floats
-    gathered_ahead_elements: Floats
-    keeps_whole_gradients: Floats
-    reduce_copies: Floats
-    reduce_bucket_elements: Floats
-    keeps_reduce_buckets: Floats
+
+
+class GradientColumns(NamedTuple):
+    """Of ``GradientTraits``."""
+
+    element_bytes: Floats
+    beside_bytes: Floats
+    whole: Floats
+    fused_accumulation: Floats
+
+
+class GatherColumns(NamedTuple):
+    """Of ``GatherTraits``."""
+
+    keeps_weights: Floats
+    ahead_elements: Floats
+    is_waited_for: Floats
+    in_each_forward: Floats
+    in_each_backward: Floats
+    overlap: Floats
+
+
+class ReduceColumns(NamedTuple):
+    """Of ``ReduceTraits``."""
+
+    element_bytes: Floats
+    copies: Floats
+    bucket_elements: Floats
+    keeps_buckets: Floats
     gradients_in_buckets: Floats
     collects_in_bucket: Floats
-    fused_gradient_accumulation: Floats
-    leaves_lone_experts: Floats
-    waits_for_gathers: Floats
-    gathers_in_each_forward: Floats
-    gathers_in_each_backward: Floats
-    reduces_every_micro_batch: Floats
-    parameter_gather_overlap: Floats
-    gradient_overlap: Floats
-    host_operators_per_unit: Floats
+    every_micro_batch: Floats
+    overlap: Floats
+
+
+class ExpertColumns(NamedTuple):
+    """Of ``ExpertTraits``."""
+
+    leaves_lone: Floats
+
+
+class HostColumns(NamedTuple):
+    """Of ``HostTraits``."""
+
+    operators_per_unit: Floats
+
+
+class TraitColumns(NamedTuple):
+    """``Traits`` of several layouts under their own names, each [N, 1]; what an engine does or does not is 1 or 0."""
+
+    states: StateColumns
+    gradients: GradientColumns
+    gather: GatherColumns
+    reduce: ReduceColumns
+    experts: ExpertColumns
+    host: HostColumns
 
     @classmethod
     def of(cls, traits: Sequence[Traits]) -> TraitColumns:
         """A row for each; equal ones are one object."""
-        names = [field.name for field in fields(cls)]
-        rows = {id(one): [getattr(one, name) for name in names] for one in traits}
+        rows = {id(one): [getattr(getattr(one, group), name) for group, name in FIGURES] for one in traits}
         table = np.array([rows[id(one)] for one in traits], dtype=float)
-        return cls(*(table[:, at : at + 1] for at in range(len(names))))
+        return cls._of([table[:, at : at + 1] for at in range(len(FIGURES))])
+
+    @classmethod
+    def each(cls, of: Callable[..., Floats], parts: Sequence[TraitColumns]) -> TraitColumns:
+        """Columns from those of ``parts``, one by one."""
+        return cls._of([of(*(getattr(getattr(one, group), name) for one in parts)) for group, name in FIGURES])
+
+    @classmethod
+    def _of(cls, columns: Sequence[Floats]) -> TraitColumns:
+        left = iter(columns)
+        return cls(*(kind._make(islice(left, len(kind._fields))) for kind in KINDS))  # type: ignore[arg-type]
+
+
+KINDS = (StateColumns, GradientColumns, GatherColumns, ReduceColumns, ExpertColumns, HostColumns)
+"""The records of ``TraitColumns``, in its order."""
+
+FIGURES = [(group, name) for group, kind in zip(TraitColumns._fields, KINDS, strict=True) for name in kind._fields]
+"""Where each figure stands: in which record of the traits, and its name there."""
 
 
 Behaviour = Traits | TraitColumns
@@ -116,41 +168,43 @@ def state_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batch
     sent, block = _communicated(weights, of)
     part = weights.updated(shards)
     no_matrix = weights.outside_blocks / shards.dense + weights.experts / shards.experts
-    waits_whole = np.logical_and(of.keeps_whole_gradients, np.greater(micro_batches, 1))
-    gradient = np.where(of.gradients_in_buckets, 0.0, np.where(waits_whole, weights.total, part))
+    waits_whole = np.logical_and(of.gradients.whole, np.greater(micro_batches, 1))
+    gradient = np.where(of.reduce.gradients_in_buckets, 0.0, np.where(waits_whole, weights.total, part))
     return {
-        "parameters": np.ceil(part * of.master_weight_bytes),
-        "optimizer_states": np.ceil(part * of.device_state_bytes + no_matrix * of.no_matrix_state_bytes),
+        "parameters": np.ceil(part * of.states.master_weight_bytes),
+        "optimizer_states": np.ceil(part * of.states.device_bytes + no_matrix * of.states.no_matrix_bytes),
         "gathered_weights": _gathered_bytes(weights.outside_blocks, sent, block, of, shards),
-        "gradients": np.ceil(gradient * (of.gradient_bytes + of.gradient_beside_bytes)),
+        "gradients": np.ceil(gradient * (of.gradients.element_bytes + of.gradients.beside_bytes)),
         "reduce_buffers": _reduce_buffer_bytes(weights, sent, block, of),
     }
 
 
 def _communicated(weights: RankWeights, of: Behaviour) -> tuple[Figures, Figures]:
     """Elements of a rank, and of its largest block, that are gathered and reduced."""
-    alone = of.leaves_lone_experts
+    alone = of.experts.leaves_lone
     sent = np.where(alone, weights.dense, weights.total)
     return sent, np.where(alone, weights.largest_without_experts, weights.largest_block)
 
 
 def _gathered_bytes(outside: Figures, sent: Figures, block: Figures, of: Behaviour, shards: Shards) -> Figures:
     # FSDP2 holds the block it computes and the one it prefetches.
-    in_use = np.maximum(outside + 2 * block, of.gathered_ahead_elements)
-    gathered = np.minimum(np.where(of.keeps_gathered_weights, sent, in_use), sent)
-    is_copy = np.logical_or(np.greater(shards.dense, 1), np.not_equal(of.compute_weight_bytes, of.master_weight_bytes))
-    return np.where(is_copy, gathered * of.compute_weight_bytes, 0.0)
+    in_use = np.maximum(outside + 2 * block, of.gather.ahead_elements)
+    gathered = np.minimum(np.where(of.gather.keeps_weights, sent, in_use), sent)
+    is_copy = np.logical_or(
+        np.greater(shards.dense, 1), np.not_equal(of.states.compute_weight_bytes, of.states.master_weight_bytes)
+    )
+    return np.where(is_copy, gathered * of.states.compute_weight_bytes, 0.0)
 
 
 def _reduce_buffer_bytes(weights: RankWeights, sent: Figures, block: Figures, of: Behaviour) -> Figures:
-    bucket = of.reduce_bucket_elements
-    copied = np.where(of.keeps_reduce_buckets, sent, np.minimum(sent, bucket))
-    in_buckets = (copied + bucket * of.collects_in_bucket) * of.reduce_bytes
+    bucket = of.reduce.bucket_elements
+    copied = np.where(of.reduce.keeps_buckets, sent, np.minimum(sent, bucket))
+    in_buckets = (copied + bucket * of.reduce.collects_in_bucket) * of.reduce.element_bytes
     # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
-    of_unit = np.maximum(block, weights.outside_blocks) * (of.compute_weight_bytes + of.reduce_bytes)
-    buffers = np.where(np.greater(bucket, 0), in_buckets, of_unit) * of.reduce_copies
+    of_unit = np.maximum(block, weights.outside_blocks) * (of.states.compute_weight_bytes + of.reduce.element_bytes)
+    buffers = np.where(np.greater(bucket, 0), in_buckets, of_unit) * of.reduce.copies
     # One for each shape of weight, kept from layer to layer (Transformer Engine, get_dummy_wgrad).
-    return buffers + (weights.shapes + weights.head) * of.compute_weight_bytes * of.fused_gradient_accumulation
+    return buffers + (weights.shapes + weights.head) * of.states.compute_weight_bytes * of.gradients.fused_accumulation
 
 
 def layer_state_bytes(
@@ -159,20 +213,20 @@ def layer_state_bytes(
     """What a layer with so many parameters adds to the states of its rank at least, beside whatever others, and of that the
     gradients."""
     parts = state_bytes(RankWeights(dense + experts, experts=experts), of, shards, micro_batches)
-    kept = np.where(of.keeps_gathered_weights, parts["gathered_weights"], 0.0)
-    kept += np.where(of.gradients_in_buckets, parts["reduce_buffers"], 0.0)
+    kept = np.where(of.gather.keeps_weights, parts["gathered_weights"], 0.0)
+    kept += np.where(of.reduce.gradients_in_buckets, parts["reduce_buffers"], 0.0)
     states = parts["parameters"] + parts["optimizer_states"] + parts["gradients"] + kept
     return np.maximum(states - 3.0, 0.0), parts["gradients"]  # three of the parts are rounded up once for a rank
 
 
 def visiting_bytes(weights: RankWeights, of: Behaviour, shards: Shards) -> Figures:
     """Bytes of states from host memory that are on the device at once while the weights are updated, at most."""
-    return np.ceil(np.minimum(of.host_bucket_bytes, weights.updated(shards) * of.host_state_bytes))
+    return np.ceil(np.minimum(of.states.host_bucket_bytes, weights.updated(shards) * of.states.host_bytes))
 
 
 def cast_bytes(of: Behaviour, shards: Figures) -> Figures:
     """Bytes moved per weight element to make the compute copy: the shard cast, and the gathered buffer copied out."""
-    computes, master = of.compute_weight_bytes, of.master_weight_bytes
+    computes, master = of.states.compute_weight_bytes, of.states.master_weight_bytes
     cast = np.where(np.logical_and(computes, np.not_equal(computes, master)), (master + computes) / shards, 0.0)
     return cast + np.where(np.greater(shards, 1), 2 * _weight_bytes(of), 0)
 
@@ -181,18 +235,18 @@ def gradient_copy_bytes(of: Behaviour, shards: Figures, micro_batches: int | Int
     """Bytes moved per weight element and micro-batch: the gradient into the type and buffer it waits in, or is sent from."""
     made, m = _weight_bytes(of), micro_batches
     # Into the flat buffer; then the shard is added to the earlier ones.
-    each = made + of.reduce_bytes + np.where(np.equal(m, 1), 0.0, 2 * of.gradient_bytes / shards)
+    each = made + of.reduce.element_bytes + np.where(np.equal(m, 1), 0.0, 2 * of.gradients.element_bytes / shards)
     # The first is kept as it is, or cast; each later one is read, and added in one kernel to the sum, which is read and written.
-    first = np.where(np.equal(made, of.gradient_bytes), 0.0, made + of.gradient_bytes)
-    once = (first + (m - 1) * (made + 2 * of.gradient_bytes)) / m
-    return np.where(of.fused_gradient_accumulation, 0.0, np.where(of.reduces_every_micro_batch, each, once))
+    first = np.where(np.equal(made, of.gradients.element_bytes), 0.0, made + of.gradients.element_bytes)
+    once = (first + (m - 1) * (made + 2 * of.gradients.element_bytes)) / m
+    return np.where(of.gradients.fused_accumulation, 0.0, np.where(of.reduce.every_micro_batch, each, once))
 
 
 def last_copy_bytes(of: Behaviour) -> Figures:
     """Bytes moved per weight element after the last micro-batch: gradients of weights without a compute copy into the flat buffer."""
-    return 2 * of.reduce_bytes * np.logical_and(of.reduce_copies, np.equal(of.compute_weight_bytes, 0))
+    return 2 * of.reduce.element_bytes * np.logical_and(of.reduce.copies, np.equal(of.states.compute_weight_bytes, 0))
 
 
 def _weight_bytes(of: Behaviour) -> Figures:
     """Bytes of one weight element as it computes."""
-    return np.where(of.compute_weight_bytes, of.compute_weight_bytes, of.master_weight_bytes)
+    return np.where(of.states.compute_weight_bytes, of.states.compute_weight_bytes, of.states.master_weight_bytes)

@@ -7,8 +7,8 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
-from ahp.engines.engine import ContextWay, FewKeys, Traits
 from ahp.engines.fp8 import Fp8Recipe
+from ahp.engines.traits import ContextWay, FewKeys, Traits
 from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.axes import Axes
 from ahp.forecast.chunked_head import chunked_head
@@ -195,9 +195,9 @@ class UnitPricer:
 
     def ways(self, axes: Axes, traits: Traits) -> list[ContextWay]:
         """How the context ranks may see each other's tokens."""
-        if axes.context.size == 1 or len(traits.context_ways) == 1:
-            return [traits.context_ways[0]]
-        return [way for way in traits.context_ways if self._can(way, axes)]
+        if axes.context.size == 1 or len(traits.context.ways) == 1:
+            return [traits.context.ways[0]]
+        return [way for way in traits.context.ways if self._can(way, axes)]
 
     def _shared_tokens(self, of: _Divided, axes: Axes, how: KernelOptions) -> SharedTokens:
         key = axes.context, how.context
@@ -215,24 +215,24 @@ class UnitPricer:
     def how(self, traits: Traits, way: ContextWay) -> KernelOptions:
         """The kernels of an engine on these devices."""
         # On a CPU torch has no fused kernels but those of its compiler.
-        fusion: Fusion = "traced" if self._on_cpu and traits.fusion != "fused" else traits.fusion
+        fusion: Fusion = "traced" if self._on_cpu and traits.kernels.fusion != "fused" else traits.kernels.fusion
         return KernelOptions(
             fusion=fusion,
-            fused_loss=traits.fused_loss,
-            attention=traits.attention_kernel,
-            accumulates=traits.fused_gradient_accumulation,
-            tensor_in_pieces=traits.tensor_in_pieces and not self._on_cpu,
-            gathers_again=traits.gathers_inputs_again,
-            experts_gather_tokens=traits.experts_gather_tokens,
-            tokens_once_to_a_node=traits.tokens_once_to_a_node,
-            expert_overlap_between_nodes=0.0 if self._on_cpu else traits.expert_overlap_between_nodes,
-            whole_biased_experts=traits.whole_biased_experts,
-            few_keys=traits.few_keys,
-            tensor_copies=traits.tensor_copies,
+            fused_loss=traits.kernels.fused_loss,
+            attention=traits.kernels.attention,
+            accumulates=traits.gradients.fused_accumulation,
+            tensor_in_pieces=traits.tensor.in_pieces and not self._on_cpu,
+            gathers_again=traits.tensor.gathers_inputs_again,
+            experts_gather_tokens=traits.experts.gather_tokens,
+            tokens_once_to_a_node=traits.experts.tokens_once_to_a_node,
+            expert_overlap_between_nodes=0.0 if self._on_cpu else traits.experts.overlap_between_nodes,
+            whole_biased_experts=traits.experts.whole_biased,
+            few_keys=traits.tensor.few_keys,
+            tensor_copies=traits.tensor.copies,
             context=way,
-            context_sums_bytes=traits.context_sums_bytes,
-            loss_chunk_tokens=traits.loss_chunk_tokens,
-            weight_bytes=traits.compute_weight_bytes or traits.master_weight_bytes,
+            context_sums_bytes=traits.context.sums_bytes,
+            loss_chunk_tokens=traits.kernels.loss_chunk_tokens,
+            weight_bytes=traits.states.compute_weight_bytes or traits.states.master_weight_bytes,
             fp8=traits.fp8 if self._in_fp8 else None,
         )
 

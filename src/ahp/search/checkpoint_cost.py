@@ -11,7 +11,7 @@ from ahp.search.problem import Problem
 def checkpoint_bytes(asked: Problem) -> int:
     """A checkpoint: weights and optimizer states, each once, as the engine keeps them."""
     traits = get(asked.engine.name).traits(asked.job, Parallelism(), asked.engine)
-    return asked.graph.num_parameters * (traits.master_weight_bytes + traits.optimizer_state_bytes)
+    return asked.graph.num_parameters * (traits.states.master_weight_bytes + traits.states.optimizer_bytes)
 
 
 def write_bytes_per_s(cluster: Cluster) -> float | None:

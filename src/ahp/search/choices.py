@@ -7,8 +7,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ahp.divisors import divisors
-from ahp.engines.engine import Traits
 from ahp.engines.registry import get
+from ahp.engines.traits import Traits
 from ahp.errors import BadInput, bad_input
 from ahp.forecast import rules
 from ahp.plan import Parallelism

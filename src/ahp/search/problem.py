@@ -9,8 +9,8 @@ from typing import Any
 
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
-from ahp.engines.engine import Traits
 from ahp.engines.registry import get
+from ahp.engines.traits import Traits
 from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import rules
 from ahp.forecast.priced import Priced
@@ -94,12 +94,12 @@ class Problem:
     @property
     def stage_ends(self) -> Ends:
         """What the engine's first and last stage hold."""
-        return self._pipeline_traits.stage_ends
+        return self._pipeline_traits.pipeline.ends
 
     @property
     def torch_pipeline(self) -> bool:
         """Whether torch's own rules for schedules hold."""
-        return self._pipeline_traits.torch_pipeline
+        return self._pipeline_traits.pipeline.in_torch
 
     @cached_property
     def _pipeline_traits(self) -> Traits:

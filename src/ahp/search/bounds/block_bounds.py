@@ -18,8 +18,8 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.engines.engine import ContextWay, Traits
 from ahp.engines.registry import get
+from ahp.engines.traits import ContextWay, Traits
 from ahp.forecast.compute import is_causal
 from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.division import GROUPED, expert_parameters
@@ -111,8 +111,11 @@ class _BlockNeeds:
         device = asked.pricer.nodes.device
         self._hidden = self.graph.blocks[0].output.bytes if self.graph.blocks and self.graph.blocks[0].output else 0
         traits = get(asked.engine.name).traits(asked.job, Parallelism(), asked.engine)
-        fusion: Fusion = "traced" if is_cpu(device) and traits.fusion != "fused" else traits.fusion
-        inputs = [kernels(block, fusion, fused_loss=traits.fused_loss).saved_input_bytes for block in self.graph.blocks]
+        fusion: Fusion = "traced" if is_cpu(device) and traits.kernels.fusion != "fused" else traits.kernels.fusion
+        inputs = [
+            kernels(block, fusion, fused_loss=traits.kernels.fused_loss).saved_input_bytes
+            for block in self.graph.blocks
+        ]
         self._kept = min([self._hidden, *inputs])
         """Bytes of a micro-batch that a block keeps however much of it is recomputed."""
         stacked = [(expert_parameters(block), block.parameters) for block in self.graph.blocks]
@@ -240,13 +243,13 @@ class _BlockBounds:
         of_tensor, of_context, of_experts = groups
         in_parts, traits = bool(sequence) and tensor > 1, self._traits(tensor, context, expert, sequence)
         size = micro_batch / self.graph.micro_batch_size
-        shown = 1.0, shown_s(1.0, np.inf, traits.tensor_overlap_backward)
-        if traits.tensor_in_pieces:
+        shown = 1.0, shown_s(1.0, np.inf, traits.tensor.overlap_backward)
+        if traits.tensor.in_pieces:
             shown = (shown_s(1.0, np.inf, 1.0),) * 2
-        each_has_parts = in_parts and not traits.experts_gather_tokens
+        each_has_parts = in_parts and not traits.experts.gather_tokens
         return (
             self._of_tensor(of_tensor, in_parts, size / context, *shown)
-            + self._of_context(of_context, traits.context_ways, size / tensor)
+            + self._of_context(of_context, traits.context.ways, size / tensor)
             + self._of_experts(of_experts, size / (context * (tensor if each_has_parts else 1)))
         )
 
@@ -261,7 +264,7 @@ class _BlockBounds:
 
     def _how_of(self, *degrees: int) -> KernelOptions:
         traits = self._traits(*degrees)
-        return self.asked.pricer.unit_pricer.how(traits, traits.context_ways[0])
+        return self.asked.pricer.unit_pricer.how(traits, traits.context.ways[0])
 
     def _of_kinds(self, each_s: Callable[[int], float]) -> float:
         """Of a layer of average kind, from what one of each kind takes."""
@@ -282,14 +285,14 @@ class _BlockBounds:
         """
 
         def of_kind(kind: int) -> float:
-            parts = self._split(kind, way_of_keys(self.graph.blocks[kind], group.size, self._of_engine.few_keys))
+            parts = self._split(kind, way_of_keys(self.graph.blocks[kind], group.size, self._of_engine.tensor.few_keys))
             forward, backward = self._passes_s(parts, group, in_parts, size)
             return forward_shown * forward + backward_shown * backward
 
         return self._of_kinds(of_kind) if group.size > 1 else 0.0
 
     def _split_of(self, kind: int, way: KeysWay) -> TensorSplit:
-        whole = self._of_engine.whole_biased_experts
+        whole = self._of_engine.experts.whole_biased
         return split(self.graph.blocks[kind], "block", whole_biased_experts=whole, way_of_keys=way)
 
     def _passes_s(self, parts: TensorSplit, group: Group, in_parts: bool, size: float) -> tuple[float, float]:
@@ -322,7 +325,7 @@ class _BlockBounds:
     def _experts_s(self, group: Group, size: float) -> float:
         """Tokens to expert ranks and back, in both passes. ``size``: of what a rank sends, over what was traced."""
         tokens, traits = self.graph.micro_batch_size * self.graph.sequence_length, self._of_engine
-        once, overlap = traits.tokens_once_to_a_node, traits.expert_overlap_between_nodes
+        once, overlap = traits.experts.tokens_once_to_a_node, traits.experts.overlap_between_nodes
 
         def of_kind(kind: int) -> float:
             first = self._grouped[kind]

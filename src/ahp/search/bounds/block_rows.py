@@ -11,7 +11,7 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.engines.engine import Traits
+from ahp.engines.traits import Traits
 from ahp.forecast.assembly import received_bytes, recompute_of
 from ahp.forecast.group import strided_group
 from ahp.forecast.mesh import pipeline_axis
@@ -205,7 +205,7 @@ class BlockRows:
         at = self._cut.of[virtual][own]
         temporary = self.stages.temporary_bytes(self._cut.stages)[:, at].max(axis=-1).T
         states, gradients = self.splits.columns.states(self._weights.of_ranks(at), self.m)
-        every = self.splits.traits[0].torch_pipeline
+        every = self.splits.traits[0].pipeline.in_torch
         received = received_bytes(own, self.p, self.units.hidden_bytes, self.m, torch_pipeline=every)
         return Beside(
             ranks,

@@ -61,7 +61,7 @@ class PricedBlock:
     @property
     def buffer_bytes(self) -> int:
         """Of what a rank receives from each stage."""
-        return (self.m if self.splits.traits[0].torch_pipeline else 1) * self.stages.units.hidden_bytes
+        return (self.m if self.splits.traits[0].pipeline.in_torch else 1) * self.stages.units.hidden_bytes
 
 
 @dataclass(frozen=True)
@@ -283,20 +283,20 @@ class LayerBounds:
         parameters = self._of_stages("parameters")[:, None]  # [N, 1, K]
         casts, copies = (part[..., None] / bytes_per_s * parameters for part in ways.moved_bytes(self._m[self._of]))
         gather, reduce, replicas = self._collectives
-        overlap = any_block.overlap * traits.parameter_gather_overlap[..., None]
+        overlap = any_block.overlap * traits.gather.overlap[..., None]
         longest_s = self._of_stages("work_forward").max(axis=-1)[:, None, None]
-        gathered = casts + traits.waits_for_gathers[..., None] * shown_columns_s(gather, longest_s, overlap)
-        each = traits.gathers_in_each_forward[..., None]
+        gathered = casts + traits.gather.is_waited_for[..., None] * shown_columns_s(gather, longest_s, overlap)
+        each = traits.gather.in_each_forward[..., None]
         forward = self._of_stages("forward_of_kinds")[:, None] + each * gathered
         first = (1.0 - each) * gathered
         longest_s = self._of_stages("work_backward").max(axis=-1)[..., None]
-        again = traits.gathers_in_each_backward[..., None] * (shown_columns_s(gather, longest_s, overlap) + casts)
-        each = traits.reduces_every_micro_batch[..., None]
+        again = traits.gather.in_each_backward[..., None] * (shown_columns_s(gather, longest_s, overlap) + casts)
+        each = traits.reduce.every_micro_batch[..., None]
         backward = self._of_stages("backward_of_kinds") + again + copies + each * self._behind(reduce)
         last_bytes = np.asarray(last_copy_bytes(traits))[..., None]
         last = self._behind(replicas + (1.0 - each) * reduce) + last_bytes / bytes_per_s * parameters
         if any_block.host_is_device:
-            own_s = traits.host_operators_per_unit[..., None] / 2 * any_block.operator_s
+            own_s = traits.host.operators_per_unit[..., None] / 2 * any_block.operator_s
             forward, backward = forward + own_s, backward + own_s
         shape = len(self._of), backward.shape[1], len(self._shares)
         parts = [np.broadcast_to(part, shape) for part in (forward, backward, first, last)]
@@ -320,7 +320,7 @@ class LayerBounds:
 
     def _behind(self, reduces: Floats) -> Floats:
         """Gradients sent behind the backward pass of a layer: they slow it down, and what takes longer than it shows."""
-        overlap = self.blocks[0].stages.overlap * self.ways.traits.gradient_overlap[..., None]
+        overlap = self.blocks[0].stages.overlap * self.ways.traits.reduce.overlap[..., None]
         work_s = self._of_stages("work_backward")
         longer = np.maximum((reduces - work_s).min(axis=-1, keepdims=True), 0.0)
         # In a pipeline other stages of the rank may hide that.

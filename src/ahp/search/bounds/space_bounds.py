@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.engines.engine import Traits
 from ahp.engines.registry import get
+from ahp.engines.traits import Traits
 from ahp.forecast import memory
 from ahp.forecast.axes import Axes
 from ahp.forecast.turns import least_share

@@ -6,7 +6,7 @@ Dims: N = ways to share states; W = ranks (or whatever has weights).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +74,7 @@ class SplitColumns:
 
 def _each(of: Callable[..., Floats], parts: Sequence[SplitColumns]) -> SplitColumns:
     """Columns from those of ``parts``, one by one."""
-    traits = {f.name: of(*(getattr(part.traits, f.name) for part in parts)) for f in fields(TraitColumns)}
+    traits = TraitColumns.each(of, [part.traits for part in parts])
     shards = (of(*(part.shards[at] for part in parts)) for at in range(2))
     outside = (of(*(part.outside[at] for part in parts)) for at in range(2))
-    return SplitColumns(Shards(*shards), Outside(*outside), TraitColumns(**traits))
+    return SplitColumns(Shards(*shards), Outside(*outside), traits)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.cluster.model import NodeGroup
-from ahp.engines.engine import Traits
+from ahp.engines.traits import Traits
 from ahp.forecast.axes import Axes, axes_of
 from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import CommUnit, DataParallel

@@ -189,7 +189,7 @@ class GroupCells:
         ends, units = self._ends, self.units
         received = ((2 - ends.first - ends.last) * units.hidden_bytes).astype(float)
         least = needs_of_kinds(units, self.recompute).min(initial=np.iinfo(np.int64).max) if units.blocks else 0
-        every = self.traits.torch_pipeline
+        every = self.traits.pipeline.in_torch
         return Activations(
             kept=np.full(len(ENDS), float(self.kept.min(initial=np.inf))),
             outside=kept_beside_layers(units, ends).astype(float),
@@ -247,4 +247,4 @@ def _again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
     device_s, work = segment_again_s(unit, recompute, data), recomputed(unit, recompute)
     if data.host_is_device:
         return device_s
-    return max(device_s, work.launches * data.traits.host_launches_per_operator * data.operator_s)
+    return max(device_s, work.launches * data.traits.host.launches_per_operator * data.operator_s)

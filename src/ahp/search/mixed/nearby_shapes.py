@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from ahp.engines.engine import Traits
 from ahp.engines.registry import get
+from ahp.engines.traits import Traits
 from ahp.search.choices import RECOMPUTE
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 

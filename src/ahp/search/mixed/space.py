@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ahp.cluster.cells import cells_of
 from ahp.divisors import divisors
-from ahp.engines.engine import Traits
 from ahp.engines.registry import get
+from ahp.engines.traits import Traits
 from ahp.errors import BadInput
 from ahp.forecast import rules
 from ahp.plan import ContextMethod, Parallelism, StagePlace
@@ -333,7 +333,7 @@ class MixedSpace:
         if context == 1:
             return [None]
         layout = Parallelism(context_parallel_degree=context)
-        ways = get(self.asked.engine.name).traits(self.asked.job, layout, self.asked.engine).context_ways
+        ways = get(self.asked.engine.name).traits(self.asked.job, layout, self.asked.engine).context.ways
         return self._values("context_parallel_method", [w for w in ways if w != "gather"] if len(ways) > 1 else [None])
 
     def _values(self, key: str, free: list[Any]) -> list[Any]:
