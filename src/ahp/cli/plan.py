@@ -81,6 +81,8 @@ class Found:
     ranking: Ranking
     lost: Lost | None = None
     """What would fit if a node were lost; None where that was not asked."""
+    batch: str | None = None
+    """That the batch is small for the devices."""
     width: str | None = None
     """How many devices a node was taken to have, where the cluster's short form does not say."""
     top: int = 10
@@ -146,6 +148,7 @@ def find(
 ) -> Found:
     """Analyze and search; what the user did not give of the job is chosen. ``method``: the keys of ``search.method.Method``."""
     from ahp.graph.trace import analyze
+    from ahp.search.batch import small_batch
     from ahp.search.lost import one_lost
     from ahp.search.method import Method
     from ahp.search.objective import objective_of
@@ -183,7 +186,7 @@ def find(
     with waiting("searching for what would fit if a node were lost"):
         lost = one_lost(what, ranking.best)
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
-    return Found(graph, cluster, job, chosen, ranking, lost, top=top)
+    return Found(graph, cluster, job, chosen, ranking, lost, batch=small_batch(what, ranking.best), top=top)
 
 
 def measured(found: Found, count: int) -> Found:
@@ -272,6 +275,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         *([("Note", found.width)] if found.width else []),
         ("Job", f"{tokens}, {job.precision}, {job.optimizer.name}{chosen}; {training_words(job)}"),
         *precision_note(found),
+        *([("Note", found.batch)] if found.batch else []),
         ("Engine", ranking.best.engine.words()),
         *([("Aim", ranking.objective.words())] if ranking.choice else []),
         ("Search", ranking.certificate.words()),
@@ -335,7 +339,11 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
         "chosen": list(found.chosen),
         "engine": found.ranking.best.engine.model_dump(mode="json"),
         "certificate": certificate.plain(),
-        "notes": [*filter(None, [found.width]), *(words for _, words in precision_note(found)), *found.ranking.notes],
+        "notes": [
+            *filter(None, [found.width, found.batch]),
+            *(words for _, words in precision_note(found)),
+            *found.ranking.notes,
+        ],
         "objective": found.ranking.objective.model_dump(mode="json", exclude_none=True),
         "devices": None if found.ranking.choice is None else found.ranking.choice.plain(),
         "current": None if found.ranking.current is None else found.ranking.current.plain(),
