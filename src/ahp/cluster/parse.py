@@ -148,7 +148,9 @@ def _usual_width(device: str, count: int) -> int | None:
 
 def width_words(text: object) -> str | None:
     """What was taken for the width of the nodes where a short form gives devices alone, and more than one node holds."""
-    found = _SHORT.fullmatch(text.strip()) if isinstance(text, str) else None
+    if not isinstance(text, str):
+        return None
+    found = _SHORT.fullmatch(text.strip())
     if found is None or found["nodes"] is not None or not _COUNT.fullmatch(found["devices"] or ""):
         return None
     count = int(found["devices"])

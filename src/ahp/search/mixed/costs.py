@@ -174,7 +174,7 @@ class GroupCells:
         def bytes_of(layers: int) -> tuple[Floats, Floats]:
             held = RankWeights(outside + layers * smallest, smallest if layers else 0, outside, head)
             parts = state_bytes(held, self.traits, shards, micro_batches)
-            return sum(parts.values(), places), places + parts["gradients"]
+            return places + sum(parts.values()), places + parts["gradients"]
 
         (few, _), (more, _) = bytes_of(2), bytes_of(4)
         # Past two layers each costs the same; what they cost more is gathered beside, of which one layer has less.
