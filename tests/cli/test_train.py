@@ -140,17 +140,17 @@ def test_stopped_run_names_the_same_command_and_has_the_signals_code(
 
 
 def test_plan_takes_no_other_override(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(args(plan_file, "--job.steps", "5")) == 2
-    assert "--job.steps" in capsys.readouterr().err
+    assert main.main(args(plan_file, "--job.sequence-length", "32")) == 2
+    assert "--job.sequence-length" in capsys.readouterr().err
     status = RunFolder(plan_file.parent / "run").status()
     assert status is not None
     assert (status.state, status.exit_code) == ("failed", 2)
-    assert "--job.steps" in (status.cause or "")
+    assert "--job.sequence-length" in (status.cause or "")
 
 
 def test_refusal_leaves_the_status_of_a_finished_run(plan_file: Path) -> None:
     assert main.main(args(plan_file)) == 0
-    assert main.main(args(plan_file, "--job.steps", "5")) == 2
+    assert main.main(args(plan_file, "--job.sequence-length", "32")) == 2
     status = RunFolder(plan_file.parent / "run").status()
     assert status is not None
     assert status.state == "done"
