@@ -107,7 +107,7 @@ def slow_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slow(self: AhpEngine, job: Any, parallelism: Parallelism, choice: Any) -> Traits:
         found = traits(self, job, parallelism, choice)
-        return replace(found, host_launches_per_operator=50.0) if choice.compile else found
+        return replace(found, host=found.host._replace(launches_per_operator=50.0)) if choice.compile else found
 
     monkeypatch.setattr(AhpEngine, "traits", slow)
 

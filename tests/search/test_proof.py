@@ -171,7 +171,7 @@ def test_of_ring_and_all_to_all_the_one_with_the_shorter_step_is_taken(recompute
 @pytest.mark.parametrize("devices", [1, 5, 7, 13])
 @pytest.mark.parametrize("engine", ["ahp", "torchtitan"])
 def test_one_device_and_prime_numbers_of_them(devices: int, engine: str) -> None:
-    asked = small("llama", f"{devices}xH100-SXM-80GB", engine=engine)
+    asked = small("llama", f"1x{devices}xH100-SXM-80GB", engine=engine)
     ranking = found(asked)
     assert ranking is not None
     used = ranking.best.parallelism.world_size

@@ -56,7 +56,9 @@ def test_the_best_is_the_best_of_every_legal_layout(cluster: str) -> None:
     times = sorted(step_time_s for _, step_time_s, _ in told)
     assert ranked.certificate.proven
     found = sorted(plan.forecast.step_time_s for plan in ranked if plan.forecast is not None)
-    assert found == pytest.approx(times[: len(found)])
+    # The last rows may be the best of a family that is always looked for.
+    assert found[:9] == pytest.approx(times[:9])
+    assert any(found[9] == pytest.approx(one_s) for one_s in times[9:])
     assert len(found) == 10
     assert ranked.best.engine.compile is True
     eager = search(tiny(), cluster, JOB, engine=EngineChoice(compile=False)).best.forecast
