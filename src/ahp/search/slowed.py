@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ahp.cluster.cells import place
-from ahp.cluster.model import Cluster, Device, GroupLink, Link, Measurements, NodeGroup
+from ahp.cluster.model import Cluster, GroupLink, Link, Measurements, NodeGroup
+from ahp.cluster.scaled import scaled
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Parallelism, Plan
 from ahp.search.problem import Problem
@@ -15,6 +16,8 @@ from ahp.words import percent, seconds
 
 SLOW = "slow"
 """Name of the group."""
+SLOWED = "taken as slower than its like"
+"""Where its figures come from."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def _today_s(slow: Problem, plan: Plan, ratio: float) -> float:
     except (BadInput, NotExpressible):
         assert plan.cluster is not None, "it was made for one"
         cluster = Cluster.resolve(plan.cluster)
-        groups = tuple(_scaled(group, ratio) for group in cluster.groups)
+        groups = tuple(scaled(group, ratio, SLOWED) for group in cluster.groups)
         as_slow = replace(slow, cluster=cluster.model_copy(update={"groups": groups}))
         return as_slow.priced(plan.parallelism).forecast.step_time_s
 
@@ -78,9 +81,9 @@ def with_slow(cluster: Cluster, layout: Parallelism, rank: int, ratio: float) ->
         (worker // group.devices_per_node, group.nodes) if group.nodes > 1 else (worker, group.devices_per_node)
     )
     if of == 1:
-        parts, links = [_scaled(group, ratio)], []
+        parts, links = [scaled(group, ratio, SLOWED)], []
     else:
-        slow = _scaled(_part(group, 1), ratio).model_copy(update={"name": SLOW})
+        slow = scaled(_part(group, 1), ratio, SLOWED).model_copy(update={"name": SLOW})
         others = _part(group, of - 1)
         # Ranks fill the groups in their order: as near as two groups come to where it was.
         parts = [others, slow] if 2 * number >= of - 1 else [slow, others]
@@ -116,24 +119,3 @@ def _with_all(group: NodeGroup) -> Measurements | None:
         most = min((one.workers for one in samples), key=lambda n: abs(n - group.devices_per_node), default=0)
         found[key] = tuple(one for one in samples if one.workers == most)
     return group.measured.model_copy(update=found)
-
-
-def _scaled(group: NodeGroup, ratio: float) -> NodeGroup:
-    device = group.device
-    peaks = {name: peak / ratio for name, peak in device.peak_flops_per_s.items()}
-    slower: Device = device.model_copy(
-        update={
-            "peak_flops_per_s": peaks,
-            "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s / ratio,
-            "kernel_launch_s": device.kernel_launch_s * ratio,
-        }
-    )
-    measured = group.measured
-    if measured is not None:
-        timed = {
-            key: tuple(one.model_copy(update={"seconds": one.seconds * ratio}) for one in getattr(measured, key))
-            for key in ("matmul", "attention", "element_wise")
-        }
-        memory = tuple(one.model_copy(update={"bytes_per_s": one.bytes_per_s / ratio}) for one in measured.memory)
-        measured = measured.model_copy(update={**timed, "memory": memory})
-    return group.model_copy(update={"device": slower, "measured": measured})
