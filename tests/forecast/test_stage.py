@@ -10,11 +10,11 @@ import pytest
 
 from ahp.engines.registry import get
 from ahp.forecast.assembly import passes_behind, recompute_of
+from ahp.forecast.candidates.layer_columns import LayerColumns
+from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.stage import layout_costs
 from ahp.plan import Parallelism
-from ahp.search.bounds.pipelines import Cut, Pipelines
-from ahp.search.bounds.splits import Splits
-from ahp.search.bounds.stage_columns import BlockStages
+from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.problem import Problem
 from tests.search.small import small
 
@@ -64,16 +64,16 @@ def test_columns_of_the_search_are_the_forecasts(engine: str, keys: dict[str, An
     pricer, traits = asked.pricer, get(engine).traits(asked.job, layout, asked.engine)
     units, m = pricer.units(layout), layout.num_micro_batches(asked.job)
     kinds = ["none", "full"]
-    splits = Splits([layout, layout], [traits, traits], pricer.nodes, pricer.network)
-    stages = BlockStages(units, [recompute_of(kind, traits, units) for kind in kinds], splits.data(0, 1))
-    cut = Cut(pricer.table(STAGES), {}, np.zeros(len(STAGES), dtype=np.int64))
+    shardings = Shardings([layout, layout], [traits, traits], pricer.nodes, pricer.network)
+    stages = LayerColumns(units, [recompute_of(kind, traits, units) for kind in kinds], shardings.data(0, 1))
+    table, behind = pricer.table(STAGES), np.zeros(len(STAGES), dtype=np.int64)
     bytes_per_s = pricer.unit_pricer.rates.bytes_per_s
-    found = stages.seconds(splits, [0, 1], m, cut, bytes_per_s)
+    found = stages.seconds(shardings, [0, 1], m, table, behind, bytes_per_s)
     shape = 2, len(kinds), len(STAGES)
     columns = np.stack([np.broadcast_to(seconds, shape) for seconds in found.values()], axis=-1)
     for split, (at, kind) in product(range(2), enumerate(stages.recompute)):
         data = pricer.data_parallel(layout, traits)
-        costs = layout_costs(units, cut.stages, kind, data, pricer.network, bytes_per_s)
+        costs = layout_costs(units, table, kind, data, pricer.network, bytes_per_s)
         exact = np.array([cost.seconds for cost in costs])
         if traits.gather.bucket_elements or traits.reduce.bucket_elements:
             assert (columns[split, at] <= exact * (1 + 1e-12)).all()

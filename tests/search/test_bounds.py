@@ -29,10 +29,10 @@ ROUNDING = 1 + 1e-9
 
 def holds(asked: Problem, space: Space, places: list[Place]) -> None:
     """Every bound of these rows is under their forecast, and those of their blocks under theirs."""
-    bounds = Bounds(asked)
-    most, blocks_s, blocks_bytes = bounds.most_that_fits_bytes(), bounds.blocks_s(space), bounds.blocks_bytes(space)
+    bounds = Bounds(asked, space)
+    most, blocks_s, blocks_bytes = bounds.most_that_fits_bytes(), bounds.blocks_s(), bounds.blocks_bytes()
     for block, row in places:
-        rows, layout = bounds.rows(space, block, np.inf), space.layout(block, row)
+        rows, layout = bounds.rows(block, np.inf), space.layout(block, row)
         forecast = asked.price(layout)
         needed = sum(forecast.memory.values())
         assert rows.times_s[row] <= forecast.step_time_s * ROUNDING, layout.short()
@@ -40,12 +40,12 @@ def holds(asked: Problem, space: Space, places: list[Place]) -> None:
         assert rows.needs_bytes[row] <= needed + 1, layout.short()
         assert blocks_bytes[block] <= needed + 1, layout.short()
         assert forecast.fits == (needed <= most)
-        assert bounds.work_s(space, block) <= forecast.step_time_s * ROUNDING, layout.short()
+        assert bounds.work_s(block) <= forecast.step_time_s * ROUNDING, layout.short()
         if forecast.fits:
-            assert bounds.kinds_s(space, block) <= forecast.step_time_s * ROUNDING, layout.short()
-            assert bounds.block_s(space, block) <= forecast.step_time_s * ROUNDING, layout.short()
+            assert bounds.kinds_s(block) <= forecast.step_time_s * ROUNDING, layout.short()
+            assert bounds.block_s(block) <= forecast.step_time_s * ROUNDING, layout.short()
         if 1 < layout.num_stages <= asked.graph.num_layers:
-            work_s, any_cut_s = bounds.work_s(space, block), bounds.of_any_cut(space, block)
+            work_s, any_cut_s = bounds.work_s(block), bounds.of_any_cut(block)
             for cut, of_cut in other_cuts(asked, layout):
                 assert max(blocks_s[block], work_s) <= of_cut.step_time_s * ROUNDING, cut
                 assert blocks_bytes[block] <= sum(of_cut.memory.values()) + 1, cut
@@ -115,7 +115,7 @@ def test_bounds_are_under_the_forecast_of_many_problems(asked: Problem, data: st
 
 def holds_in_part(asked: Problem, space: Space, places: list[Place], data: st.DataObject) -> int:
     """The floor under every part of the layers that may be recomputed, in every cut, is under the forecast of some that fit."""
-    bounds, ways, seen = Bounds(asked), ways_of(asked), 0
+    bounds, ways, seen = Bounds(asked, space), ways_of(asked), 0
     for block, row in places if ways is not None else ():
         layout = space.layout(block, row)
         if layout.activation_checkpoint == "none" or layout.num_stages > asked.graph.num_layers:
@@ -131,7 +131,7 @@ def holds_in_part(asked: Problem, space: Space, places: list[Place], data: st.Da
             part = whole.model_copy(update={"recomputed_layers_per_stage": some})
             if asked.refused(part) is None and (forecast := asked.price(part)).fits:
                 assert ways is not None
-                assert bounds.of_any_part(space, block, ways) <= forecast.step_time_s * ROUNDING, part.short()
+                assert bounds.of_any_part(block, ways) <= forecast.step_time_s * ROUNDING, part.short()
                 seen += 1
     return seen
 
@@ -157,12 +157,13 @@ def test_the_floor_under_parts_that_are_recomputed_of_many_problems(asked: Probl
 def test_memory_is_known_before_the_forecast(engine: str) -> None:
     """What rows need is asked of the functions that the forecast asks: but for few schedules it is the same, to the byte."""
     asked = small("two kinds of blocks", "2x2xH100-SXM-80GB", engine=engine)
-    space, bounds = build(asked), Bounds(asked)
+    space = build(asked)
+    bounds = Bounds(asked, space)
     alike = []
     for block in range(0, len(space.blocks), max(1, len(space.blocks) // 8)):
         row = 7 * block % int(space.blocks.rows[block])
         needed = sum(asked.price(space.layout(block, row)).memory.values())
-        alike.append(bounds.needs_bytes(space, block)[row] == needed)
+        alike.append(bounds.needs_bytes(block)[row] == needed)
     assert np.mean(alike) >= 0.75
 
 
@@ -172,32 +173,35 @@ def test_memory_is_known_before_the_forecast(engine: str) -> None:
 def test_time_bound_is_worth_something(model: str, engine: str) -> None:
     """A bound far below the forecast would be right and useless: the median of the share it knows."""
     asked = small(model, "2x4xH100-SXM-80GB", engine=engine, batch=16)
-    space, bounds = build(asked), Bounds(asked)
+    space = build(asked)
+    bounds = Bounds(asked, space)
     share = []
     for block in range(0, len(space.blocks), max(1, len(space.blocks) // 8)):
         row = 7 * block % int(space.blocks.rows[block])
-        known_s = bounds.rows(space, block, np.inf).times_s[row]
+        known_s = bounds.rows(block, np.inf).times_s[row]
         share.append(known_s / asked.price(space.layout(block, row)).step_time_s)
     assert np.median(share) > 0.9
 
 
 def test_blocks_are_bounded_together_as_alone() -> None:
     asked = small("two kinds of blocks", "2x4xH100-SXM-80GB", batch=16)
-    space, together, alone = build(asked), Bounds(asked), Bounds(asked)
+    space = build(asked)
+    together, alone = Bounds(asked, space), Bounds(asked, space)
     blocks = range(0, len(space.blocks), len(space.blocks) // 30)
     for block in blocks:
-        together.work_s(space, block)  # so that it waits for its closer bound
-    found = [together.block_s(space, block) for block in blocks]
-    assert found == pytest.approx([alone.block_s(space, block) for block in blocks], rel=1e-12)
+        together.work_s(block)  # so that it waits for its closer bound
+    found = [together.block_s(block) for block in blocks]
+    assert found == pytest.approx([alone.block_s(block) for block in blocks], rel=1e-12)
 
 
 def test_blocks_with_other_kinds_of_recompute_are_bounded_together() -> None:
     asked = small("experts", "2x2xH100-SXM-80GB", compiled=True)
-    space, bounds = build(asked), Bounds(asked)
+    space = build(asked)
+    bounds = Bounds(asked, space)
     assert len({space.rows(block).recompute for block in range(len(space.blocks))}) == 2
     for block in range(len(space.blocks)):
-        bounds.work_s(space, block)  # so that it waits for its closer bound
-    found = [bounds.block_s(space, block) for block in range(len(space.blocks))]
+        bounds.work_s(block)  # so that it waits for its closer bound
+    found = [bounds.block_s(block) for block in range(len(space.blocks))]
     for block in range(0, len(space.blocks), 9):
         assert found[block] <= asked.price(space.layout(block, 0)).step_time_s * ROUNDING
 
@@ -205,7 +209,7 @@ def test_blocks_with_other_kinds_of_recompute_are_bounded_together() -> None:
 def test_rows_that_do_not_fit_are_not_timed() -> None:
     asked = small()
     space = build(asked)
-    rows = Bounds(asked).rows(space, 0, 0.0)
+    rows = Bounds(asked, space).rows(0, 0.0)
     assert np.isinf(rows.times_s).all()
     assert np.isfinite(rows.needs_bytes).all()
 
@@ -226,16 +230,17 @@ def test_each_level_of_bounds_is_worth_something() -> None:
     job = Job(sequence_length=4096, global_batch_size=64, precision="bf16")
     model = analyze({"model_type": "llama", "num_hidden_layers": 8, "vocab_size": 32000, **sizes}, job)
     asked = problem(model, Cluster.parse("2x8xH100-SXM-80GB"), job, None, "torchtitan")
-    space, bounds = build(asked), Bounds(asked)
+    space = build(asked)
+    bounds = Bounds(asked, space)
     most_bytes, shares = bounds.most_that_fits_bytes(), []
     for block in range(0, len(space.blocks), len(space.blocks) // 16):
-        rows_s = bounds.rows(space, block, most_bytes).times_s
+        rows_s = bounds.rows(block, most_bytes).times_s
         if np.isinf(rows_s).all():
             continue
         places = np.argsort(rows_s, kind="stable")[:4].tolist()
         best_s = min(asked.price(space.layout(block, row)).step_time_s for row in places)
-        known = bounds.first_s(space)[block], bounds.work_s(space, block), bounds.kinds_s(space, block)
-        shares.append([one / best_s for one in (*known, bounds.block_s(space, block), rows_s.min())])
+        known = bounds.first_s()[block], bounds.work_s(block), bounds.kinds_s(block)
+        shares.append([one / best_s for one in (*known, bounds.block_s(block), rows_s.min())])
         assert max(shares[-1]) <= ROUNDING
     medians = dict(zip(LEVELS, np.median(shares, axis=0).tolist(), strict=True))
     assert all(medians[level] >= floor for level, floor in LEVELS.items()), medians

@@ -100,6 +100,9 @@ def test_the_verb_ranks_what_they_priced_and_proves_nothing(name: MethodName) ->
     assert certificate.broken + legal == certificate.rows
     assert not certificate.proven
     assert "is not proven" in certificate.words()
+    assert certificate.words().startswith(
+        f"Evaluated {certificate.forecasts:,} of {legal - certificate.alike:,} legal layouts by "
+    )
     exact = search(tiny(), "2x4xH100-SXM-80GB", JOB).certificate
     assert certificate.lowest_bound_left_s is not None
     assert certificate.lowest_bound_left_s <= exact.best_s <= certificate.best_s

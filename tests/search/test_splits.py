@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ahp.engines.registry import names
 from ahp.forecast.states import RankWeights, Shards, cast_bytes, gradient_copy_bytes, last_copy_bytes, state_bytes
-from ahp.search.bounds.space_bounds import Bounds
+from ahp.search.bounds.space_shardings import SpaceShardings
 from ahp.search.space import build
 
 from .small import small
@@ -26,7 +26,7 @@ def test_a_column_is_each_way_alone(engine: str, data: st.DataObject) -> None:
     precision = data.draw(st.sampled_from(["bf16", "fp32"]))
     asked = small("experts", "2x4xH100-SXM-80GB", engine=engine, precision=precision)
     space = build(asked)
-    splits = Bounds(asked).splits(space, data.draw(st.integers(0, len(space.blocks) - 1)))
+    splits = SpaceShardings(asked, space).of(data.draw(st.integers(0, len(space.blocks) - 1)))
     ranks = [
         RankWeights(data.draw(st.integers(10**9, 10**11)), *(data.draw(NUMBER) for _ in range(6))) for _ in range(2)
     ]
@@ -48,8 +48,9 @@ def test_a_column_is_each_way_alone(engine: str, data: st.DataObject) -> None:
 @given(st.data())
 def test_columns_are_joined_and_cut_as_they_lie(data: st.DataObject) -> None:
     asked = small("experts", "2x4xH100-SXM-80GB")
-    space, bounds = build(asked), Bounds(asked)
-    parts = [bounds.splits(space, data.draw(st.integers(0, len(space.blocks) - 1))).columns for _ in range(2)]
+    space = build(asked)
+    shardings = SpaceShardings(asked, space)
+    parts = [shardings.of(data.draw(st.integers(0, len(space.blocks) - 1))).columns for _ in range(2)]
     joined, count = type(parts[0]).joined(parts), len(parts[0].traits.reduce.element_bytes)
     allocated = np.array([[1e9]])
     for part, rows in zip(parts, (slice(0, count), slice(count, None)), strict=True):

@@ -278,8 +278,16 @@ class Pricer:
         """Norm, clipping and update on the rank where they take longest, with the one collective of loss and norm; and what
         fetches states from host memory and brings them back."""
         update_s, offload_s = max(self.ranks_optimizer_s(parallelism, traits, span, stages), key=sum)
+        return update_s + self._norm_s(parallelism), offload_s
+
+    def _norm_s(self, parallelism: Parallelism) -> float:
+        """The one collective of loss and norm."""
         world = strided_group(parallelism.world_size, 1, self.nodes.devices_per_node)
-        return update_s + self.network.time_s("all_reduce", LOSS_AND_NORM_BYTES, world), offload_s
+        return self.network.time_s("all_reduce", LOSS_AND_NORM_BYTES, world)
+
+    def after_s(self, parallelism: Parallelism, units: Units) -> float:
+        """What comes once per step whatever the layers: the one collective of loss and norm, and the gradient of tied weights."""
+        return self._norm_s(parallelism) + self.tied_s(parallelism, units)
 
     def ranks_optimizer_s(
         self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory

@@ -352,13 +352,13 @@ class UnitPricer:
     def _of_degrees(
         self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: KernelOptions
     ) -> _Divided:
-        degree, context, experts = axes.tensor.size, axes.context.size, axes.expert.size
+        run = self._run(graph, segment, role, number, how, axes.tensor.size)
+        degree, context, experts = axes.tensor.size, axes.context.size, axes.expert.size if run.stacked else 1
         sequence_parallel = axes.sequence_parallel and degree > 1
         key = graph.micro_batch_size, role, number, self._number(how), degree, sequence_parallel, context, experts
         if key in self._divided:
             return self._divided[key]
         fp8 = how.fp8 if role == "block" else None
-        run = self._run(graph, segment, role, number, how, degree)
         parts, stacked = run.split, run.stacked
         division = Division(parts, degree, sequence_parallel, context, experts)
         held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}

@@ -62,10 +62,10 @@ def _rival(asked: Problem, ceiling_s: float) -> tuple[Fastest, Certificate]:
     start = perf_counter()
     table = legal_rows(asked)
     used, space = table.problem, table.space
-    bounds = Bounds(used)
+    bounds = Bounds(used, space)
     best, found, tried = fastest_row(used, space, bounds, ceiling_s)
-    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(space)
-    any_part_s = None if (parts := ways_of(used)) is None else bounds.any_part_s(space, parts)
+    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s()
+    any_part_s = None if (parts := ways_of(used)) is None else bounds.any_part_s(parts)
     certificate = certified(space, found, tried, ceiling_s, (any_cut_s, any_part_s), perf_counter() - start)
     return best, certificate
 
@@ -92,7 +92,7 @@ def ranking_by_speed(
     table = legal_rows(asked)
     used, space = table.problem, table.space
     today = today_of(used, current)
-    bounds = Bounds(used)
+    bounds = Bounds(used, space)
     found = find(used, bounds, space, by, keep)
     if not found.fitting:
         if by.name != "exact" and found.left:
@@ -107,11 +107,11 @@ def ranking_by_speed(
     ordered = simplest_first(with_candidate(all_found, today, used), tied)
     ranked, (layout, best) = ordered.ranked, ordered.ranked[0]
     ways = ways_of(used)
-    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(space)
-    any_part_s = None if ways is None else bounds.any_part_s(space, ways)
+    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s()
+    any_part_s = None if ways is None else bounds.any_part_s(ways)
     tried = better.forecasts, lighter.forecasts
     found_s = all_found[0][1].step_time_s
-    certificate = certified(space, found, tried, found_s, (any_cut_s, any_part_s), perf_counter() - start)
+    certificate = certified(space, found, tried, found_s, (any_cut_s, any_part_s), perf_counter() - start, by.name)
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
     row = layout.model_copy(
         update={key: getattr(used.constraints, key) for key in ("layers_per_stage", "recomputed_layers_per_stage")}

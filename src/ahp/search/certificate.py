@@ -9,6 +9,8 @@ from ahp.search.exact import Outcome
 from ahp.search.space import Rule, Space
 from ahp.words import seconds
 
+SOLVERS = {"anneal": "simulated annealing", "evolve": "differential evolution"}
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -46,6 +48,8 @@ class Certificate:
     found_s: float
     """Of the best found, also among other cuts and with fewer layers recomputed."""
     search_s: float
+    solver: str = "exact"
+    """What chose the layouts that were priced: exact, anneal or evolve."""
     kernels: bool = False
     """Whether rows are layouts with compiled blocks and layouts with eager ones."""
 
@@ -55,6 +59,8 @@ class Certificate:
 
     def words(self) -> str:
         """One line for people."""
+        if self.solver != "exact":
+            return self._of_solver()
         found = (
             f"Searched {self.rows:,} layouts{self._kernels()} in {self.search_s:.1f} s: {self.broken:,} break a rule, "
             f"{self._alike()}{self.not_fit:,} do not fit, {self.fit:,} priced and fit, {self.left:,} left"
@@ -69,6 +75,18 @@ class Certificate:
         if self.proven:
             return f"{found} that cannot win (none under {bound}{self._of_others()})"
         return f"{found} unpriced: the best is not proven, a layout of {bound} may be among them"
+
+    def _of_solver(self) -> str:
+        """Of a solver with a budget: what it evaluated, and what that proves."""
+        legal = self.rows - self.broken - self.alike
+        found = f"Evaluated {self.forecasts:,} of {legal:,} legal layouts by {SOLVERS[self.solver]} in {self.search_s:.1f} s"
+        if self.proven:
+            return f"{found}: no other is faster"
+        bound = seconds(self.lowest_bound_left_s or 0.0)
+        return (
+            f"{found}: the best is not proven, a layout of {bound} may be among the others. The exact search proves "
+            "its best, in seconds on 16,384 devices too"
+        )
 
     def beside(self, other: Certificate) -> Certificate:
         """Of this search together with one of the same layouts with other kernels, whose best is no better."""
@@ -114,6 +132,7 @@ def certified(
     found_s: float,
     floors_s: tuple[float | None, float | None],
     search_s: float,
+    solver: str = "exact",
 ) -> Certificate:
     """``tried``: forecasts of other cuts, and with fewer layers recomputed; ``floors_s``: under all of either."""
     return Certificate(
@@ -134,6 +153,7 @@ def certified(
         any_part_s=floors_s[1],
         found_s=found_s,
         search_s=search_s,
+        solver=solver,
     )
 
 

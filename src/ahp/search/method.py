@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -54,7 +53,7 @@ def find(
     from the best they can be at most. ``ceiling_s``: the exact search leaves out what takes as long; ``only``: blocks
     that are searched, the others count as too large."""
     most_bytes = bounds.most_that_fits_bytes()
-    blocks_s = bounds.first_s(space) if only is None else np.where(only, bounds.first_s(space), np.inf)
+    blocks_s = bounds.first_s() if only is None else np.where(only, bounds.first_s(), np.inf)
 
     def price(place: Place) -> Forecast:
         return used.price(space.layout(*place))
@@ -63,8 +62,8 @@ def find(
         return best_first(
             blocks_s,
             space.blocks.rows,
-            tuple(partial(of, space) for of in (bounds.work_s, bounds.kinds_s, bounds.block_s)),
-            lambda block: bounds.rows(space, block, most_bytes).times_s,
+            (bounds.work_s, bounds.kinds_s, bounds.block_s),
+            lambda block: bounds.rows(block, most_bytes).times_s,
             price,
             Limits(keep=keep, ceiling_s=ceiling_s),
         )

@@ -78,12 +78,12 @@ def nearest(used: Problem) -> Nearest | None:
 
 def _by_memory(used: Problem, space: Space) -> list[Place]:
     """The rows that need the least by their lower bound. A block is opened until none left can hold one of them."""
-    bounds, found = Bounds(used), list[tuple[float, Place]]()
-    blocks = bounds.blocks_bytes(space)
+    bounds, found = Bounds(used, space), list[tuple[float, Place]]()
+    blocks = bounds.blocks_bytes()
     for block in np.argsort(blocks, kind="stable").tolist():
         if len(found) == NEAREST and blocks[block] >= found[-1][0]:
             break
-        needs = bounds.needs_bytes(space, block)
+        needs = bounds.needs_bytes(block)
         least = np.argsort(needs, kind="stable")[:NEAREST].tolist()
         found = sorted([*found, *((float(needs[row]), (block, row)) for row in least)])[:NEAREST]
     return [place for _, place in found]

@@ -100,7 +100,7 @@ class Nearby:
 
     def _needs(self, block: int) -> NDArray[np.float64]:
         """Bounds of memory of a block's rows that do not fit but are near; infinite for the others."""
-        needs = self.bounds.needs_bytes(self.space, block)
+        needs = self.bounds.needs_bytes(block)
         near = needs <= NEAR * self.bounds.problem.capacity_bytes
         return np.where(near & (needs > self.bounds.most_that_fits_bytes()), needs, np.inf)
 
@@ -145,7 +145,7 @@ class Nearby:
             needs = self._needs(block)
             if not np.isfinite(needs).any():
                 continue
-            times = self.bounds.rows(self.space, block, NEAR * self.bounds.problem.capacity_bytes).times_s
+            times = self.bounds.rows(block, NEAR * self.bounds.problem.capacity_bytes).times_s
             places = self._least(block, np.where(times < self.best_s, needs, np.inf), NUM_TOO_LARGE)
             found += [(float(needs[place[1]]), place) for place in places]
         return [place for _, place in sorted(found)[:NUM_TOO_LARGE]]

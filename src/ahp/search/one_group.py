@@ -35,7 +35,7 @@ def fastest_on_one_group(asked: Problem, ceiling_s: float = float("inf")) -> Fas
         space = build(asked)
     except BadInput:
         return None
-    return fastest_row(asked, space, Bounds(asked), ceiling_s)[0] if len(space.blocks) else None
+    return fastest_row(asked, space, Bounds(asked, space), ceiling_s)[0] if len(space.blocks) else None
 
 
 def fastest_row(

@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.forecast import rules
+from ahp.forecast.axes import Axes
+from ahp.forecast.group import Group
 from ahp.plan import Parallelism
 from ahp.search.choices import Choices, Mesh, ScheduleChoice, ShardingChoice
 from ahp.search.problem import Problem
@@ -106,9 +108,12 @@ class Space:
 
     def rows(self, block: int) -> Rows:
         """The legal rows of one block."""
+        return Rows(self._splits(int(self.blocks.mesh[block])), self.pipes(block), self.recompute(block))
+
+    def recompute(self, block: int) -> tuple[str, ...]:
+        """The legal kinds of recompute of one block."""
         mesh = self.mesh(block)
-        kinds = self._choices.legal_recompute(mesh.tensor, mesh.context, mesh.expert)
-        return Rows(self._splits(int(self.blocks.mesh[block])), self.pipes(block), kinds)
+        return self._choices.legal_recompute(mesh.tensor, mesh.context, mesh.expert)
 
     def _legal_splits(self, number: int) -> tuple[ShardingChoice, ...]:
         """Of one mesh."""
@@ -119,10 +124,18 @@ class Space:
         """What one block has in common."""
         return self._meshes[int(self.blocks.mesh[block])]
 
-    def local(self, meshes: Ints) -> tuple[Ints, Ints, Ints]:
-        """Of each mesh, the ranks of its tensor, its context and its expert group that share a node."""
-        found = np.array([mesh.within[:3] for mesh in self._meshes], dtype=np.int64).reshape(-1, 3)[meshes]
-        return found[:, 0], found[:, 1], found[:, 2]
+    def axes(self, block: int) -> Axes:
+        """The groups of a block that divide a micro-batch."""
+        mesh = self.mesh(block)
+        sizes = mesh.tensor, mesh.context, mesh.expert
+        tensor, context, experts = (
+            Group(size, on, -(-size // on)) for size, on in zip(sizes, mesh.within[:3], strict=True)
+        )
+        return Axes(tensor, bool(mesh.sequence_parallel) and mesh.tensor > 1, context, experts)
+
+    def local(self, meshes: Ints) -> Ints:
+        """[meshes, 3] Of the ranks of each one's tensor, context and expert group, how many share a node."""
+        return np.array([mesh.within[:3] for mesh in self._meshes], dtype=np.int64).reshape(-1, 3)[meshes]
 
     def pipes(self, block: int) -> tuple[ScheduleChoice, ...]:
         """The legal ways to run the pipelines of one block."""
@@ -326,7 +339,7 @@ class _Counted:
         return None if alone else self.choices.asked.refused(layout)
 
     def _good_splits(self) -> tuple[Ints, Ints]:
-        """[M] Splits that the engine can express, those that it runs alike once; and how often it runs one alike."""
+        """[M] Ways to share states that the engine can express, those that it runs alike once; and how often it runs one alike."""
         each = self.num_recompute * self.micro_batches.shape[1]
         rows: dict[int, int] = {}
         first: dict[int, Mesh] = {}

@@ -11,23 +11,17 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.engines.traits import Traits
-from ahp.forecast.assembly import received_bytes, recompute_of
-from ahp.forecast.group import strided_group
+from ahp.forecast.assembly import received_bytes
+from ahp.forecast.candidates.layer_columns import LayerColumns
+from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.mesh import pipeline_axis
-from ahp.forecast.pricer import LOSS_AND_NORM_BYTES
-from ahp.forecast.segment import Recompute
 from ahp.forecast.stage import StageCosts
 from ahp.forecast.stage_memory import StageWeights
-from ahp.forecast.units import Units
-from ahp.plan import Parallelism
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s
 from ahp.schedule.descriptor import PipelineSchedule
 from ahp.schedule.placement import Placement
 from ahp.schedule.registry import of_ranks
 from ahp.search.bounds.pipelines import Cut, Pipelines
-from ahp.search.bounds.splits import Splits
-from ahp.search.bounds.stage_columns import BlockStages
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
@@ -60,23 +54,18 @@ class Beside:
     """[W, R] Temporaries and what is received from other stages."""
 
 
-def after_s(asked: Problem, layout: Parallelism, units: Units) -> float:
-    """What comes once per step whatever the layers: the one collective of loss and norm, and the gradient of tied weights."""
-    world = strided_group(layout.world_size, 1, asked.pricer.nodes.devices_per_node)
-    norm_s = asked.pricer.network.time_s("all_reduce", LOSS_AND_NORM_BYTES, world)
-    return norm_s + asked.pricer.tied_s(layout, units)
-
-
-def recomputes(rows: Rows, traits: Traits, units: Units) -> list[Recompute]:
-    """What each kind of recompute in the rows means for these units."""
-    return [recompute_of(kind, traits, units) for kind in rows.recompute]
-
-
 class BlockRows:
     """One block with its units, its rows, and what they share."""
 
     def __init__(
-        self, asked: Problem, pipelines: Pipelines, rows: Rows, splits: Splits, stages: BlockStages, m: int, size: int
+        self,
+        asked: Problem,
+        pipelines: Pipelines,
+        rows: Rows,
+        splits: Shardings,
+        stages: LayerColumns,
+        m: int,
+        size: int,
     ) -> None:
         """``stages``: of the block's units; ``m``: micro-batches; ``size``: sequences of each."""
         self.asked, self.pipelines, self.rows, self.splits, self.m = asked, pipelines, rows, splits, m
@@ -118,9 +107,13 @@ class BlockRows:
         for alike in self.splits.alike.values():
             at = [split for split in alike if split in wanted]
             if at:
-                for name, seconds in self.stages.seconds(self.splits, at, self.m, self._cut, self.bytes_per_s).items():
+                for name, seconds in self._seconds(at).items():
                     found[name][at] = seconds
         return found
+
+    def _seconds(self, at: list[int]) -> dict[str, Floats]:
+        cut = self._cut
+        return self.stages.seconds(self.splits, at, self.m, cut.stages, cut.passes_behind, self.bytes_per_s)
 
     def _time_rows(self, times: Floats, passes: dict[str, Floats], rows: Mask, pipes: list[int], virtual: int) -> None:
         """Write into ``times`` what the schedules of some rows [J, R] take at least."""
@@ -161,15 +154,14 @@ class BlockRows:
 
     @cached_property
     def _after_s(self) -> float:
-        return after_s(self.asked, self.any, self.units)
+        return self.pricer.after_s(self.any, self.units)
 
     def _updated(self, virtual: int, placement: Placement) -> Floats:
         """[J, 1] Clipping and AdamW on the rank where they take longest; of Muon, which deals whole matrices out over a stage's ranks,
         the least that it takes for them."""
         at = self._cut.of[virtual][self._own(virtual, placement)]
-        updates_s = self._weights.of_ranks(at).updated(self.splits.columns.shards) * self.splits.update_of_one_s(
-            self.pricer
-        )
+        updated = self.splits.columns.updated(self._weights.of_ranks(at))
+        updates_s = updated * self.splits.update_of_one_s(self.pricer)
         if self.pricer.muon is not None:
             layers = self._cut.stages.layers[at].sum(axis=1)
             updates_s = updates_s + layers * (self.pricer.muon.least_s() / (self.any.world_size // self.p))

@@ -12,20 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.forecast.overlap import shown_behind_s, shown_columns_s
-from ahp.forecast.states import RankWeights, Shards, last_copy_bytes
+from ahp.forecast.candidates.layer_columns import LayerColumns
+from ahp.forecast.candidates.layer_costs import LayerCosts, layer_costs
+from ahp.forecast.candidates.sharding_columns import ShardingColumns
+from ahp.forecast.candidates.shardings import CollectiveTimes, Shardings
+from ahp.forecast.states import RankWeights
 from ahp.forecast.turns import least_share
 from ahp.schedule.registry import get
-from ahp.search.bounds.block_bounds import fewest_in_flight, fullest_of_any_cut
+from ahp.search.bounds.block_bounds import fewest_in_flight, fullest_of_any_cut, layers_before
 from ahp.search.bounds.pipelines import Fronts, Pipelines
-from ahp.search.bounds.split_columns import SplitColumns
-from ahp.search.bounds.splits import Splits
-from ahp.search.bounds.stage_columns import BlockStages
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
@@ -33,11 +32,6 @@ from ahp.search.space import Rows
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-
-
-def layers_before(asked: Problem, p: Floats | int) -> Any:
-    """Of a rank of average place: so many stages come before it, each with one layer at least but where an end has none."""
-    return (p - 1) / 2 - (asked.stage_ends != "hold_layers") * (p - 1) / p
 
 
 Ways = Callable[[int, ScheduleChoice, str], bool]
@@ -49,8 +43,8 @@ class PricedBlock:
     """One block, and its layers priced for its axes and micro-batch."""
 
     rows: Rows
-    splits: Splits
-    stages: BlockStages
+    splits: Shardings
+    stages: LayerColumns
     p: int
     """Pipeline ranks."""
     m: int
@@ -64,19 +58,6 @@ class PricedBlock:
         return (self.m if self.splits.traits[0].pipeline.in_torch else 1) * self.stages.units.hidden_bytes
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Seconds that a layer adds to its stage at least: in the passes of a micro-batch and once per step, each [N, R]."""
-
-    forward: Floats
-    backward: Floats
-    first_forward: Floats
-    last_backward: Floats
-
-    def part(self, rows: slice) -> Layer:
-        return Layer(self.forward[rows], self.backward[rows], self.first_forward[rows], self.last_backward[rows])
-
-
 class LayerBounds:
     """Some blocks of one problem; those with the same pipelines lie side by side."""
 
@@ -86,7 +67,7 @@ class LayerBounds:
         self._starts = np.cumsum([0, *counts])
         self._of = np.repeat(np.arange(len(blocks)), counts)
         """[N] The block of each way to share states."""
-        self.ways = SplitColumns.joined([block.splits.columns for block in blocks])
+        self.ways = ShardingColumns.joined([block.splits.columns for block in blocks])
         self._m = np.array([[block.m] for block in blocks], dtype=np.int64)
         self._column, self._of_stages = cache(self._each_block), cache(self._each_way)
         self._update_of_one_s = np.concatenate([block.splits.update_of_one_s(asked.pricer) for block in blocks])
@@ -107,7 +88,7 @@ class LayerBounds:
         forward = np.array([block.stages.forward_of_kinds for block in self.blocks]).min(axis=-1)[:, None]
         backward = np.array([block.stages.backward_of_kinds for block in self.blocks]).min(axis=-1)
         nothing, found = np.zeros(backward.shape), np.full(len(self._of), np.inf)
-        layer = Layer(forward + nothing, backward, nothing, nothing)
+        layer = LayerCosts(forward + nothing, backward, nothing, nothing)
         for first, end in self._alike():
             rows = self._rows(first, end)
             # All ways to share the states of a block take the same.
@@ -136,7 +117,7 @@ class LayerBounds:
         bounds_s = np.minimum.reduceat(found, self._starts[:-1]) + after_s
         return bounds_s * self.asked.pricer.stretch * least_share(self.asked.pricer.turns, p)
 
-    def _kinds_s(self, layer: Layer, first: int, of: Ints) -> Floats:
+    def _kinds_s(self, layer: LayerCosts, first: int, of: Ints) -> Floats:
         """[rows, C, R] Of the rank that takes longest, without its optimizer; ``of``: the block of each row of the layer."""
         loads = self._fronts(first).loads
         m, head_s = self._m[of], self._column("head_s")[of]
@@ -179,13 +160,10 @@ class LayerBounds:
 
     def _updates_s(self, rows: slice, layers: Floats | Ints) -> Floats:
         """[rows, C] The update of ranks with so many layers; of Muon, whose matrices a stage's ranks share, the least that it takes."""
-        of, muon = self._of[rows], self.asked.pricer.muon
+        of, muon, ways = self._of[rows], self.asked.pricer.muon, self.ways.part(rows)
         dense, experts = (layers * self._column(name)[of] for name in ("least_dense", "least_experts"))
         weights = RankWeights(dense + experts, experts=experts)
-        update_s = (
-            weights.updated(Shards(*(np.asarray(ranks)[rows] for ranks in self.ways.shards)))
-            * self._update_of_one_s[rows]
-        )
+        update_s = ways.updated(weights) * self._update_of_one_s[rows]
         return update_s if muon is None else update_s + layers * (muon.least_s() / self._ranks_of_stage[of])
 
     @cached_property
@@ -275,57 +253,20 @@ class LayerBounds:
         return np.array([block.stages.least_kept for block in self.blocks])
 
     @cached_property
-    def _layers(self) -> tuple[Layer, Layer]:
-        """What layers add to their stages at least, as if they always had neighbours to hide collectives behind: the one
-        that adds the least, and the mean of all."""
-        ways, traits, any_block = self.ways, self.ways.traits, self.blocks[0].stages
+    def _layers(self) -> tuple[LayerCosts, LayerCosts]:
+        """What the layer that adds the least adds to its stage, and one of average kind."""
+        found = [block.splits.collectives_of_kinds(block.stages.weights) for block in self.blocks]
+        is_whole = np.array([block.p == 1 for block in self.blocks])[self._of, None, None]
+        layers, m = [block.stages for block in self.blocks], self._m[self._of]
         bytes_per_s = self.asked.pricer.unit_pricer.rates.bytes_per_s
-        parameters = self._of_stages("parameters")[:, None]  # [N, 1, K]
-        casts, copies = (part[..., None] / bytes_per_s * parameters for part in ways.moved_bytes(self._m[self._of]))
-        gather, reduce, replicas = self._collectives
-        overlap = any_block.overlap * traits.gather.overlap[..., None]
-        longest_s = self._of_stages("work_forward").max(axis=-1)[:, None, None]
-        gathered = casts + traits.gather.is_waited_for[..., None] * shown_columns_s(gather, longest_s, overlap)
-        each = traits.gather.in_each_forward[..., None]
-        forward = self._of_stages("forward_of_kinds")[:, None] + each * gathered
-        first = (1.0 - each) * gathered
-        longest_s = self._of_stages("work_backward").max(axis=-1)[..., None]
-        again = traits.gather.in_each_backward[..., None] * (shown_columns_s(gather, longest_s, overlap) + casts)
-        each = traits.reduce.every_micro_batch[..., None]
-        backward = self._of_stages("backward_of_kinds") + again + copies + each * self._behind(reduce)
-        last_bytes = np.asarray(last_copy_bytes(traits))[..., None]
-        last = self._behind(replicas + (1.0 - each) * reduce) + last_bytes / bytes_per_s * parameters
-        if any_block.host_is_device:
-            own_s = traits.host.operators_per_unit[..., None] / 2 * any_block.operator_s
-            forward, backward = forward + own_s, backward + own_s
-        shape = len(self._of), backward.shape[1], len(self._shares)
-        parts = [np.broadcast_to(part, shape) for part in (forward, backward, first, last)]
-        return Layer(*(part.min(axis=-1) for part in parts)), Layer(*(part @ self._shares for part in parts))
+        costs = layer_costs(self.ways, CollectiveTimes.joined(found), layers, self._of, m, is_whole, bytes_per_s)
+        return costs.least(), costs.mean(self._shares)
 
     @cached_property
     def _shares(self) -> Floats:
         """[K] Of all layers, those of each kind."""
         graph = self.asked.graph
         return np.bincount(graph.layers, minlength=len(graph.blocks)) / graph.num_layers
-
-    @cached_property
-    def _collectives(self) -> tuple[Floats, Floats, Floats]:
-        """[N, 1, K] Seconds of each kind of layer: gathered, reduced, and summed over the replicas."""
-        found = [block.splits.collectives_of_kinds(block.stages.weights) for block in self.blocks]
-        return (
-            np.concatenate([one.gather for one in found])[:, None],
-            np.concatenate([one.reduce for one in found])[:, None],
-            np.concatenate([one.replicas for one in found])[:, None],
-        )
-
-    def _behind(self, reduces: Floats) -> Floats:
-        """Gradients sent behind the backward pass of a layer: they slow it down, and what takes longer than it shows."""
-        overlap = self.blocks[0].stages.overlap * self.ways.traits.reduce.overlap[..., None]
-        work_s = self._of_stages("work_backward")
-        longer = np.maximum((reduces - work_s).min(axis=-1, keepdims=True), 0.0)
-        # In a pipeline other stages of the rank may hide that.
-        longer = longer * np.array([block.p == 1 for block in self.blocks])[self._of, None, None]
-        return shown_behind_s(reduces, longer, overlap)
 
 
 def _least_recomputed(light: Floats, heavy: Floats, room: Floats, num_layers: int) -> Floats:

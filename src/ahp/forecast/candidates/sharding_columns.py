@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class SplitColumns:
+class ShardingColumns:
     """What each way leaves on a rank and asks of it, each [N, 1]."""
 
     shards: Shards
@@ -37,11 +37,11 @@ class SplitColumns:
     traits: TraitColumns
 
     @classmethod
-    def joined(cls, parts: Sequence[SplitColumns]) -> SplitColumns:
+    def joined(cls, parts: Sequence[ShardingColumns]) -> ShardingColumns:
         """One behind the other."""
         return _each(lambda *figures: np.concatenate(figures), parts)
 
-    def part(self, rows: slice | Ints) -> SplitColumns:
+    def part(self, rows: slice | Ints) -> ShardingColumns:
         return _each(lambda of: of[rows], [self])
 
     def moved_bytes(self, micro_batches: int | Ints) -> tuple[Floats, Floats]:
@@ -56,6 +56,10 @@ class SplitColumns:
         micro-batch gradients grow as activations go. ``micro_batches``: one number or [N, 1]."""
         parts = state_bytes(weights, self.traits, self.shards, micro_batches)
         return np.asarray(sum(parts.values())), np.where(np.equal(micro_batches, 1), parts["gradients"], 0.0)
+
+    def updated(self, weights: RankWeights) -> Floats:
+        """[N, W] Parameters that a rank updates."""
+        return np.asarray(weights.updated(self.shards))
 
     def states_of_layer(self, dense: Figures, experts: Figures, micro_batches: int) -> tuple[Floats, Floats]:
         """[N, 1] each: what a layer with so many parameters adds to ``states`` of its rank at least, beside whatever others."""
@@ -72,9 +76,9 @@ class SplitColumns:
         return np.asarray(memory.device_bytes(allocated, Outside(*(np.reshape(part, shape) for part in self.outside))))
 
 
-def _each(of: Callable[..., Floats], parts: Sequence[SplitColumns]) -> SplitColumns:
+def _each(of: Callable[..., Floats], parts: Sequence[ShardingColumns]) -> ShardingColumns:
     """Columns from those of ``parts``, one by one."""
     traits = TraitColumns.each(of, [part.traits for part in parts])
     shards = (of(*(part.shards[at] for part in parts)) for at in range(2))
     outside = (of(*(part.outside[at] for part in parts)) for at in range(2))
-    return SplitColumns(Shards(*shards), Outside(*outside), traits)
+    return ShardingColumns(Shards(*shards), Outside(*outside), traits)

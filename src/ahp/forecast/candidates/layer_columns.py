@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.segment import (
     Recompute,
@@ -33,13 +34,12 @@ from ahp.forecast.stage_memory import (
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
-from ahp.search.bounds.pipelines import Cut
-from ahp.search.bounds.splits import Splits
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
-class BlockStages:
+class LayerColumns:
     """The layers of a model, priced for the axes and the micro-batch of some blocks, cut into stages in any way."""
 
     def __init__(
@@ -188,9 +188,20 @@ class BlockStages:
         """[R, S] Bytes at the peak of one backward pass beyond what is kept."""
         return np.array([temporary_bytes(self.units, kind, stages) for kind in self._timed], dtype=float)
 
-    def seconds(self, splits: Splits, which: list[int], m: int, cut: Cut, bytes_per_s: float) -> dict[str, Floats]:
-        """What stages take, ``StageCosts.seconds``, with some splits that have equal traits and ``m`` micro-batches: at or below
-        the forecast, since collectives for several units are as large as any may be."""
-        data = splits.data(which[0], m)
-        shared = splits.shared(StageUnits.of(self.units, data.traits, cut.stages), which, m)
-        return stage_costs(self.units, cut.stages, self._timed, data, shared, bytes_per_s, cut.passes_behind).seconds()
+    def seconds(
+        self,
+        shardings: Shardings,
+        which: list[int],
+        m: int,
+        stages: StageTable,
+        passes_behind: Ints,
+        bytes_per_s: float,
+    ) -> dict[str, Floats]:
+        """What stages take, ``StageCosts.seconds``, with some ways to share states that have equal traits and ``m`` micro-batches: at
+        or below the forecast, since collectives for several units are as large as any may be.
+
+        ``passes_behind``: as ``stage_costs`` takes them, at most.
+        """
+        data = shardings.data(which[0], m)
+        shared = shardings.shared(StageUnits.of(self.units, data.traits, stages), which, m)
+        return stage_costs(self.units, stages, self._timed, data, shared, bytes_per_s, passes_behind).seconds()

@@ -5,7 +5,8 @@ Blocks that differ in the micro-batch alone have these in common. Dims: J = spli
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from ahp.cluster.model import NodeGroup
 from ahp.engines.traits import Traits
 from ahp.forecast.axes import Axes, axes_of
+from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.efficiency import is_cpu
@@ -24,7 +26,6 @@ from ahp.forecast.pricer import Pricer, num_groups
 from ahp.forecast.sharing import SharedWeights, StageUnits, UnitTimes
 from ahp.forecast.states import Shards, TraitColumns
 from ahp.plan import Parallelism
-from ahp.search.bounds.split_columns import SplitColumns
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -38,11 +39,16 @@ class CollectiveTimes:
     reduce: Floats
     replicas: Floats
 
+    @classmethod
+    def joined(cls, parts: Sequence[CollectiveTimes]) -> CollectiveTimes:
+        """One behind the other."""
+        return cls(*(np.concatenate([getattr(one, field.name) for one in parts]) for field in fields(cls)))
+
     def at(self, splits: list[int]) -> CollectiveTimes:
         return CollectiveTimes(self.gather[splits], self.reduce[splits], self.replicas[splits])
 
 
-class Splits:
+class Shardings:
     """Every split of a block, with how the engine behaves there."""
 
     def __init__(self, layouts: list[Parallelism], traits: list[Traits], nodes: NodeGroup, network: Network) -> None:
@@ -136,11 +142,11 @@ class Splits:
         return SharedWeights(gathers, reduces, replicas, cast, copied)
 
     @cached_property
-    def columns(self) -> SplitColumns:
+    def columns(self) -> ShardingColumns:
         """The figures of each split."""
         ranks = np.array([[shard_ranks(layout)] for layout in self.layouts], dtype=float)
         groups = np.array([[num_groups(layout)] for layout in self.layouts], dtype=float)
-        return SplitColumns(
+        return ShardingColumns(
             Shards.among(ranks, self.layouts[0].expert_parallel_degree),
             Outside(*(np.broadcast_to(part, ranks.shape) for part in Outside.of(self._nodes.device, groups))),
             TraitColumns.of(self.traits),

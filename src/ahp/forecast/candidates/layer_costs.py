@@ -1,0 +1,105 @@
+"""What one more layer adds to its stage at least, under many ways to share states at once.
+
+``sharing`` prices whole stages, of which the first layers have nothing to hide collectives behind. Here every layer has neighbours, the
+longest of the model, so that no stage takes less than the sum of its layers.
+
+Dims: N = ways to share states, of one or several sets of layers; R = kinds of recompute, K = kinds of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.forecast.candidates.layer_columns import LayerColumns
+from ahp.forecast.candidates.sharding_columns import ShardingColumns
+from ahp.forecast.candidates.shardings import CollectiveTimes
+from ahp.forecast.overlap import shown_behind_s, shown_columns_s
+from ahp.forecast.states import last_copy_bytes
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Seconds that a layer adds to its stage: in the passes of a micro-batch and once per step, each [N, R, K]; or [N, R] of one layer."""
+
+    forward: Floats
+    backward: Floats
+    first_forward: Floats
+    last_backward: Floats
+
+    def part(self, rows: slice) -> LayerCosts:
+        return LayerCosts(self.forward[rows], self.backward[rows], self.first_forward[rows], self.last_backward[rows])
+
+    def least(self) -> LayerCosts:
+        """Of the layers that add the least, [N, R]."""
+        return LayerCosts(*(part.min(axis=-1) for part in self._parts))
+
+    def mean(self, shares: Floats) -> LayerCosts:
+        """Of a layer of average kind, [N, R]; ``shares`` [K]: of all layers, those of each kind."""
+        return LayerCosts(*(part @ shares for part in self._parts))
+
+    @property
+    def _parts(self) -> tuple[Floats, ...]:
+        return self.forward, self.backward, self.first_forward, self.last_backward
+
+
+def layer_costs(
+    ways: ShardingColumns,
+    sent: CollectiveTimes,
+    layers: Sequence[LayerColumns],
+    of: Ints,
+    micro_batches: Ints,
+    is_whole: NDArray[np.bool_],
+    bytes_per_s: float,
+) -> LayerCosts:
+    """[N, R, K] What each kind of layer adds.
+
+    Args:
+        ways: how states are shared.
+        sent: what gathering and reducing each kind of layer takes, [N, K].
+        layers: sets of layers on devices of one kind.
+        of: which of them each way is for, [N].
+        micro_batches: of each way, [N, 1].
+        is_whole: whether a rank holds the whole model, so that no other stage hides gradients, [N, 1, 1].
+        bytes_per_s: of memory.
+    """
+    traits, any_layers = ways.traits, layers[0]
+
+    def each(name: str) -> Floats:
+        return np.array([getattr(one, name) for one in layers])[of]
+
+    parameters, forward_s, window_forward_s = (
+        each(name)[:, None] for name in ("parameters", "forward_of_kinds", "work_forward")
+    )
+    backward_s, windows_s = each("backward_of_kinds"), each("work_backward")
+    casts, copies = (part[..., None] / bytes_per_s * parameters for part in ways.moved_bytes(micro_batches))
+    gather, reduce, replicas = (part[:, None] for part in (sent.gather, sent.reduce, sent.replicas))
+
+    overlap = any_layers.overlap * traits.gather.overlap[..., None]
+    shown = shown_columns_s(gather, window_forward_s.max(axis=-1, keepdims=True), overlap)
+    gathered = casts + traits.gather.is_waited_for[..., None] * shown
+    in_each = traits.gather.in_each_forward[..., None]
+    forward, first = forward_s + in_each * gathered, (1.0 - in_each) * gathered
+    shown = shown_columns_s(gather, windows_s.max(axis=-1, keepdims=True), overlap)
+    again = traits.gather.in_each_backward[..., None] * (shown + casts)
+
+    overlap = any_layers.overlap * traits.reduce.overlap[..., None]
+
+    def behind(reduces: Floats) -> Floats:
+        longer = np.maximum((reduces - windows_s).min(axis=-1, keepdims=True), 0.0)
+        return shown_behind_s(reduces, is_whole * longer, overlap)
+
+    in_each = traits.reduce.every_micro_batch[..., None]
+    backward = backward_s + again + copies + in_each * behind(reduce)
+    last_bytes = np.asarray(last_copy_bytes(traits))[..., None]
+    last = behind(replicas + (1.0 - in_each) * reduce) + last_bytes / bytes_per_s * parameters
+    if any_layers.host_is_device:
+        own_s = traits.host.operators_per_unit[..., None] / 2 * any_layers.operator_s
+        forward, backward = forward + own_s, backward + own_s
+    return LayerCosts(*(np.broadcast_to(part, backward.shape) for part in (forward, backward, first, last)))

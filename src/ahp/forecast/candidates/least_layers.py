@@ -1,0 +1,204 @@
+"""What the layers of a candidate take and keep at least, before they are priced: known soon, of every candidate.
+
+Products at the rate that no kernel passes, with all else that layers compute, and the collectives within a replica as far as nothing
+can hide them. Where the rate is not known to be a ceiling the products count as nothing. Of activations what is kept when all else is
+recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, cached_property
+
+import numpy as np
+
+from ahp.engines.registry import get
+from ahp.engines.traits import ContextWay, Traits
+from ahp.forecast.compute import is_causal
+from ahp.forecast.dispatch import Routed, pass_waits_s
+from ahp.forecast.division import GROUPED, expert_parameters
+from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.group import CollectiveKind, Group
+from ahp.forecast.kernels import Fusion, kernels
+from ahp.forecast.overlap import shown_s
+from ahp.forecast.pricer import Pricer
+from ahp.forecast.split import KeysWay, TensorSplit, split, way_of_keys
+from ahp.forecast.tables import PRECISION_OF
+from ahp.forecast.units import KernelOptions
+from ahp.graph.operators import Operator, TensorSpec
+from ahp.plan import Parallelism
+
+
+class LeastLayers:
+    """Of one model, job and engine on one kind of nodes."""
+
+    def __init__(self, pricer: Pricer) -> None:
+        self._pricer, self._graph, self._job = pricer, pricer.graph, pricer.job
+        self._rates, self._network = pricer.unit_pricer.rates, pricer.network
+        self._causal = is_causal(self._graph)
+        self._of_engine = self._traits_of(1, 1, 1, 0)
+        self._split = cache(self._split_of)
+        forward = [list(block.phase("forward")) for block in self._graph.blocks]
+        self._attention = [[op for op in of_block if "attention" in op.name] for of_block in forward]
+        self._grouped = [next((op for op in of_block if op.name in GROUPED), None) for of_block in forward]
+        share = np.bincount(self._graph.layers, minlength=len(self._graph.blocks)) / max(self._graph.num_layers, 1)
+        self._share = share.tolist()
+        """Of all layers, those of each kind."""
+        self._traits, self._how = cache(self._traits_of), cache(self._how_of)
+        self._beside_products = cache(pricer.unit_pricer.beside_products_s)
+        self._of_tensor, self._of_context, self._of_experts = map(
+            cache, (self._tensor_s, self._contexts_s, self._experts_s)
+        )
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes of a micro-batch as traced that a layer keeps however much of it is recomputed, on one device alone."""
+        blocks, traits = self._graph.blocks, self._of_engine.kernels
+        fusion: Fusion = "traced" if is_cpu(self._pricer.nodes.device) and traits.fusion != "fused" else traits.fusion
+        hidden = blocks[0].output.bytes if blocks and blocks[0].output else 0
+        inputs = (kernels(block, fusion, fused_loss=traits.fused_loss).saved_input_bytes for block in blocks)
+        return min([hidden, *inputs])
+
+    @cached_property
+    def parameters(self) -> tuple[int, int]:
+        """Of a layer, at least: those beside experts, and those of experts."""
+        stacked = [(expert_parameters(block), block.parameters) for block in self._graph.blocks]
+        dense = [sum(p.numel for p in parameters if p.name not in names) for names, parameters in stacked]
+        experts = [sum(p.numel for p in parameters if p.name in names) for names, parameters in stacked]
+        return min(dense, default=0), min(experts, default=0)
+
+    def products_s(self) -> float:
+        """Seconds of one device alone for the products of a step."""
+        whole = [*(self._graph.blocks[kind] for kind in self._graph.layers), self._graph.embedding, self._graph.head]
+        by_segment = {
+            id(segment): sum(self._least_s(op) for op in segment.operators if "attention" not in op.name)
+            for segment in whole
+        }
+        a_micro_batch_s = sum(by_segment[id(segment)] for segment in whole)
+        return a_micro_batch_s / self._graph.micro_batch_size * self._job.global_batch_size
+
+    def layer_forward_s(self) -> float:
+        """Seconds of one device alone for the forward pass of the cheapest layer on one sequence."""
+        passes = [sum(map(self._least_s, block.phase("forward"))) for block in self._graph.blocks]
+        return min(passes, default=0.0) / self._graph.micro_batch_size
+
+    def _least_s(self, op: Operator) -> float:
+        """Seconds that an operator takes at least; 0 for those that only move data."""
+        if op.flops == 0:
+            return 0.0
+        precision = PRECISION_OF.get(op.inputs[0].dtype, "fp32")
+        fused = "attention" in op.name
+        rates = [self._rates.fastest(name, attention=fused) for name in {precision, self._job.precision}]
+        return op.flops * (0.5 if fused and self._causal else 1.0) / max(rates)
+
+    def beside_products_s(self, tensor: int, context: int, expert: int, sequence: int, micro_batch: int) -> float:
+        """Seconds of all that a layer of average kind computes beside products, for one micro-batch."""
+        how = self._how(tensor, context, expert, sequence)
+        each = self._beside_products(micro_batch, tensor, bool(sequence) and tensor > 1, context, how)
+        return self._of_kinds(each.__getitem__)
+
+    def collectives_s(
+        self, tensor: int, context: int, expert: int, sequence: int, micro_batch: int, *local: int
+    ) -> float:
+        """Seconds of the collectives that a layer of average kind shows at least, for one micro-batch.
+
+        ``local``: how many ranks of the tensor, the context and the expert group share a node.
+        """
+        groups = (Group(size, on, -(-size // on)) for size, on in zip((tensor, context, expert), local, strict=True))
+        of_tensor, of_context, of_experts = groups
+        in_parts, traits = bool(sequence) and tensor > 1, self._traits(tensor, context, expert, sequence)
+        size = micro_batch / self._graph.micro_batch_size
+        shown = 1.0, shown_s(1.0, np.inf, traits.tensor.overlap_backward)
+        if traits.tensor.in_pieces:
+            shown = (shown_s(1.0, np.inf, 1.0),) * 2
+        each_has_parts = in_parts and not traits.experts.gather_tokens
+        return (
+            self._of_tensor(of_tensor, in_parts, size / context, *shown)
+            + self._of_context(of_context, traits.context.ways, size / tensor)
+            + self._of_experts(of_experts, size / (context * (tensor if each_has_parts else 1)))
+        )
+
+    def _traits_of(self, tensor: int, context: int, expert: int, sequence: int) -> Traits:
+        layout = Parallelism(
+            tensor_parallel_degree=tensor,
+            context_parallel_degree=context,
+            expert_parallel_degree=expert,
+            enable_sequence_parallel=bool(sequence),
+        )
+        return get(self._pricer.choice.name).traits(self._job, layout, self._pricer.choice)
+
+    def _how_of(self, *degrees: int) -> KernelOptions:
+        traits = self._traits(*degrees)
+        return self._pricer.unit_pricer.how(traits, traits.context.ways[0])
+
+    def _of_kinds(self, each_s: Callable[[int], float]) -> float:
+        """Of a layer of average kind, from what one of each kind takes."""
+        return sum(share * each_s(kind) for kind, share in enumerate(self._share))
+
+    def _time_s(self, kind: CollectiveKind, tensors: Iterable[TensorSpec], group: Group, size: float) -> float:
+        # Weight products in 8 bits may gather what they read in 8 bits.
+        part = 0.5 if kind == "all_gather" and self._job.precision == "fp8" else 1.0
+        return sum(self._network.time_s(kind, part * size * spec.bytes, group) for spec in tensors)
+
+    def _tensor_s(
+        self, group: Group, in_parts: bool, size: float, forward_shown: float, backward_shown: float
+    ) -> float:
+        """Tensor-parallel collectives of both passes.
+
+        ``in_parts``: under sequence parallelism; ``size``: of the hidden states, over those traced; ``forward_shown``: the part
+        of a forward pass's collectives that shows at least.
+        """
+
+        def of_kind(kind: int) -> float:
+            parts = self._split(
+                kind, way_of_keys(self._graph.blocks[kind], group.size, self._of_engine.tensor.few_keys)
+            )
+            forward, backward = self._passes_s(parts, group, in_parts, size)
+            return forward_shown * forward + backward_shown * backward
+
+        return self._of_kinds(of_kind) if group.size > 1 else 0.0
+
+    def _split_of(self, kind: int, way: KeysWay) -> TensorSplit:
+        whole = self._of_engine.experts.whole_biased
+        return split(self._graph.blocks[kind], "block", whole_biased_experts=whole, way_of_keys=way)
+
+    def _passes_s(self, parts: TensorSplit, group: Group, in_parts: bool, size: float) -> tuple[float, float]:
+        if not in_parts:
+            forward = self._time_s("all_reduce", parts.forward_reduce, group, size)
+            return forward, self._time_s("all_reduce", parts.backward_reduce, group, size)
+        hidden = [spec for spec in parts.forward_reduce if len(spec.shape) > 1]
+        forward = self._time_s("reduce_scatter", hidden, group, size)
+        forward += self._time_s("all_gather", parts.backward_reduce, group, size)
+        backward = self._time_s("all_gather", (*hidden, *parts.backward_reduce), group, size)
+        return forward, backward + self._time_s("reduce_scatter", parts.backward_reduce, group, size)
+
+    def _contexts_s(self, group: Group, ways: tuple[ContextWay, ...], size: float) -> float:
+        """Keys, values and their gradients between context ranks. ``size``: of all ranks' together, over those traced."""
+
+        def of_kind(kind: int) -> float:
+            return sum(min(self._context_s(op, way, group, size) for way in ways) for op in self._attention[kind])
+
+        return self._of_kinds(of_kind) if group.size > 1 else 0.0
+
+    def _context_s(self, op: Operator, way: ContextWay, group: Group, size: float) -> float:
+        """What attention of both passes needs of other context ranks, at least."""
+        if way == "all-to-all":
+            sent = (size * spec.bytes / group.size for spec in (*op.inputs[:3], op.outputs[0]))
+            return 2 * sum(self._network.time_s("all_to_all", amount, group) for amount in sent)
+        keys = size * sum(spec.bytes for spec in op.inputs[1:3])
+        shown = shown_s(1.0, np.inf, 1.0 if way == "ring" else 0.0)
+        return 3 * shown * self._network.time_s("all_gather", keys, group)
+
+    def _experts_s(self, group: Group, size: float) -> float:
+        """Tokens to expert ranks and back, in both passes. ``size``: of what a rank sends, over what was traced."""
+        tokens, traits = self._graph.micro_batch_size * self._graph.sequence_length, self._of_engine
+        once, overlap = traits.experts.tokens_once_to_a_node, traits.experts.overlap_between_nodes
+
+        def of_kind(kind: int) -> float:
+            first = self._grouped[kind]
+            if first is None:
+                return 0.0
+            routed = Routed.of(first, size, tokens)
+            return 2 * pass_waits_s(routed, group, self._network, np.inf, once_to_a_node=once, overlap=overlap)
+
+        return self._of_kinds(of_kind) if group.size > 1 else 0.0

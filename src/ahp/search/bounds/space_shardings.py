@@ -1,0 +1,72 @@
+"""The ways to share states among the replicas of a space's blocks; blocks that differ in what does not matter to them share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ahp.engines.registry import get
+from ahp.engines.traits import Traits
+from ahp.forecast.candidates.shardings import Shardings
+from ahp.plan import Parallelism
+from ahp.search.choices import ShardingChoice
+from ahp.search.problem import Problem
+from ahp.search.space import Space
+
+
+class SpaceShardings:
+    """Of one problem."""
+
+    def __init__(self, problem: Problem, space: Space) -> None:
+        self._problem, self._space = problem, space
+        self._of_mesh: dict[int, Shardings] = {}
+        self._of_states: dict[tuple[int, ...], Shardings] = {}
+        """By the degrees of a replica."""
+        self._firsts: dict[int, Traits] = {}
+        """By mesh."""
+        self._traits: dict[tuple[object, ...], Traits] = {}
+        self._same_traits: dict[Traits, Traits] = {}
+
+    def of(self, block: int) -> Shardings:
+        """Of a block; blocks that differ in the micro-batch alone share them."""
+        mesh = int(self._space.blocks.mesh[block])
+        if mesh not in self._of_mesh:
+            self._of_mesh[mesh] = self._made(block, self._space.rows(block).splits)
+        return self._of_mesh[mesh]
+
+    def states(self, block: int) -> Shardings:
+        """The ways to share states of a block and of all that differ from it in where ranks lie."""
+        degrees = self._space.mesh(block)[:5]
+        if degrees not in self._of_states:
+            self._of_states[degrees] = self._made(block, self._space.states(block))
+        return self._of_states[degrees]
+
+    def _made(self, block: int, ways: tuple[ShardingChoice, ...]) -> Shardings:
+        asked, rows = self._problem, self._space.rows(block)
+        layouts = self._space.layouts(block, ways, rows.pipes[0], rows.recompute[-1])
+        traits = [self._traits_of(block, way, lambda own=own: own) for way, own in zip(ways, layouts, strict=True)]
+        return Shardings(layouts, traits, asked.pricer.nodes, asked.pricer.network)
+
+    def _traits_of(self, block: int, way: ShardingChoice, layout: Callable[[], Parallelism]) -> Traits:
+        """Neither the order of ranks nor the micro-batch changes how an engine behaves."""
+        asked, alike = self._problem, (*self._space.mesh(block)[:5], *way[:3])
+        if alike not in self._traits:
+            found = get(asked.engine.name).traits(asked.job, layout(), asked.engine)
+            self._traits[alike] = self._same_traits.setdefault(found, found)
+        return self._traits[alike]
+
+    def first(self, block: int) -> Shardings:
+        """The first way alone: a block's layers depend on it, its groups and the micro-batch."""
+        pricer = self._problem.pricer
+        return Shardings([self._first_layout(block)], [self.first_traits(block)], pricer.nodes, pricer.network)
+
+    def first_traits(self, block: int) -> Traits:
+        """How the engine behaves there."""
+        mesh = int(self._space.blocks.mesh[block])
+        if mesh not in self._firsts:
+            way = self._space.rows(block).splits[0]
+            self._firsts[mesh] = self._traits_of(block, way, lambda: self._first_layout(block))
+        return self._firsts[mesh]
+
+    def _first_layout(self, block: int) -> Parallelism:
+        rows = self._space.rows(block)
+        return self._space.layout_of(block, rows.splits[0], rows.pipes[0], rows.recompute[-1])
