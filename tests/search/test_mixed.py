@@ -20,11 +20,13 @@ from ahp.plan import Parallelism, StagePlace
 from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.registry import SCHEDULES
 from ahp.search.choices import ScheduleChoice, divisors
+from ahp.search.fastest import fastest
 from ahp.search.mixed.balance import share
 from ahp.search.mixed.bounds import Speeds, paced_s
-from ahp.search.mixed.find import Budget, Finder
+from ahp.search.mixed.find import Budget, Finder, MixedOutcome
 from ahp.search.mixed.holding import WHOLE, Activations, States, most_layers, most_micro_batches
 from ahp.search.mixed.matrices import families, matrices
+from ahp.search.mixed.over_groups import BRIEFLY
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of, shape_of
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
@@ -216,6 +218,60 @@ def test_the_best_is_the_best_of_every_placement(batch: int, memory: dict[str, i
     equals_brute_force(
         mixed(cluster_of((H100, 1, 2), (A100, 1, 1), gbps=1, memory=memory), batch=batch, constraints=fixed)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_the_fastest_is_that_of_the_ranking(memory: dict[str, int] | None) -> None:
+    fixed = {"micro_batch_size": 1, "activation_checkpoint": "full"}
+    asked = mixed(cluster_of((H100, 1, 2), (A100, 1, 1), gbps=400, memory=memory), batch=6, constraints=fixed)
+    best, found = best_s(ranking_of(asked)), fastest(asked)
+    assert found is not None
+    assert found.best is not None
+    layout, forecast = found.best
+    assert forecast.step_time_s == pytest.approx(best, rel=1e-12)
+    assert found.at_least_s <= best
+    assert found.problem.priced(layout).forecast == forecast
+
+
+def test_nothing_at_the_ceiling_is_wanted_and_near_a_known_layout_is_looked_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fixed = {"micro_batch_size": 1, "activation_checkpoint": "none"}
+    asked = mixed(cluster_of((H100, 1, 2), (A100, 1, 1), gbps=400), constraints=fixed)
+    known = fastest(asked)
+    assert known is not None
+    assert known.best is not None
+    layout, forecast = known.best
+    searched: list[tuple[float, Budget, list[Shape]]] = []
+    run = Finder.run
+
+    def spy(self: Finder, keep: int, seeds: list[Shape]) -> MixedOutcome:
+        searched.append((self.best_s, self.budget, seeds))
+        return run(self, keep, seeds)
+
+    monkeypatch.setattr(Finder, "run", spy)
+    for part, like in ((0.99, None), (0.99, layout), (0.01, None)):
+        found = fastest(asked, part * forecast.step_time_s, like)
+        assert found is not None
+        assert found.best is None
+        ceiling_s, budget, seeds = searched.pop()
+        assert ceiling_s == part * forecast.step_time_s
+        assert (budget, seeds) == ((Budget(), []) if like is None else (BRIEFLY, [shape_of(layout)]))
+
+
+def test_the_fastest_where_nothing_fits_or_one_group_does() -> None:
+    fixed = {"micro_batch_size": 1, "activation_checkpoint": "full"}
+    for memory, fits in (({"a": 10**6, "b": 10**6}, False), ({"b": 10**6}, True)):
+        asked = mixed(cluster_of((H100, 1, 1), (A100, 1, 1), gbps=100, memory=memory), batch=2, constraints=fixed)
+        found = fastest(asked)
+        assert found is not None
+        if fits:
+            assert found.best is not None
+            assert found.best[1].step_time_s == best_s(ranking_of(asked))
+            assert found.problem.cluster.num_devices == 1
+        else:
+            assert (found.best, found.at_least_s) == (None, float("inf"))
 
 
 @pytest.mark.slow

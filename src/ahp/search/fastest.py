@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ahp.errors import BadInput, NotExpressible, NothingFits
-from ahp.search.by_speed import ranking_with_any_kernels
+from ahp.errors import BadInput, NotExpressible
+from ahp.plan import Parallelism
 from ahp.search.compiled import ways
-from ahp.search.method import Method
+from ahp.search.mixed.over_groups import fastest_of_groups
 from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.problem import Problem
 
 
-def fastest(asked: Problem, ceiling_s: float = float("inf")) -> Fastest | None:
+def fastest(asked: Problem, ceiling_s: float = float("inf"), like: Parallelism | None = None) -> Fastest | None:
     """The layout with the shortest step; None where no layout is legal on all of the problem's devices.
 
-    ``ceiling_s``: layouts that take as long are not wanted, which makes the search short where there is none below it.
+    ``ceiling_s``: layouts that take as long are not wanted, which makes the search short where there is none below it. ``like``: one that is the
+    best of nearly the same problem; on a mixed cluster, where searches are long, the search is then a brief one.
     """
     if asked.cluster.is_mixed:
-        return _over_groups(asked)
+        return _over_groups(asked, ceiling_s, like)
     if asked.engine.compile is None:
         return _of_several(ways(asked).problems, ceiling_s)
     return fastest_on_one_group(asked, ceiling_s)
@@ -45,15 +46,15 @@ def _step_s(found: Fastest) -> float:
     return float("inf") if found.best is None else found.best[1].step_time_s
 
 
-def _over_groups(asked: Problem) -> Fastest | None:
-    """Of a cluster of several kinds of devices, which has a search of its own."""
-    try:
-        found = ranking_with_any_kernels(asked, 1, None, Method())
-    except (BadInput, NotExpressible):
-        return None
-    except NothingFits:
-        return Fastest(asked, None, float("inf"))
-    best, left_s = found.best, found.certificate.lowest_bound_left_s
-    assert best.forecast is not None, "plans of a search have one"
-    least_s = best.forecast.step_time_s if left_s is None else min(left_s, best.forecast.step_time_s)
-    return Fastest(replace(asked, engine=best.engine), (best.parallelism, best.forecast), least_s)
+def _over_groups(asked: Problem, ceiling_s: float, like: Parallelism | None) -> Fastest | None:
+    """Of a cluster of several kinds of devices, which has a search of its own; eager blocks are looked at where compiled ones do not fit."""
+    first: Fastest | None = None
+    for used in ways(asked).problems:
+        try:
+            found = fastest_of_groups(used, ceiling_s, like)
+        except (BadInput, NotExpressible):
+            continue
+        if found is not None and (found.best is not None or found.at_least_s < float("inf")):
+            return found
+        first = first or found
+    return first

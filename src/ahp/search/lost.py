@@ -58,9 +58,9 @@ def one_lost(asked: Problem, best: Plan) -> Lost:
         verdict = f"the {left} devices left are enough for the same plan, which takes {best.parallelism.world_size}"
         return Lost(what, left, best.parallelism, assumed.step_time_s, verdict)
     remains = asked.on(cluster)
-    found, freed = _fastest(remains), ""
+    found, freed = _fastest(remains, best.parallelism), ""
     if found is None and asked.constraints.given:
-        found = _fastest(replace(remains, constraints=Constraints()))
+        found = _fastest(replace(remains, constraints=Constraints()), best.parallelism)
         freed = f", with {', '.join(asked.constraints.given)} free"
     if found is None or found.best is None:
         return Lost(what, left, None, None, _why_nothing(remains))
@@ -97,14 +97,14 @@ def _without_one(cluster: Cluster) -> tuple[str, Cluster | None]:
     return what, cluster.model_copy(update={"groups": groups, "links": links})
 
 
-def _fastest(remains: Problem) -> Fastest | None:
+def _fastest(remains: Problem, before: Parallelism) -> Fastest | None:
     """The shortest step on all or some of the devices; None where none of these numbers of devices has a plan that fits.
 
     From the most devices on; a number of them is left as soon as its bounds are above the best of a larger one, and
     those below half of what is left are looked at only where no larger one has a plan.
     """
     if remains.cluster.is_mixed:
-        return fastest(remains)  # groups alone are among its layouts
+        return fastest(remains, like=before)  # groups alone are among its layouts
     found: Fastest | None = None
     for cluster in smaller(remains.cluster)[::-1]:
         best_s = found.best[1].step_time_s if found is not None and found.best is not None else float("inf")

@@ -73,15 +73,15 @@ def sensitivity(asked: Problem, layout: Parallelism) -> list[Move]:
         kept = _kept(there, layout)
         # Of two that are as fast the one that is there already: so only what is faster by more is looked for.
         ceiling_s = float("inf") if kept is None else kept[1].step_time_s * (1 - TIE)
-        pairs = [pair for pair in (kept, _searched(there, ceiling_s)) if pair is not None]
+        pairs = [pair for pair in (kept, _searched(there, ceiling_s, layout)) if pair is not None]
         best = min(pairs, key=lambda pair: pair[1].step_time_s * (1 - TIE * (pair[0] == layout)))
         gain = 1 - best[1].step_time_s / today_s
         found.append(Move(change, best[0], best[1].step_time_s, gain, best[0] == layout))
     return sorted(found, key=lambda move: move.step_time_s)
 
 
-def _searched(there: Problem, ceiling_s: float) -> Pair | None:
-    found = fastest(there, ceiling_s)
+def _searched(there: Problem, ceiling_s: float, today: Parallelism) -> Pair | None:
+    found = fastest(there, ceiling_s, today)
     return None if found is None else found.best
 
 

@@ -23,7 +23,8 @@ from ahp.search.method import Method
 from ahp.search.mixed import explain as mixed_explain
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome
 from ahp.search.mixed.misfit import nothing_fits_anywhere
-from ahp.search.mixed.space import MixedSpace, no_shape, shape_of
+from ahp.search.mixed.space import MixedSpace, Shape, no_shape, shape_of
+from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.problem import Problem
 from ahp.search.result import Ranking
 from ahp.words import percent, seconds
@@ -33,6 +34,11 @@ Plain = Callable[[Problem], Ranking]
 
 OF_PLACEMENTS = ("stages", "micro_batches_per_replica")
 """Keys that a group alone has no use for."""
+
+
+BRIEFLY = Budget(shapes=15, forecasts=4, exact=400, near=40, several=1)
+"""[Empirical] A tenth of what a search looks at: for questions about changes of a cluster whose best layout is known, of which a plan's explanation
+asks six. The best layout is mostly the same or near it."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,10 @@ def mixed_ranking(
     if not asked.cluster.is_mixed:
         return _with_notes(plain(asked), notes)
     alone = _each_alone(asked, plain)
-    over, refusal = _over_groups(asked, alone, keep, budget or Budget())
+    found = [one.ranking.best for one in alone if one.ranking is not None]
+    best_s = min((plan.forecast.step_time_s for plan in found if plan.forecast is not None), default=float("inf"))
+    seeds = [shape_of(plan.parallelism) for plan in found]
+    over, refusal = _over_groups(asked, seeds, best_s, keep, budget or Budget())
     if over is None and all(one.ranking is None for one in alone):
         assert refusal is not None, "without a shape there is a reason"
         raise refusal
@@ -137,6 +146,30 @@ def mixed_ranking(
     return Ranking((first, *others), certificate, (), lost[keep - 1 :], notes, told)
 
 
+def fastest_of_groups(given: Problem, ceiling_s: float, like: Parallelism | None = None) -> Fastest | None:
+    """The layout with the shortest step over several groups or on one alone, without a ranking; None where none is legal.
+
+    ``ceiling_s``: layouts that take as long are not wanted; ``like``: one that is nearly the best, near which is looked first, and then ``BRIEFLY``.
+    """
+    asked, _ = _usable(given)
+    if not asked.cluster.is_mixed:
+        return fastest_on_one_group(asked, ceiling_s)
+    alone = []
+    if not any(key in asked.constraints.given for key in OF_PLACEMENTS):
+        alone = [one for used in _groups(asked) if (one := fastest_on_one_group(used, ceiling_s)) is not None]
+    pairs = [(one.best, one.problem) for one in alone if one.best is not None]
+    best_s = min([ceiling_s, *(pair[1].step_time_s for pair, _ in pairs)])
+    seeds = [shape_of(layout) for layout in (*([] if like is None else [like]), *(pair[0] for pair, _ in pairs))]
+    over, _ = _over_groups(asked, seeds, best_s, 1, Budget() if like is None else BRIEFLY)
+    if over is None and not alone:
+        return None
+    over = over or MixedOutcome()
+    pairs += [(pair, asked) for pair in over.fitting if pair[1].step_time_s < ceiling_s]
+    least_s = min([over.floor_s, *(one.at_least_s for one in alone), *(pair[1].step_time_s for pair, _ in pairs)])
+    best, used = min(pairs, key=lambda pair: pair[0][1].step_time_s, default=(None, asked))
+    return Fastest(used, best, least_s)
+
+
 def _usable(asked: Problem) -> tuple[Problem, tuple[str, ...]]:
     """The groups whose devices can compute in the job's precision."""
     precision, groups = asked.job.precision, asked.cluster.groups
@@ -157,12 +190,16 @@ def _with_notes(ranking: Ranking, notes: tuple[str, ...]) -> Ranking:
     return replace(ranking, plans=(first, *ranking.plans[1:]), notes=(*ranking.notes, *notes))
 
 
-def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
-    found, shared = [], pricer(asked.graph, asked.cluster, asked.job, asked.engine)
+def _groups(asked: Problem) -> list[Problem]:
+    """Each group alone, as the cluster that its pricer knows: what is priced there, the search over several groups need not price."""
+    shared = pricer(asked.graph, asked.cluster, asked.job, asked.engine)
     assert isinstance(shared, MixedPricer), "asked of a mixed cluster"
-    for group in asked.cluster.groups:
-        # The cluster that its pricer knows: what this search prices, that over several groups need not.
-        used = asked.on(shared.groups[group.name].cluster)
+    return [asked.on(shared.groups[group.name].cluster) for group in asked.cluster.groups]
+
+
+def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
+    found = []
+    for group, used in zip(asked.cluster.groups, _groups(asked), strict=True):
         fixed = [key for key in OF_PLACEMENTS if key in asked.constraints.given]
         if fixed:
             found.append(Alone(group.name, used, None, f"parallelism.{fixed[0]} is given"))
@@ -175,17 +212,14 @@ def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
 
 
 def _over_groups(
-    asked: Problem, alone: list[Alone], keep: int, budget: Budget
+    asked: Problem, seeds: list[Shape], best_s: float, keep: int, budget: Budget
 ) -> tuple[MixedOutcome | None, BadInput | NotExpressible | None]:
-    """Layouts over several groups; or the reason why there are none."""
+    """Layouts over several groups; or the reason why there are none. ``best_s``: what was found elsewhere, and is to be faster."""
     space = MixedSpace(asked)
     if (says := space.refusal()) is not None:
         return None, NotExpressible(says)
     if not space.alike:
         return None, no_shape(space)
-    found = [one.ranking.best.forecast for one in alone if one.ranking is not None]
-    best_s = min((forecast.step_time_s for forecast in found if forecast is not None), default=float("inf"))
-    seeds = [shape_of(one.ranking.best.parallelism) for one in alone if one.ranking is not None]
     outcome = Finder(asked, space, budget, best_s).run(keep, seeds)
     if not outcome.size:
         return None, no_shape(space)
