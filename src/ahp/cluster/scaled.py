@@ -1,8 +1,8 @@
-"""Nodes that take longer, or less long, for all that their devices compute."""
+"""Nodes that take longer, or less long, for all that their devices compute, and links for all that is sent over them."""
 
 from __future__ import annotations
 
-from ahp.cluster.model import Measurements, NodeGroup
+from ahp.cluster.model import Link, Measurements, NodeGroup
 
 
 def scaled(group: NodeGroup, ratio: float, source: str) -> NodeGroup:
@@ -19,6 +19,15 @@ def scaled(group: NodeGroup, ratio: float, source: str) -> NodeGroup:
     }
     measured = None if group.measured is None else _measured(group.measured, ratio)
     return group.model_copy(update={"device": device.model_copy(update=slower), "measured": measured})
+
+
+def scaled_link(link: Link, ratio: float, source: str) -> Link:
+    """A link that takes ``ratio`` times the seconds for whatever is sent. ``source``: why, beside where its figures come from."""
+    return Link(
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / ratio,
+        latency_s=link.latency_s * ratio,
+        source=f"{link.source}; {source}",
+    )
 
 
 def _measured(tables: Measurements, ratio: float) -> Measurements:

@@ -1,4 +1,5 @@
-"""What a plan would gain that knew of a slow device: the device as a group of its own in a mixed cluster, and the search on that."""
+"""What a plan would gain that knew of a slow device, or of a node with slow links: it as a group of its own in a mixed cluster, and the search on
+that."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ahp.cluster.cells import place
-from ahp.cluster.model import Cluster, GroupLink, Link, Measurements, NodeGroup
-from ahp.cluster.scaled import scaled
+from ahp.cluster.model import Cluster, GroupLink, Measurements, NodeGroup
+from ahp.cluster.scaled import scaled, scaled_link
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Parallelism, Plan
 from ahp.search.problem import Problem
@@ -15,7 +16,7 @@ from ahp.search.ranking import search
 from ahp.words import percent, seconds
 
 SLOW = "slow"
-"""Name of the group."""
+"""Name of the group; slow-2 where there is one of an earlier time."""
 SLOWED = "taken as slower than its like"
 """Where its figures come from."""
 
@@ -29,6 +30,8 @@ class Slowed:
     today_s: float
     best: Parallelism
     best_s: float
+    network: bool = False
+    """Whether it is the links that are slow."""
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
@@ -37,39 +40,42 @@ class Slowed:
 
     def words(self) -> str:
         """One line for people."""
-        what = f"with this device as a group of its own, ahp plan forecasts {seconds(self.today_s)} a step for the layout of now"
+        slow = "the slow links of its node" if self.network else "this device as a group of its own"
+        what = f"with {slow}, ahp plan forecasts {seconds(self.today_s)} a step for the layout of now"
         if self.best_s >= self.today_s or self.best == self.today:
             return f"{what}, and finds none that is faster"
         gain = percent(self.today_s / self.best_s - 1)
         return f"{what}, and {seconds(self.best_s)} for {self.best.short()}: {gain} more tokens/s"
 
 
-def gain(asked: Problem, plan: Plan, rank: int, ratio: float) -> Slowed:
-    """Search again with the device of a rank ``ratio`` times as slow as it was taken for. ``asked``: of the cluster as it is in the plan."""
-    cluster = with_slow(asked.cluster, plan.parallelism, rank, ratio)
+def gain(asked: Problem, plan: Plan, rank: int, ratio: float, *, network: bool = False) -> Slowed:
+    """Search again with the device of a rank ``ratio`` times as slow as it was taken for, or the links of its node where it is the ``network``.
+    ``asked``: of the cluster as it is in the plan."""
+    cluster = with_slow(asked.cluster, plan.parallelism, rank, ratio, network=network)
     slow = replace(asked, cluster=cluster)
     best = search(asked.graph, cluster, asked.job, constraints=asked.constraints, engine=asked.engine, keep=1).best
     assert best.forecast is not None, "a plan of the search has a forecast"
-    today_s = _today_s(slow, plan, ratio)
-    return Slowed(cluster, plan.parallelism, today_s, best.parallelism, best.forecast.step_time_s)
+    today_s = _today_s(slow, plan, ratio, network)
+    return Slowed(cluster, plan.parallelism, today_s, best.parallelism, best.forecast.step_time_s, network)
 
 
-def _today_s(slow: Problem, plan: Plan, ratio: float) -> float:
-    """A step of the plan's layout there. Where the layout does not go on groups as they lie, all devices wait for the slow one as if all
-    were as slow."""
+def _today_s(slow: Problem, plan: Plan, ratio: float, network: bool) -> float:
+    """A step of the plan's layout there. Where the layout does not go on groups as they lie, all wait for what is slow as if all were as slow."""
     try:
         return slow.priced(plan.parallelism).forecast.step_time_s
     except (BadInput, NotExpressible):
         assert plan.cluster is not None, "it was made for one"
         cluster = Cluster.resolve(plan.cluster)
-        groups = tuple(scaled(group, ratio, SLOWED) for group in cluster.groups)
-        as_slow = replace(slow, cluster=cluster.model_copy(update={"groups": groups}))
+        slower = _with_slow_links if network else scaled
+        groups = tuple(slower(group, ratio, SLOWED) for group in cluster.groups)
+        links = tuple(_slow_link(link, ratio) for link in cluster.links) if network else cluster.links
+        as_slow = replace(slow, cluster=cluster.model_copy(update={"groups": groups, "links": links}))
         return as_slow.priced(plan.parallelism).forecast.step_time_s
 
 
-def with_slow(cluster: Cluster, layout: Parallelism, rank: int, ratio: float) -> Cluster:
-    """The cluster with a rank's device ``ratio`` times as slow: where its group has several nodes its node, since devices of one node work
-    together, else the device alone. Calibrations go: they are of one group alone."""
+def with_slow(cluster: Cluster, layout: Parallelism, rank: int, ratio: float, *, network: bool = False) -> Cluster:
+    """The cluster with a rank's device ``ratio`` times as slow, or with the links of its node: where its group has several nodes its node, since
+    devices of one node work together, else the device alone. Calibrations go: they are of one group alone."""
     workers = place(cluster, layout).workers if cluster.is_mixed else range(layout.world_size)
     worker, groups = list(workers)[rank], list(cluster.groups)
     at = 0
@@ -77,29 +83,49 @@ def with_slow(cluster: Cluster, layout: Parallelism, rank: int, ratio: float) ->
         worker -= groups[at].num_devices
         at += 1
     group = groups[at].model_copy(update={"calibration": None})
-    number, of = (
-        (worker // group.devices_per_node, group.nodes) if group.nodes > 1 else (worker, group.devices_per_node)
-    )
-    if of == 1:
-        parts, links = [scaled(group, ratio, SLOWED)], []
+    by_node = group.nodes > 1 or network
+    number, of = (worker // group.devices_per_node, group.nodes) if by_node else (worker, group.devices_per_node)
+    name, links = group.name, list(cluster.links)
+    slow = group
+    if of > 1:
+        name = _free_name(cluster)
+        slow = _part(group, 1).model_copy(update={"name": name})
+        links += _links(cluster, group, name)
+    if network:
+        links = [_slow_link(link, ratio) if name in link.between else link for link in links]
     else:
-        slow = scaled(_part(group, 1), ratio, SLOWED).model_copy(update={"name": SLOW})
+        slow = scaled(slow, ratio, SLOWED)
+    parts = [slow]
+    if of > 1:
         others = _part(group, of - 1)
         # Ranks fill the groups in their order: as near as two groups come to where it was.
         parts = [others, slow] if 2 * number >= of - 1 else [slow, others]
-        link = group.inter_node if group.nodes > 1 else group.intra_node
-        links = _links(cluster, group, link)
     groups[at : at + 1] = parts
     alone = [one.model_copy(update={"calibration": None}) for one in groups]
-    return cluster.model_copy(update={"groups": tuple(alone), "links": (*cluster.links, *links)})
+    return cluster.model_copy(update={"groups": tuple(alone), "links": tuple(links)})
 
 
-def _links(cluster: Cluster, group: NodeGroup, own: Link | None) -> list[GroupLink]:
+def _with_slow_links(group: NodeGroup, ratio: float, source: str) -> NodeGroup:
+    link = group.inter_node
+    return group if link is None else group.model_copy(update={"inter_node": scaled_link(link, ratio, source)})
+
+
+def _slow_link(link: GroupLink, ratio: float) -> GroupLink:
+    return link.model_copy(update={"link": scaled_link(link.link, ratio, SLOWED)})
+
+
+def _free_name(cluster: Cluster) -> str:
+    taken = {group.name for group in cluster.groups}
+    return next(name for name in (SLOW, *(f"{SLOW}-{n}" for n in range(2, len(taken) + 3))) if name not in taken)
+
+
+def _links(cluster: Cluster, group: NodeGroup, slow: str) -> list[GroupLink]:
     """From the slow part to the rest of its group, and to the other groups as its group had them."""
+    own = group.inter_node if group.nodes > 1 else group.intra_node
     assert own is not None, "several nodes have a link between them"
     others = [one for one in cluster.links if group.name in one.between]
     ends = [(next(name for name in one.between if name != group.name), one.link) for one in others]
-    return [GroupLink(between=(SLOW, name), link=link) for name, link in [(group.name, own), *ends]]
+    return [GroupLink(between=(slow, name), link=link) for name, link in [(group.name, own), *ends]]
 
 
 def _part(group: NodeGroup, count: int) -> NodeGroup:

@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> RunFolder:
 @pytest.mark.slow
 def test_a_process_of_its_own_searches_as_if_it_were_no_rank(folder: RunFolder) -> None:
     with mock.patch.dict(os.environ, RANK="1", WORLD_SIZE="2"):
-        searching = SlowPlan(folder, 1, 1.5)
+        searching = SlowPlan(folder, 1, 1.5, "processor")
     try:
         assert searching.process.wait(timeout=120) == 0
         found = searching.read()
@@ -59,7 +59,7 @@ def test_a_process_of_its_own_searches_as_if_it_were_no_rank(folder: RunFolder) 
 
 
 def test_a_search_that_is_not_over_ends_with_the_run(folder: RunFolder) -> None:
-    searching = SlowPlan(folder, 1, 1.5)
+    searching = SlowPlan(folder, 1, 1.5, "processor")
     assert searching.read() is None
     searching.close()
     assert searching.process.returncode == -9
@@ -68,11 +68,11 @@ def test_a_search_that_is_not_over_ends_with_the_run(folder: RunFolder) -> None:
 class Answers(SlowPlan):
     """Is over when it is asked the second time."""
 
-    made: list[int] = []  # noqa: RUF012
+    made: list[tuple[int, str]] = []  # noqa: RUF012
 
-    def __init__(self, folder: RunFolder, rank: int, ratio: float) -> None:
+    def __init__(self, folder: RunFolder, rank: int, ratio: float, reason: str) -> None:
         self.rank, self.asked = rank, 0
-        self.made.append(rank)
+        self.made.append((rank, reason))
 
     def read(self) -> dict[str, Any] | None:
         self.asked += 1
@@ -84,29 +84,25 @@ class Answers(SlowPlan):
 
 @pytest.fixture
 def watched(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notices]:
-    """Of the first rank of a run in which ranks 1 (processor) and 2 (data) are slow."""
+    """Of the first rank of a run in which ranks 1 (processor), 2 (data) and 3 (network) are slow."""
     monkeypatch.setattr(notices, "SlowPlan", Answers)
     monkeypatch.setattr(Answers, "made", [])
     found = Notices(PLAN, folder, Ranks(0, 1, torch.device("cpu")))
     slow_data = SlowRank(2, "host", 1.5, "data", "waits", 1)
-    found.slow_ranks.standing = {1: SLOW, 2: slow_data, 3: SlowRank(3, "host", 1.4, "processor", "computes", 1)}
+    found.slow_ranks.standing = {1: SLOW, 2: slow_data, 3: SlowRank(3, "host", 1.4, "network", "its link", 1)}
     with found:
         found.begin()
         yield found
 
 
-def test_each_slow_processor_is_searched_for_once_and_told(watched: Notices, folder: RunFolder) -> None:
+def test_each_slow_rank_is_searched_for_once_and_told(watched: Notices, folder: RunFolder) -> None:
     for step in range(1, 10):
         watched.after({"step": step, "loss": 1.0}, None)
-    assert Answers.made == [1, 3]
+    assert Answers.made == [(1, "processor"), (2, "data"), (3, "network")]
     said = folder.notes_file.read_text()
     assert f"rank 1: 1: 12 % more tokens/s; plan again with: --cluster {folder.path}/slow-cluster.yaml" in said
     kept = json.loads(folder.status_file.read_text())["slow_ranks"]
-    assert [one["plan"] for one in kept] == [
-        {"words": "1: 12 % more tokens/s"},
-        None,
-        {"words": "3: 12 % more tokens/s"},
-    ]
+    assert [one["plan"] for one in kept] == [{"words": f"{rank}: 12 % more tokens/s"} for rank in (1, 2, 3)]
 
 
 def test_another_process_leaves_there_what_was_noticed(watched: Notices, folder: RunFolder) -> None:

@@ -74,9 +74,9 @@ class Notices:
             how = "" if "error" in found else f"; plan again with: --cluster {self.folder.path / CLUSTER}"
             self._note(f"rank {rank}: {found.get('words', found.get('error'))}{how}")
         if self.searching is None and self.plan.cluster is not None:
-            new = [one for rank, one in sorted(slow.items()) if one.reason == "processor" and rank not in self.gains]
+            new = [one for rank, one in sorted(slow.items()) if rank not in self.gains]
             if new:
-                self.searching = SlowPlan(self.folder, new[0].rank, new[0].ratio)
+                self.searching = SlowPlan(self.folder, new[0].rank, new[0].ratio, new[0].reason)
         return over
 
     def _keep(self) -> None:

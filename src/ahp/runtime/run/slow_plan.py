@@ -1,4 +1,5 @@
-"""What ``ahp plan`` would gain from treating a slow rank's device as slow; ``python -m ahp.runtime.run.slow_plan FOLDER RANK RATIO``.
+"""What ``ahp plan`` would gain from treating a slow rank's device, or its node's links, as slow; ``python -m ahp.runtime.run.slow_plan FOLDER RANK RATIO
+REASON``.
 
 A search takes seconds of a processor: the first worker starts it as a process of its own at the lowest priority, without the GPUs, and
 looks now and then whether it is over. It writes ``slow-cluster.yaml``, from which the user can plan again, and one JSON object on its stdout.
@@ -27,12 +28,13 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 class SlowPlan:
     """One search beside training."""
 
-    def __init__(self, folder: RunFolder, rank: int, ratio: float) -> None:
+    def __init__(self, folder: RunFolder, rank: int, ratio: float, reason: str) -> None:
+        """``reason``: as of ``SlowRank``."""
         self.rank = rank
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
         self.answer: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ahp.runtime.run.slow_plan", str(folder.path), str(rank), repr(ratio)],
+            [sys.executable, "-m", "ahp.runtime.run.slow_plan", str(folder.path), str(rank), repr(ratio), reason],
             stdin=subprocess.DEVNULL,
             stdout=self.answer,
             stderr=subprocess.DEVNULL,
@@ -63,14 +65,14 @@ def main(argv: list[str]) -> int:
     from ahp.errors import AhpError
 
     try:
-        found = _found(Path(argv[0]), int(argv[1]), float(argv[2]))
+        found = _found(Path(argv[0]), int(argv[1]), float(argv[2]), argv[3])
     except AhpError as error:
         found = {"error": str(error).splitlines()[0]}
     print(json.dumps(found))
     return 0
 
 
-def _found(folder: Path, rank: int, ratio: float) -> dict[str, Any]:
+def _found(folder: Path, rank: int, ratio: float, reason: str) -> dict[str, Any]:
     from ahp.cluster.model import Cluster
     from ahp.config import Constraints
     from ahp.graph.trace import analyze
@@ -83,7 +85,8 @@ def _found(folder: Path, rank: int, ratio: float) -> dict[str, Any]:
     graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
     fixed = validated(Constraints, plan.fixed, "fixed")
     asked = problem(graph, Cluster.resolve(plan.cluster), plan.job, fixed, plan.engine.decided())
-    slowed = gain(asked, plan, rank, ratio)
+    # A device whose rows come late takes longer for each of them, as one that computes slowly does.
+    slowed = gain(asked, plan, rank, ratio, network=reason == "network")
     slowed.cluster.save(folder / CLUSTER)
     return slowed.plain()
 
