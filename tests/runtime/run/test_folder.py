@@ -239,6 +239,24 @@ def test_newest_are_kept(folder: RunFolder) -> None:
 META_WITHOUT = ("step", "files", "job", "model", "crc32")
 
 
+def test_an_old_checkpoint_goes_only_when_the_new_one_is_there(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(folder, 10, keep=1)
+    gone, remove = list[str](), module.shutil.rmtree
+
+    def rmtree(path: Path, **options: Any) -> None:
+        if path.exists():
+            gone.append(path.name)
+            assert [saved.step for saved in RunFolder(folder.path).checkpoints()] == [10, 20]
+            assert folder.checkpoints()[-1].damaged_file() is None
+        remove(path, **options)
+
+    monkeypatch.setattr(module.shutil, "rmtree", rmtree)
+    write_checkpoint(folder, 20, keep=1)
+    assert gone == ["step-10"]
+
+
 @pytest.mark.parametrize("damage", ["cut", "gone", "no meta", "meta rubbish", *META_WITHOUT, "a checksum", "[" * 9999])
 def test_damaged_checkpoint_is_passed_over(folder: RunFolder, damage: str) -> None:
     write_checkpoint(folder, 10)

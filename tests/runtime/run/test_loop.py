@@ -28,7 +28,7 @@ from ahp.runtime.files import crc32
 from ahp.runtime.ranks.ranks import Ranks
 from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
 from ahp.runtime.run.checkpoints import CannotWrite, DamagedCheckpoints, UnreadableCheckpoint, has_no_space
-from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.folder import Checkpoint, RunFolder
 from ahp.runtime.run.loop import MOST_ROLLBACKS, MOST_SKIPPED, Diverged, Loop, Settings
 from ahp.runtime.run.stop_signal import StopRequest
 
@@ -212,6 +212,28 @@ def test_a_flipped_byte_is_named_and_the_checkpoint_before_is_used(
         flip(folder, step)
     with pytest.raises(DamagedCheckpoints, match="every checkpoint is damaged"):
         loop(alone, folder).run()
+
+
+def test_every_byte_of_a_checkpoint_is_verified_before_one_is_used(
+    alone: Ranks, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop(alone, folder).run()
+    flip(folder, 10)
+    did: list[tuple[str, str]] = []
+    verify, use = Checkpoint.damaged_file, Weight.load
+
+    def damaged_file(self: Checkpoint, part: int = 0, parts: int = 1) -> str | None:
+        did.append(("verified", self.path.name))
+        return verify(self, part, parts)
+
+    def load(self: Weight, folder: Path) -> None:
+        did.append(("used", folder.name))
+        use(self, folder)
+
+    monkeypatch.setattr(Checkpoint, "damaged_file", damaged_file)
+    monkeypatch.setattr(Weight, "load", load)
+    loop(alone, folder).run()
+    assert did == [("verified", "step-10"), ("verified", "step-8"), ("used", "step-8")]
 
 
 @pytest.mark.parametrize(

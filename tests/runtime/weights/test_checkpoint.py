@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ahp.runtime.files import crc32
+from ahp.runtime.files import crc32, flush
 from ahp.runtime.torch_compat import local_tensor
 from tests.marks import cases
 from tests.runtime.models import JOB, MODELS, batch
@@ -71,20 +71,22 @@ def continue_from(rank: int, world: int, model: str, layout: dict[str, Any], fol
     return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results]}
 
 
+def flush_and_change(file: Path) -> None:
+    """As of a disk that keeps other bytes of rank 1 than it was given."""
+    flush(file)
+    if file.name.startswith("__1_"):
+        content = file.read_bytes()
+        file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
 def save_onto_a_bad_disk(rank: int, world: int, folder: str) -> str:
     """Flushing rank 1's file changes a byte of it."""
     from ahp.runtime import files
     from ahp.runtime.parallel import parallelize
 
-    def flush(file: Path, flush: Callable[[Path], None] = files.flush) -> None:
-        flush(file)
-        if file.name.startswith("__1_"):
-            content = file.read_bytes()
-            file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-
     parallel = parallelize(MODELS["llama"](), {"job": JOB, "parallelism": PLANS["zero1"]})
     counts: list[dict[str, int]] = []
-    with mock.patch.object(files, "flush", flush):
+    with mock.patch.object(files, "flush", flush_and_change):
         error = parallel.saver.start(Path(folder), counts.append).exception()
     assert not counts
     return f"{type(error).__name__}: {error}"
@@ -93,6 +95,54 @@ def save_onto_a_bad_disk(rank: int, world: int, folder: str) -> str:
 def test_a_checkpoint_counts_when_it_reads_back_as_it_was_written(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(save_onto_a_bad_disk, 2, str(tmp_path / "checkpoint"))
     assert told == ["OSError: [Errno 5] __1_0.distcp does not read back from the disk as it was written"] * 2
+
+
+def save_again_onto_a_bad_disk(rank: int, world: int, folder: str) -> list[Any]:
+    """Two checkpoints of which one is kept, and a third on a disk that changes a byte: which were there whenever a file was read back."""
+    from ahp.plan import Plan, validated
+    from ahp.runtime import files
+    from ahp.runtime.parallel import parallelize
+    from ahp.runtime.ranks.ranks import Ranks
+    from ahp.runtime.run.checkpoints import CannotWrite, Checkpoints
+    from ahp.runtime.run.folder import RunFolder
+    from ahp.runtime.weights import saver
+
+    plain = {"job": JOB, "parallelism": PLANS["zero1"]}
+    parallel, place, ranks = (
+        parallelize(MODELS["llama"](), plain),
+        RunFolder(folder),
+        Ranks(rank, world, torch.device("cpu")),
+    )
+    checkpoints = Checkpoints(validated(Plan, plain, "plan"), place, ranks, keep=1, same={})
+    there: list[Any] = []
+
+    def read_back(file: Path) -> int:
+        there.append([checkpoint.step for checkpoint in place.checkpoints()])
+        return files.read_back(file)
+
+    with mock.patch.object(saver, "read_back", read_back):
+        for step in (1, 2):
+            checkpoints.start(step, parallel.saver)
+            checkpoints.finish()
+    ranks.barrier()
+    with mock.patch.object(files, "flush", flush_and_change):
+        checkpoints.start(3, parallel.saver)
+        try:
+            checkpoints.finish()
+        except CannotWrite as error:
+            there.append(str(error))
+    ranks.barrier()
+    return [*there, [(checkpoint.step, checkpoint.damaged_file()) for checkpoint in place.checkpoints()]]
+
+
+@pytest.mark.slow
+def test_an_old_checkpoint_goes_only_when_the_new_one_was_verified(pool: Pool, tmp_path: Path) -> None:
+    for rank, (*there, error, left) in enumerate(pool.run(save_again_onto_a_bad_disk, 2, str(tmp_path / "run"))):
+        files = 2 - rank  # the first rank has the list of tensors too
+        assert there == [[]] * files + [[1]] * files
+        assert "checkpoint of step 3 cannot be written, OSError: [Errno 5] __1_0.distcp does not read back" in error
+        assert error.endswith("; the checkpoint of step 2 is kept")
+        assert left == [(2, None)]
 
 
 @pytest.fixture(scope="module")
