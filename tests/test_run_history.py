@@ -19,6 +19,7 @@ def test_a_start_and_its_end_are_one() -> None:
     metrics = [{"step": step, "step_time_s": 2.0, "tokens_per_s": 10.0} for step in range(1, 20)]
     kept = replace(start, **useful(metrics, 5, 15))
     assert (kept.useful_s, kept.useful_tokens, kept.seconds_lost) == (20.0, 200.0, 80.0)
+    assert (kept.plain()["why"], kept.plain()["steps_lost"], kept.plain()["seconds_lost"]) == (start.why, 4, 80.0)
 
 
 def test_the_file_has_every_start_and_how_it_ended(tmp_path: Path) -> None:

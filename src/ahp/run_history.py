@@ -68,6 +68,10 @@ class Start:
             return None
         return max(0, self.last_step - self.saved_step)
 
+    def plain(self) -> dict[str, Any]:
+        """As data for status.json."""
+        return {**asdict(self), "steps_lost": self.steps_lost, "seconds_lost": self.seconds_lost}
+
 
 def began(file: Path, start: Start) -> None:
     """Write down that workers start."""

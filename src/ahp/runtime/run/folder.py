@@ -184,7 +184,7 @@ class RunFolder:
         """Every start, and what those that have ended made of the time."""
         found = run_history.starts(self.history_file)
         reached = run_history.effect(found)
-        return {"starts": [asdict(start) for start in found]} | ({} if reached is None else {"effect": asdict(reached)})
+        return {"starts": [start.plain() for start in found]} | ({} if reached is None else {"effect": asdict(reached)})
 
     @contextmanager
     def beating(self) -> Iterator[None]:
