@@ -30,10 +30,13 @@ class Pool(workers.Pool):
         stops_when: Callable[[], bool] | None = None,
     ) -> int:
         """In place of ``ahp.runtime.ranks.launch.launch``: workers that have found each other, and spend no seconds on imports. None hangs, and none
-        is asked to stop."""
+        is asked to stop. What a failed one said is where the launcher leaves it."""
         try:
             codes = self.run(as_launched, num_workers, module, list(arguments), free_port())
         except workers.WorkerFailed as error:
+            said = log_folder / "pool" / "stderr.log"
+            said.parent.mkdir(parents=True)
+            said.write_text(str(error))
             raise WorkersEnded({0: 1}) from error
         assert codes == [0] * num_workers
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,18 +47,11 @@ def on_workers(module: str, plan: Plan, device: DeviceType, *arguments: str) -> 
                 log_folder=folder / "log",
             )
         except launch.WorkersEnded as ended:
-            errors = sorted(folder.glob("error-*.txt"))
-            message = (
-                errors[0].read_text() if errors else f"workers ended with {ended.exit_codes}: {_last_words(folder)}"
-            )
-            raise AhpError(message) from None
+            # Of several the first one is the cause. The folder with their logs is about to go.
+            errors = sorted(folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
+            last = f"workers ended with {ended.exit_codes}: {launch.last_words(folder / 'log')}"
+            raise AhpError(errors[0].read_text() if errors else last) from None
         return (folder / "answer").read_text()
-
-
-def _last_words(folder: Path) -> str:
-    """The end of what the workers wrote to stderr; their folder is about to go."""
-    logs = sorted((folder / "log").rglob("stderr.log"))
-    return "\n".join(line for log in logs for line in log.read_text().splitlines()[-5:]) or "they left no message"
 
 
 @contextmanager
@@ -70,12 +64,12 @@ def as_rank(argv: list[str]) -> Iterator[tuple[Plan, Ranks, Callable[[str], None
         if ranks.is_first:
             (folder / "answer").write_text(text)
 
-    with joined("cuda" if device == "cuda" else "cpu", plan) as ranks:
-        try:
+    try:
+        with joined("cuda" if device == "cuda" else "cpu", plan) as ranks:
             yield plan, ranks, answer
-        except Exception as error:
-            (folder / f"error-{ranks.rank}.txt").write_text(str(error) or type(error).__name__)
-            raise
+    except Exception as error:
+        (folder / f"error-{os.environ['RANK']}.txt").write_text(str(error) or type(error).__name__)
+        raise
 
 
 def parallel_model(plan: Plan, device: torch.device, *, on_any_device: bool = False) -> tuple[Parallel, int]:

@@ -30,6 +30,8 @@ SECONDS_BETWEEN_POLLS = 0.1
 SAME_MOMENT_S = 10
 """Workers that end within this of the first failure were not ended by the launcher, which waits 30 s before it kills
 (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)."""
+LAST_LINES = 5
+"""Of each worker's log: the end of a traceback."""
 SECOND_SIGNAL_S = 1.0
 """[Empirical] Signals closer together than this are one wish, sent to a group of processes and passed on."""
 
@@ -144,6 +146,15 @@ def _forwarding_signals(module: str) -> Iterator[_StopSignal]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def last_words(log_folder: Path) -> str:
+    """The end of what each worker of the newest start wrote to stderr, for an error that nobody could tell otherwise."""
+    folders = [path for path in log_folder.glob("*") if path.is_dir()]
+    newest = max(folders, key=lambda path: path.stat().st_mtime, default=log_folder)
+    logs = sorted(newest.rglob("stderr.log"))
+    lines = (line for log in logs for line in log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+    return "\n".join(lines) or "they left no message"
 
 
 def workers_of(module: str) -> list[psutil.Process]:
