@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -65,6 +66,10 @@ class DoesNotGoOn(Exception):
     """A run that made no further step within the patience, or that ended where it should not."""
 
 
+class Stopped(Exception):
+    """Somebody has asked for the end of all runs."""
+
+
 @dataclass
 class Launch:
     """One process of ``ahp train``: the only one of a run, or that of a host."""
@@ -86,12 +91,21 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 class Run:
-    """The folder of a run and what is written there. ``limit_s``: ``run.collective_timeout_s``, for which a rank may be waited for."""
+    """The folder of a run and what is written there. ``limit_s``: ``run.collective_timeout_s``, for which a rank may be waited for; ``over``: set where
+    somebody has asked for the end, and whatever waits for the run raises Stopped."""
 
     def __init__(
-        self, folder: Path, layout: Layout, text: Path, *, steps: int, limit_s: float, place: Path | None = None
+        self,
+        folder: Path,
+        layout: Layout,
+        text: Path,
+        *,
+        steps: int,
+        limit_s: float,
+        over: threading.Event,
+        place: Path | None = None,
     ) -> None:
-        self.home, self.layout, self.steps = folder, layout, steps
+        self.home, self.layout, self.steps, self.over = folder, layout, steps, over
         self.folder = place or folder / "run"
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
@@ -164,15 +178,20 @@ class Run:
         status = read_status(self.folder / "status.json")
         return status is not None and status.state == "done"
 
+    def wait(self, seconds: float = POLL_S) -> None:
+        """Let it go on for so long. Raises Stopped."""
+        if self.over.wait(seconds):
+            raise Stopped
+
     def until(self, said: Callable[[], bool], what: str) -> float:
-        """Wait; the seconds that it took. Raises DoesNotGoOn."""
+        """Wait; the seconds that it took. Raises DoesNotGoOn, Stopped."""
         began_s = time.monotonic()
         while not said():
             if time.monotonic() - began_s > PATIENCE_S:
                 raise DoesNotGoOn(f"{what}: not within {PATIENCE_S:g} s")
             if all(launch.process.poll() is not None for launch in self.launches):
                 raise DoesNotGoOn(f"{what}: the run has ended, {self.cause()}")
-            time.sleep(POLL_S)
+            self.wait()
         return time.monotonic() - began_s
 
     def cause(self) -> str:
@@ -249,9 +268,12 @@ def deviation(curve: Curve, reference: Curve) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def reference_curve(folder: Path, layout: Layout, text: Path, *, steps: int, limit_s: float) -> Curve:
+def reference_curve(
+    folder: Path, layout: Layout, text: Path, *, steps: int, limit_s: float, over: threading.Event
+) -> Curve:
     """That of a run of so many steps that nothing disturbs."""
-    run = Run(folder / f"reference-{layout.name.replace(' ', '-')}", layout, text, steps=steps, limit_s=limit_s)
+    place = folder / f"reference-{layout.name.replace(' ', '-')}"
+    run = Run(place, layout, text, steps=steps, limit_s=limit_s, over=over)
     try:
         run.start()
         run.ends()

@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,6 +49,7 @@ from page import require
 from page import write as write_page
 
 MARKER, AGAIN = "failures", "some failures again"
+STOP = signal.SIGTERM, signal.SIGINT
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def strike(run: Run, kind: Kind, draw: random.Random, trial: Trial, away: tuple[
     # A run whose only checkpoint is damaged is refused: it would begin again at step 0.
     fewest = 2 if kind.damages else 0
     run.until(lambda: run.step() >= target and len(run.checkpoint_steps()) >= fewest, f"step {target}")
-    time.sleep(draw.uniform(0.0, 0.1))  # into a step
+    run.wait(draw.uniform(0.0, 0.1))  # into a step
     made, begun = run.step(), len(run.starts())
     kept = run.checkpoint_steps()
     began_s = time.monotonic()
@@ -100,7 +103,7 @@ def strike(run: Run, kind: Kind, draw: random.Random, trial: Trial, away: tuple[
     while not run.is_over(begun):
         if time.monotonic() - began_s > PATIENCE_S:
             raise DoesNotGoOn(f"nobody noticed within {PATIENCE_S:g} s")
-        time.sleep(0.02)
+        run.wait()
     trial.noticed_s = time.monotonic() - began_s
     while not _goes_on(run, begun):
         if kind.supervised and run.launches[-1].process.poll() is not None:
@@ -109,7 +112,7 @@ def strike(run: Run, kind: Kind, draw: random.Random, trial: Trial, away: tuple[
             raise DoesNotGoOn(f"no further step within {PATIENCE_S:g} s; {run.cause()}")
         if not kind.supervised and all(launch.process.poll() is not None for launch in run.launches):
             raise DoesNotGoOn(f"the run has ended; {run.cause()}")
-        time.sleep(0.02)
+        run.wait()
     trial.seconds = time.monotonic() - began_s
     first = run.starts()[begun].first_step
     trial.steps_lost, trial.past_checkpoint = max(0, made - first), max(0, max(kept, default=0) - first)
@@ -123,7 +126,14 @@ def _goes_on(run: Run, begun: int) -> bool:
 
 
 def struck_run(
-    place: Path, form: Form, layout: Layout, kinds: Sequence[Kind], seeds: Sequence[int], number: int, text: Path
+    place: Path,
+    form: Form,
+    layout: Layout,
+    kinds: Sequence[Kind],
+    seeds: Sequence[int],
+    number: int,
+    text: Path,
+    over: threading.Event,
 ) -> Struck:
     """A run that all of this happens to, until it is stopped."""
     others = None if form.beside > 1 else psutil.cpu_percent(1.0)
@@ -135,7 +145,7 @@ def struck_run(
     with ExitStack() as kept:
         disk = kept.enter_context(small_disk(place / f"disk-{number}")) if any(k.small_disk for k in kinds) else None
         made = kept.enter_context(hosts([HostSpec()] * 2)) if on_hosts else ()
-        run = Run(place / f"run-{number}", layout, text, steps=ENDLESS, limit_s=form.limit_s, place=disk)
+        run = Run(place / f"run-{number}", layout, text, steps=ENDLESS, limit_s=form.limit_s, over=over, place=disk)
         run.hosts = made
         kept.callback(run.close)
         trial = trials[0]
@@ -159,13 +169,13 @@ def struck_run(
     return Struck(LAYOUTS[0] if on_hosts else layout, trials, curve)
 
 
-def compare(runs: Sequence[Struck], place: Path, form: Form, text: Path) -> None:
+def compare(runs: Sequence[Struck], place: Path, form: Form, text: Path, over: threading.Event) -> None:
     """Each curve with that of a run of the same layout that nothing disturbs."""
     for layout in {run.layout.name: run.layout for run in runs if run.curve}.values():
         alike = [(run, run.curve) for run in runs if run.layout == layout and run.curve]
         longest = max(len(curve) for _, curve in alike)
         say(f"{longest} steps of {layout.name} that nothing disturbs")
-        reference = reference_curve(place, layout, text, steps=longest, limit_s=form.limit_s)
+        reference = reference_curve(place, layout, text, steps=longest, limit_s=form.limit_s, over=over)
         for run, curve in alike:
             for trial in run.trials:
                 trial.deviation = deviation(curve, reference[: len(curve)])
@@ -179,7 +189,7 @@ def _two_hosts(run: Run) -> None:
 
 def _complete(run: Run, away_s: float) -> None:
     """Both hosts are there again, after so long: the network is, and the command is started where it has ended."""
-    time.sleep(away_s)
+    run.wait(away_s)
     for host in run.hosts:
         host.set_link(up=True)
 
@@ -208,6 +218,23 @@ def campaign(form: Form, seed: int, kinds: Sequence[Kind]) -> Iterator[tuple[Lay
             layout = TWO_HOSTS if on_hosts else form.layouts[number % len(form.layouts)]
             yield layout, taken, [draw.randrange(2**32) for _ in taken]
             number += 1
+
+
+@contextmanager
+def ended_by_signals(over: threading.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT end the block, and with it all runs: their threads take hosts, disks and processes down. They are to be waited for."""
+
+    def stop(number: int, frame: object) -> None:
+        for each in STOP:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number in STOP:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def say(text: str) -> None:
@@ -239,11 +266,18 @@ def main() -> int:
     for name, why in skipped.items():
         say(f"{name}: not tried, {why}")
     kinds = [kind for kind in wanted if kind.name not in skipped]
+    if not kinds:
+        return 0
     given = {"failures": arguments.failures, "limit_s": arguments.limit_s}
     form = replace(SHORT if arguments.short else Form(), **{name: value for name, value in given.items() if value})
     trials = read(arguments.results)
     say(f"seed {arguments.seed}; collectives may take {form.limit_s:g} s")
-    with tempfile.TemporaryDirectory(prefix="ahp-failures-") as folder, ThreadPoolExecutor(form.beside) as threads:
+    over = threading.Event()
+    with (
+        tempfile.TemporaryDirectory(prefix="ahp-failures-") as folder,
+        ThreadPoolExecutor(form.beside) as threads,
+        ended_by_signals(over),
+    ):
         text = Path(folder) / "text.txt"
         text.write_text(
             "".join(Path(module).read_text() for module in (argparse.__file__, json.__file__, tempfile.__file__))
@@ -252,12 +286,12 @@ def main() -> int:
         def one(planned: tuple[int, tuple[Layout, list[Kind], list[int]]]) -> Struck:
             number, (layout, struck, seeds) = planned
             say(f"run {number}: {layout.name}, {len(struck)} failures")
-            return struck_run(Path(folder), form, layout, struck, seeds, number, text)
+            return struck_run(Path(folder), form, layout, struck, seeds, number, text, over)
 
         there = {trial.run for trial in trials}
         planned = [run for run in enumerate(campaign(form, arguments.seed, kinds)) if run[0] not in there]
         found = list(threads.map(one, planned))
-        compare(found, Path(folder), form, text)
+        compare(found, Path(folder), form, text, over)
     new = [trial for run in found for trial in run.trials]
     trials += new
     if arguments.results:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
+
+from benchmarks.namespaces import HostSpec, why_not
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "failures.py"
 
@@ -31,3 +38,40 @@ def test_a_run_goes_on_after_each_of_ten_failures(tmp_path: Path) -> None:
     assert all(found < 1e-5 for found in hosts)
     missing = 10 - len({trial["kind"] for trial in trials})
     assert done.stderr.count(": not tried, ") == missing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_stays_where_the_benchmark_itself_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """Two runs beside each other: one on two hosts, one on a disk of its own."""
+    if (reason := why_not([HostSpec()] * 2)) is not None:
+        pytest.skip(reason)
+    words = [sys.executable, str(BENCHMARK), "--short", "--only", "is lost", "full disk", "--failures", "2"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, cwd=BENCHMARK.parent, env=environment, stderr=subprocess.PIPE, text=True) as ours:
+
+        def there() -> list[bool]:
+            hosts = any(Path("/run/netns").glob(f"ahp-{ours.pid}-*"))
+            return [hosts, str(tmp_path) in Path("/proc/mounts").read_text(), bool(workers_below(tmp_path))]
+
+        began_s = time.monotonic()
+        while not all(there()):
+            assert ours.poll() is None
+            assert time.monotonic() - began_s < 240
+            time.sleep(0.1)
+        ours.send_signal(number)
+        _, error = ours.communicate(timeout=120)
+    assert ours.returncode == 128 + number, error
+    assert not any(there())
+    assert list(tmp_path.iterdir()) == []
+
+
+def workers_below(folder: Path) -> list[str]:
+    """Workers that run with their files below a folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            variables = process.environ()
+            if variables.get("TMPDIR", "").startswith(f"{folder}/") and "RANK" in variables:
+                found.append(" ".join(process.cmdline()))
+    return found
