@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ahp.cli.main import main
-from ahp.cli.nodes import asked, bounded
-from ahp.config import Elastic
+from ahp.cli.nodes import asked, bounded, launch, say_why
+from ahp.config import Elastic, Run
 from ahp.errors import BadInput
+from ahp.plan import Parallelism, Plan
+from ahp.run_files import Status
+from ahp.runtime.ranks import changing_nodes
+from ahp.runtime.ranks.changing_nodes import JobEnded, Node
+from ahp.runtime.run import failure
+from ahp.runtime.run.folder import RunFolder
 
 HOST = "10.0.0.1:29500"
 
@@ -79,3 +87,45 @@ def test_nodes_stay_within_the_workers_that_are_wanted(elastic: Elastic, least: 
 def test_nodes_with_too_many_or_too_few_workers_are_refused(elastic: Elastic, words: str) -> None:
     with pytest.raises(BadInput, match=words):
         bounded(2, 4, 8, elastic)
+
+
+def test_why_a_launcher_ended_its_workers_is_kept_with_step_and_axes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.create()
+    say_why(folder, "rank 3 on host-b is stopped (SIGSTOP)")
+    assert capsys.readouterr().err.startswith("after step 0: rank 3 on host-b is stopped (SIGSTOP); the workers")
+    failure.forget(folder)
+    layout = Parallelism(pipeline_parallel_degree=2, data_parallel_shard_degree=2, expert_parallel_degree=2)
+    Plan(parallelism=layout).save(folder.plan_file)
+    folder.append_metrics({"step": 7})
+    say_why(folder, "rank 3 on host-b is stopped (SIGSTOP)")
+    kept, status = failure.read(folder), folder.status()
+    assert kept is not None
+    assert status is not None
+    words = "after step 7: rank 3 on host-b is stopped (SIGSTOP) (axes of the layout: pp, dp_shard, ep)"
+    assert kept.message == status.cause == words
+    assert kept.may_pass
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_node_that_a_run_did_not_need_ends_as_the_run_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: bool
+) -> None:
+    """One that waited for a place, or came back too late."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.write_status(Status("done", 8, None, 0) if done else Status("failed", 8, "why", 1))
+
+    def closed(words: list[str], node: Node) -> int:
+        assert node.watch.begins == folder.joined_file
+        raise JobEnded(1, "the launchers of the other nodes have ended the job")
+
+    monkeypatch.setattr(changing_nodes, "launch", closed)
+    given = (1, 2, HOST, 1), ["config.yaml"], Run(folder=str(folder.path))
+    if done:
+        assert launch(*given) == 0
+    else:
+        with pytest.raises(JobEnded, match="have ended the job"):
+            launch(*given)

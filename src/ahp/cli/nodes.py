@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ahp.config import Elastic, Run
@@ -16,6 +17,7 @@ from ahp.runtime.ranks.environment import run_of_changing_nodes
 if TYPE_CHECKING:
     from ahp.runtime.ranks.changing_nodes import Node
     from ahp.runtime.ranks.slurm import Task
+    from ahp.runtime.run.folder import RunFolder
 
 OPTIONS = ("--nodes", "--rendezvous", "--workers-per-node")
 Asked = tuple[int, int, str, int | None]
@@ -77,8 +79,7 @@ def _refuse_against(slurm: Task, nodes: str | None, rendezvous: str | None, work
 def launch(several: Asked, words: Sequence[str], run: Run) -> int:
     """Start this node's workers, which run the same command; the exit code."""
     from ahp.runtime.ranks import changing_nodes
-    from ahp.runtime.ranks.hangs import RankMissing
-    from ahp.runtime.run import failure
+    from ahp.runtime.ranks.watch import OWN_CAUSE_S, Watch
     from ahp.runtime.run.folder import RunFolder
 
     folder = RunFolder(run.folder)
@@ -86,16 +87,29 @@ def launch(several: Asked, words: Sequence[str], run: Run) -> int:
     least, most, endpoint, given = several
     workers = given or _workers_here()
     least, most = bounded(least, most, workers, run.elastic)
-    restarts = run.elastic.max_restarts
-
-    def told(why: str) -> None:
-        print(f"{why}; the workers of this node start again", file=sys.stderr, flush=True)
-        failure.record(folder, None, RankMissing(why))
-
+    limit_s = run.collective_timeout_s
+    watch = Watch(folder.metrics_file, limit_s + OWN_CAUSE_S, limit_s, begins=folder.joined_file)
     node: Node = changing_nodes.Node(
-        least, most, endpoint, workers, restarts, folder.log_folder, run.collective_timeout_s, told
+        least, most, endpoint, workers, run.elastic.max_restarts, folder.log_folder, watch, partial(say_why, folder)
     )
-    return changing_nodes.launch(["train", *words], node)
+    try:
+        return changing_nodes.launch(["train", *words], node)
+    except changing_nodes.JobEnded:
+        status = folder.status()
+        if status is None or status.state != "done":
+            raise
+        print(f"the run in {folder.path} is done; this node was not needed", file=sys.stderr)
+        return 0
+
+
+def say_why(folder: RunFolder, why: str) -> None:
+    """Say and keep why this node's workers were ended, which cannot say it themselves."""
+    from ahp.runtime.ranks.hangs import RankMissing
+    from ahp.runtime.run import failure
+
+    told = failure.of_hang(folder, why)
+    print(f"{told}; the workers of this node start again", file=sys.stderr, flush=True)
+    failure.record(folder, None, RankMissing(told))
 
 
 def bounded(least: int, most: int, workers: int, elastic: Elastic) -> tuple[int, int]:

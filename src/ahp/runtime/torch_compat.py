@@ -306,6 +306,18 @@ def nodes_heard_of(rendezvous: Any) -> dict[Any, str] | None:
     return None if state.closed else {node: node.addr for node in (*state.participants, *state.wait_list)}
 
 
+def nodes_of_round(rendezvous: Any) -> dict[Any, tuple[int, str]]:
+    """The nodes of the present round of torch's dynamic rendezvous, with their numbers and addresses, as it was read last."""
+    return {node: (number, node.addr) for node, number in rendezvous._state_holder.state.participants.items()}
+
+
+def nodes_there(rendezvous: Any) -> int:
+    """How many nodes torch's dynamic rendezvous has, as it was read last: those of the round, those that want to join, and those that wait for a
+    place because there are as many as it takes."""
+    state = rendezvous._state_holder.state
+    return len(state.participants) + len(state.wait_list) + len(state.redundancy_list)
+
+
 def stop_heartbeats(rendezvous: Any) -> None:
     """End what tells others that this launcher lives, without closing the job for them as ``shutdown`` of torch's dynamic rendezvous does."""
     rendezvous._stop_heartbeats()

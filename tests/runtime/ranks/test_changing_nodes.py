@@ -127,7 +127,7 @@ def test_a_node_that_falls_silent_is_gone_and_the_workers_that_wait_for_it_are_e
     monkeypatch.setattr(changing_nodes, "workers_of", lambda module: [psutil.Process(worker.pid)])
     said: list[str] = []
     port = free_port()
-    host, other = meeting(port, least=1, told=said.append), meeting(port, least=1)
+    host, other = meeting(port, least=1, told=said.append), meeting(port, least=1, workers=2)
     with subprocess.Popen(["sleep", "60"]) as worker, ThreadPoolExecutor(2) as threads:
         try:
             list(threads.map(ChangingNodes.next_rendezvous, (host, other)))
@@ -140,7 +140,7 @@ def test_a_node_that_falls_silent_is_gone_and_the_workers_that_wait_for_it_are_e
                 assert time.monotonic() - began_s < 20
                 time.sleep(0.1)
             assert worker.wait(20) == -signal.SIGKILL
-            assert said == ["a node of the run (127.0.0.1) has not been heard of for 3 s"]
+            assert said == ["a node of the run (127.0.0.1, ranks 1, 2) has not been heard of for 3 s"]
             began_s = time.monotonic()
             assert host.next_rendezvous().world_size == 1
             assert time.monotonic() - began_s < changing_nodes.LAST_CALL_S, "nobody else is waited for"
@@ -176,10 +176,44 @@ def test_nodes_that_leave_after_the_end_are_not_missed() -> None:
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(ChangingNodes.next_rendezvous, (host, other)))
     other.set_closed()
-    host.members["another one"] = "127.0.0.1"
+    host.members["another one"] = 2, "127.0.0.1"
     time.sleep(1.1)  # torch keeps what it has read for a second
     assert host.is_closed()
     assert host.num_nodes_waiting() == 0
+
+
+@pytest.mark.slow
+def test_a_node_to_spare_takes_the_place_of_one_that_falls_silent_and_is_let_go_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More nodes than the run takes: the others wait, for as long as it lasts."""
+    monkeypatch.setattr(changing_nodes, "workers_of", lambda module: [])
+    port = free_port()
+    host, other = (meeting(port, least=2) for _ in range(2))
+    spares = [meeting(port, least=2) for _ in range(2)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(ChangingNodes.next_rendezvous, (host, other)))
+        first, second = (threads.submit(spare.next_rendezvous) for spare in spares)
+        time.sleep(3.0)
+        assert host.num_nodes_waiting() == 0, "nobody starts again for a node that finds no place"
+        stop_heartbeats(other.torchs)
+        began_s = time.monotonic()
+        while not host.num_nodes_waiting():
+            assert time.monotonic() - began_s < 30
+            time.sleep(0.1)
+        assert host.next_rendezvous().world_size == 2
+        while not (first.done() or second.done()):
+            assert time.monotonic() - began_s < 60
+            time.sleep(0.1)
+        taken, left, waits = (spares[0], spares[1], second) if first.done() else (spares[1], spares[0], first)
+        assert taken.round == host.round == 2
+        assert not waits.done()
+        ends = [threads.submit(one.shutdown) for one in (host, taken)]
+        with pytest.raises(JobEnded, match="the launchers of the other nodes have ended the job"):
+            waits.result(30)
+        assert not ends[0].done(), "it keeps the store until all have seen the end"
+        left.shutdown()
+        assert [end.result(30) for end in ends] == [True, True]
 
 
 @pytest.mark.parametrize(("left", "wait_s"), [(None, 5), (1, 2), (2, 5)])

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ahp.plan import Parallelism
+from ahp.runtime.ranks import hangs
 from ahp.runtime.ranks.hangs import RankMissing, explained
 from ahp.runtime.ranks.meeting import NoAnswer, absent, meet
 from ahp.runtime.ranks.mesh import build_mesh
@@ -68,6 +70,15 @@ def test_the_rank_that_hangs_is_named_by_all_that_wait(frozen: int) -> None:
         assert "on axes pp, dp_replicate within" in said[0]  # not its neighbour
         assert "on axis pp within" in said[1]
         assert "on axis dp_replicate within" in said[2]
+
+
+def test_every_axis_on_which_a_rank_was_waited_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rank 2 in a layout of four shards, two of which share experts."""
+    groups = {"dp_shard": [0, 1, 2, 3], "ep": [2, 3]}
+    mesh: Any = SimpleNamespace(size=lambda axis: len(groups.get(axis, [2])), group=lambda axis: axis)
+    monkeypatch.setattr(hangs.dist, "get_process_group_ranks", groups.__getitem__)
+    assert hangs._axes(mesh, [3]) == "axes dp_shard, ep"
+    assert hangs._axes(mesh, [1]) == "axis dp_shard"
 
 
 def together(size: int, coming: range, within_s: float) -> dict[int, Any]:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ahp.cluster.sense import physical_cores
@@ -105,6 +106,30 @@ def test_workers_that_hang_all_together_are_ended(
     assert set(ended.value.exit_codes) == {0, 1}
 
 
+def test_workers_that_wait_for_the_one_that_prepares_do_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "STACK_S", 0.0)
+    begins, said = tmp_path / "joined", list[str]()
+    begins.touch()
+    os.utime(
+        begins, (time.time() - 5, time.time() - 5)
+    )  # by an earlier start; the system knows to a second when a process began
+    with subprocess.Popen(["sleep", "60"], env={"RANK": "3"}) as process:
+        worker, seen = psutil.Process(process.pid), Watch(tmp_path / "metrics.jsonl", 0.4, begins=begins)
+        try:
+            with watch.watching(seen, lambda: [worker], 1, said.append) as hang:
+                time.sleep(0.8)
+                assert (process.poll(), said) == (None, [])
+                os.utime(begins, (time.time() + 2, time.time() + 2))
+                assert process.wait(10) in (-signal.SIGUSR2, -signal.SIGKILL)
+        finally:
+            process.kill()
+    assert hang.cause is not None
+    assert hang.cause.startswith(f"rank 3 on {socket.gethostname()} is hanging: for 0.4 s no step has ended")
+    assert said[0] == hang.cause
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_wish_to_stop_reaches_every_worker(module: str, tmp_path: Path, number: signal.Signals) -> None:
     addresses: set[str] = set()
@@ -160,7 +185,15 @@ def test_first_failure_is_the_cause(folder: RunFolder) -> None:
 
 def test_reason_comes_from_the_kill_then_the_failure_then_the_codes(folder: RunFolder) -> None:
     trainer = Trainer(Plan(), folder=folder.path)
-    assert "exit codes {0: 3}" in str(trainer._why(launch.WorkersEnded({0: 3})))
+    for start, said in (("start-1_a", "an older cause"), ("start-2_b", "ImportError: no such module")):
+        log = folder.log_folder / start / "attempt_0" / "0" / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(f"{said}\n")
+        os.utime(folder.log_folder / start, (int(start[6]), int(start[6])))
+    told = str(trainer._why(launch.WorkersEnded({0: 3})))
+    assert told == (
+        f"workers ended with exit codes {{0: 3}}; the workers' output: {folder.log_folder}\nImportError: no such module"
+    )
     failure.record(folder, 0, ValueError("wrong shape"))
     why = trainer._why(launch.WorkersEnded({0: 1, 1: -15}))
     assert str(why).startswith("rank 0: ValueError: wrong shape")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ import pytest
 import yaml
 
 from ahp import run_history
+from ahp.runtime.run.folder import RunFolder
+from tests.runtime import hanging
 from tests.runtime.run.test_trainer import MODEL, curve, plan
 from tests.runtime.run.test_trainer import text as text  # a fixture
 from tests.runtime.workers import free_port, listened_on
@@ -27,14 +30,24 @@ PATIENCE_S = 180.0
 class Nodes:
     """Launchers of one job; each is a host of its own as far as it knows."""
 
-    def __init__(self, folder: Path, job: dict[str, Any], *, num_addresses: int = 1, **run: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        job: dict[str, Any],
+        *,
+        num_addresses: int = 1,
+        model: str | None = None,
+        layout: Any = None,
+        **run: Any,
+    ) -> None:
         self.folder, self.ports, self.started = folder, [free_port() for _ in range(num_addresses)], []
         self.port = self.ports[0]
         self.run = folder / "run"
         config = {
-            "model": MODEL,
+            "model": model or MODEL,
             "cluster": {"nodes": 2, "devices_per_node": 1, "device": "cpu", "inter_node_gbps": 10},
             "job": job,
+            "parallelism": layout or "auto",
             "run": {"folder": str(self.run), "sample": False, **run},
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -148,3 +161,22 @@ def test_an_error_that_a_start_would_meet_again_ends_all_at_once(nodes: Callable
     assert sum(error.count("nothing/there.txt") for error in errors) == 1, errors
     assert "Traceback" not in "".join(errors)
     assert job.starts() == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_with_its_host_and_axis(nodes: Callable[..., Nodes]) -> None:
+    layout = {"pipeline_parallel_degree": 2, "micro_batch_size": 4, "pipeline_parallel_schedule": "GPipe"}
+    job = nodes(
+        model="tests.runtime.hanging:model", layout=layout, checkpoint_every=2, collective_timeout_s=8.0, elastic={"max_restarts": 0}
+    )  # fmt: skip
+    ends = [(node.communicate()[1], node.returncode) for node in [job.start(), job.start()]]
+    assert 0 not in [code for _, code in ends], ends
+    told = (
+        f"after step {hanging.AFTER}: rank 1 on {socket.gethostname()} did not come to a collective on axis pp within "
+    )
+    status = RunFolder(job.run).status()
+    assert status is not None
+    assert (status.state, status.step) == ("failed", hanging.AFTER)
+    assert status.cause is not None
+    assert status.cause.startswith(f"{told}run.collective_timeout_s = 8; rank 0 on"), status.cause
+    assert any(told in error for error, _ in ends)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ from ahp.runtime.ranks.launch import WorkersEnded
 from ahp.runtime.run import failure
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
-from ahp.runtime.run.restarts import Restarts
+from ahp.runtime.run.restarts import SAME_PLACE, Restarts
 from ahp.runtime.run.trainer import Trainer
 from tests.runtime.run.test_trainer import plan
 
@@ -67,6 +69,34 @@ def test_a_place_that_loses_its_worker_three_times_in_a_row_is_lost() -> None:
         restarts.after(killed(8, rank=0))
 
 
+def hanging(step: int, rank: int | None) -> TrainingFailed:
+    return TrainingFailed("waited for", step=step, kind="RankMissing", rank=rank, saved_step=5, may_pass=True)
+
+
+def test_a_place_that_hangs_again_and_again_is_lost_but_not_for_one_step() -> None:
+    restarts = Restarts(Elastic(), 4)
+    assert [restarts.after(hanging(step, 2)) for step in (7, 9, 7)] == [4, 4, 3]
+    assert [restarts.after(hanging(step, None)) for step in (7, 9, 7)] == [3, 3, 3], "nobody knows who"
+    restarts = Restarts(Elastic(), 4)
+    assert [restarts.after(hanging(7, 2)) for _ in range(2)] == [4, 4]
+    with pytest.raises(TrainingFailed, match="step 8 failed 3 times in the same way"):
+        restarts.after(hanging(7, 2))
+
+
+def test_the_rank_that_hangs_is_known_to_the_launcher(tmp_path: Path) -> None:
+    trainer = Trainer(plan(tmp_path), folder=tmp_path / "run")
+    trainer.folder.create()
+    trainer.folder.append_metrics({"step": 7})
+    failure.record(trainer.folder, 0, RankMissing("rank 2 did not come", [2]))
+    why = trainer._why(WorkersEnded({0: 1}))
+    assert (why.rank, why.kind, why.step, why.may_pass) == (2, "RankMissing", 7, True)
+    failure.forget(trainer.folder)
+    failure.record(trainer.folder, 0, RankMissing("ranks 2, 3 did not come", [2, 3]))
+    assert trainer._why(WorkersEnded({0: 1})).rank is None
+    assert trainer._why(WorkersEnded({1: -9}, "rank 1 is stopped")).rank == 1
+    assert trainer._why(WorkersEnded({0: -9, 1: -9}, "ranks 0, 1 are hanging")).rank is None
+
+
 def lose_a_place(restarts: Restarts, step: int) -> int:
     return [restarts.after(killed(step, rank=0, saved=step - 1)) for _ in range(3)][-1]
 
@@ -106,6 +136,36 @@ def test_as_many_are_started_as_the_driver_counts() -> None:
     clock.now_s += 100.0
     assert restarts.is_due()
     assert restarts.grown() == 7
+
+
+def test_a_gpu_to_spare_takes_the_place_of_one_that_loses_its_worker_again_and_again() -> None:
+    clock = Clock()
+    restarts = Restarts(Elastic(restart_window_s=100.0, max_restarts=100), 4, clock, places=lambda: 6)
+    assert restarts.gpus is None
+    assert [restarts.after(killed(5, rank=1)) for _ in range(3)] == [4, 4, 4]
+    assert restarts.gpus == (0, 2, 3, 4)
+    clock.now_s += 100.0
+    assert not restarts.is_due(), "no place is missing"
+    assert [restarts.after(killed(6, rank=2)) for _ in range(3)] == [4, 4, 4]
+    assert restarts.gpus == (0, 2, 4, 5)
+    assert [restarts.after(killed(7, rank=3)) for _ in range(3)] == [4, 4, 3], "none is to spare"
+    assert restarts.gpus == (0, 2, 4)
+    clock.now_s += 100.0
+    assert restarts.is_due()
+    assert (restarts.grown(), restarts.gpus) == (4, None), "all are tried again"
+    restarts.stays(3)
+    assert restarts.gpus == (0, 2, 4)
+
+
+def test_gpus_are_numbered_anew_where_one_has_left_the_bus() -> None:
+    gpus = [5]
+    restarts = Restarts(Elastic(), 4, Clock(), places=lambda: gpus[0])
+    assert [restarts.after(killed(5, rank=1)) for _ in range(3)] == [4, 4, 4]
+    gpus[0] = 4
+    assert restarts.after(killed(6, rank=0)) == 4
+    assert restarts.gpus is None
+    gpus[0] = 3
+    assert restarts.after(killed(7, rank=0)) == 3
 
 
 def test_where_more_cannot_be_planned_it_stays_as_it_was() -> None:
@@ -148,6 +208,26 @@ def test_a_lost_place_is_planned_without(tmp_path: Path, monkeypatch: pytest.Mon
     assert trainer.run().status.state == "done"
     assert started == [2, 2, 2, 1]
     assert [start.workers for start in starts(tmp_path / "run" / "starts.jsonl")] == started
+
+
+def test_workers_are_told_which_gpus_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def launch(module: str, arguments: list[str], **others: object) -> int:
+        given.append(json.loads(arguments[1])["gpus"])
+        if len(given) <= SAME_PLACE:
+            raise WorkersEnded({0: -9})
+        RunFolder(tmp_path / "run").write_status(Status("done", 8, None, 0))
+        return 0
+
+    monkeypatch.setattr("ahp.runtime.ranks.launch.launch", launch)
+    monkeypatch.setattr("ahp.runtime.run.trainer.device_for", lambda plan, workers: "cuda")
+    monkeypatch.setattr("ahp.runtime.run.trainer.gpus_left", lambda: 3)
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    two = plan(tmp_path / "a.txt", Parallelism(data_parallel_shard_degree=2, zero_stage=3))
+    assert Trainer(two, folder=tmp_path / "run").run().status.state == "done"
+    assert given == [None, None, None, [1, 2]]
 
 
 def test_a_lost_place_that_is_back_is_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

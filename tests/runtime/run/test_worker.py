@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ahp.graph import models
 from ahp.job import Job
@@ -27,10 +29,13 @@ def test_a_rank_imports_what_its_model_needs_before_others_can_wait_for_it(
 
     monkeypatch.setattr(models, "build_model", lambda *_, **__: did.append("built"))
     monkeypatch.setattr(ranks, "joined", joined)
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: did.append(f"GPU {number}"))
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     folder = RunFolder(tmp_path)
     folder.create()
     order = WorkerSettings(corpus="", device="cpu", checkpoint_every=5, keep=1)
-    with pytest.raises(KeyboardInterrupt):
-        run_rank(Plan(model={}, job=Job()), folder, order, StopRequest())
-    assert did == ["built", "joined"]
+    for settings in (order, replace(order, gpus=(0, 2))):
+        with pytest.raises(KeyboardInterrupt):
+            run_rank(Plan(model={}, job=Job()), folder, settings, StopRequest())
+    assert did == ["built", "joined", "GPU 2", "built", "joined"]

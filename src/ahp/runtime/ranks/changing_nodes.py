@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -39,15 +40,22 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from ahp.cluster.environment import COMPUTE
 from ahp.cluster.most_workers import refuse_workers
 from ahp.cluster.sense import physical_cores
-from ahp.config import COLLECTIVE_TIMEOUT_S
 from ahp.errors import AhpError, BadInput
 from ahp.runtime.ranks import store_place
 from ahp.runtime.ranks.environment import ROUND, gpu_variables
 from ahp.runtime.ranks.launch import quiet_launcher, workers_of
+from ahp.runtime.ranks.meeting import named
 from ahp.runtime.ranks.saving_first import workers_saving_first
 from ahp.runtime.ranks.stopped import ending_stopped
 from ahp.runtime.ranks.store_place import Address
-from ahp.runtime.torch_compat import nodes_heard_of, rendezvous_names, stop_heartbeats
+from ahp.runtime.ranks.watch import Watch, watching
+from ahp.runtime.torch_compat import (
+    nodes_heard_of,
+    nodes_of_round,
+    nodes_there,
+    rendezvous_names,
+    stop_heartbeats,
+)
 
 BACKEND = "ahp-changing"
 JOIN_S = 900
@@ -119,8 +127,10 @@ class ChangingNodes(RendezvousHandler):
         self.store, self.address, self.is_host = found.store, found.address, found.is_host
         self.lost = False
         self.round = self.nodes = 0
-        self.members: dict[Any, str] = {}
-        """Of this round, with their addresses."""
+        self.members: dict[Any, tuple[int, str]] = {}
+        """Of this round, with their numbers and addresses."""
+        self.workers: int = parameters.config.get("workers", 1)
+        """Of this node."""
         self.waits = LastCall(all_known=left is not None and left <= parameters.min_nodes)
         self.torchs = DynamicRendezvousHandler.from_backend(
             parameters.run_id,
@@ -143,8 +153,9 @@ class ChangingNodes(RendezvousHandler):
             if found.rank == 0:
                 found.store.set("ahp/round", str(self.store.add("ahp/rounds", 1)))
             self.round, self.nodes = int(found.store.get("ahp/round")), found.world_size
-            self.members, self.waits.all_known = nodes_heard_of(self.torchs) or {}, True
-        except RendezvousClosedError as error:
+            self.store.set(f"ahp/workers/{self.round}/{found.rank}", str(self.workers))
+            self.members, self.waits.all_known = nodes_of_round(self.torchs), True
+        except (RendezvousClosedError, RendezvousGracefulExitError) as error:  # the latter where this node was to spare
             self._refuse_what_has_ended()
             raise JobEnded(1, "the launchers of the other nodes have ended the job") from error
         except (RendezvousConnectionError, dist.DistError) as error:
@@ -177,9 +188,11 @@ class ChangingNodes(RendezvousHandler):
         time.sleep(LOOK_AGAIN_S)
         waiting, gone = self._waiting(), self._gone()
         if gone:
-            who = f"{'nodes' if len(gone) > 1 else 'a node'} of the run ({', '.join(gone)})"
+            who = "; ".join(f"{address}, {self._ranks(number)}" for number, address in gone)
+            several = len(gone) > 1
             self.told(
-                f"{who} {'have' if len(gone) > 1 else 'has'} not been heard of for {KEEP_ALIVE_S * MOST_MISSED:g} s"
+                f"{'nodes' if several else 'a node'} of the run ({who}) {'have' if several else 'has'} not been heard of for "
+                f"{KEEP_ALIVE_S * MOST_MISSED:g} s"
             )
             _end_workers()
             return max(1, waiting)
@@ -191,10 +204,18 @@ class ChangingNodes(RendezvousHandler):
         except RendezvousConnectionError as error:
             raise self._store_lost() from error
 
-    def _gone(self) -> list[str]:
-        """Addresses of nodes of this round that are neither there any more nor wait for the next one."""
+    def _gone(self) -> list[tuple[int, str]]:
+        """Numbers and addresses of nodes of this round that are neither there any more nor wait for the next one."""
         there = nodes_heard_of(self.torchs)
-        return [] if there is None else [address for node, address in self.members.items() if node not in there]
+        return [] if there is None else [place for node, place in self.members.items() if node not in there]
+
+    def _ranks(self, number: int) -> str:
+        """Those of a node, in words: torch's launchers number workers node by node."""
+        try:
+            counts = [int(self.store.get(f"ahp/workers/{self.round}/{before}")) for before in range(number + 1)]
+        except RuntimeError:
+            return "ranks unknown, it went as it came"
+        return named(range(sum(counts[:-1]), sum(counts)))
 
     def _store_lost(self) -> StoreLost:
         self.lost = True
@@ -210,7 +231,7 @@ class ChangingNodes(RendezvousHandler):
         self.torchs.set_closed()
 
     def shutdown(self) -> bool:
-        """Leave; the launcher that keeps the store waits for the others, which have to read there how the job ended.
+        """Leave; the launcher that keeps the store waits for the others, nodes to spare too, which have to read there how the job ended.
 
         torch's closes the job for all. Whoever has lost the store must not: its network may be back by now, and the others go on.
         """
@@ -219,9 +240,9 @@ class ChangingNodes(RendezvousHandler):
             return True
         well = self.torchs.shutdown()
         with suppress(RuntimeError):
-            left = self.store.add("ahp/left", 1)
+            left, there = self.store.add("ahp/left", 1), max(self.nodes, nodes_there(self.torchs))
             began_s = time.monotonic()
-            while self.is_host and left < self.nodes and time.monotonic() - began_s < LEAVE_S:
+            while self.is_host and left < there and time.monotonic() - began_s < LEAVE_S:
                 time.sleep(0.1)
                 left = self.store.add("ahp/left", 0)
         return well
@@ -300,7 +321,8 @@ class Node:
     max_restarts: int
     log_folder: Path
     """For torch's own notes of errors, which it would leave in the system's folder for temporary files."""
-    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
+    watch: Watch
+    """When this node's workers hang."""
     told: Callable[[str], None] = _nobody
     """Gets the reason why workers of this node were ended, which cannot say it themselves."""
 
@@ -354,16 +376,24 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int
         run_id="ahp",
         rdzv_backend=BACKEND,
         rdzv_endpoint=node.endpoint,
-        rdzv_configs={"gone": tuple(gone[-1:]), "left": left, "told": node.told},
+        rdzv_configs={"gone": tuple(gone[-1:]), "left": left, "told": node.told, "workers": node.workers},
         max_restarts=node.max_restarts,
         monitor_interval=MONITOR_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(node.log_folder)),
         # Ours are set below; torch's would kill the workers 30 s after the signal, saved or not.
         signals_to_handle="SIGQUIT",
     )
+
+    def ours() -> list[psutil.Process]:
+        return workers_of("ahp")
+
     try:
-        stopped = ending_stopped(lambda: workers_of("ahp"), node.collective_timeout_s, node.told)
-        with quiet_launcher(), workers_saving_first(), stopped:
+        with (
+            quiet_launcher(),
+            workers_saving_first(),
+            ending_stopped(ours, node.watch.stopped_s, node.told),
+            watching(node.watch, ours, node.workers, node.told),
+        ):
             elastic_launch(config, sys.executable)("-m", "ahp", *words)
     except JobEnded as ended:
         if str(ended):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
@@ -31,9 +31,13 @@ LOST_S = 1.0
 
 
 class RankMissing(AhpError):
-    """Ranks that the others waited for in vain."""
+    """Ranks that the others waited for in vain; ``missing``: those that are known to hang."""
 
     may_pass = True
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = list(missing)
 
 
 def explained(
@@ -56,18 +60,20 @@ def explained(
         return _gone(error, hosts, step)
     if not any(TIME_OUT.search(said) for said in words):
         return error
-    rank, limit = dist.get_rank(), time_limit(mesh.device)
+    rank, limit, missing = dist.get_rank(), time_limit(mesh.device), list[int]()
     try:
         with waiting():
             meet(default_store(), rank, dist.get_world_size(), at="giving up", within_s=give_up_s)
     except NoAnswer as answer:
-        who = f"{named(answer.missing)} on {hosts.of(answer.missing)} did not come to a collective on {_axes(mesh, answer.missing)}"
+        missing = answer.missing
+        who = f"{named(missing)} on {hosts.of(missing)} did not come to a collective on {_axes(mesh, missing)}"
     else:
         who = "a collective did not end, though every rank of the job came to one"
     first_line = str(error).strip().splitlines()[0]
     return RankMissing(
         f"after step {step}: {who} within run.collective_timeout_s = {limit.total_seconds():g}; rank {rank} on {hosts.of([rank])} "
-        f"waited: {first_line}"
+        f"waited: {first_line}",
+        missing,
     )
 
 
@@ -89,7 +95,7 @@ def _gone(error: Exception, hosts: Hosts, step: int) -> RankMissing:
 
 def _axes(mesh: Mesh, ranks: list[int]) -> str:
     """Those on which this rank waited for others in vain, where it did; else those that there are."""
-    there_are = [axis for axis in AXES if mesh.size(axis) > 1]
+    there_are = [axis for axis in (*AXES, "ep") if mesh.size(axis) > 1]
     own = [axis for axis in there_are if set(ranks) & set(dist.get_process_group_ranks(mesh.group(axis)))]
     found = own or there_are
     return f"ax{'i' if len(found) == 1 else 'e'}s {', '.join(found)}"

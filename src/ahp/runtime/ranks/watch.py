@@ -40,6 +40,8 @@ class Watch:
     limit_s: float
     stopped_s: float | None = None
     """For which one of them may be stopped (SIGSTOP); ``stopped.py`` looks."""
+    begins: Path | None = None
+    """A file that changes when workers have joined, where they wait for the one that prepares before; None: they have nothing to wait for."""
 
 
 @dataclass
@@ -70,8 +72,13 @@ class Hang:
 
 
 @contextmanager
-def watching(watch: Watch | None, workers: Callable[[], list[psutil.Process]], num_workers: int) -> Iterator[Hang]:
-    """Within, end workers that hang; the cause is there before the first of them has ended."""
+def watching(
+    watch: Watch | None,
+    workers: Callable[[], list[psutil.Process]],
+    num_workers: int,
+    told: Callable[[str], None] = lambda cause: None,
+) -> Iterator[Hang]:
+    """Within, end workers that hang; the cause is there, and told, before the first of them has ended."""
     hang = Hang()
     if watch is None:
         yield hang
@@ -83,12 +90,15 @@ def watching(watch: Watch | None, workers: Callable[[], list[psutil.Process]], n
         if len(found) < num_workers:  # not all have been started, or the launcher ends them
             return False
         with suppress(psutil.Error):  # one ends
+            if watch.begins is not None and _changed_s(watch.begins) < min(each.create_time() for each in found):
+                return False
             used = [_used(each) for worker in found for each in (worker, *worker.children(recursive=True))]
             computed_s, moved_bytes = sum(s for s, _ in used), sum(b for _, b in used)
             if quiet.after(poll_s, _changed_s(watch.progress), computed_s, moved_bytes):
                 hang.cause = _cause(found, watch.limit_s)
+                told(hang.cause)
                 _end(found)
-                return True
+                quiet.quiet_s = 0.0
         return False
 
     with looking(look, every_s=poll_s):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ahp.errors import AhpError
+from ahp.errors import AhpError, BadInput
+from ahp.plan import Plan
 from ahp.run_files import Status
 from ahp.runtime.run.folder import RunFolder
 
@@ -27,6 +29,8 @@ class Failure:
     """Name of the exception's class."""
     may_pass: bool = False
     """Whether it may be a fault of a machine, a disk or a network, which a new start need not meet again."""
+    missing: Sequence[int] = ()
+    """Ranks that hang, as this one says who waited for them."""
 
 
 class TrainingFailed(AhpError):
@@ -43,11 +47,16 @@ class TrainingFailed(AhpError):
         saved_step: int = 0,
         may_pass: bool = False,
     ) -> None:
-        """``step``: the last one that was done; ``saved_step``: of the newest checkpoint; ``kind``: the way in which it failed; ``rank``: whose process went; ``may_pass``: as
+        """``step``: the last one that was done; ``saved_step``: of the newest checkpoint; ``kind``: the way in which it failed; ``rank``: whose process went, or hangs; ``may_pass``: as
         of ``Failure``."""
         super().__init__(message)
         self.exit_code, self.step, self.kind, self.rank, self.may_pass = exit_code, step, kind, rank, may_pass
         self.saved_step = saved_step
+
+    @property
+    def was_killed(self) -> bool:
+        """By a signal: whatever its own code did at that step may have nothing to do with it."""
+        return self.kind.startswith("SIG")
 
     def because(self, reason: str) -> TrainingFailed:
         """The same, and why it is not tried again."""
@@ -77,6 +86,7 @@ def record(folder: RunFolder, rank: int | None, error: BaseException) -> None:
         trace="".join(traceback.format_exception(error)),
         kind=type(error).__name__,
         may_pass=may_pass(error),
+        missing=getattr(error, "missing", ()),
     )
     try:
         with _file(folder).open("x") as file:
@@ -94,6 +104,18 @@ def report(folder: RunFolder, cause: str, exit_code: int) -> None:
     """
     with suppress(OSError):
         folder.write_status(Status("failed", last_step(folder), cause, exit_code))
+
+
+def of_hang(folder: RunFolder, cause: str) -> str:
+    """What a launcher says of workers that hang: after which step, and on which axes of the run's layout others wait for them."""
+    try:
+        layout = Plan.load(folder.plan_file).parallelism
+    except BadInput:  # it was not planned yet
+        axes = []
+    else:
+        axes = [*layout.axes, *(["ep"] if layout.expert_parallel_degree > 1 else [])]
+    where = f" (axes of the layout: {', '.join(axes)})" if axes else ""
+    return f"after step {last_step(folder)}: {cause}{where}"
 
 
 def last_step(folder: RunFolder) -> int:

@@ -93,6 +93,8 @@ class RunFolder:
         self.profile_folder = self.path / "profile"
         self.log_folder = self.path / "log"
         self.notes_file = self.log_folder / "notes.txt"
+        self.joined_file = self.log_folder / "joined"
+        """Changes when workers have joined: before, they may wait for hours for the one that prepares."""
         self.cut_metrics_file = self.log_folder / "metrics.cut.jsonl"
 
     def create(self) -> None:
@@ -129,8 +131,9 @@ class RunFolder:
 
     @contextmanager
     def held_by_workers(self) -> Iterator[None]:
-        """The lock of the first worker: it may live on for a step when the process that started it was killed."""
+        """The lock of the first worker, once all have joined: it may live on for a step when the process that started it was killed."""
         with self._locked("lock.workers", WORKERS_WRITE):
+            self.joined_file.touch()
             yield
 
     @contextmanager

@@ -38,14 +38,26 @@ class Restarts:
     failed: list[TrainingFailed] = field(default_factory=list)
     began_s: list[float] = field(default_factory=list)
     """When workers were started again."""
+    left_out: tuple[int, ...] = ()
+    """GPUs that have lost their workers, by number: others take their places, where there are more of them than workers."""
     asked: bool = False
     """Workers were asked to save and stop, so that more of them can go on."""
     _workers: int = 0
+    _counted: int | None = None
+    """Places when they were last counted, after a failure."""
+    _left_out_before: tuple[int, ...] = ()
     _wait_s: float = 0.0
     _due_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._workers, self._wait_s = self.full, self.elastic.restart_window_s
+
+    @property
+    def gpus(self) -> tuple[int, ...] | None:
+        """By worker the GPU that it takes; None where each takes that of its own number."""
+        if not self.left_out or self._counted is None:
+            return None
+        return tuple(number for number in range(self._counted) if number not in self.left_out)[: self._workers]
 
     def after(self, failure: TrainingFailed) -> int:
         """How many workers to start after a failure. Raises the failure, with the reason, where a start would not help."""
@@ -77,23 +89,34 @@ class Restarts:
         return left
 
     def _left(self) -> int:
-        left, places = self._workers - self._is_lost(), self.places()
-        if places is not None and places < left:
+        lost, places = self._lost(), self.places()
+        if places is None:
+            return self._workers - (lost is not None)
+        gpus = self.gpus or range(self._workers)
+        if self._counted not in (None, places):  # the driver numbers those that are left anew
+            self.left_out = ()
+        elif lost is not None:
+            self.left_out = (*self.left_out, gpus[lost])
+        self._counted = places
+        left = min(self._workers, places - len(self.left_out))
+        if left < self._workers:
             self.failed.clear()  # ranks are other places now
-            return places
         return left
 
-    def _is_lost(self) -> bool:
-        """Whether the place whose worker went has lost it so often, with no way made between, that it is taken for broken."""
+    def _lost(self) -> int | None:
+        """The place whose worker went or hung so often, with no way made between, that it is taken for broken. One that hangs at the same step
+        each time is no device's fault."""
         last = self.failed[-SAME_PLACE:]
         lost = (
             len(last) == SAME_PLACE
             and last[0].rank is not None
             and len({(one.rank, one.saved_step) for one in last}) == 1
+            and (all(one.was_killed for one in last) or len({one.step for one in last}) > 1)
         )
-        if lost:
-            self.failed.clear()  # ranks are other places now
-        return lost
+        if not lost:
+            return None
+        self.failed.clear()  # ranks are other places now
+        return last[0].rank
 
     def _try_later(self, now_s: float, *, lost_again: bool) -> None:
         self._wait_s *= 2 if lost_again else 1
@@ -111,11 +134,12 @@ class Restarts:
     def grown(self) -> int:
         """How many workers to start after those that were asked have stopped."""
         self.asked, self._workers = False, max(self._workers, self._wanted())
+        self._counted, self._left_out_before, self.left_out = self.places(), self.left_out, ()
         return self._workers
 
     def stays(self, workers: int) -> None:
         """No more than so many can be planned for; they are tried again later."""
-        self._workers = workers
+        self._workers, self.left_out = workers, self._left_out_before
         self._try_later(self.clock(), lost_again=True)
 
     def _wanted(self) -> int:

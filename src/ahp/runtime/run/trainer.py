@@ -144,7 +144,8 @@ class Trainer:
             while True:
                 try:
                     with self._in_history():
-                        stopped = self._start_workers(self._as_it_failed(order), restarts.is_due)
+                        settings = replace(self._as_it_failed(order), gpus=restarts.gpus)
+                        stopped = self._start_workers(settings, restarts.is_due)
                         status = self._status_after(stopped, restarts.asked)
                 except TrainingFailed as failed:
                     with stops_at_once():
@@ -355,9 +356,8 @@ class Trainer:
         num_workers = self.plan.parallelism.world_size
         if order.device == "cpu" and (why := idle_gpus(num_workers)):
             say(f"computing on the CPU beside idle GPUs: {why}")
-        say(
-            f"starting {num_workers} worker{'s' * (num_workers > 1)} on {order.device}: {self.plan.parallelism.short()}"
-        )
+        where = order.device if order.gpus is None else f"GPUs {', '.join(map(str, order.gpus))}"
+        say(f"starting {num_workers} worker{'s' * (num_workers > 1)} on {where}: {self.plan.parallelism.short()}")
         try:
             with following(self.folder.metrics_file, self.folder.notes_file, self._display()):
                 return launch.launch(
@@ -383,27 +383,31 @@ class Trainer:
         if failure.read(self.folder) is None and is_full(self.folder.path):
             return TrainingFailed(f"run.folder = {str(self.folder.path)!r}: the disk is full; {logs}")
         if ended.hang:
-            axes = ", ".join(self.plan.parallelism.axes)
-            text = f"after step {step}: {ended.hang}{f' (axes of the layout: {axes})' if axes else ''}; {logs}"
-            return TrainingFailed(text, step=step, kind="hang", may_pass=step > 0)
+            text = f"{failure.of_hang(self.folder, ended.hang)}; {logs}"
+            return self._of_rank(text, step, "hang", list(ended.killed), may_pass=step > 0)
         if ended.killed:
             rank, number = next(iter(ended.killed.items()))
             hint = "; often the system ran out of memory" if number == signal.SIGKILL else ""
             # NCCL's watchdog aborts those that wait for the one that hangs.
-            gone = None if number == signal.SIGABRT else rank
+            gone = [] if number == signal.SIGABRT else [rank]
             text = f"worker {rank} was ended by {number.name} after step {step}{hint}; {logs}"
-            return TrainingFailed(
-                text, step=step, kind=number.name, rank=gone, saved_step=self._saved_step(), may_pass=True
-            )
+            return self._of_rank(text, step, number.name, gone, may_pass=True)
         cause = failure.read(self.folder)
         if cause is not None:
             # What fails before the first step of all is a fault of the job rather than of a machine.
             may_pass = cause.may_pass and step > 0
-            return TrainingFailed(
-                f"{cause.message}\n{logs}", cause.exit_code, step=step, kind=cause.kind, may_pass=may_pass
-            )
-        text = f"workers ended with exit codes {ended.exit_codes}; {logs}"
+            text = f"{cause.message}\n{logs}"
+            return self._of_rank(text, step, cause.kind, cause.missing, may_pass=may_pass, exit_code=cause.exit_code)
+        text = f"workers ended with exit codes {ended.exit_codes}; {logs}\n{launch.last_words(self.folder.log_folder)}"
         return TrainingFailed(text, step=step, kind=str(ended.exit_codes), may_pass=step > 0)
+
+    def _of_rank(
+        self, text: str, step: int, kind: str, ranks: Sequence[int], *, may_pass: bool, exit_code: int = 1
+    ) -> TrainingFailed:
+        """A failure with the rank that it is one of, where there is one alone."""
+        rank = ranks[0] if len(ranks) == 1 else None
+        saved = self._saved_step()
+        return TrainingFailed(text, exit_code, step=step, kind=kind, rank=rank, saved_step=saved, may_pass=may_pass)
 
     def _order(self, device: DeviceType, texts: Texts) -> WorkerSettings:
         return WorkerSettings(

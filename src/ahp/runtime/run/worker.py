@@ -49,6 +49,8 @@ class WorkerSettings:
     profile_steps: Sequence[int] | None = None
     failures_per_s: float = 1e-6
     """Of all workers, as the cluster and the run's starts say (``best_interval.py``)."""
+    gpus: Sequence[int] | None = None
+    """By a worker's number on its node, where some are left out; None: each takes that of its own number."""
 
 
 def run_rank(
@@ -62,10 +64,14 @@ def run_rank(
 
     Errors are left in the folder (``ahp.runtime.run.failure``) and raised.
     """
+    import torch
+
     from ahp.graph.models import build_model
     from ahp.runtime.ranks.ranks import joined
 
     try:
+        if order.gpus is not None:
+            torch.cuda.set_device(order.gpus[int(os.environ["LOCAL_RANK"])])
         # Before ranks join: one that has planned for all has imported transformers, and would wait for the imports of the others in a collective.
         module = build_model(plan.model, device="meta", attention=plan.engine.attention)
         with (
