@@ -18,6 +18,7 @@ import yaml
 
 from ahp import run_history
 from ahp.runtime.run.folder import RunFolder
+from benchmarks.namespaces import Host, HostSpec, hosts, why_not
 from tests.runtime import hanging
 from tests.runtime.run.test_trainer import MODEL, curve, plan
 from tests.runtime.run.test_trainer import text as text  # a fixture
@@ -42,6 +43,7 @@ class Nodes:
     ) -> None:
         self.folder, self.ports, self.started = folder, [free_port() for _ in range(num_addresses)], []
         self.port = self.ports[0]
+        self.rendezvous = ",".join(f"127.0.0.1:{port}" for port in self.ports)
         self.run = folder / "run"
         config = {
             "model": model or MODEL,
@@ -52,13 +54,14 @@ class Nodes:
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, host: Host | None = None) -> subprocess.Popen[str]:
+        """On this machine, or on a host of its own."""
         command = [sys.executable, "-m", "ahp", "train", "config.yaml", "--nodes", "1:2", "--workers-per-node", "1"]
-        place = ["--rendezvous", ",".join(f"127.0.0.1:{port}" for port in self.ports)]
-        path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        prefix, network = ([], {}) if host is None else (host.prefix, host.environment)
+        given = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **network}
         node = subprocess.Popen(
-            [*command, *place], cwd=self.folder, env={**os.environ, **path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
+            [*prefix, *command, "--rendezvous", self.rendezvous], cwd=self.folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
         )  # fmt: skip
         self.started.append(node)
         return node
@@ -118,7 +121,25 @@ def test_a_lost_node_is_planned_without_and_joins_again(nodes: Callable[..., Nod
 
 
 @pytest.mark.wide
-def test_without_the_node_that_keeps_the_store_the_others_end_and_say_so(nodes: Callable[..., Nodes]) -> None:
+def test_without_the_host_that_keeps_the_store_the_others_end_and_say_so(nodes: Callable[..., Nodes]) -> None:
+    if (reason := why_not([HostSpec()] * 2)) is not None:
+        pytest.skip(reason)
+    with hosts([HostSpec()] * 2) as (one, other):
+        job = nodes({"steps": 1_000_000}, checkpoint_every=EVERY)
+        job.rendezvous = f"{one.address}:29500"
+        first, second = job.start(one), job.start(other)
+        job.until(lambda: bool(job.starts()) and job.starts()[-1].workers == 2 and len(curve(job.run)) > EVERY)
+        kill(first)
+        _, error = second.communicate()
+    assert second.returncode == 1
+    assert f"the launcher that kept the store at {job.rendezvous} is gone; looking for another one" in error
+    assert f"error: --rendezvous {job.rendezvous}: " in error
+    assert "start the same command on each node again" in error
+    assert "internal error" not in error
+
+
+@pytest.mark.wide
+def test_a_launcher_that_has_the_lost_address_too_keeps_the_store_from_then_on(nodes: Callable[..., Nodes]) -> None:
     job = nodes({"steps": STEPS}, checkpoint_every=EVERY)
     first = job.start()
     job.until(lambda: f"127.0.0.1:{job.port}" in listened_on())
@@ -126,11 +147,10 @@ def test_without_the_node_that_keeps_the_store_the_others_end_and_say_so(nodes: 
     job.until(lambda: len(curve(job.run)) > EVERY)
     kill(first)
     _, error = second.communicate()
-    assert second.returncode == 1
+    assert second.returncode == 0, error
     assert f"the launcher that kept the store at 127.0.0.1:{job.port} is gone; looking for another one" in error
-    assert f"error: --rendezvous 127.0.0.1:{job.port}: " in error
-    assert "start the same command on each node again" in error
-    assert "internal error" not in error
+    assert [start.workers for start in job.starts()] == [2, 1]
+    assert [step for step, *_ in curve(job.run)] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.wide
