@@ -1,6 +1,6 @@
 """Problems drawn at random: stages that differ, on ranks of any placement, in little or ample memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from ahp.schedule.simulate import StageTimes
@@ -50,6 +50,11 @@ def problem(
         forward_s = slowness[rank] * share * random.uniform(0.95, 1.05)
         times.append(StageTimes(forward_s, 2 * forward_s, forward_s * (1 + extra), forward_s * (1 + extra), send, send))
         kept.append(share)
+    if streams:
+        there = [0.0] * p
+        for stage, rank in enumerate(stage_rank):
+            there[rank] += random.uniform(0, 2)
+            times[stage] = replace(times[stage], gathered_s=there[rank])
     return Problem(
         tuple(times),
         stage_rank,
@@ -58,7 +63,6 @@ def problem(
         tuple(0.4 * k for k in kept),
         () if memory is None else (max(1.0, memory * p),) * p,
         split,
-        tuple(random.uniform(0, 2) for _ in kept) if streams else (),
         tuple(random.uniform(0, 3) for _ in kept) if streams else (),
     )
 

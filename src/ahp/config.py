@@ -245,7 +245,7 @@ HELP: dict[str, str] = {
     "parallelism.enable_sequence_parallel": "split what lies between the matrix products along the sequence",
     "parallelism.pipeline_parallel_degree": "pipeline ranks",
     "parallelism.pipeline_parallel_schedule": "GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV (torch's names), Synthesized",
-    "parallelism.pipeline_parallel_order": 'the order that Synthesized runs, one line for each pipeline rank, such as ["0F0,0B0", "1F0,1B0"]',
+    "parallelism.pipeline_parallel_order": 'the order that Synthesized runs, one line for each pipeline rank (or for each of each replica), such as ["0F0,0B0", "1F0,1B0"]',
     "parallelism.virtual_stages_per_rank": "stages that one pipeline rank holds; above 1 needs a schedule that has them, such as Interleaved1F1B",
     "parallelism.layers_per_stage": "blocks of each stage in pipeline order, such as [3, 3, 2]",
     "parallelism.stages": "on a mixed cluster, group and blocks of each stage in pipeline order, such as [{group: a, layers: 5}]; those of a rank "

@@ -75,7 +75,8 @@ class Parallelism(Record):
     pipeline_parallel_degree: int = Field(default=1, ge=1)
     pipeline_parallel_schedule: ScheduleName = "1F1B"
     pipeline_parallel_order: tuple[str, ...] | None = None
-    """The order that Synthesized runs, one line for each rank: ``0F0,0F1,0I0,0W0``, each stage, kind and micro-batch (``schedule.Kind``)."""
+    """The order that Synthesized runs, one line for each rank: ``0F0,0F1,0I0,0W0``, each stage, kind and micro-batch (``schedule.Kind``).
+    Where replicas have orders of their own, the lines of one after those of another."""
     virtual_stages_per_rank: int = Field(default=1, ge=1)
     layers_per_stage: tuple[int, ...] | None = None
     """Blocks of each stage in pipeline order, pipeline degree x virtual stages of them; None = as even as can be."""
@@ -158,8 +159,11 @@ class Parallelism(Record):
             raise ValueError(f"{key} = None: Synthesized needs one (valid: a line for each pipeline rank)")
         if lines is not None and name != "Synthesized":
             raise ValueError(f"{key}: {name} has an order of its own (valid: null)")
-        if lines is not None and len(lines) != ranks:
-            raise ValueError(f"{key}: {len(lines)} lines, pipeline_parallel_degree is {ranks}; it needs one a rank")
+        replicas = self.data_parallel_replicate_degree
+        if lines is not None and len(lines) not in (ranks, ranks * replicas):
+            several = f", or one a rank of each of {replicas} replicas" if replicas > 1 else ""
+            rule = f"pipeline_parallel_degree is {ranks}; it needs one a rank{several}"
+            raise ValueError(f"{key}: {len(lines)} lines, {rule}")
 
     def _check_stages(self) -> None:
         if self.stages is None:

@@ -7,12 +7,13 @@ import pytest
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.found_order import found_order
+from ahp.forecast.priced import Priced
 from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
-from ahp.schedule.orders import order_text, why_not
+from ahp.schedule.orders import given_order, order_text, why_not
 from ahp.schedule.patterns import make
 
 ONE = {"nodes": 1, "devices_per_node": 4, "device": "H100-SXM-80GB"}
@@ -116,3 +117,60 @@ def test_other_engines_have_their_own_schedules(graph: ModelGraph, engine: str) 
     prices = pricer(graph, Cluster.from_dict(ONE), JOB, EngineChoice(name=engine))  # type: ignore[arg-type]
     with pytest.raises(NotExpressible, match="Synthesized"):
         prices.price(layout("Synthesized", 1, pipeline_parallel_order=order_text(make("1F1B", 4, 1, 16))))
+
+
+SHARDED = {"nodes": 2, "devices_per_node": 4, "device": "H100-SXM-80GB", "inter_node_gbps": 25}
+
+
+@pytest.mark.parametrize(("name", "v"), PATTERNS)
+def test_weights_are_gathered_while_the_pipeline_fills(graph: ModelGraph, name: str, v: int) -> None:
+    """Shards lie on two nodes: under a pattern each stage gathers when its first micro-batch is there, one after the other."""
+    prices = pricer(graph, Cluster.from_dict(SHARDED), JOB, EngineChoice(compile=False))
+    sharded = {"data_parallel_shard_degree": 2, "zero_stage": 2, "mesh_order": ("dp_shard", "pp")}
+    pattern = prices.price(layout(name, v, **sharded))
+    order = prices.price(layout("Synthesized", v, pipeline_parallel_order=order_text(make(name, 4, v, 8)), **sharded))
+    assert order.forecast.step_time_s < pattern.forecast.step_time_s
+    assert order.forecast.memory == pattern.forecast.memory
+    assert sum(order.forecast.step.values()) == pytest.approx(order.forecast.step_time_s)
+    gathered = [times.gathered_s for times in order.span.times]
+    assert order.timeline.starts_s[0][0] == gathered[0] > 0.0
+    for rank, spans in enumerate(order.timeline.ranks):
+        for span in spans:
+            assert span.start_s >= gathered[span.action.stage]
+        assert 0.0 <= order.timeline.gathering_s[rank] <= order.timeline.idle_s[rank]
+    found = found_order(prices, layout(name, v, **sharded))
+    if found is None:
+        assert name not in ("1F1B", "GPipe")
+    else:  # what torch does for a pattern as well is no merit of an order
+        runs_alike = name not in ("1F1B", "GPipe")
+        assert found.rival_s == (min(order, pattern, key=_step_s) if runs_alike else pattern).forecast.step_time_s
+        assert found.priced.forecast.step_time_s < found.rival_s
+
+
+def _step_s(priced: Priced) -> float:
+    return priced.forecast.step_time_s
+
+
+def test_replicas_with_unlike_micro_batches_have_an_order_each(graph: ModelGraph) -> None:
+    prices = pricer(graph, Cluster.from_dict(MIXED), JOB, EngineChoice(compile=False))
+    uneven = Parallelism(
+        data_parallel_replicate_degree=2,
+        pipeline_parallel_degree=2,
+        micro_batch_size=1,
+        micro_batches_per_replica=(10, 6),
+        stages=({"group": ("a", "b"), "layers": 4}, {"group": ("a", "b"), "layers": 4}),  # type: ignore[arg-type]
+    )
+    found = found_order(prices, uneven)
+    assert found is not None
+    lines = found.priced.parallelism.pipeline_parallel_order
+    assert lines is not None
+    assert len(lines) == 4
+    for replica, count in enumerate((10, 6)):
+        order = given_order(found.priced.parallelism, replica)
+        assert order is not None
+        assert order.num_micro_batches == count
+        assert found.priced.replicas[replica].span.makespan_s <= found.before.span.makespan_s
+    assert found.priced.forecast.step_time_s < found.before.forecast.step_time_s
+    few = found.priced.parallelism.model_copy(update={"pipeline_parallel_order": lines[:2]})
+    with pytest.raises(BadInput, match="made for 10 micro-batches, there are 6"):
+        prices.price(few)

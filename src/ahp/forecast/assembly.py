@@ -62,9 +62,11 @@ def _schedule(parallelism: Parallelism) -> PipelineSchedule:
     return of_ranks(parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree)
 
 
-def pipeline_span(parallelism: Parallelism, micro_batches: int, times: Sequence[StageTimes]) -> Makespan:
+def pipeline_span(
+    parallelism: Parallelism, micro_batches: int, times: Sequence[StageTimes], replica: int = 0
+) -> Makespan:
     """How long one replica's schedule takes."""
-    if (order := given_order(parallelism)) is not None:
+    if (order := given_order(parallelism, replica)) is not None:
         return makespan_of_order(order, times)
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     return makespan(_schedule(parallelism).name, p, v, micro_batches, times)
@@ -194,6 +196,9 @@ def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> 
         parts["tensor_parallel"] += min(shown_s, more_s)
         parts["host"] += more_s - min(shown_s, more_s)
     parts["gradient_reduce"] = parts.get("gradient_reduce", 0.0) + tied_s
-    parts["bubble"] = span.idle_s[rank]
+    waited_s = span.gathering_s[rank] if span.gathering_s else 0.0
+    if waited_s:
+        parts["weight_gather"] = parts.get("weight_gather", 0.0) + waited_s
+    parts["bubble"] = span.idle_s[rank] - waited_s
     # What is left of sums that cancel is rounding, not time.
     return {part: seconds for part, seconds in parts.items() if seconds > 1e-12 * span.makespan_s}

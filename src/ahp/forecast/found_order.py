@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-import numpy as np
-
-from ahp.errors import AhpError
+from ahp.engines.registry import get
+from ahp.errors import AhpError, BadInput
 from ahp.forecast.mixed import MixedPricer
-from ahp.forecast.priced import Priced
+from ahp.forecast.priced import Priced, Replica
 from ahp.forecast.pricer import Pricer
 from ahp.plan import Parallelism
-from ahp.schedule.orders import SYNTHESIZED, order_text, ranks_of_stages
+from ahp.schedule.actions import Schedule
+from ahp.schedule.orders import SYNTHESIZED, any_order, apart, order_text, ranks_of_stages, whole
+from ahp.schedule.registry import of_ranks
+from ahp.schedule.synthesis.bound import LowerBound, lower_bound
 from ahp.schedule.synthesis.find import Synthesized, synthesize
 from ahp.schedule.synthesis.problem import Problem
+from ahp.schedule.synthesis.search import actions_tried
 from ahp.words import percent
 
 LESS_MEMORY = (1.0, 0.95, 0.9)
@@ -28,71 +32,169 @@ class FoundOrder:
     priced: Priced
     before: Priced
     found: Synthesized
+    bound: LowerBound
+    """What no schedule of the layout is faster than, with backwards whole or in two parts."""
+    rival_s: float
+    """Seconds of a step under the pattern that the layout had (``ToOrder.rival_s``)."""
 
     @property
     def gain(self) -> float:
-        """Part of the step that it saves."""
-        return 1.0 - self.priced.forecast.step_time_s / self.before.forecast.step_time_s
+        """Part of that step that it saves."""
+        return 1.0 - self.priced.forecast.step_time_s / self.rival_s
+
+    @property
+    def gap(self) -> float:
+        """Part of the schedule's time by which another order of the same stages could be faster, at most."""
+        return max(0.0, 1.0 - self.bound.seconds / self.found.makespan_s)
 
     def words(self) -> str:
         """One line for people: what it gains, and how near it is to the best there can be."""
-        before, gap = self.before.parallelism.pipeline_parallel_schedule, max(0.0, self.found.gap)
+        before = self.before.parallelism.pipeline_parallel_schedule
         return (
-            f"a schedule made for these stages takes {percent(self.gain)} less of a step than {before}; none could take "
-            f"{percent(gap)} less than it ({self.found.bound.reason})"
+            f"a schedule made for these stages takes {percent(self.gain)} less of a step than {before}; no order of them could "
+            f"take {percent(self.gap)} less than it ({self.bound.reason})"
         )
+
+
+@dataclass(frozen=True)
+class ToOrder:
+    """A layout with a pipeline, and what an order of its actions has to go by."""
+
+    pricer: Pricer | MixedPricer
+    before: Priced
+
+    @classmethod
+    def of(cls, pricer: Pricer | MixedPricer, parallelism: Parallelism) -> ToOrder | None:
+        """None where there is nothing to order, or the engine runs no order of ours. Raises what ``price`` raises."""
+        before = pricer.price(parallelism)
+        if before.parallelism.pipeline_parallel_degree == 1:
+            return None
+        return None if get(pricer.choice.name).refuses(pricer.job, any_order(), pricer.choice) else cls(pricer, before)
+
+    @cached_property
+    def as_order(self) -> Priced:
+        """The layout with its pattern's order as its own, so that weights are gathered as for every order."""
+        return self.pricer.price(
+            self._with_orders([one.span.timeline.schedule for one in self._pipelines(self.before)])
+        )
+
+    @cached_property
+    def ways(self) -> dict[bool, Priced]:
+        """The same with backwards in two parts, and whole: stages may take another time then. Only what its engine can run."""
+        found, own = {}, [one.span.timeline.schedule for one in self._pipelines(self.before)]
+        for split, change in ((True, apart), (False, whole)):
+            try:
+                found[split] = self.pricer.price(self._with_orders([change(one) for one in own]))
+            except AhpError:  # compiled blocks in fp8 have whole backwards alone
+                continue
+        return found
+
+    @property
+    def rival_s(self) -> float:
+        """Seconds of a step that an order has to beat: under its pattern, with the weights gathered as for an order where torch's runtime
+        does so for both. 1F1B and GPipe it runs otherwise (torch 2.13, ``PipelineScheduleSingle``)."""
+        pattern_s = self.before.forecast.step_time_s
+        single = of_ranks(self.before.parallelism.pipeline_parallel_schedule, 2).most_virtual == 1
+        return pattern_s if single else min(pattern_s, self.as_order.forecast.step_time_s)
+
+    @cached_property
+    def rooms(self) -> list[tuple[float, ...]]:
+        """Bytes that each rank has for activations, of each pipeline."""
+        rooms = self.pricer.activation_bytes(self.before)
+        return [tuple(map(float, own)) for own in (rooms if self._own_orders else rooms.min(axis=0, keepdims=True))]
+
+    @cached_property
+    def bound(self) -> LowerBound:
+        """What no schedule of its stages is faster than in that memory, with backwards whole or in two parts."""
+        try:
+            found = [[lower_bound(one) for one in self._problems(split)] for split in self.ways]
+        except BadInput:  # not one micro-batch fits
+            found = [[lower_bound(one) for one in self._problems(split, limited=False)] for split in self.ways]
+        of_pipelines = (min(several, key=lambda one: one.seconds) for several in zip(*found, strict=True))
+        return max(of_pipelines, key=lambda one: one.seconds)
+
+    @property
+    def tried(self) -> int:
+        """Actions that ``found`` tries with an effort of 1, for one kind of backward."""
+        return sum(actions_tried(one.span.p, one.span.m) for one in self._pipelines(self.before))
+
+    @property
+    def floor_s(self) -> float:
+        """Seconds of a step that no order gets below, without a wait for weights."""
+        before, least_s = self.before, 0.0
+        for one in self._pipelines(before):
+            times = tuple(replace(stage, first_forward_extra_s=0.0) for stage in one.span.times)
+            ways = (Problem(times, ranks_of_stages(before.parallelism), one.span.m, split=s) for s in (True, False))
+            least_s = max(least_s, min(lower_bound(way).seconds for way in ways))
+        return before.forecast.step_time_s - max(0.0, before.span.makespan_s - least_s) * self.pricer.stretch
+
+    def found(self, *, seed: int = 0, effort: float = 1.0) -> FoundOrder | None:
+        """The best schedule that is found; None where none is faster and fits."""
+        best: FoundOrder | None = None
+        for split in self.ways:
+            least_s = max(lower_bound(one).seconds for one in self._problems(split, limited=False))
+            if best is not None and least_s >= best.found.makespan_s:
+                continue
+            one = self._fitting(split, seed, effort)
+            if one is not None and (best is None or one.gain > best.gain):
+                best = one
+        return best if best is not None and best.gain > 0.0 else None
+
+    def _fitting(self, split: bool, seed: int, effort: float) -> FoundOrder | None:
+        for part in LESS_MEMORY:
+            try:
+                problems = self._problems(split, part)
+            except BadInput:  # not one micro-batch fits
+                return None
+            orders = {one: synthesize(one, seed=seed, effort=effort) for one in dict.fromkeys(problems)}
+            try:
+                priced = self.pricer.price(self._with_orders([orders[one].schedule for one in problems]))
+            except BadInput:  # replicas would wait for each other
+                return None
+            if priced.forecast.fits or not self.before.forecast.fits:
+                slowest = max(orders.values(), key=lambda one: one.makespan_s)
+                return FoundOrder(priced, self.before, slowest, self.bound, self.rival_s)
+        return None
+
+    @property
+    def _own_orders(self) -> bool:
+        """Whether replicas need an order each, since they have unlike numbers of micro-batches."""
+        return len({replica.span.m for replica in self.before.replicas}) > 1
+
+    def _pipelines(self, priced: Priced) -> list[Priced | Replica]:
+        """Of each replica what an order goes by; one for all, the slowest, where all have as many micro-batches."""
+        return list(priced.replicas) if self._own_orders else [priced]
+
+    def _problems(self, split: bool, part: float = 1.0, *, limited: bool = True) -> list[Problem]:
+        """What an order of each pipeline has to go by. ``limited``: within ``part`` of what its ranks have for activations.
+
+        Raises BadInput where not one micro-batch fits.
+        """
+        priced = self.ways[split]
+        return [
+            Problem(
+                one.span.times,
+                ranks_of_stages(priced.parallelism),
+                one.span.m,
+                tuple(map(float, one.memory.kept.tolist())),
+                memory_bytes=tuple(part * room for room in rooms) if limited else (),
+                split=split,
+            )
+            for one, rooms in zip(self._pipelines(priced), self.rooms, strict=True)
+        ]
+
+    def _with_orders(self, schedules: Sequence[Schedule]) -> Parallelism:
+        lines = tuple(line for schedule in schedules for line in order_text(schedule))
+        keys = {"pipeline_parallel_schedule": SYNTHESIZED, "pipeline_parallel_order": lines}
+        return self.before.parallelism.model_copy(update=keys)
 
 
 def found_order(
     pricer: Pricer | MixedPricer, parallelism: Parallelism, *, seed: int = 0, effort: float = 1.0
 ) -> FoundOrder | None:
-    """The layout with the best schedule that is found for it; None where none is faster and fits, or the layout has no pipeline.
+    """The layout with the best schedule that is found for it; None where none is faster and fits, or there is none to find.
 
     Raises what ``price`` raises for the layout itself.
     """
-    before = pricer.price(parallelism)
-    layout = before.parallelism
-    if layout.pipeline_parallel_degree == 1 or len({replica.span.m for replica in before.replicas}) > 1:
-        return None
-    best = None
-    for split in (True, False):
-        try:
-            one = _fitting(pricer.price, before, pricer.activation_bytes(before), split, seed, effort)
-        except AhpError:  # its engine computes whole backwards alone, or runs no order of ours
-            continue
-        if one is not None and (best is None or one.gain > best.gain):
-            best = one
-    return best if best is not None and best.gain > 0.0 else None
-
-
-def _fitting(
-    price: Callable[[Parallelism], Priced], before: Priced, rooms: np.ndarray, split: bool, seed: int, effort: float
-) -> FoundOrder | None:
-    for part in LESS_MEMORY:
-        try:
-            found = synthesize(_problem(before, part * rooms, split), seed=seed, effort=effort)
-        except ValueError:  # not one micro-batch fits
-            return None
-        order = order_text(found.schedule)
-        keys = {"pipeline_parallel_schedule": SYNTHESIZED, "pipeline_parallel_order": order}
-        priced = price(before.parallelism.model_copy(update=keys))
-        if priced.forecast.fits or not before.forecast.fits:
-            return FoundOrder(priced, before, found)
-    return None
-
-
-def _problem(before: Priced, rooms: np.ndarray, split: bool) -> Problem:
-    """``rooms``: bytes that each rank has for activations."""
-    last = 6 if split else 5
-    times = [
-        replace(one, last_backward_extra_s=cost.seconds[last])
-        for one, cost in zip(before.span.times, before.stages, strict=True)
-    ]
-    return Problem(
-        tuple(times),
-        ranks_of_stages(before.parallelism),
-        before.span.m,
-        tuple(map(float, before.memory.kept.tolist())),
-        memory_bytes=tuple(map(float, rooms)),
-        split=split,
-    )
+    asked = ToOrder.of(pricer, parallelism)
+    return None if asked is None else asked.found(seed=seed, effort=effort)

@@ -37,6 +37,7 @@ from ahp.forecast.assembly import (
 )
 from ahp.forecast.axes import ALONE
 from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.gathered import Gathers, gathers_beside, gathers_s
 from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.groups import replica_members
 from ahp.forecast.mixed_network import MixedNetwork
@@ -54,6 +55,7 @@ from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
 from ahp.schedule.makespan import Makespan
+from ahp.schedule.orders import order_lines
 from ahp.schedule.simulate import StageTimes
 
 OF_CELLS = ("stages", "layers_per_stage", "micro_batches_per_replica", "recomputed_layers_per_stage")
@@ -218,10 +220,12 @@ class MixedPricer:
         p = layout.parallelism
         for replica, (cells, count) in enumerate(zip(layout.placement.cells, p.micro_batches(self.job), strict=True)):
             on_node = (one.shares_node(other) for one, other in pairwise(cells[rank] for rank in layout.stage_rank))
-            key = (count, p.recomputed_layers(replica), *(cell.group for cell in cells), *on_node)
+            own = p.recomputed_layers(replica), order_lines(p, replica)
+            key = (count, *own, *(cell.group for cell in cells), *on_node)
             if key not in made:
-                stages = self._stages(layout, replica)
-                span = pipeline_span(p, count, self._times(layout, cells, stages))
+                gathers = self._gathers(layout, cells)
+                stages = gathers.stages(self._stages(layout, replica))
+                span = pipeline_span(p, count, gathers.times(self._times(layout, cells, stages), stages), replica)
                 made[key] = Replica(cells, stages, span, self._stage_memory(layout, replica))
             replicas.append(replace(made[key], cells=cells))
         return replicas
@@ -233,6 +237,18 @@ class MixedPricer:
         return tuple(
             layout.cost(stage, cells[rank].group, count, some[stage]) for stage, rank in enumerate(layout.stage_rank)
         )
+
+    def _gathers(self, layout: _Layout, cells: Sequence[Cell]) -> Gathers:
+        """What each stage's cell gathers beside the computation."""
+        p, last, each_s = layout.parallelism, len(layout.stage_rank) - 1, []
+        for stage, rank in enumerate(layout.stage_rank):
+            own = self.groups[cells[rank].group]
+            data, layers = own.data_parallel(p, layout.traits), own.ranges(p)[stage]
+            if not gathers_beside(p, layout.traits, data):
+                return Gathers()
+            table = own.table([(layers.start, layers.stop, stage == 0, stage == last)])
+            each_s += gathers_s(own.units(p), table, data, self.network.times(own.network))
+        return Gathers(tuple(each_s), layout.stage_rank)
 
     def _stage_memory(self, layout: _Layout, replica: int, recomputed: Sequence[int] | None = None) -> StageMemory:
         """What each stage of a replica holds on the devices of its cell."""
@@ -296,7 +312,7 @@ class MixedPricer:
         return [ranks[cell.group].of(rank) for rank, cell in enumerate(cells)]
 
     def activation_bytes(self, priced: Priced) -> memory.Floats:
-        """[p] What each pipeline rank may keep of its micro-batches and still fit, on every replica."""
+        """[R, p] What each pipeline rank of each replica may keep of its micro-batches and still fit."""
         layout = priced.parallelism
         traits = get(self.choice.name).traits(self.job, layout, self.choice)
         rooms = [
@@ -307,7 +323,7 @@ class MixedPricer:
             for replica in priced.replicas
             for rank, cell in enumerate(replica.cells)
         ]
-        return np.array(rooms).reshape(len(priced.replicas), -1).min(axis=0)
+        return np.array(rooms).reshape(len(priced.replicas), -1)
 
     def _fullest(self, layout: _Layout, replicas: list[Replica]) -> tuple[Cell, memory.RankMemory]:
         """The cell whose devices are the most likely to run out of memory, and what it needs."""

@@ -36,6 +36,7 @@ from ahp.forecast.axes import Axes, axes_of, has_opposite_pass
 from ahp.forecast.communication import Network, Times
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.gathered import Gathers, gathers_beside, gathers_s
 from ahp.forecast.group import strided_group
 from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
@@ -122,7 +123,10 @@ class Pricer:
     def _price(self, parallelism: Parallelism) -> Priced:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         stages, units = self._stages(parallelism, traits)
-        stages, span = self._run(parallelism, stages, self._stage_times(parallelism, traits, stages, units))
+        gathers = self._gathers(parallelism, traits, units)
+        stages = gathers.stages(stages)
+        times = gathers.times(self._stage_times(parallelism, traits, stages, units), stages)
+        stages, span = self._run(parallelism, stages, times)
         stage_memory = self.stage_memory(parallelism, traits)
         update_s, offload_s = self._optimizer_s(parallelism, traits, span, stage_memory)
         optimizer_s = update_s + offload_s
@@ -206,6 +210,13 @@ class Pricer:
             table = self.table(list(new.values()), recomputed)
             made |= zip(new, self.stage_costs(units, table, data, recompute, passes_behind=behind), strict=True)
         return tuple(made[key] for key in keys), units
+
+    def _gathers(self, parallelism: Parallelism, traits: Traits, units: Units) -> Gathers:
+        data = self.data_parallel(parallelism, traits)
+        if not gathers_beside(parallelism, traits, data):
+            return Gathers()
+        each_s = gathers_s(units, self._table(parallelism, None), data, self.network)
+        return Gathers(tuple(each_s), ranks_of_stages(parallelism))
 
     def data_parallel(self, parallelism: Parallelism, traits: Traits) -> DataParallel:
         """How the ranks of these nodes share the weights of a layout."""
@@ -393,11 +404,11 @@ class Pricer:
         return memory.ranks_memory(parts, memory.Outside.of(self.nodes.device, num_groups(parallelism)))
 
     def activation_bytes(self, priced: Priced) -> memory.Floats:
-        """[p] What each pipeline rank may keep of its micro-batches and still fit."""
+        """[1, p] What each pipeline rank may keep of its micro-batches and still fit; all replicas are alike."""
         layout = priced.parallelism
         traits = get(self.choice.name).traits(self.job, layout, self.choice)
         ranks = self.ranks_memory(layout, traits, priced.span, priced.memory)
-        return memory.activation_room(ranks, self.nodes.device.memory_bytes)
+        return memory.activation_room(ranks, self.nodes.device.memory_bytes)[None]
 
     def _received_bytes(self, parallelism: Parallelism, traits: Traits, span: Makespan, own: Ints) -> Ints:
         hidden_bytes = self.units(parallelism).hidden_bytes

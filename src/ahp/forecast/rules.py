@@ -305,12 +305,11 @@ def schedules(job: Job, parallelism: Parallelism, *, in_torch: bool) -> str | No
     """Whether every replica's pipeline can run its micro-batches."""
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     name = parallelism.pipeline_parallel_schedule
-    given_order = parallelism.pipeline_parallel_order is not None and p > 1
-    for micro_batches in sorted(set(parallelism.micro_batches(job))):
-        if given_order:
-            if reason := illegal_order(parallelism, micro_batches):
-                return reason
-        elif reason := schedule(name, p, v, micro_batches, in_torch=in_torch):
+    counts = parallelism.micro_batches(job)
+    if parallelism.pipeline_parallel_order is not None and p > 1:
+        return illegal_order(parallelism, counts)
+    for micro_batches in sorted(set(counts)):
+        if reason := schedule(name, p, v, micro_batches, in_torch=in_torch):
             given = parallelism.micro_batches_per_replica
             return reason if given is None else f"micro_batches_per_replica = {list(given)}: {reason}"
     return None

@@ -265,6 +265,8 @@ class _Drawing:
             ):
                 for part, seconds in parts.items():
                     left[part] = left.get(part, 0.0) - times * seconds
+        if waited := self.priced.span.gathering_s:  # before the actions
+            left["weight_gather"] -= waited[slowest]
         rounding_s = 1e-9 * self.priced.forecast.step_time_s
         order = {"gradient_reduce": 0, "optimizer": 1}
         found = [(part, seconds) for part, seconds in left.items() if seconds > rounding_s]

@@ -53,6 +53,8 @@ class Makespan:
     """When each rank has done its last action."""
     order: Schedule | None = None
     """The order itself, where it is none that ``name`` makes."""
+    gathering_s: tuple[float, ...] = ()
+    """Seconds each rank waits for weights that are gathered beside the computation, of those that it is idle; empty: none does."""
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -105,7 +107,8 @@ def makespan_of_order(order: Schedule, times: Sequence[StageTimes]) -> Makespan:
     timeline, p = simulate(order, times), len(order.ranks)
     ends_s = tuple(timeline.end_s(rank) for rank in range(p))
     name, v, m = order.name, order.num_stages // p, order.num_micro_batches
-    return Makespan(name, p, v, m, tuple(times), timeline.makespan_s, timeline.busy_s, ends_s, order)
+    made = name, p, v, m, tuple(times), timeline.makespan_s, timeline.busy_s, ends_s
+    return Makespan(*made, order, timeline.gathering_s)
 
 
 def peak_kept(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ahp.errors import BadInput
 from ahp.plan import Parallelism
 from ahp.schedule.actions import Action, Kind, Schedule
 from ahp.schedule.patterns import stage_ranks
-from ahp.schedule.registry import of_ranks
+from ahp.schedule.registry import PLAIN, SCHEDULES, of_ranks
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
@@ -84,13 +85,18 @@ def _stuck(schedule: Schedule) -> str | None:
         for rank, order in enumerate(schedule.plain):
             place = places[rank]
             while place < len(order) and all(need in done for need in _needs(schedule, order[place])):
-                letter, stage, i = order[place]
-                done.add(("G" if letter in "BI" else letter, stage, i))
+                done.update(_done(order[place]))
                 place += 1
             moved |= place > places[rank]
             places[rank] = place
     waiting = [str(o[at]) for o, at in zip(schedule.ranks, places, strict=True) if at < len(o)]
     return f"it never ends: ranks wait for each other at {', '.join(waiting)}" if waiting else None
+
+
+def _done(action: tuple[str, int, int]) -> list[tuple[str, int, int]]:
+    """What others may wait for when an action is done: itself, and the gradient (G) that it sends."""
+    letter, stage, i = action
+    return [action, ("G", stage, i)] if letter in "BI" else [action]
 
 
 def _needs(schedule: Schedule, action: tuple[str, int, int]) -> list[tuple[str, int, int]]:
@@ -106,7 +112,29 @@ SYNTHESIZED = "Synthesized"
 """What ``pipeline_parallel_schedule`` calls an order that is given."""
 
 
-@lru_cache(maxsize=16)
+def whole(schedule: Schedule) -> Schedule:
+    """The order with whole backwards, in the place of the input gradients."""
+    kinds = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.BACKWARD, Kind.INPUT_GRADIENT: Kind.BACKWARD}
+    ranks = ([replace(a, kind=kinds[a.kind]) for a in rank if a.kind in kinds] for rank in schedule.ranks)
+    return replace(schedule, ranks=tuple(map(tuple, ranks)))
+
+
+def apart(schedule: Schedule) -> Schedule:
+    """The order with backwards in two parts, one right after the other where they were whole."""
+    kinds = {Kind.BACKWARD: (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)}
+    ranks = ([replace(a, kind=kind) for a in rank for kind in kinds.get(a.kind, (a.kind,))] for rank in schedule.ranks)
+    return replace(schedule, ranks=tuple(map(tuple, ranks)))
+
+
+def any_order() -> Parallelism:
+    """A layout that brings an order, to ask an engine whether it runs one."""
+    order = ("0F0,0B0", "1F0,1B0")
+    return Parallelism(
+        pipeline_parallel_degree=2, pipeline_parallel_schedule=SYNTHESIZED, pipeline_parallel_order=order
+    )
+
+
+@lru_cache(maxsize=256)
 def _given(lines: tuple[str, ...]) -> Schedule:
     try:
         return read_order(SYNTHESIZED, lines)
@@ -114,10 +142,18 @@ def _given(lines: tuple[str, ...]) -> Schedule:
         raise BadInput(f"pipeline_parallel_order: {error}") from None
 
 
-def given_order(parallelism: Parallelism) -> Schedule | None:
-    """The order that the layout brings; None where its schedule is a pattern. Raises BadInput where the order cannot run."""
-    lines = parallelism.pipeline_parallel_order
-    if lines is None or parallelism.pipeline_parallel_degree == 1:
+def order_lines(parallelism: Parallelism, replica: int = 0) -> tuple[str, ...] | None:
+    """Of the order that the layout brings the lines of one replica; None where its schedule is a pattern."""
+    lines, p = parallelism.pipeline_parallel_order, parallelism.pipeline_parallel_degree
+    if lines is None or p == 1:
+        return None
+    return lines if len(lines) == p else lines[replica * p : (replica + 1) * p]
+
+
+def given_order(parallelism: Parallelism, replica: int = 0) -> Schedule | None:
+    """The order that the layout brings for a replica; None where its schedule is a pattern. Raises BadInput where it cannot run."""
+    lines = order_lines(parallelism, replica)
+    if lines is None:
         return None
     schedule = _given(lines)
     if schedule.num_stages != parallelism.num_stages:
@@ -128,20 +164,69 @@ def given_order(parallelism: Parallelism) -> Schedule | None:
     return schedule
 
 
-def illegal_order(parallelism: Parallelism, num_micro_batches: int) -> str | None:
-    """Why the order that the layout brings cannot run so many micro-batches; None where it can, or none is brought."""
+def illegal_order(parallelism: Parallelism, micro_batches: Sequence[int]) -> str | None:
+    """Why the order that the layout brings cannot run so many micro-batches of each replica; None where it can, or none is brought."""
+    found: dict[tuple[str, ...], Schedule] = {}
     try:
-        schedule = given_order(parallelism)
+        for replica, count in enumerate(micro_batches):
+            lines, schedule = order_lines(parallelism, replica), given_order(parallelism, replica)
+            if lines is None or schedule is None:
+                return None
+            if schedule.num_micro_batches != count:
+                return (
+                    f"pipeline_parallel_order: made for {schedule.num_micro_batches} micro-batches, there are {count} "
+                    f"(valid: an order of {count})"
+                )
+            found[lines] = schedule
     except BadInput as error:
         return str(error)
-    if schedule is None:
+    reasons = (_losses_out_of_order(schedule) for schedule in found.values())
+    return next(filter(None, reasons), None) or _apart(list(found.values()))
+
+
+def _apart(schedules: Sequence[Schedule]) -> str | None:
+    """Why replicas with these orders would wait for each other in a circle.
+
+    Where a stage's last gradient is there its rank waits until all replicas have theirs, which are summed.
+    """
+    first = schedules[0]
+    for other in schedules[1:]:
+        if other.stage_rank != first.stage_rank:
+            ranks = f"{list(first.stage_rank)} and {list(other.stage_rank)}"
+            return f"pipeline_parallel_order: stages lie on ranks {ranks} (valid: the same on every replica)"
+    if len(schedules) == 1 or len(first.ranks) == first.num_stages:
         return None
-    if schedule.num_micro_batches == num_micro_batches:
-        return _losses_out_of_order(schedule)
+    last = [_last_gradients(schedule) for schedule in schedules]
+    done: list[set[tuple[str, int, int]]] = [set() for _ in schedules]
+    places = [[0] * len(first.ranks) for _ in schedules]
+    moved = True
+    while moved:
+        moved = False
+        summed = set.intersection(
+            *({s for s, action in ends.items() if action in seen} for ends, seen in zip(last, done, strict=True))
+        )
+        for schedule, ends, seen, at in zip(schedules, last, done, places, strict=True):
+            for rank, order in enumerate(schedule.plain):
+                while at[rank] < len(order) and all(need in seen for need in _needs(schedule, order[at[rank]])):
+                    before = order[at[rank] - 1] if at[rank] else None
+                    if before is not None and ends[before[1]] == before and before[1] not in summed:
+                        break
+                    seen.update(_done(order[at[rank]]))
+                    at[rank] += 1
+                    moved = True
+    if all(
+        at[rank] == len(order) for s, at in zip(schedules, places, strict=True) for rank, order in enumerate(s.plain)
+    ):
+        return None
     return (
-        f"pipeline_parallel_order: made for {schedule.num_micro_batches} micro-batches, there are {num_micro_batches} "
-        f"(valid: an order of {num_micro_batches})"
+        "pipeline_parallel_order: ranks end their stages in another order on one replica than on another, and would wait for each "
+        "other's gradients (valid: the same order of last gradients on each rank)"
     )
+
+
+def _last_gradients(schedule: Schedule) -> dict[int, tuple[str, int, int]]:
+    """Of each stage, the action after which its gradients are there."""
+    return {action[1]: action for order in schedule.plain for action in order if action[0] in "BW"}
 
 
 def _losses_out_of_order(schedule: Schedule) -> str | None:
@@ -164,6 +249,23 @@ def ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
     if (schedule := given_order(p)) is not None:
         return schedule.stage_rank
     return stage_ranks(p.pipeline_parallel_schedule, p.pipeline_parallel_degree, p.virtual_stages_per_rank)
+
+
+def under_pattern(parallelism: Parallelism) -> Parallelism:
+    """The layout under the fixed pattern that is most like the order which it brings: by where its stages lie, and whether it splits
+    backwards; as it is where it brings none."""
+    if parallelism.pipeline_parallel_order is None:
+        return parallelism
+    p, v, split = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.virtual_stages_per_rank,
+        splits_backward(parallelism),
+    )
+    able = [s for s in SCHEDULES.values() if not (s.all_forwards_first or s.illegal(p, v, p * v))]
+    stage_rank = ranks_of_stages(parallelism)
+    able.sort(key=lambda s: (s.placement.stage_ranks(p, v) != stage_rank, s.splits_backward != split))
+    name = able[0].name if able else PLAIN
+    return parallelism.model_copy(update={"pipeline_parallel_schedule": name, "pipeline_parallel_order": None})
 
 
 def splits_backward(parallelism: Parallelism) -> bool:

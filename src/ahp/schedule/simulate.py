@@ -33,6 +33,9 @@ class StageTimes:
     last_backward_extra_s: float = 0.0
     """Keeps the rank busy after the stage's last backward or weight gradient, such as the reduction of gradients;
     what the backward sends does not wait for it."""
+    gathered_s: float = 0.0
+    """When its weights are there, which are gathered beside the computation from the start of the step on: the forward of micro-batch 0
+    starts no earlier. Only orders that are given or found have it."""
 
     def scaled(self, factor: float) -> StageTimes:
         """All seconds times ``factor``."""
@@ -59,6 +62,8 @@ class Timeline:
     makespan_s: float
     busy_s: tuple[float, ...]
     """Seconds each rank computes."""
+    gathering_s: tuple[float, ...]
+    """Seconds each rank waits for weights alone (``StageTimes.gathered_s``), of those that it is idle."""
 
     @cached_property
     def ranks(self) -> tuple[tuple[Span, ...], ...]:
@@ -94,7 +99,8 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
         left -= done
     busy = tuple(sum(end) - sum(start) for start, end in zip(starts, ends, strict=True))
     makespan_s = max(end[-1] for end in ends)
-    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), makespan_s, busy)
+    columns = tuple(map(tuple, starts)), tuple(map(tuple, ends))
+    return Timeline(schedule, *columns, makespan_s, busy, tuple(run.gathering_s))
 
 
 class _Run:
@@ -104,6 +110,7 @@ class _Run:
         stages, m = schedule.num_stages, schedule.num_micro_batches
         self.order, self.last_stage = schedule.plain, stages - 1
         self.gradients_left = [m] * stages
+        self.gathering_s = [0.0] * len(schedule.ranks)
         self.times = times
         self.seconds: dict[str, list[float]] = {
             Kind.FORWARD: [t.forward_s for t in times],
@@ -123,6 +130,9 @@ class _Run:
             if arrived is None:
                 break
             start = now if now > arrived else arrived
+            if letter == "F" and micro_batch == 0 and (gathered_s := self.times[stage].gathered_s) > start:
+                self.gathering_s[rank] += gathered_s - start
+                start = gathered_s
             now = start + self.seconds[letter][stage]
             if letter == "F":
                 if micro_batch == 0:

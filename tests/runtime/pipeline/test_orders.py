@@ -30,6 +30,19 @@ def found(stage_rank: tuple[int, ...], m: int, **problem: Any) -> dict[str, Any]
     return layout_of(stage_rank, order_text(schedule))
 
 
+def found_each(stage_rank: tuple[int, ...], counts: tuple[int, ...]) -> dict[str, Any]:
+    """The same with an order for each replica, of unlike numbers of micro-batches."""
+    each = [found(stage_rank, m) for m in counts]
+    lines = tuple(line for keys in each for line in keys["pipeline_parallel_order"])
+    return {
+        **each[0],
+        "pipeline_parallel_order": lines,
+        "data_parallel_replicate_degree": len(counts),
+        "micro_batch_size": 1,
+        "micro_batches_per_replica": counts,
+    }
+
+
 def layout_of(stage_rank: tuple[int, ...], order: tuple[str, ...]) -> dict[str, Any]:
     ranks = max(stage_rank) + 1
     return {
@@ -51,6 +64,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "neither looped nor a v": ("custom", {**found((0, 1, 0, 0), 4), "micro_batch_size": 2}),
     "zero0": ("llama", {**found((0, 1), 4), "micro_batch_size": 1, "data_parallel_replicate_degree": 2}),
+    "an order for each replica": ("llama", found_each((0, 1), (5, 3))),
     "zero1": ("gpt2", {**found((0, 1), 4), "micro_batch_size": 1, **ZERO_3, "zero_stage": 1}),
     "zero2": ("custom", {**found((0, 1, 1, 0), 4), "micro_batch_size": 1, **ZERO_3, "zero_stage": 2}),
     "zero3": ("llama", {**found((0, 1, 0, 1), 4), "micro_batch_size": 1, **ZERO_3}),

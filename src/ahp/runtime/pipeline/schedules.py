@@ -71,7 +71,7 @@ class Pipeline:
         balance loss, where there is one."""
         p = parallelism
         self.stages, self.num_stages, self.loss, self.mesh = stages, p.num_stages, loss, mesh
-        self.name, self.order = p.pipeline_parallel_schedule, given_order(p)
+        self.name, self.order = p.pipeline_parallel_schedule, given_order(p, mesh.rank("dp_replicate"))
         self.stage_ranks = ranks_of_stages(p)
         """The pipeline rank of each stage."""
         self.ids, self.hidden, self.outputs = ids, hidden, outputs

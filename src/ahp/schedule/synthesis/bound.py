@@ -40,12 +40,11 @@ class Paths:
         """What the fullest rank computes for a micro-batch."""
         self.last_s = [max(t.last_backward_extra_s, r) for t, r in zip(times, problem.reduce_s, strict=True)]
         """What follows a stage's last backward, on its own rank."""
-        gather = problem.gather_s
-        self.start_s = [gather[0]]
+        self.start_s = [times[0].gathered_s]
         """The earliest first forward of each stage."""
         for s, t in enumerate(times[:-1]):
             there = self.start_s[-1] + t.forward_s + t.first_forward_extra_s + t.send_forward_s
-            self.start_s.append(max(there, gather[s + 1]))
+            self.start_s.append(max(there, times[s + 1].gathered_s))
         rest = [self.whole_s[0] + self.last_s[0]]
         """From the start of a stage's last gradient to the end of the step, at least."""
         for s in range(1, len(times)):

@@ -8,7 +8,7 @@ from math import inf
 
 from ahp.schedule.synthesis.codes import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Orders
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
-from ahp.schedule.synthesis.streams import gather_ends_s, reduced_ends_s
+from ahp.schedule.synthesis.streams import reduced_ends_s
 
 MANY = 1 << 40
 """More micro-batches than there are."""
@@ -70,10 +70,10 @@ class _Run:
         self.done = [0] * (3 * stages)
         """How many of each have been started."""
         self.room = [memory * (1 + ROUNDING) for memory in problem.memory_bytes]
-        self.gather_s = gather_ends_s(problem)
+        self.gathered_s = [t.gathered_s for t in times]
         self.outputs: list[list[float]] = [[] for _ in range(stages)]
         """When the input of each stage's forwards has arrived."""
-        self.outputs[0] = [self.gather_s[0]] * m
+        self.outputs[0] = [self.gathered_s[0]] * m
         self.gradients: list[list[float]] = [[] for _ in range(stages)]
         self.orders: Orders = [[] for _ in problem.stages_of]
         self.starts: list[list[float]] = [[] for _ in problem.stages_of]
@@ -89,7 +89,7 @@ class _Run:
 
     def run(self) -> Listed:
         """Until nothing is left."""
-        self._wake(self.rank_of[0], self.gather_s[0])
+        self._wake(self.rank_of[0], self.gathered_s[0])
         heap, wake_s, choose, start = self.heap, self.wake_s, self._choose, self._start
         while heap:
             now, rank = heappop(heap)
@@ -168,7 +168,7 @@ class _Run:
             else:
                 at = end + self.sends_s[chosen]
                 if k == 0:
-                    at = max(at, self.gather_s[chosen + 1])
+                    at = max(at, self.gathered_s[chosen + 1])
                 self.outputs[chosen + 1].append(at)
                 to = self.rank_of[chosen + 1]
         elif stages < chosen < 2 * stages:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ahp.schedule.synthesis.codes import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Orders
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
-from ahp.schedule.synthesis.streams import gather_ends_s, reduced_ends_s
+from ahp.schedule.synthesis.streams import reduced_ends_s
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ def replay(problem: Problem, orders: Orders) -> Replay:
     Raises ValueError where the orders can never end.
     """
     stages, last, times = problem.num_stages, problem.num_stages - 1, problem.times
-    m, gather = problem.num_micro_batches, gather_ends_s(problem)
+    m, gathered_s = problem.num_micro_batches, [t.gathered_s for t in times]
     seconds = [t.forward_s for t in times] + [t.backward_s for t in times]
     seconds += [t.input_gradient_s for t in times] + [t.weight_gradient_s for t in times]
     arrived_f: list[list[float]] = [[] for _ in range(stages)]
     arrived_g: list[list[float]] = [[] for _ in range(stages)]
-    arrived_f[0] = [gather[0]] * m
+    arrived_f[0] = [gathered_s[0]] * m
     num_f, num_g, left = [0] * stages, [0] * stages, [m] * stages
     apart = [0] * stages  # input gradients whose weight gradient has not run
     ends: list[list[float]] = [[] for _ in orders]
@@ -59,7 +59,7 @@ def replay(problem: Problem, orders: Orders) -> Replay:
                         arrived_g[s].append(now)
                     else:
                         at = now + times[s].send_forward_s
-                        arrived_f[s + 1].append(max(at, gather[s + 1]) if k == 0 else at)
+                        arrived_f[s + 1].append(max(at, gathered_s[s + 1]) if k == 0 else at)
                 else:
                     if kind != WEIGHT_GRADIENT:
                         k = num_g[s]

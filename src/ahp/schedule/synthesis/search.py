@@ -63,6 +63,11 @@ FIRST_RHYTHMS = 5
 """Rhythms that are tried with each of them before the next are."""
 
 
+def actions_tried(p: int, m: int) -> int:
+    """Actions that are tried with an effort of 1."""
+    return max(LEAST_EFFORT, EFFORT * p * m)
+
+
 @dataclass(frozen=True)
 class _Tried:
     """A rule, what it makes of few micro-batches, and how long that would be with all."""
@@ -81,7 +86,7 @@ class Search:
         self.m = fewer(problem, ROUNDS_TRIED * problem.num_ranks + 4)
         self.period_s = Paths(problem).period_s
         self.random = Random(seed)
-        self.left = effort * max(LEAST_EFFORT, EFFORT * problem.num_ranks * problem.num_micro_batches)
+        self.left = effort * actions_tried(problem.num_ranks, problem.num_micro_batches)
         """Actions that may still be tried, each as often as its rank has stages."""
         few = 3 * problem.num_stages * problem.num_micro_batches <= FEW_ACTIONS
         self.for_swaps = self.left / 2 if few else 0.0

@@ -1,19 +1,8 @@
-"""What runs beside the computation, on each rank's communication stream: weights gathered first, gradients reduced last."""
+"""What runs beside the computation, on each rank's communication stream, when the computation ends: gradients are reduced."""
 
 from __future__ import annotations
 
 from ahp.schedule.synthesis.problem import Problem
-
-
-def gather_ends_s(problem: Problem) -> list[float]:
-    """When the weights of each stage are there: each rank gathers those of its stages one after the other, lowest first."""
-    ends = [0.0] * problem.num_stages
-    for own in problem.stages_of:
-        now = 0.0
-        for stage in own:
-            now += problem.gather_s[stage]
-            ends[stage] = now if problem.gather_s[stage] else 0.0
-    return ends
 
 
 def reduced_ends_s(problem: Problem, done_s: list[float]) -> list[float]:
