@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -228,7 +228,7 @@ def show(found: Found, out: str) -> None:
 
 def explain_first(console: Console, ranking: Ranking) -> None:
     """Why the first plan is the first, without what the table's head has said."""
-    above = {ranking.certificate.words(), *([ranking.choice.words()] if ranking.choice else [])}
+    above = {ranking.proof, *([ranking.choice.words()] if ranking.choice else [])}
     _listed(console, "Why #1", (reason for reason in ranking.best.why if reason not in above))
 
 
@@ -278,7 +278,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         *([("Note", found.batch)] if found.batch else []),
         ("Engine", ranking.best.engine.words()),
         *([("Aim", ranking.objective.words())] if ranking.choice else []),
-        ("Search", ranking.certificate.words()),
+        ("Search", ranking.proof),
         *([("Devices", ranking.choice.words())] if ranking.choice else []),
         *(("Note", note) for note in ranking.notes),
         *([] if ranking.current is None else [("Today", ranking.current.words())]),
@@ -339,6 +339,7 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
         "chosen": list(found.chosen),
         "engine": found.ranking.best.engine.model_dump(mode="json"),
         "certificate": certificate.plain(),
+        "own_order": None if found.ranking.own_order is None else asdict(found.ranking.own_order),
         "notes": [
             *filter(None, [found.width, found.batch]),
             *(words for _, words in precision_note(found)),

@@ -11,6 +11,7 @@ from typing import Any
 
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, validated
+from ahp.schedule.orders import under_pattern
 from ahp.words import gib, of_gib, part_words, percent, seconds
 
 COMPUTATION = ("forward", "backward")
@@ -27,6 +28,14 @@ FOLLOWS = {
     "recomputed_layers_per_stage": ("pipeline_parallel_degree", "virtual_stages_per_rank", "activation_checkpoint"),
     "stages": ("pipeline_parallel_degree", "virtual_stages_per_rank", "data_parallel_replicate_degree"),
     "micro_batches_per_replica": ("data_parallel_replicate_degree", "data_parallel_shard_degree", "micro_batch_size"),
+    "pipeline_parallel_order": (
+        "data_parallel_replicate_degree",
+        "data_parallel_shard_degree",
+        "pipeline_parallel_degree",
+        "pipeline_parallel_schedule",
+        "virtual_stages_per_rank",
+        "micro_batch_size",
+    ),
     "mesh_order": (
         "data_parallel_replicate_degree",
         "data_parallel_shard_degree",
@@ -165,10 +174,13 @@ def _tried(
 
 
 def _with_followers(layout: Parallelism, change: Change) -> Change:
-    """The change, and null for what counts what it changes."""
-    return change | {
+    """The change, and null for what counts what it changes; a fixed pattern in the place of an order that goes."""
+    gone = {
         key: None for key, leads in FOLLOWS.items() if getattr(layout, key) is not None and set(leads) & set(change)
     }
+    if "pipeline_parallel_order" in gone:
+        change = {"pipeline_parallel_schedule": under_pattern(layout).pipeline_parallel_schedule} | change
+    return change | gone
 
 
 def _words(change: Change) -> str:

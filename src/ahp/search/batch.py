@@ -7,6 +7,7 @@ from dataclasses import replace
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Plan
+from ahp.schedule.orders import under_pattern
 from ahp.search.problem import Problem
 from ahp.words import percent
 
@@ -34,7 +35,7 @@ def small_batch(asked: Problem, plan: Plan) -> str | None:
         batch = asked.job.global_batch_size * times
         larger = replace(used, job=asked.job.model_copy(update={"global_batch_size": batch}))
         try:
-            forecast = larger.priced(plan.parallelism).forecast
+            forecast = larger.priced(under_pattern(plan.parallelism)).forecast
         except (BadInput, NotExpressible):
             continue
         if forecast.fits:

@@ -71,6 +71,23 @@ def priced(used: Problem, space: Space, places: list[Place]) -> Iterator[Pair]:
             continue
 
 
+def headline(what: str, best: Forecast) -> str:
+    """What a plan takes, after what it is."""
+    return (
+        f"{what}: {seconds(best.step_time_s)} a step "
+        f"({seconds(best.step_time_low_s)} .. {seconds(best.step_time_high_s)}), "
+        f"{best.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {percent(best.mfu)}"
+    )
+
+
+def memory_words(best: Forecast, capacity_bytes: int) -> str:
+    """How full the fullest rank is."""
+    return (
+        f"memory: {of_gib(reasons.needed_bytes(best), capacity_bytes)} on the fullest rank, "
+        f"fits with probability {best.fit_probability:.2f}"
+    )
+
+
 def why(
     used: Problem,
     ranked: list[Pair],
@@ -84,16 +101,9 @@ def why(
     ``what`` says what the first is; ``at_least_s``: from ``Nearby.floors``, told where no layout that decides otherwise was worth pricing.
     """
     layout, best = ranked[0]
-    yield (
-        f"{what}: {seconds(best.step_time_s)} a step "
-        f"({seconds(best.step_time_low_s)} .. {seconds(best.step_time_high_s)}), "
-        f"{best.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {percent(best.mfu)}"
-    )
+    yield headline(what, best)
     yield certificate
-    yield (
-        f"memory: {of_gib(reasons.needed_bytes(best), used.capacity_bytes)} on the fullest rank, "
-        f"fits with probability {best.fit_probability:.2f}"
-    )
+    yield memory_words(best, used.capacity_bytes)
     if same := used.stages_alike(layout):
         others = " and ".join(f"ZeRO-{stage}" for stage in same)
         yield f"ZeRO-{layout.zero_stage} costs the same as {others} here: one row stands for all of them"

@@ -19,6 +19,7 @@ from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import AXES, DEGREE, Axis, EngineChoice, Forecast, Parallelism, validated
+from ahp.schedule.orders import SYNTHESIZED, any_order
 from ahp.schedule.stages import Ends
 
 
@@ -31,6 +32,9 @@ class Problem:
     job: Job
     constraints: Constraints
     engine: EngineChoice
+    own_order: bool = False
+    """Whether the user asks for schedules that are made for each layout's own stages (``Synthesized``). Layouts are compared under the
+    fixed patterns also then; ``found_orders`` gives the best of them their order."""
 
     @cached_property
     def capacity_bytes(self) -> int:
@@ -146,6 +150,8 @@ class Problem:
         alone = ("enable_sequence_parallel", "activation_checkpoint", "pipeline_parallel_schedule")
         degrees = ("context_parallel_degree", "expert_parallel_degree")
         given = self.constraints.given
+        if self.own_order and (reason := self.refused(any_order())):
+            raise NotExpressible(reason)
         for key in ("stages", "micro_batches_per_replica"):
             if key in given and not self.cluster.is_mixed:
                 rule = "the search treats the replicas and stages of a cluster of one group alike"
@@ -203,7 +209,13 @@ def problem(
             contract.sequence_length,
             f"the graph was traced for sequences of {graph.sequence_length}; analyze the model with this job",
         )
-    found = Problem(graph, where, contract, fixed, choice)
+    if fixed.pipeline_parallel_order is not None:
+        rule = "the search finds orders itself; ahp simulate and ahp train PLAN take one that is given"
+        raise bad_input("parallelism.pipeline_parallel_order", list(fixed.pipeline_parallel_order), rule, [None])
+    own_order = fixed.pipeline_parallel_schedule == SYNTHESIZED
+    if own_order:
+        fixed = fixed.model_copy(update={"pipeline_parallel_schedule": None})
+    found = Problem(graph, where, contract, fixed, choice, own_order)
     found.check()
     return found
 

@@ -12,12 +12,14 @@ from ahp.errors import bad_input
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, Rejected
+from ahp.schedule.orders import SYNTHESIZED
 from ahp.search import explain
 from ahp.search.busy import refuse_too_many
 from ahp.search.by_speed import ranking_by_speed, ranking_with_any_kernels
 from ahp.search.compiled import why_compiled
 from ahp.search.counts import choose, of_size
 from ahp.search.current import Current, compared, today_of
+from ahp.search.found_orders import with_own_orders
 from ahp.search.gc_pause import among_new_objects
 from ahp.search.method import Method, MethodName
 from ahp.search.objective import Objective, ObjectiveName, Scale, Worth, objective_of
@@ -69,9 +71,12 @@ def search(
     asked = problem(graph, cluster, job, constraints, engine)
     refuse_too_many(asked)
     if not aim.may_use_fewer:
-        ranking = ranking_with_any_kernels(asked, keep, current, by, TIED)
+        ranking = with_own_orders(asked, ranking_with_any_kernels(asked, keep, current, by, TIED), keep)
         scale = Scale(aim, asked)
         return replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
+    if asked.own_order:
+        rule = f"the objective {aim.name} compares layouts under fixed patterns"
+        raise bad_input("parallelism.pipeline_parallel_schedule", SYNTHESIZED, rule, [None])
     if by.name != "exact":
         raise bad_input("method", by.name, f"the objective {aim.name} is searched exactly", ["exact"])
     return _by_objective(asked, aim, keep, current)

@@ -10,8 +10,29 @@ from ahp.search.certificate import Certificate
 from ahp.search.choice import Choice
 from ahp.search.current import Current
 from ahp.search.objective import Objective, Worth
+from ahp.words import percent
 
 SPEED = Objective()
+
+
+@dataclass(frozen=True)
+class OwnOrder:
+    """What is known of schedules that were made for the best layouts' own stages."""
+
+    tried: int
+    """Layouts that one was looked for."""
+    gain: float
+    """Share of the step that the best of them saves against everything under a fixed pattern."""
+    gap: float
+    """Share of its time by which another order of the same stages could be faster, at most."""
+    bound: str
+    """What says so."""
+    leads: bool = False
+    """Whether it is the first plan's."""
+
+    def words(self) -> str:
+        """What is proven of the first plan's order, after what is proven of fixed patterns."""
+        return f"; all this is about fixed patterns; the order found is within {percent(self.gap)} of any order of its stages"
 
 
 @dataclass(frozen=True)
@@ -43,13 +64,22 @@ class Ranking:
     families: tuple[Plan, ...] = ()
     """Beside the first plan the best of each other family (``search/families.py``), in the order of ``plans``; some may be slower
     than all of these. The fastest and today's layout are among them."""
+    own_order: OwnOrder | None = None
+    """Where a schedule was looked for that is made for a layout's own stages."""
     twins: int = 0
     """Layouts that were priced, fit, and are neither the first plan nor one of ``families``."""
 
     @property
     def fastest(self) -> Plan:
-        """The plan with the shortest step by the forecast; the certificate is about it."""
+        """The plan with the shortest step by the forecast; the certificate is about it, or about the fastest under a fixed pattern where it
+        has a schedule of its own (``own_order``)."""
         return self.faster or self.best
+
+    @property
+    def proof(self) -> str:
+        """What was looked at, and what is proven of the first plan."""
+        own = self.own_order
+        return self.certificate.words() + (own.words() if own is not None and own.leads else "")
 
     @property
     def best(self) -> Plan:

@@ -1,0 +1,259 @@
+"""Schedules made for the best layouts' own stages: where the bubble of the fixed patterns is worth it, or where they are asked for.
+
+The search compares layouts under the fixed patterns. Afterwards those whose bubble is worth it get a schedule of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ahp.cluster.model import Cluster
+from ahp.errors import BadInput
+from ahp.forecast.found_order import FoundOrder, ToOrder
+from ahp.forecast.mixed import MixedPricer
+from ahp.forecast.pricer import Pricer
+from ahp.forecast.step import pricer
+from ahp.plan import Forecast, Parallelism, Plan, Rejected
+from ahp.schedule.orders import SYNTHESIZED, any_order, ranks_of_stages
+from ahp.schedule.registry import PLAIN
+from ahp.search import explain
+from ahp.search.current import compared
+from ahp.search.problem import Problem
+from ahp.search.reasons import slower_because
+from ahp.search.result import OwnOrder, Ranking
+from ahp.search.ties import TIED, WORTH_TELLING
+from ahp.words import percent
+
+LAYOUTS = 3
+"""So many layouts, those that could become the fastest, get a schedule where it is left open."""
+
+MOST_ACTIONS = 30_000
+"""Of the longest order that is looked for: about a second of processor time, and 200 KB of plan.yaml."""
+
+TRIES = 300_000
+"""Actions tried for one layout's order, one to two microseconds each (``synthesis.search.EFFORT``)."""
+
+
+def with_own_orders(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
+    """The ranking with schedules of their own: of all its pipelines where that is asked for, of the first where it is left open and
+    one is found that takes less than everything under a fixed pattern, by more than the forecast can tell apart.
+
+    The certificate stays what it was: a proof about fixed patterns. ``Ranking.own_order`` says what is known beyond.
+    """
+    if asked.own_order:
+        return _of_all(asked, ranking, keep)
+    return _where_it_pays(asked, ranking, keep) if asked.constraints.pipeline_parallel_schedule is None else ranking
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A plan of the ranking with the layout and the forecast that it has now."""
+
+    plan: Plan
+    layout: Parallelism
+    forecast: Forecast
+    words: str = ""
+    """Of its own schedule."""
+
+
+def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
+    best, limit_s = ranking.best, _step_s(ranking.fastest) * (1 - TIED)
+    waiting = [plan for plan in _different(ranking) if _without_bubble_s(plan) < limit_s]
+    if not waiting:
+        return ranking
+    if reason := replace(asked, engine=best.engine).refused(any_order()):
+        return _told(ranking, f"no schedule made for its stages: {reason}") if best in waiting else ranking
+    able, reasons = _able(asked, waiting)
+    able = sorted((one for one in able if one[1].floor_s < limit_s), key=lambda one: one[1].floor_s)[:LAYOUTS]
+    found = [(plan, order) for plan, to_order in able if (order := to_order.found(effort=_effort(to_order)))]
+    if not found:
+        return _told(ranking, reasons[0]) if reasons and best in waiting else ranking
+    plan, order = min(found, key=lambda one: one[1].priced.forecast.step_time_s)
+    own = _own_order(order, _rival_s(asked, ranking.fastest), len(able))
+    if own.gain <= TIED:
+        return _told(replace(ranking, own_order=own), _less_than_tied(plan, own)) if best in waiting else ranking
+    first = _entry(plan, order)
+    others = [_Entry(other, other.parallelism, _forecast(other)) for other in _different(ranking)]
+    return _ranked(asked, replace(ranking, own_order=replace(own, leads=True)), [first, *others], keep)
+
+
+def _of_all(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
+    """Of those that have the same stages on the same ranks the first: an order is found for them whatever their pattern is."""
+    plans = _different(ranking)
+    able, reasons = _able(asked, plans)
+    orders = {id(plan): to_order.found(effort=_effort(to_order) / 2) for plan, to_order in able}
+    entries = [_Entry(plan, plan.parallelism, _forecast(plan)) for plan in plans if not _has_pipeline(plan)]
+    for plan, to_order in able:
+        order = orders[id(plan)]
+        entries.append(_under_own_pattern(plan, to_order) if order is None else _entry(plan, order))
+    if not entries:
+        raise BadInput(f"parallelism.pipeline_parallel_schedule = {SYNTHESIZED!r}: {reasons[0]}")
+    entries.sort(key=lambda entry: entry.forecast.step_time_s)
+    first = orders.get(id(entries[0].plan))
+    if first is not None:
+        own = _own_order(first, _rival_s(asked, ranking.fastest), len(able))
+        ranking = replace(ranking, own_order=replace(own, leads=True))
+    return _ranked(asked, ranking, entries, keep)
+
+
+def _able(asked: Problem, plans: list[Plan]) -> tuple[list[tuple[Plan, ToOrder]], list[str]]:
+    """Those that an order can be found for, of each placement of stages the first; and why not for others."""
+    found: dict[object, tuple[Plan, ToOrder]] = {}
+    reasons = []
+    for plan in plans:
+        layout = plan.parallelism
+        key = ranks_of_stages(layout), layout.model_copy(update={"pipeline_parallel_schedule": PLAIN})
+        if key in found or not _has_pipeline(plan):
+            continue
+        if (actions := _actions(plan)) > MOST_ACTIONS:
+            reasons.append(f"no schedule made for its stages: {actions:,} actions, more than {MOST_ACTIONS:,}")
+        elif (to_order := ToOrder.of(_pricer(asked, plan), layout)) is not None:
+            found[key] = plan, to_order
+    return list(found.values()), reasons
+
+
+def _effort(to_order: ToOrder) -> float:
+    """So much that the tries of both kinds of backward stay below ``TRIES``."""
+    return min(1.0, TRIES / (2 * to_order.tried))
+
+
+def _rival_s(asked: Problem, fastest: Plan) -> float:
+    """Seconds of a step that an order has to beat: what the fastest takes, its weights gathered as for an order where they are."""
+    if not _has_pipeline(fastest) or _actions(fastest) > MOST_ACTIONS:
+        return _step_s(fastest)
+    to_order = ToOrder.of(_pricer(asked, fastest), fastest.parallelism)
+    return _step_s(fastest) if to_order is None else to_order.rival_s
+
+
+def _own_order(order: FoundOrder, fastest_s: float, tried: int) -> OwnOrder:
+    gain = 1 - order.priced.forecast.step_time_s / fastest_s
+    return OwnOrder(tried, gain, order.gap, order.bound.reason)
+
+
+def _entry(plan: Plan, order: FoundOrder) -> _Entry:
+    return _Entry(plan, order.priced.parallelism, order.priced.forecast, order.words())
+
+
+def _under_own_pattern(plan: Plan, to_order: ToOrder) -> _Entry:
+    """The order of its pattern, where none is faster."""
+    name, priced = plan.parallelism.pipeline_parallel_schedule, to_order.as_order
+    return _Entry(
+        plan,
+        priced.parallelism,
+        priced.forecast,
+        f"no schedule was found that is faster than {name}, whose order it has",
+    )
+
+
+def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) -> Ranking:
+    """The ranking with these entries, the first of them first."""
+    first, old = entries[0], ranking.best
+    used = replace(asked.on(_cluster(asked, first.plan)), engine=first.plan.engine)
+    lost = [
+        Rejected(
+            parallelism=entry.layout,
+            reason=slower_because(entry.forecast, first.forecast),
+            step_time_s=entry.forecast.step_time_s,
+        )
+        for entry in entries[1:]
+    ]
+    large = tuple(one for one in ranking.too_large if (one.step_time_s or 0.0) < first.forecast.step_time_s)
+    rest = tuple(
+        loser.model_copy(update={"reason": f"under fixed patterns, {loser.reason}"})
+        for loser in ranking.losers
+        if loser not in ranking.too_large
+    )
+    why = (
+        explain.headline("a schedule made for its stages" if first.words else "as it is", first.forecast),
+        ranking.proof,
+        *filter(None, [first.words]),
+        explain.memory_words(first.forecast, used.capacity_bytes),
+        f"the following compares layouts under fixed patterns, of which {old.parallelism.short()} is the first:",
+        *(line for line in old.why if line != ranking.certificate.words()),
+    )
+    fixed = {**old.fixed, **({"pipeline_parallel_schedule": SYNTHESIZED} if asked.own_order else {})}
+
+    def plan_of(entry: _Entry, why: tuple[str, ...], rejected: tuple[Rejected, ...] = ()) -> Plan:
+        told = {"parallelism": entry.layout, "forecast": entry.forecast, "fixed": fixed}
+        return entry.plan.model_copy(update={**told, "why": why, "rejected": rejected})
+
+    others = [plan_of(entry, (one.reason,)) for entry, one in zip(entries[1:], lost, strict=True)]
+    best = plan_of(first, why, (*lost[: keep - 1], *large))
+    today = ranking.current
+    return replace(
+        ranking,
+        plans=(best, *others[: keep - 1]),
+        too_large=large,
+        losers=(*large, *lost[keep - 1 :], *rest),
+        current=None if today is None else compared(today, (first.layout, first.forecast), used),
+        faster=None,
+        families=_families(ranking, entries[1:], others),
+    )
+
+
+def _families(ranking: Ranking, entries: list[_Entry], others: list[Plan]) -> tuple[Plan, ...]:
+    """What was the best and the best of each family, as they are now."""
+    if not ranking.families:
+        return ()
+    rows = {id(plan) for plan in (ranking.best, *ranking.families)}
+    return tuple(plan for entry, plan in zip(entries, others, strict=True) if id(entry.plan) in rows)
+
+
+def _different(ranking: Ranking) -> list[Plan]:
+    """The plans that the ranking has, fastest first."""
+    found: dict[Parallelism, Plan] = {}
+    for plan in (*ranking.plans, ranking.fastest, *ranking.families):
+        found.setdefault(plan.parallelism, plan)
+    return sorted(found.values(), key=_step_s)
+
+
+def _told(ranking: Ranking, line: str) -> Ranking:
+    """The first plan with one reason more."""
+    best = ranking.best.model_copy(update={"why": (*ranking.best.why, line)})
+    return replace(ranking, plans=(best, *ranking.plans[1:]))
+
+
+def _less_than_tied(plan: Plan, own: OwnOrder) -> str:
+    if own.gain < WORTH_TELLING:
+        return "no schedule made for these stages was found that is faster than a fixed pattern"
+    return (
+        f"{plan.parallelism.short()} with a schedule made for its stages takes {percent(own.gain)} less, which the forecast cannot tell "
+        f"apart (parallelism.pipeline_parallel_schedule {SYNTHESIZED} asks for it)"
+    )
+
+
+def _without_bubble_s(plan: Plan) -> float:
+    """Seconds of its step without what the last rank waits, for others and for weights."""
+    forecast = _forecast(plan)
+    of_mean_s = forecast.step_time_s - forecast.step.get("slowest_rank", 0.0)
+    waits_s = forecast.step.get("bubble", 0.0) + forecast.step.get("weight_gather", 0.0)
+    return forecast.step_time_s * (1 - waits_s / of_mean_s) if _has_pipeline(plan) else forecast.step_time_s
+
+
+def _pricer(asked: Problem, plan: Plan) -> Pricer | MixedPricer:
+    return pricer(asked.graph, _cluster(asked, plan), asked.job, plan.engine)
+
+
+def _cluster(asked: Problem, plan: Plan) -> Cluster:
+    """Where the plan runs: one group or fewer nodes, where not everything."""
+    assert plan.cluster is not None, "plans of a search have one"
+    return asked.cluster if plan.cluster == asked.cluster.plain() else Cluster.resolve(plan.cluster)
+
+
+def _actions(plan: Plan) -> int:
+    """Of an order with backwards in two parts, or of one for each replica where these have unlike numbers of micro-batches."""
+    counts = plan.parallelism.micro_batches(plan.job)
+    return 3 * plan.parallelism.num_stages * (counts[0] if len(set(counts)) == 1 else sum(counts))
+
+
+def _has_pipeline(plan: Plan) -> bool:
+    return plan.parallelism.pipeline_parallel_degree > 1
+
+
+def _forecast(plan: Plan) -> Forecast:
+    assert plan.forecast is not None, "plans of a search have one"
+    return plan.forecast
+
+
+def _step_s(plan: Plan) -> float:
+    return _forecast(plan).step_time_s
