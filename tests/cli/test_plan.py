@@ -277,3 +277,23 @@ def test_what_runs_today_is_shown_beside_the_winner(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["current"]["against_best"] == "it is the best"
     assert main(["plan", *words, "--current", "tensor=2 x=1"]) == 2
     assert "--current = 'tensor=2'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_explain_draws_a_found_schedule_beside_a_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pipeline = ["--parallelism.pipeline-parallel-degree", "4", "--parallelism.pipeline-parallel-schedule"]
+    for name in ("1F1B", "Synthesized"):
+        assert main(["plan", "tiny", "1x4xH100-SXM-80GB", *SHORT, *pipeline, name]) == 0
+        assert Plan.load("plan.yaml").parallelism.pipeline_parallel_schedule == name
+        capsys.readouterr()
+        assert main(["explain", "plan.yaml", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)["schedules"]
+        assert "Synthesized" in told["drawings"]
+        assert len(told["drawings"]) == 2
+        assert all(len(lines) == 4 and set("".join(lines)) <= set("FBIWfbiw.") for lines in told["drawings"].values())
+        assert "made for these stages" in told["words"]
+    assert main(["explain", "plan.yaml"]) == 0
+    assert "Schedule (F forward" in capsys.readouterr().out

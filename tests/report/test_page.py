@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 
+from ahp.cluster.model import Cluster
 from ahp.errors import AhpError, BadInput
+from ahp.job import Job
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.report import figures, page
 from ahp.run_files import judge_status
+from ahp.schedule.orders import order_text
+from ahp.schedule.patterns import make
 
 FORECAST = Forecast(
     step_time_s=0.5, step_time_low_s=0.4, step_time_high_s=0.6, tokens_per_s_per_device=100.0, mfu=0.31,
@@ -283,3 +287,24 @@ def test_steps_that_were_left_out_and_what_was_waited_for_are_said(tmp_path: Pat
     text = page.write(run).read_text()
     for words in ("from 8.000, 1 steps left out", "25 %", "3.0 GiB", "data 200 ms, checkpoints 0 s"):
         assert words in text, words
+
+
+def test_a_schedule_of_its_own_is_drawn_beside_the_best_fixed_pattern(tmp_path: Path) -> None:
+    order = order_text(make("GPipe", 4, 1, 8))
+    layout = Parallelism(
+        pipeline_parallel_degree=4, pipeline_parallel_schedule="Synthesized", pipeline_parallel_order=order
+    )
+    keys = {
+        "model": "tiny",
+        "job": Job(sequence_length=64, global_batch_size=8),
+        "cluster": Cluster.parse("1x4xH100-SXM-80GB").plain(),
+        "parallelism": layout,
+    }
+    Plan(**{**PLAN.model_dump(exclude={"rejected"}), **keys}).save(tmp_path / "plan.yaml")
+    text = page.write(tmp_path / "plan.yaml").read_text()
+    assert "Its schedule beside a fixed pattern" in text
+    assert "made for these stages" in text
+    assert order[0] not in text
+    keys["model"] = "a model that is not here"
+    Plan(**{**PLAN.model_dump(exclude={"rejected"}), **keys}).save(tmp_path / "plan.yaml")
+    assert "Its schedule beside" not in page.write(tmp_path / "plan.yaml").read_text()

@@ -25,6 +25,9 @@ from ahp.plan import Forecast, Parallelism, Plan, Rejected, validated
 from ahp.words import percent, seconds
 
 if TYPE_CHECKING:
+    from ahp.forecast.mixed import MixedPricer
+    from ahp.forecast.pricer import Pricer
+    from ahp.report.schedules import ComparedSchedules
     from ahp.search.problem import Problem
     from ahp.search.sensitivity import Move
 
@@ -50,6 +53,7 @@ class Alternative:
 
 def run(argv: list[str]) -> int:
     """``ahp explain PLAN``. Returns the exit code; raises AhpError."""
+    from ahp.report.schedules import compared_schedules
     from ahp.search.sensitivity import sensitivity
 
     arguments = tyro.cli(Arguments, args=argv, prog="ahp explain", description=__doc__)
@@ -61,11 +65,12 @@ def run(argv: list[str]) -> int:
     other = None if alternatives is None else why_not(subject, plan, alternatives)
     print("searching again with 10 % more of each piece of hardware ...", file=sys.stderr)
     moves = sensitivity(subject, plan.parallelism)
-    binds = _binds(subject, plan)
+    binds, schedules = _binds(subject, plan), compared_schedules(_pricer(subject), plan.parallelism)
     if arguments.json:
-        print(json.dumps(_as_json(plan, arguments.plan, binds, moves, other)))
+        told = _as_json(plan, arguments.plan, binds, moves, other)
+        print(json.dumps({**told, "schedules": None if schedules is None else schedules.plain()}))
     else:
-        _show(plan, arguments.plan, binds, moves, other)
+        _show(plan, arguments.plan, binds, moves, other, schedules)
     return 0
 
 
@@ -81,6 +86,12 @@ def _subject(plan: Plan) -> Problem:
     graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
     fixed = validated(Constraints, plan.fixed, "fixed")
     return problem(graph, Cluster.resolve(plan.cluster), plan.job, fixed, plan.engine.decided())
+
+
+def _pricer(subject: Problem) -> Pricer | MixedPricer:
+    from ahp.forecast.step import pricer
+
+    return pricer(subject.graph, subject.cluster, subject.job, subject.engine)
 
 
 def why_not(subject: Problem, plan: Plan, alternatives: list[Constraints]) -> Alternative | str:
@@ -144,7 +155,14 @@ def _binds(subject: Problem, plan: Plan) -> tuple[str, str]:
     return found.part, found.sentence
 
 
-def _show(plan: Plan, path: str, binds: tuple[str, str], moves: list[Move], other: Alternative | str | None) -> None:
+def _show(
+    plan: Plan,
+    path: str,
+    binds: tuple[str, str],
+    moves: list[Move],
+    other: Alternative | str | None,
+    schedules: ComparedSchedules | None,
+) -> None:
     from ahp.report import tables
     from ahp.search.slicing.explain import told_of
 
@@ -160,6 +178,15 @@ def _show(plan: Plan, path: str, binds: tuple[str, str], moves: list[Move], othe
     console.print(tables.memory_bar(forecast, tables.capacity_bytes(plan)))
     told("What binds", [binds[1]])
     told("What would move it (each searched again)", (move.words() for move in moves))
+    if schedules is not None:
+        told(
+            "Schedule (F forward, B backward, I and W its two parts; small letters: the rank's higher stages)",
+            [schedules.words],
+        )
+        for name, lines in schedules.drawings().items():
+            console.print(f"  {name}", markup=False)
+            for line in lines:
+                console.print(f"    {line}", markup=False, no_wrap=True, overflow="crop")
     if lines := told_of(plan):
         told("How tensor parallelism splits the weights", lines)
     if plan.why:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ahp.errors import AhpError
 from ahp.plan import Forecast
-from ahp.words import GIB, part_words
+from ahp.words import GIB, part_words, seconds
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+
+    from ahp.schedule.simulate import Timeline
 
 MEASURED, PREDICTED, LIMIT, GRID = "#2457c5", "#c2570c", "#b3261e", "#e6e8ec"
 PARTS = ("#2457c5", "#0e8a7d", "#c2570c", "#7a4fc4", "#5a6b7f", "#b0831b", "#b03a75", "#3f8f3f", "#8aa0bf", "#8d6e63")
@@ -182,6 +184,40 @@ def timeline(events: Sequence[Mapping[str, Any]]) -> Figure:
     )
     figure.update_layout(barmode="overlay")
     figure.update_yaxes(categoryorder="array", categoryarray=[names[row] for row in reversed(rows)], showgrid=False)
+    return figure
+
+
+def schedules(timelines: Mapping[str, Timeline]) -> Figure:
+    """What each pipeline rank does when under several schedules, one under the other; what is white is bubble."""
+    from plotly.subplots import make_subplots
+
+    names = [f"{name}: {seconds(timeline.makespan_s)}" for name, timeline in timelines.items()]
+    figure = make_subplots(rows=len(names), cols=1, shared_xaxes=True, vertical_spacing=0.08, subplot_titles=names)
+    ranks = 0
+    for row, timeline in enumerate(timelines.values(), 1):
+        spans = [(rank, span) for rank, own in enumerate(timeline.ranks) for span in own][:MOST_EVENTS]
+        ranks += len(timeline.ranks)
+        figure.add_bar(
+            base=[1e3 * span.start_s for _, span in spans],
+            x=[1e3 * (span.end_s - span.start_s) for _, span in spans],
+            y=[f"rank {rank}" for rank, _ in spans],
+            orientation="h",
+            marker={
+                "color": [ACTIONS[span.action.kind] for _, span in spans],
+                "line": {"color": "white", "width": 0.6},
+            },
+            text=[str(span.action) for _, span in spans],
+            textposition="inside",
+            constraintext="inside",
+            hovertemplate="%{text}: %{x:.4g} ms from %{base:.4g} ms<extra>%{y}</extra>",
+            showlegend=False,
+            row=row,
+            col=1,
+        )
+    told = _layout("time in the step (ms)", "", height=140 + 30 * ranks)
+    figure.update_layout(barmode="overlay", **{key: told[key] for key in ("template", "height", "margin", "font")})
+    figure.update_yaxes(autorange="reversed", showgrid=False)
+    figure.update_xaxes(title_text=told["xaxis"]["title"], row=len(names), col=1)
     return figure
 
 

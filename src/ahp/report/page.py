@@ -12,7 +12,7 @@ from typing import Any
 
 from ahp.errors import BadInput
 from ahp.plan import Plan
-from ahp.report import figures
+from ahp.report import figures, schedules
 from ahp.run_files import LARGEST, Status, judge_status, read_metrics, read_noticed
 from ahp.run_history import effect, starts
 from ahp.violations import shortened
@@ -49,6 +49,7 @@ def _save(out: Path, title: str, plan: Plan, run: Path | None) -> Path:
         *_curves(plan, metrics),
         _layout(plan),
         *_forecast(plan),
+        *_schedules(plan),
         *_timeline(trace),
         *(_noticed(run) if run is not None else []),
         *(_history(run) if run is not None else []),
@@ -198,7 +199,7 @@ def _layout(plan: Plan) -> str:
     rows = [("engine", plan.engine.words())]
     rows += [
         (key.replace("_", " "), value)
-        for key, value in plan.parallelism.model_dump().items()
+        for key, value in plan.parallelism.model_dump(exclude={"pipeline_parallel_order"}).items()
         if value not in (None, False)
     ]
     why = "".join(f"<li>{escape(reason)}</li>" for reason in plan.why)
@@ -216,6 +217,15 @@ def _forecast(plan: Plan) -> list[str]:
         _section("Where the step goes (forecast, slowest rank)", time + note),
         _section(f"Where the bytes go (forecast, rank {plan.forecast.fullest_rank})", memory),
     ]
+
+
+def _schedules(plan: Plan) -> list[str]:
+    """A schedule made for the plan's own stages, beside the best fixed pattern."""
+    found = schedules.of_plan(plan)
+    if found is None:
+        return []
+    figure = figures.html(figures.schedules(found.timelines))
+    return [_section("Its schedule beside a fixed pattern", f"<p>{escape(found.words)}</p>{figure}")]
 
 
 def _timeline(trace: Any) -> list[str]:

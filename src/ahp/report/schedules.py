@@ -1,0 +1,109 @@
+"""A plan's schedule beside another: one made for its stages beside the best fixed pattern, or a pattern beside one made for its stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ahp.errors import AhpError
+from ahp.forecast.found_order import ToOrder
+from ahp.forecast.priced import Priced
+from ahp.plan import Parallelism, Plan
+from ahp.schedule.drawing import drawing
+from ahp.schedule.orders import SYNTHESIZED
+from ahp.schedule.registry import SCHEDULES
+from ahp.schedule.simulate import Timeline
+from ahp.words import percent
+
+if TYPE_CHECKING:
+    from ahp.forecast.mixed import MixedPricer
+    from ahp.forecast.pricer import Pricer
+
+RANKS = 16
+"""Pipeline ranks that are drawn as text, the first ones."""
+
+WORTH = 0.02
+"""Share of a step that is bubble from which on another schedule is looked for."""
+
+
+@dataclass(frozen=True)
+class ComparedSchedules:
+    """What the better one gains, and both, the slower first."""
+
+    words: str
+    timelines: dict[str, Timeline]
+
+    def drawings(self) -> dict[str, list[str]]:
+        """Each as lines of text; all stand for as many seconds."""
+        whole_s = max(timeline.makespan_s for timeline in self.timelines.values())
+        return {name: drawing(timeline, whole_s=whole_s)[:RANKS] for name, timeline in self.timelines.items()}
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        return {"words": self.words, "drawings": self.drawings()}
+
+
+def compared_schedules(pricer: Pricer | MixedPricer, layout: Parallelism) -> ComparedSchedules | None:
+    """None without a pipeline, for a pattern that hardly waits, and where no order can be found (another engine's).
+
+    Raises what ``price`` raises for the layout itself.
+    """
+    if layout.pipeline_parallel_degree == 1:
+        return None
+    if layout.pipeline_parallel_schedule == SYNTHESIZED:
+        return _beside_pattern(pricer, layout)
+    to_order = ToOrder.of(pricer, layout)
+    if to_order is None or _bubble(to_order.before) < WORTH or (found := to_order.found()) is None:
+        return None
+    return _compared(found.words(), found.before, found.priced)
+
+
+def _beside_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> ComparedSchedules:
+    own, best = pricer.price(layout), best_pattern(pricer, layout)
+    if best is None:
+        return _compared("made for these stages; no fixed pattern fits", own)
+    saved = 1 - own.forecast.step_time_s / best.forecast.step_time_s
+    more = f"{percent(abs(saved))} of a step {'less' if saved >= 0 else 'more'} than {_name(best)}, the best fixed pattern that fits"
+    return _compared(f"made for these stages: {more}", best, own)
+
+
+def best_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> Priced | None:
+    """The layout under the fastest fixed pattern with as many stages for each rank that fits."""
+    priced = []
+    for name in SCHEDULES:
+        keys = {"pipeline_parallel_schedule": name, "pipeline_parallel_order": None}
+        try:
+            one = pricer.price(layout.model_copy(update=keys))
+        except AhpError:  # other numbers of stages or of micro-batches
+            continue
+        if one.forecast.fits:
+            priced.append(one)
+    return min(priced, key=lambda one: one.forecast.step_time_s, default=None)
+
+
+def of_plan(plan: Plan) -> ComparedSchedules | None:
+    """Of a plan with a schedule of its own; None for others, and where its model or its cluster is not here."""
+    from ahp.cluster.model import Cluster
+    from ahp.forecast.step import pricer
+    from ahp.graph.trace import analyze
+
+    layout = plan.parallelism
+    if layout.pipeline_parallel_schedule != SYNTHESIZED or layout.pipeline_parallel_degree == 1 or plan.cluster is None:
+        return None
+    try:
+        graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
+        return _beside_pattern(pricer(graph, Cluster.resolve(plan.cluster), plan.job, plan.engine.decided()), layout)
+    except AhpError:
+        return None
+
+
+def _compared(words: str, *several: Priced) -> ComparedSchedules:
+    return ComparedSchedules(words, {_name(one): one.timeline for one in several})
+
+
+def _name(priced: Priced) -> str:
+    return priced.parallelism.pipeline_parallel_schedule
+
+
+def _bubble(priced: Priced) -> float:
+    return priced.forecast.step.get("bubble", 0.0) / priced.forecast.step_time_s

@@ -1,0 +1,29 @@
+"""A schedule as lines of text: what each rank does when, and where it waits."""
+
+from __future__ import annotations
+
+from ahp.schedule.simulate import Timeline
+
+WAITS = "."
+"""A moment at which a rank does nothing."""
+
+
+def drawing(timeline: Timeline, width: int = 96, whole_s: float | None = None) -> list[str]:
+    """One line for each rank, ``width`` moments of the step: F, B, I, W as the actions are called, in capitals for the rank's lowest
+    stage and in small letters for the others.
+
+    ``whole_s``: what the width stands for, to draw several steps alike; the step itself if not given. An action that is shorter
+    than a moment may not be seen.
+    """
+    each_s = (whole_s or timeline.makespan_s) / width
+    lines = []
+    for spans in timeline.ranks:
+        lowest = min(span.action.stage for span in spans)
+        line = [WAITS] * width
+        for span in spans:
+            letter = span.action.kind.value
+            first, last = (int(at / each_s + 0.5) for at in (span.start_s, span.end_s))
+            for moment in range(first, min(last, width)):
+                line[moment] = letter if span.action.stage == lowest else letter.lower()
+        lines.append("".join(line))
+    return lines
