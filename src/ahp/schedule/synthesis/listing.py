@@ -141,7 +141,7 @@ class _Run:
     def _leaves_room(self, rank: int, stage: int) -> bool:
         """Whether the oldest micro-batch with forwards to do on the rank would still fit, with all that it will keep."""
         own, done, kept = self.own[rank], self.done, self.kept
-        oldest = min([done[s] for s in own])
+        oldest = done[own[-1]]  # no stage is ahead of one before it
         if done[stage] == oldest:
             return True
         young = kept[stage]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from math import ceil, floor, inf
+from random import Random
 
 from ahp.schedule.synthesis.bound import Paths
 from ahp.schedule.synthesis.listing import MANY, Rule
@@ -52,16 +55,51 @@ class Rhythm:
         return Rule(self.forward_s, self.gradient_s, self.weight_s, self.period_s, waits, ahead)
 
 
-def rhythms(problem: Problem, *, split: bool) -> list[Rhythm]:
-    """Rhythms of several lengths, first those that promise the least: long periods cost time, and so does memory that is not there."""
+def rhythms(problem: Problem, random: Random, *, split: bool) -> list[Rhythm]:
+    """Rhythms of several lengths and some drawn at random, in turns, of either first those that promise the most: long periods cost time, and
+    so does memory that is not there."""
     found: dict[object, Rhythm] = {}
-    for stretch in STRETCHES:
-        for snug, even in SNUG:
-            made = in_rhythm(problem, split=split, stretch=stretch, snug=snug, even=even)
-            if made is not None:
-                found.setdefault((_order(problem, made), made.held), made)
-    return sorted(found.values(), key=lambda rhythm: rhythm.period_s * max(1.0, rhythm.fullness) ** FULLNESS)
+    several = [sorted(some, key=_promise_s) for some in (_usual(problem, split), _drawn(problem, random, split))]
+    for made in chain.from_iterable(zip_longest(*several)):
+        if made is not None:
+            found.setdefault((_order(problem, made), made.held), made)
+    return list(found.values())
 
+
+def _usual(problem: Problem, split: bool) -> list[Rhythm]:
+    """Rhythms in which actions come as early as they can."""
+    found: list[Rhythm] = []
+    shortest_s = Paths(problem, split=split).period_s
+    for stretch in STRETCHES:
+        if len(found) >= ENOUGH and stretch * shortest_s > min(map(_promise_s, found)):
+            break  # longer ones promise less
+        made = (in_rhythm(problem, split=split, stretch=stretch, snug=snug, even=even) for snug, even in SNUG)
+        found += filter(None, made)
+    return found
+
+
+def _drawn(problem: Problem, random: Random, split: bool) -> Iterator[Rhythm]:
+    """Rhythms in which some forwards and gradients come later than they could."""
+    for _ in range(DRAWN):
+        share = random.choice(DELAYED)
+        delays = [random.uniform(0.0, LONGEST_DELAY) * (random.random() < share) for _ in range(2 * problem.num_stages)]
+        (snug, even), stretch = random.choice(SNUG), random.choice(STRETCHES[:NEAR])
+        made = in_rhythm(problem, split=split, stretch=stretch, snug=snug, even=even, delays=delays)
+        if made is not None:
+            yield made
+
+
+def _promise_s(rhythm: Rhythm) -> float:
+    """The less, the shorter a rhythm's schedule may be."""
+    return rhythm.period_s * max(1.0, rhythm.fullness) ** FULLNESS
+
+
+ENOUGH = 6
+"""Rhythms after which longer ones are made only if they may promise more."""
+
+DRAWN, DELAYED, LONGEST_DELAY, NEAR = 60, (0.1, 0.2, 0.4), 1.5, 7
+"""[Empirical] How many are drawn; the share of their actions that come later; by how much of what they take at most; how many of
+``STRETCHES``, the shortest, they are drawn from."""
 
 FULLNESS = 0.5
 """[Empirical] How much it counts that a rhythm asks for more memory than there is: a list schedule makes up for half of it."""
@@ -74,13 +112,16 @@ SNUG = ((0.1, False), (1.0, False), (1.0, True), (1.5, True))
 """Part of its own length that an action may wait to leave no gap, and whether a rank's actions count as equally long."""
 
 
-def in_rhythm(problem: Problem, *, split: bool, stretch: float, snug: float, even: bool) -> Rhythm | None:
+def in_rhythm(
+    problem: Problem, *, split: bool, stretch: float, snug: float, even: bool, delays: Sequence[float] = ()
+) -> Rhythm | None:
     """The rhythm of a period in which every action comes as early as its rank is free.
 
     Modulo scheduling (Rau, MICRO 1994), as the building blocks of arXiv 2405.15362 are: the forward and the gradient of every
     stage, one after the other, then the weight gradients where there is room. It keeps as little as can be. An action may wait
     for ``snug`` of what it takes itself, if it then leaves no gap to the next. None where a rank has no gap long enough;
-    ``even`` leaves none that are too short, and the order that it finds is as good where the actions nearly are as long.
+    ``even`` leaves none that are too short, and the order that it finds is as good where the actions nearly are as long. ``delays``:
+    of each forward, then of each gradient, by how much of what it takes it comes later than it could; empty: none.
     """
     if even:
         problem = _evened(problem, split)
@@ -89,13 +130,13 @@ def in_rhythm(problem: Problem, *, split: bool, stretch: float, snug: float, eve
     times, rank_of, stages = problem.times, problem.stage_rank, range(problem.num_stages)
     takes_s = [t.input_gradient_s if split else t.backward_s for t in times]
     forward, gradient, weight = [0.0] * len(stages), [0.0] * len(stages), [0.0] * len(stages)
-    now = 0.0
-    for starts, seconds, sends, order in (
-        (forward, [t.forward_s for t in times], [t.send_forward_s for t in times[:-1]] + [0.0], stages),
-        (gradient, takes_s, [t.send_backward_s for t in times], stages[::-1]),
+    now, later = 0.0, delays or [0.0] * (2 * len(stages))
+    for starts, seconds, sends, order, late in (
+        (forward, [t.forward_s for t in times], [t.send_forward_s for t in times[:-1]] + [0.0], stages, later),
+        (gradient, takes_s, [t.send_backward_s for t in times], stages[::-1], later[len(stages) :]),
     ):
         for s in order:
-            at = ranks[rank_of[s]].take(now, seconds[s], snug * seconds[s])
+            at = ranks[rank_of[s]].take(now + late[s] * seconds[s], seconds[s], snug * seconds[s])
             if at is None:
                 return None
             starts[s], now = at, at + seconds[s] + sends[s]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count
 from math import ceil, inf
 from random import Random
 
@@ -18,17 +18,17 @@ from ahp.schedule.synthesis.replay import replay
 from ahp.schedule.synthesis.rules import along_the_way, rhythms
 from ahp.schedule.synthesis.swaps import swapped
 
-ROUNDS_TRIED = 2
+ROUNDS_TRIED = 1.5
 """Micro-batches per rank, and a few more, of the schedules in which rules are compared."""
 
 GOOD_GAP = 1e-3
 """Nothing more is tried where the end is so near to the lower bound, as a part of it."""
 
-EFFORT = 40
+EFFORT = 36
 """Actions tried for each micro-batch of each rank, those of v stages per rank counted v times, because they take so long.
 One to two microseconds each: 20 to 40 ms for 8 ranks and 64 micro-batches, 0.2 to 0.4 s for 16 and 256."""
 
-LEAST_EFFORT = 20_000
+LEAST_EFFORT = 18_000
 """The same where there are few of them."""
 
 FEW_ACTIONS = 150
@@ -59,6 +59,9 @@ ON_THE_WAY = (
 IN_RHYTHM = ((0, 0.5), (1, 0.5), (0, 1.0))
 """Spare and patience of a rhythm's rules: what little memory asks for."""
 
+TURNS = 4
+"""Rules of which one is of the kind that has found the longer schedule so far."""
+
 FIRST_RHYTHMS = 5
 """Rhythms that are tried with each of them before the next are."""
 
@@ -83,7 +86,7 @@ class Search:
 
     def __init__(self, problem: Problem, bound_s: float, seed: int, effort: float) -> None:
         self.problem, self.bound_s = problem, bound_s
-        self.m = fewer(problem, ROUNDS_TRIED * problem.num_ranks + 4)
+        self.m = fewer(problem, ceil(ROUNDS_TRIED * problem.num_ranks) + 4)
         self.period_s = Paths(problem).period_s
         self.random = Random(seed)
         self.left = effort * actions_tried(problem.num_ranks, problem.num_micro_batches)
@@ -91,6 +94,8 @@ class Search:
         few = 3 * problem.num_stages * problem.num_micro_batches <= FEW_ACTIONS
         self.for_swaps = self.left / 2 if few else 0.0
         """Of them those that are kept for swaps."""
+        self.last_s = inf
+        """What the rule that was tried last takes."""
         self.tried: list[_Tried] = []
         self.unsettled: list[_Tried] = []
         """Rules without a steady part in so few micro-batches, such as those that run ahead until memory is full."""
@@ -125,33 +130,43 @@ class Search:
             part = steady_part(problem, listed, m, self.period_s)
             of_one_s = part.seconds / part.micro_batches if part else max(listed.end_s / m, self.period_s)
             score_s += (all_m - m) * of_one_s
-        tried = _Tried(rule, listed, part, score_s)
+        tried, self.last_s = _Tried(rule, listed, part, score_s), score_s
         self.tried = _best(self.tried, tried)
         if m < all_m and part is None:
             self.unsettled = _best(self.unsettled, tried)
         return tried
 
     def _first_rules(self) -> Iterator[Rule]:
+        """Rules of each kind in turns; of ``TURNS`` the kind that has found the shorter schedule gets all but one."""
         problem = self.problem
-        ways = []
-        if problem.split:
-            ways.append(True)
+        ways = [True] if problem.split else []
         if not problem.split or any(
             t.backward_s < (t.input_gradient_s + t.weight_gradient_s) * (1 - GOOD_GAP) for t in problem.times
         ):
             ways.append(False)
-        limited = any(memory < inf for memory in problem.memory_bytes)
-        by_rhythm = self._rules_in_rhythm(ways) if limited else iter(())
+        kinds = [self._rules_on_the_way(ways)]
+        if any(memory < inf for memory in problem.memory_bytes):
+            kinds.append(self._rules_in_rhythm(ways))
+        shortest_s = [inf] * len(kinds)
+        for turn in count():
+            if not kinds:
+                return
+            better = shortest_s.index(min(shortest_s))
+            kind = (better + 1) % len(kinds) if turn % TURNS == 1 else better
+            if (rule := next(kinds[kind], None)) is None:
+                del kinds[kind], shortest_s[kind]
+                continue
+            yield rule
+            shortest_s[kind] = min(shortest_s[kind], self.last_s)
+
+    def _rules_on_the_way(self, ways: list[bool]) -> Iterator[Rule]:
         for lead, behind, patience in ON_THE_WAY:
             for split in ways:
                 if split or behind == 1:
-                    yield along_the_way(problem, split=split, lead=lead, behind=behind, patience=patience)
-                if (rule := next(by_rhythm, None)) is not None:
-                    yield rule
-        yield from by_rhythm
+                    yield along_the_way(self.problem, split=split, lead=lead, behind=behind, patience=patience)
 
     def _rules_in_rhythm(self, ways: list[bool]) -> Iterator[Rule]:
-        found = [rhythms(self.problem, split=split) for split in ways]
+        found = [rhythms(self.problem, self.random, split=split) for split in ways]
         most = max(map(len, found))
         for first in range(0, most, FIRST_RHYTHMS):
             for spare, patience in IN_RHYTHM:
