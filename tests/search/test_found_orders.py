@@ -140,6 +140,26 @@ def test_a_layout_without_a_pipeline_stays_as_it_is(graph: ModelGraph) -> None:
     assert best.parallelism.pipeline_parallel_order is None
 
 
+def test_what_runs_today_with_an_order_of_its_own_is_a_candidate(graph: ModelGraph) -> None:
+    best = searched(graph, SLOW).best
+    again = ahp.search(graph, SLOW, JOB, constraints=ONE_EACH, engine=ENGINE, current=best.parallelism)
+    assert again.best.parallelism == best.parallelism
+    assert again.current is not None
+    assert again.current.against_best == "it is the best"
+    pattern = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "1F1B", "micro_batch_size": 1}
+    slower = ahp.search(graph, SLOW, JOB, constraints=ONE_EACH, engine=ENGINE, current=pattern).current
+    assert slower is not None
+    assert "slower" in slower.against_best
+
+
+def test_other_objectives_compare_fixed_patterns(graph: ModelGraph) -> None:
+    keys = {**ONE_EACH, "pipeline_parallel_schedule": "Synthesized"}
+    with pytest.raises(BadInput, match="the objective cost compares layouts under fixed patterns"):
+        ahp.search(
+            graph, SLOW, JOB, constraints=keys, engine=ENGINE, objective={"name": "cost", "price_per_device_hour": 2}
+        )
+
+
 def test_a_given_order_is_not_searched(graph: ModelGraph) -> None:
     with pytest.raises(BadInput, match="the search finds orders itself"):
         searched(graph, ALIKE, pipeline_parallel_schedule="Synthesized", pipeline_parallel_order=("0F0,0B0", "1F0,1B0"))

@@ -14,7 +14,7 @@ from ahp.forecast.pricer import Pricer
 from ahp.plan import Parallelism
 from ahp.schedule.actions import Schedule
 from ahp.schedule.orders import SYNTHESIZED, any_order, apart, order_text, ranks_of_stages, whole
-from ahp.schedule.registry import of_ranks
+from ahp.schedule.registry import get as get_schedule
 from ahp.schedule.synthesis.bound import LowerBound, lower_bound
 from ahp.schedule.synthesis.find import Synthesized, synthesize
 from ahp.schedule.synthesis.problem import Problem
@@ -23,6 +23,9 @@ from ahp.words import percent
 
 LESS_MEMORY = (1.0, 0.95, 0.9)
 """Parts of what ranks have left that are tried, until the layout fits: what a rank keeps beside activations may grow with them."""
+
+WORTH_SAYING = 0.0005
+"""A share of less is 0.0 % in words."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,10 @@ class FoundOrder:
     def words(self) -> str:
         """One line for people: what it gains, and how near it is to the best there can be."""
         before = self.before.parallelism.pipeline_parallel_schedule
+        less = f"{percent(self.gap)} less" if self.gap >= WORTH_SAYING else "less"
         return (
             f"a schedule made for these stages takes {percent(self.gain)} less of a step than {before}; no order of them could "
-            f"take {percent(self.gap)} less than it ({self.bound.reason})"
+            f"take {less} than it ({self.bound.reason})"
         )
 
 
@@ -93,9 +97,10 @@ class ToOrder:
     def rival_s(self) -> float:
         """Seconds of a step that an order has to beat: under its pattern, with the weights gathered as for an order where torch's runtime
         does so for both. 1F1B and GPipe it runs otherwise (torch 2.13, ``PipelineScheduleSingle``)."""
-        pattern_s = self.before.forecast.step_time_s
-        single = of_ranks(self.before.parallelism.pipeline_parallel_schedule, 2).most_virtual == 1
-        return pattern_s if single else min(pattern_s, self.as_order.forecast.step_time_s)
+        own_s, name = self.before.forecast.step_time_s, self.before.parallelism.pipeline_parallel_schedule
+        if name == SYNTHESIZED or get_schedule(name).most_virtual == 1:
+            return own_s
+        return min(own_s, self.as_order.forecast.step_time_s)
 
     @cached_property
     def rooms(self) -> list[tuple[float, ...]]:

@@ -102,7 +102,8 @@ def _able(asked: Problem, plans: list[Plan]) -> tuple[list[tuple[Plan, ToOrder]]
     reasons = []
     for plan in plans:
         layout = plan.parallelism
-        key = ranks_of_stages(layout), layout.model_copy(update={"pipeline_parallel_schedule": PLAIN})
+        any_pattern = {"pipeline_parallel_schedule": PLAIN, "pipeline_parallel_order": None}
+        key = ranks_of_stages(layout), layout.model_copy(update=any_pattern)
         if key in found or not _has_pipeline(plan):
             continue
         if (actions := _actions(plan)) > MOST_ACTIONS:

@@ -10,6 +10,7 @@ from ahp.search.certificate import Certificate
 from ahp.search.choice import Choice
 from ahp.search.current import Current
 from ahp.search.objective import Objective, Worth
+from ahp.search.ties import WORTH_TELLING
 from ahp.words import percent
 
 SPEED = Objective()
@@ -32,7 +33,8 @@ class OwnOrder:
 
     def words(self) -> str:
         """What is proven of the first plan's order, after what is proven of fixed patterns."""
-        return f"; all this is about fixed patterns; the order found is within {percent(self.gap)} of any order of its stages"
+        within = f"is within {percent(self.gap)} of any" if self.gap >= WORTH_TELLING else "is as fast as any"
+        return f"; all this is about fixed patterns; the order found {within} order of its stages"
 
 
 @dataclass(frozen=True)
