@@ -2,6 +2,7 @@
 
     python benchmarks/schedules.py                                 three minutes
     python benchmarks/schedules.py --quick                         a smoke run
+    python benchmarks/schedules.py --draw                          only the pictures of some schedules
     python benchmarks/schedules.py --markdown docs/schedules.md    the tables into the page
 
 All times are of the schedule's simulation; nothing is run. Seconds are processor time of one core. Stages and ranks are drawn at
@@ -24,6 +25,7 @@ from page import require, table, write
 from schedule_problems import PUBLISHED, problem, published
 
 PUBLISHED_MARKER, DRAWN_MARKER, SPEED_MARKER = "published stages", "drawn stages", "speed of synthesis"
+PICTURES_MARKER, SENDS_MARKER = "drawn schedules", "long sends"
 
 MEMORIES: dict[str, float | None] = {"ample": None, "of 1F1B": 1.0, "half of 1F1B's": 0.5}
 """What each rank holds, as a part of what the first rank of 1F1B keeps."""
@@ -69,17 +71,22 @@ def published_rows() -> Iterator[list[str]]:
 
 
 def drawn(
-    kinds: Sequence[str], split: bool, memory: float | None, ratios: tuple[float, float], count: int
+    kinds: Sequence[str],
+    split: bool,
+    memory: float | None,
+    ratios: tuple[float, float],
+    count: int,
+    send: float = 0.02,
 ) -> Iterator[Any]:
     """What is found for stages drawn at random: 4, 8 or 16 ranks, one to eight micro-batches for each."""
     from ahp.schedule.synthesis.find import synthesize
 
-    random = Random(f"{kinds}{split}{memory}{ratios}")
+    random = Random(f"{kinds}{split}{memory}{ratios}" if send == 0.02 else f"{kinds}{split}{memory}{ratios}{send}")
     for number in range(count):
         p = random.choice((4, 8, 16))
         m = p * random.choice((1, 2, 4, 8))
         kind, ratio = kinds[number % len(kinds)], random.uniform(*ratios)
-        yield synthesize(problem(number, kind, p, m, ratio=ratio, memory=memory, split=split))
+        yield synthesize(problem(number, kind, p, m, ratio=ratio, memory=memory, split=split, send=send))
 
 
 def drawn_rows(count: int) -> Iterator[list[str]]:
@@ -92,16 +99,25 @@ def drawn_rows(count: int) -> Iterator[list[str]]:
                 for memory, share in MEMORIES.items():
                     print(f"{told}, {kind}, {'split' if split else 'whole'}, {memory} ...", file=sys.stderr)
                     found = list(drawn((kind,), split, share, ratios, count))
-                    gains = [one.gain for one in found if one.gain is not None]
-                    most = [1 - one.bound.seconds / one.fixed.makespan_s for one in found if one.fixed is not None]
-                    yield [
-                        f"{told}, {NAMES[kind]}, {'in two parts' if split else 'whole'}",
-                        memory,
-                        spread([one.gap for one in found]),
-                        f"{len(gains)} of {len(found)}",
-                        spread(gains),
-                        spread(most),
-                    ]
+                    yield [f"{told}, {NAMES[kind]}, {'in two parts' if split else 'whole'}", memory, *worth(found)]
+
+
+def worth(found: Sequence[Any]) -> list[str]:
+    """The gap to the bound, how often a pattern fits, what is gained against the best of them, and what could be at most."""
+    gains = [one.gain for one in found if one.gain is not None]
+    most = [1 - one.bound.seconds / one.fixed.makespan_s for one in found if one.fixed is not None]
+    return [spread([one.gap for one in found]), f"{len(gains)} of {len(found)}", spread(gains), spread(most)]
+
+
+def sends_rows(count: int) -> Iterator[list[str]]:
+    """The same where what is sent is on its way for a good part of a forward: devices far apart, or small micro-batches."""
+    for send, words in ((0.5, "half a forward"), (1.0, "a forward")):
+        for told, ratios in (("alike", (1.0, 1.0)), ("1.5 to 3 times", (1.5, 3.0))):
+            for kind in ("one", "looped", "v"):
+                for memory in ("ample", "of 1F1B"):
+                    print(f"{told}, {kind}, sends of {words}, {memory} ...", file=sys.stderr)
+                    found = list(drawn((kind,), True, MEMORIES[memory], ratios, count, send))
+                    yield [f"{words}, {told}, {NAMES[kind]}", memory, *worth(found)]
 
 
 NAMES = {"one": "one stage a rank", "looped": "two, looped", "v": "two, on a V"}
@@ -124,6 +140,40 @@ def beside_1f1b(count: int) -> list[list[str]]:
         slower = sum(gain < -TOLERANCE for gain in gains)
         rows.append([told, str(count), spread(gains), str(slower)])
     return rows
+
+
+def pictures() -> list[dict[str, Any]]:
+    """Timelines of four ranks and eight micro-batches, those of one dict to the same scale: every second rank slower by half, with sends of
+    0.8 of a fast forward; and a head of 0.6 stages on the last, in all of 1F1B's memory and on a V in half of it."""
+    from ahp.schedule.patterns import make
+    from ahp.schedule.simulate import StageTimes, simulate
+    from ahp.schedule.synthesis.find import synthesize
+    from ahp.schedule.synthesis.problem import Problem
+
+    far = [StageTimes(x, 2 * x, x, x, 0.8, 0.8) for x in (1.0, 1.5, 1.0, 1.5)]
+    head = [StageTimes(x, 2 * x, x, x) for x in (1.0, 1.0, 1.0, 1.6)]
+    halves = [StageTimes(x, 2 * x, x, x) for x in (*(0.5,) * 7, 1.1)]
+    in_line = Problem(tuple(far), (0, 1, 2, 3), 8, (1.0,) * 4, memory_bytes=(5.0,) * 4)
+    on_a_v = Problem(tuple(halves), (0, 1, 2, 3, 3, 2, 1, 0), 8, (0.5,) * 8, memory_bytes=(2.0,) * 4)
+    patterns = {f"{name}, 4 micro-batches kept": make(name, 4, 1, 8) for name in ("1F1B", "InterleavedZeroBubble")}
+    sends = {name: simulate(schedule, far) for name, schedule in patterns.items()}
+    heads = {"1F1B, 4 micro-batches kept": simulate(make("1F1B", 4, 1, 8), head)}
+    return [
+        sends | {"found, 5 micro-batches kept": synthesize(in_line).timeline},
+        heads | {"found on a V, 2 micro-batches kept": synthesize(on_a_v).timeline},
+    ]
+
+
+def drawn_text(pictures: list[dict[str, Any]]) -> str:
+    """Each group as wide as the longest of it, with what each takes."""
+    from ahp.schedule.drawing import drawing
+
+    parts = []
+    for timelines in pictures:
+        whole_s = max(timeline.makespan_s for timeline in timelines.values())
+        for name, timeline in timelines.items():
+            parts.append("\n".join([f"{name}: {timeline.makespan_s:.1f} s", *drawing(timeline, 110, whole_s)]))
+    return "```text\n" + "\n\n".join(parts) + "\n```"
 
 
 def speed_rows(repeats: int) -> Iterator[list[str]]:
@@ -151,17 +201,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", type=Path, help="write the tables between the page's markers")
     parser.add_argument("--quick", action="store_true", help="a smoke run")
+    parser.add_argument("--draw", action="store_true", help="only draw some schedules")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     args = parser.parse_args()
-    markers = (PUBLISHED_MARKER, DRAWN_MARKER, SPEED_MARKER)
+    if args.draw:
+        print(drawn_text(pictures()))
+        return
+    markers = (PUBLISHED_MARKER, DRAWN_MARKER, SENDS_MARKER, SPEED_MARKER)
     if args.markdown:
-        for marker in markers:
+        for marker in (PICTURES_MARKER, *markers):
             require(args.markdown, marker)
+        write(args.markdown, PICTURES_MARKER, drawn_text(pictures()))
     count, repeats = (2, 1) if args.quick else (40, 5)
     rows = {
         PUBLISHED_MARKER: list(published_rows()),
         DRAWN_MARKER: list(drawn_rows(count)),
         "beside 1F1B": beside_1f1b(count),
+        SENDS_MARKER: list(sends_rows(count)),
         SPEED_MARKER: list(speed_rows(repeats)),
     }
     if args.json:
@@ -186,6 +242,7 @@ def main() -> None:
         ],
         SPEED_MARKER: ["problem", "memory", "ms, median", "ms, most"],
     }
+    heads[SENDS_MARKER] = ["sends of, ranks, stages", *heads[DRAWN_MARKER][1:]]
     texts = {marker: table(head, rows[marker]) for marker, head in heads.items()}
     texts[DRAWN_MARKER] += "\n\n" + table(
         ["ranks", "problems", "a V in half of 1F1B's memory, faster than 1F1B", "slower ones"], rows["beside 1F1B"]

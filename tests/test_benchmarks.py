@@ -85,6 +85,31 @@ def test_every_layout_has_a_rival_that_takes_it() -> None:
         taken.bind(layout.of(Task()), layout.micro_batches, **keywords)
 
 
+@pytest.mark.slow
+def test_schedules_are_held_against_patterns_and_bounds() -> None:
+    rows = run("schedules.py")
+    assert {name: len(found) for name, found in rows.items()} == {
+        "published stages": 16, "drawn stages": 30, "beside 1F1B": 2, "long sends": 24, "speed of synthesis": 18
+    }  # fmt: skip
+    for row in rows["published stages"]:  # a pattern fits in all of them, and is never faster
+        gap, gain = (float(cell.split(" %")[0]) for cell in row[-2:])
+        assert 0.0 <= gap < 10.0
+        assert gain >= 0.0
+
+
+@pytest.mark.usefixtures("on_path")
+def test_some_schedules_are_drawn() -> None:
+    import schedules
+
+    text = schedules.drawn_text(schedules.pictures())
+    pictures = text.removeprefix("```text\n").removesuffix("\n```").split("\n\n")
+    assert len(pictures) == 5
+    for picture in pictures:
+        _, *lines = picture.splitlines()
+        assert len(lines) == 4
+        assert all(len(line) == 110 and set(line) <= set("FBIWfbiw.") for line in lines)
+
+
 @pytest.mark.wide
 def test_checkpoints_are_measured_whole() -> None:
     (row,) = run("checkpoints.py", "--only", "zero3")["rows"]
