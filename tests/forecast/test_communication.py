@@ -17,6 +17,7 @@ from ahp.forecast.communication import BASE_S, INTER_NODE_EFFICIENCY, INTRA_NODE
 from ahp.forecast.group import Group, strided_group
 from ahp.forecast.mesh import PipelineAxis, axis_group, group_of, pipeline_axis, runs
 from ahp.forecast.nccl import Nccl, constants
+from ahp.forecast.step import simulate
 from ahp.plan import DEGREE, Parallelism
 
 from .conftest import make_cluster
@@ -399,3 +400,22 @@ def test_interpolation_stays_between_its_neighbours(size):
         assert 1e-5 <= seconds <= 3e-3 * (1 + 1e-9)
     else:
         assert seconds == pytest.approx(3e-3 * size / 1e7)
+
+
+def test_hosts_that_nvlink_joins_are_priced_as_what_it_joins():
+    model = {
+        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "vocab_size": 8192, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    job = {"sequence_length": 1024, "global_batch_size": 64, "precision": "bf16"}
+    apart = {"nodes": 64, "devices_per_node": 4, "device": "GB200-NVL72", "devices_per_nvlink_domain": 4}
+    for layout in (
+        {"tensor_parallel_degree": 8, "data_parallel_shard_degree": 32, "zero_stage": 1},
+        {"tensor_parallel_degree": 8, "data_parallel_replicate_degree": 4, "pipeline_parallel_degree": 8},
+    ):
+        hosts, racks, alone = (
+            simulate(model=model, cluster=cluster, job=job, parallelism=layout, engine="megatron").step
+            for cluster in ("64x4xGB200-NVL72", "4x64xGB200-NVL72", apart)
+        )
+        assert hosts == racks
+        assert alone["tensor_parallel"] > 2 * hosts["tensor_parallel"]

@@ -26,7 +26,7 @@ from ahp.cli.layout_words import layout_of
 from ahp.cli.overrides import split_overrides
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
 from ahp.cli.waiting import waiting
-from ahp.cluster.model import Cluster
+from ahp.cluster.model import Cluster, NodeGroup
 from ahp.cluster.parse import width_words
 from ahp.config import Constraints, set_dotted
 from ahp.errors import bad_input
@@ -301,10 +301,15 @@ def precision_note(found: Found) -> list[tuple[str, str]]:
 def cluster_words(cluster: Cluster) -> str:
     """``8 x 8 H100-SXM-80GB, 80.0 GiB each, datasheet figures``."""
     groups = [
-        f"{group.nodes} x {group.devices_per_node} {group.device.name}, {group.device.memory_bytes / 2**30:.1f} GiB each"
+        f"{group.nodes} x {group.devices_per_node} {group.device.name}{_domain_words(group)}, {group.device.memory_bytes / 2**30:.1f} GiB each"
         for group in cluster.groups
     ]
     return "; ".join(groups) + (", datasheet figures" if is_datasheet(cluster) else f", {cluster.source}")
+
+
+def _domain_words(group: NodeGroup) -> str:
+    domain = group.devices_per_nvlink_domain
+    return "" if domain is None else f" in NVLink domains of {domain}"
 
 
 def confidence(cluster: Cluster) -> str:

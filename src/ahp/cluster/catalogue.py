@@ -27,7 +27,10 @@ class Entry(Record):
     device: Device
     aliases: tuple[str, ...] = ()
     intra_node: Link
+    has_nvlink: bool = False
     devices_per_node: int
+    devices_per_nvlink_domain: int | None = None
+    """Devices that NVLink joins, hosts of fewer among them; None = those of a host."""
     nic_gbps: float | None = None
     """Network of a node divided by its devices, Gb/s per direction; None = no usual network."""
     network_latency_s: float
@@ -137,7 +140,9 @@ def _entry(name: str, raw: dict[str, Any], data: dict[str, Any]) -> Entry:
             latency_s=hop["latency_s"],
             source=f"{_source_of('link_gb_per_s', sources)}; latency: {hop['source']}",
         ),
+        has_nvlink=raw["link"] == "nvlink",
         devices_per_node=raw["devices_per_node"],
+        devices_per_nvlink_domain=raw.get("devices_per_nvlink_domain"),
         nic_gbps=raw.get("nic_gbps"),
         network_latency_s=network["latency_s"],
         network_source=f"{_source_of('devices_per_node', sources)}; latency: {network['source']}",

@@ -51,12 +51,14 @@ class Cell:
     first_rank: int
     first_worker: int
     """Both go on by one from device to device."""
+    nodes_per_domain: int = 1
+    """Nodes that NVLink joins."""
 
     def node_of(self, offset: int) -> int:
-        """The node of the group that holds the cell's worker ``offset``."""
+        """The node of the group that holds the cell's worker ``offset``; nodes that NVLink joins are one."""
         if self.width <= self.devices_per_node:
-            return self.index // (self.devices_per_node // self.width)
-        return (self.index * self.width + offset) // self.devices_per_node
+            return self.index // (self.devices_per_node // self.width) // self.nodes_per_domain
+        return (self.index * self.width + offset) // self.devices_per_node // self.nodes_per_domain
 
     def shares_node(self, other: Cell) -> bool:
         """Whether all workers of both are on one node."""
@@ -117,6 +119,7 @@ def place(cluster: Cluster, parallelism: Parallelism) -> Placement:
     assert columns is not None, "rules.illegal refuses more cells than there are"
     width = cell_width(parallelism)
     per_node = {group.name: group.devices_per_node for group in cluster.groups}
+    per_domain = {group.name: group.nodes_per_domain for group in cluster.groups}
     counts = Counter(name for column in columns for name in column)
     first_worker, total = {}, 0
     for name in per_node:
@@ -129,6 +132,6 @@ def place(cluster: Cluster, parallelism: Parallelism) -> Placement:
         for name in column:
             worker = first_worker[name] + placed[name] * width
             rank = placed.total() * width
-            cells[-1].append(Cell(name, width, per_node[name], placed[name], rank, worker))
+            cells[-1].append(Cell(name, width, per_node[name], placed[name], rank, worker, per_domain[name]))
             placed[name] += 1
     return Placement(tuple(zip(*cells, strict=True)))

@@ -11,11 +11,12 @@ import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ahp.cluster import catalogue, local, parse, sense
+from ahp.cluster.domains import hosts_per_domain
 from ahp.cluster.gpus import Gpu, gpus
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
@@ -26,6 +27,8 @@ Run = Callable[[list[str]], str | None]
 COMMAND_TIMEOUT_S = 30
 _GRES_GPU = re.compile(r"\bgpu(?::(?P<type>[^:,()]+))?:(?P<count>\d+)")
 _AMD_PRODUCT, _NVIDIA_PRODUCT = "amd.com/gpu.product-name", "nvidia.com/gpu.product"
+_NVLINK_CLIQUE = "nvidia.com/gpu.clique"
+"""Of a node: the cluster and the clique of its NVLink fabric (NVIDIA's DRA driver and GPU feature discovery)."""
 _GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 
 
@@ -39,6 +42,8 @@ class Node:
     """GPUs that may be used; 0 = none."""
     memory_bytes: int | None = None
     """Of one GPU."""
+    domain: str | None = field(default=None, compare=False)
+    """What it shares with nodes that NVLink may join it to: a block of Slurm's topology, a clique of Kubernetes' labels; None = not known."""
 
 
 def slurm(
@@ -69,6 +74,8 @@ def slurm(
         given = _integer(env, "SLURM_GPUS_ON_NODE")
         count = given if given is not None else len(here) or told.count
         nodes = [_as_seen(told.gpu, count, here)] * total
+    if blocks := _slurm_blocks(env.get("SLURM_JOB_NODELIST", ""), total, run):
+        nodes = [replace(node, domain=block) for node, block in zip(nodes, blocks, strict=True)]
     return _describe(
         nodes, "slurm", f"Slurm job {env['SLURM_JOB_ID']}", on_a_node=True, cores=cores_given(env), gbps=gbps
     )
@@ -98,6 +105,17 @@ def _slurm_nodes(node_list: str, total: int, run: Run) -> list[Node]:
     text = run(["scontrol", "show", "node", node_list, "--oneliner"])
     nodes = parse_lines(text) if text else []
     return nodes if len(nodes) == total else []
+
+
+def _slurm_blocks(node_list: str, total: int, run: Run) -> list[str]:
+    """The block of the topology of each of the job's nodes, in their order; empty where Slurm knows no blocks (topology/block)."""
+    text = run(["scontrol", "show", "topology"]) if node_list and total > 1 else None
+    block_of = {}
+    for name, nodes in re.findall(r"^BlockName=(\S+).*?\bNodes=(\S+)", text or "", re.M):
+        block_of |= dict.fromkeys((run(["scontrol", "show", "hostnames", nodes]) or "").split(), name)
+    names = (run(["scontrol", "show", "hostnames", node_list]) or "").split() if block_of else []
+    blocks = [block_of[name] for name in names if name in block_of]
+    return blocks if len(blocks) == total else []
 
 
 def parse_lines(text: str) -> list[Node]:
@@ -203,7 +221,7 @@ def parse_kubectl(text: str) -> list[Node]:
             raise BadInput(f"cluster = 'kubernetes': node {name!r} offers parts of GPUs ({product}), not whole ones")
         mib = labels.get("nvidia.com/gpu.memory")
         memory_bytes = int(mib) * catalogue.MIB_BYTES if mib and mib.isdigit() else None
-        nodes.append(Node(product, count, memory_bytes))
+        nodes.append(Node(product, count, memory_bytes, labels.get(_NVLINK_CLIQUE)))
     return nodes
 
 
@@ -244,11 +262,20 @@ def _describe(
                 "devices_per_node": node.count or cores or sense.physical_cores(),
                 "device": device,
                 "inter_node_gbps": network,
+                "devices_per_nvlink_domain": _domain([one for one in nodes if one == node], device),
             }
         )
     description: dict[str, Any] = {"groups": groups} if len(groups) > 1 else groups[0]
     cluster = parse.from_dict(description, manager)
     return cluster.model_copy(update={"source": f"{source}; devices and links from the catalogue, not measured"})
+
+
+def _domain(alike: Sequence[Node], device: str) -> int | None:
+    """Devices of those nodes that NVLink joins, where the device's NVLink leaves the node and the manager says which are together."""
+    if catalogue.find(device).devices_per_nvlink_domain is None or any(node.domain is None for node in alike):
+        return None
+    hosts = Counter(node.domain for node in alike)
+    return hosts_per_domain(list(hosts.values())) * alike[0].count
 
 
 def _device(node: Node, manager: str) -> str:

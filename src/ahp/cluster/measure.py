@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from ahp.cluster import catalogue, disk, local, managers, sense, team
+from ahp.cluster.domains import domain_of
 from ahp.cluster.gpus import Gpu, gpus, topology
 from ahp.cluster.model import (
     AttentionSample,
@@ -126,7 +127,7 @@ def probe(
     else:
         group = _cpu_group(host, measured, _launch(plan, values), available // count, facts["rss_bytes"], source)
     around = {"nodes": nodes, "inter_node": network, "devices_per_node": count, "host": host}
-    group = group.model_copy(update={**around, "measured": measured})
+    group = group.model_copy(update={**around, "measured": measured, **domain_of(group.device.name, nodes, count)})
     say("done", 1.0)
     return Cluster(groups=(group,), source=source)
 

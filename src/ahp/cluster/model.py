@@ -160,9 +160,11 @@ class NodeGroup(Record):
     name: str = "nodes"
     nodes: int = Field(ge=1, le=1_000_000)
     devices_per_node: int = Field(ge=1, le=10_000)
+    devices_per_nvlink_domain: Count | None = None
+    """Devices that NVLink joins across nodes, those of whole nodes; None = it joins those of one node at most."""
     device: Device
     intra_node: Link
-    """Between two devices of one node; bandwidth per device."""
+    """Between two devices of one node, or of one domain; bandwidth per device."""
     inter_node: Link | None = None
     """Between nodes; bandwidth of the whole node's network cards together. None for a single node."""
     host: Host = Host()
@@ -172,9 +174,23 @@ class NodeGroup(Record):
     calibration: Calibration | None = None
     """From ``ahp calibrate``: every forecast on these nodes is multiplied by its ratio."""
 
+    @model_validator(mode="after")
+    def _domains_are_whole_nodes(self) -> NodeGroup:
+        if (self.devices_per_nvlink_domain or 0) % self.devices_per_node:
+            raise ValueError(
+                f"devices_per_nvlink_domain = {self.devices_per_nvlink_domain}: must be a multiple of devices_per_node "
+                f"{self.devices_per_node}, or null"
+            )
+        return self
+
     @property
     def num_devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    @property
+    def nodes_per_domain(self) -> int:
+        """Nodes that NVLink joins."""
+        return max(1, (self.devices_per_nvlink_domain or 0) // self.devices_per_node)
 
 
 class GroupLink(Record):

@@ -2,7 +2,7 @@
 
 Short form: ``[NODESx][DEVICES_PER_NODEx]DEVICE[@GBPS]``. ``8x8xH100-SXM-80GB`` is 8 nodes of 8; ``8xA100-SXM-80GB``
 one node of 8; ``64xA100-SXM-80GB`` 8 nodes of 8, the usual width; ``1x64xA100-SXM-80GB`` one node of 64; ``H100`` one
-device. ``@400`` gives a node 400 Gb/s per direction instead of what is usual.
+device. Hosts of 4 GB200 (``64x4xGB200-NVL72``) are joined by NVLink, as the catalogue knows. ``@400`` gives a node 400 Gb/s per direction instead of what is usual.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import yaml
 from pydantic import Field
 
 from ahp.cluster import catalogue
+from ahp.cluster.domains import given_domain, usual_domain
 from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster, Device, GroupLink, Link, NodeGroup, Rate
 from ahp.errors import BadInput, bad_input
 from ahp.job import Record
@@ -54,6 +55,8 @@ class GroupDescription(Record):
     nodes: int = Field(default=1, ge=1, le=1_000_000)
     devices_per_node: int | None = Field(default=None, ge=1, le=10_000)
     """None = what is usual for the device."""
+    devices_per_nvlink_domain: int | None = Field(default=None, ge=1)
+    """Devices that NVLink joins, whole nodes of them; None = what is usual for the device."""
     device: str | dict[str, Any]
     """A catalogue name, a catalogue name with overrides (``base`` and figures), or all the figures of a device."""
     inter_node_gbps: Gbps | None = None
@@ -236,10 +239,14 @@ def _group(description: GroupDescription, where: str) -> NodeGroup:
             rule = "a single node without inter_node_gbps has no network"
             raise bad_input(f"{where}: inter_node_latency_us", description.inter_node_latency_us, rule)
         inter_node = _with_latency(inter_node, description.inter_node_latency_us)
+    domain = usual_domain(entry, description.nodes, devices_per_node)
+    if description.devices_per_nvlink_domain is not None:
+        domain = given_domain(entry, description.devices_per_nvlink_domain, devices_per_node, where)
     return NodeGroup(
         name=description.name,
         nodes=description.nodes,
         devices_per_node=devices_per_node,
+        devices_per_nvlink_domain=None if description.nodes == 1 else domain,
         device=device,
         intra_node=entry.intra_node,
         inter_node=inter_node,

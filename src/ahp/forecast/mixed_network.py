@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ahp.cluster.cells import Cell, Placement, link_between
+from ahp.cluster.domains import joined
 from ahp.cluster.model import Cluster, Link, NodeGroup
 from ahp.forecast.communication import Network, Times
 from ahp.forecast.group import CollectiveKind, Group
@@ -63,7 +64,7 @@ class MixedNetwork:
         nodes = self._groups[side.group]
         link = Link(bandwidth_bytes_per_s=side.bandwidth_bytes_per_s, latency_s=side.latency_s)
         others = tuple(name for name in names if name != nodes.device.name)
-        return Network(nodes.model_copy(update={"inter_node": link}), others=others)
+        return Network(joined(nodes.model_copy(update={"inter_node": link})), others=others)
 
     def replicas(self, column: Iterable[Cell], per_cell: int, stride: int) -> Group:
         """The ranks that hold the same weights: ``per_cell`` of each cell of a column, ``stride`` apart."""

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.cluster.domains import joined
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.engines.traits import ContextWay, Traits
@@ -78,7 +79,8 @@ class Pricer:
         """``in_cells``: the nodes are a group of a mixed cluster, on which each cell lies on one node or on whole ones."""
         self.graph, self.cluster, self.job, self.choice = graph, cluster, job, choice
         self.in_cells = in_cells
-        self.nodes = cluster.groups[0]
+        self.nodes = joined(cluster.groups[0])
+        """Of all that NVLink joins: not the hosts that a launcher counts."""
         self.network = Network(self.nodes)
         self.slowest_share = 0.0 if is_cpu(self.nodes.device) else slowest_share(cluster.num_devices)
         self.ratio = self.nodes.calibration.step_ratio if self.nodes.calibration else 1.0

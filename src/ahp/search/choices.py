@@ -6,6 +6,7 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from ahp.cluster.domains import joined
 from ahp.divisors import divisors
 from ahp.engines.registry import get
 from ahp.engines.traits import Traits
@@ -90,7 +91,7 @@ class Choices:
         some = "recomputed_layers_per_stage" in self.given
         self.recompute = self._values("activation_checkpoint", RECOMPUTE[1:] if some else RECOMPUTE)
         self.micro_batch = self._values("micro_batch_size", divisors(asked.job.global_batch_size))
-        self.orders = Orders(asked.cluster.groups[0].devices_per_node, asked.refused_order)
+        self.orders = Orders(joined(asked.cluster.groups[0]).devices_per_node, asked.refused_order)
         self.splits = cache(self._splits)
         self.lying = cache(self._lying)
         self.pipes = cache(self._pipes)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+from ahp.cluster.domains import joined
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.search import reasons
@@ -108,7 +109,7 @@ def why(
         others = " and ".join(f"ZeRO-{stage}" for stage in same)
         yield f"ZeRO-{layout.zero_stage} costs the same as {others} here: one row stands for all of them"
     if layout.mesh_order is not None:
-        yield f"mesh order {' > '.join(layout.axes)}: {reasons.on_a_node(layout, used.cluster.groups[0].devices_per_node)}"
+        yield f"mesh order {' > '.join(layout.axes)}: {reasons.on_a_node(layout, joined(used.cluster.groups[0]).devices_per_node)}"
     for name, keys in reasons.CHOICES:
         if not reasons.decides(layout, name):
             continue

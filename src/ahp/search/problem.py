@@ -231,5 +231,7 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
         nodes, per_node = 1, count
     else:
         per_node = group.devices_per_node
-    smaller = group.model_copy(update={"nodes": nodes, "devices_per_node": per_node})
+    domain = None if nodes == 1 else group.devices_per_nvlink_domain
+    update = {"nodes": nodes, "devices_per_node": per_node, "devices_per_nvlink_domain": domain}
+    smaller = group.model_copy(update=update)
     return cluster.model_copy(update={"groups": (smaller,), "links": ()})

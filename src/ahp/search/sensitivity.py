@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ahp.cluster.domains import joined
 from ahp.cluster.model import (
     AttentionSample,
     Cluster,
@@ -95,11 +96,14 @@ def _kept(there: Problem, layout: Parallelism) -> Pair | None:
 def better_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     """The cluster with ``MORE`` of each piece of hardware that it has, in the figures and in what was measured."""
     more = f"{percent(MORE - 1)} more"
+    widths = [joined(group).devices_per_node for group in cluster.groups]
     links = {
         "network between nodes": [link.link for link in cluster.links] + [group.inter_node for group in cluster.groups],
-        "network within nodes": [group.intra_node for group in cluster.groups if group.devices_per_node > 1],
+        "network within nodes": [
+            group.intra_node for group, width in zip(cluster.groups, widths, strict=True) if width > 1
+        ],
     }
-    several = cluster.num_devices > max(group.devices_per_node for group in cluster.groups)
+    several = cluster.num_devices > max(widths)
     for words, better in _PIECES.items():
         if (words in links and not any(links[words])) or (words == "network between nodes" and not several):
             continue

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ahp.cluster.cells import place
+from ahp.cluster.domains import joined
 from ahp.cluster.model import Cluster, GroupLink, Measurements, NodeGroup
 from ahp.cluster.scaled import scaled, scaled_link
 from ahp.errors import BadInput, NotExpressible
@@ -121,7 +122,7 @@ def _free_name(cluster: Cluster) -> str:
 
 def _links(cluster: Cluster, group: NodeGroup, slow: str) -> list[GroupLink]:
     """From the slow part to the rest of its group, and to the other groups as its group had them."""
-    own = group.inter_node if group.nodes > 1 else group.intra_node
+    own = group.inter_node if joined(group).nodes > 1 else group.intra_node
     assert own is not None, "several nodes have a link between them"
     others = [one for one in cluster.links if group.name in one.between]
     ends = [(next(name for name in one.between if name != group.name), one.link) for one in others]

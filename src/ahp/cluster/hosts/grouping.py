@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ahp.cluster.domains import domain_of
 from ahp.cluster.model import NodeGroup
 from ahp.errors import BadInput
 
@@ -97,7 +98,8 @@ def _nodes(alike: Sequence[Probed], name: str) -> NodeGroup:
     )
     device = middle.device.model_copy(update={"memory_bytes": least, "source": source})
     names = tuple(sorted({host.name for host in alike}))
-    return middle.model_copy(update={"name": name, "nodes": len(alike), "device": device, "hosts": names})
+    update = {"name": name, "nodes": len(alike), "device": device, "hosts": names}
+    return middle.model_copy(update={**update, **domain_of(device.name, len(alike), middle.devices_per_node)})
 
 
 def _speeds(hosts: Sequence[NodeGroup]) -> list[_Speed]:
