@@ -47,6 +47,7 @@ class Constraints(Record):
     context_parallel_degree: int | None = Field(default=None, ge=1)
     context_parallel_method: ContextMethod | None = None
     expert_parallel_degree: int | None = Field(default=None, ge=1)
+    expert_tensor_parallel_degree: int | None = Field(default=None, ge=1)
     micro_batch_size: int | None = Field(default=None, ge=1)
     activation_checkpoint: ActivationCheckpoint | None = None
     """``auto`` is the same as not given: the lightest that fits is the fastest that fits."""
@@ -254,6 +255,7 @@ HELP: dict[str, str] = {
     "parallelism.context_parallel_degree": "devices that share one sequence",
     "parallelism.context_parallel_method": "how they compute attention: ring (keys and values go round) or all-to-all (each some heads)",
     "parallelism.expert_parallel_degree": "devices that share the experts",
+    "parallelism.expert_tensor_parallel_degree": "tensor-parallel devices that divide every expert: all of them, or 1",
     "parallelism.micro_batch_size": "sequences that one replica computes at a time",
     "parallelism.activation_checkpoint": "what is recomputed in backward: none, selective, full, auto",
     "parallelism.recomputed_layers_per_stage": "of each stage, how many blocks are recomputed, such as [2, 1, 0]",
@@ -265,6 +267,7 @@ HELP: dict[str, str] = {
     "engine.loss_chunk_tokens": "tokens of which the logits and their loss are in memory at a time; null = all of a micro-batch",
     "engine.offload_optimizer": "whether AdamW's moments lie in host memory and come to the GPU for each update",
     "engine.enable_async_tensor_parallel": "collectives of sequence parallelism in pieces beside products; this runtime has none yet",
+    "engine.version": "the release that a forecast is for; this runtime is what is installed",
     "run.folder": "where the run leaves its files; the same folder again continues the run",
     "run.checkpoint_every": "steps between checkpoints, or the time: 30min, 2h; auto: from what one costs and how often the cluster fails (docs/training.md)",
     "run.keep": "newest checkpoints that are kept",

@@ -90,6 +90,9 @@ class Parallelism(Record):
     """How the ranks that share a sequence compute attention. ring: keys and values go round. all-to-all: each has some heads of
     the whole sequence. None = chosen: by the search what is faster, by the runtime all-to-all where the heads divide."""
     expert_parallel_degree: int = Field(default=1, ge=1)
+    expert_tensor_parallel_degree: int | None = Field(default=None, ge=1)
+    """Tensor-parallel ranks that divide every expert: all, or 1, where each holds whole ones and the expert-parallel group may span them
+    (expert x expert tensor x expert data = data x context x tensor). None = as the engine does."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Sequences that one replica computes at a time."""
     activation_checkpoint: ActivationCheckpoint = "none"
@@ -338,6 +341,8 @@ class Parallelism(Record):
             words.append(f"cp{self.context_parallel_degree}{method}")
         if self.expert_parallel_degree > 1:
             words.append(f"ep{self.expert_parallel_degree}")
+        if self.expert_tensor_parallel_degree is not None:
+            words.append(f"etp{self.expert_tensor_parallel_degree}")
         words.append(f"mb{self.micro_batch_size}")
         if self.micro_batches_per_replica is not None:
             words.append(f"m({_counted(map(str, self.micro_batches_per_replica))})")
@@ -380,6 +385,9 @@ class EngineChoice(Record):
     enable_async_tensor_parallel: bool | None = None
     """Whether the collectives of sequence parallelism travel in pieces beside the products that read or make them; None = as the
     engine does by itself."""
+    version: str | None = None
+    """The release that runs: a name (megatron 26.04, torchtitan 0.2.2) or a day (2024-12); None = the newest that is known
+    (engines/releases.yaml)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -394,7 +402,7 @@ class EngineChoice(Record):
         """One line for people: ``ahp, flash attention, compiled blocks``."""
         chunks, moments = self.loss_chunk_tokens, self.offload_optimizer
         found = (
-            self.name,
+            " ".join(filter(None, (self.name, self.version))),
             f"{self.attention} attention",
             "compiled blocks" if self.compile else "",
             f"loss in chunks of {count(chunks)} tokens" if chunks else "",

@@ -1,9 +1,12 @@
 """Mixtures of experts: who holds which weights, what is computed and sent, and the rules for the degree."""
 
+import re
+
 import pytest
 
 from ahp.errors import BadInput
 from ahp.forecast.division import GROUPED, Division, expert_parameters, is_weight_gradient
+from ahp.forecast.groups import expert_ranks, expert_shards
 from ahp.forecast.kernels import CAST, kernels
 from ahp.forecast.rules import illegal
 from ahp.forecast.selective import kept_results, second_products
@@ -177,3 +180,111 @@ def test_torchtitan_keeps_no_result_of_stacked_experts(mixture):
     assert grouped
     assert second_products(block) == {plain[1], plain[3], *grouped}
     assert grouped < kept_results(block)
+
+
+FOLDED = {"tensor_parallel_degree": 2, "enable_sequence_parallel": True, "zero_stage": 1}
+
+
+def test_whole_experts_multiply_the_rows_of_a_tensor_rank(mixture):
+    block = mixture.blocks[0]
+    grouped = [op for op in block.operators if op.name in GROUPED]
+    parts = split(block, "block", folded_experts=True)
+    assert parts.rows == {op.index for op in grouped}
+    assert not parts.rows & (parts.divided | parts.contracted)
+    assert not expert_parameters(block) & parts.parameters
+    division = Division(parts, 2, sequence_parallel=True, expert=4)
+    for op in grouped:
+        b, m, n, k = division.product(op)
+        b1, m1, n1, k1 = Division(parts).product(op)
+        assert b * m * n * k == pytest.approx(b1 * m1 * n1 * k1 / 2)
+        assert b == b1 / 4
+        rows = (k, k1) if is_weight_gradient(op) else (m, m1)
+        assert rows[0] == pytest.approx(4 / 2 * rows[1])
+        assert division.share(op) == 0.5
+    divided = Division(split(block, "block"), 2, sequence_parallel=True, expert=4)
+    moved = [op for op in block.phase("forward") if op.flops == 0 and op.bytes_written]
+    assert {division.share(op) for op in moved} == {divided.share(op) for op in moved} == {0.5}
+
+
+def test_folded_experts_leave_no_tensor_collective_of_theirs(mixture):
+    block = mixture.blocks[0]
+    divided, folded = split(block, "block"), split(block, "block", folded_experts=True)
+    assert (len(divided.forward_reduce), len(folded.forward_reduce)) == (2, 1)  # attention and experts; attention
+    assert (len(divided.backward_reduce), len(folded.backward_reduce)) == (2, 1)
+
+
+def test_expert_ranks_may_span_tensor_ranks(mixture):
+    layout = Parallelism(data_parallel_shard_degree=2, expert_parallel_degree=4, **FOLDED)
+    found = price(mixture, make_cluster(per_node=4), JOB, layout, MEGATRON)
+    stacked = expert_parameters(mixture.blocks[0])
+    experts = 2 * sum(p.numel for p in mixture.blocks[0].parameters if p.name in stacked)
+    whole = price(
+        mixture,
+        make_cluster(per_node=2),
+        JOB,
+        Parallelism(data_parallel_shard_degree=1, **FOLDED | {"zero_stage": 0}),
+        MEGATRON,
+    )
+    dense = int(whole.memory.weights.total.sum()) - experts // 2
+    assert int(found.memory.weights.total.sum()) == dense + experts // 4
+    # One rank alone holds each expert: nobody divides its states.
+    assert found.forecast.memory["optimizer_states"] == pytest.approx(8 * (dense / 2 + experts / 4), abs=8)
+    assert found.forecast.step["expert_parallel"] > 0
+
+
+@pytest.mark.parametrize("expert", [2, 4, 8])
+def test_states_of_folded_experts_are_divided_by_all_that_hold_them(mixture, expert):
+    layout = Parallelism(data_parallel_shard_degree=4, expert_parallel_degree=expert, **FOLDED)
+    found = price(mixture, make_cluster(per_node=8), JOB, layout, MEGATRON)
+    divided = layout.model_copy(update={"expert_parallel_degree": 2, "expert_tensor_parallel_degree": 2})
+    other = price(mixture, make_cluster(per_node=8), JOB, divided, MEGATRON)
+    states = found.forecast.memory["optimizer_states"], other.forecast.memory["optimizer_states"]
+    assert states[0] == pytest.approx(states[1], abs=16)
+
+
+@pytest.mark.parametrize(
+    ("engine", "keys", "words"),
+    [
+        ("ahp", {"expert_tensor_parallel_degree": 1}, "expert_tensor_parallel_degree = 1: every expert is divided over all 2"),
+        ("deepspeed", {"expert_tensor_parallel_degree": 1, "enable_sequence_parallel": False}, "deepspeed divides every expert"),
+        ("megatron", {"expert_tensor_parallel_degree": 3}, r"is priced as 1 or as tensor_parallel_degree alone \(valid: 1, 2\)"),
+        ("megatron", {"expert_tensor_parallel_degree": 1, "enable_sequence_parallel": False}, "needs enable_sequence_parallel"),
+        ("megatron", {"expert_tensor_parallel_degree": 2}, "the 2 ranks of the data and context axes"),
+        ("megatron", {"enable_sequence_parallel": False}, "the 2 ranks of the data and context axes"),
+        ("megatron", {"expert_parallel_degree": 8}, "the 4 ranks of the data, context and tensor axes"),
+        ("megatron", {}, None),
+        ("megatron", {"expert_tensor_parallel_degree": 1}, None),
+        ("torchtitan", {}, None),
+    ],
+)  # fmt: skip
+def test_who_folds_experts(mixture, engine, keys, words):
+    layout = Parallelism(**{"data_parallel_shard_degree": 2, "expert_parallel_degree": 4, **FOLDED, **keys})
+    reason = illegal(mixture, make_cluster(per_node=4), JOB, layout, EngineChoice(name=engine))
+    if words is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert re.search(words, reason), reason
+
+
+@pytest.mark.parametrize(("tensor", "context", "shard", "replicate", "expert"), [
+    (2, 1, 4, 1, 8), (2, 2, 2, 2, 4), (4, 1, 2, 2, 2), (2, 1, 2, 4, 16), (4, 2, 1, 1, 8), (2, 1, 8, 1, 2),
+])  # fmt: skip
+def test_folded_groups_are_megatrons(tensor, context, shard, replicate, expert):
+    """core/parallel_state.py: expert ranks are numbered expert, then data, innermost first, within a stage."""
+    layout = Parallelism(
+        tensor_parallel_degree=tensor, context_parallel_degree=context, data_parallel_shard_degree=shard, zero_stage=1,
+        data_parallel_replicate_degree=replicate, enable_sequence_parallel=True, expert_parallel_degree=expert,
+    )  # fmt: skip
+    share, alike = expert_ranks(layout, True)
+
+    def members(runs):
+        found = {0}
+        for run in runs:
+            found = {rank + run.stride * i for rank in found for i in range(run.size)}
+        return found
+
+    world = tensor * context * shard * replicate
+    assert members(share) == set(range(expert))
+    assert members(alike) == set(range(0, world, expert))
+    assert expert_shards(layout, True) == max(1, min(shard * context * tensor // expert, world // expert))

@@ -71,6 +71,21 @@ def some_rows(space: Space, data: st.DataObject, count: int) -> list[Place]:
     return found
 
 
+def test_bounds_hold_where_expert_ranks_span_tensor_ranks() -> None:
+    asked = small("experts", "2x4xH100-SXM-80GB", engine="megatron")
+    space = build(asked)
+    of = space.blocks
+    spans = np.flatnonzero((of.expert > 1) & (of.data * of.context % of.expert > 0))
+    assert len(spans)
+    assert (of.sequence_parallel[spans] == 1).all()
+    places = [(int(block), int(of.rows[block]) - 1) for block in spans[:: max(1, len(spans) // 6)]]
+    holds(asked, space, places)
+    divided = small("experts", "2x4xH100-SXM-80GB", engine="megatron", constraints={"expert_tensor_parallel_degree": 2})
+    of = build(divided).blocks
+    assert set(of.tensor.tolist()) == {2}
+    assert (of.data * of.context % of.expert == 0).all()
+
+
 @pytest.mark.slow
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # models are traced within
 @given(problems(), st.data())

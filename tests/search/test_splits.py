@@ -35,7 +35,7 @@ def test_a_column_is_each_way_alone(engine: str, data: st.DataObject) -> None:
     for m in (1, 4):
         together, moved = state_bytes(columns, of.traits, of.shards, m), of.moved_bytes(m)
         for way, (layout, traits) in enumerate(zip(splits.layouts, splits.traits, strict=True)):
-            shards = Shards.of(layout)
+            shards = Shards.of(layout, traits.experts.folded)
             for rank, weights in enumerate(ranks):
                 alone = state_bytes(weights, traits, shards, m)
                 assert {part: count[way, rank] for part, count in together.items()} == alone

@@ -26,6 +26,7 @@ SHORT_NAMES = {
     "cp": "context_parallel_degree",
     "cp_method": "context_parallel_method",
     "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
     "mb": "micro_batch_size",
     "recompute": "activation_checkpoint",
     "order": "mesh_order",
@@ -35,7 +36,7 @@ DATA = "dp"
 """Replicas, replicate x shard degree: no key of a layout but the product of two."""
 
 _PRINTED = re.compile(
-    r"dp(?P<dp>\d+x\d+)|zero(?P<zero>\d)|tp(?P<tp>\d+)(?P<sp>\+sp)?|cp(?P<cp>\d+)(\((?P<cp_method>[a-z-]+)\))?|ep(?P<ep>\d+)|mb(?P<mb>\d+)"
+    r"dp(?P<dp>\d+x\d+)|zero(?P<zero>\d)|tp(?P<tp>\d+)(?P<sp>\+sp)?|cp(?P<cp>\d+)(\((?P<cp_method>[a-z-]+)\))?|ep(?P<ep>\d+)|etp(?P<etp>\d+)|mb(?P<mb>\d+)"
     r"|pp(?P<pp>\d+)(x(?P<virtual>\d+))?\((?P<schedule>\w+)\)|(?P<recompute>none|selective|full)"
     r"|order\((?P<order>[\w>]+)\)"
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ahp.divisors import divisors
-from ahp.engines import host
+from ahp.engines import host, releases
 from ahp.engines.engine import Engine
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.engines.traits import (
@@ -53,6 +53,8 @@ class AhpEngine(Engine):
         """The reason why the runtime cannot run the layout (key, value, rule), or None."""
         p = parallelism
         cannot = "the ahp engine cannot run this yet"
+        if reason := releases.refuses(self.name, choice.version):
+            return reason
         if p.context_parallel_degree > 1 and (reason := _refuses_context(p, choice)):
             return reason
         if reason := _refuses_experts(p):
@@ -184,6 +186,10 @@ def _are_experts_alone(job: Job, p: Parallelism) -> bool:
 def _refuses_experts(p: Parallelism) -> str | None:
     """Ranks that hold different experts are a part of those that ZeRO shards over."""
     degree, shards = p.expert_parallel_degree, p.weight_shards
+    whole, tensor = p.expert_tensor_parallel_degree, p.tensor_parallel_degree
+    if whole not in (None, tensor):
+        rule = f"every expert is divided over all {tensor} tensor-parallel ranks, which gather the tokens of all of them (runtime/experts)"
+        return f"expert_tensor_parallel_degree = {whole}: {rule} (valid: null, {tensor}; or engine.name megatron or torchtitan)"
     if shards % degree:
         ranks = f"data_parallel_shard_degree {p.data_parallel_shard_degree}"
         if p.context_parallel_degree > 1:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ahp.engines import releases
 from ahp.errors import nearest
 from ahp.job import Job
 from ahp.plan import AXES, Axis, EngineChoice, Parallelism
@@ -30,6 +31,8 @@ class Support:
     sequence: bool = True
     context: bool = True
     expert: bool = True
+    folds_experts: bool = False
+    """Whether tensor-parallel ranks can hold whole experts, instead of a part of each."""
     compile: bool = True
     mesh_orders: tuple[tuple[Axis, ...], ...] = (AXES,)
     """Orders in which it can number ranks, of which the axes with a degree of 1 are left out."""
@@ -39,7 +42,7 @@ class Support:
     def refuses(self, engine: str, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The first thing that the engine cannot express, as ``key = value: rule (valid: ...)``."""
         p = parallelism
-        if reason := self._refuses_order(engine, p):
+        if reason := releases.refuses(engine, choice.version) or self._refuses_order(engine, p):
             return reason
         degrees = (
             ("tensor_parallel_degree", p.tensor_parallel_degree, self.tensor),
@@ -50,7 +53,7 @@ class Support:
         for key, degree, has in degrees:
             if degree > 1 and not has:
                 return _cannot(engine, key, degree, [1])
-        if reason := _refuses_placement(engine, p):
+        if reason := self._refuses_expert_tensor(engine, p) or _refuses_placement(engine, p):
             return reason
         if p.context_parallel_method is not None:
             return _cannot(engine, "context_parallel_method", p.context_parallel_method, [None])
@@ -84,6 +87,27 @@ class Support:
         if choice.loss_chunk_tokens is not None:
             return _cannot(engine, "engine.loss_chunk_tokens", choice.loss_chunk_tokens, ["null; or engine.name ahp"])
         return None
+
+    def _refuses_expert_tensor(self, engine: str, p: Parallelism) -> str | None:
+        degree, tensor = p.expert_tensor_parallel_degree, p.tensor_parallel_degree
+        if degree in (None, tensor):
+            return None
+        words = f"expert_tensor_parallel_degree = {degree}"
+        if not self.folds_experts:
+            rule = f"{engine} divides every expert over all {tensor} tensor-parallel ranks"
+            return f"{words}: {rule} (valid: null, {tensor}; or engine.name megatron or torchtitan)"
+        if degree != 1:
+            return f"{words}: is priced as 1 or as tensor_parallel_degree alone (valid: 1, {tensor})"
+        if not p.enable_sequence_parallel:
+            rule = "each tensor-parallel rank sends its own part of the sequence to the experts"
+            return f"{words}: needs enable_sequence_parallel, because {rule} (valid: {tensor}; or enable_sequence_parallel true)"
+        return None
+
+    def folded(self, p: Parallelism) -> bool:
+        """Whether tensor-parallel ranks hold whole experts: asked for, or where experts are shared, as recipes have it."""
+        asked = p.expert_tensor_parallel_degree
+        whole = asked == 1 if asked is not None else p.expert_parallel_degree > 1
+        return self.folds_experts and whole and p.tensor_parallel_degree > 1 and p.enable_sequence_parallel
 
     def _refuses_async(self, engine: str, choice: EngineChoice) -> str | None:
         key = "engine.enable_async_tensor_parallel"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ahp.engines import host
+from ahp.engines import host, releases
 from ahp.engines.engine import Engine
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.engines.support import Support
 from ahp.engines.traits import (
+    ExpertTraits,
     GatherTraits,
     GradientTraits,
     HostTraits,
@@ -27,6 +28,7 @@ from ahp.schedule.registry import SCHEDULES
 SUPPORT = Support(
     precisions=("fp32", "bf16", "fp8"),
     async_tensor="compiled",
+    folds_experts=True,  # distributed/parallel_dims.py: ep spans dp_shard x cp x tp, innermost first; until 0.2.2 where expert_tensor_parallel_degree is 1
     schedules=tuple(schedule.name for schedule in SCHEDULES.values() if schedule.in_torch),
 )
 """torchtitan b5bcd76: all of torch's schedules; ``TrainingConfig.dtype`` is bfloat16 or float32, fp16 was closed (#2363).
@@ -51,6 +53,10 @@ class TorchtitanEngine(Engine):
         every = zero >= 2 and not pipelined
         recipe = FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8
         casts = FUSED_TORCHAO_OPERATORS if choice.compile else EAGER_TORCHAO_OPERATORS
+
+        def has(feature: str) -> bool:
+            return releases.has(self.name, feature, choice.version)
+
         return Traits(
             states=StateTraits(
                 master_weight_bytes=4,
@@ -88,11 +94,21 @@ class TorchtitanEngine(Engine):
                 # ActivationCheckpointConfig.early_stop is off, but of a compiled checkpoint nothing is run that nobody reads.
                 stops_at_last_read=bool(choice.compile),
                 selective="every_second_product",  # distributed/activation_checkpoint.py
+                keeps_cudnn_attention=has("keeps_cudnn_attention"),
                 sends_again="gathers",  # results of reduce-scatters are on the list of what is kept
             ),
+            experts=ExpertTraits(folded=SUPPORT.folded(parallelism)),
             kernels=KernelTraits(
                 fusion="fused" if choice.compile else "modules",
-                fused_loss=bool(choice.compile),
+                fused_loss=bool(choice.compile) and has("compiled_loss"),
+                flash2_on=tuple(
+                    generation
+                    for generation, feature in (
+                        ("hopper", "cudnn_attention"),
+                        ("blackwell", "cudnn_attention_on_blackwell"),
+                    )
+                    if not has(feature)
+                ),
             ),
             host=HostTraits(
                 operators_per_unit=casts if job.precision == "fp8" else 0,

@@ -173,6 +173,8 @@ class RecomputeTraits(NamedTuple):
     """What ``selective`` recomputes. core: that of unfused attention (scores, softmax, dropout, their product with the values);
     where it is fused, norms and activations. beside_products: all but products with a weight and fused attention, whose
     results are kept. every_second_product: of these products the second, fourth, ... as well, and those of stacked experts."""
+    keeps_cudnn_attention: bool = True
+    """Whether ``every_second_product`` keeps what fused attention gives where it is cuDNN's; else that runs again too."""
     sends_again: SendsAgain = "nothing"
     """Which collectives of a block ``selective`` runs again: none, the all-gathers of sequence parallelism, or all of tensor and of
     context parallelism."""
@@ -181,6 +183,9 @@ class RecomputeTraits(NamedTuple):
 class ExpertTraits(NamedTuple):
     """Layers of experts."""
 
+    folded: bool = False
+    """Whether every tensor-parallel rank holds whole experts and sends them its own part of the sequence, so that expert-parallel groups may
+    span these ranks (Megatron's parallel folding); else each expert is divided over them."""
     gather_tokens: bool = False
     """Whether a sequence-parallel rank sends to the experts all tokens, gathered first, or its own part."""
     tokens_once_to_a_node: bool = False
@@ -200,6 +205,8 @@ class KernelTraits(NamedTuple):
     """Which element-wise operators run as one kernel: none, those of one module (a norm, an activation), whole chains."""
     attention: Literal["flash1", "flash2", "cudnn", "masked"] | None = None
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
+    flash2_on: tuple[str, ...] = ()
+    """Generations of GPUs (forecast/kernels.yaml) on which it is FlashAttention-2, whatever torch takes."""
     fused_loss: bool = False
     """Whether cross-entropy is one kernel that keeps nothing beside the logits."""
     loss_chunk_tokens: int | None = None

@@ -70,7 +70,16 @@ class ActivationLiveness:
     rest), so that bytes are counted by kind once for all divisions.
     """
 
-    def __init__(self, segment: Segment, kernels: Kernels, split: TensorSplit, *, fp8: bool = False) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        kernels: Kernels,
+        split: TensorSplit,
+        *,
+        fp8: bool = False,
+        attention_again: bool = False,
+    ) -> None:
+        """``attention_again``: see ``Launched``."""
         self._segment, self._input_bytes = segment, kernels.saved_input_bytes
         owner = owners(segment)
         kinds: dict[tuple[bool, ...], int] = {}
@@ -95,7 +104,7 @@ class ActivationLiveness:
                 by_kind({i: sum(spec.bytes for spec in segment.operators[i].outputs) for i in keeps}),
                 by_kind({i: count for i, count in saved.items() if i not in keeps}),
             )
-            for keeps in _policies(segment, one_graph=kernels.one_graph)
+            for keeps in _policies(segment, one_graph=kernels.one_graph, attention_again=attention_again)
         ]
         """Of each policy, [C] bytes that it keeps, and that are made again."""
         self._live = self._run(kernels, owner, saved, np.eye(len(kinds))[of] if of else np.zeros((0, 1)))
@@ -160,17 +169,17 @@ def _given_masks(segment: Segment) -> int:
     return sum(spec.bytes for spec in found)
 
 
-def _policies(segment: Segment, *, one_graph: bool) -> list[frozenset[int]]:
+def _policies(segment: Segment, *, one_graph: bool, attention_again: bool) -> list[frozenset[int]]:
     """Whose results are kept beside products, and with every second product."""
     results = kept_results(segment)
-    policies = [results, results - second_products(segment)]
+    policies = [results, results - second_products(segment, attention_too=attention_again)]
     return [asked_for(segment, kept) for kept in policies] if one_graph else policies
 
 
 def _kind(op: Operator, split: TensorSplit) -> tuple[bool, ...]:
     """All that ``Division.output_share`` asks of an operator."""
     in_parts = op.index in split.contracted, op.index in split.divided
-    in_parts += op.index in split.masks, op.index in split.keys
+    in_parts += op.index in split.masks, op.index in split.keys, op.index in split.rows
     return *in_parts, is_weight_gradient(op), op.flops == 0
 
 

@@ -14,6 +14,7 @@ from ahp.engines import steps
 from ahp.engines.traits import Traits
 from ahp.forecast import margins
 from ahp.forecast.efficiency import is_cpu
+from ahp.forecast.groups import expert_shards, num_expert_ranks
 from ahp.forecast.segment import Recompute
 from ahp.forecast.stage import StageCost
 from ahp.forecast.units import Units
@@ -133,8 +134,9 @@ def slowest_share(num_ranks: int) -> float:
     return steps.value("rank_spread") * NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
 
 
-def num_groups(parallelism: Parallelism) -> int:
-    """Process groups whose communicators a rank holds: those of the mesh that have more than one rank, and all ranks."""
+def num_groups(parallelism: Parallelism, folded_experts: bool = False) -> int:
+    """Process groups whose communicators a rank holds: those of the mesh that have more than one rank, and all ranks.
+    ``folded_experts``: see ``ExpertTraits``."""
     p = parallelism
     degrees = [
         p.weight_replicas, p.weight_shards,
@@ -142,8 +144,8 @@ def num_groups(parallelism: Parallelism) -> int:
     ]  # fmt: skip
     if p.expert_parallel_degree > 1:
         # Who holds the same experts is another group than who holds the same dense weights.
-        shards = max(1, p.weight_shards // p.expert_parallel_degree)
-        alike = p.weight_replicas * p.weight_shards // p.expert_parallel_degree // shards
+        shards = expert_shards(p, folded_experts)
+        alike = num_expert_ranks(p, folded_experts) // p.expert_parallel_degree // shards
         degrees += [p.expert_parallel_degree, shards, alike if alike != p.weight_replicas else 1]
     return sum(degree > 1 for degree in degrees)
 

@@ -23,14 +23,14 @@ class Axes(NamedTuple):
     """Whether what is sent to experts on other nodes may travel beside the opposite pass of another micro-batch, if the engine lets it."""
 
 
-def axes_of(parallelism: Parallelism, devices_per_node: int) -> Axes:
-    """The groups of a layout."""
+def axes_of(parallelism: Parallelism, devices_per_node: int, folded_experts: bool = False) -> Axes:
+    """The groups of a layout; ``folded_experts``: see ``ExpertTraits``."""
     tensor = parallelism.tensor_parallel_degree
     return Axes(
         tensor=axis_group(parallelism, "tp", devices_per_node),
         sequence_parallel=parallelism.enable_sequence_parallel and tensor > 1,
         context=axis_group(parallelism, "cp", devices_per_node),
-        expert=group_of(expert_ranks(parallelism)[0], devices_per_node, parallelism.world_size),
+        expert=group_of(expert_ranks(parallelism, folded_experts)[0], devices_per_node, parallelism.world_size),
     )
 
 

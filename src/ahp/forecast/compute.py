@@ -56,7 +56,7 @@ class SegmentTimes:
     products: Work
     """Of the forward pass: weight products. Those of the backward pass that make the gradients of inputs take as long."""
     second_products: Work
-    """Of them, every second one."""
+    """Of them, every second one; and fused attention, where it is run again with these."""
     attention: Work
     """Of the forward pass: fused attention."""
     attention_backward: Work
@@ -84,9 +84,11 @@ def is_causal(graph: ModelGraph) -> bool:
 class Launched:
     """The kernels of a segment in their order, with what of them no division changes."""
 
-    def __init__(self, segment: Segment, kernels: Kernels) -> None:
+    def __init__(self, segment: Segment, kernels: Kernels, *, attention_again: bool = False) -> None:
+        """``attention_again``: what runs every second product again runs fused attention again too."""
         self._kernels = kernels
-        core, second, last = core_attention(segment), second_products(segment), last_read(segment)
+        core, last = core_attention(segment), last_read(segment)
+        second = second_products(segment, attention_too=attention_again)
         self._runs: list[tuple[Operator, _Moves | None, tuple[str, ...]]] = []
         """Operators that take time, what of them moves if that is all they do, and which sums they belong to."""
         self._launches: dict[str, float] = defaultdict(float)
@@ -170,9 +172,8 @@ def _sums_with(op: Operator, in_core: bool, second: bool, read: bool) -> tuple[s
         return (*passes, "core_attention")
     if op.flops == 0:
         return (*passes, "element_wise") if read else passes
-    if fused:
-        return (*passes, "attention")
-    return (*passes, "products", "second_products") if second else (*passes, "products")
+    again = ("second_products",) if second else ()
+    return (*passes, "attention" if fused else "products", *again)
 
 
 def segment_times(

@@ -42,7 +42,8 @@ class Division:
             return 1.0
         if op.index in self.split.keys and op.flops == 0:
             return self.split.keys_share / self.context
-        divided = op.index in self.split.divided or (self.sequence_parallel and op.flops == 0)
+        in_parts = op.index in self.split.divided or op.index in self.split.rows
+        divided = in_parts or (self.sequence_parallel and op.flops == 0)
         return (1.0 / self.tensor if divided else 1.0) / self.context
 
     def output_share(self, op: Operator) -> float:
@@ -66,7 +67,8 @@ class Division:
             m /= self.context
         if op.name in GROUPED:
             batch /= self.expert
-            m, k = (m, k * self.expert) if is_weight_gradient(op) else (m * self.expert, k)
+            more = self.expert / (self.tensor if op.index in self.split.rows else 1)
+            m, k = (m, k * more) if is_weight_gradient(op) else (m * more, k)
         degree = self.tensor
         if degree == 1 or op.index not in self.split.divided:
             return batch, m, n, k

@@ -44,6 +44,11 @@ def constants() -> dict[str, Any]:
     return shipped("ahp.forecast", "kernels.yaml")
 
 
+def takes_cudnn(generation: str | None) -> bool:
+    """Whether torch's fused attention is cuDNN's on a generation, for the heads that this can."""
+    return generation in constants()["attention"]["takes"]["cudnn"]["generations"]
+
+
 @dataclass(frozen=True, slots=True)
 class Reach:
     """FLOP/s of products: for a moment, and for minutes."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from ahp.forecast.group import Group
 from ahp.forecast.mesh import Run, first_of, group_of, runs
-from ahp.plan import Parallelism
+from ahp.plan import Axis, Parallelism
+
+OF_A_REPLICA: tuple[Axis, ...] = ("dp_shard", "cp")
+"""Axes whose ranks share the weights of a replica."""
 
 
 def shard_ranks(parallelism: Parallelism) -> int:
@@ -14,7 +17,12 @@ def shard_ranks(parallelism: Parallelism) -> int:
 
 def data_ranks(parallelism: Parallelism) -> tuple[Run, ...]:
     """The ranks that hold the same weights but for sharding: those of a replica first, then the replicas."""
-    return _joined(runs(parallelism, ("dp_shard", "cp")), runs(parallelism, ("dp_replicate",)))
+    return _joined(runs(parallelism, OF_A_REPLICA), runs(parallelism, ("dp_replicate",)))
+
+
+def _stage_ranks(parallelism: Parallelism) -> tuple[Run, ...]:
+    """``data_ranks``, and the tensor-parallel ranks among them."""
+    return _joined(runs(parallelism, (*OF_A_REPLICA, "tp")), runs(parallelism, ("dp_replicate",)))
 
 
 def _joined(within: tuple[Run, ...], between: tuple[Run, ...]) -> tuple[Run, ...]:
@@ -31,9 +39,25 @@ def data_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group,
     return group_of(shards, devices_per_node, world), group_of(replicas, devices_per_node, world)
 
 
-def expert_ranks(parallelism: Parallelism) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """Ranks that share the experts, and those that hold the same ones: neighbours of the data and context axes share them."""
-    return first_of(data_ranks(parallelism), parallelism.expert_parallel_degree)
+def expert_ranks(parallelism: Parallelism, folded: bool) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """Ranks that share the experts, and those that hold the same ones: neighbours of the data and context axes share them; of the tensor axis
+    too where experts are ``folded`` (``ExpertTraits``)."""
+    ranks = _stage_ranks(parallelism) if folded else data_ranks(parallelism)
+    return first_of(ranks, parallelism.expert_parallel_degree)
+
+
+def num_expert_ranks(parallelism: Parallelism, folded: bool) -> int:
+    """Ranks of a stage among which experts can be shared."""
+    tensor = parallelism.tensor_parallel_degree if folded else 1
+    return parallelism.data_parallel_degree * parallelism.context_parallel_degree * tensor
+
+
+def expert_shards(parallelism: Parallelism, folded: bool) -> int:
+    """Ranks over which ZeRO divides the states of experts, of those that hold the same ones."""
+    if parallelism.weight_shards == 1:
+        return 1
+    tensor = parallelism.tensor_parallel_degree if folded else 1
+    return max(1, parallelism.weight_shards * tensor // parallelism.expert_parallel_degree)
 
 
 def expert_ranks_of(
@@ -43,17 +67,17 @@ def expert_ranks_of(
     return first_of(_joined(within, between), degree)
 
 
-def expert_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group, Group]:
+def expert_groups(parallelism: Parallelism, devices_per_node: int, folded: bool = False) -> tuple[Group, Group]:
     """``data_groups`` of the weights of experts: the ranks of an expert-parallel group hold different ones."""
-    if parallelism.expert_parallel_degree == 1:
+    if parallelism.expert_parallel_degree == 1 and not folded:
         return data_groups(parallelism, devices_per_node)
-    _, alike = expert_ranks(parallelism)
-    shards, replicas = first_of(alike, max(1, shard_ranks(parallelism) // parallelism.expert_parallel_degree))
+    _, alike = expert_ranks(parallelism, folded)
+    shards, replicas = first_of(alike, expert_shards(parallelism, folded))
     world = parallelism.world_size
     return group_of(shards, devices_per_node, world), group_of(replicas, devices_per_node, world)
 
 
-def replica_members(parallelism: Parallelism) -> tuple[tuple[int, int], tuple[int, int]]:
+def replica_members(parallelism: Parallelism, folded: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of the ranks of one cell (``ahp.cluster.cells``) that hold the same weights: how many, and how far apart; for dense
     weights and for those of experts."""
     tensor, expert, inner = (
@@ -62,5 +86,6 @@ def replica_members(parallelism: Parallelism) -> tuple[tuple[int, int], tuple[in
         shard_ranks(parallelism),
     )
     within = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
-    of_experts = max(1, inner // expert)
-    return (within // inner, tensor * inner), (max(1, within // (of_experts * expert)), tensor * expert * of_experts)
+    dividing = 1 if folded else tensor
+    apart = expert * dividing * expert_shards(parallelism, folded)
+    return (within // inner, tensor * inner), (max(1, within * tensor // apart), apart)

@@ -199,7 +199,7 @@ class MixedPricer:
         placement = place(self.cluster, parallelism)
         ranges = next(iter(self.groups.values())).ranges(parallelism)
         stage_rank = ranks_of_stages(parallelism)
-        dense, experts = replica_members(parallelism)
+        dense, experts = replica_members(parallelism, traits.experts.folded)
         columns = list(zip(*placement.cells, strict=True))
         sums = [(self.network.replicas(c, *dense), self.network.replicas(c, *experts)) for c in columns]
 

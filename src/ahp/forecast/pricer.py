@@ -120,7 +120,7 @@ class Pricer:
         if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
             return []
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
-        return self.unit_pricer.ways(self._axes(parallelism), traits) if len(traits.context.ways) > 1 else []
+        return self.unit_pricer.ways(self._axes(parallelism, traits), traits) if len(traits.context.ways) > 1 else []
 
     def _price(self, parallelism: Parallelism) -> Priced:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
@@ -161,8 +161,8 @@ class Pricer:
         times = [one.scaled(part) for one in times]
         return tuple(one.scaled(part) for one in stages), pipeline_span(parallelism, span.m, times)
 
-    def _axes(self, parallelism: Parallelism) -> Axes:
-        axes = axes_of(self._numbered(parallelism), self.nodes.devices_per_node)
+    def _axes(self, parallelism: Parallelism, traits: Traits) -> Axes:
+        axes = axes_of(self._numbered(parallelism), self.nodes.devices_per_node, traits.experts.folded)
         if axes.expert.nodes > 1 and not has_opposite_pass(parallelism):
             axes = axes._replace(beside_opposite=False)
         return axes
@@ -182,7 +182,7 @@ class Pricer:
         """The model's blocks and ends, priced for one rank of the layout and one micro-batch; at least, where the layout leaves
         context_parallel_method open."""
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
-        return self.unit_pricer.units(parallelism.micro_batch_size, self._axes(parallelism), traits)
+        return self.unit_pricer.units(parallelism.micro_batch_size, self._axes(parallelism, traits), traits)
 
     def decided(self, parallelism: Parallelism) -> Parallelism:
         """The layout with the context_parallel_method that it is priced with, where the engine has several."""
@@ -228,7 +228,7 @@ class Pricer:
         return DataParallel(
             shard=shard,
             replicate=replicate,
-            experts=expert_groups(numbered, per_node),
+            experts=expert_groups(numbered, per_node, traits.experts.folded),
             traits=traits,
             micro_batches=parallelism.num_micro_batches(self.job),
             overlap=0.0 if on_cpu else 1.0,
@@ -307,7 +307,7 @@ class Pricer:
     ) -> list[tuple[float, float]]:
         """Of each pipeline rank on one of these devices: norm, clipping and update, and the copies from and to host memory."""
         weights = stages.weights.of_ranks(own_stages(span))
-        parameters: list[float] = np.asarray(weights.updated(Shards.of(parallelism))).tolist()
+        parameters: list[float] = np.asarray(weights.updated(Shards.of(parallelism, traits.experts.folded))).tolist()
         updates_s = [self.update_s(count, traits) for count in parameters]
         if self.muon is not None:
             places = places_of(parallelism, self.nodes.devices_per_node)
@@ -389,7 +389,7 @@ class Pricer:
         self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory
     ) -> memory.RanksMemory:
         """[p] What each pipeline rank needs, on one of these devices."""
-        own, shards = own_stages(span), Shards.of(parallelism)
+        own, shards = own_stages(span), Shards.of(parallelism, traits.experts.folded)
         weights = stages.weights.of_ranks(own)
         visiting = visiting_bytes(weights, traits, shards)
         if self.muon is not None:
@@ -403,7 +403,8 @@ class Pricer:
             self._received_bytes(parallelism, traits, span, own),
             micro_batches=span.m, visiting=visiting,
         )  # fmt: skip
-        return memory.ranks_memory(parts, memory.Outside.of(self.nodes.device, num_groups(parallelism)))
+        groups = num_groups(parallelism, traits.experts.folded)
+        return memory.ranks_memory(parts, memory.Outside.of(self.nodes.device, groups))
 
     def activation_bytes(self, priced: Priced) -> memory.Floats:
         """[1, p] What each pipeline rank may keep of its micro-batches and still fit; all replicas are alike."""

@@ -12,6 +12,7 @@ from ahp.engines.registry import get
 from ahp.engines.traits import FewKeys
 from ahp.errors import AhpError, nearest
 from ahp.forecast.division import attention_heads, expert_parameters
+from ahp.forecast.groups import num_expert_ranks
 from ahp.forecast.mixed_rules import illegal_placement
 from ahp.forecast.split import in_8_bits, way_of_keys
 from ahp.graph.operators import ModelGraph
@@ -53,7 +54,7 @@ def illegal(
         or sequence(graph, parallelism)
         or whole_attention(graph, job, parallelism, engine)
         or context(graph, parallelism, engine)
-        or experts(graph, parallelism)
+        or experts(graph, job, parallelism, engine)
         or _stages(graph, job, parallelism, engine)
         or _schedule(job, parallelism, engine)
     )
@@ -241,7 +242,7 @@ def context(graph: ModelGraph, parallelism: Parallelism, engine: EngineChoice) -
     return None
 
 
-def experts(graph: ModelGraph, parallelism: Parallelism) -> str | None:
+def experts(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     """Whether the experts and the ranks that share them divide."""
     degree, experts = parallelism.expert_parallel_degree, graph.config.get("num_experts")
     if degree == 1:
@@ -250,9 +251,11 @@ def experts(graph: ModelGraph, parallelism: Parallelism) -> str | None:
         return _broken("expert_parallel_degree", degree, "the model has no experts", [1])
     if experts % degree:
         return _broken("expert_parallel_degree", degree, f"does not divide num_experts {experts}", divisors(experts))
-    ranks = parallelism.data_parallel_degree * parallelism.context_parallel_degree
+    folded = get(engine.name).traits(job, parallelism, engine).experts.folded
+    ranks = num_expert_ranks(parallelism, folded)
     if ranks % degree:
-        rule = f"does not divide the {ranks} ranks of the data and context axes, which share the experts"
+        axes = "data, context and tensor" if folded else "data and context"
+        rule = f"does not divide the {ranks} ranks of the {axes} axes, which share the experts"
         return _broken("expert_parallel_degree", degree, rule, [d for d in divisors(ranks) if experts % d == 0])
     if not any(map(expert_parameters, graph.blocks)):
         rule = "no block of the model multiplies tokens with stacked experts chosen for them, which ranks could share"

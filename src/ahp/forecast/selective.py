@@ -12,15 +12,17 @@ def kept_results(segment: Segment) -> frozenset[int]:
     return frozenset(op.index for op in forward if is_weight_product(op) or _is_kept(op.name))
 
 
-def second_products(segment: Segment) -> frozenset[int]:
+def second_products(segment: Segment, *, attention_too: bool = False) -> frozenset[int]:
     """Of the products of a block with a weight and no bias the second, the fourth, ...; and those of stacked experts: their indexes.
 
     torchtitan counts ``aten.mm`` alone (distributed/activation_checkpoint.py, SelectiveAC): the result of a layer with a bias is always
     kept, that of a grouped product never, which is not on its list. The router, which it leaves out of the count, is in it here.
+    ``attention_too``: and fused attention, where it is not on the list either.
     """
     products = [op for op in segment.phase("forward") if is_weight_product(op)]
     counted = [op.index for op in products if op.name == "aten.mm"]
-    return frozenset(counted[1::2]) | {op.index for op in products if op.name in GROUPED}
+    fused = {op.index for op in segment.phase("forward") if attention_too and "attention" in op.name}
+    return frozenset(counted[1::2]) | {op.index for op in products if op.name in GROUPED} | fused
 
 
 def asked_for(segment: Segment, kept: frozenset[int]) -> frozenset[int]:

@@ -57,6 +57,8 @@ class TensorSplit:
     summed_whole: tuple[TensorSpec, ...] = ()
     """Of ``backward_reduce``, what whole keys are made of as well: its gradient is all-reduced under sequence parallelism too, since
     every rank has the whole of one summand."""
+    rows: frozenset[int] = frozenset()
+    """Products of whole experts with the tokens that a tensor-parallel rank has of its own, or gets for them: of all rows its part."""
     gathered_heads: tuple[TensorSpec, ...] = ()
     """What is gathered of column products before attention; its gradients are reduce-scattered."""
 
@@ -81,18 +83,33 @@ def is_weight_product(op: Operator) -> bool:
 
 
 def split(
-    segment: Segment, role: Role, *, whole_biased_experts: bool = False, way_of_keys: KeysWay = "parts"
+    segment: Segment,
+    role: Role,
+    *,
+    whole_biased_experts: bool = False,
+    folded_experts: bool = False,
+    way_of_keys: KeysWay = "parts",
 ) -> TensorSplit:
     """The split of one segment; see the module's words for the rule of a block.
 
     ``embedding``: the table is split by vocabulary and its output reduced. ``head``: the last weight product is
     split by vocabulary and everything after it, the loss included, works on a part of the logits.
-    ``whole_biased_experts``: see ``Traits``. ``way_of_keys``: what ranks do with the keys and values of a block.
+    ``whole_biased_experts``, ``folded_experts``: see ``ExpertTraits``. ``way_of_keys``: what ranks do with the keys and values of a block.
     """
     forward = list(segment.phase("forward"))
     products = {op.index for op in forward if is_weight_product(op)}
     if whole_biased_experts:
         products -= _of_biased_experts(forward)
+    if folded_experts and role == "block":
+        rows = frozenset(op.index for op in segment.operators if op.name in GROUPED)
+        return replace(_divided(segment, forward, products - rows, role, way_of_keys), rows=rows)
+    return _divided(segment, forward, products, role, way_of_keys)
+
+
+def _divided(
+    segment: Segment, forward: list[Operator], products: set[int], role: Role, way_of_keys: KeysWay
+) -> TensorSplit:
+    """``split`` where ``products`` are those that may be divided."""
     if way_of_keys == "whole attention" and role == "block":
         products -= leads_to_attention(forward, products)
     whole_before = _reached_whole(segment, forward, products)

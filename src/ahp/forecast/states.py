@@ -126,14 +126,17 @@ class Shards(NamedTuple):
     experts: Figures
 
     @classmethod
-    def among(cls, ranks: Figures, expert_ranks: int = 1) -> Shards:
-        """Of the ``ranks`` that divide the states of dense weights, of which ``expert_ranks`` share the experts."""
-        return cls(ranks, np.maximum(1.0, ranks / expert_ranks))
+    def among(cls, ranks: Figures, expert_ranks: int = 1, tensor_ranks: int = 1) -> Shards:
+        """Of the ``ranks`` that divide the states of dense weights, times the ``tensor_ranks`` that hold whole experts, of which
+        ``expert_ranks`` share the experts. A single one divides nothing."""
+        experts = np.maximum(1.0, ranks * tensor_ranks / expert_ranks)
+        return cls(ranks, np.where(np.equal(ranks, 1), 1.0, experts)[()])
 
     @classmethod
-    def of(cls, parallelism: Parallelism) -> Shards:
-        """Of one layout."""
-        return cls.among(shard_ranks(parallelism), parallelism.expert_parallel_degree)
+    def of(cls, parallelism: Parallelism, folded_experts: bool = False) -> Shards:
+        """Of one layout; ``folded_experts``: see ``ExpertTraits``."""
+        tensor = parallelism.tensor_parallel_degree if folded_experts else 1
+        return cls.among(shard_ranks(parallelism), parallelism.expert_parallel_degree, tensor)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
 from ahp.engines.fp8 import Fp8Recipe
-from ahp.engines.traits import ContextWay, FewKeys, Traits
+from ahp.engines.traits import ContextWay, Traits
 from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.axes import Axes
 from ahp.forecast.chunked_head import chunked_head
@@ -17,18 +17,16 @@ from ahp.forecast.compute import Launched, SegmentTimes, is_causal
 from ahp.forecast.context import SharedTokens, shared_tokens_s
 from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.division import GROUPED, Division, attention_heads, expert_parameters
-from ahp.forecast.efficiency import Rates, is_cpu
-from ahp.forecast.gpu import AttentionKernel
-from ahp.forecast.group import CollectiveKind, Group
-from ahp.forecast.kernels import Fusion, Kernels, kernels
-from ahp.forecast.overlap import shown_s
+from ahp.forecast.efficiency import Rates
+from ahp.forecast.group import Group
+from ahp.forecast.kernel_options import KernelOptions
+from ahp.forecast.kernels import Kernels, kernels
 from ahp.forecast.selective import last_read
 from ahp.forecast.split import KeysWay, Role, TensorSplit, is_weight_product, split, way_of_keys
+from ahp.forecast.tensor_collectives import TensorCollectives
 from ahp.forecast.unit import Unit
-from ahp.graph.operators import ModelGraph, Operator, Segment, TensorSpec
+from ahp.graph.operators import ModelGraph, Operator, Segment
 from ahp.schedule.chunks import chunks
-
-SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,31 +67,6 @@ def _least_unit(alike: tuple[Unit, ...]) -> Unit:
     )
 
 
-class KernelOptions(NamedTuple):
-    """The kernels of an engine."""
-
-    fusion: Fusion
-    fused_loss: bool
-    attention: AttentionKernel | None
-    accumulates: bool
-    """Products for weight gradients add to the fp32 gradients."""
-    tensor_in_pieces: bool
-    gathers_again: bool
-    tensor_copies: bool
-    context: ContextWay
-    context_sums_bytes: int
-    loss_chunk_tokens: int | None
-    weight_bytes: int
-    """Of one weight element in the type that computes."""
-    experts_gather_tokens: bool
-    tokens_once_to_a_node: bool
-    expert_overlap_between_nodes: float
-    whole_biased_experts: bool
-    few_keys: FewKeys
-    fp8: Fp8Recipe | None
-    """Of the products of blocks; None = they are not in 8 bits."""
-
-
 @dataclass(frozen=True)
 class _Run:
     """What of a segment no division changes."""
@@ -102,14 +75,16 @@ class _Run:
     split: TensorSplit
     kernels: Kernels
     in_8_bits: bool
+    attention_again: bool
 
     @cached_property
     def launched(self) -> Launched:
-        return Launched(self.segment, self.kernels)
+        return Launched(self.segment, self.kernels, attention_again=self.attention_again)
 
     @cached_property
     def held(self) -> ActivationLiveness:
-        return ActivationLiveness(self.segment, self.kernels, self.split, fp8=self.in_8_bits)
+        again = self.attention_again
+        return ActivationLiveness(self.segment, self.kernels, self.split, fp8=self.in_8_bits, attention_again=again)
 
     @cached_property
     def num_unread(self) -> int:
@@ -152,25 +127,14 @@ class _Divided:
     """By the context group, and how its ranks see tokens."""
 
 
-class TensorCost(NamedTuple):
-    """Seconds of a segment's tensor-parallel collectives for one micro-batch, and how many one pass has."""
-
-    forward_s: float
-    again_s: float
-    """Of it, what is before the last result that the backward pass reads."""
-    gather_s: float
-    """Of it, all-gathers."""
-    backward_s: float
-    launches: int
-
-
 class UnitPricer:
     """Prices the segments of one model on one kind of node; keeps what it has priced."""
 
     def __init__(self, graph: ModelGraph, nodes: NodeGroup, network: Network, precision: str) -> None:
         self._graph, self._network = graph, network
         self.rates = Rates(nodes.device, nodes.measured, nodes.devices_per_node)
-        self._on_cpu = is_cpu(nodes.device)
+        self._tensor = TensorCollectives(self.rates, network)
+        self._generation = self.rates.gpu.generation if self.rates.gpu else None
         self._in_fp8 = precision == "fp8"
         self._causal = is_causal(graph)
         self._heads = [attention_heads(block) for block in graph.blocks]
@@ -214,27 +178,7 @@ class UnitPricer:
 
     def how(self, traits: Traits, way: ContextWay) -> KernelOptions:
         """The kernels of an engine on these devices."""
-        # On a CPU torch has no fused kernels but those of its compiler.
-        fusion: Fusion = "traced" if self._on_cpu and traits.kernels.fusion != "fused" else traits.kernels.fusion
-        return KernelOptions(
-            fusion=fusion,
-            fused_loss=traits.kernels.fused_loss,
-            attention=traits.kernels.attention,
-            accumulates=traits.gradients.fused_accumulation,
-            tensor_in_pieces=traits.tensor.in_pieces and not self._on_cpu,
-            gathers_again=traits.tensor.gathers_inputs_again,
-            experts_gather_tokens=traits.experts.gather_tokens,
-            tokens_once_to_a_node=traits.experts.tokens_once_to_a_node,
-            expert_overlap_between_nodes=0.0 if self._on_cpu else traits.experts.overlap_between_nodes,
-            whole_biased_experts=traits.experts.whole_biased,
-            few_keys=traits.tensor.few_keys,
-            tensor_copies=traits.tensor.copies,
-            context=way,
-            context_sums_bytes=traits.context.sums_bytes,
-            loss_chunk_tokens=traits.kernels.loss_chunk_tokens,
-            weight_bytes=traits.states.compute_weight_bytes or traits.states.master_weight_bytes,
-            fp8=traits.fp8 if self._in_fp8 else None,
-        )
+        return KernelOptions.of(traits, way, self._generation, in_fp8=self._in_fp8)
 
     def _units_by(self, way: ContextWay, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         how = self.how(traits, way)
@@ -302,11 +246,11 @@ class UnitPricer:
     ) -> Unit:
         in_8_bits = fp8 is not None and fp8.gathers_in_8_bits
         parts = of.division.split
-        tensor = self._tensor(
+        tensor = self._tensor.of_segment(
             parts, axes, of.times, how, fp8=in_8_bits, sequences=micro_batch_size, num_unread=of.num_unread
         )
         if fp8 is not None and fp8.shares_scales:
-            tensor = self._with_scales(tensor, parts, axes, segment)
+            tensor = self._tensor.with_scales(tensor, parts, axes, segment)
         shared = self._shared_tokens(of, axes, how)
         return Unit(
             times=of.times,
@@ -343,10 +287,13 @@ class UnitPricer:
         way: KeysWay = "parts" if role != "block" else way_of_keys(segment, tensor, how.few_keys)
         alike = graph.micro_batch_size, role, number, self._number(how), way
         if alike not in self._kernels:
-            parts = split(segment, role, whole_biased_experts=how.whole_biased_experts, way_of_keys=way)
+            experts = {"whole_biased_experts": how.whole_biased_experts, "folded_experts": how.folded_experts}
+            parts = split(segment, role, way_of_keys=way, **experts)
             fp8 = how.fp8 if role == "block" else None
             run = kernels(segment, how.fusion, fused_loss=how.fused_loss)
-            self._kernels[alike] = _Run(segment, parts, run, fp8 is not None and fp8.keeps_in_8_bits)
+            self._kernels[alike] = _Run(
+                segment, parts, run, fp8 is not None and fp8.keeps_in_8_bits, how.attention_again
+            )
         return self._kernels[alike]
 
     def _of_degrees(
@@ -385,87 +332,6 @@ class UnitPricer:
         on = _with_casts(on, segment, division, fp8)
         self._divided[key] = _Divided(division, times, on, weights, attention, grouped, run.num_unread)
         return self._divided[key]
-
-    def _tensor(
-        self,
-        parts: TensorSplit,
-        axes: Axes,
-        times: SegmentTimes,
-        how: KernelOptions,
-        *,
-        fp8: bool,
-        sequences: int,
-        num_unread: int,
-    ) -> TensorCost:
-        """What a segment's tensor-parallel collectives take.
-
-        Without sequence parallelism partial sums are all-reduced. With it they are reduce-scattered along the sequence and
-        gathered again before the next column product; the backward pass may gather the inputs once more for the weight
-        gradients (arXiv 2205.05198, section 4.2.2). ``fp8``: what products read is gathered in 8 bits, sums stay in 16.
-        ``num_unread``: of the sums, those at the end that nothing in the backward pass reads.
-        """
-        group, context = axes.tensor, axes.context.size
-        of_heads_s = self._heads_s(parts, group, context)
-
-        def total(kind: CollectiveKind, tensors: tuple[TensorSpec, ...]) -> float:
-            part = 0.5 if fp8 and kind == "all_gather" else 1.0
-            # One sequence gathered along its length lies in memory as it arrives.
-            copied = how.tensor_copies and (kind == "reduce_scatter" or (kind == "all_gather" and sequences > 1))
-            seconds = 0.0
-            for spec in tensors:
-                sent = part * spec.bytes / context
-                seconds += self._network.time_s(kind, sent, group)
-                seconds += self.rates.element_wise_s(2 * sent, 0.0, spec.dtype) if copied else 0.0
-            return seconds
-
-        count = len(parts.forward_reduce)
-        unread = parts.forward_reduce[count - num_unread :]
-        if not axes.sequence_parallel:
-            forward, backward = total("all_reduce", parts.forward_reduce), total("all_reduce", parts.backward_reduce)
-            forward, backward = forward + of_heads_s[0], backward + of_heads_s[1]
-            return TensorCost(forward, forward - total("all_reduce", unread), 0.0, backward, count)
-        hidden = tuple(spec for spec in parts.forward_reduce if len(spec.shape) > 1)
-        rows = tuple(spec for spec in parts.forward_reduce if len(spec.shape) == 1)
-        gathered = total("all_gather", parts.backward_reduce)
-        forward = total("reduce_scatter", hidden) + gathered
-        gathers = total("all_gather", hidden)
-        gathers += gathered if how.gathers_again else 0.0
-        if how.tensor_in_pieces:
-            # A rank begins with its own piece and ends with it: one piece of each collective has nothing to run beside.
-            overlap, beside_s = 1.0 - 1.0 / group.size, times.products.device_s
-            forward, gathers, gathered = (shown_s(s, beside_s, overlap) for s in (forward, gathers, gathered))
-        forward += total("all_reduce", rows) + of_heads_s[0]
-        backward = gathers + total("reduce_scatter", parts.backward_reduce) + of_heads_s[1]
-        backward += total("all_reduce", parts.summed_whole) - total("reduce_scatter", parts.summed_whole)
-        again = max(0.0, forward - total("reduce_scatter", unread))
-        return TensorCost(forward, again, gathered, backward, 2 * count)
-
-    def _heads_s(self, parts: TensorSplit, group: Group, context: int) -> tuple[float, float]:
-        """Seconds, forward and backward, of what comes of keys with fewer heads than ranks: gradients of whole keys are summed, or
-        what is gathered of all heads is put together from the ranks' columns, and its gradients are cut into them."""
-        forward, backward = 0.0, 0.0
-        if parts.gathered_heads:
-            sent = sum(spec.bytes for spec in parts.gathered_heads) / context
-            copies_s = self.rates.element_wise_s(2 * sent, 0.0, parts.gathered_heads[0].dtype)
-            forward = self._network.time_s("all_gather", sent, group) + copies_s
-            backward = self._network.time_s("reduce_scatter", sent, group) + copies_s
-        for spec in parts.key_gradients:
-            backward += self._network.time_s("all_reduce", spec.bytes / context, group)
-        return forward, backward
-
-    def _with_scales(self, tensor: TensorCost, parts: TensorSplit, axes: Axes, segment: Segment) -> TensorCost:
-        """And what it takes that ranks agree on the largest element of a weight, an input or a gradient that they share."""
-        column, row = len(parts.column), len(parts.row)
-        products = sum(is_weight_product(op) and op.name not in GROUPED for op in segment.phase("forward"))
-        scale_s = self._network.time_s("all_reduce", SCALE_BYTES, axes.tensor) if axes.tensor.size > 1 else 0.0
-        tokens_s = self._network.time_s("all_reduce", SCALE_BYTES, axes.context) if axes.context.size > 1 else 0.0
-        return TensorCost(
-            tensor.forward_s + (column + 2 * row) * scale_s + products * tokens_s,
-            tensor.again_s + (column + 2 * row) * scale_s + products * tokens_s,
-            tensor.gather_s,
-            tensor.backward_s + column * scale_s + products * tokens_s,
-            tensor.launches,
-        )
 
     def _expert_s(self, of: _Divided, micro_batch_size: int, axes: Axes, how: KernelOptions) -> float:
         """Seconds that a pass waits for every token to reach the ranks of its experts, and for the answers."""

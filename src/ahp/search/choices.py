@@ -93,6 +93,9 @@ class Choices:
         self.micro_batch = self._values("micro_batch_size", divisors(asked.job.global_batch_size))
         self.orders = Orders(joined(asked.cluster.groups[0]).devices_per_node, asked.refused_order)
         self.splits = cache(self._splits)
+        self.folds = self._folded(2, 2, 1)
+        """Whether it lays experts over tensor-parallel ranks at all, unless the user has it otherwise."""
+        self.folded = cache(self._folded)
         self.lying = cache(self._lying)
         self.pipes = cache(self._pipes)
         self.legal_stages = cache(self._legal_stages)
@@ -131,7 +134,7 @@ class Choices:
             if c > 1 or not shared
             if self.world % (t * c * p) == 0 and self.splits(data := self.world // (t * c * p), c > 1)
             for e, sequence in product(experts, self._sequence_parallel(t))
-            for within, splits in self.lying(t, c, p, e, data)
+            for within, splits in self.lying(t, c, p, e, data, self.folded(t, e, sequence))
         ]
         if not found:
             keys = (*DEGREES, "zero_stage", "context_parallel_method", "mesh_order")
@@ -153,16 +156,27 @@ class Choices:
             for zero in self._zero_stages(s, context)
         )
 
+    def _folded(self, tensor: int, expert: int, sequence: int) -> bool:
+        """Whether the engine lays experts over tensor-parallel ranks whole."""
+        layout = Parallelism(
+            tensor_parallel_degree=tensor,
+            enable_sequence_parallel=bool(sequence),
+            expert_parallel_degree=expert,
+            expert_tensor_parallel_degree=self.given.get("expert_tensor_parallel_degree"),
+        )
+        return get(self.asked.engine.name).traits(self.asked.job, layout, self.asked.engine).experts.folded
+
     def _lying(
-        self, tensor: int, context: int, pipeline: int, expert: int, data: int
+        self, tensor: int, context: int, pipeline: int, expert: int, data: int, folded: bool
     ) -> tuple[tuple[Within, tuple[ShardingChoice, ...]], ...]:
         """The same by where the devices of a replica lie, the usual place first."""
         found: dict[Within, list[ShardingChoice]] = {}
-        expert = expert if data * context % expert == 0 else 1  # no legal layout else
+        shared = data * context * (tensor if folded else 1)
+        expert = expert if shared % expert == 0 else 1  # no legal layout else
         ordered: dict[int, tuple[Ordered, ...]] = {}
         for replicate, shard, zero, _ in self.splits(data, context > 1):
             if shard not in ordered:
-                degrees = Degrees((pipeline, replicate, shard, context, tensor), expert)
+                degrees = Degrees((pipeline, replicate, shard, context, tensor), expert, folded)
                 ordered[shard] = self.orders.different(degrees, self.given.get("mesh_order"))
             for order, within in ordered[shard]:
                 found.setdefault(within, []).append(ShardingChoice(replicate, shard, zero, order))
@@ -220,10 +234,10 @@ class Choices:
         return tuple(found.values())
 
     def _legal_states(
-        self, tensor: int, context: int, pipeline: int, expert: int, data: int
+        self, tensor: int, context: int, pipeline: int, expert: int, data: int, sequence: int
     ) -> tuple[ShardingChoice, ...]:
         found: dict[tuple[int, int, int], ShardingChoice] = {}
-        for _, splits in self.lying(tensor, context, pipeline, expert, data):
+        for _, splits in self.lying(tensor, context, pipeline, expert, data, self.folded(tensor, expert, sequence)):
             for split in self.legal_splits(splits, shared(expert, pipeline, context)):
                 found.setdefault(split[:3], split)
         return tuple(found.values())

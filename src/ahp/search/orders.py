@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from itertools import permutations
 from typing import NamedTuple
 
-from ahp.forecast.groups import expert_ranks_of
+from ahp.forecast.groups import OF_A_REPLICA, expert_ranks_of
 from ahp.forecast.mesh import Run, first_of, numbered_runs
 from ahp.plan import AXES, Axis
 
@@ -44,11 +44,12 @@ class Ordered(NamedTuple):
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks along each mesh axis, and how many of the data and context axes share the experts."""
+    """Ranks along each mesh axis, and how many of the data and context axes share the experts; ``folded``: of the tensor axis too."""
 
     of: tuple[int, ...]
     """In the order of ``AXES``."""
     expert: int
+    folded: bool = False
 
     @cached_property
     def by_axis(self) -> dict[Axis, int]:
@@ -84,7 +85,7 @@ class Orders:
         of = degrees.of
         if degrees.nest:  # then whole nodes of an axis more change nothing
             of = tuple(self.devices_per_node if degree % self.devices_per_node == 0 else degree for degree in of)
-        return self._different(Degrees(of, degrees.expert), degrees.usual())
+        return self._different(Degrees(of, degrees.expert, degrees.folded), degrees.usual())
 
     def _found(self, degrees: Degrees, usual: Order) -> tuple[Ordered, ...]:
         if math.prod(degrees.of) <= self.devices_per_node or self._only_usual(usual):
@@ -140,8 +141,9 @@ class Orders:
         def runs(*axes: Axis) -> tuple[Run, ...]:
             return numbered_runs(order, degree_of, axes)
 
-        shards = max(1, degree_of("dp_shard") * degree_of("cp") // degrees.expert)
-        return self._share_nodes(runs("dp_shard", "cp"), runs("dp_replicate"), degrees.expert, shards)
+        axes = (*OF_A_REPLICA, "tp") if degrees.folded else OF_A_REPLICA
+        shards = max(1, math.prod(map(degree_of, axes)) // degrees.expert)
+        return self._share_nodes(runs(*axes), runs("dp_replicate"), degrees.expert, shards)
 
     def _expert_parts(
         self, within: tuple[Run, ...], between: tuple[Run, ...], expert: int, shards: int

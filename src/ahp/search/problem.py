@@ -147,7 +147,7 @@ class Problem:
         NotExpressible: the engine, or what it cannot do of what the user has fixed. BadInput: the rest, such as a
         precision that the device has not.
         """
-        alone = ("enable_sequence_parallel", "activation_checkpoint", "pipeline_parallel_schedule")
+        alone: tuple[str, ...] = ("enable_sequence_parallel", "activation_checkpoint", "pipeline_parallel_schedule")
         degrees = ("context_parallel_degree", "expert_parallel_degree")
         given = self.constraints.given
         if self.own_order and (reason := self.refused(any_order())):

@@ -145,8 +145,8 @@ class Space:
     def states(self, block: int) -> tuple[ShardingChoice, ...]:
         """The legal ways to share states in one block and in all that differ from it in where ranks lie, each in one order."""
         of, at = self.blocks, block
-        replicas = int(of.tensor[at]), int(of.context[at]), int(of.pipeline[at]), int(of.expert[at]), int(of.data[at])
-        return self._choices.legal_states(*replicas)
+        columns = of.tensor, of.context, of.pipeline, of.expert, of.data, of.sequence_parallel
+        return self._choices.legal_states(*(int(column[at]) for column in columns))
 
     def layout(self, block: int, row: int) -> Parallelism:
         """One row of one block as a layout."""
@@ -187,6 +187,7 @@ class Space:
             context_parallel_degree=int(of.context[block]),
             context_parallel_method=self._choices.given.get("context_parallel_method"),
             expert_parallel_degree=int(of.expert[block]),
+            expert_tensor_parallel_degree=self._choices.given.get("expert_tensor_parallel_degree"),
             micro_batch_size=int(of.micro_batch[block]),
             activation_checkpoint=recompute,  # type: ignore[arg-type]
             recomputed_layers_per_stage=self._choices.given.get("recomputed_layers_per_stage"),
@@ -272,7 +273,8 @@ class _Counted:
         both = ("tensor_parallel_degree", "context_parallel_degree")
         self._of_mesh("attention", self._bad_attention, *both)
         ranks = ("data_parallel_replicate_degree", "context_parallel_degree")
-        self._of_mesh("experts", lambda layout: rules.experts(graph, layout), "expert_parallel_degree", *ranks)
+        over = tensor_too if self.choices.folds else ()
+        self._of_mesh("experts", self._bad_experts, "expert_parallel_degree", *ranks, *over)
         for key in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
             self._of_mesh(f"engine: {key}", asked.refused, key)
         self._of_mesh(
@@ -285,6 +287,8 @@ class _Counted:
             "context_parallel_degree",
         )
         self._of_mesh("engine: enable_sequence_parallel", self._refused_with_sequence, *tensor_too)
+        if "expert_tensor_parallel_degree" in self.choices.given:
+            self._of_mesh("engine: expert_tensor_parallel_degree", self._bad_expert_tensor, *tensor_too)
         pipes, recompute = self._good_pipes(), self._good_recompute()
         good, alike = (
             np.where(self.micro_batches > 0, (splits * ~self.wrong_mesh * recompute)[:, None] * pipes, 0)
@@ -331,6 +335,16 @@ class _Counted:
         asked = self.choices.asked
         method = self.choices.given.get("context_parallel_method")
         return rules.context(asked.graph, layout.model_copy(update={"context_parallel_method": method}), asked.engine)
+
+    def _bad_experts(self, layout: Parallelism) -> str | None:
+        asked, given = self.choices.asked, self.choices.given.get("expert_tensor_parallel_degree")
+        layout = layout.model_copy(update={"expert_tensor_parallel_degree": given})
+        return rules.experts(asked.graph, asked.job, layout, asked.engine)
+
+    def _bad_expert_tensor(self, layout: Parallelism) -> str | None:
+        given = self.choices.given.get("expert_tensor_parallel_degree")
+        reason = self.choices.asked.refused(layout.model_copy(update={"expert_tensor_parallel_degree": given}))
+        return reason if reason and reason.startswith("expert_tensor_parallel_degree") else None
 
     def _refused_with_sequence(self, layout: Parallelism) -> str | None:
         if not layout.enable_sequence_parallel:

@@ -19,12 +19,12 @@ from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.division import GROUPED, expert_parameters
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group
+from ahp.forecast.kernel_options import KernelOptions
 from ahp.forecast.kernels import Fusion, kernels
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.split import KeysWay, TensorSplit, split, way_of_keys
 from ahp.forecast.tables import PRECISION_OF
-from ahp.forecast.units import KernelOptions
 from ahp.graph.operators import Operator, TensorSpec
 from ahp.plan import Parallelism
 
@@ -32,7 +32,9 @@ from ahp.plan import Parallelism
 class LeastLayers:
     """Of one model, job and engine on one kind of nodes."""
 
-    def __init__(self, pricer: Pricer) -> None:
+    def __init__(self, pricer: Pricer, expert_tensor: int | None = None) -> None:
+        """``expert_tensor``: the user's expert_tensor_parallel_degree."""
+        self._expert_tensor = expert_tensor
         self._pricer, self._graph, self._job = pricer, pricer.graph, pricer.job
         self._rates, self._network = pricer.unit_pricer.rates, pricer.network
         self._causal = is_causal(self._graph)
@@ -113,7 +115,7 @@ class LeastLayers:
             shown = (shown_s(1.0, np.inf, 1.0),) * 2
         each_has_parts = in_parts and not traits.experts.gather_tokens
         return (
-            self._of_tensor(of_tensor, in_parts, size / context, *shown)
+            self._of_tensor(of_tensor, in_parts, traits.experts.folded, size / context, *shown)
             + self._of_context(of_context, traits.context.ways, size / tensor)
             + self._of_experts(of_experts, size / (context * (tensor if each_has_parts else 1)))
         )
@@ -123,6 +125,7 @@ class LeastLayers:
             tensor_parallel_degree=tensor,
             context_parallel_degree=context,
             expert_parallel_degree=expert,
+            expert_tensor_parallel_degree=self._expert_tensor,
             enable_sequence_parallel=bool(sequence),
         )
         return get(self._pricer.choice.name).traits(self._job, layout, self._pricer.choice)
@@ -141,7 +144,7 @@ class LeastLayers:
         return sum(self._network.time_s(kind, part * size * spec.bytes, group) for spec in tensors)
 
     def _tensor_s(
-        self, group: Group, in_parts: bool, size: float, forward_shown: float, backward_shown: float
+        self, group: Group, in_parts: bool, folded: bool, size: float, forward_shown: float, backward_shown: float
     ) -> float:
         """Tensor-parallel collectives of both passes.
 
@@ -158,9 +161,9 @@ class LeastLayers:
 
         return self._of_kinds(of_kind) if group.size > 1 else 0.0
 
-    def _split_of(self, kind: int, way: KeysWay) -> TensorSplit:
-        whole = self._of_engine.experts.whole_biased
-        return split(self._graph.blocks[kind], "block", whole_biased_experts=whole, way_of_keys=way)
+    def _split_of(self, kind: int, way: KeysWay, folded: bool) -> TensorSplit:
+        whole, block = self._of_engine.experts.whole_biased, self._graph.blocks[kind]
+        return split(block, "block", whole_biased_experts=whole, folded_experts=folded, way_of_keys=way)
 
     def _passes_s(self, parts: TensorSplit, group: Group, in_parts: bool, size: float) -> tuple[float, float]:
         if not in_parts:

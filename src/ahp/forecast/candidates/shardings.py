@@ -58,10 +58,24 @@ class Shardings:
         self._of_kinds: dict[tuple[CommUnit, ...], CollectiveTimes] = {}
         self._update_s: Floats | None = None
 
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.layouts[0].tensor_parallel_degree
+
+    @property
+    def _folded(self) -> bool:
+        return self.traits[0].experts.folded
+
+    @property
+    def ranks_of_an_expert(self) -> int:
+        """Ranks that have a part of all experts each."""
+        return self.layouts[0].expert_parallel_degree * (1 if self._folded else self.tensor)
+
     @cached_property
     def axes(self) -> Axes:
         """The groups that divide a micro-batch within one stage, whatever the split."""
-        return axes_of(self.layouts[0], self._nodes.devices_per_node)
+        return axes_of(self.layouts[0], self._nodes.devices_per_node, self._folded)
 
     @cached_property
     def alike(self) -> dict[Traits, list[int]]:
@@ -104,7 +118,7 @@ class Shardings:
     def _groups(self, layout: Parallelism) -> tuple[Group, Group, tuple[Group, Group]]:
         per_node = self._nodes.devices_per_node
         data = data_groups(layout, per_node)
-        return *data, data if layout.expert_parallel_degree == 1 else expert_groups(layout, per_node)
+        return *data, expert_groups(layout, per_node, self._folded)
 
     def data(self, split: int, micro_batches: int) -> DataParallel:
         """What goes over the groups of one split."""
@@ -145,9 +159,9 @@ class Shardings:
     def columns(self) -> ShardingColumns:
         """The figures of each split."""
         ranks = np.array([[shard_ranks(layout)] for layout in self.layouts], dtype=float)
-        groups = np.array([[num_groups(layout)] for layout in self.layouts], dtype=float)
+        groups = np.array([[num_groups(layout, self._folded)] for layout in self.layouts], dtype=float)
         return ShardingColumns(
-            Shards.among(ranks, self.layouts[0].expert_parallel_degree),
+            Shards.among(ranks, self.layouts[0].expert_parallel_degree, self.tensor if self._folded else 1),
             Outside(*(np.broadcast_to(part, ranks.shape) for part in Outside.of(self._nodes.device, groups))),
             TraitColumns.of(self.traits),
         )

@@ -33,6 +33,10 @@ def layers_before(asked: Problem, p: Floats | int) -> Any:
     return (p - 1) / 2 - (asked.stage_ends != "hold_layers") * (p - 1) / p
 
 
+def _least_layers(asked: Problem) -> LeastLayers:
+    return LeastLayers(asked.pricer, asked.constraints.given.get("expert_tensor_parallel_degree"))
+
+
 def work_bounds_s(asked: Problem, space: Space, which: Ints, stages: Sequence[LayerColumns]) -> Floats:
     """Seconds that every row of some blocks takes at least, [number of these]; ``stages``: of each."""
     blocks = space.blocks.at(which)
@@ -45,7 +49,7 @@ def work_bounds_s(asked: Problem, space: Space, which: Ints, stages: Sequence[La
 
 def block_bounds_s(asked: Problem, space: Space, which: Ints) -> Floats:
     """The same before the layers are priced."""
-    found, layers = LeastLayers(asked.pricer), asked.graph.num_layers
+    found, layers = _least_layers(asked), asked.graph.num_layers
     blocks = space.blocks.at(which)
     pipeline, m = blocks.pipeline, blocks.micro_batches
     columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, blocks.micro_batch
@@ -103,7 +107,7 @@ def fullest_of_any_cut(each: Floats, num_layers: int) -> Floats:
 
 def _needs_bytes(asked: Problem, space: Space, which: Ints, splits: Sequence[Shardings]) -> Floats:
     """[blocks] Of some blocks; ``splits``: of each, those that several share one object."""
-    of, layers = space.blocks.at(which), LeastLayers(asked.pricer)
+    of, layers = space.blocks.at(which), _least_layers(asked)
     cut = of.context * np.where(of.sequence_parallel > 0, of.tensor, 1)
     kept = layers.kept_bytes * of.micro_batch / asked.graph.micro_batch_size / cut
     states = _States({id(one): one for one in splits}.values(), *layers.parameters)
@@ -125,11 +129,7 @@ class _States:
         self._number = {id(one): number for number, one in enumerate(each)}
         self._counts, self._starts = np.array(counts), np.cumsum([0, *counts[:-1]])
         self._columns = ShardingColumns.joined([one.columns for one in each])
-        degrees = [
-            (layout.tensor_parallel_degree, layout.expert_parallel_degree)
-            for layout in (one.layouts[0] for one in each)
-        ]
-        own = [(int(dense / tensor), int(experts / expert / tensor)) for tensor, expert in degrees]
+        own = [(int(dense / one.tensor), int(experts / one.ranks_of_an_expert)) for one in each]
         of_rank = np.repeat(np.array(own, dtype=float), counts, axis=0)
         # Of the number of micro-batches a rank's states ask only whether there are several.
         self._of_layer = [self._columns.states_of_layer(of_rank[:, :1], of_rank[:, 1:], m) for m in (1, 2)]

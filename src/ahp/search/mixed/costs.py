@@ -228,7 +228,8 @@ def room_bytes(pricer: Pricer, layout: Parallelism) -> float:
     """Bytes in tensors that a device of a group has for a layout."""
     device = pricer.nodes.device
     most = memory.most_that_fits(device.memory_bytes)
-    return float(memory.most_allocated(most, memory.Outside.of(device, num_groups(layout))))
+    folded = get(pricer.choice.name).traits(pricer.job, layout, pricer.choice).experts.folded
+    return float(memory.most_allocated(most, memory.Outside.of(device, num_groups(layout, folded))))
 
 
 def _seconds(cost: StageCost) -> tuple[float, float]:

@@ -379,7 +379,7 @@ class MixedSpace:
             ("sequence", rules.sequence(graph, layout)),
             ("whole attention", rules.whole_attention(graph, self.asked.job, layout, self.asked.engine)),
             ("context", rules.context(graph, layout, self.asked.engine)),
-            ("experts", rules.experts(graph, layout)),
+            ("experts", rules.experts(graph, self.asked.job, layout, self.asked.engine)),
         )
 
     def _counted(self, width: int, total: int) -> tuple[int, int, int]:

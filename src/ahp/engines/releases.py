@@ -1,0 +1,106 @@
+"""What releases of an engine differ in, as data with its source (releases.yaml)."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from ahp.errors import nearest
+from ahp.shipped import shipped
+
+Span = tuple[datetime.date, datetime.date | None]
+
+_DAY = re.compile(r"(20\d\d)-(\d\d)(?:-(\d\d))?")
+_NUMBER = re.compile(r"v?(\d+(?:\.\d+)*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """What a program has in some spans of days: from the first on, until the day before the second (None = to this day)."""
+
+    spans: tuple[Span, ...]
+    meaning: str
+    source: str
+
+    def at(self, day: datetime.date | None) -> bool:
+        """Whether the program of that day has it; None = the newest."""
+        if day is None:
+            return self.spans[-1][1] is None
+        return any(first <= day and (after is None or day < after) for first, after in self.spans)
+
+
+@dataclass(frozen=True)
+class Releases:
+    """The releases of one engine by name, oldest first, and its features."""
+
+    days: Mapping[str, datetime.date]
+    features: Mapping[str, Feature]
+
+    def day(self, version: str) -> datetime.date | None:
+        """The day of a release; None = the newest there is. Raises LookupError for a name that means nothing.
+
+        A number between two known ones is the release before it (26.04.01: 26.04), one above the last the newest.
+        """
+        if found := _DAY.fullmatch(version):
+            return _day(version)
+        if not (found := _NUMBER.fullmatch(version)):
+            raise LookupError(version)
+        asked = _numbers(found[1])
+        known = {_numbers(name): day for name, day in self.days.items()}
+        before = [numbers for numbers in known if numbers <= asked]
+        if not before:
+            raise LookupError(version)
+        return None if max(known) < asked and max(known) != asked[: len(max(known))] else known[max(before)]
+
+
+def has(engine: str, feature: str, version: str | None) -> bool:
+    """Whether a release of an engine has a feature; None = the newest. An unknown name is a programmer's error."""
+    found = releases()[engine]
+    return found.features[feature].at(None if version is None else found.day(version))
+
+
+def refuses(engine: str, version: str | None) -> str | None:
+    """Why nothing is known of such a version, or None."""
+    if version is None:
+        return None
+    words = f"engine.version = {version!r}"
+    if engine not in releases():
+        return f"{words}: of {engine} no two releases are told apart (valid: null)"
+    try:
+        releases()[engine].day(version)
+    except (LookupError, ValueError):
+        names = list(releases()[engine].days)
+        valid = ", ".join(map(str, nearest(version, names) or names))
+        return f"{words}: is no release of {engine} that is known, nor a day such as 2025-06 (valid: {valid})"
+    return None
+
+
+@cache
+def releases() -> Mapping[str, Releases]:
+    """All of releases.yaml by engine, read once."""
+    return {engine: _releases(entry) for engine, entry in shipped("ahp.engines", "releases.yaml").items()}
+
+
+def _releases(entry: Mapping[str, Mapping[str, object]]) -> Releases:
+    days = {str(name): _day(str(day)) for name, day in entry["releases"].items()}
+    assert sorted(days.values()) == list(days.values()), "oldest first"
+    features = {}
+    for name, given in entry["features"].items():
+        assert isinstance(given, dict)
+        spans = tuple(
+            (_day(str(first)), None if after is None else _day(str(after))) for first, after in given["spans"]
+        )
+        features[name] = Feature(spans=spans, meaning=given["meaning"], source=given["source"])
+    return Releases(days, features)
+
+
+def _day(text: str) -> datetime.date:
+    year, month, day = _DAY.fullmatch(text).groups()  # type: ignore[union-attr]
+    return datetime.date(int(year), int(month), int(day or 1))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))

@@ -1,0 +1,67 @@
+"""Which kernels an engine has on some devices: what of its traits a unit's price depends on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ahp.engines.fp8 import Fp8Recipe
+from ahp.engines.traits import ContextWay, FewKeys, Traits
+from ahp.forecast.gpu import AttentionKernel, takes_cudnn
+from ahp.forecast.kernels import Fusion
+
+
+class KernelOptions(NamedTuple):
+    """The kernels of an engine."""
+
+    fusion: Fusion
+    fused_loss: bool
+    attention: AttentionKernel | None
+    attention_again: bool
+    """``every_second_product`` runs fused attention again."""
+    accumulates: bool
+    """Products for weight gradients add to the fp32 gradients."""
+    tensor_in_pieces: bool
+    gathers_again: bool
+    tensor_copies: bool
+    context: ContextWay
+    context_sums_bytes: int
+    loss_chunk_tokens: int | None
+    weight_bytes: int
+    """Of one weight element in the type that computes."""
+    experts_gather_tokens: bool
+    tokens_once_to_a_node: bool
+    expert_overlap_between_nodes: float
+    whole_biased_experts: bool
+    folded_experts: bool
+    few_keys: FewKeys
+    fp8: Fp8Recipe | None
+    """Of the products of blocks; None = they are not in 8 bits."""
+
+    @classmethod
+    def of(cls, traits: Traits, way: ContextWay, generation: str | None, *, in_fp8: bool) -> KernelOptions:
+        """Those of an engine; ``generation``: of the GPU (kernels.yaml), None on a CPU; ``in_fp8``: the job's precision."""
+        on_cpu = generation is None
+        flash2 = generation in traits.kernels.flash2_on
+        # On a CPU torch has no fused kernels but those of its compiler.
+        fusion: Fusion = "traced" if on_cpu and traits.kernels.fusion != "fused" else traits.kernels.fusion
+        return cls(
+            fusion=fusion,
+            fused_loss=traits.kernels.fused_loss,
+            attention="flash2" if flash2 else traits.kernels.attention,
+            attention_again=not (flash2 or traits.recompute.keeps_cudnn_attention) and takes_cudnn(generation),
+            accumulates=traits.gradients.fused_accumulation,
+            tensor_in_pieces=traits.tensor.in_pieces and not on_cpu,
+            gathers_again=traits.tensor.gathers_inputs_again,
+            experts_gather_tokens=traits.experts.gather_tokens,
+            tokens_once_to_a_node=traits.experts.tokens_once_to_a_node,
+            expert_overlap_between_nodes=0.0 if on_cpu else traits.experts.overlap_between_nodes,
+            whole_biased_experts=traits.experts.whole_biased,
+            folded_experts=traits.experts.folded,
+            few_keys=traits.tensor.few_keys,
+            tensor_copies=traits.tensor.copies,
+            context=way,
+            context_sums_bytes=traits.context.sums_bytes,
+            loss_chunk_tokens=traits.kernels.loss_chunk_tokens,
+            weight_bytes=traits.states.compute_weight_bytes or traits.states.master_weight_bytes,
+            fp8=traits.fp8 if in_fp8 else None,
+        )

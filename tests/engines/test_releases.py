@@ -1,0 +1,70 @@
+"""What releases of engines differ in: which day a name means, and what the program of that day has."""
+
+import datetime
+import re
+
+import pytest
+
+from ahp.engines import releases
+from ahp.engines.registry import get, names
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
+
+JOB = Job(sequence_length=128, global_batch_size=8, precision="bf16")
+
+
+def test_names_and_days() -> None:
+    torchtitan, megatron = releases.releases()["torchtitan"], releases.releases()["megatron"]
+    assert torchtitan.day("0.2.1") == datetime.date(2025, 12, 26)
+    assert torchtitan.day("v0.2.1") == torchtitan.day("2025-12-26")
+    assert torchtitan.day("0.1.7") == torchtitan.day("0.1.0")  # a number between two known ones
+    assert torchtitan.day("0.9") is None  # newer than all that is known
+    assert megatron.day("26.04.01") == megatron.day("26.04") == datetime.date(2026, 4, 1)
+    assert megatron.day("26.08.02") == megatron.day("26.08")
+
+
+def test_the_newest_has_what_has_no_end() -> None:
+    for engine, found in releases.releases().items():
+        for name, feature in found.features.items():
+            assert releases.has(engine, name, None) == (feature.spans[-1][1] is None)
+            assert feature.source
+            assert all(after is None or first < after for first, after in feature.spans)
+
+
+@pytest.mark.parametrize(("version", "has"), [("2024-11", True), ("2024-12-20", False), ("0.1.0", True), (None, True)])
+def test_a_feature_that_was_taken_back(version: str | None, has: bool) -> None:
+    assert releases.has("torchtitan", "compiled_loss", version) == has
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "words"),
+    [
+        ("torchtitan", "main", r"engine.version = 'main': is no release of torchtitan .* \(valid: .*0.2.2"),
+        ("torchtitan", "0.0.1", "is no release"),
+        ("torchtitan", "2025-13", "is no release"),
+        ("megatron", "23.04", "is no release of megatron"),
+        ("ahp", "1.0", r"of ahp no two releases are told apart \(valid: null\)"),
+        ("accelerate", "1.0", "no two releases"),
+    ],
+)
+def test_unknown_versions_are_refused(engine: str, version: str, words: str) -> None:
+    reason = get(engine).refuses(JOB, Parallelism(), EngineChoice(name=engine, version=version))  # type: ignore[arg-type]
+    assert reason is not None
+    assert re.search(words, reason), reason
+
+
+def test_every_engine_takes_none() -> None:
+    for name in names():
+        assert get(name).refuses(JOB, Parallelism(), EngineChoice(name=name)) is None  # type: ignore[arg-type]
+
+
+def test_torchtitan_by_day() -> None:
+    def traits(version: str | None):
+        choice = EngineChoice(name="torchtitan", version=version, compile=True)
+        return get("torchtitan").traits(JOB, Parallelism(), choice)
+
+    old, between, new = traits("2024-12-31"), traits("0.2.0"), traits(None)
+    assert (old.kernels.fused_loss, between.kernels.fused_loss, new.kernels.fused_loss) == (False, True, True)
+    assert (old.kernels.flash2_on, between.kernels.flash2_on) == (("hopper", "blackwell"), ())
+    assert traits("0.1.0").kernels.flash2_on == ("hopper",)
+    assert (between.recompute.keeps_cudnn_attention, new.recompute.keeps_cudnn_attention) == (False, True)
