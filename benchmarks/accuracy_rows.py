@@ -12,6 +12,7 @@ model                  layers, hidden, heads, vocab, seq; optional kv_heads, ffn
                        mixtures experts, topk, moe_ffn, shared_ffn, dense_layers, attention ("MLA q_lora=1536 kv_lora=512")
 precision              fp32, bf16, fp16 or fp8, with whatever words
 framework              words; absent = Megatron-LM
+release                which release of the framework ran, a name or a day (docs/forecast.md, engine.version); absent = the newest
 tp, pp, cp, ep         degrees; data ranks are what is left of gpus
 vpp                    virtual stages of a pipeline rank, or "max" (one layer each)
 schedule               1f1b, gpipe or zb-1p; absent = by vpp
@@ -149,6 +150,7 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
     """What ``ahp.simulate`` is called with for one row."""
     gpus, per_node = row["gpus"], row["gpus_per_node"]
     flash, compiled = bool(row.get("flash_attention")), bool(row.get("torch_compile"))
+    release = {"version": row["release"]} if row.get("release") else {}
     pieces = {"enable_async_tensor_parallel": row["async_tp"]} if "async_tp" in row else {}
     return {
         "model": model_config(row["model"]),
@@ -165,7 +167,9 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
             "optimizer": "adamw",
         },
         "parallelism": _parallelism(row),
-        "engine": {"name": _engine(row), "attention": "flash" if flash else "math", "compile": compiled} | pieces,
+        "engine": {"name": _engine(row), "attention": "flash" if flash else "math", "compile": compiled}
+        | pieces
+        | release,
     }
 
 

@@ -91,8 +91,7 @@ class Parallelism(Record):
     the whole sequence. None = chosen: by the search what is faster, by the runtime all-to-all where the heads divide."""
     expert_parallel_degree: int = Field(default=1, ge=1)
     expert_tensor_parallel_degree: int | None = Field(default=None, ge=1)
-    """Tensor-parallel ranks that divide every expert: all, or 1, where each holds whole ones and the expert-parallel group may span them
-    (expert x expert tensor x expert data = data x context x tensor). None = as the engine does."""
+    """Tensor-parallel ranks that divide every expert: all; or 1, each holds whole ones, and they may share them. None = as the engine does."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Sequences that one replica computes at a time."""
     activation_checkpoint: ActivationCheckpoint = "none"
@@ -386,8 +385,7 @@ class EngineChoice(Record):
     """Whether the collectives of sequence parallelism travel in pieces beside the products that read or make them; None = as the
     engine does by itself."""
     version: str | None = None
-    """The release that runs: a name (megatron 26.04, torchtitan 0.2.2) or a day (2024-12); None = the newest that is known
-    (engines/releases.yaml)."""
+    """The release that runs: a name (megatron 26.04) or a day (2024-12); None = the newest (engines/releases.yaml)."""
 
     @model_validator(mode="before")
     @classmethod

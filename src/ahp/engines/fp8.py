@@ -27,6 +27,10 @@ class Fp8Recipe:
     """Whether products of stacked experts are among them."""
     shares_scales: bool
     """Whether ranks with parts of an operand agree on its scale, one number, by an all-reduce."""
+    attention: bool = False
+    """Whether the products of fused attention are among them."""
+    fused_experts: bool = False
+    """Whether products of stacked experts are one kernel, which has the activation between them and its casts."""
 
 
 NVIDIAS_FP8 = Fp8Recipe(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ahp.engines import steps
+from ahp.engines import host, releases, steps
 from ahp.engines.engine import Engine
 from ahp.engines.support import Support
 from ahp.engines.traits import (
@@ -89,6 +89,11 @@ class MegatronEngine(Engine):
         gradient = 2 if fp8 or job.precision == "fp16" else 4
         each = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_OF_RANK * parallelism.data_parallel_degree)
         bucket = 0 if one_by_one or zero >= 2 else each if overlaps else ALL_ELEMENTS
+        grouped = host.value("grouped_forward_operators"), host.value("grouped_backward_operators")
+
+        def has(feature: str) -> bool:
+            return releases.has(self.name, feature, choice.version)
+
         return Traits(
             states=StateTraits(
                 master_weight_bytes=4,
@@ -129,7 +134,11 @@ class MegatronEngine(Engine):
                 ways=("ring",),  # cp_comm_type p2p, the default
             ),
             experts=ExpertTraits(
-                folded=SUPPORT.folded(parallelism), tokens_once_to_a_node=True, overlap_between_nodes=1.0
+                folded=SUPPORT.folded(parallelism),
+                tokens_once_to_a_node=True,
+                overlap_between_nodes=1.0,
+                fused_permutation=True,  # --moe-permute-fusion
+                one_graph_in_mxfp8=has("experts_in_one_graph"),
             ),
             pipeline=PipelineTraits(
                 ends="may_be_empty",
@@ -142,6 +151,7 @@ class MegatronEngine(Engine):
             host=HostTraits(
                 operators_per_unit=0,
                 launches_per_operator=steps.value("host_launches"),
+                experts_operators=grouped if has("dropless_experts") else (0.0, 0.0),
             ),
             ends_apart=True,
             source=(

@@ -192,6 +192,11 @@ class ExpertTraits(NamedTuple):
     """Whether a token whose experts are on another node is sent there once, instead of once for each of them."""
     overlap_between_nodes: float = 0.0
     """Share of the all-to-alls that can hide behind the opposite pass of another micro-batch, where they cross nodes."""
+    fused_permutation: bool = False
+    """Whether tokens are put in the order of their experts, and back, by one kernel each, backward as forward; else by torch's indexing."""
+    one_graph_in_mxfp8: bool = False
+    """Whether in 8 bits on Blackwell (MXFP8) a step is one CUDA graph, which no launch holds up: experts' products are one kernel with
+    activations and casts, attention is in 8 bits too, and all-to-alls may run beside the opposite pass on one node as well."""
     leaves_lone: bool = False
     """Whether weights of experts that no other rank holds a part of stay out of what is gathered and reduced, with no copy."""
     whole_biased: bool = False
@@ -222,6 +227,8 @@ class HostTraits(NamedTuple):
     kernels are so short that the host cannot keep ahead."""
     launches_per_operator: float
     """Host time of one operator of the traced graph, over the device's ``kernel_launch_s``: autograd, Python and dispatch."""
+    experts_operators: tuple[float, float] = (0.0, 0.0)
+    """What a layer's experts take of it beside their operators, forward and backward, as a number of operators of a forward pass."""
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast import constants
 from ahp.forecast.division import BATCHED, GROUPED, Division, is_weight_gradient, product_bytes
 from ahp.forecast.efficiency import Rates, kind_of
+from ahp.forecast.expert_operators import ExpertOperators
 from ahp.forecast.gpu import AttentionKernel, ElementWiseKind
 from ahp.forecast.kernels import Kernels
 from ahp.forecast.selective import last_read, second_products
@@ -24,6 +25,10 @@ VIEW_LAUNCHES = constants.value("view_launches")
 
 BACKWARD_LAUNCHES = constants.value("backward_launches")
 """Host time of an operator of the backward pass, over that of one of the forward pass."""
+
+
+CAST_BYTES = 4
+"""Of a 16-bit element that is cast to 8 bits once by a fused kernel: read, and written in both orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,20 @@ class SegmentTimes:
     """Of the forward pass: fused attention."""
     attention_backward: Work
 
+    def launching(self, forward: float, backward: float) -> SegmentTimes:
+        """The same with so many operators more that the host launches."""
+        more = Work(launches=forward)
+        return replace(
+            self,
+            forward=self.forward + more,
+            read=self.read + more,
+            input_gradient=self.input_gradient + Work(launches=backward),
+        )
+
+    def in_a_graph(self) -> SegmentTimes:
+        """The same where nothing is launched one by one."""
+        return SegmentTimes(**{field.name: Work(getattr(self, field.name).device_s) for field in fields(self)})
+
     @property
     def forward_s(self) -> float:
         return self.forward.device_s
@@ -84,9 +103,12 @@ def is_causal(graph: ModelGraph) -> bool:
 class Launched:
     """The kernels of a segment in their order, with what of them no division changes."""
 
-    def __init__(self, segment: Segment, kernels: Kernels, *, attention_again: bool = False) -> None:
-        """``attention_again``: what runs every second product again runs fused attention again too."""
-        self._kernels = kernels
+    def __init__(
+        self, segment: Segment, kernels: Kernels, *, attention_again: bool = False, fused_permutation: bool = False
+    ) -> None:
+        """``attention_again``: what runs every second product again runs fused attention again too. ``fused_permutation``: see
+        ``ExpertTraits``."""
+        self._kernels, self._experts = kernels, ExpertOperators.of(segment, kernels)
         core, last = core_attention(segment), last_read(segment)
         second = second_products(segment, attention_too=attention_again)
         self._runs: list[tuple[Operator, _Moves | None, tuple[str, ...]]] = []
@@ -94,10 +116,15 @@ class Launched:
         self._launches: dict[str, float] = defaultdict(float)
         for op in segment.operators:
             sums = _sums_with(op, op.index in core, op.index in second, op.index <= last)
+            mirrored = fused_permutation and op.index in self._experts.permuting
+            if mirrored and op.phase == "backward":
+                continue
             launches = 1.0 if op.index in kernels.launched else VIEW_LAUNCHES if is_view(op) else 0.0
             launches *= BACKWARD_LAUNCHES if op.phase == "backward" else 1.0
             for name in sums:
                 self._launches[name] += launches
+            if mirrored:
+                sums = (*sums, "input_gradient")  # the way back moves as much, in two kernels, which are not counted
             moved = kernels.moved_bytes.get(op.index, 0.0)
             if moved or op.flops:
                 self._runs.append((op, None if op.flops else _Moves.of(op, kernels), sums))
@@ -119,7 +146,10 @@ class Launched:
         with a weight are computed in 8 bits, None = in the dtype of their inputs. ``accumulates``: products for weight gradients add to fp32.
         """
         seconds: dict[str, float] = defaultdict(float)
+        fused = self._experts.between if fp8 is not None and fp8.fused_experts else frozenset()
         for at, (op, moves, sums) in enumerate(self._runs):
+            if op.index in fused:
+                continue
             if moves is not None:
                 taken = self._moving_s(division.share(op), rates)[at]
             else:
@@ -132,22 +162,36 @@ class Launched:
                     fp8=fp8,
                     kernel=kernel,
                     accumulates=accumulates,
+                    reads_chain=op.index in self._experts.after_chains,
                 )
             for name in sums:
                 seconds[name] += taken
+        if fp8 is not None and fp8.fused_experts:
+            stash_s = 2 * self._experts.stashed_bytes * division.row_share / rates.bytes_per_s
+            for name in ("forward", "read", "input_gradient"):
+                seconds[name] += stash_s
         work = {name: Work(seconds[name], self._launches[name]) for name in SUMS}
         return SegmentTimes(**work)
 
     def beside_products_s(
-        self, division: Division, rates: Rates, *, causal: bool, kernel: AttentionKernel | None = None
+        self,
+        division: Division,
+        rates: Rates,
+        *,
+        causal: bool,
+        fp8: Fp8Recipe | None = None,
+        kernel: AttentionKernel | None = None,
     ) -> float:
         """Of what ``times`` has in both passes, all but the products: that costs little to know."""
         seconds = 0.0
+        fused = self._experts.between if fp8 is not None and fp8.fused_experts else frozenset()
         for at, (op, moves, _) in enumerate(self._runs):
+            if op.index in fused:
+                continue
             if moves is not None:
                 seconds += self._moving_s(division.share(op), rates)[at]
             elif "attention" in op.name:
-                seconds += operator_s(op, self._kernels, division, rates, causal=causal, kernel=kernel)
+                seconds += operator_s(op, self._kernels, division, rates, causal=causal, fp8=fp8, kernel=kernel)
         return seconds
 
     def _moving_s(self, share: float, rates: Rates) -> list[float]:
@@ -230,8 +274,12 @@ def operator_s(
     fp8: Fp8Recipe | None = None,
     kernel: AttentionKernel | None = None,
     accumulates: bool = False,
+    reads_chain: bool = False,
 ) -> float:
-    """Device seconds of one operator; on a CPU with what its launch takes, which nothing hides there."""
+    """Device seconds of one operator; on a CPU with what its launch takes, which nothing hides there.
+
+    ``reads_chain``: it is a product of experts that reads what lies between two of them.
+    """
     moved = kernels.moved_bytes.get(op.index, 0.0)
     if moved == 0 and op.flops == 0:
         return 0.0  # a view, memory reserved, or a part of another kernel
@@ -243,17 +291,24 @@ def operator_s(
     if "attention" in op.name:
         flops = op.flops * share * (0.5 if causal else 1.0)
         sequence, head_dim = op.inputs[0].shape[-2:]
+        if fp8 is not None and fp8.attention:
+            named = "fp8"
         busy_s = rates.attention_s(
             flops, sequence, head_dim, named, backward=op.phase == "backward", kernel=kernel, causal=causal
         )
-        return max(busy_s, moved * share / rates.bytes_per_s) + host_s
+        cast = op.inputs[:1] if op.phase == "backward" else op.inputs[:3]  # the gradient, or queries, keys and values
+        cast_bytes = CAST_BYTES * share * sum(spec.numel for spec in cast) if named == "fp8" else 0.0
+        return max(busy_s, moved * share / rates.bytes_per_s) + cast_bytes / rates.bytes_per_s + host_s
     shape = division.product(op)
     if share < 1 or division.expert > 1:
         moved = product_bytes(shape, dtype)
     added = {"output_bytes": 4.0, "accumulate": True} if accumulates and is_weight_gradient(op) else {}
     if op.name in GROUPED:
-        precision = "fp8" if fp8 is not None and fp8.experts else named
-        return max(rates.grouped_s(*shape, precision, **added), moved / rates.bytes_per_s) + host_s
+        if fp8 is None or not fp8.experts:
+            return max(rates.grouped_s(*shape, named, **added), moved / rates.bytes_per_s) + host_s
+        busy_s = rates.grouped_s(*shape, "fp8", one_kernel=fp8.fused_experts, **added)
+        cast_bytes = 0.0 if fp8.fused_experts and reads_chain else _cast_bytes(op, shape, fp8)
+        return max(busy_s, moved / 2 / rates.bytes_per_s) + cast_bytes / rates.bytes_per_s + host_s
     if fp8 is None or op.name in BATCHED:
         return max(rates.matmul_s(*shape, named, **added), moved / rates.bytes_per_s) + host_s
     busy_s = max(rates.matmul_s(*shape, "fp8", **added), moved / 2 / rates.bytes_per_s)

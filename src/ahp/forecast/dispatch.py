@@ -56,8 +56,8 @@ def pass_waits_s(
 ) -> float:
     """Seconds that a pass waits for its tokens to reach their experts, and for the answers.
 
-    ``passes_s``: computation of the forward and the backward pass, of which each hides half on average where nodes are crossed: the share
-    ``overlap`` of both all-to-alls may run beside the opposite pass of another micro-batch.
+    ``passes_s``: computation of the forward and the backward pass, of which each hides half on average: the share ``overlap`` of both
+    all-to-alls may run beside the opposite pass of another micro-batch.
     """
     sent_s = 2 * all_to_all_s(routed, group, network, once_to_a_node=once_to_a_node)
-    return sent_s if group.nodes == 1 else shown_s(sent_s, passes_s / 2, overlap)
+    return shown_s(sent_s, passes_s / 2, overlap) if overlap else sent_s

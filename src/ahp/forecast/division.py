@@ -36,6 +36,11 @@ class Division:
         whole += sum(spec.bytes for spec in self.split.summed_whole)
         return whole * (1 - 1 / self.tensor) / self.context
 
+    @property
+    def row_share(self) -> float:
+        """The part of the tokens of experts that the rank has, or of each of them."""
+        return 1.0 / self.tensor / self.context
+
     def share(self, op: Operator) -> float:
         """The part of an operator's work that the rank does."""
         if op.index in self.split.masks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ahp.engines.fp8 import Fp8Recipe
@@ -34,14 +35,31 @@ class KernelOptions(NamedTuple):
     whole_biased_experts: bool
     folded_experts: bool
     few_keys: FewKeys
+    fused_permutation: bool
+    one_graph: bool
+    """The host launches one CUDA graph for a step."""
+    expert_overlap_on_a_node: float
+    expert_operators: tuple[float, float]
     fp8: Fp8Recipe | None
     """Of the products of blocks; None = they are not in 8 bits."""
 
+    def expert_overlap(self, nodes: int) -> float:
+        """Share of the all-to-alls between expert ranks on so many nodes that the opposite pass of another micro-batch can hide."""
+        return self.expert_overlap_on_a_node if nodes == 1 else self.expert_overlap_between_nodes
+
     @classmethod
-    def of(cls, traits: Traits, way: ContextWay, generation: str | None, *, in_fp8: bool) -> KernelOptions:
-        """Those of an engine; ``generation``: of the GPU (kernels.yaml), None on a CPU; ``in_fp8``: the job's precision."""
+    def of(
+        cls, traits: Traits, way: ContextWay, generation: str | None, *, in_fp8: bool, has_experts: bool
+    ) -> KernelOptions:
+        """Those of an engine; ``generation``: of the GPU (kernels.yaml), None on a CPU; ``in_fp8``: the job's precision;
+        ``has_experts``: the model."""
         on_cpu = generation is None
         flash2 = generation in traits.kernels.flash2_on
+        in_mxfp8 = in_fp8 and generation == "blackwell"
+        one_graph = in_mxfp8 and has_experts and traits.experts.one_graph_in_mxfp8
+        fp8 = traits.fp8 if in_fp8 else None
+        if fp8 is not None and one_graph:
+            fp8 = replace(fp8, attention=True, fused_experts=True)
         # On a CPU torch has no fused kernels but those of its compiler.
         fusion: Fusion = "traced" if on_cpu and traits.kernels.fusion != "fused" else traits.kernels.fusion
         return cls(
@@ -63,5 +81,9 @@ class KernelOptions(NamedTuple):
             context_sums_bytes=traits.context.sums_bytes,
             loss_chunk_tokens=traits.kernels.loss_chunk_tokens,
             weight_bytes=traits.states.compute_weight_bytes or traits.states.master_weight_bytes,
-            fp8=traits.fp8 if in_fp8 else None,
+            fused_permutation=traits.experts.fused_permutation,
+            one_graph=one_graph,
+            expert_overlap_on_a_node=float(one_graph),
+            expert_operators=traits.host.experts_operators,
+            fp8=fp8,
         )

@@ -163,7 +163,8 @@ class Pricer:
 
     def _axes(self, parallelism: Parallelism, traits: Traits) -> Axes:
         axes = axes_of(self._numbered(parallelism), self.nodes.devices_per_node, traits.experts.folded)
-        if axes.expert.nodes > 1 and not has_opposite_pass(parallelism):
+        may_hide = axes.expert.nodes > 1 or traits.experts.one_graph_in_mxfp8
+        if axes.expert.size > 1 and may_hide and not has_opposite_pass(parallelism):
             axes = axes._replace(beside_opposite=False)
         return axes
 

@@ -76,10 +76,12 @@ class _Run:
     kernels: Kernels
     in_8_bits: bool
     attention_again: bool
+    fused_permutation: bool
 
     @cached_property
     def launched(self) -> Launched:
-        return Launched(self.segment, self.kernels, attention_again=self.attention_again)
+        again, fused = self.attention_again, self.fused_permutation
+        return Launched(self.segment, self.kernels, attention_again=again, fused_permutation=fused)
 
     @cached_property
     def held(self) -> ActivationLiveness:
@@ -137,6 +139,7 @@ class UnitPricer:
         self._generation = self.rates.gpu.generation if self.rates.gpu else None
         self._in_fp8 = precision == "fp8"
         self._causal = is_causal(graph)
+        self._has_experts = any(map(expert_parameters, graph.blocks))
         self._heads = [attention_heads(block) for block in graph.blocks]
         self._graphs = {graph.micro_batch_size: graph}
         self._forward_flops = cache(lambda micro_batch_size: self._at(micro_batch_size).flops("forward"))
@@ -178,7 +181,7 @@ class UnitPricer:
 
     def how(self, traits: Traits, way: ContextWay) -> KernelOptions:
         """The kernels of an engine on these devices."""
-        return KernelOptions.of(traits, way, self._generation, in_fp8=self._in_fp8)
+        return KernelOptions.of(traits, way, self._generation, in_fp8=self._in_fp8, has_experts=self._has_experts)
 
     def _units_by(self, way: ContextWay, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         how = self.how(traits, way)
@@ -259,7 +262,7 @@ class UnitPricer:
             tensor_again_s=tensor.again_s,
             tensor_gather_s=tensor.gather_s,
             tensor_backward_s=tensor.backward_s,
-            tensor_launches=tensor.launches,
+            tensor_launches=0 if how.one_graph else tensor.launches,
             context_forward_s=shared.forward_s,
             context_again_s=0.0 if how.context == "ring" else shared.forward_s,
             context_backward_s=shared.backward_s,
@@ -277,7 +280,9 @@ class UnitPricer:
             run = self._run(graph, block, "block", number, how, tensor)
             division = Division(run.split, tensor, sequence_parallel, context)
             found.append(
-                run.launched.beside_products_s(division, self.rates, causal=self._causal, kernel=how.attention)
+                run.launched.beside_products_s(
+                    division, self.rates, causal=self._causal, fp8=how.fp8, kernel=how.attention
+                )
             )
         return tuple(found)
 
@@ -292,7 +297,7 @@ class UnitPricer:
             fp8 = how.fp8 if role == "block" else None
             run = kernels(segment, how.fusion, fused_loss=how.fused_loss)
             self._kernels[alike] = _Run(
-                segment, parts, run, fp8 is not None and fp8.keeps_in_8_bits, how.attention_again
+                segment, parts, run, fp8 is not None and fp8.keeps_in_8_bits, how.attention_again, how.fused_permutation
             )
         return self._kernels[alike]
 
@@ -319,6 +324,10 @@ class UnitPricer:
             kernel=how.attention,
             accumulates=how.accumulates,
         )
+        if stacked:
+            times = times.launching(*how.expert_operators)
+        if how.one_graph:
+            times = times.in_a_graph()
         on = run.held.on(division, keeps_gathered=not how.gathers_again)
         weights = _Held(
             tensors=tuple(held.values()),
@@ -341,7 +350,7 @@ class UnitPricer:
         division, tokens = of.division, micro_batch_size * self._graph.sequence_length
         parts = 1 if how.experts_gather_tokens or not division.sequence_parallel else division.tensor
         routed = Routed.of(grouped, 1 / division.context / parts, tokens)
-        once, overlap = how.tokens_once_to_a_node, how.expert_overlap_between_nodes * axes.beside_opposite
+        once, overlap = how.tokens_once_to_a_node, how.expert_overlap(axes.expert.nodes) * axes.beside_opposite
         passes_s = of.times.forward_s + of.times.backward_s
         return pass_waits_s(routed, axes.expert, self._network, passes_s, once_to_a_node=once, overlap=overlap)
 

@@ -195,7 +195,8 @@ class LeastLayers:
     def _experts_s(self, group: Group, size: float) -> float:
         """Tokens to expert ranks and back, in both passes. ``size``: of what a rank sends, over what was traced."""
         tokens, traits = self._graph.micro_batch_size * self._graph.sequence_length, self._of_engine
-        once, overlap = traits.experts.tokens_once_to_a_node, traits.experts.overlap_between_nodes
+        how = self._pricer.unit_pricer.how(traits, traits.context.ways[0])
+        once, overlap = how.tokens_once_to_a_node, how.expert_overlap(group.nodes)
 
         def of_kind(kind: int) -> float:
             first = self._grouped[kind]
