@@ -161,6 +161,31 @@ def test_deepspeed_adds_gradients_up_in_fp32_in_a_pipeline_in_bf16(precision, pi
     assert traits.reduce.element_bytes == max(2, each_bytes - 2)
 
 
+@pytest.mark.parametrize(
+    ("precision", "zero", "pipeline", "flat_bytes"),
+    [
+        ("fp16", 1, 2, 4 * 10**9 / 4),
+        ("fp16", 0, 2, 4 * 10**9),
+        ("fp16", 3, 1, 0),
+        ("bf16", 1, 2, 2 * 10**9),
+        ("fp32", 1, 1, 0),
+    ],
+)
+def test_deepspeeds_flat_copies_fit_into_nothing_that_is_free(precision, zero, pipeline, flat_bytes):
+    layout = Parallelism(
+        data_parallel_shard_degree=4 if zero else 1, zero_stage=zero, pipeline_parallel_degree=pipeline
+    )
+    traits = get("deepspeed").traits(Job(precision=precision), layout, EngineChoice(name="deepspeed"))
+    weights = RankWeights(total=10**9, largest_block=100, outside_blocks=200)
+    assert state_bytes(weights, traits, Shards.of(layout), 4)["flat_copies"] == flat_bytes
+
+
+def test_no_other_engine_has_any():
+    for name in ("ahp", "torchtitan", "megatron", "accelerate"):
+        traits = get(name).traits(Job(precision="bf16"), Parallelism(), EngineChoice(name=name))
+        assert state_bytes(RankWeights(total=10**9), traits, Shards.among(1), 4)["flat_copies"] == 0
+
+
 def test_buckets_of_distributed_data_parallel_lie_beside_the_gradients():
     weights = RankWeights(total=10**9, largest_block=100, outside_blocks=200)
 

@@ -81,11 +81,16 @@ class DeepSpeedEngine(Engine):
                 master_weight_bytes=4,
                 optimizer_bytes=8,
                 compute_weight_bytes=2 if half else 0,
+                # runtime/bf16_optimizer.py, _setup_for_real_optimizer: _flatten_dense_tensors_aligned on the device, whose sources are freed
+                # after. ZeRO moves them to the host first (runtime/zero/stage_1_and_2.py).
+                flattened_bytes=2 if sums_in_fp32 else 0,
             ),
             gradients=GradientTraits(
                 element_bytes=4 if sums_in_fp32 or not half else 2,
                 beside_bytes=2 if sums_in_fp32 else 0,
                 whole=zero < 2,
+                # runtime/zero/stage_1_and_2.py, step, and runtime/fp16/fused_optimizer.py: the gradients of the rank's part, flat and in fp32
+                update_bytes=4 if half and not sums_in_fp32 and zero < 3 else 0,
             ),
             gather=GatherTraits(
                 overlap=1.0 if zero == 3 else 0.0,

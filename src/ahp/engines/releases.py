@@ -24,6 +24,8 @@ class Feature:
     spans: tuple[Span, ...]
     meaning: str
     source: str
+    in_recipes: bool = False
+    """Whether it is off unless somebody turns it on, as the recipes of these releases do."""
 
     def at(self, day: datetime.date | None) -> bool:
         """Whether the program of that day has it; None = the newest."""
@@ -57,9 +59,13 @@ class Releases:
 
 
 def has(engine: str, feature: str, version: str | None) -> bool:
-    """Whether a release of an engine has a feature; None = the newest. An unknown name is a programmer's error."""
+    """Whether a release of an engine has a feature, or where nobody asks for it, its recipes; None = the newest as it comes. An unknown
+    name is a programmer's error."""
     found = releases()[engine]
-    return found.features[feature].at(None if version is None else found.day(version))
+    asked = found.features[feature]
+    if version is None:
+        return asked.at(None) and not asked.in_recipes
+    return asked.at(found.day(version))
 
 
 def refuses(engine: str, version: str | None) -> str | None:
@@ -93,7 +99,8 @@ def _releases(entry: Mapping[str, Mapping[str, object]]) -> Releases:
         spans = tuple(
             (_day(str(first)), None if after is None else _day(str(after))) for first, after in given["spans"]
         )
-        features[name] = Feature(spans=spans, meaning=given["meaning"], source=given["source"])
+        in_recipes = given.get("in_recipes", False)
+        features[name] = Feature(spans=spans, meaning=given["meaning"], source=given["source"], in_recipes=in_recipes)
     return Releases(days, features)
 
 

@@ -34,6 +34,8 @@ class StateTraits(NamedTuple):
     """Bytes of one weight element in the copy that computes, where that copy is apart from the master; 0 = it is not."""
     no_matrix_bytes: int = 0
     """Bytes of optimizer states more, of a parameter outside of the blocks or of stacked experts (Muon leaves them to AdamW)."""
+    flattened_bytes: int = 0
+    """Bytes of one weight element that weights left behind in the allocator when they were moved into one flat tensor."""
     host_bytes: int = 0
     """Of ``optimizer_bytes``, those that lie in host memory: for each update they come to the device, and go back."""
     host_bucket_bytes: int = 0
@@ -54,6 +56,9 @@ class GradientTraits(NamedTuple):
     """Whether they wait for it whole, rather than as the shard of the rank."""
     beside_bytes: int = 0
     """Bytes of one gradient element as a pass makes it, where all of them stay in memory beside those that are kept."""
+    update_bytes: int = 0
+    """Bytes of one gradient element in the flat copy that the update reads. It comes when activations are gone, but is one tensor, which
+    fits into none of what they leave."""
     fused_accumulation: bool = False
     """Whether the products that make weight gradients add them to the fp32 ones directly. The gradients that autograd asks
     for lie in memory beside them, of one block and the head, in the compute type, with nothing in them."""

@@ -32,6 +32,7 @@ class StateColumns(NamedTuple):
     compute_weight_bytes: Floats
     device_bytes: Floats
     no_matrix_bytes: Floats
+    flattened_bytes: Floats
     host_bytes: Floats
     host_bucket_bytes: Floats
 
@@ -42,6 +43,7 @@ class GradientColumns(NamedTuple):
     element_bytes: Floats
     beside_bytes: Floats
     whole: Floats
+    update_bytes: Floats
     fused_accumulation: Floats
 
 
@@ -179,7 +181,13 @@ def state_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batch
         "gathered_weights": _gathered_bytes(weights.outside_blocks, sent, block, of, shards),
         "gradients": np.ceil(gradient * (of.gradients.element_bytes + of.gradients.beside_bytes)),
         "reduce_buffers": _reduce_buffer_bytes(weights, sent, block, of),
+        "flat_copies": _flat_bytes(weights.total, part, of),
     }
+
+
+def _flat_bytes(weights: Figures, updated: Figures, of: Behaviour) -> Figures:
+    """What flat copies take for good: the allocator joins no memory that it got from the device at different times."""
+    return np.ceil(weights * of.states.flattened_bytes + updated * of.gradients.update_bytes)
 
 
 def _communicated(weights: RankWeights, of: Behaviour) -> tuple[Figures, Figures]:

@@ -28,6 +28,7 @@ MEMORY: dict[str, str] = {
     "gathered_weights": "copies of the weights to compute with: cast, or brought together",
     "gradients": "kept until the optimizer has used them",
     "reduce_buffers": "gradients on their way to other ranks",
+    "flat_copies": "memory that flat copies of weights and gradients take for good",
     "activations": "kept from forward to backward, for each micro-batch in flight",
     "temporaries": "at the peak of one backward pass; often the logits",
     "pipeline_buffers": "what other stages send and receive",
