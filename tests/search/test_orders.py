@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster
+from ahp.engines.registry import get
 from ahp.errors import NotExpressible
 from ahp.forecast.axes import axes_of
 from ahp.forecast.groups import data_groups, expert_groups
@@ -139,7 +140,8 @@ def test_blocks_say_how_their_ranks_lie() -> None:
     space = build(asked)
     for block, row in product(range(0, len(space.blocks), 23), (0, -1)):
         layout = space.layout(block, row % int(space.blocks.rows[block]))
-        assert axes_of(layout, 4) == space.axes(block)
+        folded = get(asked.engine.name).traits(asked.job, layout, asked.engine).experts.folded
+        assert axes_of(layout, 4, folded) == space.axes(block)
 
 
 def test_the_answer_says_what_a_node_holds() -> None:

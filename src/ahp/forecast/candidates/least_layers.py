@@ -153,9 +153,8 @@ class LeastLayers:
         """
 
         def of_kind(kind: int) -> float:
-            parts = self._split(
-                kind, way_of_keys(self._graph.blocks[kind], group.size, self._of_engine.tensor.few_keys)
-            )
+            way = way_of_keys(self._graph.blocks[kind], group.size, self._of_engine.tensor.few_keys)
+            parts = self._split(kind, way, folded)
             forward, backward = self._passes_s(parts, group, in_parts, size)
             return forward_shown * forward + backward_shown * backward
 
