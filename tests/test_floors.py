@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "ahp"
 FLOORS: list[set[str]] = [
     {"divisors", "errors", "run_files", "run_history", "shipped", "words", "yaml_text"},
     {"job"},
-    {"violations"},
+    {"violations", "stage_place"},
     {"plan"},
     {"config"},
     {"graph", "cluster", "schedule"},

@@ -250,7 +250,8 @@ HELP: dict[str, str] = {
     "parallelism.virtual_stages_per_rank": "stages that one pipeline rank holds; above 1 needs a schedule that has them, such as Interleaved1F1B",
     "parallelism.layers_per_stage": "blocks of each stage in pipeline order, such as [3, 3, 2]",
     "parallelism.stages": "on a mixed cluster, group and blocks of each stage in pipeline order, such as [{group: a, layers: 5}]; those of a rank "
-    "share a group; group may name one for each replica, and recomputed_layers say how many of the blocks recompute",
+    "share a group; group may name one for each replica, and recomputed_layers say how many of the blocks recompute; "
+    "tensor_parallel_degree and data_parallel_shard_degree give a stage a width of its own",
     "parallelism.micro_batches_per_replica": "micro-batches of one step for each replica of the pipeline, such as [3, 1]",
     "parallelism.context_parallel_degree": "devices that share one sequence",
     "parallelism.context_parallel_method": "how they compute attention: ring (keys and values go round) or all-to-all (each some heads)",

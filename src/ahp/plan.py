@@ -12,6 +12,15 @@ from pydantic import Field, ValidationError, model_validator
 
 from ahp.errors import BadInput
 from ahp.job import Job, Record
+from ahp.stage_place import StagePlace as StagePlace
+from ahp.stage_place import (
+    check_beside_unlike_widths,
+    check_places,
+    check_recomputed,
+    check_shards,
+    given_shards,
+    widths_of,
+)
 from ahp.violations import broken_rules, first_few, taken_for_numbers
 from ahp.words import count
 from ahp.yaml_text import parse_yaml
@@ -37,31 +46,11 @@ DEGREE: dict[Axis, str] = {
 PLAN_SCHEMA_VERSION = 1
 
 
-class StagePlace(Record):
-    """One pipeline stage on a mixed cluster: on which devices, and how much of the model."""
-
-    group: str | tuple[str, ...]
-    """The name of a group of the cluster; or one for each replica, data_parallel_replicate_degree of them."""
-    layers: int = Field(ge=1)
-    """Blocks of the stage, the same for every replica: else their gradients would not line up."""
-    recomputed_layers: int | tuple[int, ...] | None = None
-    """So many of the blocks, the first ones, are recomputed as ``activation_checkpoint`` says; or one number for each replica.
-    None = all of them."""
-
-    def groups(self, num_replicas: int) -> tuple[str, ...]:
-        """The group that each replica has the stage on."""
-        return (self.group,) * num_replicas if isinstance(self.group, str) else self.group
-
-    def recomputed(self, num_replicas: int) -> tuple[int, ...]:
-        """The blocks that each replica recomputes, where any are."""
-        some = self.layers if self.recomputed_layers is None else self.recomputed_layers
-        return (some,) * num_replicas if isinstance(some, int) else some
-
-
 class Parallelism(Record):
     """The degrees and choices of one layout, under torchtitan's names.
 
-    World size = replicate x shard x tensor x pipeline x context. Ranks are numbered along the mesh axes, the last one
+    World size = replicate x shard x tensor x pipeline x context, where all stages are alike; ``stages`` may give each a width of its
+    own (``widths``). Ranks are numbered along the mesh axes, the last one
     fastest: ``pp, dp_replicate, dp_shard, cp, tp``, or as ``mesh_order`` says; and they fill the nodes in order.
     """
 
@@ -82,7 +71,7 @@ class Parallelism(Record):
     """Blocks of each stage in pipeline order, pipeline degree x virtual stages of them; None = as even as can be."""
     stages: tuple[StagePlace, ...] | None = None
     """On a mixed cluster: the group and the blocks of each stage in pipeline order, pipeline degree x virtual stages of them; those of
-    one pipeline rank lie on one group. None = ranks fill the groups in the cluster's order."""
+    one pipeline rank lie on one group, and are of one width. None = ranks fill the groups in the cluster's order."""
     micro_batches_per_replica: tuple[int, ...] | None = None
     """Micro-batches of one step for each replica, data_parallel_replicate_degree of them; None = as many for each."""
     context_parallel_degree: int = Field(default=1, ge=1)
@@ -109,8 +98,7 @@ class Parallelism(Record):
             return data
         data = dict(data)
         if data.get("zero_stage") is None:
-            shard = data.get("data_parallel_shard_degree", 1)
-            data["zero_stage"] = 3 if isinstance(shard, int) and shard > 1 else 0
+            data["zero_stage"] = 3 if any(isinstance(shard, int) and shard > 1 for shard in given_shards(data)) else 0
         if data.get("pipeline_parallel_schedule") is None:
             virtual = data.get("virtual_stages_per_rank", 1)
             data["pipeline_parallel_schedule"] = (
@@ -170,28 +158,23 @@ class Parallelism(Record):
     def _check_stages(self) -> None:
         if self.stages is None:
             return
-        groups = [stage.group if isinstance(stage.group, str) else list(stage.group) for stage in self.stages]
         if self.layers_per_stage is not None:
             raise ValueError(
                 f"layers_per_stage = {list(self.layers_per_stage)}: stages says the layers of each stage already (valid: null)"
             )
-        if len(self.stages) != self.num_stages:
-            virtual = (
-                ""
-                if self.virtual_stages_per_rank == 1
-                else f" x virtual_stages_per_rank {self.virtual_stages_per_rank}"
+        check_places(
+            self.stages,
+            self.pipeline_parallel_degree,
+            self.virtual_stages_per_rank,
+            self.data_parallel_replicate_degree,
+        )
+        check_shards(self.widths, self.micro_batch_size, self.data_parallel_shard_degree, self.zero_stage)
+        if self.has_unlike_widths:
+            check_beside_unlike_widths(
+                {key: getattr(self, key) for key in ("context_parallel_degree", "expert_parallel_degree")},
+                self.mesh_order,
+                self.pipeline_parallel_degree,
             )
-            raise ValueError(
-                f"stages = {groups}: {len(self.stages)} stages, it needs {self.num_stages}: pipeline_parallel_degree "
-                f"{self.pipeline_parallel_degree}{virtual}"
-            )
-        replicas = self.data_parallel_replicate_degree
-        for named in groups:
-            if isinstance(named, list) and len(named) != replicas:
-                raise ValueError(
-                    f"stages.group = {named}: {len(named)} names, data_parallel_replicate_degree is {replicas}; it needs one "
-                    "for each replica, or a single name for all"
-                )
 
     def _check_micro_batches(self) -> None:
         given, replicas = self.micro_batches_per_replica, self.data_parallel_replicate_degree
@@ -208,7 +191,8 @@ class Parallelism(Record):
     def _check_recomputed(self) -> None:
         given, placed = self.recomputed_layers_per_stage, self.stages or ()
         for stage in placed:
-            self._check_recomputed_of(stage)
+            if (said := check_recomputed(stage, self.data_parallel_replicate_degree)) is not None:
+                self._check_says_what("stages.recomputed_layers", said)
         if given is None:
             return
         if placed:
@@ -225,22 +209,6 @@ class Parallelism(Record):
         if min(given) < 0:
             raise ValueError(f"recomputed_layers_per_stage = {list(given)}: no stage can recompute fewer than 0 blocks")
         self._check_says_what("recomputed_layers_per_stage", list(given))
-
-    def _check_recomputed_of(self, stage: StagePlace) -> None:
-        some, replicas = stage.recomputed_layers, self.data_parallel_replicate_degree
-        if some is None:
-            return
-        told = some if isinstance(some, int) else list(some)
-        if isinstance(some, tuple) and len(some) != replicas:
-            raise ValueError(
-                f"stages.recomputed_layers = {told}: {len(some)} numbers, data_parallel_replicate_degree is {replicas}; it needs "
-                "one for each replica, or a single number for all"
-            )
-        if not all(0 <= count <= stage.layers for count in stage.recomputed(replicas)):
-            raise ValueError(
-                f"stages.recomputed_layers = {told}: the stage has {stage.layers} layers (valid: 0 to {stage.layers})"
-            )
-        self._check_says_what("stages.recomputed_layers", told)
 
     def _check_says_what(self, key: str, given: object) -> None:
         if self.activation_checkpoint not in ("selective", "full"):
@@ -274,6 +242,43 @@ class Parallelism(Record):
         return self.mesh_order or tuple(axis for axis in AXES if self.degree(axis) > 1)
 
     @property
+    def widths(self) -> tuple[tuple[int, int], ...]:
+        """Shard and tensor degree of each pipeline rank: of the first stage that it holds."""
+        layout = self.data_parallel_shard_degree, self.tensor_parallel_degree
+        return widths_of(self.stages, layout, self.pipeline_parallel_degree)
+
+    @property
+    def has_unlike_widths(self) -> bool:
+        """Whether a stage has a width that is not the layout's."""
+        own = (self.data_parallel_shard_degree, self.tensor_parallel_degree)
+        return self.stages is not None and any(width != own for width in self.widths)
+
+    def of_rank(self, rank: int) -> Parallelism:
+        """The layout as a pipeline rank has it: with the rank's width for all stages, and its share of a replica's micro-batch. What is
+        local to a stage needs to know no more."""
+        if not self.has_unlike_widths:
+            return self
+        (shard, tensor), whole = self.widths[rank], self.micro_batch_size * self.data_parallel_shard_degree
+        return self.model_copy(
+            update={
+                "data_parallel_shard_degree": shard,
+                "tensor_parallel_degree": tensor,
+                "micro_batch_size": whole // shard,
+                "zero_stage": self.zero_stage if shard > 1 else 0,
+                "enable_sequence_parallel": self.enable_sequence_parallel and tensor > 1,
+                "stages": tuple(stage.as_wide_as_the_layout() for stage in self.stages or ()),
+            }
+        )
+
+    @property
+    def layouts_of_ranks(self) -> tuple[Parallelism, ...]:
+        """The layouts that pipeline ranks have (``of_rank``), each once: itself alone where all are alike."""
+        if not self.has_unlike_widths:
+            return (self,)
+        first = {width: rank for rank, width in reversed([*enumerate(self.widths)])}
+        return tuple(self.of_rank(rank) for rank in sorted(first.values()))
+
+    @property
     def data_parallel_degree(self) -> int:
         """Replicas that see different sequences: replicate x shard."""
         return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
@@ -290,12 +295,10 @@ class Parallelism(Record):
 
     @property
     def world_size(self) -> int:
-        return (
-            self.data_parallel_degree
-            * self.context_parallel_degree
-            * self.tensor_parallel_degree
-            * self.pipeline_parallel_degree
-        )
+        widths = self.pipeline_parallel_degree * self.data_parallel_shard_degree * self.tensor_parallel_degree
+        if self.stages is not None:
+            widths = sum(shard * tensor for shard, tensor in self.widths)
+        return self.data_parallel_replicate_degree * self.context_parallel_degree * widths
 
     @property
     def num_stages(self) -> int:
@@ -346,7 +349,7 @@ class Parallelism(Record):
         if self.micro_batches_per_replica is not None:
             words.append(f"m({_counted(map(str, self.micro_batches_per_replica))})")
         if self.stages is not None:
-            places = (f"{'|'.join(dict.fromkeys(s.groups(1)))}:{s.layers}" for s in self.stages)
+            places = (f"{'|'.join(dict.fromkeys(s.groups(1)))}:{s.layers}{s.own_width}" for s in self.stages)
             words.append(f"on({_counted(places)})")
         if self.activation_checkpoint != "none":
             words.append(self.activation_checkpoint + self._some_recomputed())

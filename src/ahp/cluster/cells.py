@@ -1,8 +1,8 @@
 """Which devices of a cluster compute what: cells, their ranks, and the workers that have these.
 
-A cell is one pipeline rank of one replica: ``shard x context x tensor`` devices of one group of nodes. It lies on one node,
-or on whole nodes; devices that are left over stay idle. Within a group cells follow each other in the order of the mesh:
-pipeline ranks slowest, then replicas. Ranks are places of the mesh. Workers are what a launcher starts and numbers: through
+A cell is one pipeline rank of one replica: ``shard x context x tensor`` devices of one group of nodes, by the width of its stage. It
+lies on one node, or on whole nodes; devices that are left over stay idle. Within a group cells follow each other in the order of the mesh:
+pipeline ranks slowest, then replicas; one that does not go on what is left of a node begins the next. Ranks are places of the mesh. Workers are what a launcher starts and numbers: through
 the groups in the cluster's order, and through a group's cells; so without ``stages``, where the cells fill the groups in the
 order of the mesh, a worker's number is its rank.
 """
@@ -10,7 +10,7 @@ order of the mesh, a worker's number is its rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,10 +18,9 @@ from ahp.cluster.model import Cluster, Link, NodeGroup
 from ahp.plan import Parallelism
 
 
-def cell_width(parallelism: Parallelism) -> int:
-    """Devices of one cell."""
-    p = parallelism
-    return p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
+def cell_widths(parallelism: Parallelism) -> tuple[int, ...]:
+    """Devices of one cell of each pipeline rank."""
+    return tuple(shard * tensor * parallelism.context_parallel_degree for shard, tensor in parallelism.widths)
 
 
 def cells_of(group: NodeGroup, width: int) -> int:
@@ -30,6 +29,19 @@ def cells_of(group: NodeGroup, width: int) -> int:
         return group.nodes * (group.devices_per_node // width)
     nodes, rest = divmod(width, group.devices_per_node)
     return 0 if rest else group.nodes // nodes
+
+
+def first_devices(group: NodeGroup, widths: Iterable[int]) -> list[int] | None:
+    """Where, among a group's devices, cells of these widths begin that follow each other on it; None where they do not go."""
+    found, free, per_node = [], 0, group.devices_per_node
+    for width in widths:
+        if width > per_node and width % per_node:
+            return None
+        if free % per_node and free % per_node + width > per_node:
+            free += per_node - free % per_node
+        found.append(free)
+        free += width
+    return found if free <= group.num_devices else None
 
 
 def link_between(cluster: Cluster, one: str, other: str) -> Link | None:
@@ -46,19 +58,17 @@ class Cell:
     group: str
     width: int
     devices_per_node: int
-    index: int
-    """Among the group's cells."""
+    first_device: int
+    """Among the group's devices."""
     first_rank: int
     first_worker: int
-    """Both go on by one from device to device."""
+    """All go on by one from device to device."""
     nodes_per_domain: int = 1
     """Nodes that NVLink joins."""
 
     def node_of(self, offset: int) -> int:
         """The node of the group that holds the cell's worker ``offset``; nodes that NVLink joins are one."""
-        if self.width <= self.devices_per_node:
-            return self.index // (self.devices_per_node // self.width) // self.nodes_per_domain
-        return (self.index * self.width + offset) // self.devices_per_node // self.nodes_per_domain
+        return (self.first_device + offset) // self.devices_per_node // self.nodes_per_domain
 
     def shares_node(self, other: Cell) -> bool:
         """Whether all workers of both are on one node."""
@@ -93,8 +103,7 @@ class Placement:
 
     def group_of(self, rank: int) -> str:
         """The group whose device has a rank."""
-        place, replicas = rank // self.cells[0][0].width, len(self.cells)
-        return self.cells[place % replicas][place // replicas].group
+        return next(c.group for row in self.cells for c in row if 0 <= rank - c.first_rank < c.width)
 
 
 def named_groups(cluster: Cluster, parallelism: Parallelism) -> list[tuple[str, ...]] | None:
@@ -104,7 +113,7 @@ def named_groups(cluster: Cluster, parallelism: Parallelism) -> list[tuple[str, 
     if parallelism.stages is not None:
         # The first stage of each rank; rules.illegal refuses others of it that lie elsewhere.
         return [stage.groups(replicas) for stage in parallelism.stages[:ranks]]
-    width, needed = cell_width(parallelism), replicas * ranks
+    width, needed = cell_widths(parallelism)[0], replicas * ranks  # without stages all are alike
     names: list[str] = []
     for group in cluster.groups:
         names += [group.name] * min(cells_of(group, width), needed - len(names))
@@ -117,21 +126,22 @@ def place(cluster: Cluster, parallelism: Parallelism) -> Placement:
     """Where every cell of a legal layout lies (``ahp.forecast.rules.illegal`` has been asked)."""
     columns = named_groups(cluster, parallelism)
     assert columns is not None, "rules.illegal refuses more cells than there are"
-    width = cell_width(parallelism)
-    per_node = {group.name: group.devices_per_node for group in cluster.groups}
-    per_domain = {group.name: group.nodes_per_domain for group in cluster.groups}
-    counts = Counter(name for column in columns for name in column)
-    first_worker, total = {}, 0
-    for name in per_node:
-        first_worker[name] = total
-        total += counts[name] * width
-    placed: Counter[str] = Counter()
-    cells: list[list[Cell]] = []
-    for column in columns:
-        cells.append([])
-        for name in column:
-            worker = first_worker[name] + placed[name] * width
-            rank = placed.total() * width
-            cells[-1].append(Cell(name, width, per_node[name], placed[name], rank, worker, per_domain[name]))
-            placed[name] += 1
-    return Placement(tuple(zip(*cells, strict=True)))
+    widths = cell_widths(parallelism)
+    here: dict[str, list[tuple[int, int, int]]] = {group.name: [] for group in cluster.groups}
+    first_rank = 0
+    for rank, column in enumerate(columns):
+        for replica, name in enumerate(column):
+            here[name].append((rank, replica, first_rank))
+            first_rank += widths[rank]
+    cells: dict[tuple[int, int], Cell] = {}
+    worker = 0
+    for group in cluster.groups:
+        devices = first_devices(group, [widths[rank] for rank, _, _ in here[group.name]])
+        assert devices is not None, "rules.illegal refuses cells that do not go on their group"
+        for (rank, replica, first), device in zip(here[group.name], devices, strict=True):
+            cells[replica, rank] = Cell(
+                group.name, widths[rank], group.devices_per_node, device, first, worker, group.nodes_per_domain
+            )
+            worker += widths[rank]
+    rows = range(parallelism.data_parallel_replicate_degree)
+    return Placement(tuple(tuple(cells[replica, rank] for rank in range(len(columns))) for replica in rows))

@@ -59,7 +59,7 @@ class AhpEngine(Engine):
             return reason
         if reason := _refuses_experts(p):
             return reason
-        if p.enable_sequence_parallel and p.tensor_parallel_degree == 1:
+        if p.enable_sequence_parallel and all(tensor == 1 for _, tensor in p.widths):
             return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
         if job.precision not in PRECISIONS:
             return f"precision = {job.precision!r}: {cannot} (valid: {', '.join(PRECISIONS)})"

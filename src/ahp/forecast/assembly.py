@@ -44,14 +44,18 @@ def passes_behind(parallelism: Parallelism, stage: int) -> int:
     return _schedule(parallelism).passes_behind(stage, parallelism.pipeline_parallel_degree)
 
 
-def stage_times(parallelism: Parallelism, stages: Sequence[StageCost], send: Sequence[float]) -> list[StageTimes]:
-    """What the schedule needs of each stage; ``send[s]``: seconds from stage ``s`` to the next, or back."""
+def stage_times(
+    parallelism: Parallelism, stages: Sequence[StageCost], send: Sequence[float], back: Sequence[float] | None = None
+) -> list[StageTimes]:
+    """What the schedule needs of each stage; ``send[s]``: seconds from stage ``s`` to the next, ``back[s]`` of the gradient from there, None =
+    as long."""
+    back = send if back is None else back
     count, last = len(stages), 6 if splits_backward(parallelism) else 5
     return [
         StageTimes(
             *cost.seconds[:4],
             send_forward_s=send[stage] if stage < count - 1 else 0.0,
-            send_backward_s=send[stage - 1] if stage > 0 else 0.0,
+            send_backward_s=back[stage - 1] if stage > 0 else 0.0,
             first_forward_extra_s=cost.seconds[4],
             last_backward_extra_s=cost.seconds[last],
         )

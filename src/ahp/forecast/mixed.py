@@ -38,7 +38,7 @@ from ahp.forecast.assembly import (
 from ahp.forecast.axes import ALONE
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.gathered import Gathers, gathers_beside, gathers_s
-from ahp.forecast.group import CollectiveKind, Group
+from ahp.forecast.group import CollectiveKind, Group, strided_group
 from ahp.forecast.groups import replica_members
 from ahp.forecast.mixed_network import MixedNetwork
 from ahp.forecast.priced import Priced, Replica, faster_method, lightest_that_fits
@@ -62,17 +62,34 @@ OF_CELLS = ("stages", "layers_per_stage", "micro_batches_per_replica", "recomput
 """What of a layout says which cell computes what: stages with the same degrees cost the same whatever it says."""
 
 
+_Kind = tuple[str, tuple[int, int]]
+"""Of a cell: its group of devices, shard and tensor degree."""
+
+
 @dataclass(frozen=True)
 class _Layout:
     """One layout, and what its replicas share."""
 
     parallelism: Parallelism
-    traits: Traits
+    own: tuple[Parallelism, ...]
+    """As each pipeline rank has it: by the width of its stages."""
+    traits: tuple[Traits, ...]
+    """Of each pipeline rank."""
+    widths: tuple[tuple[int, int], ...]
+    """Shard and tensor degree of each pipeline rank."""
     placement: Placement
     stage_rank: tuple[int, ...]
     """The pipeline rank that holds each stage."""
     cost: Callable[[int, str, int, int | None], StageCost]
     """What a stage costs on a group's devices, for a replica of so many micro-batches that recomputes so many of its layers."""
+
+    def kinds(self, cells: Sequence[Cell]) -> list[_Kind]:
+        """Of each pipeline rank of a replica its devices and its width: of one kind, stages cost the same."""
+        return [(cell.group, width) for cell, width in zip(cells, self.widths, strict=True)]
+
+    def each_kind(self, kinds: Sequence[_Kind]) -> dict[_Kind, tuple[Parallelism, Traits]]:
+        """The layout of the pipeline ranks of each, and its traits."""
+        return dict(zip(kinds, zip(self.own, self.traits, strict=True), strict=True))
 
 
 class MixedPricer:
@@ -116,7 +133,7 @@ class MixedPricer:
 
     def stage_times(self, parallelism: Parallelism, replica: int = 0) -> list[StageTimes]:
         """What each stage of one replica of a legal layout takes, without the schedule and without memory."""
-        layout = self._layout(parallelism, self._traits(parallelism))
+        layout = self._layout(parallelism)
         stages = self._stages(layout, replica)
         return self._times(layout, layout.placement.cells[replica], stages)
 
@@ -125,8 +142,8 @@ class MixedPricer:
 
         Raises as ``price``.
         """
-        traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
-        layout = self._layout(parallelism, traits)
+        legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
+        layout = self._layout(parallelism)
 
         def fits(replica: int, recomputed: Sequence[int]) -> list[bool]:
             span = unrun(parallelism, parallelism.micro_batches(self.job)[replica])
@@ -177,7 +194,8 @@ class MixedPricer:
         return get(self.choice.name).traits(self.job, parallelism, self.choice)
 
     def _price(self, parallelism: Parallelism) -> Priced:
-        layout = self._layout(parallelism, legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice))
+        legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
+        layout = self._layout(parallelism)
         replicas = self._replicas(layout)
         slowest = max(replicas, key=lambda replica: replica.span.makespan_s)
         update_s, offload_s = self._optimizer_s(layout, replicas)
@@ -195,23 +213,28 @@ class MixedPricer:
             forecast, parallelism, slowest.span, slowest.stages, slowest.memory, optimizer_s, replicas=tuple(replicas)
         )
 
-    def _layout(self, parallelism: Parallelism, traits: Traits) -> _Layout:
+    def _layout(self, parallelism: Parallelism) -> _Layout:
         placement = place(self.cluster, parallelism)
         ranges = next(iter(self.groups.values())).ranges(parallelism)
         stage_rank = ranks_of_stages(parallelism)
-        dense, experts = replica_members(parallelism, traits.experts.folded)
-        columns = list(zip(*placement.cells, strict=True))
-        sums = [(self.network.replicas(c, *dense), self.network.replicas(c, *experts)) for c in columns]
+        of_width = {each.widths[0]: (each, self._traits(each)) for each in parallelism.layouts_of_ranks}
+        own, traits = zip(*(of_width[width] for width in parallelism.widths), strict=True)
+        members = {width: replica_members(each, of.experts.folded) for width, (each, of) in of_width.items()}
+        sums = [
+            tuple(self.network.replicas(column, *some) for some in members[width])
+            for column, width in zip(zip(*placement.cells, strict=True), parallelism.widths, strict=True)
+        ]
 
         def cost(stage: int, group: str, micro_batches: int, recomputed_layers: int | None) -> StageCost:
-            replicate, of_experts = sums[stage_rank[stage]]
+            rank = stage_rank[stage]
+            replicate, of_experts = sums[rank]
             return self.stage_cost(
-                parallelism, group, ranges[stage], first=stage == 0, last=stage == len(ranges) - 1,
+                own[rank], group, ranges[stage], first=stage == 0, last=stage == len(ranges) - 1,
                 micro_batches=micro_batches, replicate=replicate, experts=of_experts, recomputed_layers=recomputed_layers,
-                passes_behind=passes_behind(parallelism, stage) if traits.reduce.overlap else 0,
+                passes_behind=passes_behind(parallelism, stage) if traits[rank].reduce.overlap else 0,
             )  # fmt: skip
 
-        return _Layout(parallelism, traits, placement, stage_rank, cache(cost))
+        return _Layout(parallelism, own, traits, parallelism.widths, placement, stage_rank, cache(cost))
 
     def _replicas(self, layout: _Layout) -> list[Replica]:
         """The pipeline of each replica; those that lie alike and compute as much are simulated once."""
@@ -254,28 +277,59 @@ class MixedPricer:
         """What each stage of a replica holds on the devices of its cell."""
         cells, parallelism = layout.placement.cells[replica], layout.parallelism
         some = recomputed or parallelism.recomputed_layers(replica)
-        names = list(dict.fromkeys(cell.group for cell in cells))
-        each = [self.groups[name].stage_memory(parallelism, layout.traits, some) for name in names]
-        return StageMemory.on_devices(each, [names.index(cells[rank].group) for rank in layout.stage_rank])
+        kinds = layout.kinds(cells)
+        each = {
+            kind: self.groups[kind[0]].stage_memory(own, traits, some)
+            for kind, (own, traits) in layout.each_kind(kinds).items()
+        }
+        numbers = {kind: number for number, kind in enumerate(each)}
+        return StageMemory.on_devices([*each.values()], [numbers[kinds[rank]] for rank in layout.stage_rank])
 
     def _times(self, layout: _Layout, cells: Sequence[Cell], stages: Sequence[StageCost]) -> list[StageTimes]:
-        holders = [cells[rank] for rank in layout.stage_rank]
-        sends = [self._send_s(layout, one, other) for one, other in pairwise(holders)]
-        return stage_times(layout.parallelism, stages, sends)
+        sends = [self._send_s(layout, cells, one, other) for one, other in pairwise(layout.stage_rank)]
+        if len(set(layout.widths)) == 1:
+            return stage_times(layout.parallelism, stages, sends)
+        back = [self._send_s(layout, cells, other, one) for one, other in pairwise(layout.stage_rank)]
+        return stage_times(layout.parallelism, stages, sends, back)
 
-    def _send_s(self, layout: _Layout, one: Cell, other: Cell) -> float:
-        """Seconds to hand one micro-batch's hidden states from one cell to another."""
-        if one is other:
+    def _send_s(self, layout: _Layout, cells: Sequence[Cell], one: int, other: int) -> float:
+        """Seconds to hand one micro-batch's hidden states from the cell of a pipeline rank to that of another one; their gradient alike."""
+        if one == other:
             return 0.0
-        sent = message_bytes(layout.parallelism, layout.traits, self.units(layout.parallelism, one.group))
-        return self._between_s("send_recv", sent, one, other)
+        if layout.widths[one] != layout.widths[other]:
+            return self._laid_anew_s(layout, cells, one, other)
+        sent = message_bytes(layout.own[one], layout.traits[one], self.units(layout.own[one], cells[one].group))
+        return self._between_s("send_recv", sent, cells[one], cells[other])
+
+    def _laid_anew_s(self, layout: _Layout, cells: Sequence[Cell], one: int, other: int) -> float:
+        """``_send_s`` between cells of unlike width (runtime/pipeline/borders.py): every rank sends or takes its share, and where tensor ranks hold
+        hidden states whole the receivers gather them."""
+        own, traits = layout.own[one], layout.traits[one]
+        shard, tensor = layout.widths[one]
+        ours = message_bytes(own, traits, self.units(own, cells[one].group))
+        whole = ours * shard * (tensor if own.enable_sequence_parallel else 1)
+        network = self.groups[cells[one].group].network
+        sent_s = self.network.handed_s(network, cells[one], cells[other], whole)
+        theirs, (shard, tensor) = layout.own[other], layout.widths[other]
+        if tensor == 1 or theirs.enable_sequence_parallel:
+            return sent_s
+        nodes = self.groups[cells[other].group]
+        group = strided_group(tensor, 1, nodes.nodes.devices_per_node)
+        return sent_s + nodes.network.time_s("all_gather", whole / shard, group)
 
     def _tied_s(self, layout: _Layout, cells: Sequence[Cell]) -> float:
-        """The gradient of weights that the first and the last stage of a replica share, summed over both."""
-        units = self.units(layout.parallelism, cells[0].group)
+        """The gradient of weights that the first and the last stage of a replica share, summed over both: of parts that line up in pairs of
+        ranks, else whole over all of them (runtime/shard/ownership.py)."""
+        first, last = layout.stage_rank[0], layout.stage_rank[-1]
+        units = self.units(layout.own[first], cells[first].group)
         if len(cells) == 1 or units.tied_parameters == 0:
             return 0.0
-        return self._between_s("all_reduce", TIED_BYTES * units.tied_parameters, cells[0], cells[-1])
+        num_bytes = TIED_BYTES * units.tied_parameters
+        if layout.widths[first] == layout.widths[last]:
+            return self._between_s("all_reduce", num_bytes, cells[0], cells[-1])
+        times = self.network.times(self.groups[cells[first].group].network)
+        whole = num_bytes * layout.widths[first][1]
+        return times.time_s("all_reduce", whole, self.network.together((cells[first], cells[last])))
 
     def _between_s(self, kind: CollectiveKind, num_bytes: float, one: Cell, other: Cell) -> float:
         times = self.network.times(self.groups[one.group].network)
@@ -284,14 +338,14 @@ class MixedPricer:
     def _optimizer_s(self, layout: _Layout, replicas: list[Replica]) -> tuple[float, float]:
         """The update on the device where it takes longest, with the one collective of loss and norm; and what fetches states
         from host memory there and brings them back."""
-        parallelism = layout.parallelism
         each: list[tuple[float, float]] = []
         for replica in _distinct(replicas):
+            kinds = layout.kinds(replica.cells)
             on = {
-                name: self.groups[name].ranks_optimizer_s(parallelism, layout.traits, replica.span, replica.memory)
-                for name in {cell.group for cell in replica.cells}
+                kind: self.groups[kind[0]].ranks_optimizer_s(own, traits, replica.span, replica.memory)
+                for kind, (own, traits) in layout.each_kind(kinds).items()
             }
-            each += [on[cell.group][rank] for rank, cell in enumerate(replica.cells)]
+            each += [on[kind][rank] for rank, kind in enumerate(kinds)]
         update_s, offload_s = max(each, key=sum)
         times = self.network.times(self.groups[replicas[0].cells[0].group].network)
         norm_s = times.time_s("all_reduce", LOSS_AND_NORM_BYTES, self.network.world(layout.placement))
@@ -305,28 +359,37 @@ class MixedPricer:
         self, layout: _Layout, cells: Sequence[Cell], span: Makespan, stages: StageMemory
     ) -> list[memory.RankMemory]:
         """What each cell of a replica needs on one of its devices."""
-        ranks = {
-            name: self.groups[name].ranks_memory(layout.parallelism, layout.traits, span, stages)
-            for name in {cell.group for cell in cells}
+        return [ranks.of(rank) for rank, ranks in enumerate(self._ranks_memory(layout, cells, span, stages))]
+
+    def _ranks_memory(
+        self, layout: _Layout, cells: Sequence[Cell], span: Makespan, stages: StageMemory
+    ) -> list[memory.RanksMemory]:
+        """Of each pipeline rank, what all of them would need on devices and at a width such as its own."""
+        kinds = layout.kinds(cells)
+        needs = {
+            kind: self.groups[kind[0]].ranks_memory(own, traits, span, stages)
+            for kind, (own, traits) in layout.each_kind(kinds).items()
         }
-        return [ranks[cell.group].of(rank) for rank, cell in enumerate(cells)]
+        return [needs[kind] for kind in kinds]
 
     def activation_bytes(self, priced: Priced) -> memory.Floats:
         """[R, p] What each pipeline rank of each replica may keep of its micro-batches and still fit."""
-        layout = priced.parallelism
-        traits = get(self.choice.name).traits(self.job, layout, self.choice)
+        layout = self._layout(priced.parallelism)
         rooms = [
-            memory.activation_room(
-                self.groups[cell.group].ranks_memory(layout, traits, replica.span, replica.memory),
-                self._capacity(cell.group),
-            )[rank]
+            memory.activation_room(needs, self._capacity(cell.group))[rank]
             for replica in priced.replicas
-            for rank, cell in enumerate(replica.cells)
+            for rank, (cell, needs) in enumerate(
+                zip(
+                    replica.cells,
+                    self._ranks_memory(layout, replica.cells, replica.span, replica.memory),
+                    strict=True,
+                )
+            )
         ]
         return np.array(rooms).reshape(len(priced.replicas), -1)
 
-    def _fullest(self, layout: _Layout, replicas: list[Replica]) -> tuple[Cell, memory.RankMemory]:
-        """The cell whose devices are the most likely to run out of memory, and what it needs."""
+    def _fullest(self, layout: _Layout, replicas: list[Replica]) -> tuple[int, Cell, memory.RankMemory]:
+        """The pipeline rank and the cell whose devices are the most likely to run out of memory, and what it needs."""
         cells = [
             (rank, cell, used)
             for replica in _distinct(replicas)
@@ -335,18 +398,18 @@ class MixedPricer:
             )
         ]
         # Of cells that are as full the first in the order of the mesh.
-        _, cell, used = max(cells, key=lambda c: (c[2].total / self._capacity(c[1].group), -c[0]))
-        return cell, used
+        return max(cells, key=lambda c: (c[2].total / self._capacity(c[1].group), -c[0]))
 
     def _capacity(self, group: str) -> int:
         return self.groups[group].nodes.device.memory_bytes
 
     def _forecast(self, layout: _Layout, step_s: float, step: dict[str, float], replicas: list[Replica]) -> Forecast:
-        parallelism, world = layout.parallelism, layout.parallelism.world_size
-        cell, used = self._fullest(layout, replicas)
+        world = layout.parallelism.world_size
+        rank, cell, used = self._fullest(layout, replicas)
+        own = layout.own[rank]
         peaks = {name: self.groups[name].unit_pricer.rates.peak(self.job.precision) for name in layout.placement.used}
         all_flops = sum(count * peaks[name] for name, count in layout.placement.used.items())
-        flops = step_flops(self.job, parallelism, self.units(parallelism, cell.group))
+        flops = step_flops(self.job, own, self.units(own, cell.group))
         low_s, high_s = band_s(step_s, self._step_error(layout.placement))
         probability = memory.fit_probability(used.total, self._capacity(cell.group))
         return Forecast(

@@ -8,7 +8,7 @@ counts. NCCL tunes for the oldest device of all (``nccl.Nccl``, ``others``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -54,11 +54,22 @@ class MixedNetwork:
 
     def _spread_s(self, kind: CollectiveKind, num_bytes: float, spread: Spread) -> float:
         """Seconds of a collective over several groups, as ``Network.time_s``."""
+        return self._sides_s(kind, (num_bytes,) * len(spread.sides), spread)
+
+    def _sides_s(self, kind: CollectiveKind, num_bytes: Sequence[float], spread: Spread) -> float:
+        """``num_bytes``: of each side."""
         names = tuple(sorted({self._groups[side.group].device.name for side in spread.sides}))
         return max(
-            self._side(side, names).time_s(kind, num_bytes, Group(spread.size, side.local, spread.nodes))
-            for side in spread.sides
+            self._side(side, names).time_s(kind, own, Group(spread.size, side.local, spread.nodes))
+            for side, own in zip(spread.sides, num_bytes, strict=True)
         )
+
+    def handed_s(self, own: Network, one: Cell, other: Cell, num_bytes: float) -> float:
+        """Seconds to hand so many bytes from one cell to another of another width: every rank of either has its share of them."""
+        shares, group = (num_bytes / one.width, num_bytes / other.width), self.pair(one, other)
+        if not isinstance(group, Spread):
+            return own.time_s("send_recv", max(shares), group)
+        return self._sides_s("send_recv", shares, group)
 
     def _side_network(self, side: Side, names: tuple[str, ...]) -> Network:
         nodes = self._groups[side.group]
@@ -69,6 +80,10 @@ class MixedNetwork:
     def replicas(self, column: Iterable[Cell], per_cell: int, stride: int) -> Group:
         """The ranks that hold the same weights: ``per_cell`` of each cell of a column, ``stride`` apart."""
         return self._group(Counter((cell.group, node) for cell in column for node in cell.nodes(per_cell, stride)))
+
+    def together(self, cells: Iterable[Cell]) -> Group:
+        """All ranks of some cells."""
+        return self._group(Counter((cell.group, node) for cell in cells for node in cell.nodes(cell.width, 1)))
 
     def pair(self, one: Cell, other: Cell) -> Group:
         """Two ranks at the same place of two cells: the pair that is furthest apart."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from itertools import combinations
 
-from ahp.cluster.cells import cell_width, cells_of, link_between, named_groups
+from ahp.cluster.cells import cell_widths, cells_of, first_devices, link_between, named_groups
 from ahp.cluster.model import Cluster, NodeGroup
 from ahp.divisors import divisors
 from ahp.errors import bad_input
 from ahp.forecast.efficiency import is_cpu
 from ahp.job import Job
-from ahp.plan import Parallelism
+from ahp.plan import DEGREE, Parallelism
 from ahp.schedule.orders import ranks_of_stages
+
+MOST_LISTED = 8
+"""Cells whose widths an error lists."""
 
 
 def illegal_placement(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
@@ -25,6 +27,7 @@ def illegal_placement(cluster: Cluster, job: Job, parallelism: Parallelism) -> s
         _unknown(names, parallelism)
         or _devices(cluster, parallelism)
         or _apart(parallelism)
+        or widths_of_ranks(parallelism)
         or _room(cluster, parallelism)
         or _experts(parallelism)
         or _used(cluster, job, parallelism)
@@ -61,9 +64,27 @@ def _apart(parallelism: Parallelism) -> str | None:
     for number, rank in enumerate(ranks_of_stages(parallelism)):
         named = parallelism.stages[number].groups(replicas)
         if named != first[rank]:
-            rule = f"stage {number + 1} is computed by the same devices as stage {rank + 1}, which lies on {_named(first[rank])}"
+            rule = f"{_of_one_rank(number, rank)}, which lies on {_named(first[rank])}"
             return str(bad_input("stages.group", _named(named), rule, [_named(first[rank])]))
     return None
+
+
+def widths_of_ranks(parallelism: Parallelism) -> str | None:
+    """Whether all stages of a rank are of one width."""
+    if parallelism.stages is None or parallelism.virtual_stages_per_rank == 1:
+        return None
+    for axis in ("dp_shard", "tp"):
+        own = parallelism.degree(axis)
+        given = [getattr(stage, DEGREE[axis]) or own for stage in parallelism.stages]
+        for number, rank in enumerate(ranks_of_stages(parallelism)):
+            if given[number] != given[rank]:
+                rule = f"{_of_one_rank(number, rank)}, whose degree is {given[rank]}"
+                return str(bad_input(f"stages.{DEGREE[axis]}", given[number], rule, [given[rank]]))
+    return None
+
+
+def _of_one_rank(number: int, rank: int) -> str:
+    return f"stage {number + 1} is computed by the same devices as stage {rank + 1}"
 
 
 def _named(groups: tuple[str, ...]) -> str | list[str]:
@@ -72,21 +93,34 @@ def _named(groups: tuple[str, ...]) -> str | list[str]:
 
 def _room(cluster: Cluster, parallelism: Parallelism) -> str | None:
     """Whether every group holds the cells that lie on it."""
-    width, columns = cell_width(parallelism), named_groups(cluster, parallelism)
-    there = {group.name: cells_of(group, width) for group in cluster.groups}
+    widths, columns = cell_widths(parallelism), named_groups(cluster, parallelism)
     if columns is None:
+        there = {group.name: cells_of(group, widths[0]) for group in cluster.groups}
         return (
-            f"parallelism: its {_product(parallelism)} cells of {width} devices (shard x context x tensor) do not go on the "
+            f"parallelism: its {_product(parallelism)} cells of {widths[0]} devices (shard x context x tensor) do not go on the "
             f"groups: {_counted(there)} of them lie on one node or on whole nodes"
         )
-    for name, needed in Counter(name for column in columns for name in column).items():
-        if needed > there[name]:
-            group = next(group for group in cluster.groups if group.name == name)
+    cells = [(name, width) for width, column in zip(widths, columns, strict=True) for name in column]
+    for called in dict.fromkeys(name for name, _ in cells):
+        group = next(group for group in cluster.groups if group.name == called)
+        own = [width for name, width in cells if name == called]
+        if first_devices(group, own) is not None:
+            continue
+        if len(set(own)) > 1:
             return (
-                f"stages.group = {name!r}: {needed} cells of {width} devices (shard x context x tensor) are placed on it, "
-                f"{_has(group)} (valid: at most {there[name]})"
+                f"stages.group = {group.name!r}: cells of {_in_turn(own)} devices (shard x context x tensor, by the width of their "
+                f"stages) do not follow each other on {_has(group)}, each on one node or on whole nodes"
             )
+        return (
+            f"stages.group = {group.name!r}: {len(own)} cells of {own[0]} devices (shard x context x tensor) are placed on it, "
+            f"{_has(group)} (valid: at most {cells_of(group, own[0])})"
+        )
     return None
+
+
+def _in_turn(widths: list[int]) -> str:
+    """``4, 4, 2``; the first ones of many."""
+    return ", ".join(map(str, widths[:MOST_LISTED])) + (", ..." if len(widths) > MOST_LISTED else "")
 
 
 def _product(parallelism: Parallelism) -> str:

@@ -48,16 +48,55 @@ def illegal(
         refused
         or _cluster(cluster, job, parallelism)
         or batch(job, parallelism)
-        or tensor(graph, job, parallelism, engine)
+        or _divided(graph, job, parallelism, engine)
         or asynchronous(parallelism, engine)
-        or products(graph, job, parallelism, engine)
-        or sequence(graph, parallelism)
-        or whole_attention(graph, job, parallelism, engine)
         or context(graph, parallelism, engine)
         or experts(graph, job, parallelism, engine)
         or _stages(graph, job, parallelism, engine)
         or _schedule(job, parallelism, engine)
     )
+
+
+def _divided(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """Whether the model and its sequences can be cut as the layout says, in stages of their own width as each says."""
+    for own in parallelism.layouts_of_ranks:
+        reason = (
+            tensor(graph, job, own, engine)
+            or products(graph, job, own, engine)
+            or sequence(graph, own)
+            or whole_attention(graph, job, own, engine)
+        )
+        if reason is not None:
+            return of_stage(reason, own, parallelism)
+    return unlike_widths(graph, parallelism)
+
+
+def of_stage(reason: str, own: Parallelism, parallelism: Parallelism) -> str:
+    """What is wrong with the layout of one pipeline rank, by the key that the stage has it from."""
+    key = "tensor_parallel_degree"
+    is_own = own.tensor_parallel_degree != parallelism.tensor_parallel_degree
+    return f"stages.{reason}" if is_own and reason.startswith(key) else reason
+
+
+def unlike_widths(graph: ModelGraph | Job, parallelism: Parallelism) -> str | None:
+    """What stages of unlike width ask of a model: tensor ranks hand each other parts of a sequence, and a model without experts."""
+    if not parallelism.has_unlike_widths:
+        return None
+    for _, tensor in parallelism.widths:
+        if graph.sequence_length % tensor:
+            rule = (
+                f"its ranks hand over a part each of sequence_length {graph.sequence_length}, which it does not divide"
+            )
+            return _broken("stages.tensor_parallel_degree", tensor, rule, divisors(graph.sequence_length))
+    if isinstance(graph, ModelGraph) and isinstance(graph.config.get("num_experts"), int):
+        return EXPERTS_OF_UNLIKE_WIDTHS
+    return None
+
+
+EXPERTS_OF_UNLIKE_WIDTHS = (
+    "stages: a model with experts on stages of unlike width: what routers add up is of a rank's own part of a micro-batch, and that differs "
+    "from stage to stage (valid: the layout's tensor_parallel_degree and data_parallel_shard_degree for every stage)"
+)
 
 
 def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:

@@ -119,8 +119,8 @@ class _Pipeline:
     stages: tuple[StageCost, ...]
     first_rank: tuple[int, ...]
     """Of each place of the pipeline."""
-    offsets: tuple[int, ...]
-    """The ranks of one place, from the first of them on."""
+    offsets: tuple[tuple[int, ...], ...]
+    """Of each place its ranks, from the first of them on."""
     groups: tuple[str, ...] = ()
     """On a mixed cluster, where each place lies."""
     num_replicas: int = 1
@@ -131,7 +131,7 @@ def _pipelines(priced: Priced, *, all_ranks: bool) -> list[_Pipeline]:
     if not priced.replicas:
         axis = pipeline_axis(priced.parallelism)
         first = tuple(place * axis.stride for place in range(priced.span.p))
-        return [_Pipeline(priced.span, priced.stages, first, axis.offsets)]
+        return [_Pipeline(priced.span, priced.stages, first, (axis.offsets,) * priced.span.p)]
     alike: dict[tuple[object, ...], list[Replica]] = {}
     for number, replica in enumerate(priced.replicas):
         kind = number if all_ranks else (replica.span.m, replica.span.times, *(cell.group for cell in replica.cells))
@@ -141,7 +141,7 @@ def _pipelines(priced: Priced, *, all_ranks: bool) -> list[_Pipeline]:
             replicas[0].span,
             replicas[0].stages,
             tuple(cell.first_rank for cell in replicas[0].cells),
-            tuple(range(replicas[0].cells[0].width)),
+            tuple(tuple(range(cell.width)) for cell in replicas[0].cells),
             tuple(cell.group for cell in replicas[0].cells),
             len(replicas),
         )
@@ -163,16 +163,12 @@ class _Drawing:
     def timeline(self) -> Timeline:
         return self.pipeline.span.timeline
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        return self.pipeline.offsets
-
     @cached_property
     def ranks(self) -> list[tuple[int, int]]:
         """(rank, its place in the pipeline) of what is drawn."""
         places, first = range(len(self.timeline.starts_s)), self.pipeline.first_rank
         if self.all_ranks:
-            return [(first[place] + offset, place) for place in places for offset in self.offsets]
+            return [(first[place] + offset, place) for place in places for offset in self.pipeline.offsets[place]]
         if len(places) > MOST_PLACES:
             places = [*places[: MOST_PLACES // 2], *places[-MOST_PLACES // 2 :]]
         return [(first[place], place) for place in places]
@@ -211,18 +207,20 @@ class _Drawing:
             stages = [s for s, holder in enumerate(self.timeline.schedule.stage_rank) if holder == place]
             held = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
             where = f" (pipeline place {place + 1} of {places}, {held})" if places > 1 else ""
-            for_whom = "" if self.all_ranks or len(self.offsets) == 1 else f", stands for {self._alike(rank)}"
+            alone = self.all_ranks or len(self.pipeline.offsets[place]) == 1
+            for_whom = "" if alone else f", stands for {self._alike(rank, place)}"
             on = f" on {self.pipeline.groups[place]}" if self.pipeline.groups else ""
             alike = f", one of {self.pipeline.num_replicas} replicas alike" if self.pipeline.num_replicas > 1 else ""
             yield named("process_name", rank, None, name=f"rank {rank}{on}{where}{for_whom}{alike}")
             yield named("process_sort_index", rank, None, sort_index=rank)
 
-    def _alike(self, rank: int) -> str:
+    def _alike(self, rank: int, place: int) -> str:
         """The ranks of the place that ``rank`` is the first of."""
-        count, last = len(self.offsets), rank + self.offsets[-1]
-        if self.offsets[-1] == count - 1:
+        offsets = self.pipeline.offsets[place]
+        count, last = len(offsets), rank + offsets[-1]
+        if offsets[-1] == count - 1:
             return f"ranks {rank} to {last} ({count})"
-        shown = ", ".join(str(rank + offset) for offset in self.offsets[:MOST_NAMED])
+        shown = ", ".join(str(rank + offset) for offset in offsets[:MOST_NAMED])
         return f"ranks {shown}{f' .. {last}' if count > MOST_NAMED else ''} ({count})"
 
     def rank(self, rank: int, place: int) -> Iterator[Event]:
@@ -316,13 +314,23 @@ class _Drawing:
             arrives_s = done.leaves_s + (times.send_forward_s if done.forward else times.send_backward_s)
             lane = free_lane(lanes.setdefault(done.place, []), done.leaves_s, arrives_s)
             needs = found.get((done.forward, stage, done.action.micro_batch))
-            for offset in self.offsets if self.all_ranks else (0,):
-                sender, receiver = (self.pipeline.first_rank[at] + offset for at in (done.place, target))
+            for sender, receiver in self._pairs(done.place, target):
                 if arrives_s > done.leaves_s:
                     name = f"{done.action} to rank {receiver}"
                     yield span(name, sender, SENDS + lane, done.leaves_s, arrives_s)
                 if needs is not None:
                     yield from arrow(next(arrows), (sender, done.near_end_s), (receiver, needs.near_start_s))
+
+    def _pairs(self, place: int, target: int) -> Iterator[tuple[int, int]]:
+        """Ranks of two places that hand each other something, of those that are drawn; each rank of the wider place once."""
+        ways = [self.pipeline.offsets[at] if self.all_ranks else (0,) for at in (place, target)]
+        most = max(map(len, ways))
+        for number in range(most):
+            sender, receiver = (
+                self.pipeline.first_rank[at] + offsets[number * len(offsets) // most]
+                for at, offsets in zip((place, target), ways, strict=True)
+            )
+            yield sender, receiver
 
     def _done(self, place: int) -> Iterator[_Done]:
         """The drawn actions of a place of the pipeline whose results another action needs."""

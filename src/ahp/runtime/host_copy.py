@@ -1,8 +1,15 @@
-"""Numbers on their way from the device to the host, waited for only when somebody reads them."""
+"""What is on its way from the device to the host: numbers, waited for only when somebody reads them, and memory to copy to."""
 
 from __future__ import annotations
 
+import warnings
+import weakref
+from typing import Any
+
 import torch
+
+PINNED_IN_PLACE_BYTES = 1 << 20
+"""Smaller pieces share pages with others, which cannot be locked twice."""
 
 
 class HostCopy:
@@ -26,3 +33,23 @@ class HostCopy:
     def __getstate__(self) -> dict[str, object]:
         """For pickle: an event cannot leave its process."""
         return {"tensor": self.read(), "arrived": None}
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Page-locked host memory like a tensor, without values. Where the system locks no more it is plain, with a warning.
+
+    torch's own allocator of such memory rounds each piece up to a power of two, so the large ones are locked where they lie.
+    """
+    if tensor.nbytes < PINNED_IN_PLACE_BYTES:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    memory = torch.empty_like(tensor, device="cpu")
+    address: int = memory.data_ptr()
+    cudart: Any = torch.cuda.cudart()
+    if int(cudart.cudaHostRegister(address, memory.nbytes, 1)):  # 1: cudaHostRegisterPortable
+        warnings.warn(
+            f"host memory: {memory.nbytes} bytes cannot be page-locked; copies to it are slower", stacklevel=2
+        )
+        return memory
+    # Not at the end of the process, when CUDA may be gone before.
+    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+    return memory

@@ -9,12 +9,14 @@ from ahp.engines import registry
 from ahp.engines.ahp import needs_one_graph
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import rules
+from ahp.forecast.mixed_rules import widths_of_ranks
 from ahp.graph.blocks import BlockList
 from ahp.graph.outline import Outline
 from ahp.graph.positions import refuse_longer
 from ahp.plan import ContextMethod, EngineChoice, Plan
 from ahp.runtime.compute.compile import refuse_without_compiler
 from ahp.runtime.compute.fp8 import check_linear
+from ahp.runtime.experts.balance_loss import balance_of
 from ahp.runtime.experts.dispatch import check_experts
 from ahp.runtime.optimizer.offload import refuse_without_host
 from ahp.runtime.tensor.sliced_dropout import drops_parts
@@ -29,7 +31,13 @@ def refuse_plan(plan: Plan, device: torch.device) -> None:
         raise NotExpressible(f"engine.name = {plan.engine.name!r}: this runtime runs plans for 'ahp' only")
     if reason := registry.get("ahp").refuses(job, p, plan.engine):
         raise NotExpressible(reason)
-    if reason := rules.batch(job, p) or rules.sequence(job, p) or rules.schedules(job, p, in_torch=True):
+    if reason := (
+        rules.batch(job, p)
+        or next(filter(None, (rules.sequence(job, each) for each in p.layouts_of_ranks)), None)
+        or widths_of_ranks(p)
+        or rules.unlike_widths(job, p)
+        or rules.schedules(job, p, in_torch=True)
+    ):
         raise BadInput(reason)
     refuse_kernels(plan.engine, device)
 
@@ -53,9 +61,12 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, found)
     check_experts(module, found, p.expert_parallel_degree)
+    if p.has_unlike_widths and ((found and found.experts) or balance_of(module) is not None):
+        raise BadInput(rules.EXPERTS_OF_UNLIKE_WIDTHS)
     if plan.job.precision == "fp8":
         check_linear(blocks)
-    if found and p.tensor_parallel_degree > 1 and p.enable_sequence_parallel and found.uncuttable is not None:
+    is_split = p.enable_sequence_parallel and any(tensor > 1 for _, tensor in p.widths)
+    if found and is_split and found.uncuttable is not None:
         raise BadInput(
             f"enable_sequence_parallel: {found.uncuttable}, which would meet a part of the sequence (valid: False)"
         )

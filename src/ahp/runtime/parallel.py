@@ -33,6 +33,7 @@ from ahp.runtime.optimizer.loss_scale import LossScale
 from ahp.runtime.optimizer.muon import OwnedMatrices
 from ahp.runtime.optimizer.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
 from ahp.runtime.peak_memory import most_bytes
+from ahp.runtime.pipeline.borders import by_micro_batch
 from ahp.runtime.pipeline.cut import Stage
 from ahp.runtime.pipeline.schedules import Accumulation, Inputs, Pipeline, stages_of_rank
 from ahp.runtime.ranks.device_order import check_device
@@ -106,33 +107,38 @@ class Parallel:
 
     def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, hosts: Hosts, *, initialize: bool = True) -> None:
         self.plan, self.mesh, self.hosts = plan, mesh, hosts
+        p = self.layout = plan.parallelism.of_rank(mesh.rank("pp"))
+        """The plan's as this rank has it: with the width of its own stages."""
+        own = plan.model_copy(update={"parallelism": self.layout})
         self.config = getattr(module, "config", None)
         self._saver: BackgroundSaver | None = None
         self.halts_at_fault = False
         """Whether, once a loss or a gradient was no number, no later step changes a weight either: for a loop that calls the next step
         before it has read that of the one before."""
         self._halted = torch.zeros((), dtype=torch.bool, device=mesh.device)
-        p = plan.parallelism
-        blocks, balance = _blocks(module, p), balance_of(module)
+        blocks, balance = _blocks(module, plan.parallelism), balance_of(module)
         documents = documents_apart(module, plan.job.sequence_length) if plan.job.document_mask else None
         self.documents: DocumentAttention | None = None
         """What attends within documents by their lengths, None = masks, or there are none to keep apart."""
         self.attention_reason = ""
         """By what documents are kept apart, and why; empty where they are not."""
         if documents is not None:
-            self.documents, self.attention_reason = document_attention(module, documents, plan, mesh.device)
+            self.documents, self.attention_reason = document_attention(module, documents, own, mesh.device)
             documents = documents if self.documents is None else self.documents.documents
-        found = _outline(module, plan, documents) if blocks and _needs_outline(plan) else None
+        found = _outline(module, own, documents) if blocks and _needs_outline(plan) else None
         refuse_model(module, blocks, found, plan)
         path, num_layers = (blocks.path, len(blocks)) if blocks else (None, 0)
-        sliced = _sliced(found, p)
-        if found and sliced and plan.job.precision == "fp8":
-            check_parts(module, found, sliced, p.tensor_parallel_degree)
         self.tokens = (
             SequenceSharding(module, found, plan, mesh, documents) if found and p.context_parallel_degree > 1 else None
         )
         """How sequences are cut over the context ranks, None where they are not."""
-        refuse_what_stays_outside(plan, sliced, self.tokens.context.method if self.tokens else None)
+        # At every stage's width: what one stage cannot do is refused on all ranks, or the others would wait.
+        ways = {each.tensor_parallel_degree: _sliced(found, each) for each in plan.parallelism.layouts_of_ranks}
+        for degree, sliced in ways.items():
+            if found and sliced and plan.job.precision == "fp8":
+                check_parts(module, found, sliced, degree)
+            refuse_what_stays_outside(plan, sliced, self.tokens.context.method if self.tokens else None)
+        sliced = ways[p.tensor_parallel_degree]
         self.names = ParameterNames(module)
         matrices = matrices_of(module, plan.job.optimizer)
         start = StartingValues(module, plan, initialize=initialize)
@@ -142,11 +148,11 @@ class Parallel:
         self._unlike = first_unlike(module, mesh.device) if real else None
         """A parameter that ranks built unlike, until weights are loaded."""
         stages = cut_stages(module, found, plan, documents)
-        self.ties = TiedParameters([self.names.on(stage.model) for stage in stages], mesh, p)
+        self.ties = TiedParameters([self.names.on(stage.model) for stage in stages], mesh, plan.parallelism)
         self.stages = {i: stages[i] for i in stages_of_rank(mesh.rank("pp"), p)}
         self.sharding = Sharding(mesh, p.zero_stage, plan.job.precision)
         prepare = StageSetup(
-            plan,
+            own,
             mesh,
             self.names,
             self.sharding,
@@ -198,6 +204,7 @@ class Parallel:
                 self.mesh,
                 ranks_of_stages(self.plan.parallelism),
             ),
+            written_elsewhere=self.ties.written_elsewhere(self.mesh.rank("pp")),
         )
 
     @property
@@ -233,7 +240,7 @@ class Parallel:
         return loss
 
     def _runner(self, found: Outline | None, vocabulary: bool) -> Accumulation | Pipeline:
-        p = self.plan.parallelism
+        p = self.layout
         if p.num_stages == 1:
             return Accumulation(self.stages[0], self.loss, self.sharding)
         assert found is not None
@@ -247,7 +254,7 @@ class Parallel:
             hidden = replace(hidden, shape=(batch, sequence // context // p.tensor_parallel_degree, *rest))
         return Pipeline(
             self.stages,
-            p,
+            self.plan.parallelism,
             self.loss,
             self.mesh,
             ids=(batch, found.hidden.shape[1]),
@@ -277,7 +284,7 @@ class Parallel:
     def rows(self, num_rows: int) -> range:
         """Which rows of a global batch of so many are this rank's, for a reader that reads no others: replica by replica as many
         as its micro-batches, and within a replica shard by shard."""
-        p, replica, shard = self.plan.parallelism, self.mesh.rank("dp_replicate"), self.mesh.rank("dp_shard")
+        p, replica, shard = self.layout, self.mesh.rank("dp_replicate"), self.mesh.rank("dp_shard")
         counts = p.micro_batches_per_replica or (1,) * p.data_parallel_replicate_degree
         share = sum(counts) * p.data_parallel_shard_degree
         if num_rows % (share * p.micro_batch_size):
@@ -296,7 +303,7 @@ class Parallel:
 
     def _micro_batches(self, num_rows: int) -> int:
         """Of the global batch, over all replicas and shards, where this rank has so many rows."""
-        p = self.plan.parallelism
+        p = self.layout
         counts = p.micro_batches_per_replica or (1,) * p.data_parallel_replicate_degree
         mine = counts[self.mesh.rank("dp_replicate")]
         return num_rows // p.micro_batch_size * sum(counts) * p.data_parallel_shard_degree // mine
@@ -321,10 +328,10 @@ class Parallel:
         self.loss.total = PendingCount(scored, self.mesh.data.get_group())
         job = self.plan.job
         with numbers_of_step(self.mesh, job.seed, state.num_steps_done), deterministic(job.deterministic):
-            loss = self.runner.run(inputs, labels, len(labels) // self.plan.parallelism.micro_batch_size)
+            loss = self.runner.run(inputs, labels, len(labels) // self.layout.micro_batch_size)
         self.sharding.finish()
         gradients = state.local.gradients()
-        self.ties.sum_(gradients, state.optimizer.shards)
+        self.ties.sum_(gradients, state.layout, state.optimizer.shards)
         squares = weighted_square_sum(gradients, self.copies, self.mesh.device)
         figures = loss_and_norm(loss / self.mesh.size("tp"), squares.total, scale)
         can_shrink = state.loss_scale.can_shrink()
@@ -353,7 +360,7 @@ class Parallel:
 
         ``parts``: for each, this rank's rows as ``shard`` gives them. Collective; the same on every rank, under every plan.
         """
-        size = self.plan.parallelism.micro_batch_size
+        size = self.layout.micro_batch_size
         with deterministic(self.plan.job.deterministic):
             return evaluate(self.runner, self.mesh, size, (self._checked(part) for part in parts), self.plan.job.seed)
 
@@ -362,7 +369,7 @@ class Parallel:
 
         ``part``, ``result``: what ``step`` had and gave. Collective; the same on every rank.
         """
-        size, bad = self.plan.parallelism.micro_batch_size, result.bad_gradients
+        size, bad = self.layout.micro_batch_size, result.bad_gradients
         with numbers_of_step(self.mesh, self.plan.job.seed, result.index):
             return find_fault(self.runner, size, *self._checked(part), names=list(self.names.shapes), bad_gradients=bad)
 
@@ -378,7 +385,7 @@ class Parallel:
             fault = f"{', '.join(missing)} is missing" if missing else f"{', '.join(unused)} would not be used"
             raise bad_input("part", sorted(part), f"{rule}; {fault}")
         found = {key: part[key].to(self.mesh.device, non_blocking=True) for key in wanted}
-        shapes, size = {tuple(tensor.shape) for tensor in found.values()}, self.plan.parallelism.micro_batch_size
+        shapes, size = {tuple(tensor.shape) for tensor in found.values()}, self.layout.micro_batch_size
         rows, *rest = next(iter(shapes))
         if len(shapes) > 1 or len(rest) != 1 or rows % size or not rows:
             raise bad_input(
@@ -386,9 +393,11 @@ class Parallel:
                 ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in found.items()),
                 f"all must be [rows, sequence] with rows a multiple of micro_batch_size {size}; did you call parallel.shard(batch)?",
             )
+        widths = self.plan.parallelism.widths
+        found = {key: by_micro_batch(tensor, widths, self.layout) for key, tensor in found.items()}
         labels = found.pop("labels")
         if self.documents is not None:
-            self.documents.make_room(part["position_ids"])
+            self.documents.make_room(by_micro_batch(part["position_ids"], widths, self.layout))
         return found, labels
 
     def memory_bytes(self) -> int:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
@@ -35,9 +33,6 @@ from ahp.graph.torch_compat import TorchDispatchMode as TorchDispatchMode
 from ahp.graph.torch_compat import memory_of as memory_of
 from ahp.graph.torch_compat import pytree as pytree
 from ahp.runtime.ranks.environment import run_of_changing_nodes
-
-PINNED_IN_PLACE_BYTES = 1 << 20
-"""Smaller pieces share pages with others, which cannot be locked twice."""
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
@@ -88,26 +83,6 @@ def like_distributed(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return DTensor(local, like._spec, requires_grad=False)
 
 
-def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Page-locked host memory like a tensor, without values. Where the system locks no more it is plain, with a warning.
-
-    torch's own allocator of such memory rounds each piece up to a power of two, so the large ones are locked where they lie.
-    """
-    if tensor.nbytes < PINNED_IN_PLACE_BYTES:
-        return torch.empty_like(tensor, device="cpu", pin_memory=True)
-    memory = torch.empty_like(tensor, device="cpu")
-    address: int = memory.data_ptr()
-    cudart: Any = torch.cuda.cudart()
-    if int(cudart.cudaHostRegister(address, memory.nbytes, 1)):  # 1: cudaHostRegisterPortable
-        warnings.warn(
-            f"host memory: {memory.nbytes} bytes cannot be page-locked; copies to it are slower", stacklevel=2
-        )
-        return memory
-    # Not at the end of the process, when CUDA may be gone before.
-    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
-    return memory
-
-
 def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor], None] | None) -> None:
     """Make a sharded module add gradients up, never average them; then hand each reduced buffer to ``on_reduced``.
 
@@ -146,6 +121,47 @@ def _accumulate(parameter: Any) -> None:
         parameter.unsharded_accumulated_grad = gradient.to(parameter.reduce_dtype)
     else:
         parameter.unsharded_accumulated_grad += gradient
+
+
+def give_peers(
+    stage: Any,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    *,
+    group: dist.ProcessGroup,
+    stage_ranks: Sequence[int],
+    pipeline_rank: int,
+) -> None:
+    """Let each input of torch's PipelineStage come from a rank of its own, and each output go to one; gradients the other way.
+
+    torch knows one peer for a stage, and a group with one rank for each pipeline rank. ``group``: has all these ranks, and this one.
+    """
+    for name, peers in (
+        ("get_fwd_recv_ops", sources),
+        ("get_fwd_send_ops", targets),
+        ("get_bwd_recv_ops", targets),
+        ("get_bwd_send_ops", sources),
+    ):
+        setattr(stage, name, _with_peers(getattr(stage, name), peers))
+    # Before the first step neighbours agree by one peer each: 2.13 that all shapes are given, 2.11 and 2.12 on nothing.
+    agreed = torch.ones(1, dtype=torch.int32, device=stage.device)
+    stage._warmup_forward_vote = stage._warmup_backward_result = lambda *args, **kwargs: agreed
+    stage._get_init_p2p_neighbors_ops = list
+    stage.group, stage.group_rank, stage.group_size = group, pipeline_rank, max(stage_ranks) + 1
+    stage.stage_index_to_group_rank = dict(enumerate(stage_ranks))
+
+
+def _with_peers(
+    operations: Callable[[int], list[dist.P2POp]], peers: Sequence[int]
+) -> Callable[[int], list[dist.P2POp]]:
+    """The same messages, each with its own rank."""
+
+    def found(micro_batch: int) -> list[dist.P2POp]:
+        made = operations(micro_batch)
+        pairs = zip(made, peers if made else (), strict=True)
+        return [dist.P2POp(one.op, one.tensor, peer, one.group) for one, peer in pairs]
+
+    return found
 
 
 def pipeline_of_steps(stages: list[Any], ranks: list[list[str]], **settings: Any) -> Any:

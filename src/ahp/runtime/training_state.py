@@ -27,6 +27,8 @@ class TrainingState:
     """The stages of this rank by their number; the weights and buffers are theirs."""
     buffers: Buffers
     num_steps_done: int = 0
+    written_elsewhere: frozenset[str] = frozenset()
+    """Parameters that this rank holds and a checkpoint has from another stage of another width: of one layout of parts alone."""
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

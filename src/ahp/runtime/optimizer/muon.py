@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, part_of, put_part
 from ahp.runtime.tensor.collectives import exchange_rows
-from ahp.runtime.torch_compat import flatten_axes, orthogonalized
+from ahp.runtime.torch_compat import orthogonalized
 
 HELD_ELEMENTS = 2**27
 """Of the matrices that an owner has at a time on average, and of results that a replica is sent at once: 256 MiB in bf16, enough to
@@ -72,7 +72,7 @@ class OwnedMatrices:
         self.device = mesh.device
         self.replica, self.num_replicas = mesh.weights.get_local_rank("dp_replicate"), mesh.num_replicas
         self.replicas = mesh.weights.get_group("dp_replicate")
-        self.group = flatten_axes(mesh.weights, ("dp_shard", "tp"), "replica").get_group()
+        self.group = mesh.over(("dp_shard", "tp"), "replica")
         self.place = self.group.rank()
         places = _places(mesh, self.group)
         shapes: dict[str, tuple[int, int]] = {name: layout.shapes[name] for name in names}  # type: ignore[misc]

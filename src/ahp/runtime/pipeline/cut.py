@@ -19,6 +19,7 @@ from ahp.graph.call import Documents, call_model, logits_of
 from ahp.graph.capture import tensor_leaves
 from ahp.graph.outline import Outline, block_input
 from ahp.runtime.experts.balance_loss import Routers
+from ahp.runtime.pipeline.borders import Border
 from ahp.runtime.pipeline.weight_gradients import Deferring, WeightGradients
 from ahp.runtime.shard.ends import GatheredOnce
 from ahp.runtime.transformers_compat import consecutive_positions
@@ -43,6 +44,9 @@ class Stage(nn.Module):
         """Around the head, where it runs on a few tokens at a time."""
         self.documents: Documents | None = None
         """How the model is told which tokens are one document, where the job masks documents."""
+        self.before: Border | None = None
+        self.after: Border | None = None
+        """Where the neighbouring stage is of another width: ``forward`` takes, or gives, the pieces of hidden states."""
         self.after_blocks = ExitStack()
         """What the last block enters for the rest of the forward."""
 
@@ -51,6 +55,12 @@ class Stage(nn.Module):
         return nullcontext() if self.later is None else Deferring(self.later)
 
     def forward(self, x: torch.Tensor, *earlier: torch.Tensor, **inputs: torch.Tensor) -> Any:
+        if self.before is not None:
+            x, earlier = self.before.join((x, *earlier)), ()
+        output = self._forward(x, earlier, inputs)
+        return output if self.after is None else self.after.split(output)
+
+    def _forward(self, x: torch.Tensor, earlier: tuple[torch.Tensor, ...], inputs: dict[str, torch.Tensor]) -> Any:
         if self.routers is None or not torch.is_grad_enabled():
             return self._run(x, inputs)
         self.routers.begin()

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from ahp.graph.capture import TensorLike
 from ahp.plan import Parallelism
 from ahp.runtime.compute.loss import Loss
+from ahp.runtime.pipeline.borders import Border, Place, pieces
 from ahp.runtime.pipeline.cut import Stage
-from ahp.runtime.ranks.mesh import Mesh
+from ahp.runtime.ranks.mesh import STAGE_AXES, Mesh
 from ahp.runtime.shard.fsdp import Sharding
-from ahp.runtime.torch_compat import accumulate_in_reduce_dtype, pipeline_of_steps
+from ahp.runtime.torch_compat import accumulate_in_reduce_dtype, give_peers, pipeline_of_steps
 from ahp.schedule.messages import with_messages
 from ahp.schedule.orders import given_order, ranks_of_stages
 
@@ -67,8 +68,8 @@ class Pipeline:
         hidden: TensorLike,
         outputs: TensorLike,
     ) -> None:
-        """``hidden``: what passes between stages; ``outputs``: what the last one gives to the loss. Both beside the sums of the
-        balance loss, where there is one."""
+        """``hidden``: what passes between stages of this rank's width; ``outputs``: what the last one gives to the loss. Both beside the sums of
+        the balance loss, where there is one."""
         p = parallelism
         self.stages, self.num_stages, self.loss, self.mesh = stages, p.num_stages, loss, mesh
         self.name, self.order = p.pipeline_parallel_schedule, given_order(p, mesh.rank("dp_replicate"))
@@ -76,6 +77,9 @@ class Pipeline:
         """The pipeline rank of each stage."""
         self.ids, self.hidden, self.outputs = ids, hidden, outputs
         self.schedules: dict[int, Any] = {}
+        self.unlike = p.has_unlike_widths
+        for index, stage in stages.items():
+            stage.before, stage.after = (self._border(p, index, other) for other in (index - 1, index + 1))
 
     def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
         """As ``Accumulation.run``; 0 on ranks that do not hold the last stage."""
@@ -99,17 +103,48 @@ class Pipeline:
         nothing waits in a circle.
         """
         group, me, last = self.mesh.group("pp"), self.mesh.rank("pp"), self.num_stages - 1
-        hidden = inputs["input_ids"]
+        hidden: Any = inputs["input_ids"]
         for index in sorted(self.stages):
             if index > 0 and self.stage_ranks[index - 1] != me:
-                hidden = torch.empty(self.hidden.shape, dtype=self.hidden.dtype, device=self.mesh.device)
-                dist.recv(hidden, group=group, group_src=self.stage_ranks[index - 1])
-            hidden = self.stages[index](hidden, **inputs)
+                hidden = self._empty(self.stages[index].before, self.mesh.device)
+                for part, peer in zip(hidden, self._peers(self.stages[index].before, index - 1), strict=True):
+                    dist.recv(part, src=peer, group=group)
+            hidden = self.stages[index](*(hidden if isinstance(hidden, tuple) else (hidden,)), **inputs)
             if index == last:
                 return self.loss(hidden, labels)
             if self.stage_ranks[index + 1] != me:
-                dist.send(hidden.contiguous(), group=group, group_dst=self.stage_ranks[index + 1])
+                parts = hidden if isinstance(hidden, tuple) else (hidden,)
+                for part, peer in zip(parts, self._peers(self.stages[index].after, index + 1), strict=True):
+                    dist.send(part.contiguous(), dst=peer, group=group)
         return torch.zeros((), device=self.mesh.device)
+
+    def _border(self, p: Parallelism, index: int, other: int) -> Border | None:
+        """This rank's side of the cut between one of its stages and a neighbouring one; None where both are of one width, or there is none."""
+        if not 0 <= other < self.num_stages:
+            return None
+        here, there = (p.widths[self.stage_ranks[stage]] for stage in (index, other))
+        if here == there:
+            return None
+        mesh, (shards, tensors) = self.mesh, here
+        rows, positions = self.ids[0] * shards, self.ids[1]
+        own = Place(mesh.rank("dp_shard"), shards, mesh.rank("tp"), tensors)
+        found = pieces(own, mesh.peers(self.stage_ranks[other]).tolist(), rows, positions)
+        part = (self.ids[0], positions // tensors, *self.hidden.shape[2:])
+        holds_all = tensors > 1 and not p.enable_sequence_parallel
+        return Border(found, part, self.hidden.dtype, mesh.group("tp") if holds_all else None)
+
+    def _empty(self, border: Border | None, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Room for what passes a cut."""
+        if border is not None:
+            return border.empty(device)
+        return (torch.empty(self.hidden.shape, dtype=self.hidden.dtype, device=device),)
+
+    def _peers(self, border: Border | None, other: int) -> list[int]:
+        """The ranks of a neighbouring stage that this rank gives parts of hidden states, or takes them from."""
+        if border is not None:
+            return border.peers
+        at = tuple(self.mesh.rank(axis) for axis in STAGE_AXES)
+        return [int(self.mesh.places[self.stage_ranks[other]][at])]
 
     def _schedule(self, num_micro_batches: int) -> Any:
         from torch.distributed.pipelining.schedules import (  # seconds of imports
@@ -131,23 +166,35 @@ class Pipeline:
         """With all shapes given, so that torch need not run the stage on made-up data to find them."""
         from torch.distributed.pipelining import PipelineStage
 
-        last = index == self.num_stages - 1
-        shape = self.hidden.shape
-        ids = torch.empty(self.ids, dtype=torch.int64, device="meta")
-        hidden = torch.empty(shape, dtype=self.hidden.dtype, device="meta")
-        outputs = torch.empty(self.outputs.shape, dtype=self.outputs.dtype, device="meta")
+        first, last, meta = index == 0, index == self.num_stages - 1, torch.device("meta")
         stage, balance = self.stages[index], self.loss.balance
-        sums = () if balance is None else (balance.nothing(torch.device("meta")),)
-        return PipelineStage(
-            stage,
-            index,
-            self.num_stages,
-            self.mesh.device,
-            input_args=(ids,) if index == 0 else (hidden.clone().requires_grad_(), *sums),
-            output_args=((outputs if last else hidden).clone().requires_grad_(), *sums),
-            group=self.mesh.group("pp"),
-            dw_builder=None if stage.later is None else lambda: _weight_gradients(stage),
-        )
+        ids = torch.empty(self.ids, dtype=torch.int64, device=meta)
+        outputs = (torch.empty(self.outputs.shape, dtype=self.outputs.dtype, device=meta),)
+        given, gives = (self._empty(border, meta) for border in (stage.before, stage.after))
+        sums = () if balance is None else (balance.nothing(meta),)
+        settings: dict[str, Any] = {
+            "input_args": (ids,) if first else (*_trainable(given), *sums),
+            "output_args": (*_trainable(outputs if last else gives), *sums),
+            "dw_builder": None if stage.later is None else lambda: _weight_gradients(stage),
+        }
+        mesh = self.mesh
+        made = PipelineStage(
+            stage, index, self.num_stages, mesh.device, group=mesh.whole.get_group("pp"), **settings
+        )  # of this rank alone where stages are of unlike width
+        if self.unlike:
+            give_peers(
+                made,
+                sources=[] if first else self._peers(stage.before, index - 1),
+                targets=[] if last else self._peers(stage.after, index + 1),
+                group=mesh.group("pp"),
+                stage_ranks=self.stage_ranks,
+                pipeline_rank=mesh.rank("pp"),
+            )
+        return made
+
+
+def _trainable(tensors: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+    return (tensor.requires_grad_() for tensor in tensors)
 
 
 Runner = Accumulation | Pipeline

@@ -1,8 +1,13 @@
-"""The device mesh of a plan: named axes over the ranks of the job."""
+"""The device mesh of a plan: named axes over the ranks of the job.
+
+torch's DeviceMesh has no rows of unlike length. Where stages are of unlike width each has a mesh of its own, with a ``pp`` axis of one
+rank, over process groups that all ranks make alike; and one group holds all ranks of a replica, over its stages.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +35,10 @@ class Mesh:
     """Where this rank stands on each axis, and the process groups along them."""
 
     device: torch.device
+    places: tuple[torch.Tensor, ...]
+    """Of each pipeline rank: its ranks by replica, shard, context and tensor rank."""
     whole: DeviceMesh
-    """The same ranks by ``AXES``."""
+    """The same ranks by ``AXES``; where stages are of unlike width those of this rank's stage."""
     weights: DeviceMesh
     """The same ranks by ``WEIGHT_AXES``: ``dp_replicate`` and ``dp_shard`` are what FSDP2 is given, context ranks included."""
     data: DeviceMesh
@@ -45,6 +52,10 @@ class Mesh:
     """Size of the ``dp_replicate`` axis of the weights."""
     experts: DeviceMesh | None
     """``weights`` with ``EXPERT_AXES`` in the place of ``dp_shard``; None where every rank has all experts."""
+    pipeline: dist.ProcessGroup
+    """The ranks that a micro-batch goes through: one of each pipeline rank, or all of a replica where stages are of unlike width."""
+    joined: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
+    """Along several axes of ``weights``, where stages are of unlike width: groups that all ranks have to make alike."""
 
     def size(self, axis: str) -> int:
         return self.sizes[axis]
@@ -54,7 +65,21 @@ class Mesh:
         return self.ranks[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        return self.holding(axis).get_group(axis)
+        return self.pipeline if axis == "pp" else self.holding(axis).get_group(axis)
+
+    def over(self, axes: tuple[str, ...], name: str) -> dist.ProcessGroup:
+        """The ranks along several axes of ``weights``. Collective."""
+        return self.joined[axes] if self.joined else flatten_axes(self.weights, axes, name).get_group()
+
+    def peers(self, pipeline_rank: int) -> torch.Tensor:
+        """The ranks of a pipeline rank that compute the same replica as this one, by shard and tensor rank. Not with context ranks."""
+        return self.places[pipeline_rank][self.rank("dp_replicate"), :, 0]
+
+    def place_in_pipeline(self, pipeline_rank: int) -> int:
+        """In the group ``pipeline``: that of a pipeline rank, or of its first one where stages are of unlike width."""
+        if not self.joined:
+            return pipeline_rank
+        return dist.get_group_rank(self.pipeline, int(self.peers(pipeline_rank)[0, 0]))
 
     def holding(self, axis: str) -> DeviceMesh:
         """The mesh that has an axis."""
@@ -88,7 +113,7 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
     # Groups are made within the limit of a collective, and so ranks that still build a model are waited for before.
     meet(default_store(), dist.get_rank(), world, at="making of the mesh")
     with groups_wait(time_limit(device)):
-        return _build(parallelism, device)
+        return (_build_by_stage if parallelism.has_unlike_widths else _build)(parallelism, device)
 
 
 def _build(parallelism: Parallelism, device: torch.device) -> Mesh:
@@ -108,6 +133,7 @@ def _build(parallelism: Parallelism, device: torch.device) -> Mesh:
     data = flatten_axes(whole, ("dp_replicate", "dp_shard"), "dp")
     return Mesh(
         device,
+        ranks_by_stage(parallelism),
         whole,
         weights,
         data,
@@ -116,11 +142,95 @@ def _build(parallelism: Parallelism, device: torch.device) -> Mesh:
         (weights.get_local_rank("dp_shard"), shards),
         parallelism.weight_replicas,
         experts,
+        whole.get_group("pp"),
     )
 
 
+STAGE_AXES = AXES[1:]
+"""Of the ranks of one stage."""
+JOINED = (("dp_replicate", "dp_shard"), ("dp_shard", "tp"), ("dp_replicate", "dp_shard", "tp"))
+"""Axes along which one group is asked for (``Mesh.over``, ``Mesh.data``)."""
+
+
+def _build_by_stage(parallelism: Parallelism, device: torch.device) -> Mesh:
+    places = ranks_by_stage(parallelism)
+    groups = _Groups()
+    found: dict[tuple[str, ...], dist.ProcessGroup] = {}
+    for ranks in places:
+        for axes in (*((axis,) for axis in STAGE_AXES), *JOINED):
+            if (group := groups.along(ranks, axes)) is not None:
+                found[axes] = group
+    pipelines = [
+        groups.of([int(rank) for ranks in places for rank in ranks[replica].flatten()])
+        for replica in range(parallelism.data_parallel_replicate_degree)
+    ]
+    alone = [groups.of([rank]) for rank in range(parallelism.world_size)]
+    stage = next(number for number, ranks in enumerate(places) if dist.get_rank() in ranks)
+    ranks = places[stage]
+    dims = [_mine(alone), *(found[axis,] for axis in STAGE_AXES)]
+    whole = DeviceMesh.from_group(dims, device.type, mesh=ranks[None], mesh_dim_names=AXES)
+    own = parallelism.of_rank(stage)
+    at = {axis: whole.get_local_rank(axis) for axis in AXES} | {"pp": stage}
+    return Mesh(
+        device,
+        places,
+        whole,
+        whole,
+        DeviceMesh.from_group(found["dp_replicate", "dp_shard"], device.type, mesh_dim_names=("dp",)),
+        {**{axis: own.degree(axis) for axis in AXES}, "efsdp": own.weight_shards, "ep": 1},
+        at,
+        (at["dp_shard"], own.weight_shards),
+        own.weight_replicas,
+        None,
+        _mine(pipelines),
+        found,
+    )
+
+
+class _Groups:
+    """Process groups, each made once. Every rank asks for all of them in the same order, those that it is not in too."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def of(self, ranks: list[int]) -> dist.ProcessGroup | None:
+        """None where this rank is not one of them. Collective."""
+        key = tuple(sorted(ranks))
+        if key not in self._made:
+            group = dist.new_group(list(key))
+            self._made[key] = group if isinstance(group, dist.ProcessGroup) and dist.get_rank() in key else None
+        return self._made[key]
+
+    def along(self, ranks: torch.Tensor, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """This rank's group along some of ``STAGE_AXES``; ``ranks``: of a stage, by these. Collective."""
+        dims = [STAGE_AXES.index(axis) for axis in axes]  # type: ignore[arg-type]
+        others = [dim for dim in range(len(STAGE_AXES)) if dim not in dims]
+        lines = ranks.permute(*others, *dims).reshape(-1, torch.Size(ranks.shape[dim] for dim in dims).numel())
+        return _mine([self.of(line) for line in lines.tolist()], needed=False)
+
+
+def _mine(groups: list[dist.ProcessGroup | None], *, needed: bool = True) -> Any:
+    """The one that this rank is in."""
+    found = next((group for group in groups if group is not None), None)
+    assert found is not None or not needed
+    return found
+
+
+def ranks_by_stage(parallelism: Parallelism) -> tuple[torch.Tensor, ...]:
+    """Of each pipeline rank: its ranks by replica, shard, context and tensor rank."""
+    if not parallelism.has_unlike_widths:
+        return tuple(ranks_by_place(parallelism))
+    found, first = [], 0
+    for own in map(parallelism.of_rank, range(parallelism.pipeline_parallel_degree)):
+        shape = [own.degree(axis) for axis in STAGE_AXES]
+        size = torch.Size(shape).numel()
+        found.append(torch.arange(first, first + size).view(shape))
+        first += size
+    return tuple(found)
+
+
 def ranks_by_place(parallelism: Parallelism) -> torch.Tensor:
-    """The rank at each place of the mesh, with one dim for each axis: ranks are numbered as ``mesh_order`` says."""
+    """The rank at each place of the mesh of stages that are alike, with one dim for each axis: ranks are numbered as ``mesh_order`` says."""
     numbered: list[Axis] = [*(axis for axis in AXES if parallelism.degree(axis) == 1), *parallelism.axes]
     ranks = torch.arange(parallelism.world_size).view([parallelism.degree(axis) for axis in numbered])
     # A copy: torch 2.11 reads the order of the axes off the strides, and a dim of size 1 may have any in a view.

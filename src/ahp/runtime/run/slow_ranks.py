@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ahp.plan import Plan
 from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.ranks.device_order import placement_of
-from ahp.runtime.ranks.mesh import AXES, ranks_by_place
+from ahp.runtime.ranks.mesh import ranks_by_stage
 from ahp.runtime.ranks.ranks import Ranks
 from ahp.runtime.run.link_times import link_s
 from ahp.runtime.run.own_time import STEPS, OwnTime, Stopwatch
@@ -64,14 +64,13 @@ class Excess:
 
 def roles(plan: Plan) -> list[Hashable]:
     """By rank, what ranks have in common that should take equally long."""
-    mesh, placement = ranks_by_place(plan.parallelism), placement_of(plan)
-    batches = plan.parallelism.micro_batches(plan.job)
-    stage, replica = AXES.index("pp"), AXES.index("dp_replicate")
-    found: list[Hashable] = [None] * mesh.numel()
-    for place in torch.cartesian_prod(*map(torch.arange, mesh.shape)).tolist():
-        rank = int(mesh[tuple(place)])
-        group = placement.group_of(rank) if placement is not None else None
-        found[rank] = place[stage], batches[place[replica]], group
+    placement, batches = placement_of(plan), plan.parallelism.micro_batches(plan.job)
+    found: list[Hashable] = [None] * plan.parallelism.world_size
+    for stage, replicas in enumerate(ranks_by_stage(plan.parallelism)):
+        for ranks, num_micro_batches in zip(replicas, batches, strict=True):
+            for rank in ranks.flatten().tolist():
+                group = placement.group_of(rank) if placement is not None else None
+                found[rank] = stage, num_micro_batches, group
     return found
 
 

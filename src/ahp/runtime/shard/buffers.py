@@ -17,7 +17,7 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.runtime.ranks.mesh import Mesh
-from ahp.runtime.torch_compat import flatten_axes, groups_wait, time_limit
+from ahp.runtime.torch_compat import groups_wait, time_limit
 
 
 class Buffers:
@@ -93,7 +93,7 @@ class Buffers:
             here = [index for index in self.names if name in self.names[index]]
             source = writer if writer in here else here[0] if here else None
             buffer = torch.empty_like(like, device=self.mesh.device) if source is None else self._buffer(source, name)
-            _broadcast([buffer], group, source=self.stage_ranks[writer])
+            _broadcast([buffer], group, source=self.mesh.place_in_pipeline(self.stage_ranks[writer]))
             for index in here:
                 self._buffer(index, name).copy_(buffer)
 
@@ -119,10 +119,10 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def _ranks_of_stage(mesh: Mesh) -> dist.ProcessGroup | None:
     """This rank and those that hold the same stages; None where it is alone. Collective."""
     axes = ("dp_replicate", "dp_shard", "tp")
-    if mesh.weights.size() == mesh.size("pp"):
+    if mesh.places[mesh.rank("pp")].numel() == 1:
         return None
     with groups_wait(time_limit(mesh.device)):
-        return flatten_axes(mesh.weights, axes, "stage").get_group()
+        return mesh.over(axes, "stage")
 
 
 def _broadcast(buffers: list[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:

@@ -6,6 +6,7 @@ a tensor-parallel rank holds as [q_r | k_r | v_r], is put back into [q | k | v] 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from ahp.runtime.weights.metadata import DataReader
 
 def save(state: TrainingState, folder: Path) -> None:
     """Write a checkpoint. Collective. The folder may exist; the caller makes it appear at once or not at all."""
-    dcp.save(tensors_of(state), checkpoint_id=str(folder))
+    dcp.save(tensors_to_write(state), checkpoint_id=str(folder))
 
 
 def load_weights(state: TrainingState, folder: Path) -> None:
@@ -52,13 +53,19 @@ def load(state: TrainingState, folder: Path) -> None:
     state.loss_scale.take_over(tensors)
 
 
-def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Name -> tensor. What is not packed shares memory with the live tensors, so loading fills them directly."""
+def tensors_to_write(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Those of ``tensors_of`` that this rank puts into a checkpoint. Collective."""
+    return tensors_of(state, without=state.written_elsewhere)
+
+
+def tensors_of(state: TrainingState, *, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """Name -> tensor, but for those of the parameters ``without``. What is not packed shares memory with the live tensors, so loading fills
+    them directly."""
     found: dict[str, torch.Tensor] = {"num_steps_done": torch.tensor(state.num_steps_done)}
     found |= state.loss_scale.state()
-    found |= _weights_of(state)
+    found |= _weights_of(state, without)
     for name, parameter in state.parameters.items():
-        if name in state.optimizer.shards:
+        if name in state.optimizer.shards and name not in without:
             for key, moment in state.optimizer.moments(name).items():
                 if key == "step":
                     found[f"adam_step.{name}"] = moment.detach()
@@ -67,10 +74,11 @@ def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
     return found
 
 
-def _weights_of(state: TrainingState) -> dict[str, torch.Tensor]:
+def _weights_of(state: TrainingState, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
     found = {f"buffer.{name}": buffer for name, buffer in state.buffers.tensors().items()}
     for name, parameter in state.parameters.items():
-        found[f"model.{name}"] = _canonical(state.layout, name, parameter.detach())
+        if name not in without:
+            found[f"model.{name}"] = _canonical(state.layout, name, parameter.detach())
     return found
 
 

@@ -62,12 +62,12 @@ def export_hf(
     where one could not write.
     """
     mesh = state.layout.mesh
-    pp, column = mesh.rank("pp"), mesh.whole.mesh[mesh.rank("pp")].flatten().tolist()
+    pp, column = mesh.rank("pp"), mesh.places[mesh.rank("pp")].flatten().tolist()
     folder.mkdir(parents=True, exist_ok=True)
     buffers = {name: buffer for stage in state.stages.values() for name, buffer in kept_buffers(stage.model)}
     stored = {name: Stored(rank, dtype, in_files[name]) for name, rank in writers.items()}
     stored |= _stored_buffers(buffers, in_files, pp)
-    files = plan_files(stored, [len(column)] * mesh.size("pp"))
+    files = plan_files(stored, [ranks.numel() for ranks in mesh.places])
     writer = _Writer(
         folder, {piece.stored: file for file in files for piece in file.pieces}, column.index(dist.get_rank())
     )

@@ -12,9 +12,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ahp.runtime.files import read_back
-from ahp.runtime.torch_compat import like_distributed, local_tensor, pinned_like
+from ahp.runtime.host_copy import pinned_like
+from ahp.runtime.torch_compat import like_distributed, local_tensor
 from ahp.runtime.training_state import TrainingState
-from ahp.runtime.weights.checkpoint import tensors_of
+from ahp.runtime.weights.checkpoint import tensors_to_write
 from ahp.runtime.weights.metadata import METADATA, BadMetadata, as_data
 
 
@@ -65,7 +66,7 @@ class BackgroundSaver:
         """Apart from the main thread's, whose collectives go on meanwhile."""
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.copies = HostCopies()
-        self._busy = self.thread.submit(self.copies.make, tensors_of(state))
+        self._busy = self.thread.submit(self.copies.make, tensors_to_write(state))
 
     def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]:
         """Copy this rank's part of the state to the host, then write it. Collective, and so is what the thread does.
@@ -76,7 +77,7 @@ class BackgroundSaver:
         could not write.
         """
         wait([self._busy])
-        copied = self.copies.of(tensors_of(self.state))
+        copied = self.copies.of(tensors_to_write(self.state))
         copies_made = torch.cuda.Event() if self.state.layout.mesh.device.type == "cuda" else None
         if copies_made is not None:
             copies_made.record()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ahp.cluster.cells import cell_width, link_between, place
+from ahp.cluster.cells import link_between, place
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.assembly import ranks_of_stages
@@ -52,7 +52,7 @@ def groups(asked: Problem, pair: Pair) -> Iterator[str]:
         held_by = [(r, s) for r, own in cells for s, rank in enumerate(ranks) if rank == own]
         stages, replicas = sorted({s for _, s in held_by}), sorted({r for r, _ in held_by})
         held = sum(layers[s] for s in stages)
-        units = found.units(layout, group.name)
+        units = found.units(layout.of_rank(cells[0][1]), group.name)
         one = units.blocks[units.layers[0]].times
         each_s = one.forward_s + one.backward_s
         counts = sorted({shared[r] for r in replicas})
@@ -61,7 +61,7 @@ def groups(asked: Problem, pair: Pair) -> Iterator[str]:
         yield (
             f"{group.name}: {where} ({held} of {sum(layers)} layers{_recomputed(layout, held_by)}) of {len(replicas)} of {len(rows)} replicas, "
             f"{' or '.join(map(str, counts))} of {sum(shared)} micro-batches each: {percent(work)} of the work on "
-            f"{percent(len(cells) * cell_width(layout) / layout.world_size)} of the devices; "
+            f"{percent(sum(rows[r][rank].width for r, rank in cells) / layout.world_size)} of the devices; "
             f"a layer takes {seconds(each_s)} a micro-batch there"
         )
 
@@ -115,7 +115,7 @@ def links(asked: Problem, pair: Pair) -> Iterator[str]:
                 key = (one, other) if one < other else (other, one)
                 sent[key] = sent.get(key, 0) + m
     sums = any(len({row[s].group for row in rows}) > 1 for s in range(len(rows[0])))
-    message = found.units(layout, names[0]).hidden_bytes
+    message = found.units(layout.of_rank(0), names[0]).hidden_bytes
     for (one, other), count in sent.items():
         link = link_between(asked.cluster, one, other)
         speed = f" ({link.bandwidth_bytes_per_s * 8e-9:.0f} Gb/s a node)" if link is not None else ""
