@@ -263,14 +263,14 @@ class MixedPricer:
 
     def _gathers(self, layout: _Layout, cells: Sequence[Cell]) -> Gathers:
         """What each stage's cell gathers beside the computation."""
-        p, last, each_s = layout.parallelism, len(layout.stage_rank) - 1, []
+        last, each_s = len(layout.stage_rank) - 1, []
         for stage, rank in enumerate(layout.stage_rank):
-            own = self.groups[cells[rank].group]
-            data, layers = own.data_parallel(p, layout.traits), own.ranges(p)[stage]
-            if not gathers_beside(p, layout.traits, data):
+            group, p, traits = self.groups[cells[rank].group], layout.own[rank], layout.traits[rank]
+            data, layers = group.data_parallel(p, traits), group.ranges(p)[stage]
+            if not gathers_beside(p, traits, data):
                 return Gathers()
-            table = own.table([(layers.start, layers.stop, stage == 0, stage == last)])
-            each_s += gathers_s(own.units(p), table, data, self.network.times(own.network))
+            table = group.table([(layers.start, layers.stop, stage == 0, stage == last)])
+            each_s += gathers_s(group.units(p), table, data, self.network.times(group.network))
         return Gathers(tuple(each_s), layout.stage_rank)
 
     def _stage_memory(self, layout: _Layout, replica: int, recomputed: Sequence[int] | None = None) -> StageMemory:
