@@ -202,7 +202,6 @@ def test_a_schedules_name_stands_in_its_own_file():
         "engines/megatron.py",
         "report/binding.py",
         "search/mixed/find.py",
-        "search/mixed/floors.py",
         "search/mixed/several.py",
         "search/mixed/space.py",
     }

@@ -83,11 +83,26 @@ def _because(ranking: Ranking, reason: str, other: Certificate | None = None) ->
 
 
 def ranking_by_speed(
-    asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method, tied: float = 0.0
+    asked: Problem,
+    keep: int,
+    current: Parallelism | Mapping[str, Any] | None,
+    by: Method,
+    tied: float = 0.0,
+    *,
+    remedies: bool = True,
 ) -> Ranking:
-    """All devices, the shortest step first, but for the simplest of those that take at most the share ``tied`` longer."""
+    """All devices, the shortest step first, but for the simplest of those that take at most the share ``tied`` longer.
+
+    ``remedies``: whether to say what would make it fit, where nothing does.
+    """
     if asked.cluster.is_mixed:
-        return mixed_ranking(asked, keep, current, by, lambda used: ranking_by_speed(used, keep, None, by))
+        return mixed_ranking(
+            asked,
+            keep,
+            current,
+            by,
+            lambda used: ranking_by_speed(used, keep, None, by, remedies=not used.cluster.is_mixed),
+        )
     start = perf_counter()
     table = legal_rows(asked)
     used, space = table.problem, table.space
@@ -98,7 +113,7 @@ def ranking_by_speed(
         if by.name != "exact" and found.left:
             rule = f"none of the {found.priced} layouts that it priced fits; raise budget, or search exactly"
             raise bad_input("method", by.name, rule)
-        raise nothing_fits(used)
+        raise nothing_fits(used, remedies=remedies)
     places = {space.layout(*place): place for place, _ in found.fitting}
     better = recut(used, explain.different(zip(places, (forecast for _, forecast in found.fitting), strict=True)))
     lighter = lighten(used, better.ranked)

@@ -33,13 +33,15 @@ class Nearest:
     forecast: Forecast
 
 
-def nothing_fits(used: Problem) -> NothingFits:
-    """The error to raise when no legal layout fits, with every remedy that was found to work."""
+def nothing_fits(used: Problem, *, remedies: bool = True) -> NothingFits:
+    """The error to raise when no legal layout fits, with every remedy that was found to work, where they are asked for."""
     miss = nearest(used)
     assert miss is not None, "called without a legal layout"
     lines = [
         f"nothing fits: the nearest miss, {miss.layout.short()}, {by_how_much(miss.forecast, used.capacity_bytes)}"
     ]
+    if not remedies:
+        return NothingFits(lines[0])
     families = freed(used), more_nodes(used), shorter(used)
     tried: list[str] = []
     for family in families:

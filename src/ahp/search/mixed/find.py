@@ -1,18 +1,17 @@
 """The best layouts of a mixed cluster: shapes in the order of a floor under all their placements, until none left can win.
 
-One queue, as in ``exact``. What all cells have alike stands in it with a floor from its units, then with one from the shapes that its
-memory leaves; when that comes up, its shapes (stages, replicas, schedule) stand for themselves, with a floor from the stages that the
-forecast prices (``mixed.floors``); a shape that comes up is placed (``mixed.solve``). A shape whose placements were all looked at is done. Of the others the lowest floor says how
-far from the best the search may be: the gap.
+One queue, as in ``exact``, of the shapes whose floor (``mixed.floors``) is below the best time known; a shape that comes up is placed
+(``mixed.solve``). A shape whose placements were all looked at is done. Of the others the lowest floor says how far from the best the
+search may be: the gap.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,12 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
 from ahp.search.choices import ScheduleChoice
-from ahp.search.mixed.bounds import columns_hold
-from ahp.search.mixed.floors import Entry, Kind, ShapeFloors
+from ahp.search.mixed.floors import Kind, ShapeFloors, Shapes
 from ahp.search.mixed.nearby_shapes import NearbyShapes
 from ahp.search.mixed.several import SeveralTask
 from ahp.search.mixed.solve import Placement, Solved, Task
-from ahp.search.mixed.space import SEVERAL, MixedSpace, Shape, shape_of
-from ahp.search.mixed.tables import LayoutTables
+from ahp.search.mixed.space import SEVERAL, MixedSpace, Shape, shape_of, splits_backward
+from ahp.search.mixed.tables import LayoutTables, columns_hold
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
 
@@ -38,7 +36,7 @@ Pair = tuple[Parallelism, Forecast]
 class Budget:
     """How much is placed where the best cannot be proven."""
 
-    shapes: int = 150
+    shapes: int = 40
     """Shapes whose placements are too many to look at each, with a pipeline and without."""
     forecasts: int = 40
     """Forecasts of these, the most promising first."""
@@ -54,8 +52,67 @@ SLACK = 1.15
 """Shapes of which no placement can win, but is slower by less than this, are placed until the ranking is long enough."""
 
 
-UNITS, NEAR = -2, -1
-"""How well what is alike is known, before its shapes stand in the queue themselves."""
+WINDOW = 512
+"""So many shapes of the lowest floors are looked at together: which of them promise more is not said by their floors."""
+
+
+BATCH = 4096
+"""Shapes whose floors are made closer at once."""
+
+
+REACH = (4.0, 32.0, 256.0, float("inf"))
+"""So many times the least that any shape may take they are looked for, one after another, until a time is known."""
+
+
+class Queue:
+    """The shapes of a kind in the order of their floors, which are made closer as they come up: by work and speed, by memory, and of what
+    has no pipeline with its stages priced."""
+
+    def __init__(self, floors: ShapeFloors, kind: Kind, limit_s: float) -> None:
+        self._floors, self._kind, self._rough, self._at = floors, kind, floors.by_work(kind, limit_s), 0
+        self.number = count()  # of equal floors the first
+        self._some: list[tuple[float, int, Shapes, int]] = []
+        """By memory, each for all rows that it stands for."""
+        self._each: list[tuple[float, int, Shape]] = []
+        self.too_large = 0
+        """Shapes that memory rules out, of those that came up."""
+
+    def pop(self, below_s: float) -> tuple[float, Shape] | None:
+        """The next and its floor; None where no floor is below so much, which is never more than it was before."""
+        while True:
+            rough_s = float(self._rough.floor_s[self._at]) if self._at < len(self._rough.rows) else float("inf")
+            some_s = self._some[0][0] if self._some else float("inf")
+            each_s = self._each[0][0] if self._each else float("inf")
+            if min(rough_s, some_s, each_s) >= below_s:
+                return None
+            if each_s <= min(some_s, rough_s):
+                floor_s, _, shape = heapq.heappop(self._each)
+                return floor_s, shape
+            if some_s <= rough_s:
+                floor_s, _, of, at = heapq.heappop(self._some)
+                for shape in self._floors.shapes(self._kind, of, at):
+                    closer_s = self._floors.closer_s(shape) if self._kind == "alone" else floor_s
+                    heapq.heappush(self._each, (max(floor_s, closer_s), next(self.number), shape))
+                continue
+            self._by_memory(below_s)
+
+    def popped(self, below_s: float) -> Iterator[tuple[float, Shape]]:
+        """All that come up."""
+        while (found := self.pop(below_s)) is not None:
+            yield found
+
+    def put_back(self, popped: Iterable[tuple[float, Shape]]) -> None:
+        """What came up and is still in the queue."""
+        for floor_s, shape in popped:
+            heapq.heappush(self._each, (floor_s, next(self.number), shape))
+
+    def _by_memory(self, below_s: float) -> None:
+        of = self._rough.where(slice(self._at, self._at + BATCH))
+        of = self._floors.by_memory(self._kind, of.where(of.floor_s < below_s), below_s)
+        self._at += BATCH
+        for at in np.flatnonzero(of.floor_s < below_s).tolist():
+            heapq.heappush(self._some, (float(of.floor_s[at]), next(self.number), of, at))
+        self.too_large += int((of.floor_s == np.inf).sum())
 
 
 @dataclass
@@ -104,6 +161,7 @@ class Finder:
         self._priced: dict[Shape, float] = {}
         """Shapes with too many placements to look at each, of which some were priced: the time of the one that fits, or where none does
         of the first."""
+        self._placed: set[Shape] = set()
         self._near = NearbyShapes(space)
         self._seen: set[Shape] = set()
         """Those that were looked at for being near another."""
@@ -117,95 +175,71 @@ class Finder:
         if self.outcome.floor_s < self.best_s:
             self._look_nearby(shape_of(layout) for layout, _ in self._fastest(keep))
         self._price_waiting(keep)
-        self.outcome.too_large += self.floors.too_large
         self.outcome.fitting.sort(key=lambda pair: pair[1].step_time_s)
         return self.outcome
 
     def _queue(self, kind: Kind, keep: int) -> None:
-        """Place the shapes of one kind in the order of their promise.
-
-        What is alike comes up three times, each time better known: by its units; by the shapes that its memory leaves; and
-        with their floors, for which its stages are priced.
-        """
-        there = np.flatnonzero((kind.promise_s < np.inf) & ~kind.skipped)
-        heap = [(float(kind.promise_s[i]), i, UNITS) for i in there.tolist()]
-        heapq.heapify(heap)
-        floors_s = dict[int, float]()
-        opened: dict[int, list[Entry]] = {}
-        hard, lowest_s = 0, float("inf")
-        while heap and hard < self.budget.shapes and self.outcome.forecasts < self.budget.exact:
-            promise_s, index, at = heapq.heappop(heap)
-            alike, limit_s = self.space.alike[index], self._limit_s(keep)
-            if at == UNITS and kind.least_s[index] < limit_s:
-                promise_s, floors_s[index] = kind.near(alike, limit_s)
-                if floors_s[index] < limit_s:
-                    heapq.heappush(heap, (promise_s, index, NEAR))
-            elif at == NEAR and floors_s[index] < limit_s:
-                found = self._may_win(kind.entries(alike, limit_s), keep)
-                opened[index] = sorted(found, key=lambda entry: entry[:2])
-                # One that promises more than all before is placed at once: a good time known early leaves more out.
-                if found and opened[index][0].promise_s < lowest_s:
-                    lowest_s = opened[index][0].promise_s
-                    hard += self._place(opened[index].pop(0))
-            elif at >= 0 and self._may_win([opened[index][at]], keep):
-                hard += self._place(opened[index][at])
-            if index in opened and at + 1 < len(opened[index]):
-                heapq.heappush(heap, (opened[index][at + 1].promise_s, index, at + 1))
-        self._leave(kind, heap, floors_s, opened)
-
-    def _leave(
-        self, kind: Kind, heap: list[tuple[float, int, int]], floors_s: dict[int, float], opened: dict[int, list[Entry]]
-    ) -> None:
-        """The lowest floor of what stays in the queue. What is not known well enough to say is looked at more closely."""
-        number = count()  # of equal floors the first
-        left: list[tuple[float, int, int, Shape | None]] = []
-        for _, index, at in heap:
-            if at < 0:
-                left.append((floors_s.get(index, float(kind.least_s[index])), next(number), index, None))
-            else:
-                left += [(entry.floor_s, next(number), index, entry.shape) for entry in opened[index][at:]]
-        heapq.heapify(left)
-        while left and left[0][0] < self.outcome.floor_s:
-            floor_s, _, index, shape = heapq.heappop(left)
-            alike = self.space.alike[index]
-            if shape is not None and self.columns_hold(self.task(shape)):
+        """Place the shapes of one kind, of the lowest floors the most promising first; then the lowest floor of what is left. Where no
+        time is known yet they are looked for further and further from the least that any may take."""
+        least_s, hard = self.floors.least_s(), 0
+        for times in REACH:
+            limit_s = min(self._limit_s(keep), times * least_s)
+            queue, window = Queue(self.floors, kind, limit_s), list[tuple[float, float, int, Shape]]()
+            while hard < self.budget.shapes and self.outcome.forecasts < self.budget.exact:
+                below_s = min(self._limit_s(keep), limit_s)
+                if not window:
+                    for found in islice(queue.popped(below_s), WINDOW):
+                        heapq.heappush(window, (self._promise_s(*found), found[0], next(queue.number), found[1]))
+                if not window:
+                    break
+                _, floor_s, _, shape = heapq.heappop(window)
+                hard += floor_s < below_s and self._place(floor_s, shape)
+            if self._limit_s(keep) <= limit_s or hard >= self.budget.shapes:
+                break
+        if limit_s < self.best_s:
+            self.outcome.floor_s = min(self.outcome.floor_s, limit_s)
+        queue.put_back((floor_s, shape) for _, floor_s, _, shape in window)
+        while (found := queue.pop(min(self.outcome.floor_s, self.best_s))) is not None:
+            floor_s, shape = found
+            if self.columns_hold(self.task(shape)):
                 self.outcome.floor_s = floor_s
-            elif shape is not None:
-                self.outcome.too_large += 1
-            elif index not in floors_s:
-                floors_s[index] = kind.near(alike, self.outcome.floor_s)[1]
-                heapq.heappush(left, (floors_s[index], next(number), index, None))
             else:
-                for entry in kind.entries(alike, self.outcome.floor_s):
-                    heapq.heappush(left, (entry.floor_s, next(number), index, entry.shape))
+                self.outcome.too_large += 1
+        self.outcome.too_large += queue.too_large
+
+    def _promise_s(self, floor_s: float, shape: Shape) -> float:
+        """What a shape takes where nothing fills its pipeline but forward passes that come early; not a bound."""
+        if shape.schedule != SEVERAL and not splits_backward(shape.schedule):
+            return floor_s
+        return floor_s * (1.0 + (shape.pipeline - 1) * shape.replicas / self.space.micro_batches(shape.alike))
 
     def _limit_s(self, keep: int) -> float:
         """Floors above this are of no interest."""
         return self.best_s if len(self.outcome.fitting) + len(self._waiting) >= keep else self.best_s * SLACK
 
-    def _may_win(self, entries: Iterable[Entry], keep: int) -> list[Entry]:
-        return [entry for entry in entries if entry.floor_s < self._limit_s(keep)]
-
     # -- placing ----------------------------------------------------------------------------------------------------
 
-    def _place(self, entry: Entry) -> bool:
+    def _place(self, floor_s: float, shape: Shape) -> bool:
         """Place one shape; whether its placements were too many to look at each."""
-        task = self.task(entry.shape)
+        if shape in self._placed:
+            return False
+        self._placed.add(shape)
+        task = self.task(shape)
         if not self.columns_hold(task):
             self.outcome.too_large += 1
             return False
-        if entry.shape in self._priced:
-            self.outcome.floor_s = min(self.outcome.floor_s, entry.floor_s)
+        if shape in self._priced:
+            self.outcome.floor_s = min(self.outcome.floor_s, floor_s)
             return False
         self.outcome.placed += 1
-        wins = entry.floor_s < self.best_s
+        wins = floor_s < self.best_s
         if wins and task.few():
             solved = task.solve(self.asked.price, self.best_s)
             self._note(solved)
             if not solved.proven:
-                self.outcome.floor_s = min(self.outcome.floor_s, entry.floor_s)
+                self.outcome.floor_s = min(self.outcome.floor_s, floor_s)
             return False
-        self.outcome.floor_s = min(self.outcome.floor_s, entry.floor_s)
+        self.outcome.floor_s = min(self.outcome.floor_s, floor_s)
         found = task.promising()
         if found:
             at_least_s = found[0].at_least_s

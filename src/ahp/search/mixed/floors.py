@@ -1,290 +1,285 @@
-"""Floors of the shapes of what is alike, each time better known: by units, by what memory leaves, by stages that are priced."""
+"""Floors of the shapes of a space: from columns for all at once, and closer for those without a pipeline that may win.
+
+First by the work over the speed of all cells there are, with the time in which pipelines fill: in T seconds cells of group g, which take
+z for the whole model, do T / z - 1 micro-batches each, and R replicas together M <= sum of that + R (1 + (p - 1) f), f being the largest
+share of forward passes. Then by what memory leaves (``mixed.capacity``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ahp.forecast.assembly import slowest_share
+from ahp.forecast.cell_columns import WHOLE, CellColumns, that_have
+from ahp.forecast.cells import GroupCells
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.mixed import MixedPricer
+from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.plan import Parallelism
-from ahp.search.mixed.bounds import Speeds, floors_alone_s, floors_s, paced_s, speeds
-from ahp.search.mixed.columns import Columns
-from ahp.search.mixed.costs import GroupCells, that_have
-from ahp.search.mixed.holding import WHOLE
-from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of, splits_backward
+from ahp.search.mixed.capacity import Depth, Pipelines
+from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, all_forwards_first, layout_of, splits_backward
 from ahp.search.mixed.tables import LayoutTables
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-
-Of = Literal["alone", "piped", "several"]
+Kind = Literal["alone", "piped", "several"]
 """Without a pipeline, with a stage on each rank, with several."""
 
+ROUNDING = 1e-12
+"""What a whole number of micro-batches may lack of itself."""
 
-class Entry(NamedTuple):
-    """A shape in the queue."""
-
-    promise_s: float
-    """What it takes where everything goes round; not a bound."""
-    floor_s: float
-    shape: Shape
+FAR = 64.0
+"""Where nothing is known of the best, floors are looked for up to so many times the first."""
 
 
 class Shapes(NamedTuple):
-    """Numbers of stages (or ranks, under ``SEVERAL``) and replicas under one schedule, [N] each."""
+    """Some shapes, [n] each."""
 
-    schedule: str
+    schedule: Ints
+    """Of the space's schedules."""
+    rows: Ints
+    """Of the space's ``alike``."""
     pipeline: Ints
     replicas: Ints
     slowest: Floats
-    """By what the forecast multiplies for the slowest of the devices."""
-    paced_s: Floats
-    """Seconds that they take at least, as each stage has a layer (``bounds.paced_s``); 0 where that was not asked."""
+    """What is multiplied by for the slowest of their devices."""
+    floor_s: Floats
+    """Seconds that they take at least, with that."""
 
-    def where(self, mask: Bools) -> Shapes:
+    def where(self, some: Ints | Bools | slice) -> Shapes:
         """Those."""
-        return Shapes(self.schedule, self.pipeline[mask], self.replicas[mask], self.slowest[mask], self.paced_s[mask])
+        return Shapes(*(field[some] for field in self))
 
-    def entries(self, alike: Alike, promise_s: Floats, floors_s: Floats, limit_s: float) -> Iterator[Entry]:
-        """Those below a limit, [N] seconds."""
-        near = floors_s < limit_s
-        columns = (of[near].tolist() for of in (promise_s, floors_s, self.pipeline, self.replicas))
-        for promise, floor, p, r in zip(*columns, strict=True):
-            yield Entry(promise, floor, Shape(alike, p, r, self.schedule))
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The shapes without a pipeline, or those with one stage on each rank, or with several."""
-
-    least_s: Floats
-    """[N] Seconds that those of each alike take at least."""
-    promise_s: Floats
-    """[N] The same where all layers are recomputed, if any are: in this order they come up."""
-    near: Callable[[Alike, float], tuple[float, float]]
-    """The promise and the floor of those below a limit, by the units alone."""
-    entries: Callable[[Alike, float], Iterator[Entry]]
-    """Of these those that are below it by their stages; asked after ``near``, once."""
-    skipped: Bools
-    """[N] Whether its shapes are none of the space (``space.is_twin``)."""
-
-
-class Near(NamedTuple):
-    """What may be below a limit."""
-
-    kept: list[Shapes]
-    promise_s: float
-    floor_s: float
-    too_large: int
+    @classmethod
+    def all(cls, each: Sequence[Shapes]) -> Shapes:
+        """Of several, one behind the other."""
+        return (
+            cls(*map(np.concatenate, zip(*each, strict=True)))
+            if each
+            else cls(*np.zeros((4, 0), int), *np.zeros((2, 0)))
+        )
 
 
 class ShapeFloors:
     """Floors under the shapes of a space."""
 
     def __init__(self, pricer: MixedPricer, space: MixedSpace) -> None:
-        self.pricer, self.space, self.columns = pricer, space, Columns(pricer, space)
-        self.too_large = 0
-        """Shapes of those looked at that no placement makes fit."""
-        self.cells = cache(self._cells)
-        self._shapes = cache(self._all_shapes)
-        self._kept: dict[tuple[Alike, Of], list[Shapes]] = {}
-        self._by_units: dict[tuple[object, Of], Near] = {}
-        self._may: dict[tuple[object, ...], list[Shapes]] = {}
-        """What may be below the limit as it was when first asked, by all that this depends on: what recomputes has it in common."""
+        self.pricer, self.space = pricer, space
+        alikes, cells = space.alike, cache(space.cells)
+        choice = [space.has_choice(alike) for alike in alikes]
+        self.columns = CellColumns.of(pricer, [layout_of(alike, 2) for alike in alikes], may_choose=choice)
+        self.group_cells = cache(self._group_cells)
+        self._rows = {alike: row for row, alike in enumerate(alikes)}
+        self._cells = np.array([cells(alike.width) for alike in alikes], dtype=np.int64)
+        self._total = np.array([space.micro_batches(alike) for alike in alikes], dtype=np.int64)
+        self._width = np.array([alike.width for alike in alikes], dtype=np.int64)
+        work = self.columns.work
+        self._whole_s = self.columns.num_layers * (work.layer_s + self.columns.copied_s[0].min(axis=2)) + work.head_s
+        """[N, G] Of the whole model."""
+        self._is_covered = self._covered()
+        self._on_cpu = any(is_cpu(group.device) for group in space.asked.cluster.groups)
+        self.slowest = cache(self._slowest)
+        self.priced = cache(self._priced)
+        self._members = cache(self._rows_of)
 
-    def slowest(self, devices: int) -> float:
+    def _covered(self) -> Bools:
+        """[N] Whether another row has all layouts of this one: stages that may recompute fewer layers than they have may recompute none."""
+        there = set(self.space.alike)
+        others = (alike._replace(recompute="full") for alike in self.space.alike)
+        return np.array([
+            alike.recompute == "none" and other in there and self.space.has_choice(other)
+            for alike, other in zip(self.space.alike, others, strict=True)
+        ], dtype=bool)  # fmt: skip
+
+    def _slowest(self, devices: int) -> float:
         """What the forecast adds for the slowest of so many devices."""
-        on_cpu = any(is_cpu(group.device) for group in self.space.asked.cluster.groups)
-        return 0.0 if on_cpu else slowest_share(devices)
-
-    @cached_property
-    def alone(self) -> Kind:
-        """Without a pipeline."""
-        least_s, promise_s = (self.columns.alone_s(recomputing=every) for every in (False, True))
-        return Kind(least_s, promise_s, partial(self._near, "alone"), self._entries_alone, np.zeros(len(least_s), bool))
-
-    @cached_property
-    def piped(self) -> Kind:
-        """With a stage on each rank."""
-        return self._pipelines("piped", splits=any(splits_backward(s) for s in self.space.schedules(2)))
-
-    @cached_property
-    def several(self) -> Kind:
-        """With several."""
-        return self._pipelines("several", splits=True)
+        return 0.0 if self._on_cpu else slowest_share(devices)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """Those that the space has."""
-        return (self.alone, self.piped, *((self.several,) if SEVERAL in self.space.schedules(2) else ()))
+        return ("alone", "piped", "several") if SEVERAL in self.space.schedules(2) else ("alone", "piped")
 
-    def _pipelines(self, of: Of, *, splits: bool) -> Kind:
-        least_s, promise_s = (self.columns.piped_s(splits=splits, recomputing=every) for every in (False, True))
-        twins = np.array([self.space.is_twin(alike) for alike in self.space.alike], dtype=bool)
-        return Kind(least_s, promise_s, partial(self._near, of), partial(self._entries_piped, of), twins)
+    def least_s(self) -> float:
+        """What the work of any shape takes on all cells there are, at least."""
+        rate = (self._cells / self._whole_s).sum(axis=1)
+        return float((self._total / np.maximum(rate, 1e-300)).min(initial=np.inf))
 
-    def least_s(self, alike: Alike) -> float:
-        """Seconds that everything which is so alike takes at least, from the units alone."""
-        at = self.space.alike.index(alike)
-        return min(float(kind.least_s[at]) for kind in self.kinds)
+    def by_work(self, kind: Kind, limit_s: float) -> Shapes:
+        """The shapes of a kind that may take less than a limit by work and speed, the lowest floor first; of rows that have all columns
+        and all shapes in common the first."""
+        rows = np.array(list(self._members(kind)), dtype=np.int64)
+        found = Shapes.all(list(self._blocks(rows, kind, limit_s)))
+        return found.where(np.argsort(found.floor_s, kind="stable"))
 
-    def of(self, alike: Alike) -> Iterator[Entry]:
-        """The shapes of one alike that the memory does not rule out."""
-        for kind in self.kinds:
-            kind.near(alike, float("inf"))
-            yield from kind.entries(alike, float("inf"))
+    def by_memory(self, kind: Kind, of: Shapes, limit_s: float) -> Shapes:
+        """The same shapes with floors by what memory leaves, as far as these may be below the limit."""
+        if kind == "alone":
+            return self._alone(of)
+        found = of.floor_s.copy()
+        for schedule, p in np.unique(np.stack([of.schedule, of.pipeline]), axis=1).T.tolist():
+            some = np.flatnonzero((of.schedule == schedule) & (of.pipeline == p))
+            found[some] = self._pipelines_s(self.space.schedules(2)[schedule], p, of.where(some), limit_s)
+        return of._replace(floor_s=found)
 
-    def _near(self, of: Of, alike: Alike, limit_s: float) -> tuple[float, float]:
-        """The promise and the floor of the shapes that may be below the limit and that the memory leaves possible; the shapes are
-        kept. Counts those that it does not leave."""
-        key = self.columns.same(alike), of
-        if key not in self._by_units:  # the limit never rises: what was kept for one before is all that may be below
-            self._by_units[key] = self._near_by_units(of, alike, limit_s)
-        found = self._by_units[key]
-        self.too_large += found.too_large
-        self._kept[alike, of] = found.kept
-        if of != "alone" or not found.kept:
-            return found.promise_s, found.floor_s
-        return self._near_alone(alike, limit_s)
+    def shapes(self, kind: Kind, of: Shapes, at: int) -> list[Shape]:
+        """One of some shapes, of each row that it stands for."""
+        pipeline, replicas = int(of.pipeline[at]), int(of.replicas[at])
+        schedule = self.space.schedules(min(pipeline, 2))[int(of.schedule[at])]
+        rows = self._members(kind)[int(of.rows[at])]
+        return [Shape(self.space.alike[row], pipeline, replicas, schedule) for row in rows]
 
-    def _near_by_units(self, of: Of, alike: Alike, limit_s: float) -> Near:
-        """By the units alone, and by memory."""
-        speeds, cells = self.columns.speeds(alike), self.columns.cells(alike, pipelined=of != "alone")
-        recomputing = self.columns.recomputing(alike)
-        total = self.space.micro_batches(alike)
-        kept: list[Shapes] = []
-        promise_s, floor_s, too_large = float("inf"), float("inf"), 0
-        key = id(speeds), cells, alike.width, total, of  # the columns keep their speeds
-        if key not in self._may:
-            self._may[key] = list(self._below(limit_s, speeds, cells, total, self._shapes(alike.width, total, of)))
-        for may in self._may[key]:
-            holds = self.columns.holds(alike, may.schedule, -(-total // may.replicas), may.pipeline)
-            too_large += int((~holds).sum())
-            if holds.any():
-                kept.append(may.where(holds))
-                promise = self._floors_s(recomputing, cells, total, kept[-1]._replace(schedule="GPipe"))
-                floors = self._floors_s(speeds, cells, total, kept[-1])
-                promise_s, floor_s = min(promise_s, float(promise.min())), min(floor_s, float(floors.min()))
-        return Near(kept, promise_s, floor_s, too_large)
+    def _rows_of(self, kind: Kind) -> dict[int, list[int]]:
+        """By the first of rows that have all in common, all of them that are in the space."""
+        there, columns = ~self._is_covered, self.columns.same[int(kind == "alone")]
+        if kind != "alone":
+            there &= ~np.array([self.space.is_twin(alike) for alike in self.space.alike], dtype=bool)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for row, *same in np.stack([np.arange(len(there)), columns, self._width, self._total], axis=1)[there].tolist():
+            found.setdefault(tuple(same), []).append(row)
+        return {rows[0]: rows for rows in found.values()}
 
-    def _below(
-        self, limit_s: float, speeds: Speeds, cells: Sequence[int], total: int, of: Sequence[Shapes]
-    ) -> Iterator[Shapes]:
-        """The shapes that may be below a limit, by the units alone."""
-        for shapes in of:
-            may = shapes.where(self._floors_s(speeds, cells, total, shapes) < limit_s)
-            if len(may.replicas) and may.pipeline[0] > 1:
-                paced = paced_s(speeds, cells, total, may.pipeline, may.replicas) * may.slowest
-                may = may._replace(paced_s=paced).where(paced < limit_s)
-            if len(may.replicas):
-                yield may
+    # -- by work and speed --------------------------------------------------------------------------------------------
 
-    def _near_alone(self, alike: Alike, limit_s: float) -> tuple[float, float]:
-        """The floor of the kept shapes without a pipeline, with what gathers weights beside the layers."""
-        kept, least_s, tables = [], float("inf"), self._whole(alike)
-        by_units, by_stages = (cache(partial(tables.least_whole_s, of)) for of in (_by_units, _by_stages))
-        for shapes in self._kept[alike, "alone"]:
-            floors = self._alone_s(alike, shapes, by_units())
-            if float(floors.min()) < limit_s:  # else no stage is priced for them
-                floors = self._alone_s(alike, shapes, by_stages())
-            kept.append(shapes.where(floors < limit_s))
-            least_s = min(least_s, float(floors.min()))
-        self._kept[alike, "alone"] = [shapes for shapes in kept if len(shapes.replicas)]
-        return least_s, least_s
+    def _blocks(self, rows: Ints, kind: Kind, limit_s: float) -> Iterator[Shapes]:
+        """The shapes of all rows with cells as wide and as many micro-batches, by schedule; with what they take by work and speed."""
+        rate = (self._cells[rows] / self._whole_s[rows]).sum(axis=1)
+        rows = rows[self._total[rows] / np.maximum(rate, 1e-300) < limit_s]
+        keys = np.stack([self._width[rows], self._total[rows]], axis=1)
+        names = self.space.schedules(1 if kind == "alone" else 2)
+        for width, total in np.unique(keys, axis=0).tolist():
+            own = rows[(keys == (width, total)).all(axis=1)]
+            grid = self.space.grid(width, total)
+            for schedule, name in enumerate(names):
+                if kind != "alone" and (name == SEVERAL) != (kind == "several"):
+                    continue
+                least = np.array([self.space.least(p, name) for p in range(int(grid.pipeline.max(initial=0)) + 1)])
+                legal = self.space.runs(grid, name, pipelined=kind != "alone")
+                legal &= total >= grid.replicas * least[grid.pipeline]
+                p, r = grid.pipeline[legal], grid.replicas[legal]
+                slowest = 1.0 + np.array([self.slowest(count) for count in (p * r * width).tolist()])
+                floors = self._work_s(own, name, total, p, r) * slowest
+                at, of = np.nonzero(floors < limit_s)
+                if len(at):
+                    yield Shapes(np.full(len(at), schedule), own[at], p[of], r[of], slowest[of], floors[at, of])
 
-    def _whole(self, alike: Alike) -> LayoutTables:
-        """Of the groups whose devices can hold the whole model."""
-        there = self.columns.cells(alike, pipelined=False)
-        groups, light = (
-            [of for of, count in zip(cells, there, strict=True) if count]
-            for cells in (self.cells(alike, False, 1), self._light(alike, False, 1))
+    def _work_s(self, rows: Ints, schedule: str, total: int, pipeline: Ints, replicas: Ints) -> Floats:
+        """[n, S] Of some rows and numbers of stages and replicas, by work and speed."""
+        work, alone = self.columns.work, bool((pipeline == 1).all())
+        fills = not alone and schedule != SEVERAL and not splits_backward(schedule)
+        early = work.forward_share[rows].max(axis=1) * (not all_forwards_first(schedule))
+        way = np.ones(len(rows)) if alone or fills else 1.0 - work.weight_share[rows].max(axis=1)
+        return work_s(self._whole_s[rows], self._cells[rows], total, pipeline, replicas, way, early if fills else None)
+
+    def _pipelines_s(self, schedule: str, p: int, of: Shapes, limit_s: float) -> Floats:
+        """[n] By what memory leaves, of so many stages under a schedule."""
+        least_s = of.floor_s / of.slowest
+        high_s = np.minimum(limit_s / of.slowest, FAR * least_s)
+        depth = Depth(self.columns, self._cells, schedule, p, self.space.least(p, schedule))
+        return depth.floors_s(Pipelines(of.rows, of.replicas, self._total[of.rows], least_s, high_s)) * of.slowest
+
+    def _alone(self, of: Shapes) -> Shapes:
+        """Those without a pipeline, with as many layers recomputed as memory asks for."""
+        own, which = np.unique(of.rows, return_inverse=True)
+        place = Positions(*(np.array([number]) for number in (1, WHOLE, 1)))
+        seconds = StageRoom.of(self.columns, own, place, 1).seconds(np.array(float(self.columns.num_layers)))[..., 0]
+        whole_s = (seconds + self.columns.work.head_s[own])[which]
+        least_s = whole_micro_batches_s(whole_s, self._cells[of.rows], self._total[of.rows], of.replicas)
+        return of._replace(floor_s=np.maximum(least_s * of.slowest, of.floor_s))
+
+    def closer_s(self, shape: Shape) -> float:
+        """The floor of one without a pipeline, with what gathers weights and what comes once per step."""
+        row = self._rows[shape.alike]
+        whole_s, once_s = self.priced(row)
+        least_s = whole_micro_batches_s(
+            whole_s[None], self._cells[[row]], self._total[[row]], np.array([shape.replicas])
         )
-        return LayoutTables(groups, layout_of(alike, 1), light if self.space.has_choice(alike) else ())
+        return float(least_s[0] + once_s) * (1.0 + self.slowest(shape.replicas * shape.alike.width))
 
-    def _alone_s(self, alike: Alike, shapes: Shapes, whole_s: Floats) -> Floats:
-        """``whole_s``: of a cell of each of these groups for one micro-batch."""
-        there = [count for count in self.columns.cells(alike, pipelined=False) if count]
-        found = floors_alone_s(whole_s, there, self.space.micro_batches(alike), shapes.replicas)
-        return found * shapes.slowest
+    def _priced(self, row: int) -> tuple[Floats, float]:
+        """[G] Seconds of the whole model for one micro-batch on a cell, of stages that are priced, and what comes once per step."""
+        alike, there = self.space.alike[row], self._cells[row] > 0
+        tables = self._tables(alike, layout_of(alike, 1), 1)
+        whole_s = tables.least_whole_s(there)
+        used = np.flatnonzero(np.isfinite(whole_s)).tolist()
+        # What recomputes more hides more.
+        return whole_s, min(
+            (of[group].line.once for of in (tables.light, tables.groups) for group in used), default=0.0
+        )
 
-    def _floors_s(self, speeds: Speeds, cells: Sequence[int], total: int, shapes: Shapes) -> Floats:
-        found = floors_s(speeds, cells, total, shapes.pipeline, shapes.replicas, shapes.schedule)
-        return np.maximum(found * shapes.slowest, shapes.paced_s)
-
-    def _all_shapes(self, width: int, total: int, of: Of) -> tuple[Shapes, ...]:
-        """The legal ones of cells so wide, by schedule."""
-        grid, slowest = self.space.grid(width, total), cache(self.slowest)
-        found = []
-        for schedule in self._schedules(of):
-            least = {p: self.space.least(p, schedule) for p in np.unique(grid.pipeline).tolist()}
-            legal = self.space.runs(grid, schedule, pipelined=of != "alone")
-            legal &= total >= grid.replicas * np.array([least[p] for p in grid.pipeline.tolist()], dtype=np.int64)
-            pipeline, replicas = grid.pipeline[legal], grid.replicas[legal]
-            devices = (pipeline * replicas * width).tolist()
-            more = 1.0 + np.array([slowest(count) for count in devices])
-            found.append(Shapes(schedule, pipeline, replicas, more, np.zeros(len(more))))
-        return tuple(found)
-
-    def _schedules(self, of: Of) -> tuple[str, ...]:
-        if of == "alone":
-            return self.space.schedules(1)
-        return tuple(s for s in self.space.schedules(2) if (s == SEVERAL) == (of == "several"))
-
-    def _entries_alone(self, alike: Alike, limit_s: float) -> Iterator[Entry]:
-        """The shapes without a pipeline that were kept, with floors from the stages that the forecast prices."""
-        for shapes in self._kept.pop((alike, "alone")):
-            tables = self._whole(alike)
-            floors = self._alone_s(alike, shapes, tables.least_whole_s(lambda of: of.work.beside[WHOLE][1]))
-            once_s = min(of.work.once for of in (*tables.light, *tables.groups))
-            floors = floors + once_s * shapes.slowest
-            yield from shapes.entries(alike, floors, floors, limit_s)
-
-    def _entries_piped(self, of: Of, alike: Alike, limit_s: float) -> Iterator[Entry]:
-        """Those with one."""
-        cells, total = self.columns.cells(alike, pipelined=True), self.space.micro_batches(alike)
-        for shapes in self._kept.pop((alike, of)):
-            # Where a replica may have a single micro-batch stages are not priced for it before they are placed.
-            rough = self.space.least(2, shapes.schedule) < 2
-            found, promised = self.columns.speeds(alike), self.columns.recomputing(alike)
-            if not rough:
-                ways = self._light(alike, True, 2), self.cells(alike, True, 2)
-                found, promised = (speeds([of.work for of in cells]) for cells in ways)
-            floors = self._floors_s(found, cells, total, shapes)
-            promise = self._floors_s(promised, cells, total, shapes._replace(schedule="GPipe"))
-            yield from shapes.entries(alike, promise, floors, limit_s)
+    # -- what placements cost -----------------------------------------------------------------------------------------
 
     def tables(self, shape: Shape, least: int, layout: Parallelism | None = None) -> LayoutTables:
         """What the cells of a shape cost, whose replicas have ``least`` micro-batches at least.
 
         ``layout``: one of its schedules, where it stands for several. Without, the tables are of what ranks have.
         """
-        pipelined = shape.pipeline > 1
-        light = self._light(shape.alike, pipelined, least) if self.space.has_choice(shape.alike) else ()
         ranks = shape.schedule == SEVERAL and layout is None
-        return LayoutTables(self.cells(shape.alike, pipelined, least), layout or shape.layout(), light, ranks=ranks)
+        return self._tables(shape.alike, layout or shape.layout(), least, ranks=ranks)
 
-    def _light(self, alike: Alike, pipelined: bool, least: int) -> list[GroupCells]:
-        """The cells with as little recomputed as there may be."""
-        return self.cells(alike._replace(recompute="none") if self.space.has_choice(alike) else alike, pipelined, least)
+    def _tables(self, alike: Alike, layout: Parallelism, least: int, *, ranks: bool = False) -> LayoutTables:
+        pipelined = layout.pipeline_parallel_degree > 1
+        light = alike._replace(recompute="none")
+        return LayoutTables(
+            self.columns, self._rows[alike], self.group_cells(alike, pipelined, least), layout,
+            self.group_cells(light, pipelined, least) if self.space.has_choice(alike) else (),
+            layers=self.space.asked.graph.layers, ranks=ranks,
+        )  # fmt: skip
 
-    def _cells(self, alike: Alike, pipelined: bool, least: int) -> list[GroupCells]:
+    def _group_cells(self, alike: Alike, pipelined: bool, least: int) -> list[GroupCells]:
         layout, names = layout_of(alike, 2 if pipelined else 1), that_have(self.pricer.cluster.groups, alike.width)
-        return [GroupCells(self.pricer, name, layout, least) for name in names]
+        each = {name: GroupCells(self.pricer, name, layout, least) for name in set(names)}
+        return [each[name] for name in names]
 
 
-def _by_units(cells: GroupCells) -> float:
-    """Seconds of the whole model for one micro-batch."""
-    return cells.units_s
+def work_s(
+    whole_s: Floats, cells: Ints, total: int, pipeline: Ints, replicas: Ints, way: Floats, early: Floats | None
+) -> Floats:
+    """[n, S] Seconds that ``total`` micro-batches take at least in so many replicas of so many stages, [S]; ``whole_s``, ``cells``: [n, G].
+
+    ``way``: [n] the share of a micro-batch's time in which it is nowhere else. ``early``: [n] the share of a micro-batch's time in a stage that may hide in its way; None where more than the way may hide it.
+    """
+    order = np.argsort(whole_s, axis=1, kind="stable")
+    seconds, there = (np.take_along_axis(of, order, axis=1) for of in (whole_s, cells))
+    need: Floats = np.full((len(seconds), len(pipeline)), float(total))
+    if early is not None:
+        need = need - replicas * (1.0 + (pipeline - 1) * early[:, None])
+    left = np.broadcast_to((replicas * pipeline).astype(float), need.shape)
+    speed, best = np.zeros(need.shape), np.full(need.shape, np.inf)
+    for group in range(seconds.shape[1]):
+        used = np.minimum(there[:, group, None], left)
+        left, speed = left - used, speed + used / seconds[:, group, None]
+        need = need + used if early is not None else need
+        best = np.minimum(best, np.where(speed > 0, np.maximum(need, 0.0) / np.maximum(speed, 1e-300), np.inf))
+    way_s = way * np.where(cells > 0, whole_s, np.inf).min(axis=1)
+    return np.where(left > 0, np.inf, np.maximum(best, way_s[:, None]))
 
 
-def _by_stages(cells: GroupCells) -> float:
-    return cells.least_alone_s
+def whole_micro_batches_s(whole_s: Floats, cells: Ints, total: Ints, replicas: Ints) -> Floats:
+    """[n] Seconds that ``total`` micro-batches take at least on so many cells, each with a whole number of them, and one at least.
+
+    ``whole_s``: [n, G] seconds of one on a cell; infinite where it has not the memory.
+    """
+    order = np.argsort(whole_s, axis=1, kind="stable")
+    seconds, there = (
+        np.take_along_axis(of, order, axis=1) for of in (whole_s, np.where(np.isfinite(whole_s), cells, 0))
+    )
+    ends = np.cumsum(there, axis=1)
+    used = np.diff(np.minimum(ends, replicas[:, None]), axis=1, prepend=0)
+    fits = (ends[:, -1] >= replicas) & (replicas <= total)
+    each = np.where(used > 0, seconds, np.inf)
+    slowest = np.where(used > 0, seconds, 0.0).max(axis=1)
+    found = np.maximum(total / np.maximum((used / each).sum(axis=1), 1e-300), slowest)
+    left = fits.copy()
+    while left.any():
+        done = np.where(used > 0, np.floor(found[:, None] / each * (1 + ROUNDING)), 0.0)
+        left &= (used * done).sum(axis=1) < total
+        found = np.where(left, ((done + 1) * each).min(axis=1), found)
+    return np.where(fits, found, np.inf)

@@ -1,0 +1,395 @@
+"""What the cells of each group of a mixed cluster take and hold, for many layouts at once and before any stage is priced.
+
+Dims: N = layouts, G = groups, P = places of a stage (first, between, last, whole), K = kinds of layers. Layers are counted by their
+work: one that is like all others counts 1, else by the share of the time that it has, and all together are as many as they are. Seconds
+are the device's own for one micro-batch, without what gathers weights and without the host. No stage takes or holds less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.cluster.cells import cell_widths, cells_of
+from ahp.cluster.model import NodeGroup
+from ahp.engines.registry import get
+from ahp.engines.traits import Traits
+from ahp.forecast import memory
+from ahp.forecast.assembly import num_groups, recompute_of
+from ahp.forecast.data_parallel import DataParallel
+from ahp.forecast.mixed import MixedPricer
+from ahp.forecast.pricer import Pricer
+from ahp.forecast.segment import Recompute, dropped_bytes, segment_again_s, segment_backward_s, segment_forward_s
+from ahp.forecast.stage_memory import kept_beside_layers, needs_of_kinds, peak_bytes, stage_weights
+from ahp.forecast.stage_table import StageTable
+from ahp.forecast.states import (
+    RankWeights,
+    Shards,
+    TraitColumns,
+    cast_bytes,
+    gradient_copy_bytes,
+    layer_state_bytes,
+    state_bytes,
+)
+from ahp.forecast.units import Units
+from ahp.plan import Parallelism
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+ENDS = ((True, False), (False, False), (False, True), (True, True))
+"""Whether a stage is the first and whether it is the last, by its place: first, between, last, whole."""
+
+FIRST, BETWEEN, LAST, WHOLE = range(4)
+
+
+COUNTED = (1, 2, 8, 64)
+"""Micro-batches of a replica for which copies of gradients are known."""
+
+
+class Work(NamedTuple):
+    """Seconds of a micro-batch, [N, G] each."""
+
+    layer_s: Floats
+    """Both passes of a layer, with as little recomputed as there may be."""
+    head_s: Floats
+    """Both passes of the head."""
+    forward_share: Floats
+    """The largest share that forward passes have of that, of a layer or of the head; and the smallest."""
+    least_forward_share: Floats
+    weight_share: Floats
+    """The largest share that weight gradients have."""
+    again_s_per_byte: Floats
+    """Of recompute, for each byte that it saves, at least; 0 where there is nothing to choose."""
+
+
+class Held(NamedTuple):
+    """Bytes of activations, [N, G] each, or [N, G, P]."""
+
+    kept: Floats
+    """Of each layer and micro-batch in flight, with as little recomputed as there may be."""
+    dropped: Floats
+    """Of these, what recompute saves, at most."""
+    outside: Floats
+    """[P] Of each micro-batch in flight, beside its layers."""
+    received: Floats
+    """[P] Of each micro-batch, in flight or not."""
+    once: Floats
+    """[P] Of a micro-batch, however many there are."""
+    temporary: Floats
+    """[P] At the peak of one backward pass beyond what is kept."""
+
+
+class States(NamedTuple):
+    """Bytes of states, the same on all groups."""
+
+    layer: Floats
+    """[N, P] Of each layer, and of that its gradients."""
+    layer_gradients: Floats
+    beside: Floats
+    """[N, P] The same beside the layers."""
+    gradients_beside: Floats
+
+
+@dataclass(frozen=True)
+class CellColumns:
+    """Of N layouts."""
+
+    num_layers: int
+    alike: bool
+    """Whether all layers are of one kind, so that stages have whole numbers of them."""
+    work: Work
+    held: Held
+    one: States
+    """With one micro-batch in all, and with several."""
+    several: States
+    room: Floats
+    """[N, G, P] Bytes in tensors that a device has."""
+    copied_s: Floats
+    """[C, N, G, P] Seconds in which a layer's gradients are copied and its weights cast, for each micro-batch of ``COUNTED`` in all, at
+    least; of more they take longer."""
+    share: Floats
+    """[N, K] The work of a layer of each kind."""
+    same: Ints
+    """[2, N] The same number where all columns of pipelines are; and those of the whole model on a cell."""
+
+    @classmethod
+    def of(cls, pricer: MixedPricer, layouts: Sequence[Parallelism], *, may_choose: Sequence[bool]) -> CellColumns:
+        """``layouts``: degrees of pipelines, without placements; ``may_choose``: of each whether stages may recompute fewer than all of
+        their layers. Everything is counted once for all that have it alike."""
+        return _Maker(pricer).columns(list(zip(layouts, may_choose, strict=True)))
+
+    def _numbers(self, places: slice) -> Ints:
+        """[N] The same number where all columns of some places are the same."""
+        by_place = *self.held[2:], *self.one, *self.several, self.room, *self.copied_s
+        each = *self.work, *self.held[:2], self.share, *(of[..., places] for of in by_place)
+        rows = np.concatenate([np.reshape(of, (len(self.share), -1)) for of in each], axis=1)
+        kinds: dict[bytes, int] = {}
+        return np.array([kinds.setdefault(row.tobytes(), len(kinds)) for row in np.ascontiguousarray(rows)])
+
+
+Row = TypeVar("Row")
+Layout = tuple[Parallelism, bool]
+
+
+class _Maker:
+    """What layouts have in common: how layers are computed does not depend on how their states are shared, and states neither on the
+    micro-batch nor on recompute."""
+
+    def __init__(self, pricer: MixedPricer) -> None:
+        self._pricer, self._groups = pricer, pricer.groups
+        first = next(iter(pricer.groups.values()))
+        self._ends = first.table([(0, 0, *ends) for ends in ENDS])
+        """Stages without layers."""
+        self._counts = np.bincount(np.array(first.graph.layers, dtype=np.int64), minlength=len(first.graph.blocks))
+        """[K] Layers of each kind."""
+        self._segments: dict[tuple[object, ...], list[_Segments]] = {}
+        self._speeds = np.array([group.unit_pricer.rates.bytes_per_s for group in pricer.groups.values()])
+        """[G] Bytes a second that a device moves."""
+
+    def columns(self, layouts: Sequence[Layout]) -> CellColumns:
+        layers, of_layers = _distinct(layouts, _by_layers, self._layers)
+        piped, of_states = _distinct(layouts, _by_states, lambda layout: layout[0])
+        alone = [layout.model_copy(update={"pipeline_parallel_degree": 1}) for layout in piped]
+        share, figures = np.array([share for _, share in layers])[of_layers], np.array([of for of, _ in layers])
+        sharing = [_Sharing.of(*self._sharing(some), self._ends) for some in (piped, alone)]
+        room, copied, one, several = (
+            _by_place(*each)
+            for each in (
+                [self._rooms(some) for some in (piped, alone)],
+                [of.copied() for of in sharing],
+                *([of.states(micro_batches) for of in sharing] for micro_batches in (1, 2)),
+            )
+        )
+        single, places = np.split(np.moveaxis(figures[of_layers], 2, 0), [_SINGLE])
+        held = np.moveaxis(places.reshape(-1, len(ENDS), *places.shape[1:]), 1, 3)
+        copied_s = (copied[:, of_states] / share[..., None]).min(axis=2)[:, :, None] / self._speeds[:, None]
+        found = CellColumns(
+            num_layers=int(self._counts.sum()),
+            alike=len(self._counts) == 1,
+            work=Work(*single[: len(Work._fields)]),
+            held=Held(*single[len(Work._fields) :], *held),
+            one=_by_work(one[:, of_states], share),
+            several=_by_work(several[:, of_states], share),
+            room=room[of_states],
+            copied_s=copied_s,
+            share=share,
+            same=np.zeros((2, 0), dtype=np.int64),
+        )
+        return replace(found, same=np.stack([found._numbers(slice(0, WHOLE)), found._numbers(slice(WHOLE, None))]))
+
+    def _layers(self, layout: Layout) -> tuple[Floats, Floats]:
+        """[G, F] Seconds and bytes on each group; and [K] the work of a layer of each kind."""
+        parallelism, may_choose = layout
+        key = _by_layers(layout)[:-2]
+        if key not in self._segments:
+            self._segments[key] = self._on_groups(parallelism)
+        segments = self._segments[key]
+        again = [of.again(parallelism.activation_checkpoint) for of in segments]
+        share = np.ones(len(self._counts))
+        if len(share) > 1:
+            both = np.array([of.both_s + (not may_choose) * more[0] for of, more in zip(segments, again, strict=True)])
+            share = (both / (both @ self._counts)[:, None]).mean(axis=0) * self._counts.sum()
+        rows = [of.row(more, share, may_choose=may_choose) for of, more in zip(segments, again, strict=True)]
+        return np.array(rows), share
+
+    def _on_groups(self, parallelism: Parallelism) -> list[_Segments]:
+        traits, found = self._traits(parallelism), dict[str, _Segments]()
+        names = that_have(self._pricer.cluster.groups, cell_widths(parallelism)[0])
+        for name in dict.fromkeys(names):
+            pricer = self._groups[name]
+            found[name] = _Segments(pricer.units(parallelism), pricer.data_parallel(parallelism, traits), self._ends)
+        return [found[name] for name in names]
+
+    def _traits(self, parallelism: Parallelism) -> Traits:
+        return get(self._pricer.choice.name).traits(self._pricer.job, parallelism, self._pricer.choice)
+
+    def _sharing(self, layouts: Sequence[Parallelism]) -> tuple[TraitColumns, Shards, list[Units]]:
+        """Of each how the engine behaves, the ranks that divide its states, and its units on any group."""
+        groups, units = self._pricer.cluster.groups, []
+        for layout in layouts:
+            units.append(self._groups[that_have(groups, cell_widths(layout)[0])[0]].units(layout))
+        traits = [self._traits(layout) for layout in layouts]
+        shards = [Shards.of(layout, of.experts.folded) for layout, of in zip(layouts, traits, strict=True)]
+        return TraitColumns.of(traits), Shards(*np.array(shards, dtype=float).T[..., None]), units
+
+    def _rooms(self, layouts: Sequence[Parallelism]) -> Floats:
+        """[n, G, P]"""
+        counts = np.array([num_groups(layout, self._traits(layout).experts.folded) for layout in layouts])[:, None]
+        rooms = [room_bytes(group, counts) for group in self._groups.values()]
+        return np.stack(rooms, axis=1) * np.ones(len(ENDS))
+
+
+def _by_place(piped: Floats, alone: Floats) -> Floats:
+    """[..., P] Of pipelines, and of who has the whole model, which is in none."""
+    return np.concatenate([piped[..., :WHOLE], alone[..., WHOLE:]], axis=-1)
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """How n layouts share states. K = kinds of layers."""
+
+    traits: TraitColumns
+    shards: Shards
+    blocks: Floats
+    """[3, n, K] Of each kind of layer: parameters, those of experts, and one of each shape."""
+    outside: Floats
+    """[n, P] Parameters of stages without layers, and of them the head's."""
+    head: Floats
+
+    @classmethod
+    def of(cls, traits: TraitColumns, shards: Shards, units: Sequence[Units], ends: StageTable) -> _Sharing:
+        known = {one: stage_weights(one, ends) for one in dict.fromkeys(units)}
+        weights = [known[one] for one in units]
+        blocks = [[(u.parameters, u.experts, u.shapes) for u in one.blocks] for one in units]
+        return cls(
+            traits, shards,
+            np.moveaxis(np.array(blocks, dtype=float), 2, 0),
+            np.array([of.outside_blocks for of in weights]), np.array([of.head for of in weights]),
+        )  # fmt: skip
+
+    def copied(self) -> Floats:
+        """[C, n, K, P] Bytes moved to copy a layer's gradients and to cast its weights, for each micro-batch."""
+        traits, shards = self.traits, self.shards.dense
+        casts = (traits.gather.in_each_forward + traits.gather.in_each_backward) * cast_bytes(traits, shards)
+        moved = np.stack([gradient_copy_bytes(traits, shards, m) + casts for m in COUNTED])
+        return (self.blocks[0] * moved)[..., None] * np.ones(len(ENDS))
+
+    def states(self, micro_batches: int) -> Floats:
+        """[4, n, K, P] In the order of ``States``: bytes of a layer of each kind, and beside it in a stage of its own."""
+        found, none, traits = [], np.zeros(self.outside.shape), self.traits
+        for parameters, experts, shapes in np.moveaxis(self.blocks, 2, 0)[..., None]:
+            dense = parameters - experts
+            layer, gradients = layer_state_bytes(dense, experts, traits, self.shards, micro_batches)
+            stage = RankWeights(self.outside + parameters, parameters, self.outside, self.head, experts, shapes, dense)
+            parts = state_bytes(stage, traits, self.shards, micro_batches)
+            beside, of_ends = sum(parts.values(), none) - layer, parts["gradients"] + none - gradients
+            found.append((layer + none, gradients + none, beside, of_ends))
+        return np.moveaxis(np.array(found), 0, 2)
+
+
+def _by_work(kinds: Floats, share: Floats) -> States:
+    """From those of each kind of layer, [4, N, K, P]."""
+    layer, gradients, beside, of_ends = kinds
+    each = share[..., None]
+    return States((layer / each).min(axis=1), (gradients / each).max(axis=1), beside.min(axis=1), of_ends.max(axis=1))
+
+
+class _Again(NamedTuple):
+    """What a kind of recompute does to a layer of each kind, [K] each."""
+
+    seconds: Floats
+    dropped: Floats
+    needs: Ints
+    """Bytes at the peak of the backward pass, at least."""
+
+
+class _Segments:
+    """What the segments of a model take on one group."""
+
+    def __init__(self, units: Units, data: DataParallel, ends: StageTable) -> None:
+        self._units, self._data, self._ends = units, data, ends
+        overlap, blocks, head = data.tensor_overlap, units.blocks, units.head
+        self._forward_s = np.array([segment_forward_s(unit) for unit in blocks])
+        self.both_s = self._forward_s + [segment_backward_s(unit, overlap) for unit in blocks]
+        self._weights_s = np.array([unit.times.weight_gradient.device_s for unit in blocks])
+        self._saved = np.array([unit.memory.saved for unit in blocks], dtype=float)
+        self._head_s = segment_forward_s(head) + segment_backward_s(head, overlap)
+        self._of_head = (segment_forward_s(head), head.times.weight_gradient.device_s)
+        self._needs = cache(lambda kind: needs_of_kinds(units, kind))
+        received = ((2 - ends.first - ends.last) * units.hidden_bytes).astype(float)
+        every = data.traits.pipeline.in_torch
+        self._received = [received * every, received * (not every)]
+        self.again = cache(self._with)
+
+    def _with(self, activation_checkpoint: str) -> _Again:
+        blocks, units = self._units.blocks, self._units
+        kind: Recompute = recompute_of(activation_checkpoint, self._data.traits, units)
+        return _Again(
+            np.array([segment_again_s(unit, kind, self._data) for unit in blocks]),
+            np.array([dropped_bytes(unit, units, kind) for unit in blocks], dtype=float),
+            np.minimum(self._needs("none"), self._needs(kind)),
+        )
+
+    def row(self, again: _Again, share: Floats, *, may_choose: bool) -> Floats:
+        """[F] In the order of ``Work`` and ``Held``; ``share``: [K] the work of a layer of each kind."""
+        both = self.both_s if may_choose else self.both_s + again.seconds
+        forward, weights = list(self._forward_s / both), list(self._weights_s / both)
+        if self._head_s:
+            forward.append(self._of_head[0] / self._head_s)
+            weights.append(self._of_head[1] / self._head_s)
+        saves = again.dropped > 0
+        per_byte = (again.seconds[saves] / again.dropped[saves]).min(initial=np.inf)
+        kept = self._saved if may_choose else self._saved - again.dropped
+        least = again.needs.min(initial=np.iinfo(np.int64).max) if len(share) else 0
+        none = np.zeros(len(ENDS))
+        places = (
+            kept_beside_layers(self._units, self._ends), *self._received,
+            peak_bytes(self._units, np.full(len(none), least), self._ends),
+        )  # fmt: skip
+        return np.array([
+            (both / share).min(initial=np.inf), self._head_s,
+            max(forward, default=1.0), min(forward, default=1.0), max(weights, default=1.0),
+            per_byte if may_choose and np.isfinite(per_byte) else 0.0,
+            (kept / share).min(initial=np.inf), (again.dropped / share).max(initial=0.0) if may_choose else 0.0,
+            *np.concatenate([none + of for of in places]),
+        ])  # fmt: skip
+
+
+_SINGLE = len(Work._fields) + 2
+"""Figures of a row that do not depend on the place."""
+
+
+def _by_layers(layout: Layout) -> tuple[object, ...]:
+    """What layers know of a layout: experts are shared by ranks that share states."""
+    p, may_choose = layout
+    shard = p.data_parallel_shard_degree if p.expert_parallel_degree > 1 else 1
+    return (
+        p.tensor_parallel_degree, p.enable_sequence_parallel, p.context_parallel_degree, p.context_parallel_method,
+        p.expert_parallel_degree, shard, min(p.zero_stage, 1) if shard > 1 else 0, p.micro_batch_size, p.activation_checkpoint, may_choose,
+    )  # fmt: skip
+
+
+def _by_states(layout: Layout) -> Hashable:
+    p = layout[0]
+    return (
+        p.tensor_parallel_degree, p.enable_sequence_parallel, p.context_parallel_degree, p.context_parallel_method,
+        p.expert_parallel_degree, p.data_parallel_shard_degree, p.zero_stage,
+    )  # fmt: skip
+
+
+def _distinct(
+    of: Sequence[Layout], key: Callable[[Layout], Hashable], row: Callable[[Layout], Row]
+) -> tuple[list[Row], Ints]:
+    """A row for each key, and which of them is each layout's."""
+    rows: list[Row] = []
+    seen: dict[Hashable, int] = {}
+    found = []
+    for layout in of:
+        known = key(layout)
+        if known not in seen:
+            seen[known] = len(rows)
+            rows.append(row(layout))
+        found.append(seen[known])
+    return rows, np.array(found, dtype=np.int64)
+
+
+def that_have(groups: Sequence[NodeGroup], width: int) -> list[str]:
+    """The name of each group that has cells of so many devices, and for each other, which cannot say what these take, that of the
+    first that has: it counts for nothing there."""
+    has = [cells_of(group, width) > 0 for group in groups]
+    first = groups[has.index(True)]
+    return [(group if there else first).name for group, there in zip(groups, has, strict=True)]
+
+
+def room_bytes(pricer: Pricer, num_groups: Ints) -> Floats:
+    """Bytes in tensors that a device of a group has beside the communicators of so many process groups."""
+    device = pricer.nodes.device
+    return (
+        memory.most_allocated(memory.most_that_fits(device.memory_bytes), memory.Outside.of(device, num_groups)) + 0.0
+    )

@@ -1,0 +1,126 @@
+"""What the stages of one layout take on each group of a mixed cluster, at or below the forecast: lines in the number of layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.engines.registry import get
+from ahp.forecast.assembly import recompute_of
+from ahp.forecast.axes import ALONE
+from ahp.forecast.cell_columns import ENDS, WHOLE
+from ahp.forecast.data_parallel import DataParallel
+from ahp.forecast.groups import shard_ranks
+from ahp.forecast.mixed import MixedPricer
+from ahp.forecast.segment import Recompute, recomputed, segment_again_s, segment_backward_s, segment_forward_s
+from ahp.forecast.stage import StageCost
+from ahp.forecast.stage_memory import stage_weights
+from ahp.forecast.unit import Unit
+from ahp.plan import Parallelism
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StageLine:
+    """Seconds of a group's cell for one micro-batch, forward and both passes."""
+
+    layers: Floats
+    """[2, L] Of each layer."""
+    beside: Floats
+    """[2, P] What a stage takes beside its layers, by place."""
+    once: float = 0.0
+    """What a cell that has the whole model takes once per step, for all micro-batches."""
+
+    def whole_s(self, place: int) -> float:
+        """Both passes of a stage with all layers."""
+        return float(self.layers[1].sum() + self.beside[1, place])
+
+
+class GroupCells:
+    """The cells of one group for layouts that are alike in everything but pipeline, replicas and schedule."""
+
+    def __init__(self, pricer: MixedPricer, group: str, layout: Parallelism, micro_batches: int) -> None:
+        """``layout``: any of them; its pipeline degree is 1, or above as theirs. ``micro_batches``: of a replica, at least."""
+        self._pricer, self._layout = pricer.groups[group], layout
+        self._network = pricer.network.times(self._pricer.network)
+        self._num_devices = pricer.cluster.num_devices
+        self._traits = get(self._pricer.choice.name).traits(self._pricer.job, layout, self._pricer.choice)
+        self._units = self._pricer.units(layout)
+        self._recompute: Recompute = recompute_of(layout.activation_checkpoint, self._traits, self._units)
+        # Replicas that sum gradients are not known yet: they take no time.
+        found = self._pricer.data_parallel(layout, self._traits)
+        experts = found.experts[0], ALONE
+        self._data: DataParallel = replace(found, replicate=ALONE, experts=experts, micro_batches=micro_batches)
+
+    @cached_property
+    def line(self) -> StageLine:
+        """From the stages that the forecast prices: of one layer and of two, of which the second adds the least of all.
+
+        A stage's parts are sums over its layers, or the host's time where that is longer: each layer more adds as much as
+        the one before, or more. Where layers differ, each is its units alone.
+        """
+        num_layers = len(self._units.layers)
+        if self._layout.pipeline_parallel_degree == 1:
+            return self._whole()
+        if len(set(self._units.layers)) != 1 or num_layers == 1:
+            return self._of_units()
+        costs = self._costs((1, 1), (2, 1), (1, 0), (1, 2))
+        one, two, first, last = (np.array(_seconds(cost)) for cost in costs)
+        each = np.minimum(two - one, one)
+        beside = np.stack([first, one, last, last], axis=1) - each[:, None]
+        return StageLine(np.repeat(each[:, None], num_layers, axis=1), beside)
+
+    def _whole(self) -> StageLine:
+        """Of the whole model, with what comes once per step."""
+        num_layers = len(self._units.layers)
+        [cost] = self._costs((num_layers, WHOLE))
+        weights = stage_weights(self._units, self._pricer.table([(0, num_layers, True, True)]))
+        updated = float(weights.total[0] - weights.experts[0]) / shard_ranks(self._layout)
+        once = sum(cost.first_forward.values()) + sum(cost.last_backward.values())
+        once += self._pricer.update_s(updated, self._traits) + self._pricer.offload_s(updated, self._traits)
+        if self._pricer.muon is not None:  # over how many replicas its matrices are dealt out is not known yet
+            once += num_layers * self._pricer.muon.least_s() / self._num_devices
+        beside = np.zeros((2, len(ENDS)))
+        beside[:, WHOLE] = _seconds(cost)
+        return StageLine(np.zeros((2, num_layers)), beside, once)
+
+    def _of_units(self) -> StageLine:
+        """Without what gathers weights beside the layers, and without the host."""
+        kinds = np.array([_passes(unit, self._recompute, self._data) for unit in self._units.blocks]).T
+        embedding, head = (np.array(_passes(u, "none", self._data)) for u in (self._units.embedding, self._units.head))
+        beside = np.stack([embedding, 0 * head, head, embedding + head], axis=1)
+        return StageLine(kinds[:, list(self._units.layers)], beside)
+
+    def _costs(self, *stages: tuple[int, int]) -> list[StageCost]:
+        """Of stages with so many layers at a place."""
+        table = self._pricer.table([(0, num_layers, *ENDS[place]) for num_layers, place in stages])
+        return self._pricer.stage_costs(self._units, table, self._data, self._recompute, self._network)
+
+    @cached_property
+    def again_s(self) -> float:
+        """Seconds of both passes that a stage takes longer, at most, where one layer more is recomputed: on the device, or on the host
+        where that is waited for."""
+        return max((self._again_s(unit) for unit in self._units.blocks), default=0.0)
+
+    def _again_s(self, unit: Unit) -> float:
+        data, device_s = self._data, segment_again_s(unit, self._recompute, self._data)
+        if data.host_is_device:
+            return device_s
+        launches = recomputed(unit, self._recompute).launches * data.traits.host.launches_per_operator
+        return max(device_s, launches * data.operator_s)
+
+
+def _seconds(cost: StageCost) -> tuple[float, float]:
+    """Of one micro-batch, forward and both passes."""
+    forward_s = sum(cost.forward.values())
+    return forward_s, forward_s + sum(cost.backward.values())
+
+
+def _passes(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float, float]:
+    """Device seconds of a unit, forward and both passes."""
+    forward = segment_forward_s(unit)
+    return forward, forward + segment_backward_s(unit, data.tensor_overlap) + segment_again_s(unit, recompute, data)

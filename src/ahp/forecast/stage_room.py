@@ -1,0 +1,159 @@
+"""How many layers stages have room for, in memory and in a time, from the columns of cells.
+
+A stage of n layers on a cell of group g, which keeps k micro-batches at once, recomputes what its device's memory asks for. So in X
+seconds a micro-batch it has at most
+
+    n(X) = min( X / a,  (X + r b / k) / (a + r (e / k + h)),  b / (e + k (h - d)) )
+
+layers: a seconds and h bytes of a micro-batch each, e bytes of states, d bytes that recompute saves at r seconds a byte, b bytes beside
+them. n is concave, and n(X) / X falls.
+
+Dims: n = layouts, G = groups, K = positions of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ahp.forecast.cell_columns import BETWEEN, COUNTED, WHOLE, CellColumns
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+ANYWHERE = -1
+"""The place of a stage of which it is not known."""
+
+STEPS = 3
+"""Of Newton's method, from below on a concave function: each is a bound."""
+
+ROUNDING = 1e-9
+"""Of a layer, by which a whole number may come out below itself."""
+
+
+class Positions(NamedTuple):
+    """The stages of one replica that are alike, [K]."""
+
+    held: Ints
+    """Micro-batches that each keeps at once, at least; or [n, 1, K] of each layout."""
+    place: Ints
+    """Its place, or ``ANYWHERE``."""
+    count: Ints
+    """How many are so."""
+
+
+@dataclass(frozen=True)
+class StageRoom:
+    """What there is for layers: each [n, G, K], or what broadcasts to it."""
+
+    layer_s: Floats
+    again_s: Floats
+    """Seconds for each byte that recompute saves."""
+    free: Floats
+    """Bytes for layers and what they keep."""
+    held: Ints
+    states: Floats
+    """Bytes of each layer, beside what it keeps."""
+    kept: Floats
+    """Of each layer and micro-batch, with as little recomputed as there may be."""
+    most: Floats
+    """Layers that memory allows, however many are recomputed."""
+
+    @classmethod
+    def of(cls, columns: CellColumns, rows: Ints, at: Positions, micro_batches: int | Ints) -> StageRoom:
+        """Of some layouts, [n], in replicas with so many micro-batches or more, which never leave more room: one number, or several [n]
+        of which none is 1."""
+        held, k, m = columns.held, at.held, np.reshape(micro_batches, (-1, 1, 1))
+
+        def by_place(field: Floats, anywhere: Floats) -> Floats:
+            """[..., K] from [..., P]."""
+            return anywhere[..., None] if at.place[0] == ANYWHERE else field[..., at.place]
+
+        def least(field: Floats) -> Floats:
+            return by_place(field[rows], field[rows, ..., :WHOLE].min(axis=-1))
+
+        def most(field: Floats) -> Floats:
+            return by_place(field[rows], field[rows, ..., :WHOLE].max(axis=-1))
+
+        states = columns.one if m.min() == 1 else columns.several
+        layer, beside, room = least(states.layer)[:, None], least(states.beside)[:, None], least(columns.room)
+        holds = (room - beside) / layer
+        if m.min() == 1:  # its gradients grow as its activations go
+            layer = layer - most(states.layer_gradients)[:, None]
+            beside = beside - most(states.gradients_beside)[:, None]
+        free = room - beside - least(held.temporary) - k * least(held.outside)
+        free = free - m * by_place(held.received[rows], held.received[rows, :, BETWEEN]) - least(held.once)
+        kept, dropped = held.kept[rows][..., None], held.dropped[rows][..., None]
+        holds = np.minimum(holds, free / (layer + k * (kept - dropped)))
+        if columns.alike:
+            holds = np.where(holds < 1.0 - ROUNDING, 0.0, holds)
+        work, counted = columns.work, np.searchsorted(COUNTED, m.min(), side="right") - 1
+        copied_s = columns.copied_s[counted][rows]
+        return cls(
+            work.layer_s[rows][..., None] + by_place(copied_s, copied_s[..., BETWEEN]),
+            work.again_s_per_byte[rows][..., None], free, k, layer, kept, np.maximum(holds, 0.0),
+        )  # fmt: skip
+
+    def mapped(self, each: Callable[[Floats], Floats]) -> StageRoom:
+        """With all figures changed alike, from [n, G, K]."""
+        return StageRoom(*map(each, np.broadcast_arrays(*vars(self).values())))
+
+    @property
+    def _slow_s(self) -> Floats:
+        """Seconds of a layer where all that it keeps more is recomputed."""
+        return self.layer_s + self.again_s * (self.states / self.held + self.kept)
+
+    def layers(self, seconds: Floats) -> Floats:
+        """[n, G, K] The most in so many seconds for one micro-batch, [n] or what broadcasts to the result."""
+        x = seconds[:, None, None] if seconds.ndim == 1 else seconds
+        lighter = (x + self.again_s * self.free / self.held) / self._slow_s
+        return np.maximum(np.minimum(np.minimum(x / self.layer_s, lighter), self.most), 0.0)
+
+    def saved_bytes(self, layers: Floats) -> Floats:
+        """[n, G, K] Of each micro-batch in flight, what stages with so many layers must save by recompute."""
+        return np.maximum(layers * (self.states / self.held + self.kept) - self.free / self.held, 0.0)
+
+    def hold(self, layers: Floats) -> NDArray[np.bool_]:
+        """[n, G, K] Whether memory does, however many are recomputed."""
+        return layers <= self.most + ROUNDING
+
+    def seconds(self, layers: Floats) -> Floats:
+        """[n, G, K] In which stages have so many, at least; infinite where memory does not hold them."""
+        seconds = layers * self.layer_s + self.again_s * self.saved_bytes(layers)
+        return np.where(self.hold(layers), seconds, np.inf)
+
+    def best(self) -> StageRoom:
+        """[n, 1, K] At least as much as any group has."""
+
+        def least(of: Floats) -> Floats:
+            return of.min(axis=1, keepdims=True)
+
+        def most(of: Floats) -> Floats:
+            return of.max(axis=1, keepdims=True)
+
+        return StageRoom(
+            least(self.layer_s), least(self.again_s), most(self.free), self.held, least(self.states), least(self.kept),
+            most(self.most),
+        )  # fmt: skip
+
+    def least_s(self, num_layers: int, count: Ints) -> Floats:
+        """[n] Seconds of the longest stage of a replica that has all layers, at least; ``count``: [K] stages of each position."""
+        best = self.best()
+        seconds = num_layers / (count / best.layer_s + 0 * best.most).sum(axis=(1, 2))
+        for _ in range(STEPS):
+            lacks = num_layers - (count * best.layers(seconds)).sum(axis=(1, 2))
+            slope = (count * best._slope(seconds)).sum(axis=(1, 2))
+            more = np.divide(lacks, slope, out=np.full(len(lacks), np.inf), where=slope > 0)
+            seconds = np.where(lacks > ROUNDING, np.minimum(seconds + more, 1e300), seconds)
+        return np.where(seconds < 1e299, seconds, np.inf)
+
+    def _slope(self, seconds: Floats) -> Floats:
+        """More layers with more seconds."""
+        x = seconds[:, None, None]
+        plain, lighter = x / self.layer_s, (x + self.again_s * self.free / self.held) / self._slow_s
+        rising = np.where(plain < lighter, 1.0 / self.layer_s, 1.0 / self._slow_s)
+        return np.where(np.minimum(plain, lighter) < self.most, rising, 0.0)
