@@ -12,6 +12,7 @@ from unittest import mock
 import psutil
 
 from ahp.runtime.ranks.launch import WorkersEnded
+from ahp.runtime.ranks.own_store import store_on
 from ahp.runtime.ranks.watch import Watch
 from benchmarks import workers
 
@@ -31,8 +32,10 @@ class Pool(workers.Pool):
     ) -> int:
         """In place of ``ahp.runtime.ranks.launch.launch``: workers that have found each other, and spend no seconds on imports. None hangs, and none
         is asked to stop. What a failed one said is where the launcher leaves it."""
+        # As the launcher's: a port that is free now may be another program's when the first rank takes it.
+        store = store_on("127.0.0.1", 0, option="the pool's store")
         try:
-            codes = self.run(as_launched, num_workers, module, list(arguments), free_port())
+            codes = self.run(as_launched, num_workers, module, list(arguments), store.port)
         except workers.WorkerFailed as error:
             said = log_folder / "pool" / "stderr.log"
             said.parent.mkdir(parents=True)
@@ -44,7 +47,8 @@ class Pool(workers.Pool):
 
 def as_launched(rank: int, world_size: int, module: str, arguments: list[str], port: int) -> int:
     """Runs in each worker: ``python -m module arguments`` under the launcher's variables."""
-    with mock.patch.dict(os.environ, place(rank, world_size, port)):
+    kept_by_launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with mock.patch.dict(os.environ, {**place(rank, world_size, port), **kept_by_launcher}):
         return importlib.import_module(module).main(arguments)
 
 

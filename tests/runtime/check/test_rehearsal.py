@@ -47,7 +47,8 @@ def ends(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> str:
 
 
 def test_the_first_error_is_the_cause_whichever_rank_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ends(monkeypatch, {"error-1.txt": "shapes differ", "error-0.txt": "connection lost"}) == "shapes differ"
+    found = {"error-2.txt": "", "error-1.txt": "shapes differ", "error-0.txt": "connection lost"}
+    assert ends(monkeypatch, found) == "shapes differ"
 
 
 def test_without_an_error_the_logs_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:

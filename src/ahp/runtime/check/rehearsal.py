@@ -47,8 +47,9 @@ def on_workers(module: str, plan: Plan, device: DeviceType, *arguments: str) -> 
                 log_folder=folder / "log",
             )
         except launch.WorkersEnded as ended:
-            # Of several the first one is the cause. The folder with their logs is about to go.
-            errors = sorted(folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
+            # Of several the first one is the cause; an empty one is of a worker that was ended meanwhile. The folder with their logs is about to go.
+            left = sorted(folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
+            errors = [file for file in left if file.stat().st_size]
             last = f"workers ended with {ended.exit_codes}: {launch.last_words(folder / 'log')}"
             raise AhpError(errors[0].read_text() if errors else last) from None
         return (folder / "answer").read_text()
