@@ -13,7 +13,8 @@ from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
-from ahp.schedule.orders import given_order, order_text, why_not
+from ahp.schedule.legal import why_not
+from ahp.schedule.orders import given_order, order_text
 from ahp.schedule.patterns import make
 
 ONE = {"nodes": 1, "devices_per_node": 4, "device": "H100-SXM-80GB"}

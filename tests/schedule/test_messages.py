@@ -6,8 +6,9 @@ import pytest
 
 from ahp.errors import BadInput
 from ahp.schedule.actions import Action, Schedule
+from ahp.schedule.legal import why_not
 from ahp.schedule.messages import Message, why_stuck, with_messages
-from ahp.schedule.orders import order_text, read_order, why_not
+from ahp.schedule.orders import order_text, read_order
 from ahp.schedule.patterns import illegal, make
 from ahp.schedule.registry import SCHEDULES
 

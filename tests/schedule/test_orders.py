@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ahp.plan import Parallelism
-from ahp.schedule.orders import apart, given_order, illegal_order, order_text, read_order, under_pattern, whole, why_not
+from ahp.schedule.legal import why_not
+from ahp.schedule.orders import apart, given_order, illegal_order, order_text, read_order, under_pattern, whole
 from ahp.schedule.patterns import make
 
 PATTERNS = [("1F1B", 1), ("GPipe", 1), ("InterleavedZeroBubble", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)]

@@ -125,11 +125,13 @@ class ToOrder:
 
     @property
     def floor_s(self) -> float:
-        """Seconds of a step that no order gets below, without a wait for weights."""
+        """Seconds of a step that no order gets below in the memory that is left, without a wait for weights."""
         before, least_s = self.before, 0.0
-        for one in self._pipelines(before):
+        for one, rooms in zip(self._pipelines(before), self.rooms, strict=True):
             times = tuple(replace(stage, first_forward_extra_s=0.0) for stage in one.span.times)
-            ways = (Problem(times, ranks_of_stages(before.parallelism), one.span.m, split=s) for s in (True, False))
+            stages, kept = (times, ranks_of_stages(before.parallelism), one.span.m), one.memory.kept.tolist()
+            limits = {"kept_bytes": kept, "memory_bytes": rooms} if before.forecast.fits else {}
+            ways = [Problem(*stages, split=split, **limits) for split in (True, False)]
             least_s = max(least_s, min(lower_bound(way).seconds for way in ways))
         return before.forecast.step_time_s - max(0.0, before.span.makespan_s - least_s) * self.pricer.stretch
 

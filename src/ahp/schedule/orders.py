@@ -1,4 +1,4 @@
-"""Orders of actions that somebody wrote or found: as text, and whether they can run."""
+"""Orders of actions that somebody wrote or found: as text, and as a layout brings them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import lru_cache
 from ahp.errors import BadInput
 from ahp.plan import Parallelism
 from ahp.schedule.actions import Action, Kind, Schedule
+from ahp.schedule.legal import why_not, why_not_together
 from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.registry import PLAIN, SCHEDULES, of_ranks
 
@@ -45,67 +46,6 @@ def read_order(name: str, lines: Sequence[str]) -> Schedule:
     if reason := why_not(schedule):
         raise BadInput(reason)
     return schedule
-
-
-def why_not(schedule: Schedule) -> str | None:
-    """Why the order cannot run, or None: each stage does each micro-batch once, and no rank waits for what comes after it.
-
-    Backwards are whole (B) or apart (I, later W). Messages need no rule of their own: ``messages`` puts them where both ranks
-    come to them.
-    """
-    return _wrong_count(schedule) or _stuck(schedule)
-
-
-def _wrong_count(schedule: Schedule) -> str | None:
-    seen: set[Action] = set()
-    for rank, order in enumerate(schedule.ranks):
-        for action in order:
-            if action in seen:
-                return f"rank {rank}: {action} comes twice"
-            if schedule.stage_rank[action.stage] != rank:
-                return f"rank {rank}: {action}, but stage {action.stage} is on rank {schedule.stage_rank[action.stage]}"
-            seen.add(action)
-    for stage in range(schedule.num_stages):
-        for i in range(schedule.num_micro_batches):
-            forward, whole, first, second = (Action(kind, stage, i) in seen for kind in Kind)
-            if not forward:
-                return f"stage {stage}: {Action(Kind.FORWARD, stage, i)} is missing"
-            if (whole, first, second) not in ((True, False, False), (False, True, True)):
-                return f"stage {stage}, micro-batch {i}: needs either B, or I and W"
-    return None
-
-
-def _stuck(schedule: Schedule) -> str | None:
-    """Run it without times: each rank goes on while what its next action needs has been done."""
-    done: set[tuple[str, int, int]] = set()
-    places = [0] * len(schedule.ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(schedule.plain):
-            place = places[rank]
-            while place < len(order) and all(need in done for need in _needs(schedule, order[place])):
-                done.update(_done(order[place]))
-                place += 1
-            moved |= place > places[rank]
-            places[rank] = place
-    waiting = [str(o[at]) for o, at in zip(schedule.ranks, places, strict=True) if at < len(o)]
-    return f"it never ends: ranks wait for each other at {', '.join(waiting)}" if waiting else None
-
-
-def _done(action: tuple[str, int, int]) -> list[tuple[str, int, int]]:
-    """What others may wait for when an action is done: itself, and the gradient (G) that it sends."""
-    letter, stage, i = action
-    return [action, ("G", stage, i)] if letter in "BI" else [action]
-
-
-def _needs(schedule: Schedule, action: tuple[str, int, int]) -> list[tuple[str, int, int]]:
-    letter, stage, i = action
-    if letter == "F":
-        return [("F", stage - 1, i)] if stage else []
-    if letter == "W":
-        return [("G", stage, i)]
-    return [("F", stage, i)] + ([("G", stage + 1, i)] if stage < schedule.num_stages - 1 else [])
 
 
 SYNTHESIZED = "Synthesized"
@@ -181,52 +121,10 @@ def illegal_order(parallelism: Parallelism, micro_batches: Sequence[int]) -> str
     except BadInput as error:
         return str(error)
     reasons = (_losses_out_of_order(schedule) for schedule in found.values())
-    return next(filter(None, reasons), None) or _apart(list(found.values()))
-
-
-def _apart(schedules: Sequence[Schedule]) -> str | None:
-    """Why replicas with these orders would wait for each other in a circle.
-
-    Where a stage's last gradient is there its rank waits until all replicas have theirs, which are summed.
-    """
-    first = schedules[0]
-    for other in schedules[1:]:
-        if other.stage_rank != first.stage_rank:
-            ranks = f"{list(first.stage_rank)} and {list(other.stage_rank)}"
-            return f"pipeline_parallel_order: stages lie on ranks {ranks} (valid: the same on every replica)"
-    if len(schedules) == 1 or len(first.ranks) == first.num_stages:
-        return None
-    last = [_last_gradients(schedule) for schedule in schedules]
-    done: list[set[tuple[str, int, int]]] = [set() for _ in schedules]
-    places = [[0] * len(first.ranks) for _ in schedules]
-    moved = True
-    while moved:
-        moved = False
-        summed = set.intersection(
-            *({s for s, action in ends.items() if action in seen} for ends, seen in zip(last, done, strict=True))
-        )
-        for schedule, ends, seen, at in zip(schedules, last, done, places, strict=True):
-            for rank, order in enumerate(schedule.plain):
-                while at[rank] < len(order) and all(need in seen for need in _needs(schedule, order[at[rank]])):
-                    before = order[at[rank] - 1] if at[rank] else None
-                    if before is not None and ends[before[1]] == before and before[1] not in summed:
-                        break
-                    seen.update(_done(order[at[rank]]))
-                    at[rank] += 1
-                    moved = True
-    if all(
-        at[rank] == len(order) for s, at in zip(schedules, places, strict=True) for rank, order in enumerate(s.plain)
-    ):
-        return None
-    return (
-        "pipeline_parallel_order: ranks end their stages in another order on one replica than on another, and would wait for each "
-        "other's gradients (valid: the same order of last gradients on each rank)"
-    )
-
-
-def _last_gradients(schedule: Schedule) -> dict[int, tuple[str, int, int]]:
-    """Of each stage, the action after which its gradients are there."""
-    return {action[1]: action for order in schedule.plain for action in order if action[0] in "BW"}
+    if reason := next(filter(None, reasons), None):
+        return reason
+    reason = why_not_together(list(found.values()))
+    return None if reason is None else f"pipeline_parallel_order: {reason}"
 
 
 def _losses_out_of_order(schedule: Schedule) -> str | None:

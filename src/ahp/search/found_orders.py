@@ -28,7 +28,7 @@ LAYOUTS = 3
 """So many layouts, those that could become the fastest, get a schedule where it is left open."""
 
 MOST_ACTIONS = 30_000
-"""Of the longest order that is looked for: about a second of processor time, and 200 KB of plan.yaml."""
+"""Of the orders that are looked for, all together: about a second of processor time; and of the longest, 200 KB of plan.yaml."""
 
 TRIES = 300_000
 """Actions tried for one layout's order, one to two microseconds each (``synthesis.search.EFFORT``)."""
@@ -64,12 +64,16 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     if reason := replace(asked, engine=best.engine).refused(any_order()):
         return _told(ranking, f"no schedule made for its stages: {reason}") if best in waiting else ranking
     able, reasons = _able(asked, waiting)
-    able = sorted((one for one in able if one[1].floor_s < limit_s), key=lambda one: one[1].floor_s)[:LAYOUTS]
-    found = [(plan, order) for plan, to_order in able if (order := to_order.found(effort=_effort(to_order)))]
+    found, left = [], MOST_ACTIONS
+    for plan, to_order in sorted(able, key=lambda one: one[1].floor_s)[:LAYOUTS]:
+        best_s = min([limit_s, *(order.priced.forecast.step_time_s for _, order in found)])
+        if to_order.floor_s < best_s and (left := left - _actions(plan)) >= 0:
+            order = to_order.found(effort=_effort(to_order))
+            found += [] if order is None else [(plan, order)]
     if not found:
         return _told(ranking, reasons[0]) if reasons and best in waiting else ranking
     plan, order = min(found, key=lambda one: one[1].priced.forecast.step_time_s)
-    own = _own_order(order, _rival_s(asked, ranking.fastest), len(able))
+    own = _own_order(order, _rival_s(asked, ranking.fastest))
     if own.gain <= TIED:
         return _told(replace(ranking, own_order=own), _less_than_tied(plan, own)) if best in waiting else ranking
     first = _entry(plan, order)
@@ -91,7 +95,7 @@ def _of_all(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     entries.sort(key=lambda entry: entry.forecast.step_time_s)
     first = orders.get(id(entries[0].plan))
     if first is not None:
-        own = _own_order(first, _rival_s(asked, ranking.fastest), len(able))
+        own = _own_order(first, _rival_s(asked, ranking.fastest))
         ranking = replace(ranking, own_order=replace(own, leads=True))
     return _ranked(asked, ranking, entries, keep)
 
@@ -126,9 +130,9 @@ def _rival_s(asked: Problem, fastest: Plan) -> float:
     return _step_s(fastest) if to_order is None else to_order.rival_s
 
 
-def _own_order(order: FoundOrder, fastest_s: float, tried: int) -> OwnOrder:
+def _own_order(order: FoundOrder, fastest_s: float) -> OwnOrder:
     gain = 1 - order.priced.forecast.step_time_s / fastest_s
-    return OwnOrder(tried, gain, order.gap, order.bound.reason)
+    return OwnOrder(gain, order.gap, order.bound.reason)
 
 
 def _entry(plan: Plan, order: FoundOrder) -> _Entry:

@@ -20,8 +20,6 @@ SPEED = Objective()
 class OwnOrder:
     """What is known of schedules that were made for the best layouts' own stages."""
 
-    tried: int
-    """Layouts that one was looked for."""
     gain: float
     """Share of the step that the best of them saves against everything under a fixed pattern."""
     gap: float

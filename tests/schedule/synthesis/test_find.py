@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.errors import BadInput
+from ahp.schedule.legal import why_not
 from ahp.schedule.makespan import makespan
-from ahp.schedule.orders import why_not
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
 from ahp.schedule.synthesis.codes import as_orders
 from ahp.schedule.synthesis.exact import shortest_s

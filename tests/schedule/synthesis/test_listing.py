@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from ahp.schedule.orders import why_not
+from ahp.schedule.legal import why_not
 from ahp.schedule.simulate import peak_in_flight, simulate
 from ahp.schedule.synthesis.bound import lower_bound
 from ahp.schedule.synthesis.codes import as_orders, as_schedule
