@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import ahp
+from ahp.cluster.cells import place
+from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.found_order import ToOrder
 from ahp.graph.operators import ModelGraph
@@ -69,6 +71,9 @@ def test_what_is_left_open_is_found_where_it_pays(graph: ModelGraph, cluster: ob
         assert best.forecast is not None
         assert best.forecast.fits
         assert open_.fastest is best
+        if open_.families:  # what was the first leads them
+            assert [step_s(plan) for plan in open_.families] == sorted(map(step_s, open_.families))
+            assert len({plan.parallelism for plan in open_.families}) == len(open_.families)
         assert open_.proof in best.why
         assert "all this is about fixed patterns" in open_.proof
         assert any("a schedule made for these stages takes" in line for line in best.why)
@@ -86,6 +91,40 @@ def test_what_is_left_open_is_found_where_it_pays(graph: ModelGraph, cluster: ob
     else:
         assert best.parallelism.pipeline_parallel_schedule in PATTERNS
         assert open_.proof == open_.certificate.words()
+
+
+def test_the_best_of_each_family_stays_in_the_table(graph: ModelGraph) -> None:
+    keys = {"pipeline_parallel_degree": 4, "micro_batch_size": 1}
+    patterns = {}
+    for name in (*PATTERNS, None):
+        schedule = {} if name is None else {"pipeline_parallel_schedule": name}
+        ranking = ahp.search(graph, SLOW, JOB, constraints={**keys, **schedule}, engine=ENGINE)
+        patterns[name] = ranking
+    assert patterns[None].own_order is not None
+    assert patterns[None].own_order.leads
+    assert len(patterns[None].families) >= max(len(patterns[name].families) for name in PATTERNS)
+
+
+def test_memory_is_that_of_the_device_that_is_full(graph: ModelGraph) -> None:
+    """Of a mixed cluster, where devices are of two sizes."""
+    far = {"nodes": 2, "devices_per_node": 1, "inter_node_gbps": 10}
+    cluster = Cluster.from_dict(
+        {
+            "groups": [
+                {"name": "a", "device": "H100-SXM-80GB", **far},
+                {"name": "b", "device": "A100-SXM-40GB", **far},
+            ],
+            "links": [{"between": ["a", "b"], "gbps": 10}],
+        }
+    )
+    ranking = searched(graph, cluster)
+    best = ranking.best
+    assert best.parallelism.pipeline_parallel_schedule == "Synthesized"
+    assert best.forecast is not None
+    name = place(cluster, best.parallelism).group_of(best.forecast.fullest_rank)
+    [group] = [group for group in cluster.groups if group.name == name]
+    [line, *_] = [line for line in best.why if line.startswith("memory: ")]
+    assert f" of {group.device.memory_bytes / 2**30:.1f} GiB" in line
 
 
 def test_nothing_is_looked_for_where_the_bubble_is_small(graph: ModelGraph, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from ahp.schedule.orders import SYNTHESIZED, any_order, ranks_of_stages
 from ahp.schedule.registry import PLAIN
 from ahp.search import explain
 from ahp.search.current import compared
+from ahp.search.mixed import explain as mixed_explain
 from ahp.search.problem import Problem
 from ahp.search.reasons import slower_because
 from ahp.search.result import OwnOrder, Ranking
@@ -152,8 +153,9 @@ def _under_own_pattern(plan: Plan, to_order: ToOrder) -> _Entry:
 
 def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) -> Ranking:
     """The ranking with these entries, the first of them first."""
-    first, old = entries[0], ranking.best
+    first, old, today = entries[0], ranking.best, ranking.current
     used = replace(asked.on(_cluster(asked, first.plan)), engine=first.plan.engine)
+    holding = mixed_explain.on_fullest(used, (first.layout, first.forecast))
     lost = [
         Rejected(
             parallelism=entry.layout,
@@ -172,7 +174,7 @@ def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) 
         explain.headline("a schedule made for its stages" if first.words else "as it is", first.forecast),
         ranking.proof,
         *filter(None, [first.words]),
-        explain.memory_words(first.forecast, used.capacity_bytes),
+        explain.memory_words(first.forecast, holding.capacity_bytes),
         f"the following compares layouts under fixed patterns, of which {old.parallelism.short()} is the first:",
         *(line for line in old.why if line != ranking.certificate.words()),
     )
@@ -184,7 +186,8 @@ def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) 
 
     others = [plan_of(entry, (one.reason,)) for entry, one in zip(entries[1:], lost, strict=True)]
     best = plan_of(first, why, (*lost[: keep - 1], *large))
-    today = ranking.current
+    if today is not None and today.forecast is not None:
+        used = mixed_explain.on_fullest(used, (today.parallelism, today.forecast))
     return replace(
         ranking,
         plans=(best, *others[: keep - 1]),
@@ -200,8 +203,8 @@ def _families(ranking: Ranking, entries: list[_Entry], others: list[Plan]) -> tu
     """What was the best and the best of each family, as they are now."""
     if not ranking.families:
         return ()
-    rows = {id(plan) for plan in (ranking.best, *ranking.families)}
-    return tuple(plan for entry, plan in zip(entries, others, strict=True) if id(entry.plan) in rows)
+    rows = {plan.parallelism for plan in (ranking.best, *ranking.families)}
+    return tuple(plan for entry, plan in zip(entries, others, strict=True) if entry.plan.parallelism in rows)
 
 
 def _different(ranking: Ranking) -> list[Plan]:
