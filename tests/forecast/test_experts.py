@@ -234,7 +234,9 @@ def test_expert_ranks_may_span_tensor_ranks(mixture):
 
 @pytest.mark.parametrize("expert", [2, 4, 8])
 def test_states_of_folded_experts_are_divided_by_all_that_hold_them(mixture, expert):
-    layout = Parallelism(data_parallel_shard_degree=4, expert_parallel_degree=expert, **FOLDED)
+    layout = Parallelism(
+        data_parallel_shard_degree=4, expert_parallel_degree=expert, expert_tensor_parallel_degree=1, **FOLDED
+    )
     found = price(mixture, make_cluster(per_node=8), JOB, layout, MEGATRON)
     divided = layout.model_copy(update={"expert_parallel_degree": 2, "expert_tensor_parallel_degree": 2})
     other = price(mixture, make_cluster(per_node=8), JOB, divided, MEGATRON)

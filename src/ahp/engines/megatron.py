@@ -29,7 +29,7 @@ SUPPORT = Support(
     compile=False,
     async_tensor="always",
     recomputed_layers="the same",
-    folds_experts=True,
+    folds_experts="where needed",
     mesh_orders=(AXES, ("dp_replicate", "dp_shard", "pp", "cp", "tp")),
 )
 """Megatron-Core d98e8a6: 1F1B and interleaved in core/pipeline_parallel/schedules.py, zero-bubble in its published fork
@@ -59,9 +59,9 @@ class MegatronEngine(Engine):
     tensor-parallel collectives in pieces beside the products (``--tp-comm-overlap``, which asks for sequence parallelism and Transformer
     Engine). In other precisions these flags are off, as by default; ``engine.enable_async_tensor_parallel`` says the last one.
 
-    Shared experts are whole on tensor-parallel ranks (``--expert-tensor-parallel-size 1``, as all of Megatron-Bridge's recipes have it; core/parallel_state.py
-    lays expert ranks over tensor, context and data ranks, innermost first), which asks for sequence parallelism (training/arguments.py). Without it, and for experts that
-    are not shared, tensor-parallel ranks divide each, Megatron's default.
+    Tensor-parallel ranks divide every expert, Megatron's default; where expert ranks must span them, each holds whole ones
+    (``--expert-tensor-parallel-size 1``, as most recipes of Megatron-Bridge have it; core/parallel_state.py lays expert ranks over tensor, context and
+    data ranks, innermost first), which asks for sequence parallelism (training/arguments.py).
 
     Experts on several nodes are priced as NVIDIA's recipes for them (Megatron-Bridge 067f987d, perf_recipes/): tokens travel by DeepEP or
     HybridEP (``--moe-token-dispatcher-type flex``), beside the opposite pass of another micro-batch where the schedule has one

@@ -31,8 +31,9 @@ class Support:
     sequence: bool = True
     context: bool = True
     expert: bool = True
-    folds_experts: bool = False
-    """Whether tensor-parallel ranks can hold whole experts, instead of a part of each."""
+    folds_experts: Literal["never", "where needed", "always"] = "never"
+    """Whether tensor-parallel ranks hold whole experts, instead of a part of each, where they share them and nobody says it: never, where the
+    ranks of the data and context axes alone cannot share them, or always."""
     compile: bool = True
     mesh_orders: tuple[tuple[Axis, ...], ...] = (AXES,)
     """Orders in which it can number ranks, of which the axes with a degree of 1 are left out."""
@@ -93,7 +94,7 @@ class Support:
         if degree in (None, tensor):
             return None
         words = f"expert_tensor_parallel_degree = {degree}"
-        if not self.folds_experts:
+        if self.folds_experts == "never":
             rule = f"{engine} divides every expert over all {tensor} tensor-parallel ranks"
             return f"{words}: {rule} (valid: null, {tensor}; or engine.name megatron or torchtitan)"
         if degree != 1:
@@ -104,10 +105,13 @@ class Support:
         return None
 
     def folded(self, p: Parallelism) -> bool:
-        """Whether tensor-parallel ranks hold whole experts: asked for, or where experts are shared, as recipes have it."""
-        asked = p.expert_tensor_parallel_degree
-        whole = asked == 1 if asked is not None else p.expert_parallel_degree > 1
-        return self.folds_experts and whole and p.tensor_parallel_degree > 1 and p.enable_sequence_parallel
+        """Whether tensor-parallel ranks hold whole experts, as the layout says or else as the engine does."""
+        asked, expert = p.expert_tensor_parallel_degree, p.expert_parallel_degree
+        if self.folds_experts == "never" or p.tensor_parallel_degree == 1 or not p.enable_sequence_parallel:
+            return False
+        if asked is not None or self.folds_experts == "always":
+            return asked == 1 if asked is not None else expert > 1
+        return p.data_parallel_degree * p.context_parallel_degree % expert > 0
 
     def _refuses_async(self, engine: str, choice: EngineChoice) -> str | None:
         key = "engine.enable_async_tensor_parallel"

@@ -28,7 +28,7 @@ from ahp.schedule.registry import SCHEDULES
 SUPPORT = Support(
     precisions=("fp32", "bf16", "fp8"),
     async_tensor="compiled",
-    folds_experts=True,  # distributed/parallel_dims.py: ep spans dp_shard x cp x tp, innermost first; until 0.2.2 where expert_tensor_parallel_degree is 1
+    folds_experts="always",  # distributed/parallel_dims.py: ep spans dp_shard x cp x tp, innermost first; until 0.2.2 where expert_tensor_parallel_degree is 1
     schedules=tuple(schedule.name for schedule in SCHEDULES.values() if schedule.in_torch),
 )
 """torchtitan b5bcd76: all of torch's schedules; ``TrainingConfig.dtype`` is bfloat16 or float32, fp16 was closed (#2363).

@@ -136,7 +136,7 @@ def stage_costs(
     collectives, own = layers.sums["tensor_launches"], (table.layers + 1) * traits.host.operators_per_unit / 2
     of_inputs = layers.sums["input_gradient_launches"] + layers.again_launches() + collectives
     of_weights = layers.sums["weight_gradient_launches"]
-    _add_host(forward, layers.sums["forward_launches"] + collectives, own, data)
+    _add_host(forward, layers.sums["forward_launches"] + collectives, own, data, layers.sums["stalled_launches"])
     _add_host(backward, of_inputs + of_weights, own, data)
     _add_host(input_gradient, of_inputs, own, data)
     _add_host(weight_gradient, of_weights, 0.0, data)
@@ -176,6 +176,7 @@ FIGURES: dict[str, Callable[[Unit, float], float]] = {
     "forward_launches": lambda u, _: u.times.forward.launches,
     "input_gradient_launches": lambda u, _: u.times.input_gradient.launches,
     "weight_gradient_launches": lambda u, _: u.times.weight_gradient.launches,
+    "stalled_launches": lambda u, _: u.stalled_launches,
 }
 """What is summed over the layers of a stage and over the ends that it has: of a segment, with the share of tensor-parallel collectives
 that may hide behind weight gradients."""
@@ -258,14 +259,17 @@ def _sum(parts: Iterable[Floats]) -> Floats:
     return sum(parts, np.zeros((1, 1, 1)))
 
 
-def _add_host(parts: Parts, launches: Floats, own_launches: Floats | float, data: DataParallel) -> None:
+def _add_host(
+    parts: Parts, launches: Floats, own_launches: Floats | float, data: DataParallel, stalled: Floats | float = 0.0
+) -> None:
     """Time that the device waits for the host. On a CPU the operators hold their own launch, the engine's is added;
-    a GPU waits where all launches of a pass take longer than what they launch."""
+    a GPU waits where all launches of a pass take longer than what they launch, and while ``stalled`` ones of them are prepared."""
     if data.host_is_device:
         parts["host"] = np.asarray(own_launches * data.operator_s).reshape(1, 1, -1)
         return
     host_s = (launches * data.traits.host.launches_per_operator + own_launches) * data.operator_s
-    parts["host"] = np.maximum(host_s - _sum(parts.values()), 0.0)
+    stalled_s = stalled * data.traits.host.launches_per_operator * data.operator_s
+    parts["host"] = np.maximum(host_s - _sum(parts.values()), 0.0) + stalled_s
 
 
 def _beyond_host(once: Parts, data: DataParallel, *passes: Parts) -> Parts:

@@ -41,3 +41,5 @@ class Unit:
     """Of them, those of experts, which fewer data ranks hold alike."""
     shapes: int
     """Of them, one of each shape: all but those of every expert but one."""
+    stalled_launches: float = 0.0
+    """Operators of a forward pass during whose launch the device has nothing to do."""

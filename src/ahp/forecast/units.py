@@ -268,6 +268,8 @@ class UnitPricer:
             context_backward_s=shared.backward_s,
             context_hidden_s=(shared.hidden_forward_s, shared.hidden_backward_s),
             expert_s=self._expert_s(of, micro_batch_size, axes, how),
+            # The host has waited for the number of tokens of each expert, and only then prepares their products.
+            stalled_launches=how.expert_operators[0] if of.weights.experts and not how.one_graph else 0.0,
             **of.weights._asdict(),
         )
 

@@ -93,7 +93,7 @@ class Choices:
         self.micro_batch = self._values("micro_batch_size", divisors(asked.job.global_batch_size))
         self.orders = Orders(joined(asked.cluster.groups[0]).devices_per_node, asked.refused_order)
         self.splits = cache(self._splits)
-        self.folds = self._folded(2, 2, 1)
+        self.folds = self._folded(2, 2, 1, 1)
         """Whether it lays experts over tensor-parallel ranks at all, unless the user has it otherwise."""
         self.folded = cache(self._folded)
         self.lying = cache(self._lying)
@@ -134,7 +134,7 @@ class Choices:
             if c > 1 or not shared
             if self.world % (t * c * p) == 0 and self.splits(data := self.world // (t * c * p), c > 1)
             for e, sequence in product(experts, self._sequence_parallel(t))
-            for within, splits in self.lying(t, c, p, e, data, self.folded(t, e, sequence))
+            for within, splits in self.lying(t, c, p, e, data, self.folded(t, e, sequence, data * c))
         ]
         if not found:
             keys = (*DEGREES, "zero_stage", "context_parallel_method", "mesh_order")
@@ -156,9 +156,10 @@ class Choices:
             for zero in self._zero_stages(s, context)
         )
 
-    def _folded(self, tensor: int, expert: int, sequence: int) -> bool:
-        """Whether the engine lays experts over tensor-parallel ranks whole."""
+    def _folded(self, tensor: int, expert: int, sequence: int, ranks: int) -> bool:
+        """Whether the engine lays experts over tensor-parallel ranks whole, where there are so many ranks of the data and context axes."""
         layout = Parallelism(
+            data_parallel_replicate_degree=ranks,
             tensor_parallel_degree=tensor,
             enable_sequence_parallel=bool(sequence),
             expert_parallel_degree=expert,
@@ -237,7 +238,8 @@ class Choices:
         self, tensor: int, context: int, pipeline: int, expert: int, data: int, sequence: int
     ) -> tuple[ShardingChoice, ...]:
         found: dict[tuple[int, int, int], ShardingChoice] = {}
-        for _, splits in self.lying(tensor, context, pipeline, expert, data, self.folded(tensor, expert, sequence)):
+        folded = self.folded(tensor, expert, sequence, data * context)
+        for _, splits in self.lying(tensor, context, pipeline, expert, data, folded):
             for split in self.legal_splits(splits, shared(expert, pipeline, context)):
                 found.setdefault(split[:3], split)
         return tuple(found.values())

@@ -137,6 +137,15 @@ class Space:
         """[meshes, 3] Of the ranks of each one's tensor, context and expert group, how many share a node."""
         return np.array([mesh.within[:3] for mesh in self._meshes], dtype=np.int64).reshape(-1, 3)[meshes]
 
+    def folded(self, blocks: Blocks) -> Ints:
+        """Of each of some blocks, 1 where tensor-parallel ranks hold whole experts."""
+        if not self._choices.folds:
+            return np.zeros(len(blocks), dtype=np.int64)
+        of = blocks.tensor, blocks.expert, blocks.sequence_parallel, blocks.data * blocks.context
+        return np.array(
+            [self._choices.folded(*key) for key in zip(*(c.tolist() for c in of), strict=True)], dtype=np.int64
+        )
+
     def pipes(self, block: int) -> tuple[ScheduleChoice, ...]:
         """The legal ways to run the pipelines of one block."""
         of = self.blocks

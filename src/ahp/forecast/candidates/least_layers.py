@@ -32,13 +32,11 @@ from ahp.plan import Parallelism
 class LeastLayers:
     """Of one model, job and engine on one kind of nodes."""
 
-    def __init__(self, pricer: Pricer, expert_tensor: int | None = None) -> None:
-        """``expert_tensor``: the user's expert_tensor_parallel_degree."""
-        self._expert_tensor = expert_tensor
+    def __init__(self, pricer: Pricer) -> None:
         self._pricer, self._graph, self._job = pricer, pricer.graph, pricer.job
         self._rates, self._network = pricer.unit_pricer.rates, pricer.network
         self._causal = is_causal(self._graph)
-        self._of_engine = self._traits_of(1, 1, 1, 0)
+        self._of_engine = self._traits_of(1, 1, 1, 0, 0)
         self._split = cache(self._split_of)
         forward = [list(block.phase("forward")) for block in self._graph.blocks]
         self._attention = [[op for op in of_block if "attention" in op.name] for of_block in forward]
@@ -93,14 +91,16 @@ class LeastLayers:
         rates = [self._rates.fastest(name, attention=fused) for name in {precision, self._job.precision}]
         return op.flops * (0.5 if fused and self._causal else 1.0) / max(rates)
 
-    def beside_products_s(self, tensor: int, context: int, expert: int, sequence: int, micro_batch: int) -> float:
+    def beside_products_s(
+        self, tensor: int, context: int, expert: int, sequence: int, folded: int, micro_batch: int
+    ) -> float:
         """Seconds of all that a layer of average kind computes beside products, for one micro-batch."""
-        how = self._how(tensor, context, expert, sequence)
+        how = self._how(tensor, context, expert, sequence, folded)
         each = self._beside_products(micro_batch, tensor, bool(sequence) and tensor > 1, context, how)
         return self._of_kinds(each.__getitem__)
 
     def collectives_s(
-        self, tensor: int, context: int, expert: int, sequence: int, micro_batch: int, *local: int
+        self, tensor: int, context: int, expert: int, sequence: int, folded: int, micro_batch: int, *local: int
     ) -> float:
         """Seconds of the collectives that a layer of average kind shows at least, for one micro-batch.
 
@@ -108,7 +108,7 @@ class LeastLayers:
         """
         groups = (Group(size, on, -(-size // on)) for size, on in zip((tensor, context, expert), local, strict=True))
         of_tensor, of_context, of_experts = groups
-        in_parts, traits = bool(sequence) and tensor > 1, self._traits(tensor, context, expert, sequence)
+        in_parts, traits = bool(sequence) and tensor > 1, self._traits(tensor, context, expert, sequence, folded)
         size = micro_batch / self._graph.micro_batch_size
         shown = 1.0, shown_s(1.0, np.inf, traits.tensor.overlap_backward)
         if traits.tensor.in_pieces:
@@ -120,12 +120,12 @@ class LeastLayers:
             + self._of_experts(of_experts, size / (context * (tensor if each_has_parts else 1)))
         )
 
-    def _traits_of(self, tensor: int, context: int, expert: int, sequence: int) -> Traits:
+    def _traits_of(self, tensor: int, context: int, expert: int, sequence: int, folded: int) -> Traits:
         layout = Parallelism(
             tensor_parallel_degree=tensor,
             context_parallel_degree=context,
             expert_parallel_degree=expert,
-            expert_tensor_parallel_degree=self._expert_tensor,
+            expert_tensor_parallel_degree=1 if folded else tensor,
             enable_sequence_parallel=bool(sequence),
         )
         return get(self._pricer.choice.name).traits(self._job, layout, self._pricer.choice)

@@ -49,10 +49,11 @@ def work_bounds_s(asked: Problem, space: Space, which: Ints, stages: Sequence[La
 
 def block_bounds_s(asked: Problem, space: Space, which: Ints) -> Floats:
     """The same before the layers are priced."""
-    found, layers = _least_layers(asked), asked.graph.num_layers
+    found, layers = LeastLayers(asked.pricer), asked.graph.num_layers
     blocks = space.blocks.at(which)
     pipeline, m = blocks.pipeline, blocks.micro_batches
-    columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, blocks.micro_batch
+    folded = space.folded(blocks)
+    columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, folded, blocks.micro_batch
     keys, at = unique_rows(*columns)
     per_layer = np.array([found.beside_products_s(*key) for key in keys.tolist()], dtype=float)[at]
     keys, at = unique_rows(*columns, *space.local(blocks.mesh).T)
@@ -107,7 +108,7 @@ def fullest_of_any_cut(each: Floats, num_layers: int) -> Floats:
 
 def _needs_bytes(asked: Problem, space: Space, which: Ints, splits: Sequence[Shardings]) -> Floats:
     """[blocks] Of some blocks; ``splits``: of each, those that several share one object."""
-    of, layers = space.blocks.at(which), _least_layers(asked)
+    of, layers = space.blocks.at(which), LeastLayers(asked.pricer)
     cut = of.context * np.where(of.sequence_parallel > 0, of.tensor, 1)
     kept = layers.kept_bytes * of.micro_batch / asked.graph.micro_batch_size / cut
     states = _States({id(one): one for one in splits}.values(), *layers.parameters)
