@@ -9,7 +9,7 @@ gpu                    a device of the catalogue (or words that hold its name, o
 gpus, gpus_per_node    how many
 interconnect           words; "8x200Gb/s", "1600 Gb/s" or "400 Gb/s per GPU" in them is the network of a node
 model                  layers, hidden, heads, vocab, seq; optional kv_heads, ffn, gated_mlp, tied_embeddings, and for
-                       mixtures experts, topk, moe_ffn, shared_ffn, dense_layers, attention ("MLA q_lora=1536 kv_lora=512")
+                       mixtures experts, topk, moe_ffn, shared_experts or shared_ffn, dense_layers, head_dim, attention ("MLA q_lora=1536 kv_lora=512")
 precision              fp32, bf16, fp16 or fp8, with whatever words
 framework              words; absent = Megatron-LM
 release                which release of the framework ran, a name or a day (docs/forecast.md, engine.version); absent = the newest
@@ -109,7 +109,8 @@ def _unusable(row: Mapping[str, Any]) -> str | None:
 
 
 def _run(source: str, row: Mapping[str, Any]) -> Run:
-    measured = {**(row.get("derived") or {}), **(row.get("measured") or {})}
+    derived = row.get("derived")  # figures, or words on how they were reckoned
+    measured = {**(derived if isinstance(derived, Mapping) else {}), **(row.get("measured") or {})}
     seconds, rate = measured.get("step_time_s"), measured.get("tokens_per_s_per_gpu")
     if not seconds and rate:
         seconds = row["global_batch"] * row["model"]["seq"] / (rate * row["gpus"])
@@ -224,6 +225,14 @@ def model_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(model: Mapping[str, Any]) -> dict[str, Any]:
+    if model.get("head_dim"):
+        return {
+            "model_type": "qwen3_moe",
+            "head_dim": model["head_dim"],
+            "moe_intermediate_size": model["moe_ffn"],
+            "num_experts": model["experts"],
+            "num_experts_per_tok": model["topk"],
+        }
     return {
         "model_type": "mixtral",
         "num_local_experts": model["experts"],
@@ -232,13 +241,14 @@ def _experts(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent_experts(model: Mapping[str, Any]) -> dict[str, Any]:
-    ranks = dict(re.findall(r"(q_lora|kv_lora)\D*(\d+)", model["attention"]))
+    named = dict(re.findall(r"(q_lora|kv_lora)\D*(\d+)", model["attention"]))
+    ranks = named or {"q_lora": 1536, "kv_lora": 512}  # DeepSeek-V3's
     return {
         "model_type": "deepseek_v3",
         "moe_intermediate_size": model["moe_ffn"],
         "n_routed_experts": model["experts"],
         "num_experts_per_tok": model["topk"],
-        "n_shared_experts": (model.get("shared_ffn") or 0) // model["moe_ffn"],
+        "n_shared_experts": model.get("shared_experts") or (model.get("shared_ffn") or 0) // model["moe_ffn"],
         "first_k_dense_replace": model.get("dense_layers") or 0,
         "q_lora_rank": int(ranks["q_lora"]) if "q_lora" in ranks else None,
         "kv_lora_rank": int(ranks.get("kv_lora", 512)),  # 512: DeepSeek-V2 and -V3
