@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
@@ -110,9 +110,11 @@ def _lines(columns: Columns, gap: int) -> list[str]:
 def _degrees(layouts: Sequence[Parallelism], *, narrow: bool) -> Columns:
     """The columns that say what the layouts are; context and expert degrees where one of them has any."""
     columns = {
-        "dp": [f"{p.data_parallel_replicate_degree}x{p.data_parallel_shard_degree}" for p in layouts],
+        "dp": [f"{p.data_parallel_replicate_degree}x{_each(shard for shard, _ in p.widths)}" for p in layouts],
         "zero": [str(p.zero_stage) for p in layouts],
-        "tp": [str(p.tensor_parallel_degree) + ("+sp" if p.enable_sequence_parallel else "") for p in layouts],
+        "tp": [
+            _each(tensor for _, tensor in p.widths) + ("+sp" if p.enable_sequence_parallel else "") for p in layouts
+        ],
         "pp": [_pipeline(p) if narrow else f"{_pipeline(p)} {_schedule(p)}".strip() for p in layouts],
         "cp": [str(p.context_parallel_degree) for p in layouts],
         "ep": [str(p.expert_parallel_degree) for p in layouts],
@@ -122,6 +124,11 @@ def _degrees(layouts: Sequence[Parallelism], *, narrow: bool) -> Columns:
     }
     plain = {"cp": {"1"}, "ep": {"1"}, "order": {"usual"}}
     return {title: cells for title, cells in columns.items() if set(cells) != plain.get(title)}
+
+
+def _each(degrees: Iterable[int]) -> str:
+    """``4|1``: where stages differ, each degree once."""
+    return "|".join(map(str, dict.fromkeys(degrees)))
 
 
 def _pipeline(layout: Parallelism) -> str:

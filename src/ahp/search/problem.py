@@ -156,11 +156,6 @@ class Problem:
             if key in given and not self.cluster.is_mixed:
                 rule = "the search treats the replicas and stages of a cluster of one group alike"
                 raise bad_input(f"parallelism.{key}", given[key], rule, [None])
-        for stage in given.get("stages", ()):
-            for key in (DEGREE["tp"], DEGREE["dp_shard"]):
-                if (degree := getattr(stage, key)) is not None:
-                    rule = "the search gives all stages one width; ahp simulate prices a layout with this one, ahp train runs its plan"
-                    raise bad_input(f"parallelism.stages.{key}", degree, rule, [None])
         order = given.get("mesh_order", ())
         usual = [axis for axis in AXES if axis in order]
         if sorted(usual) != sorted(order):

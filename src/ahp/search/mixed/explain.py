@@ -38,6 +38,14 @@ def idle(asked: Problem, layout: Parallelism, used: Cluster) -> Iterator[str]:
             yield f"{group.name}: {group.num_devices - count} of {group.num_devices} devices are left over"
 
 
+def width(pair: Pair, ranked: list[Pair]) -> Iterator[str]:
+    """What stages of unlike width are worth."""
+    alike = next((other for other in ranked if not other[0].has_unlike_widths), None)
+    if pair[0].has_unlike_widths and alike is not None:
+        gain = alike[1].step_time_s / pair[1].step_time_s - 1
+        yield f"stages of unlike width: {percent(gain)} faster than the best with stages alike, {alike[0].short()}"
+
+
 def groups(asked: Problem, pair: Pair) -> Iterator[str]:
     """What each group computes, and how fast one micro-batch passes there."""
     layout, found = pair[0], pricer(asked.graph, asked.cluster, asked.job, asked.engine)

@@ -13,6 +13,7 @@ from ahp.plan import Forecast, Parallelism
 from ahp.search.misfit import by_how_much, freed, nearest, shorter
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome
 from ahp.search.mixed.space import MixedSpace
+from ahp.search.mixed.widths import given_widths
 from ahp.search.problem import Problem
 from ahp.search.reasons import needed_bytes
 
@@ -61,6 +62,8 @@ def _fits(changed: Problem) -> str | None:
             found = nearest(changed.on(Cluster(groups=(group,), source=changed.cluster.source)))
             if found is not None and found.forecast.fits and _for_plain(changed.constraints):
                 return f"{group.name} alone: {found.layout.short()}"
+        if (only := given_widths(changed)) is not None:
+            return only.short() if changed.price(only).fits else None
         space = MixedSpace(changed)
         if space.refusal() is not None:
             return None

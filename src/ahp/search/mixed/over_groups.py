@@ -24,6 +24,7 @@ from ahp.search.mixed import explain as mixed_explain
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome
 from ahp.search.mixed.misfit import nothing_fits_anywhere
 from ahp.search.mixed.space import MixedSpace, Shape, no_shape, shape_of
+from ahp.search.mixed.widths import given_widths, unlike_widths
 from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.problem import Problem
 from ahp.search.result import Ranking
@@ -51,6 +52,8 @@ class MixedCertificate(Certificate):
     """Of the rows, those over several groups."""
     placed: int = 0
     """Shapes whose placements were looked at."""
+    unlike: int = 0
+    """Layouts that were priced with stages of unlike width: none of the rows, and without a bound."""
 
     @property
     def gap(self) -> float:
@@ -70,12 +73,15 @@ class MixedCertificate(Certificate):
             f"layouts of one group alone, in {self.search_s:.1f} s: {self.broken:,} break a rule, "
             f"{self._alike()}{self.not_fit:,} do not fit, {self.placed:,} shapes placed, {self.forecasts:,} forecasts"
         )
-        if self.lowest_bound_left_s is None or self.proven:
-            return f"{found}; no other layout is faster"
-        bound = seconds(self.lowest_bound_left_s)
-        return (
-            f"{found}; no layout takes less than {bound}, so that the best is within {percent(self.gap)} of the optimum"
+        beside = (
+            f"; of stages of unlike width, which are none of these, {self.unlike:,} layouts were priced"
+            if self.unlike
+            else ""
         )
+        if self.lowest_bound_left_s is None or self.proven:
+            return f"{found}; no other layout is faster{beside}"
+        bound = seconds(self.lowest_bound_left_s)
+        return f"{found}; no layout takes less than {bound}, so that the best is within {percent(self.gap)} of the optimum{beside}"
 
 
 @dataclass(frozen=True)
@@ -116,13 +122,19 @@ def mixed_ranking(
         assert refusal is not None, "without a shape there is a reason"
         raise refusal
     today = today_of(asked, current)
-    ranked = with_candidate([] if over is None else over.fitting, today, asked)
+    alike = with_candidate([] if over is None else over.fitting, today, asked)
+    times = [best_s, *(forecast.step_time_s for _, forecast in alike[:1])]
+    unlike = unlike_widths(asked, alike, min(times))
+    ranked = sorted([*alike, *unlike.fitting], key=lambda pair: pair[1].step_time_s)
     plans, best_of = _merged(asked, ranked, alone)
     if not plans:
         raise nothing_fits_anywhere(asked, over, [(one.name, one.refusal) for one in alone])
     best = plans[0]
     assert best.forecast is not None, "plans of a search have one"
-    certificate = _certificate(asked, over, alone, best.forecast.step_time_s, perf_counter() - start)
+    of_alike = next((p for p in plans if not p.parallelism.has_unlike_widths), best).forecast or best.forecast
+    certificate = replace(
+        _certificate(asked, over, alone, of_alike.step_time_s, perf_counter() - start), unlike=unlike.forecasts
+    )
     notes = (*notes, *mixed_explain.idle(asked, best.parallelism, best_of[0].cluster), *_not_spread(over, refusal))
     lost = tuple(
         Rejected(
@@ -215,6 +227,8 @@ def _over_groups(
     asked: Problem, seeds: list[Shape], best_s: float, keep: int, budget: Budget
 ) -> tuple[MixedOutcome | None, BadInput | NotExpressible | None]:
     """Layouts over several groups; or the reason why there are none. ``best_s``: what was found elsewhere, and is to be faster."""
+    if (only := given_widths(asked)) is not None:
+        return _priced_alone(asked, only)
     space = MixedSpace(asked)
     if (says := space.refusal()) is not None:
         return None, NotExpressible(says)
@@ -223,6 +237,18 @@ def _over_groups(
     outcome = Finder(asked, space, budget, best_s).run(keep, seeds)
     if not outcome.size:
         return None, no_shape(space)
+    return outcome, None
+
+
+def _priced_alone(asked: Problem, layout: Parallelism) -> tuple[MixedOutcome | None, BadInput | NotExpressible | None]:
+    """Of a layout that is given whole."""
+    try:
+        found = asked.priced(layout)
+    except (BadInput, NotExpressible) as refusal:
+        return None, refusal
+    pair = found.parallelism, found.forecast
+    outcome = MixedOutcome(size=1, placed=1, forecasts=1)
+    (outcome.fitting if found.forecast.fits else outcome.misfits).append(pair)
     return outcome, None
 
 
@@ -279,6 +305,7 @@ def _why(
         words = explain.why(mixed_explain.on_fullest(asked, pair), ranked, [], certificate.words(), floors)
         yield_of = (
             *words,
+            *mixed_explain.width(pair, ranked),
             *mixed_explain.groups(asked, pair),
             *mixed_explain.recompute(asked, pair),
             *mixed_explain.links(asked, pair),

@@ -1,0 +1,281 @@
+"""Layouts whose stages are of unlike width, beside those whose cells are all alike.
+
+Within a group of devices the stages have one width, and groups have different ones. No bound is known for them: those are priced that
+promise the most by what a layer takes on each group at each width, and the fastest are improved layer by layer. So the certificate
+says nothing of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import permutations, product
+from typing import NamedTuple
+
+from ahp.cluster.cells import first_devices
+from ahp.cluster.model import NodeGroup
+from ahp.divisors import divisors
+from ahp.errors import AhpError
+from ahp.forecast import rules
+from ahp.forecast.mixed import MixedPricer
+from ahp.forecast.priced import Priced
+from ahp.forecast.step import pricer
+from ahp.graph.operators import ModelGraph
+from ahp.plan import Forecast, Parallelism, ScheduleName, StagePlace, validated
+from ahp.search.mixed.fewest import fewest, said_plainly
+from ahp.search.problem import Problem
+from ahp.stage_place import Width
+
+Pair = tuple[Parallelism, Forecast]
+
+GIVEN = (
+    "tensor_parallel_degree", "data_parallel_shard_degree", "stages", "layers_per_stage", "recomputed_layers_per_stage",
+    "micro_batches_per_replica", "context_parallel_degree", "expert_parallel_degree", "mesh_order", "virtual_stages_per_rank",
+    "pipeline_parallel_order",
+)  # fmt: skip
+"""Keys that say how wide stages are, or what lies where: where the user has given one, all stages are of one width."""
+MOST_STAGES = 4
+"""Of a group, in each replica: more narrow ones wait longer than fewer wide ones."""
+SPLIT: ScheduleName = "InterleavedZeroBubble"
+"""Of the schedules with one stage a rank the other one that fills bubbles."""
+PRICED, FITTING, IMPROVED, MOVES = 64, 12, 4, 12
+"""Layouts that are priced for their promise, until so many fit; of these the fastest that are improved, by so many layers at most."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """The stages of one group."""
+
+    group: str
+    stages: int
+    width: Width
+    layer_s: float
+    """Forward and backward of one layer and one micro-batch of a replica."""
+
+
+class Promise(NamedTuple):
+    """What makes a layout, before its layers are cut."""
+
+    pipeline_s: float
+    """Of its layers alone, were they shared out evenly."""
+    sides: tuple[Side, ...]
+    whole: int
+    """Sequences of a replica's micro-batch."""
+    replicas: int
+
+
+@dataclass
+class UnlikeWidths:
+    """What was found."""
+
+    fitting: list[Pair] = field(default_factory=list)
+    """Fastest first."""
+    forecasts: int = 0
+
+
+def unlike_widths(asked: Problem, ranked: Sequence[Pair], best_s: float = math.inf) -> UnlikeWidths:
+    """Look near what layouts with cells alike (``ranked``, fastest first) have in common: sequences at a time, replicas.
+
+    ``best_s``: what takes longer by its layers alone is not priced.
+    """
+    found = UnlikeWidths()
+    if any(key in asked.constraints.given for key in GIVEN) or "num_experts" in asked.graph.config:
+        return found
+    finder = _Finder(asked, found)
+    best: list[Priced] = []
+    for promise in heapq.nsmallest(PRICED, finder.promising(ranked), key=lambda one: one.pipeline_s):
+        if promise.pipeline_s >= best_s:
+            break
+        best += finder.priced(finder.layout(promise))
+        if len(best) == FITTING:
+            break
+    best.sort(key=lambda one: one.forecast.step_time_s)
+    improved = [finder.improved(one) for one in best[:IMPROVED]]
+    found.fitting = sorted(
+        {one.parallelism: (one.parallelism, one.forecast) for one in improved}.values(), key=lambda p: p[1].step_time_s
+    )
+    return found
+
+
+def given_widths(asked: Problem) -> Parallelism | None:
+    """The layout that the user has given with the widths of its stages, which is then the only one: what it does not say is as it is by
+    default. None where no width is given. Raises BadInput where it is no layout."""
+    given = asked.constraints.given
+    if not any(stage.own_width for stage in given.get("stages", ())):
+        return None
+    return validated(Parallelism, {"activation_checkpoint": "auto", **given}, "parallelism")
+
+
+class _Finder:
+    """Prices layouts of one problem."""
+
+    def __init__(self, asked: Problem, found: UnlikeWidths) -> None:
+        self.asked, self.found = asked, found
+        self.graph: ModelGraph = asked.graph
+        prices = pricer(asked.graph, asked.cluster, asked.job, asked.engine)
+        assert isinstance(prices, MixedPricer), "asked of a mixed cluster"
+        self.prices = prices
+        self.sides = cache(self._sides)
+
+    def promising(self, ranked: Sequence[Pair]) -> Iterator[Promise]:
+        """Every number of stages of every group, at the fastest widths, in every order of the groups."""
+        given = self.asked.constraints.given
+        near = [layout for layout, _ in ranked[:10]]
+        sizes = {layout.micro_batch_size * layout.data_parallel_shard_degree for layout in near} | {1, 2}
+        if (size := given.get("micro_batch_size")) is not None:
+            sizes = {size}
+        replicas = {layout.data_parallel_replicate_degree for layout in near} | {1, 2}
+        for whole, count in product(sizes, replicas):
+            micro_batches, rest = divmod(self.asked.job.global_batch_size, whole * count)
+            if rest or given.get("data_parallel_replicate_degree", count) != count:
+                continue
+            for sides in product(*(self.sides(group.name, whole, count) for group in self.asked.cluster.groups)):
+                used = [side for side in sides if side is not None]
+                stages = sum(side.stages for side in used)
+                if len({side.width for side in used}) < 2 or stages > min(micro_batches, self.graph.num_layers):
+                    continue
+                if given.get("pipeline_parallel_degree", stages) != stages:
+                    continue
+                rate = sum(side.stages / side.layer_s for side in used)
+                pipeline_s = (micro_batches + stages - 1) * self.graph.num_layers / rate
+                for order in permutations(used):
+                    yield Promise(pipeline_s, order, whole, count)
+
+    def _sides(self, name: str, whole: int, replicas: int) -> list[Side | None]:
+        """Of each number of stages the fastest widths that go on a group's devices; None: it has no stage."""
+        group = next(group for group in self.asked.cluster.groups if group.name == name)
+        found: list[Side | None] = [None]
+        for stages in range(1, MOST_STAGES + 1):
+            sides = [
+                Side(name, stages, width, self._layer_s(name, whole, width))
+                for width in self._widths(group, whole)
+                if first_devices(group, [width[0] * width[1]] * (stages * replicas)) is not None
+            ]
+            found += sorted(sides, key=lambda side: side.layer_s)[:2]
+        return found
+
+    def _widths(self, group: NodeGroup, whole: int) -> Iterator[Width]:
+        for tensor in range(1, group.devices_per_node + 1):
+            own = Parallelism(tensor_parallel_degree=tensor)
+            if rules.tensor(self.graph, self.asked.job, own, self.asked.engine) or self.graph.sequence_length % tensor:
+                continue
+            yield from ((shard, tensor) for shard in divisors(whole) if shard * tensor <= group.num_devices)
+
+    def _layer_s(self, group: str, whole: int, width: Width) -> float:
+        shard, tensor = width
+        own = Parallelism(
+            data_parallel_shard_degree=shard,
+            tensor_parallel_degree=tensor,
+            enable_sequence_parallel=tensor > 1,
+            pipeline_parallel_degree=2,
+            micro_batch_size=whole // shard,
+            zero_stage=1 if shard > 1 else 0,
+        )
+        layers = self.graph.num_layers
+        cost = self.prices.stage_cost(own, group, range(layers), first=False, last=False, micro_batches=1)
+        return sum(cost.seconds[:2]) / layers
+
+    def layout(self, promise: Promise) -> Parallelism:
+        """Layers by the speed of their stages."""
+        _, sides, whole, replicas = promise
+        places = [side for side in sides for _ in range(side.stages)]
+        rates = [1 / side.layer_s for side in places]
+        layers = _shared(self.graph.num_layers, rates)
+        split = any(side.width[1] > 1 for side in sides)
+        given = self.asked.constraints.given
+        return Parallelism(
+            data_parallel_replicate_degree=replicas,
+            pipeline_parallel_degree=len(places),
+            pipeline_parallel_schedule=given.get("pipeline_parallel_schedule", "1F1B"),
+            micro_batch_size=whole,
+            zero_stage=given.get("zero_stage", 1 if any(side.width[0] > 1 for side in sides) else 0),
+            enable_sequence_parallel=given.get("enable_sequence_parallel", split),
+            stages=tuple(
+                StagePlace(
+                    group=side.group,
+                    layers=count,
+                    data_parallel_shard_degree=side.width[0],
+                    tensor_parallel_degree=side.width[1],
+                )
+                for side, count in zip(places, layers, strict=True)
+            ),
+        )
+
+    def priced(self, layout: Parallelism) -> list[Priced]:
+        """The layout where it can run and fits, with as few layers recomputed as fit, of the lightest kind that does."""
+        given = self.asked.constraints.given.get("activation_checkpoint")
+        found = []
+        for kind in ("selective", "full") if given is None else (given,):
+            whole = layout.model_copy(update={"activation_checkpoint": kind})
+            try:
+                lightest = self._lightest(whole)
+                self.found.forecasts += 1
+                found.append(
+                    self.asked.priced(whole if given not in (None, lightest.activation_checkpoint) else lightest)
+                )
+            except AhpError:
+                continue
+            if found[-1].forecast.fits:
+                break
+        return [one for one in found if one.forecast.fits and self.asked.constraints.admits(one.parallelism)]
+
+    def _lightest(self, layout: Parallelism) -> Parallelism:
+        """With the fewest layers recomputed with which each cell fits; those of one stage are alike in all replicas."""
+        stages = layout.stages or ()
+        if layout.activation_checkpoint == "none":
+            return layout
+        fits = self.prices.cells_fit(layout)
+        layers = [stage.layers for stage in stages]
+        some = fewest(lambda numbers: fits(0, numbers), [0] * len(layers), layers)
+        places = (
+            stage.model_copy(update={"recomputed_layers": count}) for stage, count in zip(stages, some, strict=True)
+        )
+        return said_plainly(layout.model_copy(update={"stages": tuple(places)}))
+
+    def improved(self, best: Priced) -> Priced:
+        """With layers moved from the slowest stage to another one, while that helps; then in another schedule."""
+        best = self._moved_while_faster(best)
+        if "pipeline_parallel_schedule" in self.asked.constraints.given:
+            return best
+        other = self._searched_again(best.parallelism.model_copy(update={"pipeline_parallel_schedule": SPLIT}))
+        return min([best, *self.priced(other)], key=lambda one: one.forecast.step_time_s)
+
+    def _moved_while_faster(self, best: Priced) -> Priced:
+        for _ in range(MOVES):
+            times = [one.forward_s + one.backward_s for one in best.span.times]
+            slowest = max(range(len(times)), key=times.__getitem__)
+            others = sorted((s for s in range(len(times)) if s != slowest), key=times.__getitem__)
+            for target in others[:2]:
+                moved = self._moved(best.parallelism, slowest, target)
+                better = [] if moved is None else self.priced(moved)
+                if better and better[0].forecast.step_time_s < best.forecast.step_time_s:
+                    best = better[0]
+                    break
+            else:
+                return best
+        return best
+
+    def _moved(self, layout: Parallelism, source: int, target: int) -> Parallelism | None:
+        stages = list(layout.stages or ())
+        if stages[source].layers == 1:
+            return None
+        for stage, more in ((source, -1), (target, 1)):
+            stages[stage] = stages[stage].model_copy(update={"layers": stages[stage].layers + more})
+        return self._searched_again(layout.model_copy(update={"stages": tuple(stages)}))
+
+    def _searched_again(self, layout: Parallelism) -> Parallelism:
+        """With nothing said of what is recomputed."""
+        stages = tuple(stage.model_copy(update={"recomputed_layers": None}) for stage in layout.stages or ())
+        return layout.model_copy(update={"stages": stages})
+
+
+def _shared(total: int, rates: Sequence[float]) -> list[int]:
+    """``total`` by the rates, one at least for each: who is behind what is due the most gets the next."""
+    found = [1] * len(rates)
+    for _ in range(total - len(rates)):
+        at = min(range(len(rates)), key=lambda stage: (found[stage] + 1) / rates[stage])
+        found[at] += 1
+    return found

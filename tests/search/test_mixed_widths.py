@@ -1,0 +1,108 @@
+"""Stages of unlike width in the search: what is proposed is legal and faster, and nothing is claimed of it that is not known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ahp.errors import BadInput, NothingFits
+from ahp.forecast.step import forecast
+from ahp.graph.trace import analyze
+from ahp.job import Job
+from ahp.search.mixed.widths import UnlikeWidths, _shared, unlike_widths
+from ahp.search.problem import Problem, problem
+from ahp.search.ranking import search
+
+from .small import SEQUENCE, graph
+from .test_mixed import H100, L4, cluster_of
+
+JOB = {"sequence_length": SEQUENCE, "global_batch_size": 32, "precision": "bf16"}
+SEVERAL = cluster_of((L4, 1, 4), (H100, 1, 2), gbps=100)
+FIXED: dict[str, Any] = {
+    "pipeline_parallel_degree": 2,
+    "micro_batch_size": 2,
+    "stages": [{"group": "a", "layers": 1, "tensor_parallel_degree": 4}, {"group": "b", "layers": 3}],
+}
+
+
+def asked(**constraints: Any) -> Problem:
+    return problem(graph("llama"), SEVERAL, JOB, constraints, {"name": "ahp", "compile": False})
+
+
+def test_what_is_proposed_is_legal_and_costs_what_the_forecast_says() -> None:
+    found = unlike_widths(asked(), [])
+    assert found.fitting
+    assert found.forecasts >= len(found.fitting)
+    assert [f.step_time_s for _, f in found.fitting] == sorted(f.step_time_s for _, f in found.fitting)
+    for layout, priced in found.fitting:
+        assert layout.has_unlike_widths
+        assert priced.fits
+        assert forecast(graph("llama"), SEVERAL, asked().job, layout, asked().engine) == priced
+        widths: dict[str, set[tuple[int, int]]] = {}
+        for stage, width in zip(layout.stages or (), layout.widths, strict=True):
+            widths.setdefault(str(stage.group), set()).add(width)
+        assert all(len(some) == 1 for some in widths.values()), "a group has one width"
+
+
+@pytest.mark.parametrize(
+    "constraints", [{"tensor_parallel_degree": 2}, {"data_parallel_shard_degree": 1}, {"virtual_stages_per_rank": 2}, {"layers_per_stage": (2, 2)}]
+)  # fmt: skip
+def test_where_the_user_says_the_width_there_is_one(constraints: dict[str, Any]) -> None:
+    assert unlike_widths(asked(**constraints), []) == UnlikeWidths()
+
+
+def test_what_the_user_has_fixed_beside_widths_is_kept() -> None:
+    keys = {"micro_batch_size": 2, "activation_checkpoint": "full", "pipeline_parallel_schedule": "GPipe"}
+    found = unlike_widths(asked(**keys), [])
+    assert found.fitting
+    for layout, _ in found.fitting:
+        assert {key: getattr(layout, key) for key in keys} == keys
+
+
+def test_other_engines_are_not_offered_any() -> None:
+    other = problem(graph("llama"), SEVERAL, JOB, {}, {"name": "torchtitan", "compile": False})
+    assert unlike_widths(other, []).fitting == []
+
+
+def test_a_layout_that_is_given_with_its_widths_is_the_only_one() -> None:
+    found = search(graph("llama"), SEVERAL, JOB, constraints=FIXED, engine={"name": "ahp", "compile": False})
+    (plan,) = found.plans
+    assert plan.parallelism.widths == ((1, 4), (1, 1))
+    assert plan.parallelism.micro_batch_size == 2
+    assert plan.forecast == forecast(graph("llama"), SEVERAL, asked().job, plan.parallelism, asked().engine)
+    wrong = {**FIXED, "stages": [{**FIXED["stages"][0], "tensor_parallel_degree": 3}, FIXED["stages"][1]]}
+    with pytest.raises(BadInput, match=r"stages.tensor_parallel_degree = 3"):
+        search(graph("llama"), SEVERAL, JOB, constraints=wrong)
+
+
+@pytest.mark.slow
+def test_a_given_layout_that_does_not_fit_is_said_to_miss() -> None:
+    small = cluster_of((L4, 1, 4), (H100, 1, 2), gbps=100, memory={"a": 10**6})
+    with pytest.raises(NothingFits, match=r"nearest miss, dp1x1 .*a:1/tp4"):
+        search(graph("llama"), small, JOB, constraints=FIXED, engine={"name": "ahp", "compile": False})
+
+
+@pytest.mark.slow
+def test_the_ranking_has_them_in_their_place_and_the_certificate_says_nothing_of_them() -> None:
+    job = Job(sequence_length=2048, global_batch_size=32, precision="fp16")
+    cluster = cluster_of(("V100-SXM-32GB", 2, 4), ("A100-SXM-80GB", 1, 2), gbps=100)
+    fixed = {"micro_batch_size": 1, "data_parallel_replicate_degree": 1}
+    engine = {"name": "ahp", "compile": False}
+    found = search(analyze("llama3-8b", job), cluster, job, constraints=fixed, engine=engine, keep=50)
+    times = [plan.forecast.step_time_s for plan in found.plans if plan.forecast is not None]
+    assert times == sorted(times)
+    alike = next(plan for plan in found.plans if not plan.parallelism.has_unlike_widths)
+    assert alike.forecast is not None
+    assert found.best.parallelism.has_unlike_widths
+    assert times[0] < alike.forecast.step_time_s == found.certificate.best_s
+    assert "of stages of unlike width, which are none of these," in found.certificate.words()
+    assert any(line.startswith("stages of unlike width: ") and "faster than" in line for line in found.best.why)
+
+
+@pytest.mark.parametrize(
+    ("total", "rates", "wanted"),
+    [(10, [1, 1], [5, 5]), (9, [2, 1], [6, 3]), (5, [9, 1, 1], [3, 1, 1]), (4, [1, 3], [1, 3])],
+)
+def test_layers_are_shared_by_speed(total: int, rates: list[float], wanted: list[int]) -> None:
+    assert _shared(total, rates) == wanted
