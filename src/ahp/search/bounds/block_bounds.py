@@ -33,10 +33,6 @@ def layers_before(asked: Problem, p: Floats | int) -> Any:
     return (p - 1) / 2 - (asked.stage_ends != "hold_layers") * (p - 1) / p
 
 
-def _least_layers(asked: Problem) -> LeastLayers:
-    return LeastLayers(asked.pricer, asked.constraints.given.get("expert_tensor_parallel_degree"))
-
-
 def work_bounds_s(asked: Problem, space: Space, which: Ints, stages: Sequence[LayerColumns]) -> Floats:
     """Seconds that every row of some blocks takes at least, [number of these]; ``stages``: of each."""
     blocks = space.blocks.at(which)
