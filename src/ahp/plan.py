@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +20,7 @@ from ahp.stage_place import (
     widths_of,
 )
 from ahp.violations import broken_rules, first_few, taken_for_numbers
-from ahp.words import count
+from ahp.words import count, counted
 from ahp.yaml_text import parse_yaml
 
 Pattern = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -347,10 +345,10 @@ class Parallelism(Record):
             words.append(f"etp{self.expert_tensor_parallel_degree}")
         words.append(f"mb{self.micro_batch_size}")
         if self.micro_batches_per_replica is not None:
-            words.append(f"m({_counted(map(str, self.micro_batches_per_replica))})")
+            words.append(f"m({counted(map(str, self.micro_batches_per_replica))})")
         if self.stages is not None:
             places = (f"{'|'.join(dict.fromkeys(s.groups(1)))}:{s.layers}{s.own_width}" for s in self.stages)
-            words.append(f"on({_counted(places)})")
+            words.append(f"on({counted(places)})")
         if self.activation_checkpoint != "none":
             words.append(self.activation_checkpoint + self._some_recomputed())
         if self.mesh_order is not None:
@@ -363,13 +361,7 @@ class Parallelism(Record):
             return ""
         replicas = self.data_parallel_replicate_degree if self.stages is not None else 1
         stages = zip(*(self.recomputed_layers(replica) or () for replica in range(replicas)), strict=True)
-        return f"({_counted('|'.join(map(str, dict.fromkeys(some))) for some in stages)})"
-
-
-def _counted(words: Iterable[str]) -> str:
-    """``6 6 6 2`` as ``3x6 2``: equal neighbours once, with their number."""
-    runs = [(word, len(list(same))) for word, same in groupby(words)]
-    return " ".join(f"{count}x{word}" if count > 1 else word for word, count in runs)
+        return f"({counted('|'.join(map(str, dict.fromkeys(some))) for some in stages)})"
 
 
 class EngineChoice(Record):

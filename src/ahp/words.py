@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+
 GIB = 2**30
 
 PARTS: dict[str, str] = {
@@ -71,3 +74,9 @@ def count(number: float) -> str:
         if abs(number) >= 0.9995 * size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g}"
+
+
+def counted(words: Iterable[str]) -> str:
+    """``6 6 6 2`` as ``3x6 2``: equal neighbours once, with their number."""
+    runs = [(word, len(list(same))) for word, same in groupby(words)]
+    return " ".join(f"{count}x{word}" if count > 1 else word for word, count in runs)

@@ -66,7 +66,11 @@ def test_other_engines_are_not_offered_any() -> None:
 
 
 def test_a_layout_that_is_given_with_its_widths_is_the_only_one() -> None:
-    found = search(graph("llama"), SEVERAL, JOB, constraints=FIXED, engine={"name": "ahp", "compile": False})
+    engine = {"name": "ahp", "compile": False}
+    open_schedule = search(graph("llama"), SEVERAL, JOB, constraints=FIXED, engine=engine)
+    assert {one.parallelism.widths for one in open_schedule} == {((1, 4), (1, 1))}
+    given = {**FIXED, "pipeline_parallel_schedule": "1F1B"}
+    found = search(graph("llama"), SEVERAL, JOB, constraints=given, engine=engine)
     (plan,) = found.plans
     assert plan.parallelism.widths == ((1, 4), (1, 1))
     assert plan.parallelism.micro_batch_size == 2

@@ -1,7 +1,6 @@
 """All use of private PyTorch, so that a new release breaks one file. Written for 2.11 to 2.13.
 
-The floors below have ``ahp.graph.torch_compat``. Operators (``torch.ops``, and their type ``torch._ops.OpOverload``) are taken where they are
-needed, whatever their names begin with: a graph has no others."""
+The floors below have ``ahp.graph.torch_compat``. Operators (``torch.ops``, ``torch._ops.OpOverload``) are taken where they are needed."""
 
 from __future__ import annotations
 
@@ -316,8 +315,7 @@ def rendezvous_names() -> tuple[type, ...]:
 
 
 def nodes_heard_of(rendezvous: Any) -> dict[Any, str] | None:
-    """The nodes that are in the present round of torch's dynamic rendezvous or wait for the next one, as it was read last, with their addresses;
-    None once the job has been closed, when nodes leave as they like."""
+    """The nodes of the present round of torch's dynamic rendezvous or the next, as it was read last, by address; None once the job is closed."""
     state = rendezvous._state_holder.state
     return None if state.closed else {node: node.addr for node in (*state.participants, *state.wait_list)}
 
@@ -328,8 +326,7 @@ def nodes_of_round(rendezvous: Any) -> dict[Any, tuple[int, str]]:
 
 
 def nodes_there(rendezvous: Any) -> int:
-    """How many nodes torch's dynamic rendezvous has, as it was read last: those of the round, those that want to join, and those that wait for a
-    place because there are as many as it takes."""
+    """Nodes of torch's dynamic rendezvous, as it was read last: in the round, about to join, and waiting for a place."""
     state = rendezvous._state_holder.state
     return len(state.participants) + len(state.wait_list) + len(state.redundancy_list)
 
