@@ -123,7 +123,7 @@ class ToOrder:
         """Actions that ``found`` tries with an effort of 1, for one kind of backward."""
         return sum(actions_tried(one.span.p, one.span.m) for one in self._pipelines(self.before))
 
-    @property
+    @cached_property
     def floor_s(self) -> float:
         """Seconds of a step that no order gets below in the memory that is left, without a wait for weights."""
         before, least_s = self.before, 0.0
