@@ -172,6 +172,21 @@ def test_what_is_asked_for_is_found_for_every_pipeline(graph: ModelGraph, cluste
     assert Plan.load(tmp_path / "plan.yaml") == found.best
 
 
+def test_replicas_with_unlike_micro_batches_get_an_order_each(graph: ModelGraph) -> None:
+    keys = {
+        "pipeline_parallel_degree": 2,
+        "virtual_stages_per_rank": 1,
+        "data_parallel_replicate_degree": 2,
+        "micro_batch_size": 1,
+        "micro_batches_per_replica": (10, 6),
+        "pipeline_parallel_schedule": "Synthesized",
+    }
+    best = ahp.search(graph, MIXED, JOB, constraints=keys, engine=ENGINE).best.parallelism
+    assert best.micro_batches_per_replica == (10, 6)
+    orders = [given_order(best, replica) for replica in (0, 1)]
+    assert [order.num_micro_batches for order in orders if order is not None] == [10, 6]
+
+
 def test_a_layout_without_a_pipeline_stays_as_it_is(graph: ModelGraph) -> None:
     keys = {"pipeline_parallel_degree": 1, "pipeline_parallel_schedule": "Synthesized"}
     best = ahp.search(graph, "1x2xH100-SXM-80GB", JOB, constraints=keys, engine=ENGINE).best
