@@ -224,3 +224,5 @@ def test_a_longer_order_than_is_looked_for_is_named(graph: ModelGraph, monkeypat
     ranking = searched(graph, ALIKE)
     assert ranking.own_order is None
     assert any("192 actions, more than 10" in line for line in ranking.best.why)
+    with pytest.raises(BadInput, match="'Synthesized': no schedule made for its stages: 192 actions"):
+        searched(graph, ALIKE, pipeline_parallel_schedule="Synthesized")

@@ -98,7 +98,7 @@ def _of_all(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     if first is not None:
         own = _own_order(first, _rival_s(asked, ranking.fastest))
         ranking = replace(ranking, own_order=replace(own, leads=True))
-    return _ranked(asked, ranking, entries, keep)
+    return _ranked(asked, replace(ranking, notes=(*ranking.notes, *dict.fromkeys(reasons))), entries, keep)
 
 
 def _able(asked: Problem, plans: list[Plan]) -> tuple[list[tuple[Plan, ToOrder]], list[str]]:
@@ -203,7 +203,7 @@ def _families(ranking: Ranking, entries: list[_Entry], others: list[Plan]) -> tu
     """What was the best and the best of each family, as they are now."""
     if not ranking.families:
         return ()
-    rows = {plan.parallelism for plan in (ranking.best, *ranking.families)}
+    rows = [plan.parallelism for plan in (ranking.best, *ranking.families)]
     return tuple(plan for entry, plan in zip(entries, others, strict=True) if entry.plan.parallelism in rows)
 
 
