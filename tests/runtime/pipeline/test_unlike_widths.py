@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ahp.errors import BadInput
 from ahp.plan import Parallelism
@@ -16,8 +17,9 @@ from ahp.runtime.check.verify import verify
 from ahp.runtime.pipeline.borders import Place, pieces
 from ahp.runtime.ranks.device_order import mesh_places
 from tests.marks import cases
-from tests.runtime.models import JOB
+from tests.runtime.models import BUILDERS, JOB, batch
 from tests.runtime.ranks.test_device_order import plan
+from tests.runtime.shard import test_buffers
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train
 from tests.runtime.weights.test_checkpoint import AFTER, BEFORE, continue_from, save_after
 from tests.runtime.workers import Pool
@@ -129,6 +131,53 @@ def test_workers_take_the_places_of_stages_of_their_own_width() -> None:
 def test_ahp_verify_finds_them_equal(case: str) -> None:
     wanted, job = VERIFIED[case]
     assert all(step.equal for step in verify(plan(wanted, **job), steps=3))
+
+
+def looks(rank: int, world: int, model: str, layout: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Evaluates, looks for a fault, and writes files for transformers."""
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(BUILDERS[model](), {"job": JOB, "parallelism": layout})
+    mean = parallel.evaluate([parallel.shard(batch(0))])
+    parallel.export_hf(folder)
+    result = parallel.step(parallel.shard(batch(0)))
+    return {"mean": mean, "fault": parallel.find_fault(parallel.shard(batch(0)), result)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["both-in-three", "interleaved-both", "zero3-4-2"])
+def test_evaluates_and_exports_as_one_process(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], tmp_path: Path, name: str
+) -> None:
+    unlike = LAYOUTS[name]
+    found = pool.run(looks, Parallelism(**unlike).world_size, "llama", unlike, str(tmp_path))
+    expected = plain_run("llama", 1)["losses"][0]
+    assert all(one["mean"] == pytest.approx(expected, rel=1e-5) for one in found)
+    assert {one["fault"] for one in found} == {
+        "all outputs and gradients are numbers, the loss or the norm alone overflows"
+    }
+    written = {key: value for file in tmp_path.glob("*.safetensors") for key, value in load_file(file).items()}
+    whole = BUILDERS["llama"]().state_dict()
+    assert set(written) == set(whole)
+    assert all(torch.equal(written[key], whole[key]) for key in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2-1", "both"])
+def test_buffers_of_several_stages_are_those_of_one_process(pool: Pool, name: str) -> None:
+    """Those of the model itself too, which every stage has and one of them writes."""
+    unlike = layout(*Parallelism(**LAYOUTS[name]).widths, layers=(1, 3))
+    found, expected = (
+        pool.run(test_buffers.train, Parallelism(**unlike).world_size, "counted", unlike),
+        test_buffers.plain("counted"),
+    )
+    for one in found:
+        assert_same_curve(one, expected)
+        for step, buffers in enumerate(one["buffers"]):
+            for key, value in buffers.items():
+                if name == "both" and "count" not in key:  # means of a rank's own rows
+                    continue
+                torch.testing.assert_close(value, expected["buffers"][step][key])
 
 
 MOVES = [
