@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from ahp.forecast.pricer import Pricer
 from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
-from ahp.plan import AXES, DEGREE, Axis, EngineChoice, Forecast, Parallelism, validated
+from ahp.plan import AXES, DEGREE, Axis, ContextMethod, EngineChoice, Forecast, Parallelism, validated
 from ahp.schedule.orders import SYNTHESIZED, any_order
 from ahp.schedule.stages import Ends
 
@@ -109,6 +109,18 @@ class Problem:
     def _pipeline_traits(self) -> Traits:
         return get(self.engine.name).traits(self.job, Parallelism(pipeline_parallel_degree=2), self.engine)
 
+    def context_methods(self, degree: int) -> list[ContextMethod | None]:
+        """How so many ranks may share a sequence, where the engine has a choice; else None alone."""
+        layout = Parallelism(context_parallel_degree=degree)
+        ways = get(self.engine.name).traits(self.job, layout, self.engine).context.ways
+        return [way for way in ways if way != "gather"] if degree > 1 and len(ways) > 1 else [None]
+
+    def runs_alike(self, layouts: Sequence[Parallelism], others: Sequence[Parallelism]) -> bool:
+        """Whether the engine runs each of some layouts as the other in its place."""
+        engine = get(self.engine.name)
+        each = ([engine.traits(self.job, layout, self.engine) for layout in some] for some in (layouts, others))
+        return next(each) == next(each)
+
     def can_divide(self, tensor: int, context: int) -> bool:
         """Whether model and engine allow a replica to be cut so many ways."""
         layout = Parallelism(tensor_parallel_degree=tensor, context_parallel_degree=context)
@@ -147,7 +159,7 @@ class Problem:
         NotExpressible: the engine, or what it cannot do of what the user has fixed. BadInput: the rest, such as a
         precision that the device has not.
         """
-        alone: tuple[str, ...] = ("enable_sequence_parallel", "activation_checkpoint", "pipeline_parallel_schedule")
+        kept: tuple[str, ...] = ("enable_sequence_parallel", "activation_checkpoint", "pipeline_parallel_schedule")
         degrees = ("context_parallel_degree", "expert_parallel_degree")
         given = self.constraints.given
         if self.own_order and (reason := self.refused(any_order())):
@@ -164,8 +176,8 @@ class Problem:
             rule = "on a mixed cluster ranks are numbered in the usual order"
             raise bad_input("parallelism.mesh_order", list(order), rule, [usual])
         if given.get("context_parallel_degree", 1) > 1:
-            alone = (*alone, "context_parallel_method")
-        layout = self._sharing_experts({key: given[key] for key in (*alone, *degrees) if key in given})
+            kept = (*kept, "context_parallel_method")
+        layout = self._sharing_experts({key: given[key] for key in (*kept, *degrees) if key in given})
         if reason := self.refused(layout):
             raise NotExpressible(reason)
         reasons = []

@@ -37,6 +37,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+FEWER = np.unique(np.round(1.2 ** np.arange(60)).astype(np.int64))
+"""Numbers of micro-batches that stages keep, as far as floors tell them apart."""
+
 STEPS = 4
 """In which a time is looked for between two others: each is a bound."""
 
@@ -86,9 +89,6 @@ class Depth:
         for number in np.unique(heavy).tolist():
             some = np.flatnonzero(heavy == number)
             found[some] = self._of_all_s(of.where(some), number)
-        few = np.flatnonzero((heavy > 1) & (of.replicas > 1) & (found < of.limit_s))
-        if len(few) and self.least < self.p:  # whatever their micro-batches, no more cells are busy than these need
-            found[few] = np.maximum(found[few], self._of_all_s(of.where(few)._replace(floor_s=found[few]), 1))
         near = np.flatnonzero(found < of.limit_s)
         if len(near):
             found[near] = self._of_one_s(of.where(near)._replace(floor_s=found[near]))
@@ -134,8 +134,9 @@ class Depth:
         one, none = np.ones(len(rows)), np.zeros(len(rows))
         if self.schedule == SEVERAL:
             # Each rank waits for the forward passes of the first stages of those before it, of a layer each at least.
-            way_s = (forward * fastest_s)[:, None] * np.arange(self.p)
-            at_s = least_s * np.maximum(1.0 - way_s[:, -1] / between_s[0], 1e-6)
+            each_s = forward * fastest_s
+            way_s = each_s[:, None] * (np.cumsum(stages.count) - stages.count)
+            at_s = least_s * np.maximum(1.0 - (self.p - 1) * each_s / between_s[0], 1e-6)
             left = np.maximum(1.0 - way_s / between_s[1], 0.0)[:, None]
             work_s = work.head_s[rows]
             return _Ways(
@@ -228,13 +229,16 @@ class _Replica:
 
 
 def positions(schedule: str, p: int, m: int) -> Positions:
-    """Of a replica with m micro-batches or more, those with the most room first. Of ``SEVERAL`` stages on a rank some are the ends, and
-    which is not known: under every schedule ranks keep 1, 2, ... p micro-batches of each of their layers, or more."""
+    """Of a replica with m micro-batches or more, those with the most room first; of stages that keep about as many, all as if they kept
+    as many as the one with the fewest. Of ``SEVERAL`` stages on a rank some are the ends, and which is not known: under every schedule
+    ranks keep 1, 2, ... p micro-batches of each of their layers, or more."""
     if schedule == SEVERAL:
-        return Positions(np.minimum(np.arange(1, p + 1), m), np.full(p, ANYWHERE), np.ones(p, dtype=np.int64))
-    place = np.full(p, BETWEEN)
-    place[0], place[-1] = FIRST, LAST
-    found, count = np.unique(np.stack([in_flight(schedule, p, 1, m)[:, 0], place]), axis=1, return_counts=True)
+        held, place = np.minimum(np.arange(1, p + 1), m), np.full(p, ANYWHERE)
+    else:
+        held, place = in_flight(schedule, p, 1, m)[:, 0], np.full(p, BETWEEN)
+        place[0], place[-1] = FIRST, LAST
+    held = FEWER[np.searchsorted(FEWER, held, side="right") - 1]
+    found, count = np.unique(np.stack([held, place]), axis=1, return_counts=True)
     return Positions(found[0], found[1], count)
 
 

@@ -11,10 +11,8 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from ahp.engines.registry import get
-from ahp.engines.traits import Traits
 from ahp.search.choices import RECOMPUTE
-from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
+from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape
 
 OF_ALIKE = ("tensor", "context", "shard")
 OF_SHAPE = ("pipeline", "replicas")
@@ -59,18 +57,16 @@ class NearbyShapes:
             self._with(shape, {"micro_batch": size}) for size in (2 * alike.micro_batch, alike.micro_batch // 2)
         )
         yield from (self._with(shape, {"recompute": kind}) for kind in RECOMPUTE)
-        yield from (self._with(shape, {"zero": stage}) for stage in self._stages(alike, shape.pipeline))
+        yield from (self._with(shape, {"zero": stage}) for stage in self._stages(alike))
         yield from (self._with(shape, {"method": method}) for method in self._space.methods(alike.context))
         names = (name for name in self._space.schedules(shape.pipeline) if name != SEVERAL)
         yield from (self._with(shape, {"schedule": name}) for name in names)
 
-    def _stages(self, alike: Alike, pipeline: int) -> list[int]:
+    def _stages(self, alike: Alike) -> list[int]:
         """ZeRO stages, of those that the engine runs alike the first."""
-        asked, found = self._space.asked, dict[Traits, int]()
-        for stage in (1, 2, 3) if alike.shard * alike.context > 1 else ():
-            layout = layout_of(alike._replace(zero=stage), pipeline)
-            found.setdefault(get(asked.engine.name).traits(asked.job, layout, asked.engine), stage)
-        return list(found.values())
+        if alike.shard * alike.context == 1:
+            return []
+        return [stage for stage in (1, 2, 3) if not self._space.is_twin(alike._replace(zero=stage))]
 
     def _with(self, shape: Shape, changed: dict[str, Any]) -> Shape:
         """The shape with other degrees, and with what goes with them."""

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from ahp.cluster.cells import cells_of
 from ahp.divisors import divisors
-from ahp.engines.registry import get
-from ahp.engines.traits import Traits
 from ahp.errors import BadInput
 from ahp.forecast import rules
 from ahp.plan import ContextMethod, Parallelism, StagePlace
@@ -332,9 +330,7 @@ class MixedSpace:
         """How so many ranks may share a sequence."""
         if context == 1:
             return [None]
-        layout = Parallelism(context_parallel_degree=context)
-        ways = get(self.asked.engine.name).traits(self.asked.job, layout, self.asked.engine).context.ways
-        return self._values("context_parallel_method", [w for w in ways if w != "gather"] if len(ways) > 1 else [None])
+        return self._values("context_parallel_method", self.asked.context_methods(context))
 
     def _values(self, key: str, free: list[Any]) -> list[Any]:
         return [self.given[key]] if key in self.given else free
@@ -402,13 +398,11 @@ class MixedSpace:
     def _twin(self, alike: Alike) -> bool:
         if alike.zero < 2 or "zero_stage" in self.given:
             return False
-        engine, asked = get(self.asked.engine.name), self.asked
 
-        def runs(zero: int) -> list[Traits]:
-            layouts = (layout_of(alike._replace(zero=zero), 2, replicas) for replicas in (1, 2))
-            return [engine.traits(asked.job, layout, asked.engine) for layout in layouts]
+        def layouts(zero: int) -> list[Parallelism]:
+            return [layout_of(alike._replace(zero=zero), 2, replicas) for replicas in (1, 2)]
 
-        return runs(alike.zero) in map(runs, range(1, alike.zero))
+        return any(self.asked.runs_alike(layouts(alike.zero), layouts(zero)) for zero in range(1, alike.zero))
 
     def _breaks(self, name: str, says: str, rows: int) -> bool:
         before = self.rules.get(name, Rule(name, says, 0))
