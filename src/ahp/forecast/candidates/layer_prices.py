@@ -10,6 +10,7 @@ from ahp.forecast.axes import Axes
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.pricer import Pricer
+from ahp.forecast.segment import Recompute
 
 
 class LayerPrices:
@@ -42,6 +43,6 @@ class LayerPrices:
             first = shardings()
             traits = first.traits[0]
             units = self._unit_pricer.units(micro_batch_size, axes, traits)
-            kinds = [recompute_of(kind, traits, units) for kind in recompute]
+            kinds: list[Recompute] = [recompute_of(kind, traits, units) for kind in recompute]
             self._layers[key] = LayerColumns(units, kinds, first.data(0, 1), some_layers=self._some)
         return self._layers[key]

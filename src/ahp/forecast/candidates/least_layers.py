@@ -51,7 +51,7 @@ class LeastLayers:
         )
 
     @cached_property
-    def kept_bytes(self) -> int:
+    def kept_bytes(self) -> float:
         """Bytes of a micro-batch as traced that a layer keeps however much of it is recomputed, on one device alone."""
         blocks, traits = self._graph.blocks, self._of_engine.kernels
         fusion: Fusion = "traced" if is_cpu(self._pricer.nodes.device) and traits.fusion != "fused" else traits.fusion

@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def layers_before(asked: Problem, p: Floats | int) -> Any:
+def layers_before(asked: Problem, p: Floats | Ints | int) -> Any:
     """Of a rank of average place: so many stages come before it, each with one layer at least but where an end has none."""
     return (p - 1) / 2 - (asked.stage_ends != "hold_layers") * (p - 1) / p
 
