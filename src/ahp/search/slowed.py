@@ -12,8 +12,8 @@ from ahp.cluster.model import Cluster, GroupLink, Measurements, NodeGroup
 from ahp.cluster.scaled import scaled, scaled_link
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Parallelism, Plan
+from ahp.search.fastest import fastest
 from ahp.search.problem import Problem
-from ahp.search.ranking import search
 from ahp.words import percent, seconds
 
 SLOW = "slow"
@@ -54,10 +54,12 @@ def gain(asked: Problem, plan: Plan, rank: int, ratio: float, *, network: bool =
     ``asked``: of the cluster as it is in the plan."""
     cluster = with_slow(asked.cluster, plan.parallelism, rank, ratio, network=network)
     slow = replace(asked, cluster=cluster)
-    best = search(asked.graph, cluster, asked.job, constraints=asked.constraints, engine=asked.engine, keep=1).best
-    assert best.forecast is not None, "a plan of the search has a forecast"
     today_s = _today_s(slow, plan, ratio, network)
-    return Slowed(cluster, plan.parallelism, today_s, best.parallelism, best.forecast.step_time_s, network)
+    found = fastest(slow, like=plan.parallelism)
+    if found is None or found.best is None:
+        return Slowed(cluster, plan.parallelism, today_s, plan.parallelism, today_s, network)
+    best, forecast = found.best
+    return Slowed(cluster, plan.parallelism, today_s, best, forecast.step_time_s, network)
 
 
 def _today_s(slow: Problem, plan: Plan, ratio: float, network: bool) -> float:
