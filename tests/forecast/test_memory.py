@@ -11,7 +11,7 @@ from ahp.forecast.activations import segment_memory
 from ahp.forecast.assembly import num_groups
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
-from ahp.forecast.memory import Outside, fit_probability, ranks_memory
+from ahp.forecast.memory import Outside, fit_probability, ranks_memory, while_training
 from ahp.forecast.split import split
 from ahp.forecast.states import RankWeights, Shards, state_bytes
 from ahp.job import Job
@@ -177,13 +177,15 @@ def test_deepspeeds_flat_copies_fit_into_nothing_that_is_free(precision, zero, p
     )
     traits = get("deepspeed").traits(Job(precision=precision), layout, EngineChoice(name="deepspeed"))
     weights = RankWeights(total=10**9, largest_block=100, outside_blocks=200)
-    assert state_bytes(weights, traits, Shards.of(layout), 4).get("flat_copies", 0) == flat_bytes
+    assert state_bytes(weights, traits, Shards.of(layout), 4)["flat_copies"] == flat_bytes
 
 
 def test_no_other_engine_has_any():
     for name in ("ahp", "torchtitan", "megatron", "accelerate"):
         traits = get(name).traits(Job(precision="bf16"), Parallelism(), EngineChoice(name=name))
-        assert "flat_copies" not in state_bytes(RankWeights(total=10**9), traits, Shards.among(1), 4)
+        states = state_bytes(RankWeights(total=10**9), traits, Shards.among(1), 4)
+        assert states["flat_copies"] == 0
+        assert "flat_copies" not in while_training(states, 0.0, 0.0, 0.0, micro_batches=4)
 
 
 def test_buckets_of_distributed_data_parallel_lie_beside_the_gradients():

@@ -91,8 +91,9 @@ def while_training(
         kept_gradients = np.where(at_start, 0.0, gradients)
         kept_activations = np.where(at_start, activations, 0.0)
     gone = kept_activations + temporaries + kept_gradients - gradients
+    has_flat = np.any(states.get("flat_copies", 0.0))  # one engine alone has any
     return {
-        **states,
+        **{part: count for part, count in states.items() if part != "flat_copies" or has_flat},
         "optimizer_states": states["optimizer_states"] + np.maximum(0.0, visiting - gone),
         "gradients": kept_gradients,
         "activations": kept_activations,

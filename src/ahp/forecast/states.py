@@ -175,15 +175,14 @@ def state_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batch
     no_matrix = weights.outside_blocks / shards.dense + weights.experts / shards.experts
     waits_whole = np.logical_and(of.gradients.whole, np.greater(micro_batches, 1))
     gradient = np.where(of.reduce.gradients_in_buckets, 0.0, np.where(waits_whole, weights.total, part))
-    parts = {
+    return {
         "parameters": np.ceil(part * of.states.master_weight_bytes),
         "optimizer_states": np.ceil(part * of.states.device_bytes + no_matrix * of.states.no_matrix_bytes),
         "gathered_weights": _gathered_bytes(weights.outside_blocks, sent, block, of, shards),
         "gradients": np.ceil(gradient * (of.gradients.element_bytes + of.gradients.beside_bytes)),
         "reduce_buffers": _reduce_buffer_bytes(weights, sent, block, of),
+        "flat_copies": _flat_bytes(weights.total, part, of),
     }
-    flat = _flat_bytes(weights.total, part, of)
-    return parts | ({"flat_copies": flat} if np.any(flat) else {})
 
 
 def _flat_bytes(weights: Figures, updated: Figures, of: Behaviour) -> Figures:
