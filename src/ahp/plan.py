@@ -333,6 +333,8 @@ class Parallelism(Record):
         words = [f"dp{self.data_parallel_replicate_degree}x{self.data_parallel_shard_degree}", f"zero{self.zero_stage}"]
         if self.tensor_parallel_degree > 1:
             words.append(f"tp{self.tensor_parallel_degree}" + ("+sp" if self.enable_sequence_parallel else ""))
+        elif self.enable_sequence_parallel and self.has_unlike_widths:
+            words.append("sp")
         if self.pipeline_parallel_degree > 1:
             virtual = f"x{self.virtual_stages_per_rank}" if self.virtual_stages_per_rank > 1 else ""
             words.append(f"pp{self.pipeline_parallel_degree}{virtual}({self.pipeline_parallel_schedule})")

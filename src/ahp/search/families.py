@@ -31,7 +31,7 @@ ASKED_FOR: tuple[tuple[str, Callable[[Blocks], Mask]], ...] = (
 def family(layout: Parallelism) -> tuple[str, ...]:
     """What a layout divides beside the batch: layouts that divide the same differ in degrees alone."""
     degrees = {
-        "tensor": layout.tensor_parallel_degree,
+        "tensor": max(tensor for _, tensor in layout.widths),
         "pipeline": layout.pipeline_parallel_degree,
         "context": layout.context_parallel_degree,
         "experts": layout.expert_parallel_degree,

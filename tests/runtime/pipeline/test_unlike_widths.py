@@ -272,6 +272,8 @@ def test_a_layout_says_the_width_of_each_rank() -> None:
     assert [p.micro_batch_size for p in map(found.of_rank, range(2))] == [1, 2]
     assert [p.zero_stage for p in found.layouts_of_ranks] == [3, 0]
     assert "on(a:3/dp2/tp1 a:2/dp1/tp4)" in found.short()
+    assert " sp " in Parallelism(**LAYOUTS["sequence2-1"]).short()
+    assert " sp " not in Parallelism(**LAYOUTS["tp2-1"]).short()
     alike = Parallelism(pipeline_parallel_degree=2, tensor_parallel_degree=2)
     assert alike.layouts_of_ranks == (alike,)
     assert alike.of_rank(1) is alike
