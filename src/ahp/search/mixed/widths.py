@@ -24,8 +24,9 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.priced import Priced
 from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
-from ahp.plan import Forecast, Parallelism, ScheduleName, StagePlace, validated
+from ahp.plan import Forecast, Parallelism, StagePlace, validated
 from ahp.search.mixed.fewest import fewest, said_plainly
+from ahp.search.mixed.space import one_per_rank
 from ahp.search.problem import Problem
 from ahp.stage_place import Width
 
@@ -39,8 +40,6 @@ GIVEN = (
 """Keys that say how wide stages are, or what lies where: where the user has given one, all stages are of one width."""
 MOST_STAGES = 4
 """Of a group, in each replica: more narrow ones wait longer than fewer wide ones."""
-SPLIT: ScheduleName = "InterleavedZeroBubble"
-"""Of the schedules with one stage a rank the other one that fills bubbles."""
 PRICED, FITTING, IMPROVED, MOVES = 64, 12, 4, 12
 """Layouts that are priced for their promise, until so many fit; of these the fastest that are improved, by so many layers at most."""
 
@@ -189,7 +188,6 @@ class _Finder:
         return Parallelism(
             data_parallel_replicate_degree=replicas,
             pipeline_parallel_degree=len(places),
-            pipeline_parallel_schedule=given.get("pipeline_parallel_schedule", "1F1B"),
             micro_batch_size=whole,
             zero_stage=given.get("zero_stage", 1 if any(side.width[0] > 1 for side in sides) else 0),
             enable_sequence_parallel=given.get("enable_sequence_parallel", split),
@@ -202,6 +200,7 @@ class _Finder:
                 )
                 for side, count in zip(places, layers, strict=True)
             ),
+            **{key: given[key] for key in ("pipeline_parallel_schedule",) if key in given},
         )
 
     def priced(self, layout: Parallelism) -> list[Priced]:
@@ -236,12 +235,13 @@ class _Finder:
         return said_plainly(layout.model_copy(update={"stages": tuple(places)}))
 
     def improved(self, best: Priced) -> Priced:
-        """With layers moved from the slowest stage to another one, while that helps; then in another schedule."""
-        best = self._moved_while_faster(best)
-        if "pipeline_parallel_schedule" in self.asked.constraints.given:
+        """With layers moved from the slowest stage to another one, while that helps; then in the other schedules."""
+        best, key = self._moved_while_faster(best), "pipeline_parallel_schedule"
+        if key in self.asked.constraints.given:
             return best
-        other = self._searched_again(best.parallelism.model_copy(update={"pipeline_parallel_schedule": SPLIT}))
-        return min([best, *self.priced(other)], key=lambda one: one.forecast.step_time_s)
+        layouts = (best.parallelism.model_copy(update={key: name}) for name in one_per_rank())
+        others = (one for layout in layouts for one in self.priced(self._searched_again(layout)))
+        return min([best, *others], key=lambda one: one.forecast.step_time_s)
 
     def _moved_while_faster(self, best: Priced) -> Priced:
         for _ in range(MOVES):
