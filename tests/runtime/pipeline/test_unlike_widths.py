@@ -43,6 +43,10 @@ def layout(*widths: tuple[int, int], layers: tuple[int, ...] = (), **others: Any
 
 
 ZBV = {"pipeline_parallel_schedule": "ZBVZeroBubble", "virtual_stages_per_rank": 2}
+ORDER = {
+    "pipeline_parallel_schedule": "Synthesized",
+    "pipeline_parallel_order": ("0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3", "1F0,1I0,1F1,1B1,1W0,1F2,1B2,1F3,1B3"),
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-1": layout((1, 2), (1, 1)),
     "tp1-2": layout((1, 1), (1, 2)),
@@ -63,6 +67,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "interleaved-both": layout((1, 2), (2, 1), virtual_stages_per_rank=2),
     "zbv-tp1-2": layout((1, 1), (1, 2), **ZBV),
     "zero-bubble-both": layout((2, 1), (1, 2), pipeline_parallel_schedule="InterleavedZeroBubble"),
+    "order-both": layout((2, 1), (1, 2), **ORDER),
     "replicas-tp2-1": layout((1, 2), (1, 1), data_parallel_replicate_degree=2, micro_batch_size=1, micro_batches_per_replica=(5, 3)),
     "replicas-both": layout((2, 1), (1, 2), data_parallel_replicate_degree=2, zero_stage=1),
     "own-order-both": layout(
