@@ -70,10 +70,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "order-both": layout((2, 1), (1, 2), **ORDER),
     "replicas-tp2-1": layout((1, 2), (1, 1), data_parallel_replicate_degree=2, micro_batch_size=1, micro_batches_per_replica=(5, 3)),
     "replicas-both": layout((2, 1), (1, 2), data_parallel_replicate_degree=2, zero_stage=1),
-    "own-order-both": layout(
-        (2, 1), (1, 2), pipeline_parallel_schedule="Synthesized",
-        pipeline_parallel_order=("0F0,0F1,0F2,0I0,0F3,0I1,0W0,0I2,0I3,0W1,0W2,0W3", "1F0,1I0,1F1,1W0,1I1,1F2,1B2,1W1,1F3,1B3"),
-    ),
     "as-wide-as-neighbour": layout((1, 2), (1, 2), (1, 1)),
 }  # fmt: skip
 FAST = {("tp2-1", "gpt2"), ("both", "custom")}
