@@ -319,8 +319,7 @@ class Parallelism(Record):
         """Micro-batches of one step for each replica of the pipeline; the caller has checked that they divide."""
         if self.micro_batches_per_replica is not None:
             return self.micro_batches_per_replica
-        each = job.global_batch_size // (self.data_parallel_degree * self.micro_batch_size)
-        return (each,) * self.data_parallel_replicate_degree
+        return (self.num_micro_batches(job),) * self.data_parallel_replicate_degree
 
     def num_micro_batches(self, job: Job) -> int:
         """Micro-batches of one step on the replica that computes the most; the caller has checked that they divide."""
