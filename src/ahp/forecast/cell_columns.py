@@ -250,7 +250,7 @@ class _Sharing:
         return cls(
             traits, shards,
             np.moveaxis(np.array(blocks, dtype=float), 2, 0),
-            np.array([of.outside_blocks for of in weights]), np.array([of.head for of in weights]),
+            np.array([of.outside_blocks for of in weights], dtype=float), np.array([of.head for of in weights], dtype=float),
         )  # fmt: skip
 
     def copied(self) -> Floats:
@@ -390,6 +390,5 @@ def that_have(groups: Sequence[NodeGroup], width: int) -> list[str]:
 def room_bytes(pricer: Pricer, num_groups: Ints) -> Floats:
     """Bytes in tensors that a device of a group has beside the communicators of so many process groups."""
     device = pricer.nodes.device
-    return (
-        memory.most_allocated(memory.most_that_fits(device.memory_bytes), memory.Outside.of(device, num_groups)) + 0.0
-    )
+    most = memory.most_that_fits(device.memory_bytes)
+    return np.asarray(memory.most_allocated(most, memory.Outside.of(device, num_groups)), dtype=float)

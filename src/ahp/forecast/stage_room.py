@@ -42,7 +42,7 @@ class Positions(NamedTuple):
     """Micro-batches that each keeps at once, at least; or [n, 1, K] of each layout."""
     place: Ints
     """Its place, or ``ANYWHERE``."""
-    count: Ints
+    number: Ints
     """How many are so."""
 
 
@@ -100,7 +100,8 @@ class StageRoom:
 
     def mapped(self, each: Callable[[Floats], Floats]) -> StageRoom:
         """With all figures changed alike, from [n, G, K]."""
-        return StageRoom(*map(each, np.broadcast_arrays(*vars(self).values())))
+        layer_s, again_s, free, held, states, kept, most = map(each, np.broadcast_arrays(*vars(self).values()))
+        return StageRoom(layer_s, again_s, free, held.astype(np.int64), states, kept, most)
 
     @property
     def _slow_s(self) -> Floats:

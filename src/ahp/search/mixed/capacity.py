@@ -59,7 +59,7 @@ class Pipelines(NamedTuple):
 
     def where(self, some: Ints) -> Pipelines:
         """Those."""
-        return Pipelines(*(field[some] for field in self))
+        return Pipelines(self.rows[some], self.replicas[some], self.total[some], self.floor_s[some], self.limit_s[some])
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Depth:
         if light:  # each stage has a cell of the replica with the most
             one = StageRoom.of(self.columns, rows, stages._replace(held=np.ones_like(stages.held)), 1)
             holds = np.minimum(one.most, holds.max(axis=1, keepdims=True))
-        held = _Curves.of(holds, stages.count)
+        held = _Curves.of(holds, stages.number)
         there = np.flatnonzero(_hold(held, which, self.cells[of.rows], of.replicas, self.p, self.columns.num_layers))
         found = np.full(len(which), np.inf)
         if len(there):
@@ -119,7 +119,7 @@ class Depth:
         self, rows: Ints, room: StageRoom, stages: Positions, heavy: int, between_s: tuple[float, float], *, light: bool
     ) -> _Ways:
         columns, work = self.columns, self.columns.work
-        least_s = room.least_s(columns.num_layers, stages.count)
+        least_s = room.least_s(columns.num_layers, stages.number)
         there = np.isfinite(least_s)  # a replica has as many micro-batches as the mean, or more
         least_s = np.where(there, least_s, 1.0)
         fastest_s = work.layer_s[rows].min(axis=1)
@@ -135,7 +135,7 @@ class Depth:
         if self.schedule == SEVERAL:
             # Each rank waits for the forward passes of the first stages of those before it, of a layer each at least.
             each_s = forward * fastest_s
-            way_s = each_s[:, None] * (np.cumsum(stages.count) - stages.count)
+            way_s = each_s[:, None] * (np.cumsum(stages.number) - stages.number)
             at_s = least_s * np.maximum(1.0 - (self.p - 1) * each_s / between_s[0], 1e-6)
             left = np.maximum(1.0 - way_s / between_s[1], 0.0)[:, None]
             work_s = work.head_s[rows]
@@ -208,8 +208,8 @@ class _Replica:
         """``rows``: of the columns."""
         columns = depth.columns
         room = StageRoom.of(columns, rows, stages, micro_batches)
-        before = np.cumsum(stages.count) - stages.count
-        taken = np.clip(depth.cells[rows][:, :, None] - before, 0, stages.count)
+        before = np.cumsum(stages.number) - stages.number
+        taken = np.clip(depth.cells[rows][:, :, None] - before, 0, stages.number)
         way_s, passes = np.zeros(len(rows)), micro_batches.astype(float)
         if depth.fills:
             early = columns.work.forward_share[rows].max(axis=1) * (not all_forwards_first(depth.schedule))
@@ -275,7 +275,7 @@ class _Curves(NamedTuple):
         sums = np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(falling * count, axis=-1)], axis=-1)
         return cls(falling, sums, np.concatenate([[0], np.cumsum(count)]))
 
-    def best(self, which: Ints, group: Ints | int, count: Floats) -> Floats:
+    def best(self, which: Ints, group: Ints | int, count: Ints | Floats) -> Floats:
         """[m] The sum over so many, at most all; of the rows ``which``."""
         x = np.minimum(count, self.ends[-1])
         at = np.minimum(np.searchsorted(self.ends, x, side="right") - 1, len(self.ends) - 2)
@@ -312,7 +312,7 @@ class _Rates:
     """Micro-batches of replicas with few, by stage."""
     share: Floats
     """[u] Of the time of a micro-batch in a stage, the share that is counted."""
-    ahead: Floats | float = 0.0
+    ahead: Floats | None = None
     """[u] Micro-batches by which each replica is ahead."""
     way_s: Floats | None = None
     """[u] Half of the way of a micro-batch before a stage."""
@@ -333,7 +333,7 @@ class _Rates:
         layers = num_layers + np.where(np.isfinite(of_head), of_head, 0.0)
         none = np.zeros(rates.shape[:2])
         return cls(
-            _Curves.of(rates, stages.count), none if layer_s is None else none + layer_s, layers,
+            _Curves.of(rates, stages.number), none if layer_s is None else none + layer_s, layers,
             (with_head * left - rates).max(axis=(1, 2)), light, **more,
         )  # fmt: skip
 
@@ -341,9 +341,9 @@ class _Rates:
         """Of shapes; ``which``: of which replicas."""
         groups = range(cells.shape[1])
         found = [of.replicas * self.curves.best(which, g, cells[:, g] / of.replicas) for g in groups]
-        count = of.replicas * float(self.curves.ends[-1])
+        count: Floats = (of.replicas * self.curves.ends[-1]).astype(float)
         if self.busy is not None and not self.light:
-            count = np.minimum(count, of.total / self.busy[which])
+            count = np.asarray(np.minimum(count, of.total / self.busy[which]))
         return _Doing(self, of, which, np.stack(found, axis=1), count)
 
 
@@ -365,7 +365,7 @@ class _Doing:
         per_layer = counted / rates.layers[which]
         times = np.maximum(per_layer[:, None] - rates.layer_s[which], 0.0)
         cells = _priced(times * self.found, times * rates.curves.values[which, :, 0], self.count, rates.light)
-        ahead = rates.ahead if isinstance(rates.ahead, float) else rates.ahead[which]
+        ahead = 0.0 if rates.ahead is None else rates.ahead[which]
         return cells + self.of.replicas * (ahead + rates.more[which] * per_layer)
 
 

@@ -69,7 +69,8 @@ class Queue:
     has no pipeline with its stages priced."""
 
     def __init__(self, floors: ShapeFloors, kind: Kind, limit_s: float) -> None:
-        self._floors, self._kind, self._rough, self._at = floors, kind, floors.by_work(kind, limit_s), 0
+        self._floors, self._rough, self._at = floors, floors.by_work(kind, limit_s), 0
+        self._kind: Kind = kind
         self.number = count()  # of equal floors the first
         self._some: list[tuple[float, int, Shapes, int]] = []
         """By memory, each for all rows that it stands for."""
@@ -181,24 +182,17 @@ class Finder:
     def _queue(self, kind: Kind, keep: int) -> None:
         """Place the shapes of one kind, of the lowest floors the most promising first; then the lowest floor of what is left. Where no
         time is known yet they are looked for further and further from the least that any may take."""
-        least_s, hard = self.floors.least_s(), 0
-        for times in REACH:
-            limit_s = min(self._limit_s(keep), times * least_s)
-            queue, window = Queue(self.floors, kind, limit_s), list[tuple[float, float, int, Shape]]()
-            while hard < self.budget.shapes and self.outcome.forecasts < self.budget.exact:
-                below_s = min(self._limit_s(keep), limit_s)
-                if not window:
-                    for found in islice(queue.popped(below_s), WINDOW):
-                        heapq.heappush(window, (self._promise_s(*found), found[0], next(queue.number), found[1]))
-                if not window:
-                    break
-                _, floor_s, _, shape = heapq.heappop(window)
-                hard += floor_s < below_s and self._place(floor_s, shape)
-            if self._limit_s(keep) <= limit_s or hard >= self.budget.shapes:
+        least_s, placed = self.floors.least_s(), 0
+        reach = [times * least_s for times in REACH]
+        while True:
+            limit_s = min(self._limit_s(keep), reach.pop(0))
+            queue = Queue(self.floors, kind, limit_s)
+            window, placed = self._place_from(queue, limit_s, keep, placed)
+            if self._limit_s(keep) <= limit_s or placed >= self.budget.shapes:
                 break
         if limit_s < self.best_s:
             self.outcome.floor_s = min(self.outcome.floor_s, limit_s)
-        queue.put_back((floor_s, shape) for _, floor_s, _, shape in window)
+        queue.put_back(window)
         while (found := queue.pop(min(self.outcome.floor_s, self.best_s))) is not None:
             floor_s, shape = found
             if self.columns_hold(self.task(shape)):
@@ -206,6 +200,20 @@ class Finder:
             else:
                 self.outcome.too_large += 1
         self.outcome.too_large += queue.too_large
+
+    def _place_from(self, queue: Queue, limit_s: float, keep: int, hard: int) -> tuple[list[tuple[float, Shape]], int]:
+        """Place what is in a queue; what came up and was not placed, and how many shapes had too many placements, with ``hard`` before."""
+        window = list[tuple[float, float, int, Shape]]()
+        while hard < self.budget.shapes and self.outcome.forecasts < self.budget.exact:
+            below_s = min(self._limit_s(keep), limit_s)
+            if not window:
+                for floor_s, shape in islice(queue.popped(below_s), WINDOW):
+                    heapq.heappush(window, (self._promise_s(floor_s, shape), floor_s, next(queue.number), shape))
+            if not window:
+                break
+            _, floor_s, _, shape = heapq.heappop(window)
+            hard += floor_s < below_s and self._place(floor_s, shape)
+        return [(floor_s, shape) for _, floor_s, _, shape in window], hard
 
     def _promise_s(self, floor_s: float, shape: Shape) -> float:
         """What a shape takes where nothing fills its pipeline but forward passes that come early; not a bound."""

@@ -55,7 +55,8 @@ class Shapes(NamedTuple):
 
     def where(self, some: Ints | Bools | slice) -> Shapes:
         """Those."""
-        return Shapes(*(field[some] for field in self))
+        numbers = self.schedule[some], self.rows[some], self.pipeline[some], self.replicas[some]
+        return Shapes(*numbers, self.slowest[some], self.floor_s[some])
 
     @classmethod
     def all(cls, each: Sequence[Shapes]) -> Shapes:
