@@ -1,4 +1,4 @@
-"""A model whose rank 1 hangs in the forward pass of a step, until its launcher ends it."""
+"""A model whose rank 1 hangs in the forward pass of a step, or all ranks do, until their launcher ends them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,21 @@ CONFIG = {
 
 def model() -> nn.Module:
     """With one micro-batch a step."""
+    return hanging("1")
+
+
+def everywhere() -> nn.Module:
+    """As ``model``, on both of two ranks."""
+    return hanging("0", "1")
+
+
+def hanging(*ranks: str) -> nn.Module:
     torch.manual_seed(0)
     found, calls = build_model(CONFIG, device="cpu"), []
 
     def hang(module: nn.Module, args: Any) -> None:
         traced = type(args[0]) is not torch.Tensor or args[0].is_meta
-        if os.environ.get("RANK") == "1" and module.training and not traced:
+        if os.environ.get("RANK") in ranks and module.training and not traced:
             calls.append(1)
             if len(calls) > AFTER:
                 signal.pause()

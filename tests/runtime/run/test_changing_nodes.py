@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from ahp import run_history
+from ahp.runtime.ranks.watch import OWN_CAUSE_S
 from ahp.runtime.run.folder import RunFolder
 from benchmarks.namespaces import Host, HostSpec, hosts, why_not
 from tests.runtime import hanging
@@ -39,12 +40,13 @@ class Nodes:
         num_addresses: int = 1,
         model: str | None = None,
         layout: Any = None,
+        workers: int = 1,
         **run: Any,
     ) -> None:
         self.folder, self.ports, self.started = folder, [free_port() for _ in range(num_addresses)], []
         self.port = self.ports[0]
         self.rendezvous = ",".join(f"127.0.0.1:{port}" for port in self.ports)
-        self.run = folder / "run"
+        self.run, self.workers = folder / "run", workers
         config = {
             "model": model or MODEL,
             "cluster": {"nodes": 2, "devices_per_node": 1, "device": "cpu", "inter_node_gbps": 10},
@@ -56,11 +58,11 @@ class Nodes:
 
     def start(self, host: Host | None = None) -> subprocess.Popen[str]:
         """On this machine, or on a host of its own."""
-        command = [sys.executable, "-m", "ahp", "train", "config.yaml", "--nodes", "1:2", "--workers-per-node", "1"]
+        command = [sys.executable, "-m", "ahp", "train", "config.yaml", "--nodes", "1:2"]
         prefix, network = ([], {}) if host is None else (host.prefix, host.environment)
         given = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **network}
         node = subprocess.Popen(
-            [*prefix, *command, "--rendezvous", self.rendezvous], cwd=self.folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [*prefix, *command, "--workers-per-node", str(self.workers), "--rendezvous", self.rendezvous], cwd=self.folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
         self.started.append(node)
@@ -200,3 +202,22 @@ def test_a_rank_that_hangs_is_named_with_its_host_and_axis(nodes: Callable[..., 
     assert status.cause is not None
     assert status.cause.startswith(f"{told}run.collective_timeout_s = 8; rank 0 on"), status.cause
     assert any(told in error for error, _ in ends)
+
+
+@pytest.mark.wide
+def test_all_workers_of_a_node_that_hang_are_named_and_ended(nodes: Callable[..., Nodes]) -> None:
+    """The only node that came: no other rank waits for them."""
+    job = nodes(
+        model="tests.runtime.hanging:everywhere", layout={"data_parallel_replicate_degree": 2, "micro_batch_size": 2}, workers=2,
+        checkpoint_every=2, collective_timeout_s=3.0, elastic={"max_restarts": 0},
+    )  # fmt: skip
+    node = job.start()
+    _, error = node.communicate()
+    assert node.returncode == 1, error
+    status, host = RunFolder(job.run).status(), socket.gethostname()
+    assert status is not None
+    hung = f"ranks 0, 1 on {host} are hanging: for {3 + OWN_CAUSE_S:g} s no step has ended"
+    told = f"{hung}, and no worker has computed, read or written anything (axes of the layout: dp_replicate)"
+    assert (status.state, status.step) == ("failed", hanging.AFTER)
+    assert status.cause == f"after step {hanging.AFTER}: {told}"
+    assert status.cause in error
