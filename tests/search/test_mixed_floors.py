@@ -63,8 +63,8 @@ def rooms(draw: st.DrawFn) -> StageRoom:
     free = np.array([[[draw(st.floats(-5.0, 100.0)) for _ in range(3)]]])
     held, states, dropped = np.array([1, 2, 3]), draw(figure), draw(st.floats(0.0, 1.0)) * kept
     most = np.maximum(free / (states + held * (kept - dropped)), 0.0)
-    each = (np.full((1, 1, 1), of) for of in (draw(figure), draw(figure) * (dropped > 0)))
-    return StageRoom(*each, free, held, np.full((1, 1, 1), states), np.full((1, 1, 1), kept), most)
+    layer_s, again_s = (np.full((1, 1, 1), of) for of in (draw(figure), draw(figure) * (dropped > 0)))
+    return StageRoom(layer_s, again_s, free, held, np.full((1, 1, 1), states), np.full((1, 1, 1), kept), most)
 
 
 @settings(max_examples=60, deadline=None)
