@@ -108,7 +108,11 @@ def say_why(folder: RunFolder, why: str) -> None:
     from ahp.runtime.run import failure
 
     told = failure.of_hang(folder, why)
-    print(f"{told}; the workers of this node start again", file=sys.stderr, flush=True)
+    print(
+        f"{told}; the workers of this node are ended, and start again if run.elastic.max_restarts allows",
+        file=sys.stderr,
+        flush=True,
+    )
     failure.record(folder, None, RankMissing(told))
 
 
