@@ -13,7 +13,7 @@ from ahp.cli.overrides import split_overrides
 from ahp.config import HELP, Config, Constraints, Profile, checkpoint_interval, config_help, load_config
 from ahp.errors import BadInput
 from ahp.job import Job
-from ahp.plan import EngineChoice, Parallelism
+from ahp.plan import EngineChoice, Parallelism, validated
 from ahp.yaml_text import parse_yaml
 
 DOCS = Path(__file__).parents[1] / "docs" / "config.md"
@@ -259,3 +259,12 @@ def test_every_key_is_in_the_help_and_in_the_docs() -> None:
     assert "run.folder = runs/demo" in config_help()
     assert "engine.compile = searched" in config_help()
     assert "parallelism.tensor_parallel_degree = searched" in config_help()
+
+
+def test_a_release_is_taken_as_it_is_typed() -> None:
+    overrides, _ = split_overrides(["--engine.version", "26.10", "--engine.name=megatron"])
+    assert overrides == {"engine.version": "26.10", "engine.name": "megatron"}
+    assert split_overrides(["--engine.version", "null"])[0] == {"engine.version": None}
+    assert validated(EngineChoice, {"name": "megatron", "version": "2024-12"}, "engine").version == "2024-12"
+    with pytest.raises(BadInput, match=r"version = 26.1: a release needs quotes, as in '26.10'"):
+        validated(EngineChoice, {"name": "megatron", "version": 26.10}, "engine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Packing = Literal["packed", "padded"]
@@ -15,6 +15,18 @@ class Record(BaseModel):
     """A frozen record that refuses keys it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _in_quotes(value: Any) -> Any:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise ValueError(
+            f"version = {value}: a release needs quotes, as in '26.10'; without them YAML reads a number, and 26.10 as 26.1"
+        )
+    return value
+
+
+Release = Annotated[str, BeforeValidator(_in_quotes)]
+"""The name of a release, or a day."""
 
 
 class Optimizer(Record):

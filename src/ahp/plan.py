@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from ahp.errors import BadInput
-from ahp.job import Job, Record
+from ahp.job import Job, Record, Release
 from ahp.stage_place import StagePlace as StagePlace
 from ahp.stage_place import (
     check_beside_unlike_widths,
@@ -380,7 +380,7 @@ class EngineChoice(Record):
     enable_async_tensor_parallel: bool | None = None
     """Whether the collectives of sequence parallelism travel in pieces beside the products that read or make them; None = as the
     engine does by itself."""
-    version: str | None = None
+    version: Release | None = None
     """The release that runs: a name (megatron 26.04) or a day (2024-12); None = the newest (engines/releases.yaml)."""
 
     @model_validator(mode="before")

@@ -13,6 +13,12 @@ from ahp.yaml_text import parse_yaml
 
 CONFIG_ROOTS = ("model", "init_from", "cluster", "job", "parallelism", "engine", "run")
 
+TEXT = ("engine.version",)
+"""Keys whose value is taken as it is typed: 26.10 is a release, no number."""
+
+UNSET = ("null", "true")
+"""But for these: nothing, and what a key without a value stands for."""
+
 
 def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) -> tuple[dict[str, Any], list[str]]:
     """Separate overrides from a command's own arguments.
@@ -47,7 +53,7 @@ def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) ->
             raise bad_input(f"--{name}", value or (words[0] if words else ""), "unknown key", roots)
         if not has_value:
             value = words.pop(0) if words and not words[0].startswith("--") else "true"
-        overrides[key] = _value(word, value)
+        overrides[key] = value if key in TEXT and value not in UNSET else _value(word, value)
     return overrides, rest
 
 
