@@ -69,15 +69,17 @@ class StageRoom:
         of which none is 1."""
         held, k, m = columns.held, at.held, np.reshape(micro_batches, (-1, 1, 1))
 
-        def by_place(field: Floats, anywhere: Floats) -> Floats:
+        anywhere = at.place[0] == ANYWHERE
+
+        def of_place(field: Floats) -> Floats:
             """[..., K] from [..., P]."""
-            return anywhere[..., None] if at.place[0] == ANYWHERE else field[..., at.place]
+            return field[..., [BETWEEN]] if anywhere else field[..., at.place]
 
         def least(field: Floats) -> Floats:
-            return by_place(field[rows], field[rows, ..., :WHOLE].min(axis=-1))
+            return field[rows, ..., :WHOLE].min(axis=-1)[..., None] if anywhere else of_place(field[rows])
 
         def most(field: Floats) -> Floats:
-            return by_place(field[rows], field[rows, ..., :WHOLE].max(axis=-1))
+            return field[rows, ..., :WHOLE].max(axis=-1)[..., None] if anywhere else of_place(field[rows])
 
         states = columns.one if m.min() == 1 else columns.several
         layer, beside, room = least(states.layer)[:, None], least(states.beside)[:, None], least(columns.room)
@@ -86,7 +88,7 @@ class StageRoom:
             layer = layer - most(states.layer_gradients)[:, None]
             beside = beside - most(states.gradients_beside)[:, None]
         free = room - beside - least(held.temporary) - k * least(held.outside)
-        free = free - m * by_place(held.received[rows], held.received[rows, :, BETWEEN]) - least(held.once)
+        free = free - m * of_place(held.received[rows]) - least(held.once)
         kept, dropped = held.kept[rows][..., None], held.dropped[rows][..., None]
         holds = np.minimum(holds, free / (layer + k * (kept - dropped)))
         if columns.alike:
@@ -94,7 +96,7 @@ class StageRoom:
         work, counted = columns.work, np.searchsorted(COUNTED, m.min(), side="right") - 1
         copied_s = columns.copied_s[counted][rows]
         return cls(
-            work.layer_s[rows][..., None] + by_place(copied_s, copied_s[..., BETWEEN]),
+            work.layer_s[rows][..., None] + of_place(copied_s),
             work.again_s_per_byte[rows][..., None], free, k, layer, kept, np.maximum(holds, 0.0),
         )  # fmt: skip
 

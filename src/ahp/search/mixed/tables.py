@@ -130,7 +130,7 @@ class LayoutTables:
 
     def _rooms(self, micro_batches: Ints) -> StageRoom:
         """[M, G, S] Of each stage on each group, in replicas with so many micro-batches."""
-        rows, held = np.full(len(micro_batches), self._row), self._held(micro_batches)[:, None]
+        rows, held = np.array([self._row]), self._held(micro_batches)[:, None]
         of = Positions(held, self._places, np.ones(self.num_stages, dtype=np.int64))
         if (micro_batches > 1).all() or (micro_batches == 1).all():
             return StageRoom.of(self._columns, rows, of, micro_batches).mapped(lambda field: field)
