@@ -73,6 +73,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "as-wide-as-neighbour": layout((1, 2), (1, 2), (1, 1)),
 }  # fmt: skip
 FAST = {("tp2-1", "gpt2"), ("both", "custom")}
+SLOW = {
+    "tp4-1-2", "sequence2-1", "zero3-2-1", "zero2-1-2", "both-in-three", "interleaved-both", "zbv-tp1-2", "replicas-both", "order-both",
+}  # fmt: skip
+"""Once each; all others are wide."""
 MODELS = ("gpt2", "custom", "llama")
 CASES = [(name, MODELS[turn % 3]) for turn, name in enumerate(LAYOUTS)] + [
     ("tp2-1", "custom"), ("both", "gpt2"), ("both-in-three", "gpt2"), ("interleaved-both", "gpt2"), ("replicas-both", "gpt2"),
@@ -81,7 +85,10 @@ CASES = [(name, MODELS[turn % 3]) for turn, name in enumerate(LAYOUTS)] + [
 """Models take turns; gpt2 ties its first and last stage, custom has a bare table on every one."""
 
 
-@pytest.mark.parametrize(("name", "model"), cases(dict.fromkeys(CASES), fast=FAST))
+WIDE = {case for case in CASES if case[0] not in SLOW or case in CASES[len(LAYOUTS) :]} - FAST
+
+
+@pytest.mark.parametrize(("name", "model"), cases(dict.fromkeys(CASES), fast=FAST, wide=WIDE))
 def test_equals_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]], name: str, model: str) -> None:
     world = Parallelism(**LAYOUTS[name]).world_size
     results = pool.run(train, world, model, LAYOUTS[name], STEPS, JOB)
