@@ -1,7 +1,7 @@
 """How far two forecasts must lie apart before their order means something: pairs of measured layouts of one model.
 
 What a forecast gets wrong for all layouts of a model on a cluster (an older kernel, a crowded network) cancels between
-two of them, so that their ratio is better known than either time. Pairs are those of one source with the same model,
+two such layouts, so that their ratio is better known than either time. Pairs are those of one source with the same model,
 devices, batch and precision; runs of unseen/ among them, for order is fitted to nothing.
 """
 

@@ -5,7 +5,7 @@
     python benchmarks/hosts.py --only "1:3, 100 Mb/s" --markdown docs/benchmarks.md
 
 Hosts are network namespaces of this machine (namespaces.py): each has a share of a processor by a control group, and a cable with a token bucket at
-both ends. ``ahp probe --quick --nodes N`` runs on all of them, in another order than that of their speeds; what it writes is planned for, and
+both ends. ``ahp probe --quick --nodes N`` runs on every host, in another order than that of their speeds; what it writes is planned for, and
 every layout is forecast before anything is trained. Then all layouts run in turns for some rounds, each a median over its steps. Wants root and a
 machine that nothing else uses: what else ran is said. stdout: the tables; stderr: progress.
 """

@@ -103,7 +103,7 @@ def drawn_rows(count: int) -> Iterator[list[str]]:
 
 
 def worth(found: Sequence[Any]) -> list[str]:
-    """The gap to the bound, how often a pattern fits, what is gained against the best of them, and what could be at most."""
+    """The gap to the bound, how often a pattern fits, what is gained against the best pattern, and what could be gained at most."""
     gains = [one.gain for one in found if one.gain is not None]
     most = [1 - one.bound.seconds / one.fixed.makespan_s for one in found if one.fixed is not None]
     return [spread([one.gap for one in found]), f"{len(gains)} of {len(found)}", spread(gains), spread(most)]

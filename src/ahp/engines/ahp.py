@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from ahp.divisors import divisors
-from ahp.engines import host, releases
+from ahp.engines import fsdp2, host, releases
 from ahp.engines.engine import Engine
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.engines.traits import (
     ContextTraits,
     ContextWay,
     ExpertTraits,
-    GatherTraits,
     GradientTraits,
     HostTraits,
     KernelTraits,
@@ -102,12 +101,7 @@ class AhpEngine(Engine):
                 element_bytes=4,
                 whole=not every,
             ),
-            gather=GatherTraits(
-                overlap=1.0,
-                forward="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
-                backward="per_micro_batch" if zero == 3 else "never",
-                keeps_weights=zero < 3 or pipelined,
-            ),
+            gather=fsdp2.gathers(zero, pipelined=pipelined),
             reduce=ReduceTraits(
                 element_bytes=4,
                 overlap=0.0 if pipelined else 1.0,

@@ -72,10 +72,7 @@ class MegatronEngine(Engine):
 
     def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The reason why it cannot run the layout (key, value, rule), or None."""
-        p = parallelism
-        if reason := SUPPORT.refuses(self.name, job, p, choice):
-            return reason
-        return None
+        return SUPPORT.refuses(self.name, job, parallelism, choice)
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
@@ -95,15 +92,9 @@ class MegatronEngine(Engine):
             return releases.has(self.name, feature, choice.version)
 
         return Traits(
-            states=StateTraits(
-                master_weight_bytes=4,
-                optimizer_bytes=8,
-                compute_weight_bytes=2 if half else 0,
-            ),
+            states=StateTraits(master_weight_bytes=4, optimizer_bytes=8, compute_weight_bytes=2 if half else 0),
             gradients=GradientTraits(
-                element_bytes=gradient,
-                whole=zero < 2,
-                fused_accumulation=fp8 or job.precision == "bf16",
+                element_bytes=gradient, whole=zero < 2, fused_accumulation=fp8 or job.precision == "bf16"
             ),
             gather=GatherTraits(
                 each_weight=one_by_one,
@@ -112,8 +103,8 @@ class MegatronEngine(Engine):
                 block_bytes=1 if fp8 else 0,
                 forward="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
                 backward="per_micro_batch" if zero == 3 else "never",
-                at_start=zero
-                in (1, 2),  # core/pipeline_parallel/schedules.py: param_sync_func before the first forward
+                # core/pipeline_parallel/schedules.py: param_sync_func before the first forward
+                at_start=zero in (1, 2),
                 keeps_weights=zero < 3,
             ),
             reduce=ReduceTraits(
@@ -130,9 +121,7 @@ class MegatronEngine(Engine):
                 # With sequence parallelism a third, the gathering of the output's gradient, has no product to run beside.
                 overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,
             ),
-            context=ContextTraits(
-                ways=("ring",),  # cp_comm_type p2p, the default
-            ),
+            context=ContextTraits(ways=("ring",)),  # cp_comm_type p2p, the default
             experts=ExpertTraits(
                 folded=SUPPORT.folded(parallelism),
                 tokens_once_to_a_node=True,
@@ -140,14 +129,8 @@ class MegatronEngine(Engine):
                 fused_permutation=True,  # --moe-permute-fusion
                 one_graph_in_mxfp8=has("experts_in_one_graph"),
             ),
-            pipeline=PipelineTraits(
-                ends="may_be_empty",
-                sends_split_by_tensor=True,
-            ),
-            kernels=KernelTraits(
-                fusion="fused",
-                fused_loss=True,
-            ),
+            pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True),
+            kernels=KernelTraits(fusion="fused", fused_loss=True),
             host=HostTraits(
                 operators_per_unit=0,
                 launches_per_operator=steps.value("host_launches"),

@@ -1,0 +1,19 @@
+"""What engines have in common that shard weights by torch's FSDP2."""
+
+from __future__ import annotations
+
+from ahp.engines.traits import GatherTraits
+
+
+def gathers(zero: int, *, pipelined: bool) -> GatherTraits:
+    """How weights are gathered: one unit ahead, beside the computation; under a pipeline a stage keeps them from one micro-batch to the
+    next forward (torch 2.13, distributed/fsdp/_fully_shard; pipelining/stage.py, backward_maybe_with_nosync).
+
+    ``zero``: ZeRO stage, 0 = nothing is sharded; ``pipelined``: whether there are several pipeline ranks.
+    """
+    return GatherTraits(
+        overlap=1.0,
+        forward="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
+        backward="per_micro_batch" if zero == 3 else "never",
+        keeps_weights=zero < 3 or pipelined,
+    )
