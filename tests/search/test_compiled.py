@@ -76,7 +76,7 @@ def equals_brute_force(asked: Problem) -> None:
     assert certificate.rows == rows
     legal = certificate.alike + certificate.not_fit + certificate.fit + certificate.left
     assert certificate.broken + legal == certificate.rows
-    assert certificate.words() in ranking.best.why
+    assert ranking.proof in ranking.best.why
     assert "compiled and eager" in certificate.words()
     for plan in ranking:
         used = replace(asked, engine=plan.engine).on(Cluster.resolve(plan.cluster or {}))
@@ -84,7 +84,7 @@ def equals_brute_force(asked: Problem) -> None:
     alone = fastest(asked)
     if alone is not None and alone.best is not None:
         assert alone.problem.engine == ranking.fastest.engine
-        assert alone.best[1].step_time_s == pytest.approx(step_s(ranking.fastest), rel=1e-12)
+        assert alone.best[1].step_time_s == pytest.approx(certificate.found_s, rel=1e-12)  # under a fixed pattern
 
 
 @settings(max_examples=3, deadline=None)

@@ -178,7 +178,9 @@ def equals_brute_force(asked: Problem) -> None:
             ranking_of(asked)
         return
     ranking = ranking_of(asked)
-    assert best_s(ranking) == pytest.approx(best, rel=1e-12)
+    # ``best`` is that of fixed patterns; an order made for the stages may be faster than all of them.
+    assert ranking.certificate.found_s == pytest.approx(best, rel=1e-12)
+    assert best_s(ranking) <= best * ROUNDING
     assert ranking.certificate.proven
     for plan in ranking.plans:
         assert plan.cluster is not None

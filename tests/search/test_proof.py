@@ -110,11 +110,9 @@ def test_more_generous_hardware_is_never_slower(asked: Problem, kind: str) -> No
     if before is None:
         return
     assert after is not None
-    assert before.fastest.forecast is not None
-    assert after.fastest.forecast is not None
     assert after.fastest.parallelism.world_size >= before.best.parallelism.world_size
-    # A cut into stages that shortens the step by less than WORTH_S is not taken.
-    assert after.fastest.forecast.step_time_s <= before.best.forecast.step_time_s * (1 + WORTH_S)
+    # Under fixed patterns. A cut into stages that shortens the step by less than WORTH_S is not taken.
+    assert after.certificate.found_s <= before.certificate.found_s * (1 + WORTH_S)
 
 
 SLOWER = st.fixed_dictionaries({name: st.sampled_from([1.0, 0.1, 0.01, 0.001, 0.0001]) for name in RESOURCES})
