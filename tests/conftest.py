@@ -27,12 +27,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if named or num_cores() == 1 else min(num_cores(), MOST_PROCESSES)
 
 
+LONGEST = ("test_failures.py", "test_probed_hosts.py", "test_probe_hosts.py", "test_benchmarks.py")
+"""They start many processes one after the other, and wait for most of their time."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is wide is slow too, so that ``-m "not slow"`` leaves it out, and what needs workers, but for the equality of some layouts. What starts
-    many processes one after the other comes first: else one process of the tests would end with it while the others wait."""
+    """What is wide is slow too, so that ``-m "not slow"`` leaves it out, and what needs workers, but for the equality of some layouts.
+    The longest come first: else one process of the tests would end with them while the others wait."""
     for item in items:
         needs_workers = "pool" in getattr(item, "fixturenames", ()) and item.path.name != "test_equality.py"
         if needs_workers or item.get_closest_marker("wide"):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.path.name != "test_benchmarks.py")
+    items.sort(key=lambda item: item.path.name not in LONGEST)

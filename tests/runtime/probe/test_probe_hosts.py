@@ -200,7 +200,7 @@ def wait(processes: list[subprocess.Popen[str]]) -> list[str]:
     return outputs
 
 
-@pytest.mark.slow
+@pytest.mark.wide  # two nodes below and the hosts of tests/hosts meet, measure and write in the same way
 def test_three_processes_over_the_loopback_write_one_cluster(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
