@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ahp.cluster.measure import probe as probe
     from ahp.cluster.model import Cluster as Cluster
     from ahp.forecast.step import simulate as simulate
-    from ahp.graph.trace import analyze as analyze
+    from ahp.graph.kept import analyze as analyze
     from ahp.job import Job as Job
     from ahp.plan import Forecast as Forecast
     from ahp.plan import Parallelism as Parallelism
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "analyze": "ahp.graph.trace",
+    "analyze": "ahp.graph.kept",
     "probe": "ahp.cluster.measure",
     "Cluster": "ahp.cluster.model",
     "simulate": "ahp.forecast.step",

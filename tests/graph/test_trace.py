@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -307,3 +310,16 @@ class _Scalar(Plain):
 
 def test_two_traces_are_the_same_graph() -> None:
     assert analyze(CONFIGS["qwen3"], JOB) == traced("qwen3")
+
+
+def test_the_first_graph_of_a_process_is_that_of_every_other() -> None:
+    """Before autograd has recorded anything the gradient of the loss was taken for an operator of the embedding."""
+    code = """
+from ahp.graph.trace import analyze
+from tests.graph.small import CONFIGS
+first, second = (analyze(CONFIGS["gpt2"], {"sequence_length": 8}) for _ in range(2))
+assert first == second
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

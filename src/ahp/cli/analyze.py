@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
     if arguments.json and arguments.dot:
         raise BadInput("--json, --dot: one of them at a time")
     from ahp.graph.export import to_dot, to_json
-    from ahp.graph.trace import analyze
+    from ahp.graph.kept import analyze
 
     length = arguments.sequence_length
     chosen = _default_length(arguments.model) if length is None else length

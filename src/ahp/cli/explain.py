@@ -77,7 +77,7 @@ def run(argv: list[str]) -> int:
 def _subject(plan: Plan) -> Problem:
     """The plan's model, cluster and job with what its user had fixed, ready to price other layouts."""
     from ahp.cli.simulate import announce
-    from ahp.graph.trace import analyze
+    from ahp.graph.kept import analyze
     from ahp.search.problem import problem
 
     if plan.cluster is None:

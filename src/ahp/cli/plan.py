@@ -147,7 +147,7 @@ def find(
     current: Parallelism | None = None,
 ) -> Found:
     """Analyze and search; what the user did not give of the job is chosen. ``method``: the keys of ``search.method.Method``."""
-    from ahp.graph.trace import analyze
+    from ahp.graph.kept import analyze
     from ahp.search.batch import small_batch
     from ahp.search.lost import one_lost
     from ahp.search.method import Method

@@ -50,7 +50,7 @@ def with_sequence(given: dict[str, Any], model: Any, cluster: Cluster, engine: E
     chosen = dict(given)
     if model != "tiny":
         if "sequence_length" not in chosen:
-            from ahp.graph.positions import context_of
+            from ahp.graph.kept import context_of
 
             chosen["sequence_length"] = min(context_of(model) or UNKNOWN_CONTEXT, LONGEST_DEFAULT_SEQUENCE)
         chosen.setdefault("precision", precision_for(cluster, engine or EngineChoice())[0])

@@ -107,7 +107,7 @@ def _subject(plan: Plan) -> tuple[ModelGraph, Cluster]:
     """What the plan computes, and on what."""
     from ahp.cluster.model import Cluster
     from ahp.engines.registry import get
-    from ahp.graph.trace import analyze
+    from ahp.graph.kept import analyze
 
     if plan.cluster is None:
         raise BadInput("cluster = None: the plan names no cluster to simulate it on; write it with: ahp plan")

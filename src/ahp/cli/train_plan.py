@@ -93,7 +93,7 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     from ahp.cli import plan as planning
     from ahp.forecast import timeline
     from ahp.forecast.step import price
-    from ahp.graph.trace import analyze
+    from ahp.graph.kept import analyze
     from ahp.report import tables
     from ahp.runtime.files import write_aside
     from ahp.search.ranking import search as ranked
@@ -184,8 +184,8 @@ def _most_here(config: Config) -> int | None:
 
 def _local(folder: RunFolder, workers: int | None) -> Cluster:
     """This machine, measured; the folder gets a copy, so that it says what its plan was made from."""
+    from ahp.cache import cache_folder
     from ahp.cli import machine
-    from ahp.runtime.data.corpus import cache_folder
 
     cluster = machine.measured(workers, folder.path, cache_folder())
     cluster.save(folder.cluster_file)

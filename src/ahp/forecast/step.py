@@ -108,7 +108,7 @@ def _graph(model: Any, job: Job, choice: EngineChoice) -> ModelGraph:
         return model
     key = _canonical(model)
     if key is None:  # a live module has no name that would tell it from another
-        from ahp.graph.trace import analyze
+        from ahp.graph.kept import analyze
 
         return analyze(model, job, attention=choice.attention)
     return _traced(key, job.sequence_length, job.precision, job.document_mask, choice.attention)
@@ -116,7 +116,7 @@ def _graph(model: Any, job: Job, choice: EngineChoice) -> ModelGraph:
 
 @lru_cache(maxsize=64)
 def _traced(key: str, sequence_length: int, precision: str, document_mask: bool, attention: str) -> ModelGraph:
-    from ahp.graph.trace import analyze
+    from ahp.graph.kept import analyze
 
     traced = {"sequence_length": sequence_length, "precision": precision, "document_mask": document_mask}
     contract = validated(Job, traced, "job")

@@ -9,9 +9,10 @@ from typing import Any
 from ahp.errors import BadInput, bad_input
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment, TensorSpec
 
-GRAPH_SCHEMA_VERSION = 1
+GRAPH_SCHEMA_VERSION = 2
 
-PLAIN_FIELDS = ("name", "model", "micro_batch_size", "sequence_length", "dtype", "layers", "tied", "config")
+PLAIN_FIELDS = ("name", "model", "micro_batch_size", "sequence_length", "dtype", "layers", "tied", "config",
+                "document_mask")  # fmt: skip
 """Fields of a ModelGraph that are JSON already."""
 
 PHASE_COLOURS = {"forward": "#dbe9f6", "backward": "#fbe3d4"}
@@ -30,7 +31,7 @@ def to_json(graph: ModelGraph, *, indent: int | None = None) -> str:
         "saved_bytes": sum(segment.saved_bytes for segment in graph.segments()),
     }
     head = {"schema_version": GRAPH_SCHEMA_VERSION, "totals": totals}
-    return json.dumps(head | _graph_to_plain(graph), indent=indent)
+    return json.dumps(head | to_plain(graph), indent=indent)
 
 
 def from_json(text: str) -> ModelGraph:
@@ -42,7 +43,7 @@ def from_json(text: str) -> ModelGraph:
         version = data.pop("schema_version")
         if version != GRAPH_SCHEMA_VERSION:
             raise bad_input("schema_version", version, "this version of AHP reads another", [GRAPH_SCHEMA_VERSION])
-        return _graph_from_plain(data)
+        return from_plain(data)
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, BadInput):
             raise
@@ -71,16 +72,18 @@ def to_dot(graph: ModelGraph, segment: str | None = None) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _graph_to_plain(graph: ModelGraph) -> dict[str, Any]:
+def to_plain(graph: ModelGraph) -> dict[str, Any]:
+    """The graph as JSON has it, without its totals."""
     plain: dict[str, Any] = {name: getattr(graph, name) for name in PLAIN_FIELDS}
     plain["embedding"] = _segment_to_plain(graph.embedding)
     plain["blocks"] = [_segment_to_plain(block) for block in graph.blocks]
     plain["head"] = _segment_to_plain(graph.head)
-    plain["larger"] = None if graph.larger is None else _graph_to_plain(graph.larger)
+    plain["larger"] = None if graph.larger is None else to_plain(graph.larger)
     return plain
 
 
-def _graph_from_plain(data: dict[str, Any]) -> ModelGraph:
+def from_plain(data: dict[str, Any]) -> ModelGraph:
+    """The graph that ``to_plain`` has written."""
     return ModelGraph(
         **{name: data[name] for name in PLAIN_FIELDS}
         | {
@@ -89,7 +92,7 @@ def _graph_from_plain(data: dict[str, Any]) -> ModelGraph:
             "embedding": _segment_from_plain(data["embedding"]),
             "blocks": tuple(_segment_from_plain(block) for block in data["blocks"]),
             "head": _segment_from_plain(data["head"]),
-            "larger": None if data["larger"] is None else _graph_from_plain(data["larger"]),
+            "larger": None if data["larger"] is None else from_plain(data["larger"]),
         }
     )
 

@@ -61,7 +61,7 @@ def load_config(model: Any) -> PretrainedConfig | None:
         return _from_keys(CATALOGUE[name].config, known_only=True)
     path = Path(name).expanduser()
     if path.exists():
-        return _from_keys(_read(path), known_only=False)
+        return _from_keys(read_keys(path), known_only=False)
     if is_factory(model):
         return None
     raise BadInput(
@@ -148,7 +148,8 @@ def is_masked(module: nn.Module) -> bool:
     return any(kind.__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for kind in type(module).__mro__)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_keys(path: Path) -> dict[str, Any]:
+    """The keys of a config.json, or of the one in a folder. Raises BadInput."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise BadInput(f"model = {str(path)!r}: the folder holds no config.json")

@@ -171,7 +171,8 @@ class Recorder(TorchDispatchMode):
         """Place and module of the operator that runs now, and the operators that it depends on."""
         if self._phase == "forward":
             place, module = self._where.place, self._where.module
-            self._node.setdefault(forward_number() - 1, (place, module))
+            if (number := forward_number() - 1) >= 0:  # else autograd has recorded nothing in this thread yet
+                self._node.setdefault(number, (place, module))
             return place, module, self._depends_on(inputs, place)
         number = backward_number()
         if number in self._node:

@@ -85,7 +85,7 @@ def of_plan(plan: Plan) -> ComparedSchedules | None:
     """Of a plan with a schedule of its own; None for others, and where its model or its cluster is not here."""
     from ahp.cluster.model import Cluster
     from ahp.forecast.step import pricer
-    from ahp.graph.trace import analyze
+    from ahp.graph.kept import analyze
 
     layout = plan.parallelism
     if layout.pipeline_parallel_schedule != SYNTHESIZED or layout.pipeline_parallel_degree == 1 or plan.cluster is None:

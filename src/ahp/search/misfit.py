@@ -150,7 +150,7 @@ def shorter(used: Problem) -> Iterator[tuple[str, Problem]]:
     """Shorter sequences; only where the model can be traced again from its description."""
     if used.graph.model is None:
         return
-    from ahp.graph.trace import analyze
+    from ahp.graph.kept import analyze
 
     length = used.job.sequence_length // 2
     while length >= SHORTEST_SEQUENCE:

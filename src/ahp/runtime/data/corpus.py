@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import zlib
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ahp.cache import cache_folder
 from ahp.errors import BadInput, bad_input
 from ahp.runtime.data import tokenizer as tokenizers
 from ahp.runtime.data.chat import fingerprint_beside, template_beside
@@ -74,12 +74,6 @@ class Corpus:
         from tokenizers import Tokenizer
 
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-
-
-def cache_folder() -> Path:
-    """``$AHP_CACHE``, else ``~/.cache/ahp``."""
-    given = os.environ.get("AHP_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "ahp"
 
 
 def prepare(

@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 def _found(folder: Path, rank: int, ratio: float, reason: str) -> dict[str, Any]:
     from ahp.cluster.model import Cluster
     from ahp.config import Constraints
-    from ahp.graph.trace import analyze
+    from ahp.graph.kept import analyze
     from ahp.plan import validated
     from ahp.search.problem import problem
     from ahp.search.slowed import gain

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ahp.errors import BadInput
-from ahp.search.slicing.model import ModelSlicing, slice_outline
-from ahp.search.slicing.solve import Slicing
+from ahp.graph.kept import kept
 from ahp.words import gib, percent
 
 if TYPE_CHECKING:
     from ahp.plan import Plan
+    from ahp.search.slicing.model import ModelSlicing
+    from ahp.search.slicing.solve import Slicing
 
 MEANING = {
     "column": "n: each rank has some of the output columns",
@@ -31,6 +33,7 @@ def plan_slicing(plan: Plan) -> ModelSlicing:
     from ahp.graph.document_mask import documents_apart
     from ahp.graph.models import build_model
     from ahp.graph.outline import outline
+    from ahp.search.slicing.model import slice_outline
 
     p, job = plan.parallelism, plan.job
     dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16  # what crosses between ranks has 4 bytes or 2
@@ -79,9 +82,19 @@ def _size(count_bytes: int) -> str:
 
 def told_of(plan: Plan) -> list[str]:
     """The lines for a plan; none without tensor parallelism, the reason where its model cannot be sliced."""
-    if plan.parallelism.tensor_parallel_degree == 1:
+    p, job = plan.parallelism, plan.job
+    if p.tensor_parallel_degree == 1:
         return []
+    key = {
+        "of": "words of its slicing",
+        "tensor_parallel_degree": p.tensor_parallel_degree,
+        "enable_sequence_parallel": p.enable_sequence_parallel,
+        "micro_batch_size": p.micro_batch_size,
+        "sequence_length": job.sequence_length,
+        "precision": job.precision,
+        "document_mask": job.document_mask,
+    }
     try:
-        return told(plan_slicing(plan))
+        return kept(plan.model, key, lambda: told(plan_slicing(plan)), made_by=Path(__file__).parent)
     except BadInput as reason:
         return [f"not possible: {reason}"]

@@ -1,0 +1,196 @@
+"""Graphs that were traced before, kept as data: what plans on them imports neither torch nor transformers.
+
+A graph is a fact of the model's config, of the job (sequence length, precision, document mask), of the attention kernel, and of the
+code that traces it: torch, transformers and ``ahp.graph``. All of these are in its key, so that a graph is traced again where one of
+them has changed. The package ships those of the catalogue's models for the job that ``ahp plan`` chooses (``.ci/ship_graphs.py`` makes
+them, a test holds them to what is traced); others are kept in the user's cache. A live module and a factory are traced every time: their code may have changed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ahp.cache import cache_folder
+from ahp.errors import bad_input
+from ahp.graph.catalogue import CATALOGUE
+from ahp.graph.export import from_plain, to_plain
+from ahp.graph.models import ATTENTION, describe, is_factory, read_keys
+from ahp.graph.operators import ModelGraph
+from ahp.job import Job
+from ahp.plan import validated
+
+Key = dict[str, Any]
+
+SHIPPED = Path(__file__).parent / "traced"
+TRACED_BY = "code.txt"
+"""Beside the shipped graphs: the digest of the code that they were traced by."""
+
+MOST_KEPT = 200
+"""Files in the user's cache, some 20 KB each; beyond them the oldest go."""
+
+
+def analyze(
+    model: Any, job: Job | dict[str, Any] | None = None, *, micro_batch_size: int = 1, attention: str = "flash"
+) -> ModelGraph:
+    """Trace one micro-batch of ``model`` under ``job`` (its sequence length, precision and document mask are used).
+
+    ``model`` as in ``ahp.graph.models``; a live module is run in place and left as it was. ``attention``: ``flash``
+    (one fused operator) or ``math`` (scores are materialised). A model that was traced so before is read from the cache.
+    Raises BadInput when the model cannot be built, or cannot run on tensors without data.
+    """
+    contract: Job = job if isinstance(job, Job) else validated(Job, job or {}, "job")
+    if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
+        raise bad_input("micro_batch_size", micro_batch_size, "a whole number of sequences, at least 1")
+    if attention not in ATTENTION:
+        raise bad_input("attention", attention, "unknown kernel", ATTENTION)
+
+    def traced() -> ModelGraph:
+        from ahp.graph import trace
+
+        return trace.analyze(model, contract, micro_batch_size=micro_batch_size, attention=attention)
+
+    key = {
+        "of": "graph",
+        "sequence_length": contract.sequence_length,
+        "precision": contract.precision,
+        "document_mask": contract.document_mask,
+        "micro_batch_size": micro_batch_size,
+        "attention": ATTENTION[attention],
+    }
+    if not is_description(model):
+        return traced()
+    graph = from_plain(kept(model, key, lambda: to_plain(traced())))
+    return replace(graph, name=describe(model), model=str(model)) if isinstance(model, (str, Path)) else graph
+
+
+def context_of(model: Any) -> int | None:
+    """Tokens of the longest sequence that a model is made for, as far as it says so. Raises BadInput as ``analyze`` does."""
+
+    def found() -> int | None:
+        from ahp.graph import positions
+
+        return positions.context_of(model)
+
+    return kept(model, {"of": "context"}, found)
+
+
+def kept(model: Any, key: Key, make: Callable[[], Any], *, made_by: Path | None = None) -> Any:
+    """Plain data of a model: as shipped or as kept, else made and kept, with the warnings that came of making it.
+
+    Args:
+        model: any description of a model; where it is code, what it makes is made every time.
+        key: what the data depends on beside the model, its first entry what it is; plain.
+        make: what makes it.
+        made_by: a folder of the code that makes it, beside ``ahp.graph``.
+    """
+    asked = _asked(model, key, made_by)
+    if asked is None:
+        return make()
+    file = cache_folder() / "graphs" / f"{hashlib.sha256(f'{code()} {asked}'.encode()).hexdigest()[:32]}.json.gz"
+    found = _shipped(model, asked) or _read(file, asked)
+    if found is None:
+        with warnings.catch_warnings(record=True) as caught:
+            value = make()
+        told = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+        found = {"key": asked, "warnings": told, "value": value}
+        _write(file, found)
+    for words in found["warnings"]:
+        warnings.warn(words, stacklevel=3)
+    return found["value"]
+
+
+def is_description(model: Any) -> bool:
+    """Whether a model is given as plain data that says all about it: a name, a config, its keys."""
+    return isinstance(model, dict) or (isinstance(model, (str, Path)) and not is_factory(model))
+
+
+def _asked(model: Any, key: Key, made_by: Path | None) -> str | None:
+    """The same text for the same key, model and code; None where the model is code, or of keys that are not plain data."""
+    if not is_description(model):
+        return None
+    whole = {"model": _facts(model), **key, "libraries": _libraries()}
+    if made_by is not None:
+        whole["made_by"] = code(made_by)
+    try:
+        return json.dumps(whole, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError):
+        return None  # transformers will say what is wrong
+
+
+def _facts(model: str | Path | dict[str, Any]) -> Key:
+    """Of a model's description what a graph depends on: its name and its path are not."""
+    if isinstance(model, dict):
+        return {"keys": model}
+    name = str(model)
+    if name in CATALOGUE:
+        return {"keys": CATALOGUE[name].config}
+    path = Path(name).expanduser()
+    return {"file": read_keys(path)} if path.exists() else {"unknown": name}
+
+
+@cache
+def _libraries() -> dict[str, str]:
+    """The minor releases of what traces: a patch mends faults and leaves operators as they are."""
+    return {name: ".".join(metadata.version(name).split(".")[:2]) for name in ("torch", "transformers")}
+
+
+@cache
+def code(folder: Path = Path(__file__).parent) -> str:
+    """A digest of the code in a folder: of what traces graphs, where none is given."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _shipped(model: Any, asked: str) -> dict[str, Any] | None:
+    """What the package has of a catalogue's model under this key."""
+    if not isinstance(model, str) or model not in CATALOGUE:
+        return None
+    file = SHIPPED / f"{model}.json.gz"
+    if not file.is_file() or (SHIPPED / TRACED_BY).read_text(encoding="utf-8") != code():
+        return None
+    found = unpacked(file.read_bytes())
+    return next((one for one in found if one["key"] == asked), None)
+
+
+def _read(file: Path, asked: str) -> dict[str, Any] | None:
+    """None where there is no such file, or a damaged one (gzip has a checksum), which is then written anew."""
+    try:
+        found = unpacked(file.read_bytes())
+    except (OSError, EOFError, ValueError, zlib.error):
+        return None
+    return found if isinstance(found, dict) and found.get("key") == asked else None
+
+
+def _write(file: Path, found: dict[str, Any]) -> None:
+    """Aside and renamed, so that nobody reads half of it. Where the cache cannot be written the next command traces again."""
+    aside = file.with_name(f"{file.name}.{os.getpid()}")
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(packed(found))
+        aside.replace(file)
+        kept = sorted(file.parent.glob("*.json.gz"), key=lambda one: one.stat().st_mtime, reverse=True)
+        for old in kept[MOST_KEPT:]:
+            old.unlink()
+
+
+def packed(found: Any) -> bytes:
+    """The same bytes for the same data, whenever it is written."""
+    return gzip.compress(json.dumps(found, separators=(",", ":")).encode(), mtime=0)
+
+
+def unpacked(data: bytes) -> Any:
+    return json.loads(gzip.decompress(data))
