@@ -103,6 +103,15 @@ def test_a_limit_is_told_not_hidden() -> None:
     assert not outcome.proven
 
 
+def test_a_slack_leaves_what_is_hardly_faster() -> None:
+    """By the bounds of its rows: what is left may be 2 % faster than what was found."""
+    table = [[(1.0, 0.9, True), (1.2, 0.99, True)], [(0.98, 0.98, True)]]
+    assert searched(table, Limits(keep=1)).fitting[0][1].step_time_s == 0.98
+    assert searched(table, Limits(keep=1, slack=0.01)).fitting[0][1].step_time_s == 0.98
+    loose = searched(table, Limits(keep=1, slack=0.05))
+    assert (loose.priced, loose.fitting[0][1].step_time_s, loose.proven) == (1, 1.0, False)
+
+
 def test_the_table_has_its_own_limit_once_the_best_is_proven() -> None:
     table = [[(1.5, 1.0, True)], [(9.0, 2.0 + row / 49, True) for row in range(49)]]
     outcome = searched(table, Limits(keep=3, table=5))

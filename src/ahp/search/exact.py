@@ -42,6 +42,8 @@ class Limits:
     """Forecasts after which the ranking below the best may miss a row: the best is proven, the others are not."""
     ceiling_s: float = float("inf")
     """Rows that take this long are not wanted: something better is known already."""
+    slack: float = 0.0
+    """Share of the best time by which a row that is left may be faster: 0 proves the best."""
 
 
 @dataclass
@@ -198,6 +200,8 @@ def _enough(bound: float, kept: list[float], priced: int, limits: Limits) -> boo
     if not kept:
         return priced >= limits.proof
     best, slowest = -max(kept), -kept[0]
+    if limits.slack and bound >= best * (1 - limits.slack):
+        return True
     if len(kept) == limits.keep and bound >= slowest:
         return True
     return priced >= (limits.table if bound >= best else limits.proof)

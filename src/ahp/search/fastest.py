@@ -12,24 +12,26 @@ from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.problem import Problem
 
 
-def fastest(asked: Problem, ceiling_s: float = float("inf"), like: Parallelism | None = None) -> Fastest | None:
+def fastest(
+    asked: Problem, ceiling_s: float = float("inf"), like: Parallelism | None = None, slack: float = 0.0
+) -> Fastest | None:
     """The layout with the shortest step; None where no layout is legal on all of the problem's devices.
 
     ``ceiling_s``: layouts that take as long are not wanted, which makes the search short where there is none below it. ``like``: one that is the
-    best of nearly the same problem; on a mixed cluster, where searches are long, the search is then a brief one.
+    best of nearly the same problem; on a mixed cluster, where searches are long, the search is then a brief one. ``slack``: share of its time by which another may be faster; on one kind of device.
     """
     if asked.cluster.is_mixed:
         return _over_groups(asked, ceiling_s, like)
     if asked.engine.compile is None:
-        return _of_several(ways(asked).problems, ceiling_s)
-    return fastest_on_one_group(asked, ceiling_s)
+        return _of_several(ways(asked).problems, ceiling_s, slack)
+    return fastest_on_one_group(asked, ceiling_s, slack)
 
 
-def _of_several(problems: tuple[Problem, ...], ceiling_s: float) -> Fastest | None:
+def _of_several(problems: tuple[Problem, ...], ceiling_s: float, slack: float) -> Fastest | None:
     """The fastest of the same layouts with several kernels."""
     first: Fastest | None = None
     for asked in problems:
-        found = fastest(asked, ceiling_s)
+        found = fastest(asked, ceiling_s, slack=slack)
         if found is None:
             continue
         if first is not None:

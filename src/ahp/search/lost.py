@@ -14,7 +14,11 @@ from ahp.search.misfit import nearest
 from ahp.search.one_group import Fastest
 from ahp.search.problem import Problem, with_devices
 from ahp.search.reasons import does_not_fit
+from ahp.search.ties import TIED
 from ahp.words import percent, seconds
+
+MANY_DEVICES = 512
+"""On so many a search for the best takes about a second."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,10 @@ def one_lost(asked: Problem, best: Plan) -> Lost:
         verdict = f"the {left} devices left are enough for the same plan, which takes {best.parallelism.world_size}"
         return Lost(what, left, best.parallelism, assumed.step_time_s, verdict)
     remains = asked.on(cluster)
-    found, freed = _fastest(remains, best.parallelism), ""
+    work = assumed.step_time_s * best.parallelism.world_size
+    found, freed = _fastest(remains, best.parallelism, work), ""
     if found is None and asked.constraints.given:
-        found = _fastest(replace(remains, constraints=Constraints()), best.parallelism)
+        found = _fastest(replace(remains, constraints=Constraints()), best.parallelism, work)
         freed = f", with {', '.join(asked.constraints.given)} free"
     if found is None or found.best is None:
         return Lost(what, left, None, None, _why_nothing(remains))
@@ -97,20 +102,29 @@ def _without_one(cluster: Cluster) -> tuple[str, Cluster | None]:
     return what, cluster.model_copy(update={"groups": groups, "links": links})
 
 
-def _fastest(remains: Problem, before: Parallelism) -> Fastest | None:
+def _fastest(remains: Problem, before: Parallelism, work: float) -> Fastest | None:
     """The shortest step on all or some of the devices; None where none of these numbers of devices has a plan that fits.
 
-    From the most devices on; a number of them is left as soon as its bounds are above the best of a larger one, and
-    those below half of what is left are looked at only where no larger one has a plan.
+    From the most devices on; a number of them is left as soon as its bounds are above the best of a larger one, and those below half of
+    what is left are looked at only where no larger one has a plan. Of more than ``MANY_DEVICES``, where a proof takes as long as the search
+    did: to what the forecast can tell apart, and no number on which devices would have to do more than they do in the plan.
+
+    Args:
+        remains: the job on what is left.
+        before: the plan's layout.
+        work: device seconds that it takes for a step.
     """
     if remains.cluster.is_mixed:
         return fastest(remains, like=before)  # groups alone are among its layouts
     found: Fastest | None = None
+    many = remains.cluster.num_devices > MANY_DEVICES
     for cluster in smaller(remains.cluster)[::-1]:
         best_s = found.best[1].step_time_s if found is not None and found.best is not None else float("inf")
-        if best_s < float("inf") and 2 * cluster.num_devices < remains.cluster.num_devices:
+        if best_s < float("inf") and (
+            2 * cluster.num_devices < remains.cluster.num_devices or (many and best_s * cluster.num_devices <= work)
+        ):
             break
-        one = fastest(remains.on(cluster), best_s)
+        one = fastest(remains.on(cluster), best_s, slack=TIED if many else 0.0)
         if one is not None and one.best is not None and one.best[1].step_time_s < best_s:
             found = one
     return found

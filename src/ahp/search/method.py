@@ -48,10 +48,11 @@ def find(
     keep: int,
     ceiling_s: float = float("inf"),
     only: NDArray[np.bool_] | None = None,
+    slack: float = 0.0,
 ) -> Outcome:
     """Price rows of the space by the method. An exact outcome may be proven; of the others the lower bounds say how far
     from the best they can be at most. ``ceiling_s``: the exact search leaves out what takes as long; ``only``: blocks
-    that are searched, the others count as too large."""
+    that are searched, the others count as too large; ``slack``: as ``Limits`` has it."""
     most_bytes = bounds.most_that_fits_bytes()
     blocks_s = bounds.first_s() if only is None else np.where(only, bounds.first_s(), np.inf)
 
@@ -65,7 +66,7 @@ def find(
             (bounds.work_s, bounds.kinds_s, bounds.block_s),
             lambda block: bounds.rows(block, most_bytes).times_s,
             price,
-            Limits(keep=keep, ceiling_s=ceiling_s),
+            Limits(keep=keep, ceiling_s=ceiling_s, slack=slack),
         )
     roomy = np.flatnonzero(np.isfinite(blocks_s))
     if not len(roomy):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ahp.cluster.model import Cluster, Link, NodeGroup
+from ahp.cluster.parse import WIDEST_PLAIN
 from ahp.config import Constraints
 from ahp.errors import BadInput, NotExpressible, NothingFits
+from ahp.forecast.efficiency import is_cpu
 from ahp.plan import Forecast, Parallelism
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
@@ -42,7 +44,7 @@ def nothing_fits(used: Problem, *, remedies: bool = True) -> NothingFits:
     ]
     if not remedies:
         return NothingFits(lines[0])
-    families = freed(used), more_nodes(used), shorter(used)
+    families = freed(used), more_devices(used), more_nodes(used), shorter(used, lambda other: _checked("", other))
     tried: list[str] = []
     for family in families:
         for words, changed in family:
@@ -50,12 +52,23 @@ def nothing_fits(used: Problem, *, remedies: bool = True) -> NothingFits:
             if remedy is not None:
                 lines.append(f"would fit: {remedy}")
                 if family is not families[0]:
-                    break  # of more nodes or shorter sequences the smallest change is enough
+                    break  # of more devices, more nodes or shorter sequences the smallest change is enough
             else:
                 tried.append(words)
+    if len(lines) == 1 and (remedy := _larger_and_shorter(used)) is not None:
+        lines.append(f"would fit: {remedy}")
     if len(lines) == 1:
         lines.append(f"tried, and does not fit either: {'; '.join(tried) or 'nothing, no change is known'}")
     return NothingFits("\n  ".join(lines))
+
+
+def _larger_and_shorter(used: Problem) -> str | None:
+    """The longest sequence that fits on the most devices that are known to go into a node."""
+    for words, larger in [*more_devices(used)][-1:]:
+        for more, changed in shorter(larger, lambda other: _checked("", other)):
+            if (remedy := _checked(f"{words} and {more}", changed)) is not None:
+                return remedy
+    return None
 
 
 def nearest(used: Problem) -> Nearest | None:
@@ -119,6 +132,26 @@ def freed(used: Problem) -> Iterator[tuple[str, Problem]]:
         yield "parallelism: auto", replace(used, constraints=Constraints())
 
 
+def more_devices(used: Problem) -> Iterator[tuple[str, Problem]]:
+    """More of the same devices in a node that has room for them; only where it is known what connects them. Workers on a processor
+    share its memory."""
+    group = used.cluster.groups[0]
+    if used.cluster.is_mixed or group.nodes > 1 or is_cpu(group.device):
+        return
+    for count in (2, 4, WIDEST_PLAIN):
+        if count > group.devices_per_node and (node := _usual_node(group, count)) is not None:
+            yield f"{count} devices instead of {group.devices_per_node}", used.on(node)
+
+
+def _usual_node(group: NodeGroup, count: int) -> Cluster | None:
+    """A node of so many devices of the group's kind, as they are usually connected; None for a kind that is not in the catalogue."""
+    try:
+        usual = Cluster.from_dict({"nodes": 1, "devices_per_node": count, "device": group.device.name}).groups[0]
+    except BadInput:
+        return None
+    return Cluster(groups=(usual.model_copy(update={"device": group.device}),))
+
+
 def more_nodes(used: Problem) -> Iterator[tuple[str, Problem]]:
     """More of the same nodes; only where it is known what connects them, or what usually does."""
     if used.cluster.is_mixed:
@@ -146,17 +179,26 @@ def _usual_network(group: NodeGroup, nodes: int) -> Link | None:
     return usual.groups[0].inter_node
 
 
-def shorter(used: Problem) -> Iterator[tuple[str, Problem]]:
-    """Shorter sequences; only where the model can be traced again from its description."""
+def shorter(used: Problem, fits: Callable[[Problem], object]) -> Iterator[tuple[str, Problem]]:
+    """Shorter sequences; only where the model can be traced again from its description.
+
+    ``fits``: whether something fits. The shortest is asked about first: where nothing fits even then, no other is tried.
+    """
     if used.graph.model is None:
         return
+    lengths = [used.job.sequence_length >> halvings for halvings in range(1, used.job.sequence_length.bit_length())]
+    lengths = [length for length in lengths if length >= SHORTEST_SEQUENCE]
+    if not lengths:
+        return
+    if not fits(last := _with_sequence(used, lengths[-1])):
+        yield f"job.sequence_length {lengths[-1]} instead of {used.job.sequence_length}", last
+        return
+    for length in lengths:
+        yield f"job.sequence_length {length} instead of {used.job.sequence_length}", _with_sequence(used, length)
+
+
+def _with_sequence(used: Problem, length: int) -> Problem:
     from ahp.graph.kept import analyze
 
-    length = used.job.sequence_length // 2
-    while length >= SHORTEST_SEQUENCE:
-        job = used.job.model_copy(update={"sequence_length": length})
-        yield (
-            f"job.sequence_length {length} instead of {used.job.sequence_length}",
-            replace(used, job=job, graph=analyze(used.graph.model, job, attention=used.engine.attention)),
-        )
-        length //= 2
+    job = used.job.model_copy(update={"sequence_length": length})
+    return replace(used, job=job, graph=analyze(used.graph.model, job, attention=used.engine.attention))

@@ -29,21 +29,21 @@ class Fastest:
     """Seconds that no layout goes below with stages as even as can be and blocks recomputed alike; infinite where none fits."""
 
 
-def fastest_on_one_group(asked: Problem, ceiling_s: float = float("inf")) -> Fastest | None:
+def fastest_on_one_group(asked: Problem, ceiling_s: float = float("inf"), slack: float = 0.0) -> Fastest | None:
     """The layout with the shortest step; None where no layout is legal on all of the problem's devices."""
     try:
         space = build(asked)
     except BadInput:
         return None
-    return fastest_row(asked, space, Bounds(asked, space), ceiling_s)[0] if len(space.blocks) else None
+    return fastest_row(asked, space, Bounds(asked, space), ceiling_s, slack)[0] if len(space.blocks) else None
 
 
 def fastest_row(
-    asked: Problem, space: Space, bounds: Bounds, ceiling_s: float
+    asked: Problem, space: Space, bounds: Bounds, ceiling_s: float, slack: float = 0.0
 ) -> tuple[Fastest, Outcome, tuple[int, int]]:
     """The fastest in a space that has legal rows; with what was looked at, and the forecasts of other cuts into stages and of fewer
     layers recomputed."""
-    found = find(asked, bounds, space, Method(), 1, ceiling_s)
+    found = find(asked, bounds, space, Method(), 1, ceiling_s, slack=slack)
     left_s = float("inf") if found.lowest_bound_left_s is None else found.lowest_bound_left_s
     if not found.fitting:
         return Fastest(asked, None, left_s), found, (0, 0)

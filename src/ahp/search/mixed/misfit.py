@@ -34,7 +34,7 @@ def nothing_fits_anywhere(asked: Problem, over: MixedOutcome | None, alone: list
         lines.append(f"over several groups: all {over.size:,} shapes need more memory than their devices have")
     lines += [f"{name} alone: {refusal.splitlines()[0]}" for name, refusal in alone]
     tried = []
-    for family in (freed(asked), _more_nodes(asked), shorter(asked)):
+    for family in (freed(asked), _more_nodes(asked), shorter(asked, _fits)):
         for words, changed in family:
             if (fits := _fits(changed)) is not None:
                 lines.append(f"would fit: {words} ({fits})")

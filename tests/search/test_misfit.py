@@ -1,0 +1,70 @@
+"""What would make it fit where nothing does: more devices in the node, shorter sequences, both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ahp.cluster.model import Cluster
+from ahp.errors import NothingFits
+from ahp.graph.kept import analyze
+from ahp.job import Job
+from ahp.search import misfit
+from ahp.search.problem import Problem, problem
+
+from .small import cpu_workers
+
+JOB = Job(sequence_length=1024, global_batch_size=8)
+ONE = Cluster.parse("1xRTX-4090")
+
+
+def asked(model: str, cluster: Cluster = ONE, job: Job = JOB) -> Problem:
+    return problem(analyze(model, job), cluster, job)
+
+
+def told(of: Problem) -> list[str]:
+    error = misfit.nothing_fits(of)
+    assert isinstance(error, NothingFits)
+    return [line.strip() for line in str(error).splitlines()[1:]]
+
+
+def test_more_devices_go_into_a_node_that_has_room() -> None:
+    """A card that usually has no network: more nodes of it are no answer, more cards are."""
+    [line] = told(asked("llama3.2-3b"))
+    assert line.startswith("would fit: 4 devices instead of 1 (dp1x")
+    assert not list(misfit.more_devices(asked("tiny", Cluster.parse("8xRTX-4090"))))
+    assert not list(misfit.more_devices(asked("tiny", Cluster.parse("2x1xH100-SXM-80GB"))))
+
+
+def test_workers_on_a_processor_are_given_no_company() -> None:
+    assert not list(misfit.more_devices(asked("tiny", cpu_workers(1, 1))))
+
+
+def test_devices_and_sequences_together_where_neither_is_enough() -> None:
+    lines = told(asked("llama3-8b", job=JOB.model_copy(update={"sequence_length": 8192})))
+    assert len(lines) == 1
+    assert lines[0].startswith("would fit: 8 devices instead of 1 and job.sequence_length 4096 instead of 8192 (dp1x1 ")
+
+
+def test_where_the_shortest_sequence_does_not_fit_no_other_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    real = misfit._with_sequence
+
+    def seen(used: Problem, length: int) -> Problem:
+        lengths.append(length)
+        return real(used, length)
+
+    monkeypatch.setattr(misfit, "_with_sequence", seen)
+    [line] = told(asked("llama3-70b"))
+    assert set(lengths) == {128}
+    assert line.endswith("8 devices instead of 1; job.sequence_length 128 instead of 1024")
+
+
+@pytest.mark.parametrize(("length", "expected"), [(100, []), (128, []), (200, []), (1000, [500, 250])])
+def test_halves_down_to_the_shortest(length: int, expected: list[int]) -> None:
+    def fits(_: Any) -> bool:
+        return True
+
+    of = asked("tiny", job=JOB.model_copy(update={"sequence_length": length}))
+    assert [other.job.sequence_length for _, other in misfit.shorter(of, fits)] == expected
