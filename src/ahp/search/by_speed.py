@@ -18,6 +18,7 @@ from ahp.search.feasible_space import legal_rows
 from ahp.search.lighten import lighten, ways_of
 from ahp.search.method import Method, find
 from ahp.search.misfit import nothing_fits
+from ahp.search.mixed.misfit import that_fits
 from ahp.search.mixed.over_groups import mixed_ranking
 from ahp.search.nearby import Nearby
 from ahp.search.one_group import Fastest, fastest_on_one_group, fastest_row
@@ -38,8 +39,7 @@ def ranking_with_any_kernels(
     try:
         ranking = ranking_by_speed(compiled, keep, current, by, tied)
     except (BadInput, NotExpressible, NothingFits) as refusal:
-        rival = None if eager.cluster.is_mixed else fastest_on_one_group(eager)
-        if not eager.cluster.is_mixed and (rival is None or rival.best is None):
+        if not _has_a_plan(eager):
             raise
         try:
             ranking = ranking_by_speed(eager, keep, current, by, tied)
@@ -55,6 +55,14 @@ def ranking_with_any_kernels(
         return _because(ranking, reason, certificate)
     slower, ranking = ranking, ranking_by_speed(eager, keep, current, by, tied)
     return _because(ranking, why_eager(ranking.fastest, slower.fastest), slower.certificate)
+
+
+def _has_a_plan(asked: Problem) -> bool:
+    """Whether something fits, as far as a brief look tells on a mixed cluster."""
+    if asked.cluster.is_mixed:
+        return that_fits(asked) is not None
+    found = fastest_on_one_group(asked)
+    return found is not None and found.best is not None
 
 
 def _rival(asked: Problem, ceiling_s: float) -> tuple[Fastest, Certificate]:
@@ -101,7 +109,7 @@ def ranking_by_speed(
             keep,
             current,
             by,
-            lambda used: ranking_by_speed(used, keep, None, by, remedies=not used.cluster.is_mixed),
+            lambda used: ranking_by_speed(used, keep, None, by, remedies=False),
         )
     start = perf_counter()
     table = legal_rows(asked)

@@ -44,6 +44,8 @@ class Budget:
     """Forecasts of the others."""
     near: int = 150
     """Shapes near the fastest that are looked at without finding a faster one."""
+    every: bool = True
+    """Whether all placements of a shape are looked at where they are few; else the best of its families stand for them."""
     several: int = 8
     """Of the fastest with one stage on each rank so many are looked at with several."""
 
@@ -241,7 +243,7 @@ class Finder:
             return False
         self.outcome.placed += 1
         wins = floor_s < self.best_s
-        if wins and task.few():
+        if wins and self.budget.every and task.few():
             solved = task.solve(self.asked.price, self.best_s)
             self._note(solved)
             if not solved.proven:

@@ -19,7 +19,7 @@ from ahp.search.reasons import needed_bytes
 
 Pair = tuple[Parallelism, Forecast]
 
-FEW = Budget(shapes=10, forecasts=200, near=0)
+FEW = Budget(shapes=10, forecasts=200, near=0, every=False)
 """To see whether something fits."""
 
 MOST_TIMES_MORE_NODES = 16
@@ -34,9 +34,9 @@ def nothing_fits_anywhere(asked: Problem, over: MixedOutcome | None, alone: list
         lines.append(f"over several groups: all {over.size:,} shapes need more memory than their devices have")
     lines += [f"{name} alone: {refusal.splitlines()[0]}" for name, refusal in alone]
     tried = []
-    for family in (freed(asked), _more_nodes(asked), shorter(asked, _fits)):
+    for family in (freed(asked), _more_nodes(asked), shorter(asked, that_fits)):
         for words, changed in family:
-            if (fits := _fits(changed)) is not None:
+            if (fits := that_fits(changed)) is not None:
                 lines.append(f"would fit: {words} ({fits})")
                 break
             tried.append(words)
@@ -55,8 +55,8 @@ def _nearest_miss(asked: Problem, over: MixedOutcome) -> str:
     return f"over several groups the nearest miss, {layout.short()}, {by_how_much(forecast, over_by((layout, forecast))[1])}"
 
 
-def _fits(changed: Problem) -> str | None:
-    """A layout that fits, in words."""
+def that_fits(changed: Problem) -> str | None:
+    """A layout that fits, in words; None where a brief look finds none."""
     try:
         for group in changed.cluster.groups:
             found = nearest(changed.on(Cluster(groups=(group,), source=changed.cluster.source)))
