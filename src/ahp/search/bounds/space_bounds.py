@@ -11,8 +11,8 @@ on rows drawn at random.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes, wo
 from ahp.search.bounds.block_layers import BlockLayers
 from ahp.search.bounds.block_rows import BlockRows, RowBounds
 from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock, Ways
+from ahp.search.bounds.level import TOGETHER, Level
 from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.bounds.space_shardings import SpaceShardings
 from ahp.search.problem import Problem
@@ -30,15 +31,8 @@ from ahp.search.space import Space
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-TOGETHER = 128
-"""Blocks that are bounded by their layers at once: enough that arrays pay, few beside the thousands that come up in a large self.space."""
-
 FIRST_TOGETHER = 8
 """Where the lowest of all is wanted: so few at first, then twice as many, as often the first of them settle it."""
-
-
-SOON = 1.02
-"""Blocks whose bounds are no more than so many times another one's come up soon after it."""
 
 
 class Bounds:
@@ -49,81 +43,58 @@ class Bounds:
         self._pipelines = Pipelines(problem)
         self._shardings = SpaceShardings(problem, space)
         self._layers = BlockLayers(problem, space, self._shardings)
-        self._waiting: list[tuple[float, int]] = []
-        """Blocks whose work is known, a heap by its seconds."""
-        self._kinds_s: dict[int, float] = {}
-        self._fitting: list[tuple[float, int]] = []
-        """Blocks of which some recompute may fit, a heap by the seconds with it."""
-        self._block_s: dict[int, float] = {}
-        self._ahead: list[int] | None = None
-        """Blocks whose work is not known, the one with the lowest bound last; some of them may have come up meanwhile."""
-        self._work_s: dict[int, float] = {}
+        self._known: tuple[dict[int, float], ...] = {}, {}, {}
+        """What the levels have found."""
         self._first_s: Floats | None = None
+
+    def only(self, blocks: NDArray[np.bool_]) -> Bounds:
+        """The same of some blocks; the others count as too large."""
+        some = Bounds(self.problem, self.space)
+        some._shardings, some._layers, some._known = self._shardings, self._layers, self._known
+        some._first_s = np.where(blocks, self.first_s(), np.inf)
+        return some
 
     def most_that_fits_bytes(self) -> float:
         """Bytes above which a forecast does not fit."""
         return memory.most_that_fits(self.problem.capacity_bytes)
 
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """``work_s``, ``kinds_s`` and ``block_s``, which ask more of the forecast one after the other."""
+        first_s = self.first_s()
+        fits = np.flatnonzero(np.isfinite(first_s))
+        levels = [Level(dict(zip(fits.tolist(), first_s[fits].tolist(), strict=True)), lambda blocks: ())]
+        for known, closer in zip(self._known, (self._work_s, self._kinds_s, self._block_s), strict=True):
+            levels.append(Level(known, closer, levels[-1]))
+        return tuple(levels[1:])
+
     def work_s(self, block: int) -> float:
         """Seconds that every row of one block takes at least, whatever it does beside its units' work. Prices the units."""
-        if block not in self._work_s:
-            together = [block, *self._next(SOON * float(self.first_s()[block]))]
-            layers = [self._layers.of(one) for one in together]
-            found = work_bounds_s(self.problem, self.space, np.array(together), layers)
-            for one, seconds in zip(together, found.tolist(), strict=True):
-                self._work_s[one] = seconds
-                heapq.heappush(self._waiting, (seconds, one))
-        return self._work_s[block]
+        return self.levels[0](block)
 
     def kinds_s(self, block: int) -> float:
         """Seconds that every row of one block takes at least with a recompute that may fit; infinite where none does.
 
-        Nothing that depends on where ranks lie beside their units. Blocks with little more work come up soon, and are looked at with it.
+        Nothing that depends on where ranks lie beside their units.
         """
-        if block not in self._kinds_s:
-            together = {block, *self._soon(SOON * self.work_s(block))}
-            most_bytes = self.most_that_fits_bytes()
-            found = self._of_layers(
-                {one: self._bare(one) for one in together}, lambda layers: layers.of_kinds_s(most_bytes)
-            )
-            for one, seconds in found.items():
-                self._kinds_s[one] = max(seconds, self._work_s[one])
-                heapq.heappush(self._fitting, (self._kinds_s[one], one))
-        return self._kinds_s[block]
+        return self.levels[1](block)
 
     def block_s(self, block: int) -> float:
-        """Seconds that every row of one block that fits takes at least; infinite where none does. Prices the units.
+        """Seconds that every row of one block that fits takes at least; infinite where none does."""
+        return self.levels[2](block)
 
-        Blocks with little more of what is known come up soon, and are looked at with it.
-        """
-        if block not in self._block_s:
-            together, most_s = {block}, SOON * self.kinds_s(block)
-            while len(together) < TOGETHER and self._fitting and self._fitting[0][0] <= most_s:
-                together.add(heapq.heappop(self._fitting)[1])
-            most_bytes = self.most_that_fits_bytes()
-            together = self._priced_of(together.difference(self._block_s))
-            self._block_s |= self._of_layers(together, lambda layers: layers.of_rows_s(most_bytes))
-        return self._block_s[block]
+    def _work_s(self, blocks: list[int]) -> Iterable[float]:
+        layers = [self._layers.of(block) for block in blocks]
+        return work_bounds_s(self.problem, self.space, np.array(blocks), layers).tolist()
 
-    def _next(self, most_s: float) -> Iterator[int]:
-        """Blocks whose work is not known and that take no more than this, as far as is known."""
-        if self._ahead is None:
-            self._ahead = np.argsort(self.first_s(), kind="stable").tolist()[::-1]
-        for _ in range(TOGETHER):
-            if self._ahead and self.first_s()[self._ahead[-1]] <= most_s:
-                block = self._ahead.pop()
-                if block not in self._work_s:
-                    yield block
+    def _kinds_s(self, blocks: list[int]) -> Iterable[float]:
+        most_bytes = self.most_that_fits_bytes()
+        bare = {block: self._bare(block) for block in blocks}
+        return self._of_layers(bare, lambda layers: layers.of_kinds_s(most_bytes)).values()
 
-    def _soon(self, most_s: float) -> Iterator[int]:
-        """Blocks that were not looked at closer and have no more work than this, as far as is known; some of the next are asked."""
-        for block in list(self._next(most_s)):
-            self.work_s(block)
-        for _ in range(TOGETHER):
-            if self._waiting and self._waiting[0][0] <= most_s:
-                block = heapq.heappop(self._waiting)[1]
-                if block not in self._kinds_s:
-                    yield block
+    def _block_s(self, blocks: list[int]) -> Iterable[float]:
+        most_bytes = self.most_that_fits_bytes()
+        return self._of_layers(self._priced_of(blocks), lambda layers: layers.of_rows_s(most_bytes)).values()
 
     def _of_layers(
         self, priced: dict[int, PricedBlock], seconds_s: Callable[[LayerBounds], Floats]
@@ -138,10 +109,10 @@ class Bounds:
             alike.sort(key=lambda block: (priced[block].p, id(priced[block].rows.pipes), block))
             layers = LayerBounds(self.problem, self._pipelines, [priced[block] for block in alike])
             found |= dict(zip(alike, seconds_s(layers).tolist(), strict=True))
-        return found
+        return {block: found[block] for block in priced}
 
     def _priced_of(self, blocks: Iterable[int]) -> dict[int, PricedBlock]:
-        return {block: self._priced(block) for block in sorted(blocks)}
+        return {block: self._priced(block) for block in blocks}
 
     def _priced(self, block: int) -> PricedBlock:
         of, rows, splits = self.space.blocks, self.space.rows(block), self._shardings.of(block)
@@ -199,8 +170,9 @@ class Bounds:
     def _lowest(self, which: NDArray[np.bool_], closer_s: Callable[[Iterable[int]], dict[int, float]]) -> float:
         """The lowest bound of some blocks; those whose units the search has priced are looked at closer where they are the lowest."""
         found = self.first_s().copy()
-        known = list(self._work_s)
-        found[known] = np.maximum(found[known], list(self._work_s.values()))
+        work_s = self._known[0]
+        known = list(work_s)
+        found[known] = np.maximum(found[known], list(work_s.values()))
         found[~which] = np.inf
         looser, size = {block for block in known if np.isfinite(found[block])}, FIRST_TOGETHER
         while np.isfinite(least := found.min(initial=np.inf)) and int(found.argmin()) in looser:
