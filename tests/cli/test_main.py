@@ -43,7 +43,14 @@ def test_help_lists_every_command(words: list[str], capsys: pytest.CaptureFixtur
     assert main(words) == 0
     out = capsys.readouterr().out
     assert all(f"  {name} " in out for name in COMMANDS)
-    assert "Next: ahp train" in out
+    first = out.split("start here:\n")[1].split("\n\n")[0].splitlines()
+    assert [line.split("  ")[1] for line in first] == list(frame.FIRST)
+    assert out.index("start here:") < out.index("commands:")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_what_is_named_first_is_a_command() -> None:
+    assert {line.split()[1] for line in frame.FIRST} <= set(COMMANDS)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,11 @@ def test_plan_prints_a_table_and_writes_a_plan(
     assert main(["plan", "tiny", "1x4xH100-SXM-80GB", *SHORT, *words]) == 0
     out = capsys.readouterr().out
     for told in (
-        "Model    tiny, 4 M parameters, 4 layers",
+        "Model     tiny, 4 M parameters, 4 layers",
         "1 x 4 H100-SXM-80GB, 79.6 GiB each, datasheet figures",
         "16 sequences of 128 = 2.05 k tokens a step, bf16, adamw (chosen, not given: precision)",
-        "break a rule",
+        " not allowed, ",
+        "Proven    nothing faster that fits was missed: the rest takes at least ",
         "why not #1",
         "chosen",
         "If one of 4 devices were lost: ",
@@ -53,6 +55,30 @@ def test_plan_prints_a_table_and_writes_a_plan(
     assert plan.job.sequence_length == 128
     assert plan.forecast is not None
     assert plan.why[0].removeprefix("fastest of the layouts that fit: ").split(" a step")[0] in out
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_output_fits_the_terminal_and_no_figure_loses_its_unit(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", str(width))
+    words = ["plan", "tiny", "1x4xH100-SXM-80GB", *SHORT, "--parallelism.micro-batch-size", "2"]
+    assert main(words) == 0
+    narrow = capsys.readouterr().out.splitlines()
+    assert max(map(len, narrow)) <= width
+    unit, broken = re.compile(r" *(%|m?s|us|GiB|MiB|of|x)(?!\w)"), list(pairwise(narrow))
+    assert not [pair for pair in broken if re.search(r"\d$", pair[0]) and unit.match(pair[1])]
+    assert "\x1b" not in "".join(narrow)
+    # What all rows have in common stands above the table; --wide has it in columns, each plan on one line.
+    [same] = [line for line in narrow if line.startswith("All rows: ")]
+    assert "mb 2" in same
+    assert main([*words, "--wide"]) == 0
+    wide = capsys.readouterr().out.splitlines()
+    [head] = [line for line in wide if line.startswith("#")]
+    assert " mb  " in head
+    assert head.endswith("why not #1")
+    assert not any(line.startswith("All rows: ") for line in wide)
 
 
 def test_json_is_one_object_on_stdout(
@@ -88,7 +114,7 @@ def test_another_objective_chooses_the_number_of_devices(
     assert main(["plan", "tiny", "1x4xH100-SXM-80GB", *SHORT, *one, "-o", out, "--objective", *words]) == 0
     printed = capsys.readouterr().out
     assert re.search(rf"^Aim +{words[0]}: ", printed, re.MULTILINE)
-    assert re.search(r"^Devices  \d chosen of \d numbers of devices, 1 to 4, in ", printed, re.MULTILINE)
+    assert re.search(r"^Devices   \d chosen of \d numbers of devices, 1 to 4, in ", printed, re.MULTILINE)
     assert told in printed
     plan = Plan.load(out)
     assert plan.cluster is not None
@@ -272,7 +298,7 @@ def test_what_runs_today_is_shown_beside_the_winner(tmp_path, capsys):
     words = ["tiny", "2xH100-SXM-80GB", "-o", str(tmp_path / "plan.yaml")]
     assert main(["plan", *words, "--current", "tp=2 recompute=full"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^Today    dp1x1 zero0 tp2 mb1 full: .* a step, .* slower", out, re.MULTILINE)
+    assert re.search(r"^Today     dp1x1 zero0 tp2 mb1 full: .* a step, .* slower", out, re.MULTILINE)
     assert main(["plan", *words, "--current", str(tmp_path / "plan.yaml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["current"]["against_best"] == "it is the best"
     assert main(["plan", *words, "--current", "tensor=2 x=1"]) == 2

@@ -60,8 +60,9 @@ def drawn(what: RenderableType, width: int = 200) -> str:
 
 
 def test_ranked_table_has_the_figures_of_every_plan() -> None:
-    first, second = drawn(Ranked([FLAT, PIPED])).splitlines()[1:3]
-    assert first.split()[:3] == ["1", "1x64", "3"]
+    same, _, first, second = drawn(Ranked([FLAT, PIPED])).splitlines()[:4]
+    assert same == "All rows: zero 3"
+    assert first.split()[:3] == ["1", "1x64", "1"]
     for words in ("6.57 s", "5.91 .. 7.36 s", "638 k", "9,970", "52 %", "60.0", "chosen"):
         assert words in first
     for words in ("1x16", "2x4 Interleaved1F1B", " 3 ", "full", "8 % slower: pipeline bubble 9 %"):
@@ -72,19 +73,46 @@ def test_where_a_terminal_is_narrow_reasons_stand_below_their_rows() -> None:
     for width in (80, 120):
         lines = drawn(Ranked([FLAT, PIPED]), width).splitlines()
         assert max(map(len, lines)) <= width
-        assert "of 80.0 GiB" in lines[0]
-        assert "5.91-7.36 s" in lines[1]
-        assert lines[2].split()[:3] == ["2", "1x16", "3"]
-        assert lines[3] == "    Interleaved1F1B; 8 % slower: pipeline bubble 9 %"
+        assert lines[0] == "All rows: zero 3"
+        assert "of 80.0 GiB" in lines[1]
+        assert "5.91-7.36 s" in lines[2]
+        assert lines[3].split()[:3] == ["2", "1x16", "2"]
+        assert lines[4] == "    Interleaved1F1B; 8 % slower: pipeline bubble 9 %"
+
+
+def test_wide_has_every_column_and_each_plan_on_a_line() -> None:
+    page = io.StringIO()
+    Console(file=page, width=80, highlight=False).print(Ranked([FLAT, PIPED], wide=True), crop=False)
+    lines = page.getvalue().splitlines()
+    assert lines[0].split()[:4] == ["#", "dp", "zero", "tp"]
+    assert "tok/s/device" in lines[0]
+    assert lines[1].split()[:3] == ["1", "1x64", "3"]
+    assert lines[2].endswith("8 % slower: pipeline bubble 9 %")
+
+
+def test_a_sentence_is_broken_between_its_clauses_and_never_within_a_quantity() -> None:
+    words = "the rest takes at least 56.5 s; stages cut otherwise: at least 50.4 s; 1,106 tokens/s"
+    assert tables.lines_of(words, 48) == [
+        "the rest takes at least 56.5 s;",
+        "stages cut otherwise: at least 50.4 s;",
+        "1,106 tokens/s",
+    ]
+    for width in range(20, 90):
+        lines = tables.lines_of(words, width)
+        assert max(map(len, lines)) <= width
+        assert " ".join(lines) == words
+        assert not any(line.startswith("s;") for line in lines)
+    assert tables.lines_of("", 40) == [""]
+    assert tables.lines_of("a" * 30 + " b", 20) == ["a" * 30, "b"]
 
 
 def test_what_plans_are_worth_and_how_many_devices_they_take_have_columns() -> None:
     few = FLAT.model_copy(update={"parallelism": Parallelism(data_parallel_shard_degree=8)})
     lines = drawn(Ranked([FLAT, few], ["0.1", "0.2"], "per M tokens")).splitlines()
-    assert lines[0].split()[:2] == ["#", "devices"]
-    assert "per M tokens" in lines[0]
-    assert [line.split()[1] for line in lines[1:3]] == ["64", "8"]
-    assert " 0.2 " in lines[2]
+    assert lines[1].split()[:2] == ["#", "devices"]
+    assert "per M tokens" in lines[1]
+    assert [line.split()[1] for line in lines[2:4]] == ["64", "8"]
+    assert " 0.2 " in lines[3]
 
 
 def test_bars_are_sorted_shares_of_the_whole() -> None:
@@ -120,10 +148,11 @@ def test_rejected_layouts() -> None:
     assert "does not fit: 91.2 of 80.0 GiB" in text
 
 
-def test_a_pipe_is_not_wrapped_and_has_no_colours() -> None:
+def test_a_pipe_is_not_wrapped_and_has_no_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     page = io.StringIO()
+    monkeypatch.delenv("COLUMNS", raising=False)
     tables.console(page).print(Ranked([FLAT, PIPED]))
-    assert len(page.getvalue().splitlines()) == 4
+    assert len(page.getvalue().splitlines()) == 5
     assert "MFU against dense bf16" in page.getvalue()
     assert "\x1b" not in page.getvalue()
 

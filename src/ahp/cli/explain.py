@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ahp.cli.following import after
+from ahp.cli.following import after, show_next
 from ahp.cli.layout_words import constraints_of
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
@@ -169,7 +169,7 @@ def _show(
     console, forecast = tables.console(), tables.forecast_of(plan)
 
     def told(title: str, lines: Iterable[str]) -> None:
-        console.print(f"\n{title}")
+        console.print(f"\n{title}", style="bold", markup=False)
         console.print(tables.bulleted(lines))
 
     console.print(f"{plan.parallelism.short()} for {_model_name(plan)}, run by {plan.engine.words()}\n", markup=False)
@@ -192,13 +192,13 @@ def _show(
     if plan.why:
         told("Why this one", plan.why)
     if plan.rejected:
-        console.print("\nWhy not the others")
+        console.print("\nWhy not the others", style="bold")
         rows = [(loser.parallelism.short(), _lost(loser)) for loser in plan.rejected]
         console.print(tables.Hanging([(f"  - {layout}:", words) for layout, words in rows]))
     if other is not None:
         console.print()
         _show_alternative(other, plan)
-    console.print(f"\nNext: {'    '.join(_following(plan, path))}", markup=False)
+    show_next(console, _following(plan, path))
 
 
 def _lost(loser: Rejected) -> str:

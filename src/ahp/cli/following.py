@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ahp.job import Job
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 RUNS = "ahp"
 """The engine whose plans ``ahp train`` runs."""
@@ -24,3 +29,13 @@ def after(path: str, engine: str, *first: str) -> list[str]:
     """Commands about the plan in ``path``: ``first`` by their names, then what runs it, or shows it where AHP does not."""
     last = "train" if engine == RUNS else "report"
     return [f"ahp {command} {shlex.quote(path)}" for command in (*first, last)]
+
+
+def show_next(console: Console, commands: Sequence[str]) -> None:
+    """``Next:`` and the commands, on one line where they fit, else one below the other: none is broken where it would be copied."""
+    lead, gap = "Next: ", " " * 4
+    one_line = lead + gap.join(commands)
+    told = [one_line]
+    if len(one_line) > console.width:
+        told = [f"{' ' * len(lead) if number else lead}{command}" for number, command in enumerate(commands)]
+    console.print("\n".join(["", *told]), markup=False, soft_wrap=True)

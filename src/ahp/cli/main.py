@@ -21,9 +21,9 @@ from ahp.runtime.run.stop_signal import Stopped, stops_at_once
 COMMANDS: dict[str, str] = {
     "analyze": "the compute graph of a model: operators, FLOPs, bytes, blocks",
     "probe": "sense and measure this machine or this allocation",
-    "plan": "search for the best layouts of a model on a cluster; writes plan.yaml",
+    "plan": "search the best layouts of a model on a cluster; writes plan.yaml",
     "simulate": "forecast and timeline of one plan",
-    "explain": "where a plan's time and memory go, what binds, why not another layout",
+    "explain": "where a plan's time and memory go, what binds, why no other layout",
     "train": "the main job: analyze, probe, search, run",
     "verify": "a plan against one device, step by step, within tolerance",
     "calibrate": "correct a cluster's forecasts by runs on it",
@@ -32,6 +32,12 @@ COMMANDS: dict[str, str] = {
     "generate": "text from a run's checkpoint",
 }
 """Each command is a module of this package with ``run(argv) -> exit code``."""
+
+FIRST: dict[str, str] = {
+    "ahp plan llama3-8b 8xH100": "plan for GPUs that you need not have: a second",
+    "ahp train": "plan and train a small model here: minutes",
+}
+"""What shows somebody new what AHP does."""
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """What the system says of a disk that is full or may only be read, or of a file that is another's: no fault of AHP's."""
@@ -142,22 +148,23 @@ def _quiet_libraries() -> None:
 
 
 def _help() -> str:
-    width = max(map(len, COMMANDS))
+    width, longest = max(map(len, COMMANDS)), max(map(len, FIRST))
     lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: ahp COMMAND [ARGUMENTS]      ahp COMMAND --help says more about one command",
+            "usage: ahp COMMAND [ARGUMENTS]    ahp COMMAND --help says more about a command",
             "",
             "Plans and runs distributed training of large language models on stock PyTorch.",
             "",
+            "start here:",
+            *(f"  {command:<{longest}}  {what}" for command, what in FIRST.items()),
+            "",
+            "commands:",
             *lines,
             "",
-            "options before the command: --help, --version, --traceback (show the trace of an error)",
-            "exit codes: 0 done, 1 internal, 2 bad input, 3 nothing fits, 4 other hardware than planned for,",
-            "            5 the engine cannot express it",
-            "",
-            "Next: ahp train                            plan and train a small model on this machine",
-            "      ahp plan llama3-8b 8x8xH100-SXM-80GB    plan for a cluster that you do not have",
+            "options before the command: --help, --version, --traceback (of an error)",
+            "exit codes: 0 done, 1 internal, 2 bad input, 3 nothing fits,",
+            "            4 other hardware than planned for, 5 the engine cannot express it",
         ]
     )
 

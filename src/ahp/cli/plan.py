@@ -1,5 +1,9 @@
 """Search every layout of a model on a cluster, print the best with the reasons why the others lost, write plan.yaml.
 
+Columns: dp = data parallel, replicate x shard degree (as FSDP and HSDP); zero = ZeRO stage of the shards; tp = tensor parallel,
++sp with Megatron's sequence parallel; pp = pipeline parallel, x virtual stages per rank; cp = context parallel; ep = expert
+parallel; mb = sequences of a micro-batch; recompute = activation checkpointing; 90 % band = where the measured step should lie.
+
 The job is given by --job FILE (a config.yaml or its job) and --job.KEY VALUE; what is not given is chosen as large
 models are pre-trained, and printed. --parallelism.KEY VALUE fixes a part of the layout, the rest is searched;
 --engine.KEY VALUE says what runs it. docs/search.md explains the table.
@@ -21,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console, Group
 
-from ahp.cli.following import RUNS, after, default_data_words
+from ahp.cli.following import RUNS, after, default_data_words, show_next
 from ahp.cli.layout_words import layout_of
 from ahp.cli.overrides import split_overrides
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
@@ -65,6 +69,8 @@ class Arguments:
     """Layouts that anneal and evolve may price."""
     seed: int = 0
     """Of anneal and evolve: the same seed, the same plans."""
+    wide: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Every column of the table, each plan on one line, however narrow the terminal."""
     json: bool = False
     """Print the ranking as one JSON object."""
 
@@ -125,7 +131,7 @@ def run(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps(as_json(found, arguments.out)))
     else:
-        show(found, arguments.out)
+        show(found, arguments.out, wide=arguments.wide)
     return 0
 
 
@@ -207,23 +213,24 @@ def measured(found: Found, count: int) -> Found:
     return replace(found, ranking=replace(ranking, plans=plans, worth=ordered, families=()), top=0)
 
 
-def show(found: Found, out: str) -> None:
+def show(found: Found, out: str, *, wide: bool = False) -> None:
     """The ranking for people, on stdout; ends with what to do next."""
     from ahp.report import tables
 
     console, best = tables.console(), found.ranking.best
-    console.print(table(found))
+    console.print(table(found, wide=wide), crop=not wide)
     explain_first(console, found.ranking)
     large = (f"{loser.parallelism.short()}: {loser.reason}" for loser in found.ranking.too_large)
     if found.ranking.too_large:
         _listed(console, "Faster, but for their memory", large)
-    if found.lost is not None:
-        console.print(f"\n{found.lost.words()}", markup=False)
-    console.print(f"\n{confidence(found.cluster)}", markup=False)
-    console.print(f"\nWrote {out}", markup=False)
+    after_it = [] if found.lost is None else [found.lost.words()]
+    after_it += [confidence(found.cluster), f"Wrote {out}"]
     if best.engine.name == RUNS and (trial := default_data_words(found.job)):
-        console.print(trial, markup=False)
-    console.print(f"Next: {'    '.join(after(out, best.engine.name, 'explain', 'simulate'))}", markup=False)
+        after_it.append(trial)
+    for words in after_it:
+        console.print()
+        console.print(tables.Hanging([("", words)], gap=0))
+    show_next(console, after(out, best.engine.name, "explain", "simulate"))
 
 
 def explain_first(console: Console, ranking: Ranking) -> None:
@@ -235,11 +242,11 @@ def explain_first(console: Console, ranking: Ranking) -> None:
 def _listed(console: Console, title: str, lines: Iterable[str]) -> None:
     from ahp.report.tables import bulleted
 
-    console.print(f"\n{title}")
+    console.print(f"\n{title}", style="bold")
     console.print(bulleted(lines))
 
 
-def table(found: Found) -> Group:
+def table(found: Found, *, wide: bool = False) -> Group:
     """What was asked and how it was searched, then the plans."""
     from ahp.report.ranked import Ranked
     from ahp.report.tables import Hanging
@@ -251,7 +258,7 @@ def table(found: Found) -> Group:
     if ranking.families and ranking.choice is None and found.top:
         rows = (ranking.best, *ranking.families)[: found.top]
         beside = twins_words(ranking.twins)
-    plans = Ranked(rows, values, VALUE_TITLES.get(ranking.objective.name, ""), beside)
+    plans = Ranked(rows, values, VALUE_TITLES.get(ranking.objective.name, ""), beside, wide)
     return Group(Hanging(heading(found)), "", plans)
 
 
@@ -264,7 +271,9 @@ def twins_words(twins: int) -> str:
 
 
 def heading(found: Found) -> list[tuple[str, str]]:
-    """Model, cluster, job, search: one line each, after what it is about."""
+    """Model, cluster, job, and three lines about the search, each after what it is about."""
+    from ahp.cli.searched import searched
+
     job, ranking = found.job, found.ranking
     tokens = f"{job.global_batch_size} sequences of {job.sequence_length} = {count(job.tokens_per_step)} tokens a step"
     chosen = f" (chosen, not given: {', '.join(found.chosen)})" if found.chosen else ""
@@ -278,7 +287,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         *([("Note", found.batch)] if found.batch else []),
         ("Engine", ranking.best.engine.words()),
         *([("Aim", ranking.objective.words())] if ranking.choice else []),
-        ("Search", ranking.proof),
+        *searched(ranking),
         *([("Devices", ranking.choice.words())] if ranking.choice else []),
         *(("Note", note) for note in ranking.notes),
         *([] if ranking.current is None else [("Today", ranking.current.words())]),

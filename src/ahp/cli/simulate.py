@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ahp.cli.following import after
+from ahp.cli.following import after, show_next
 from ahp.cli.overrides import split_overrides
 from ahp.config import set_dotted
 from ahp.errors import BadInput, NotExpressible, bad_input
@@ -193,7 +193,8 @@ def _show(plan: Plan, found: Binding, trace: str | None, following: list[str]) -
         for line in lines:
             console.print(line, markup=False)
 
-    tell(*_heading(plan), "")
+    console.print(tables.Hanging(_heading(plan)))
+    tell("")
     console.print(tables.time_bar(forecast))
     tell("")
     console.print(tables.memory_bar(forecast, tables.capacity_bytes(plan)))
@@ -204,10 +205,10 @@ def _show(plan: Plan, found: Binding, trace: str | None, following: list[str]) -
     console.print(tables.meanings(forecast))
     if trace is not None:
         tell("", f"Wrote {Path(trace)}   open it at https://ui.perfetto.dev")
-    tell("", f"Next: {'    '.join(following)}")
+    show_next(console, following)
 
 
-def _heading(plan: Plan) -> list[str]:
+def _heading(plan: Plan) -> list[tuple[str, str]]:
     """What was priced, and how fast it is."""
     from ahp.report.tables import forecast_of
     from ahp.words import percent
@@ -218,11 +219,11 @@ def _heading(plan: Plan) -> list[str]:
     idle = sum(g["nodes"] * g["devices_per_node"] for g in groups) - plan.parallelism.world_size
     left = f", {idle} of them left idle by this layout" if idle else ""
     return [
-        f"Model    {_named(plan)}, {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}",
-        f"Cluster  {devices}{left}",
-        f"Engine   {plan.engine.words()}",
-        f"Layout   {plan.parallelism.short()}",
-        f"Speed    {forecast.tokens_per_s_per_device:,.0f} tokens/s/device, MFU {percent(forecast.mfu)}",
+        ("Model", f"{_named(plan)}, {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}"),
+        ("Cluster", f"{devices}{left}"),
+        ("Engine", f"{plan.engine.words()}"),
+        ("Layout", f"{plan.parallelism.short()}"),
+        ("Speed", f"{forecast.tokens_per_s_per_device:,.0f} tokens/s/device, MFU {percent(forecast.mfu)}"),
     ]
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from textwrap import wrap
 
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from ahp.plan import Parallelism, Plan
-from ahp.report.tables import band, capacity_bytes, forecast_of
+from ahp.report.tables import band, capacity_bytes, forecast_of, lines_of
 from ahp.words import GIB, count, percent, seconds
 
 Columns = dict[str, list[str]]
@@ -32,19 +31,23 @@ class Ranked:
     """Of that column."""
     beside: str = ""
     """What the table leaves out, on a line of its own below it."""
+    wide: bool = False
+    """Every column and the reason on the row's own line, however narrow the terminal."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         reasons = ["why not #1", "chosen", *("; ".join(plan.why) for plan in self.plans[1:])]
+        if same := self._same():
+            yield from _wrapped(f"All rows: {', '.join(f'{title} {cell}' for title, cell in same.items())}", options)
         lines = _lines(self._columns(narrow=False), GAP)
-        if len(lines[0]) + GAP + max(map(len, reasons)) <= options.max_width:
+        if self.wide or len(lines[0]) + GAP + max(map(len, reasons)) <= options.max_width:
             lines = [f"{line}{' ' * GAP}{reason}" for line, reason in zip(lines, reasons, strict=True)]
             for rank, line in enumerate(lines):
                 yield _line(line, "bold" if rank == 1 else "")
         else:
             yield from self._two_lines_each(reasons, options.max_width)
         if self.beside:
-            yield Text(self.beside)
-        yield Text(self._caption())
+            yield from _wrapped(self.beside, options)
+        yield from _wrapped(self._caption(), options)
 
     def _two_lines_each(self, reasons: list[str], width: int) -> Iterator[Text]:
         columns = self._columns(narrow=True)
@@ -53,11 +56,13 @@ class Ranked:
             del columns["90 % band"]
             lines = _lines(columns, GAP - 1)
         yield _line(lines[0], "")
+        same = self._same()
         for rank, (plan, line) in enumerate(zip(self.plans, lines[1:], strict=True)):
             yield _line(line, "bold" if rank == 0 else "")
-            words = [_schedule(plan.parallelism), reasons[rank + 1] if rank else ""]
+            schedule = "" if "pp" in same else _schedule(plan.parallelism)
+            words = [schedule, reasons[rank + 1] if rank else ""]
             told = "; ".join(filter(None, words))
-            for part in wrap(told, max(width - INDENT, INDENT), break_long_words=False, break_on_hyphens=False):
+            for part in lines_of(told, max(width - INDENT, INDENT)) if told else ():
                 yield _line(" " * INDENT + part, "dim")
 
     def _columns(self, *, narrow: bool) -> Columns:
@@ -68,7 +73,9 @@ class Ranked:
         columns = {"#": [str(rank + 1) for rank in range(len(self.plans))]}
         if len({layout.world_size for layout in layouts}) > 1:
             columns["devices"] = [str(layout.world_size) for layout in layouts]
-        columns |= _degrees(layouts, narrow=narrow)
+        same = self._same()
+        degrees = _degrees(layouts, narrow=narrow)
+        columns |= {title: cells for title, cells in degrees.items() if title not in same}
         columns["step"] = [seconds(forecast.step_time_s) for forecast in forecasts]
         bands = [band(forecast) for forecast in forecasts]
         columns["90 % band"] = [words.replace(" .. ", "-") for words in bands] if narrow else bands
@@ -80,6 +87,13 @@ class Ranked:
         if self.values:
             columns[self.title] = list(self.values)
         return columns
+
+    def _same(self) -> dict[str, str]:
+        """The degrees that all rows have in common, said once above the table."""
+        if self.wide or len(self.plans) < 2:
+            return {}
+        degrees = _degrees([plan.parallelism for plan in self.plans], narrow=False)
+        return {title: cells[0] for title, cells in degrees.items() if len(set(cells)) == 1}
 
     def _memory(self) -> Columns:
         """What the fullest rank needs; of how much stands in the title where all devices have the same."""
@@ -94,6 +108,11 @@ class Ranked:
     def _caption(self) -> str:
         said = "dp = replicate x shard degree, mb = micro-batch; memory of the fullest rank"
         return f"{said}; MFU against {forecast_of(self.plans[0]).mfu_peak}"
+
+
+def _wrapped(words: str, options: ConsoleOptions) -> Iterator[Text]:
+    for line in lines_of(words, options.max_width):
+        yield _line(line, "")
 
 
 def _line(text: str, style: str) -> Text:

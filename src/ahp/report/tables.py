@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
@@ -23,8 +25,8 @@ LEAST_SHARE = 0.0005
 """A smaller share would read as 0.0 %."""
 ROUNDING = 1e-9
 """Share of the whole below which a part is nothing but rounding."""
-PLAIN_WIDTH = 240
-"""Columns where the output is no terminal: a file or a pipe has no edge to wrap at."""
+PLAIN_WIDTH = 10_000
+"""Columns where the output is no terminal: a file or a pipe has no edge to wrap at, unless $COLUMNS says where."""
 LEAST_WORDS = 20
 """Columns of a line that hangs, however narrow the terminal."""
 LEAST_WIDTH = 80
@@ -34,8 +36,27 @@ LEAST_WIDTH = 80
 def console(file: IO[str] | None = None, *, least_width: int = LEAST_WIDTH) -> Console:
     """A console on stdout (or ``file``) that does not wrap what goes into a file or a pipe."""
     found = Console(file=file, highlight=False)
-    width = max(found.width, least_width) if found.is_terminal else PLAIN_WIDTH
-    return Console(file=file, highlight=False, width=width)
+    has_edge = found.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    return Console(file=file, highlight=False, width=max(found.width, least_width) if has_edge else PLAIN_WIDTH)
+
+
+_CLAUSE = re.compile(r"(?<=[,;:.]) +")
+_QUANTITY = re.compile(r"(?<=\d) (?=(?:%|s|ms|us|h|min|days|[kMBT]|[KMGT]iB|[GT]b/s|[GTP]?FLOP(?:/s)?|of|x)(?![\w]))")
+_KEPT_SPACE = "\N{NO-BREAK SPACE}"
+
+
+def lines_of(words: str, width: int) -> list[str]:
+    """A sentence on lines of ``width`` columns, broken between its clauses where they fit on a line; no figure loses its unit."""
+    lines = [""]
+    for clause in _CLAUSE.split(_QUANTITY.sub(_KEPT_SPACE, words)):
+        longer = f"{lines[-1]} {clause}".lstrip()
+        if len(longer) <= width:
+            lines[-1] = longer
+        elif len(clause) <= width and lines[-1]:
+            lines.append(clause)
+        else:
+            lines[-1:] = wrap(longer, width, break_long_words=False, break_on_hyphens=False) or [""]
+    return [line.replace(_KEPT_SPACE, " ") for line in lines]
 
 
 def rejected(plan: Plan) -> Table:
@@ -87,8 +108,7 @@ class Hanging:
         longest = max((len(lead) for lead, _ in self.rows), default=0)
         for lead, words in self.rows:
             margin = max(options.max_width - longest - self.gap, LEAST_WORDS)
-            wrapped = wrap(words, margin, break_long_words=False, break_on_hyphens=False)
-            for number, line in enumerate(wrapped or [""]):
+            for number, line in enumerate(lines_of(words, margin)):
                 before = f"{lead if number == 0 else '':<{longest + self.gap}}"
                 yield Text(f"{before}{line}".rstrip(), no_wrap=True, overflow="ignore")
 
