@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
+import inspect
 import json
+import pydoc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +47,44 @@ def test_unknown_name() -> None:
 def test_search_is_a_verb_whatever_was_imported_first() -> None:
     importlib.import_module("ahp.search")
     assert callable(ahp.search)
+
+
+def test_help_on_the_verb_search_is_about_the_verb() -> None:
+    from ahp.search.ranking import search
+
+    assert inspect.signature(ahp.search) == inspect.signature(search)  # pyright: ignore[reportArgumentType]
+    told = pydoc.render_doc(ahp.search, renderer=pydoc.plaintext)
+    assert "Rank every legal layout that fits" in told
+    assert "objective: " in told
+
+
+VERBS = ("Trainer", "analyze", "parallelize", "probe", "search", "simulate", "slicing")
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_has_an_example(name: str) -> None:
+    assert "\n    Example" in (inspect.getdoc(getattr(ahp, name)) or "") or "\nExample" in inspect.getdoc(
+        getattr(ahp, name)
+    )  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["analyze", "search", "simulate", "slicing"])
+def test_examples_in_docstrings_are_true(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = doctest.DocTestParser().get_doctest(inspect.getdoc(getattr(ahp, name)) or "", {}, name, None, None)
+    assert len(examples.examples) > 1
+    assert doctest.DocTestRunner().run(examples).failed == 0
+
+
+def test_a_ranking_prints_as_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ahp.Job(sequence_length=1024, global_batch_size=64)
+    ranking = ahp.search(ahp.analyze("gpt2", job), "8xH100-SXM-80GB", job, keep=3)  # pyright: ignore[reportCallIssue]
+    print(ranking)
+    head, first, *others, proof = capsys.readouterr().out.splitlines()
+    assert head.split() == ["#", "layout", "step", "tokens/s/device", "GiB", "why", "not", "#1"]
+    assert first.split()[0] == "1"
+    assert ranking.best.parallelism.short() in first
+    assert first.endswith("chosen")
+    assert len(others) == 2
+    assert first.index("chosen") == head.index("why not")
+    assert proof == ranking.proof

@@ -31,7 +31,7 @@ _HOMES = {
     "probe": "ahp.cluster.measure",
     "Cluster": "ahp.cluster.model",
     "simulate": "ahp.forecast.step",
-    "slicing": "ahp.search.slicing.solve",
+    "slicing": "ahp.search.slicing.model",
     "Trainer": "ahp.runtime.run.trainer",
     "parallelize": "ahp.runtime.parallel",
     "Plan": "ahp.plan",

@@ -97,6 +97,11 @@ def probe(
         num_nodes: nodes that are like this one; default: those of the job that a workload manager has started.
 
     Raises BadInput for a number of workers that cannot be, AhpError when a worker fails.
+
+    Example::
+
+        cluster = ahp.probe(quick=True)
+        cluster.save("cluster.yaml")
     """
     say = progress or (lambda _what, _share: None)
     pace = QUICK if quick else FULL

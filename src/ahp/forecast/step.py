@@ -56,10 +56,29 @@ def simulate(
     parallelism: Parallelism | dict[str, Any],
     engine: EngineChoice | dict[str, Any] | str | None = None,
 ) -> Forecast:
-    """Price one layout, from plain or typed arguments (DESIGN.md, section 3).
+    """Price one layout, from plain or typed arguments.
 
-    ``model``: what ``ahp.analyze`` takes, or a graph. The graph of a plain model is kept, so that a second layout
-    costs milliseconds. ``engine``: its keys, or its name alone; None = AHP's own. Raises BadInput for whatever breaks a rule, NotExpressible for an engine not written yet.
+    Args:
+        model: what ``ahp.analyze`` takes, or a graph. The graph of a plain model is kept: a second layout costs milliseconds.
+        cluster: a Cluster, its plain form, or a short form such as ``8x8xH100-SXM-80GB``.
+        job: ``sequence_length``, ``global_batch_size`` (sequences), ``precision``, ``optimizer``, and what else a Job has.
+        parallelism: the degrees, under torchtitan's names; what is not given is 1, or decided as the engine does.
+        engine: its keys, or its name alone; None = AHP's own.
+
+    Returns:
+        Seconds of a step with a 90 % band and where they go, bytes of the fullest rank, and the probability that it fits.
+
+    Raises:
+        BadInput: whatever breaks a rule, naming the key, its value and what is valid.
+        NotExpressible: the engine cannot run this layout.
+
+    Example:
+        >>> import ahp
+        >>> job = {"sequence_length": 8192, "global_batch_size": 64, "precision": "bf16"}
+        >>> layout = {"data_parallel_shard_degree": 8, "zero_stage": 3, "activation_checkpoint": "full"}
+        >>> found = ahp.simulate(model="llama3-8b", cluster="8xH100-SXM-80GB", job=job, parallelism=layout)
+        >>> found.fits, found.step_time_low_s < found.step_time_s < found.step_time_high_s
+        (True, True)
     """
     contract: Job = job if isinstance(job, Job) else validated(Job, job, "job")
     layout: Parallelism = (

@@ -49,6 +49,12 @@ def analyze(
     ``model`` as in ``ahp.graph.models``; a live module is run in place and left as it was. ``attention``: ``flash``
     (one fused operator) or ``math`` (scores are materialised). A model that was traced so before is read from the cache.
     Raises BadInput when the model cannot be built, or cannot run on tensors without data.
+
+    Example:
+        >>> import ahp
+        >>> graph = ahp.analyze("llama3-8b", {"sequence_length": 8192, "precision": "bf16"})
+        >>> graph.num_layers, graph.num_parameters
+        (32, 8030261248)
     """
     contract: Job = job if isinstance(job, Job) else validated(Job, job or {}, "job")
     if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:

@@ -13,12 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ahp.errors import BadInput, bad_input
-from ahp.graph.blocks import BlockList, NoBlocks, find_blocks
-from ahp.graph.call import Documents
 from ahp.graph.document_mask import documents_apart
 from ahp.graph.models import is_masked
-from ahp.graph.outline import Outline, outline
-from ahp.plan import Parallelism, Plan, validated
+from ahp.graph.outline import Outline
+from ahp.plan import Plan, validated
 from ahp.runtime.compute.chunked_loss import Tail
 from ahp.runtime.compute.deterministic import deterministic, set_environment
 from ahp.runtime.compute.fp8 import check_parts, refuse_device
@@ -26,6 +24,7 @@ from ahp.runtime.compute.loss import Loss, PendingCount, count_scored
 from ahp.runtime.compute.random_numbers import numbers_of_step
 from ahp.runtime.experts.balance_loss import Balance, balance_of
 from ahp.runtime.host_copy import HostCopy
+from ahp.runtime.inside import blocks_of, needs_outline, outline_of, slicing_of
 from ahp.runtime.limits import refuse_model, refuse_plan, refuse_what_stays_outside
 from ahp.runtime.optimizer.adamw import ShardedOptimizer, matrices_of
 from ahp.runtime.optimizer.learning_rate import learning_rate
@@ -56,7 +55,6 @@ from ahp.runtime.weights.alike import first_unlike
 from ahp.runtime.weights.hub_names import InFiles, in_files, shapes_of
 from ahp.runtime.weights.starting_values import StartingValues
 from ahp.schedule.orders import ranks_of_stages
-from ahp.search.slicing.model import ModelSlicing, slice_outline
 
 if TYPE_CHECKING:
     from ahp.runtime.weights.saver import BackgroundSaver
@@ -82,6 +80,15 @@ def parallelize(
 
     Raises BadInput, NotExpressible or HardwareMismatch before anything is changed when the layout cannot run, NoAnswer when
     a rank does not come or an axis of the mesh does not carry.
+
+    Example, a loop of one's own under torchrun; ``batch``: int64 [sequences, tokens] of the global batch, the same on every rank::
+
+        parallel = ahp.parallelize(module, ahp.Plan.load("plan.yaml"))
+        for step, batch in enumerate(batches):
+            part = parallel.shard({"input_ids": batch, "labels": batch})
+            result = parallel.step(part)
+            print(step, result.loss, result.grad_norm)
+        parallel.save("checkpoint")
     """
     checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
     if checked.job.deterministic:
@@ -116,7 +123,7 @@ class Parallel:
         """Whether, once a loss or a gradient was no number, no later step changes a weight either: for a loop that calls the next step
         before it has read that of the one before."""
         self._halted = torch.zeros((), dtype=torch.bool, device=mesh.device)
-        blocks, balance = _blocks(module, plan.parallelism), balance_of(module)
+        blocks, balance = blocks_of(module, plan.parallelism), balance_of(module)
         documents = documents_apart(module, plan.job.sequence_length) if plan.job.document_mask else None
         self.documents: DocumentAttention | None = None
         """What attends within documents by their lengths, None = masks, or there are none to keep apart."""
@@ -125,7 +132,7 @@ class Parallel:
         if documents is not None:
             self.documents, self.attention_reason = document_attention(module, documents, own, mesh.device)
             documents = documents if self.documents is None else self.documents.documents
-        found = _outline(module, own, documents) if blocks and _needs_outline(plan) else None
+        found = outline_of(module, own, documents) if blocks and needs_outline(plan) else None
         refuse_model(module, blocks, found, plan)
         path, num_layers = (blocks.path, len(blocks)) if blocks else (None, 0)
         self.tokens = (
@@ -133,7 +140,7 @@ class Parallel:
         )
         """How sequences are cut over the context ranks, None where they are not."""
         # At every stage's width: what one stage cannot do is refused on all ranks, or the others would wait.
-        ways = {each.tensor_parallel_degree: _sliced(found, each) for each in plan.parallelism.layouts_of_ranks}
+        ways = {each.tensor_parallel_degree: slicing_of(found, each) for each in plan.parallelism.layouts_of_ranks}
         for degree, sliced in ways.items():
             if found and sliced and plan.job.precision == "fp8":
                 check_parts(module, found, sliced, degree)
@@ -462,39 +469,3 @@ def _without_values() -> BadInput:
     return BadInput(
         "parallelize: initialize = False left the weights without values; call load(folder) before the first step"
     )
-
-
-def _blocks(module: nn.Module, p: Parallelism) -> BlockList | None:
-    """The model's blocks, None where it has none. Raises BadInput when they are what the layout divides."""
-    try:
-        return find_blocks(module)
-    except NoBlocks as error:
-        for key in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):
-            if getattr(p, key) > 1:
-                raise BadInput(f"{key} = {getattr(p, key)}: {error}") from None
-        return None
-
-
-def _needs_outline(plan: Plan) -> bool:
-    """Whether what happens inside of the model matters, not only which modules are its blocks: a run on fake tensors takes most of
-    a second, which replicas and shards alone need not wait for."""
-    p = plan.parallelism
-    inside = p.pipeline_parallel_degree, p.tensor_parallel_degree, p.context_parallel_degree, p.expert_parallel_degree
-    return max(inside) > 1 or plan.engine.loss_chunk_tokens is not None
-
-
-def _outline(module: nn.Module, plan: Plan, documents: Documents | None) -> Outline:
-    return outline(
-        module,
-        batch_size=plan.parallelism.micro_batch_size,
-        sequence_length=plan.job.sequence_length,
-        dtype=COMPUTE_DTYPE[plan.job.precision],
-        documents=documents,
-    )
-
-
-def _sliced(found: Outline | None, p: Parallelism) -> ModelSlicing | None:
-    """How the model is split over the tensor-parallel ranks, None where it is not."""
-    if found is None or p.tensor_parallel_degree == 1:
-        return None
-    return slice_outline(found, p.tensor_parallel_degree, enable_sequence_parallel=p.enable_sequence_parallel)

@@ -64,6 +64,14 @@ def search(
         BadInput: arguments or constraints that contradict each other, the model or the cluster.
         NotExpressible: the engine cannot run what is fixed, or is not there yet.
         NothingFits: legal layouts there are, but none fits; with the nearest miss and checked remedies.
+
+    Example:
+        >>> import ahp
+        >>> job = ahp.Job(sequence_length=1024, global_batch_size=64)
+        >>> ranking = ahp.search(ahp.analyze("gpt2", job), "8xH100-SXM-80GB", job)
+        >>> ranking.best.parallelism.world_size, ranking.certificate.proven
+        (8, True)
+        >>> ranking.best.save("plan.yaml")
     """
     keep = max(keep, 1)
     by = method if isinstance(method, Method) else Method(method)

@@ -11,7 +11,7 @@ from ahp.search.choice import Choice
 from ahp.search.current import Current
 from ahp.search.objective import Objective, Worth
 from ahp.search.ties import WORTH_TELLING
-from ahp.words import percent
+from ahp.words import percent, seconds
 
 SPEED = Objective()
 
@@ -84,6 +84,22 @@ class Ranking:
     @property
     def best(self) -> Plan:
         return self.plans[0]
+
+    def __str__(self) -> str:
+        """The plans as a table, and what is proven of the first."""
+        rows = [("#", "layout", "step", "tokens/s/device", "GiB", "why not #1")]
+        for number, plan in enumerate(self.plans, 1):
+            forecast = plan.forecast
+            assert forecast is not None, "a plan of the search has a forecast"
+            used, speed = f"{forecast.memory_reserved_bytes / 2**30:.1f}", f"{forecast.tokens_per_s_per_device:,.0f}"
+            reason = "chosen" if number == 1 else plan.why[0]
+            rows.append((str(number), plan.parallelism.short(), seconds(forecast.step_time_s), speed, used, reason))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = (
+            f"{number:>{widths[0]}}  {layout:<{widths[1]}}  {step:>{widths[2]}}  {speed:>{widths[3]}}  {used:>{widths[4]}}  {reason}"
+            for number, layout, step, speed, used, reason in rows
+        )
+        return "\n".join([*aligned, self.proof])
 
     def __iter__(self) -> Iterator[Plan]:
         return iter(self.plans)

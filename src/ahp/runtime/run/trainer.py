@@ -61,6 +61,11 @@ class Trainer:
     The layout may change between two starts, the job and the model may not. Under torchrun (its variables are set)
     every rank makes its own Trainer and they join; otherwise ``run`` starts the workers on this node. ``texts``: of the plan's job,
     where they are prepared already; ``extend``: see ``check_same_job``.
+
+    Example::
+
+        trainer = ahp.Trainer(ahp.Plan.load("plan.yaml"), folder="runs/mine")
+        trainer.run()
     """
 
     def __init__(

@@ -122,5 +122,11 @@ def slicing(
     (stacked experts) go by their own name. With ``enable_sequence_parallel`` the hidden states between the products are
     split along the sequence; the norms that work on a part of it are named too. Raises BadInput for a degree below 2 or
     a model whose blocks cannot be traced.
+
+    Example:
+        >>> import ahp
+        >>> split = ahp.slicing(ahp.analyze("tiny", {"sequence_length": 64}), 2)
+        >>> split["model.layers.*.mlp.up_proj"], split["model.layers.*.mlp.down_proj"]
+        ('column', 'row')
     """
     return slice_model(graph, tensor_parallel_degree, enable_sequence_parallel=enable_sequence_parallel).by_module()
