@@ -50,7 +50,9 @@ def test_help_lists_every_command(words: list[str], capsys: pytest.CaptureFixtur
 
 
 def test_what_is_named_first_is_a_command() -> None:
-    assert {line.split()[1] for line in frame.FIRST} <= set(COMMANDS)
+    named = [command for line in frame.FIRST for command in line.split(", ")]
+    assert {command.split()[1] for command in named} <= set(COMMANDS)
+    assert all(command.startswith("ahp ") for command in named)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,11 +30,14 @@ COMMANDS: dict[str, str] = {
     "export": "a Slurm script or a Kubernetes TrainJob that runs a plan",
     "report": "one HTML page about a run or a plan",
     "generate": "text from a run's checkpoint",
+    "models": "the models that are known by name",
+    "devices": "the devices that are known without measuring them",
 }
 """Each command is a module of this package with ``run(argv) -> exit code``."""
 
 FIRST: dict[str, str] = {
     "ahp plan llama3-8b 8xH100": "plan for GPUs that you need not have: a second",
+    "ahp models, ahp devices": "the names that ahp plan knows",
     "ahp train": "plan and train a small model here: minutes",
 }
 """What shows somebody new what AHP does."""

@@ -60,7 +60,7 @@ def find(name: str, key: str = "device") -> Entry:
     """
     entry = lookup(name)
     if entry is None:
-        raise bad_input(key, name, "not in the catalogue; docs/cluster.md lists it", _nearest(name))
+        raise bad_input(key, name, "not in the catalogue; ahp devices lists it", _nearest(name))
     return entry
 
 

@@ -21,7 +21,10 @@ class CatalogueModel:
 
 LLAMA1 = "arXiv:2302.13971 table 2 (6.7B, 13.0B, 32.5B, 65.2B); config.json and safetensors count of the hub's copies"
 LLAMA2 = "hub: meta-llama/Llama-2-*-hf, config.json and safetensors count"
-LLAMA3 = "hub: meta-llama/Llama-3* and Llama-3.1-405B, config.json and safetensors count; arXiv:2407.21783 table 3"
+LLAMA3 = (
+    "hub: meta-llama/Llama-3*, Llama-3.1-* and Llama-3.2-*, config.json and safetensors count; arXiv:2407.21783 table 3"
+)
+QWEN3 = "hub: Qwen/Qwen3-*, config.json and safetensors count, in which a tied head counts once; arXiv:2505.09388 tables 1, 2"
 GPT2 = "hub: openai-community/gpt2*, config.json; count of GPT2LMHeadModel"
 GPT3 = "arXiv:2005.14165 table 2.1, which rounds the count (1.3B: 16 heads x 128; 13B: d_model read as 40 x 128 = 5120)"
 BERT = "hub: google-bert/bert-*-uncased, config.json; count of the masked LM, without pooler and next-sentence head"
@@ -96,6 +99,17 @@ def _with_type(model_type: str, config: dict[str, Any], **more: Any) -> dict[str
     return config | {"model_type": model_type} | more
 
 
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, kv_heads: int = 8, **more: Any) -> dict[str, Any]:
+    shape = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
+    return _with_type("qwen3", _llama(hidden, inner, layers, heads, kv_heads), **shape, **rope) | more
+
+
+def _qwen3_moe(hidden: int, inner: int, layers: int, heads: int, expert: int) -> dict[str, Any]:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "norm_topk_prob": True}
+    return _qwen3(hidden, inner, layers, heads, 4, model_type="qwen3_moe") | experts
+
+
 CATALOGUE: dict[str, CatalogueModel] = {
     "tiny": CatalogueModel(
         _llama(256, 704, 4, 8, 4, vocab_size=2048, max_position_embeddings=1024),
@@ -112,6 +126,9 @@ CATALOGUE: dict[str, CatalogueModel] = {
     "llama3-8b": CatalogueModel(_llama3(4096, 14336, 32, 32), 8_030_261_248, LLAMA3),
     "llama3-70b": CatalogueModel(_llama3(8192, 28672, 80, 64), 70_553_706_496, LLAMA3),
     "llama3-405b": CatalogueModel(_llama3(16384, 53248, 126, 128, 8.0), 405_853_388_800, LLAMA3),
+    "llama3.1-8b": CatalogueModel(_llama3(4096, 14336, 32, 32, 8.0), 8_030_261_248, LLAMA3),
+    "llama3.1-70b": CatalogueModel(_llama3(8192, 28672, 80, 64, 8.0), 70_553_706_496, LLAMA3),
+    "llama3.1-405b": CatalogueModel(_llama3(16384, 53248, 126, 128, 8.0), 405_853_388_800, LLAMA3),
     "llama3.2-1b": CatalogueModel(
         _llama3(2048, 8192, 16, 32, 32.0, tie_word_embeddings=True, head_dim=64), 1_235_814_400, LLAMA3
     ),
@@ -146,19 +163,14 @@ CATALOGUE: dict[str, CatalogueModel] = {
         7_615_616_512,
         "hub: Qwen/Qwen2.5-7B, config.json and safetensors count",
     ),
-    "qwen3-8b": CatalogueModel(
-        _with_type(
-            "qwen3",
-            _llama(4096, 12288, 36, 32, 8),
-            vocab_size=151936,
-            head_dim=128,
-            max_position_embeddings=40960,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        ),
-        8_190_735_360,
-        "hub: Qwen/Qwen3-8B, config.json and safetensors count",
-    ),
+    "qwen3-0.6b": CatalogueModel(_qwen3(1024, 3072, 28, 16, tie_word_embeddings=True), 596_049_920, QWEN3),
+    "qwen3-1.7b": CatalogueModel(_qwen3(2048, 6144, 28, 16, tie_word_embeddings=True), 1_720_574_976, QWEN3),
+    "qwen3-4b": CatalogueModel(_qwen3(2560, 9728, 36, 32, tie_word_embeddings=True), 4_022_468_096, QWEN3),
+    "qwen3-8b": CatalogueModel(_qwen3(4096, 12288, 36, 32), 8_190_735_360, QWEN3),
+    "qwen3-14b": CatalogueModel(_qwen3(5120, 17408, 40, 40), 14_768_307_200, QWEN3),
+    "qwen3-32b": CatalogueModel(_qwen3(5120, 25600, 64, 64), 32_762_123_264, QWEN3),
+    "qwen3-30b-a3b": CatalogueModel(_qwen3_moe(2048, 6144, 48, 32, 768), 30_532_122_624, QWEN3),
+    "qwen3-235b-a22b": CatalogueModel(_qwen3_moe(4096, 12288, 94, 64, 1536), 235_093_634_560, QWEN3),
     "mixtral-8x7b": CatalogueModel(
         _with_type(
             "mixtral",
