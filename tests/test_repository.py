@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.metadata
 import os
 import re
@@ -13,11 +14,12 @@ from pathlib import Path
 import pytest
 
 import ahp
-from ahp.cli.main import COMMANDS
+from ahp.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = ("README.md", "README.zh.md")
 MAX_LINES = 500
+MAX_README_LINES = 150
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -39,6 +41,42 @@ def makefile_targets() -> set[str]:
 @pytest.mark.parametrize("name", READMES)
 def test_readme_opens_with_the_two_commands(name: str) -> None:
     assert shell_lines(ROOT / name)[:2] == [["make", "train"], ["make", "test"]]
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_readme_is_read_in_a_minute(name: str) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.slow
+def test_readmes_commands_run_and_its_pictures_show_what_they_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The figures in a picture are those of the day that it was drawn on; its lines and columns are today's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    commands = [words for words in shell_lines(ROOT / "README.md") if words[0] == "ahp"]
+    assert [words[1] for words in commands] == ["plan", "explain", "simulate"]
+    for words in commands:
+        assert main(words[1:]) == 0
+        picture = ROOT / "docs" / f"{words[1]}.svg"
+        printed = capsys.readouterr().out
+        if not picture.exists():
+            continue
+        first, *shown = picture_lines(picture)
+        assert first == f"$ {' '.join(words)}"
+        leads = [re.match(r"[A-Z]\w+( \w+)?  |# .*|What binds|Why #1", line) for line in printed.splitlines()]
+        wanted = [lead.group() for lead in leads if lead and not lead.group().startswith("MFU")]
+        assert wanted
+        assert [lead for lead in wanted if not any(line.startswith(lead.rstrip()) for line in shown)] == []
+
+
+def picture_lines(path: Path) -> list[str]:
+    """The lines of a terminal drawn as SVG."""
+    rows: dict[str, str] = {}
+    for row, text in re.findall(r'<text[^>]* clip-path="url\(#[\w-]+-line-(\d+)\)">(.*?)</text>', path.read_text()):
+        rows[row] = rows.get(row, "") + html.unescape(text).replace("\N{NO-BREAK SPACE}", " ")
+    return [line.rstrip() for _, line in sorted(rows.items(), key=lambda item: int(item[0]))]
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
