@@ -48,6 +48,19 @@ def test_side_by_side_compares_like_with_like() -> None:
 
 
 @pytest.mark.wide
+def test_first_answers_import_torch_where_a_model_is_new_and_nowhere_else() -> None:
+    found = {row["command"]: row for row in run("first_answer.py")["rows"]}
+    assert set(found["plan MODEL CLUSTER"]["first_heavy"]) >= {"torch", "transformers"}
+    for row in found.values():
+        assert row["heavy"] == []
+        assert row["named_s"] > 0
+    assert {command for command, row in found.items() if "again_s" in row} >= {
+        "explain plan.yaml",
+        "simulate plan.yaml",
+    }
+
+
+@pytest.mark.wide
 def test_hosts_that_differ_are_probed_planned_for_and_measured() -> None:
     from benchmarks.namespaces import HostSpec, why_not
 

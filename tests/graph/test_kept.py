@@ -184,7 +184,11 @@ from ahp.cli.main import main
 for command in sys.argv[1:]:
     assert main(command.split()) == 0, command
     print("imported", command, sorted({"torch", "transformers", "scipy", "pandas", "sympy"}.intersection(sys.modules)))
+print("modules", len(sys.modules))
 """
+
+MOST_MODULES = 1000
+"""Of all four commands in one process, which import some 750 with numpy, pydantic, tyro and rich; torch alone brings more than 1,000."""
 
 
 @pytest.mark.slow
@@ -196,3 +200,4 @@ def test_planning_on_what_is_known_imports_neither_torch_nor_transformers(tmp_pa
     ]
     told = [line for line in runs[1].stdout.splitlines() if line.startswith("imported ")]
     assert told == [f"imported {command} []" for command in COMMANDS], runs[1].stderr
+    assert int(runs[1].stdout.split("modules ")[-1]) <= MOST_MODULES
