@@ -124,15 +124,6 @@ def test_some_schedules_are_drawn() -> None:
 
 
 @pytest.mark.wide
-def test_commands_on_known_models_import_nothing_large() -> None:
-    rows = run("commands.py", "--quick")["rows"]
-    assert len(rows) == 8
-    assert all(row["imports"] == [] for row in rows if row["known"])
-    assert rows[-1]["imports"][:2] == ["torch", "transformers"]
-    assert all(row["processor_s"] > 0 and 0 < row["wall_s"] <= row["worst_s"] for row in rows)
-
-
-@pytest.mark.wide
 def test_checkpoints_are_measured_whole() -> None:
     (row,) = run("checkpoints.py", "--only", "zero3")["rows"]
     assert row["bytes"] > 12 * 2_000_000, "weights and two moments in fp32"
