@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from ahp.cluster.model import NodeGroup
 from ahp.engines.traits import ALL_ELEMENTS, Traits
 from ahp.forecast.axes import ALONE
 from ahp.forecast.communication import Times
+from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.states import cast_bytes, gradient_copy_bytes, last_copy_bytes
 from ahp.forecast.unit import Unit
@@ -76,6 +78,20 @@ class DataParallel:
     """Host time of one operator."""
     host_is_device: bool = False
     """Whether operators wait for the host one by one (a CPU), instead of running behind it."""
+
+    @classmethod
+    def on(
+        cls,
+        nodes: NodeGroup,
+        traits: Traits,
+        micro_batches: int = 1,
+        data: tuple[Group, Group] = (ALONE, ALONE),
+        experts: tuple[Group, Group] = (ALONE, ALONE),
+    ) -> DataParallel:
+        """On nodes of one kind; ``data``: the groups of ``data_groups``, ``experts``: of ``expert_groups``."""
+        on_cpu = is_cpu(nodes.device)
+        overlap, operator_s = 0.0 if on_cpu else 1.0, nodes.device.kernel_launch_s
+        return cls(*data, traits, micro_batches, overlap, experts, operator_s, on_cpu)
 
     @property
     def weight_bytes(self) -> int:

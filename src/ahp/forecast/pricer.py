@@ -223,19 +223,9 @@ class Pricer:
 
     def data_parallel(self, parallelism: Parallelism, traits: Traits) -> DataParallel:
         """How the ranks of these nodes share the weights of a layout."""
-        per_node, on_cpu = self.nodes.devices_per_node, is_cpu(self.nodes.device)
-        numbered = self._numbered(parallelism)
-        shard, replicate = data_groups(numbered, per_node)
-        return DataParallel(
-            shard=shard,
-            replicate=replicate,
-            experts=expert_groups(numbered, per_node, traits.experts.folded),
-            traits=traits,
-            micro_batches=parallelism.num_micro_batches(self.job),
-            overlap=0.0 if on_cpu else 1.0,
-            operator_s=self.nodes.device.kernel_launch_s,
-            host_is_device=on_cpu,
-        )
+        per_node, numbered = self.nodes.devices_per_node, self._numbered(parallelism)
+        data, experts = data_groups(numbered, per_node), expert_groups(numbered, per_node, traits.experts.folded)
+        return DataParallel.on(self.nodes, traits, parallelism.num_micro_batches(self.job), data, experts)
 
     def stage_costs(
         self,

@@ -6,7 +6,7 @@ one number, and its ``Traits`` stand for a ``TraitColumns`` of one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -96,18 +96,12 @@ class TraitColumns(NamedTuple):
     @classmethod
     def of(cls, traits: Sequence[Traits]) -> TraitColumns:
         """A row for each; equal ones are one object."""
-        rows = {id(one): [getattr(getattr(one, group), name) for group, name in FIGURES] for one in traits}
-        table = np.array([rows[id(one)] for one in traits], dtype=float)
-        return cls._of([table[:, at : at + 1] for at in range(len(FIGURES))])
+        return cls.of_figures(trait_figures(traits))
 
     @classmethod
-    def each(cls, of: Callable[..., Floats], parts: Sequence[TraitColumns]) -> TraitColumns:
-        """Columns from those of ``parts``, one by one."""
-        return cls._of([of(*(getattr(getattr(one, group), name) for one in parts)) for group, name in FIGURES])
-
-    @classmethod
-    def _of(cls, columns: Sequence[Floats]) -> TraitColumns:
-        left = iter(columns)
+    def of_figures(cls, figures: Floats) -> TraitColumns:
+        """From ``trait_figures``."""
+        left = iter(figures[..., None])
         return cls(*(kind._make(islice(left, len(kind._fields))) for kind in KINDS))  # type: ignore[arg-type]
 
 
@@ -116,6 +110,12 @@ KINDS = (StateColumns, GradientColumns, GatherColumns, ReduceColumns, ExpertColu
 
 FIGURES = [(group, name) for group, kind in zip(TraitColumns._fields, KINDS, strict=True) for name in kind._fields]
 """Where each figure stands: in which record of the traits, and its name there."""
+
+
+def trait_figures(traits: Sequence[Traits]) -> Floats:
+    """[figures, N] Of several layouts, in the order of ``FIGURES``; equal traits are one object."""
+    rows = {id(one): [getattr(getattr(one, group), name) for group, name in FIGURES] for one in traits}
+    return np.array([rows[id(one)] for one in traits], dtype=float).T
 
 
 Behaviour = Traits | TraitColumns

@@ -55,13 +55,14 @@ class Shared(NamedTuple):
 
     expert: int
     pipeline: int
+    """2 for any number of pipeline ranks above 1."""
     context: int
     """Ranks of the context axis, which share states too: how many where there are experts to share, else 2 for any number of them."""
 
 
 def shared(expert: int, pipeline: int, context: int) -> Shared:
     """What the degrees of a block say of that."""
-    return Shared(expert, pipeline, context if expert > 1 else min(context, 2))
+    return Shared(expert, min(pipeline, 2), context if expert > 1 else min(context, 2))
 
 
 class Mesh(NamedTuple):

@@ -5,12 +5,14 @@ Dims: N = ways to share states; W = ranks (or whatever has weights).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.engines.traits import Traits
 from ahp.forecast import memory
 from ahp.forecast.memory import Outside
 from ahp.forecast.states import (
@@ -22,6 +24,7 @@ from ahp.forecast.states import (
     gradient_copy_bytes,
     layer_state_bytes,
     state_bytes,
+    trait_figures,
 )
 
 Floats = NDArray[np.float64]
@@ -30,19 +33,35 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ShardingColumns:
-    """What each way leaves on a rank and asks of it, each [N, 1]."""
+    """What each way leaves on a rank and asks of it; the columns of one figure are [N, 1]."""
 
-    shards: Shards
-    outside: Outside
-    traits: TraitColumns
+    figures: Floats
+    """[figures, N] Those of ``Shards``, of ``Outside`` and of the traits."""
+
+    @classmethod
+    def of(cls, shards: Shards, outside: Outside, traits: Sequence[Traits]) -> ShardingColumns:
+        """``shards`` and ``outside``: [N] each; equal ``traits`` are one object."""
+        return cls(np.vstack([*shards, *outside, trait_figures(traits)]))
 
     @classmethod
     def joined(cls, parts: Sequence[ShardingColumns]) -> ShardingColumns:
         """One behind the other."""
-        return _each(lambda *figures: np.concatenate(figures), parts)
+        return cls(np.concatenate([part.figures for part in parts], axis=1))
 
     def part(self, rows: slice | Ints) -> ShardingColumns:
-        return _each(lambda of: of[rows], [self])
+        return ShardingColumns(self.figures[:, rows])
+
+    @cached_property
+    def shards(self) -> Shards:
+        return Shards(*self.figures[:2, :, None])
+
+    @cached_property
+    def outside(self) -> Outside:
+        return Outside(*self.figures[2:4, :, None])
+
+    @cached_property
+    def traits(self) -> TraitColumns:
+        return TraitColumns.of_figures(self.figures[4:])
 
     def moved_bytes(self, micro_batches: int | Ints) -> tuple[Floats, Floats]:
         """[N, 1] each: moved for each parameter of a micro-batch, to make the compute copy and to copy its gradient.
@@ -74,11 +93,3 @@ class ShardingColumns:
         """[N, ...] What a device must have for so many bytes in tensors; ``allocated``: [N, ...]."""
         shape = (-1, *(1,) * (allocated.ndim - 1))
         return np.asarray(memory.device_bytes(allocated, Outside(*(np.reshape(part, shape) for part in self.outside))))
-
-
-def _each(of: Callable[..., Floats], parts: Sequence[ShardingColumns]) -> ShardingColumns:
-    """Columns from those of ``parts``, one by one."""
-    traits = TraitColumns.each(of, [part.traits for part in parts])
-    shards = (of(*(part.shards[at] for part in parts)) for at in range(2))
-    outside = (of(*(part.outside[at] for part in parts)) for at in range(2))
-    return ShardingColumns(Shards(*shards), Outside(*outside), traits)

@@ -18,13 +18,12 @@ from ahp.forecast.axes import Axes, axes_of
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import CommUnit, DataParallel
-from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import Group
 from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
 from ahp.forecast.memory import Outside
 from ahp.forecast.pricer import Pricer, num_groups
 from ahp.forecast.sharing import SharedWeights, StageUnits, UnitTimes
-from ahp.forecast.states import Shards, TraitColumns
+from ahp.forecast.states import Shards
 from ahp.plan import Parallelism
 
 Floats = NDArray[np.float64]
@@ -89,36 +88,19 @@ class Shardings:
     @cached_property
     def _data(self) -> list[DataParallel]:
         """What goes over the groups of each split, of a single micro-batch."""
-        on_cpu = is_cpu(self._nodes.device)
-        groups: dict[tuple[object, ...], tuple[Group, Group, tuple[Group, Group]]] = {}
+        groups: dict[tuple[object, ...], tuple[tuple[Group, Group], tuple[Group, Group]]] = {}
         found = []
         for layout, traits in zip(self.layouts, self.traits, strict=True):
-            key = (
-                layout.data_parallel_shard_degree,
-                layout.weight_shards,
-                layout.mesh_order,
-            )  # stages share their groups
+            # Stages share their groups.
+            key = layout.data_parallel_shard_degree, layout.weight_shards, layout.mesh_order
             if key not in groups:
                 groups[key] = self._groups(layout)
-            shard, replicate, experts = groups[key]
-            found.append(
-                DataParallel(
-                    shard=shard,
-                    replicate=replicate,
-                    experts=experts,
-                    traits=traits,
-                    micro_batches=1,
-                    overlap=0.0 if on_cpu else 1.0,
-                    operator_s=self._nodes.device.kernel_launch_s,
-                    host_is_device=on_cpu,
-                )
-            )
+            found.append(DataParallel.on(self._nodes, traits, 1, *groups[key]))
         return found
 
-    def _groups(self, layout: Parallelism) -> tuple[Group, Group, tuple[Group, Group]]:
+    def _groups(self, layout: Parallelism) -> tuple[tuple[Group, Group], tuple[Group, Group]]:
         per_node = self._nodes.devices_per_node
-        data = data_groups(layout, per_node)
-        return *data, expert_groups(layout, per_node, self._folded)
+        return data_groups(layout, per_node), expert_groups(layout, per_node, self._folded)
 
     def data(self, split: int, micro_batches: int) -> DataParallel:
         """What goes over the groups of one split."""
@@ -158,13 +140,11 @@ class Shardings:
     @cached_property
     def columns(self) -> ShardingColumns:
         """The figures of each split."""
-        ranks = np.array([[shard_ranks(layout)] for layout in self.layouts], dtype=float)
-        groups = np.array([[num_groups(layout, self._folded)] for layout in self.layouts], dtype=float)
-        return ShardingColumns(
-            Shards.among(ranks, self.layouts[0].expert_parallel_degree, self.tensor if self._folded else 1),
-            Outside(*(np.broadcast_to(part, ranks.shape) for part in Outside.of(self._nodes.device, groups))),
-            TraitColumns.of(self.traits),
-        )
+        ranks = np.array([shard_ranks(layout) for layout in self.layouts], dtype=float)
+        groups = np.array([num_groups(layout, self._folded) for layout in self.layouts], dtype=float)
+        shards = Shards.among(ranks, self.layouts[0].expert_parallel_degree, self.tensor if self._folded else 1)
+        outside = Outside.of(self._nodes.device, groups)
+        return ShardingColumns.of(shards, Outside(*np.broadcast_arrays(*outside)), self.traits)
 
     def update_of_one_s(self, pricer: Pricer) -> Floats:
         """[J, 1] Seconds of clipping and the optimizer for one parameter that a rank updates."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ahp.engines.traits import Traits
 from ahp.forecast.axes import Axes
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.layer_prices import LayerPrices
@@ -17,7 +18,7 @@ class BlockLayers:
         self._space, self._shardings = space, shardings
         some = problem.constraints.recomputed_layers_per_stage is not None
         self._prices = LayerPrices(problem.pricer, some_layers=some)
-        self._numbers: dict[int, tuple[int, Axes]] = {}
+        self._numbers: dict[int, tuple[int, Axes, Traits]] = {}
         """By mesh."""
 
     def of(self, block: int) -> LayerColumns:
@@ -25,7 +26,6 @@ class BlockLayers:
         blocks = self._space.blocks
         mesh, size = int(blocks.mesh[block]), int(blocks.micro_batch[block])
         if mesh not in self._numbers:
-            axes = self._space.axes(block)
-            self._numbers[mesh] = self._prices.number(axes, self._shardings.first_traits(block)), axes
-        kinds = self._space.recompute(block)
-        return self._prices.layers(*self._numbers[mesh], lambda: self._shardings.first(block), size, kinds)
+            axes, traits = self._space.axes(block), self._shardings.first_traits(block)
+            self._numbers[mesh] = self._prices.number(axes, traits), axes, traits
+        return self._prices.layers(*self._numbers[mesh], size, self._space.recompute(block))

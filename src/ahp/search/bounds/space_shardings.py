@@ -54,19 +54,11 @@ class SpaceShardings:
             self._traits[alike] = self._same_traits.setdefault(found, found)
         return self._traits[alike]
 
-    def first(self, block: int) -> Shardings:
-        """The first way alone: a block's layers depend on it, its groups and the micro-batch."""
-        pricer = self._problem.pricer
-        return Shardings([self._first_layout(block)], [self.first_traits(block)], pricer.nodes, pricer.network)
-
     def first_traits(self, block: int) -> Traits:
-        """How the engine behaves there."""
+        """How the engine behaves under the first way: a block's layers depend on that, on its groups and the micro-batch."""
         mesh = int(self._space.blocks.mesh[block])
         if mesh not in self._firsts:
-            way = self._space.rows(block).splits[0]
-            self._firsts[mesh] = self._traits_of(block, way, lambda: self._first_layout(block))
+            space, rows = self._space, self._space.rows(block)
+            way, others = rows.splits[0], (rows.pipes[0], rows.recompute[-1])
+            self._firsts[mesh] = self._traits_of(block, way, lambda: space.layout_of(block, way, *others))
         return self._firsts[mesh]
-
-    def _first_layout(self, block: int) -> Parallelism:
-        rows = self._space.rows(block)
-        return self._space.layout_of(block, rows.splits[0], rows.pipes[0], rows.recompute[-1])
