@@ -93,6 +93,12 @@ def test_every_engine_runs_sharded_data_parallelism(engine, precision, zero):
         assert traits.states.compute_weight_bytes == 2
 
 
+@pytest.mark.parametrize(("precision", "fused"), [("fp16", False), ("fp32", False), ("bf16", True), ("fp8", True)])
+def test_megatrons_loss_is_fused_where_its_recipes_fuse_it(precision, fused):
+    traits = get("megatron").traits(Job(precision=precision), Parallelism(), EngineChoice(name="megatron"))
+    assert traits.kernels.fused_loss is fused
+
+
 def test_megatron_keeps_fp32_gradients_beside_bf16_weights_alone():
     def gradient_bytes(precision):
         return get("megatron").traits(Job(precision=precision), Parallelism(), EngineChoice()).gradients.element_bytes
