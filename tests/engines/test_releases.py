@@ -69,3 +69,11 @@ def test_torchtitan_by_day() -> None:
     assert (old.kernels.flash2_on, between.kernels.flash2_on) == (("hopper", "blackwell"), ())
     assert traits("0.1.0").kernels.flash2_on == ("hopper",)
     assert (between.recompute.keeps_cudnn_attention, new.recompute.keeps_cudnn_attention) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("version", "fused"), [("2021-03", False), ("2024-06", False), ("2024-07", True), ("26.04", True), (None, True)]
+)
+def test_megatrons_loss_by_day(version: str | None, fused: bool) -> None:
+    traits = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version))
+    assert traits.kernels.fused_loss is fused

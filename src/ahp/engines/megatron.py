@@ -132,7 +132,7 @@ class MegatronEngine(Engine):
             pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True),
             # --cross-entropy-loss-fusion is off by default and on in NVIDIA's recipes, none of which is in fp16: there logits are copied to fp32
             # and go through core/tensor_parallel/cross_entropy.py operator by operator, as in all published runs.
-            kernels=KernelTraits(fusion="fused", fused_loss=job.precision in ("bf16", "fp8")),
+            kernels=KernelTraits(fusion="fused", fused_loss=has("fused_loss") and job.precision in ("bf16", "fp8")),
             host=HostTraits(
                 operators_per_unit=0,
                 launches_per_operator=steps.value("host_launches"),
