@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -42,7 +43,7 @@ def ranking_with_any_kernels(
         if not _has_a_plan(eager):
             raise
         try:
-            ranking = ranking_by_speed(eager, keep, current, by, tied)
+            ranking = ranking_by_speed(eager, keep, current, by, tied, remedies=False)
         except (BadInput, NotExpressible, NothingFits):
             raise refusal from None
         return _because(ranking, f"eager blocks: compiled, {str(refusal).splitlines()[0]}")
@@ -104,13 +105,8 @@ def ranking_by_speed(
     ``remedies``: whether to say what would make it fit, where nothing does.
     """
     if asked.cluster.is_mixed:
-        return mixed_ranking(
-            asked,
-            keep,
-            current,
-            by,
-            lambda used: ranking_by_speed(used, keep, None, by, remedies=False),
-        )
+        plain = partial(ranking_by_speed, keep=keep, current=None, by=by)
+        return mixed_ranking(asked, keep, current, by, plain, remedies=remedies)
     start = perf_counter()
     table = legal_rows(asked)
     used, space = table.problem, table.space

@@ -79,11 +79,11 @@ class Balanced:
 
 
 def ends_s(whole: Floats, forward: Floats, micro_batches: Ints, *, splits: bool) -> Floats:
-    """[M] Seconds that a replica takes at least with each number of micro-batches, from [S] or [M, S] seconds of its stages.
+    """[...] Seconds that replicas take at least with so many micro-batches, from [..., S] seconds of their stages.
 
     ``splits``: whether the schedule computes weight gradients apart from input gradients.
     """
-    m = np.asarray(micro_batches)[:, None]
+    m = np.asarray(micro_batches)[..., None]
     stages = forward.shape[-1]
     waits = np.minimum(stages - np.arange(stages), m) - 1
     way = forward if splits else whole

@@ -25,14 +25,18 @@ FEW = Budget(shapes=10, forecasts=200, near=0, every=False)
 MOST_TIMES_MORE_NODES = 16
 
 
-def nothing_fits_anywhere(asked: Problem, over: MixedOutcome | None, alone: list[tuple[str, str]]) -> NothingFits:
-    """The error to raise, with every remedy that was found to work."""
+def nothing_fits_anywhere(
+    asked: Problem, over: MixedOutcome | None, alone: list[tuple[str, str]], *, remedies: bool
+) -> NothingFits:
+    """The error to raise, with every remedy that was found to work, where they are asked for."""
     lines = ["nothing fits, on one group or over several"]
     if over is not None and over.misfits:
         lines.append(_nearest_miss(asked, over))
     elif over is not None and over.size:
         lines.append(f"over several groups: all {over.size:,} shapes need more memory than their devices have")
     lines += [f"{name} alone: {refusal.splitlines()[0]}" for name, refusal in alone]
+    if not remedies:
+        return NothingFits("\n  ".join(lines))
     tried = []
     for family in (freed(asked), _more_nodes(asked), shorter(asked, that_fits)):
         for words, changed in family:

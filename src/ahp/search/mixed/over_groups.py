@@ -31,7 +31,8 @@ from ahp.search.result import Ranking
 from ahp.words import percent, seconds
 
 Pair = tuple[Parallelism, Forecast]
-Plain = Callable[[Problem], Ranking]
+Plain = Callable[..., Ranking]
+"""Of a problem, and ``remedies``: whether to say what would make it fit, where nothing does."""
 
 OF_PLACEMENTS = ("stages", "micro_batches_per_replica")
 """Keys that a group alone has no use for."""
@@ -101,23 +102,24 @@ def mixed_ranking(
     current: Parallelism | Mapping[str, Any] | None,
     by: Method,
     plain: Plain,
-    budget: Budget | None = None,
+    *,
+    remedies: bool = True,
 ) -> Ranking:
     """Rank layouts over several groups, and those of each group alone.
 
-    ``plain`` searches a plain cluster. Raises as ``ahp.search``.
+    ``plain`` searches a plain cluster; ``remedies``: whether to say what would make it fit, where nothing does. Raises as ``ahp.search``.
     """
     start = perf_counter()
     if by.name != "exact":
         raise bad_input("method", by.name, "a cluster of several groups is searched by its own method", ["exact"])
     asked, notes = _usable(given)
     if not asked.cluster.is_mixed:
-        return _with_notes(plain(asked), notes)
+        return _with_notes(plain(asked, remedies=remedies), notes)
     alone = _each_alone(asked, plain)
     found = [one.ranking.best for one in alone if one.ranking is not None]
     best_s = min((plan.forecast.step_time_s for plan in found if plan.forecast is not None), default=float("inf"))
     seeds = [shape_of(plan.parallelism) for plan in found]
-    over, refusal = _over_groups(asked, seeds, best_s, keep, budget or Budget())
+    over, refusal = _over_groups(asked, seeds, best_s, keep, Budget())
     if over is None and all(one.ranking is None for one in alone):
         assert refusal is not None, "without a shape there is a reason"
         raise refusal
@@ -128,7 +130,7 @@ def mixed_ranking(
     ranked = sorted([*alike, *unlike.fitting], key=lambda pair: pair[1].step_time_s)
     plans, best_of = _merged(asked, ranked, alone)
     if not plans:
-        raise nothing_fits_anywhere(asked, over, [(one.name, one.refusal) for one in alone])
+        raise nothing_fits_anywhere(asked, over, [(one.name, one.refusal) for one in alone], remedies=remedies)
     best = plans[0]
     assert best.forecast is not None, "plans of a search have one"
     of_alike = next((p for p in plans if not p.parallelism.has_unlike_widths), best).forecast or best.forecast
@@ -217,7 +219,7 @@ def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
             found.append(Alone(group.name, used, None, f"parallelism.{fixed[0]} is given"))
             continue
         try:
-            found.append(Alone(group.name, used, plain(used)))
+            found.append(Alone(group.name, used, plain(used, remedies=False)))
         except (BadInput, NotExpressible, NothingFits) as refusal:
             found.append(Alone(group.name, used, None, str(refusal)))
     return found

@@ -24,7 +24,6 @@ from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.registry import get
 from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.fewest import fewest
-from ahp.search.mixed.matrices import Kind
 from ahp.search.mixed.solve import Ends, Placement, Price, Row, Solved, Task
 from ahp.search.mixed.tables import LayoutTables, StageCosts
 
@@ -57,22 +56,19 @@ class SeveralTask(Task):
     """Whether a replica may have so many micro-batches."""
 
     @property
-    def _depths(self) -> list[int]:
-        return [self.shape.pipeline * pipe.virtual for pipe in self.pipes]
+    def _depths(self) -> list[tuple[ScheduleChoice | None, int]]:
+        return [(pipe, self.shape.pipeline * pipe.virtual) for pipe in self.pipes]
 
-    def _ways(self) -> Iterator[tuple[ScheduleChoice | None, tuple[int, ...]]]:
-        for pipe in self.pipes:
-            yield from ((pipe, cut) for cut in self._cuts(self.shape.pipeline * pipe.virtual))
-
-    def _ends(self, kind: Kind, pipe: ScheduleChoice | None, cut: tuple[int, ...], numbers: Ints) -> Ends:
+    def _tables_of(self, pipe: ScheduleChoice | None) -> LayoutTables:
         assert pipe is not None, "several schedules"
-        costs = self._costs(pipe, np.array([kind] * len(numbers)), cut, numbers)
-        legal = np.array([self.legal(pipe, m) for m in numbers.tolist()])
-        return Ends(
-            self._least_s(pipe, costs, numbers), np.logical_and.reduce(costs.fits, axis=1) & legal, costs.recomputed
-        )
+        return self.of_pipe(pipe)
 
-    def _costs(self, pipe: ScheduleChoice, kinds: Ints, cut: Sequence[int], micro_batches: Ints) -> StageCosts:
+    def _ends(self, pipe: ScheduleChoice | None, kinds: Ints, cut: Ints, micro_batches: Ints) -> Ends:
+        assert pipe is not None, "several schedules"
+        costs, legal = self._costs(pipe, kinds, cut, micro_batches), self.legal(pipe, micro_batches)
+        return Ends(self._least_s(pipe, costs, micro_batches), costs.fits.all(axis=-1) & legal, costs.recomputed)
+
+    def _costs(self, pipe: ScheduleChoice, kinds: Ints, cut: Ints | Sequence[int], micro_batches: Ints) -> StageCosts:
         """[..., S] From the group of each rank."""
         return self.of_pipe(pipe).stages(kinds[..., self._ranks(pipe)], cut, micro_batches)
 
@@ -80,12 +76,12 @@ class SeveralTask(Task):
         return np.array(stage_ranks(pipe.schedule, self.shape.pipeline, pipe.virtual))
 
     def _least_s(self, pipe: ScheduleChoice, costs: StageCosts, micro_batches: Ints) -> Floats:
-        """[M] Seconds of a replica."""
+        """[...] Seconds of a replica."""
         p, ranks = self.shape.pipeline, self._ranks(pipe)
         busy = np.stack([costs.whole[..., ranks == rank].sum(axis=-1) for rank in range(p)], axis=-1)
         first = (costs.forward if get(pipe.schedule).splits_backward else costs.whole)[..., :p]
         before = np.cumsum(first, axis=-1) - first
-        return (before + micro_batches[:, None] * busy).max(axis=-1)
+        return (before + micro_batches[..., None] * busy).max(axis=-1)
 
     # -- recompute --------------------------------------------------------------------------------------------------
 

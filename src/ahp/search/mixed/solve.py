@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, permutations
+from itertools import islice, pairwise, permutations
 from math import comb
+from operator import le
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,9 @@ from ahp.search.stages import cuts
 
 ALL_PLACEMENTS = 20_000
 """So many matrices x cuts x ways to share the micro-batches are all looked at."""
+
+ROWS = 20_000
+"""Replicas that are looked at together."""
 
 ORDERS = 24
 """Orders of a layout's replicas that are priced at most, where all placements are: they differ only in which lie on a node."""
@@ -55,13 +59,13 @@ class Row(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Of one replica with each number of micro-batches, [M] and of its S stages."""
+    """Of replicas, [...]."""
 
     least_s: Floats
     """When it is done, at least."""
     fits: Bools
     recomputed: Ints
-    """[M, S] Layers, at least."""
+    """[..., S] Layers of each stage, at least."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,7 @@ class Task:
     def few(self) -> bool:
         """Whether all placements are looked at."""
         shape, layers = self.shape, self._num_layers
-        depths = self._depths
+        depths = [num_stages for _, num_stages in self._depths]
         ways = sum(comb(max(layers - 1, 0), n - 1) for n in depths) if self.fixed.layers is None else len(depths)
         ways *= comb(self.total - 1, shape.replicas - 1) if self.fixed.micro_batches is None else 1
         if ways > ALL_PLACEMENTS:
@@ -224,9 +228,9 @@ class Task:
         return self.fixed.rows is not None or num_matrices(self.cells, shape.pipeline, shape.replicas, most) < most
 
     @property
-    def _depths(self) -> list[int]:
-        """Numbers of stages, one for each schedule."""
-        return [self.shape.pipeline]
+    def _depths(self) -> list[tuple[ScheduleChoice | None, int]]:
+        """Each schedule, where there are several, with its number of stages."""
+        return [(None, self.shape.pipeline)]
 
     @property
     def _splits(self) -> bool:
@@ -246,36 +250,46 @@ class Task:
 
     def all(self) -> Iterator[Placement]:
         """Every placement with its bound, but for the order of the replicas."""
-        if not self.allowed.any():
+        shares = list(self._shares()) if self.allowed.any() else []
+        replicas = [[kind for kind, count in matrix for _ in range(count)] for matrix in self._matrices(all_=True)]
+        ways = [
+            pairs
+            for kinds in replicas
+            for share in shares
+            if not self._repeats(pairs := list(zip(kinds, share, strict=True)))
+        ]
+        if not ways:
             return
-        numbers, shares = np.arange(1, self.total + 1), list(self._shares())
-        matrices = [[kind for kind, count in matrix for _ in range(count)] for matrix in self._matrices(all_=True)]
-        for pipe, cut in self._ways():
-            known: dict[Kind, Ends] = {}
-            for kind in {kind for kinds in matrices for kind in kinds}:
-                known[kind] = self._ends(kind, pipe, cut, numbers)
-            for kinds in matrices:
-                for share in shares:
-                    pairs = list(zip(kinds, share, strict=True))
-                    if self._repeats(pairs) or not all(known[kind].fits[m - 1] for kind, m in pairs):
-                        continue
-                    bound_s = max(float(known[kind].least_s[m - 1]) for kind, m in pairs)
-                    rows = [Row(kind, m, self._recomputed(known[kind].recomputed[m - 1].tolist())) for kind, m in pairs]
-                    yield self._placement(rows, cut, bound_s, pipe)
+        pairs = sorted({pair for way in ways for pair in way})
+        number = {pair: at for at, pair in enumerate(pairs)}
+        of_ways = np.array([[number[pair] for pair in way] for way in ways])
+        kinds, micro_batches = np.array([kind for kind, _ in pairs]), np.array([m for _, m in pairs])
+        for pipe, num_stages in self._depths:
+            most = self._tables_of(pipe).most_in_stages(np.unique(micro_batches))
+            held = (cut for cut in self._cuts(num_stages) if all(map(le, cut, most)))
+            while cuts := list(islice(held, 1 + ROWS // of_ways.size)):
+                ends = self._ends(pipe, kinds[:, None], np.array(cuts), micro_batches[:, None])
+                fits, bounds_s = ends.fits[of_ways].all(axis=1), ends.least_s[of_ways].max(axis=1)
+                for at, way in np.argwhere(fits.T).tolist():
+                    rows = [
+                        Row(kind, m, self._recomputed(ends.recomputed[of, at].tolist()))
+                        for (kind, m), of in zip(ways[way], of_ways[way].tolist(), strict=True)
+                    ]
+                    yield self._placement(rows, cuts[at], float(bounds_s[way, at]), pipe)
 
-    def _ways(self) -> Iterator[tuple[ScheduleChoice | None, tuple[int, ...]]]:
-        """Every schedule, where there are several, with every cut."""
-        yield from ((None, cut) for cut in self._cuts(self.shape.pipeline))
+    def _tables_of(self, pipe: ScheduleChoice | None) -> LayoutTables:
+        """By stage."""
+        return self.tables
 
     def _cuts(self, num_stages: int) -> Iterator[tuple[int, ...]]:
         yield from cuts(self._num_layers, num_stages) if self.fixed.layers is None else [self.fixed.layers]
 
-    def _ends(self, kind: Kind, pipe: ScheduleChoice | None, cut: tuple[int, ...], numbers: Ints) -> Ends:
-        """Of one replica, by micro-batches."""
+    def _ends(self, pipe: ScheduleChoice | None, kinds: Ints, cut: Ints, micro_batches: Ints) -> Ends:
+        """Of replicas, [...], from [..., p] kinds, [..., S] cuts, and micro-batches."""
         assert pipe is None, "one schedule has no choice"
-        costs = self.tables.stages(np.array([kind] * len(numbers)), cut, numbers)
-        least_s = ends_s(costs.whole, costs.forward, numbers, splits=self._splits)
-        return Ends(least_s, np.logical_and.reduce(costs.fits, axis=1), costs.recomputed)
+        costs = self.tables.stages(kinds, cut, micro_batches)
+        least_s = ends_s(costs.whole, costs.forward, micro_batches, splits=self._splits)
+        return Ends(least_s, costs.fits.all(axis=-1), costs.recomputed)
 
     def _recomputed(self, at_least: list[int]) -> tuple[int, ...] | None:
         return tuple(at_least) if self.tables.has_choice else None

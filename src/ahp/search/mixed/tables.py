@@ -94,12 +94,21 @@ class LayoutTables:
             found[group] = max(light_s, every_s - left * self.groups[group].again_s if left < n else 0.0)
         return found
 
-    def stages(self, kinds: Ints, layers: Sequence[int], micro_batches: Ints) -> StageCosts:
-        """[M, S] Of replicas with these groups along their stages, [M, S], and so many micro-batches, [M]."""
-        edges = np.cumsum([0, *layers])
-        seconds = self._seconds[:, kinds, edges[1:]] - self._seconds[:, kinds, edges[:-1]]
-        room = self._rooms(micro_batches).mapped(lambda of: np.take_along_axis(of, kinds[:, None], axis=1)[:, 0])
-        return self._costs(kinds, self._places, np.diff(edges), np.diff(self._work[edges]), seconds, room)
+    def stages(self, kinds: Ints, layers: Ints | Sequence[int], micro_batches: Ints) -> StageCosts:
+        """[..., S] Of replicas with these groups along their stages, [..., S], with these layers in them, [..., S], and so many
+        micro-batches, [...]."""
+        n = np.asarray(layers)
+        last = np.cumsum(n, axis=-1)
+        first = last - n
+        seconds = self._seconds[:, kinds, last] - self._seconds[:, kinds, first]
+        numbers, which = np.unique(micro_batches, return_inverse=True)
+        at = which.reshape(np.shape(micro_batches))[..., None], kinds, np.arange(self.num_stages)
+        room = self._rooms(numbers).mapped(lambda of: of[at])
+        return self._costs(kinds, self._places, n, self._work[last] - self._work[first], seconds, room)
+
+    def most_in_stages(self, micro_batches: Ints) -> Ints:
+        """[S] Layers of each stage that any group can hold with one of so many micro-batches, at most."""
+        return np.max([self.most_layers(m).max(axis=0) for m in micro_batches.tolist()], axis=0)
 
     def _by_layers(self, micro_batches: int) -> StageCosts:
         """[G, S, L] By number of layers from 1 on; where layers differ of the mean one. Infinite seconds where it does not fit."""

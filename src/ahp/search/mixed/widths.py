@@ -212,6 +212,8 @@ class _Finder:
             try:
                 lightest = self._lightest(whole)
                 self.found.forecasts += 1
+                if lightest is None:
+                    continue
                 found.append(
                     self.asked.priced(whole if given not in (None, lightest.activation_checkpoint) else lightest)
                 )
@@ -221,13 +223,16 @@ class _Finder:
                 break
         return [one for one in found if one.forecast.fits and self.asked.constraints.admits(one.parallelism)]
 
-    def _lightest(self, layout: Parallelism) -> Parallelism:
-        """With the fewest layers recomputed with which each cell fits; those of one stage are alike in all replicas."""
+    def _lightest(self, layout: Parallelism) -> Parallelism | None:
+        """With the fewest layers recomputed with which each cell fits, None where one does not with all; those of one stage are alike in all
+        replicas."""
         stages = layout.stages or ()
         if layout.activation_checkpoint == "none":
             return layout
         fits = self.prices.cells_fit(layout)
         layers = [stage.layers for stage in stages]
+        if not all(fits(0, layers)):
+            return None
         some = fewest(lambda numbers: fits(0, numbers), [0] * len(layers), layers)
         places = (
             stage.model_copy(update={"recomputed_layers": count}) for stage, count in zip(stages, some, strict=True)
