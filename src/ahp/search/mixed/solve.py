@@ -289,7 +289,7 @@ class Task:
         assert pipe is None, "one schedule has no choice"
         costs = self.tables.stages(kinds, cut, micro_batches)
         least_s = ends_s(costs.whole, costs.forward, micro_batches, splits=self._splits)
-        return Ends(least_s, costs.fits.all(axis=-1), costs.recomputed)
+        return Ends(least_s, np.logical_and.reduce(costs.fits, axis=-1), costs.recomputed)
 
     def _recomputed(self, at_least: list[int]) -> tuple[int, ...] | None:
         return tuple(at_least) if self.tables.has_choice else None
