@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ahp.cli.analyze import heaviest, run, six_n
+from ahp.cli.analyze import heaviest, repeated, run, six_n
 from ahp.errors import BadInput
+from ahp.graph import kept
 from ahp.graph.export import from_json
 from ahp.graph.trace import analyze
 from ahp.job import Job
@@ -20,8 +21,23 @@ def test_the_table_names_every_part_and_the_next_command(capsys: pytest.CaptureF
     for word in ("4,000,000", "embedding", "block", "head", "1 x 64 tokens", "6 N", "mlp.down_proj"):
         assert word in out
     assert out.rstrip().endswith("Next: ahp plan tiny CLUSTER")
-    assert "traced in" in err
+    assert "analyzed in" in err
     assert "chosen" not in out
+
+
+@pytest.mark.parametrize("model", ["llama3-405b", "qwen3-235b-a22b"])
+def test_the_largest_models_fit_80_columns_whole(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([model]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    graph = kept.analyze(model, Job(sequence_length=8192))
+    [whole] = [line.split() for line in out.splitlines() if line.startswith("whole ")]
+    forward = sum(times * part.flops("forward") for part, times in repeated(graph))
+    assert float(whole[4]) * {"TFLOP": 1e12, "PFLOP": 1e15}[whole[5]] == pytest.approx(forward, rel=5e-3)
 
 
 def test_the_length_is_the_models_own_when_not_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -72,4 +88,4 @@ def test_six_n_leaves_out_the_table_that_is_only_looked_up() -> None:
     graph = analyze("tiny", Job(sequence_length=64))
     looked_up = 2048 * 256 + 9 * 256
     share = (graph.num_parameters - looked_up) / graph.num_parameters
-    assert f"without attention {share:.3f}" in six_n(graph)[1]
+    assert f"without attention {share:.3f}" in six_n(graph)[1][1]

@@ -176,7 +176,13 @@ def test_code_is_traced_every_time(traced: list[Any], folder: Path) -> None:
     assert not folder.exists()
 
 
-COMMANDS = ["plan tiny 8xH100 -o plan.yaml", "simulate plan.yaml", "explain plan.yaml", "export slurm plan.yaml"]
+COMMANDS = [
+    "analyze tiny",
+    "plan tiny 8xH100 -o plan.yaml",
+    "simulate plan.yaml",
+    "explain plan.yaml",
+    "export slurm plan.yaml",
+]
 
 RUN = """
 import sys
@@ -188,7 +194,7 @@ print("modules", len(sys.modules))
 """
 
 MOST_MODULES = 1000
-"""Of all four commands in one process, which import some 750 with numpy, pydantic, tyro and rich; torch alone brings more than 1,000."""
+"""Of all these commands in one process, which import some 750 with numpy, pydantic, tyro and rich; torch alone brings more than 1,000."""
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ahp.cli.following import show_next
 from ahp.cli.planning_job import LONGEST_DEFAULT_SEQUENCE
 from ahp.errors import BadInput
 from ahp.job import Job, Precision
@@ -21,6 +22,10 @@ from ahp.plan import validated
 from ahp.words import count, percent
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.table import Table
+    from rich.text import Text
+
     from ahp.graph.operators import ModelGraph, Operator, Segment
 
 TOP = 8
@@ -58,7 +63,7 @@ def run(argv: list[str]) -> int:
     job = validated(Job, {"sequence_length": chosen, "precision": arguments.precision}, "job")
     started = time.perf_counter()
     graph = analyze(arguments.model, job, micro_batch_size=arguments.micro_batch_size, attention=arguments.attention)
-    print(f"traced in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    print(f"analyzed in {time.perf_counter() - started:.1f} s", file=sys.stderr)
     if arguments.json:
         print(to_json(graph))
     elif arguments.dot:
@@ -70,38 +75,36 @@ def run(argv: list[str]) -> int:
 
 def _default_length(model: str) -> int:
     """The model's own context, at most what ``ahp plan`` takes too; the job's default where the model does not say."""
-    from ahp.graph.positions import context_of
+    from ahp.graph.kept import context_of
 
     context = context_of(model)
     return Job().sequence_length if context is None else min(context, LONGEST_DEFAULT_SEQUENCE)
 
 
 def _show(graph: ModelGraph, arguments: Arguments, *, given: bool) -> None:
-    from rich.console import Console
+    from ahp.report import tables
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    for line in heading(graph, arguments.attention, given=given):
-        console.print(line, markup=False)
-    console.print()
+    console = tables.console()
+    console.print(tables.Hanging(heading(graph, arguments.attention, given=given)))
+    console.print("\nParts, each figure for one of them", style="bold")
     console.print(_parts_table(graph))
+    console.print("\nHeaviest operators, over the whole model", style="bold")
+    console.print(Heaviest(heaviest(graph), max(graph.flops(), 1)))
     console.print()
-    console.print(_heaviest_table(graph))
-    console.print()
-    for line in six_n(graph):
-        console.print(line, markup=False)
-    console.print(f"\nNext: ahp plan {arguments.model} CLUSTER", markup=False)
+    console.print(tables.Hanging(six_n(graph)))
+    show_next(console, [f"ahp plan {arguments.model} CLUSTER"])
 
 
-def heading(graph: ModelGraph, attention: str, *, given: bool) -> list[str]:
-    """Model and what was traced, one line each."""
+def heading(graph: ModelGraph, attention: str, *, given: bool) -> list[tuple[str, str]]:
+    """Model and what was traced, each after what it is about."""
     kinds = len(graph.blocks)
     layers = f"{graph.num_layers} layers" + (f" of {kinds} kinds" if kinds > 1 else " alike" if kinds else "")
     tied = f", {len(graph.tied)} tied" if graph.tied else ""
-    note = "" if given else "   (length chosen, not given)"
+    note = "" if given else "; length chosen, not given"
     sequences = f"{graph.micro_batch_size} x {graph.sequence_length} tokens"
     return [
-        f"Model    {graph.name}, {count(graph.num_parameters)} parameters ({graph.num_parameters:,}{tied}), {layers}",
-        f"Traced   {sequences}, {graph.dtype}, {attention} attention; forward, loss, backward{note}",
+        ("Model", f"{graph.name}, {count(graph.num_parameters)} parameters ({graph.num_parameters:,}{tied}), {layers}"),
+        ("Traced", f"{sequences}, {graph.dtype}, {attention} attention; forward, loss, backward{note}"),
     ]
 
 
@@ -113,14 +116,12 @@ def repeated(graph: ModelGraph) -> Iterator[tuple[Segment, int]]:
     yield graph.head, 1
 
 
-def _parts_table(graph: ModelGraph) -> Any:
-    from rich import box
+def _parts_table(graph: ModelGraph) -> Table:
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, title="Parts, each figure for one of them", title_justify="left")
-    table.add_column("part")
-    for name in ("times", "parameters", "operators", "forward GFLOP", "backward GFLOP", "moved MB", "saved MB"):
-        table.add_column(name, justify="right")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("part", "times", "params", "ops", "forward", "backward", "moved", "saved"):
+        table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
     totals = [0, 0, 0, 0, 0, 0]
     for part, times in repeated(graph):
         figures = [
@@ -133,39 +134,52 @@ def _parts_table(graph: ModelGraph) -> Any:
         ]
         table.add_row(part.name, str(times), *_figures(figures))
         totals = [total + times * figure for total, figure in zip(totals, figures, strict=True)]
-    table.add_section()
-    table.add_row("whole model", "", *_figures(totals))
+    table.add_row("whole", "", *_figures(totals), style="bold")
     return table
 
 
 def _figures(figures: list[int]) -> list[str]:
-    parameters, operators, *rest = figures
-    forward, backward, moved, saved = rest
-    sizes = [f"{forward / 1e9:,.1f}", f"{backward / 1e9:,.1f}", f"{moved / 1e6:,.1f}", f"{saved / 1e6:,.1f}"]
-    return [f"{parameters:,}", f"{operators:,}", *sizes]
+    parameters, operators, forward, backward, moved, saved = figures
+    sizes = [_metric(forward, "FLOP"), _metric(backward, "FLOP"), _metric(moved, "B"), _metric(saved, "B")]
+    return [count(parameters), f"{operators:,}", *sizes]
 
 
-def _heaviest_table(graph: ModelGraph) -> Any:
-    from rich import box
-    from rich.table import Table
+Call = tuple["Operator", str, int, int, int]
 
-    whole = max(graph.flops(), 1)
-    table = Table(box=box.SIMPLE_HEAD, title="Heaviest operators, over the whole model", title_justify="left")
-    for name in ("operator", "module", "phase", "inputs"):
-        table.add_column(name, overflow="fold")
-    for name in ("calls", "of FLOPs", "FLOP/byte"):
-        table.add_column(name, justify="right")
-    for operator, part, calls, flops, moved in heaviest(graph):
-        shapes = " ".join("x".join(map(str, t.shape)) for t in operator.inputs)
+
+@dataclass(frozen=True)
+class Heaviest:
+    """Calls as ``heaviest`` has them, each on a line, and where it stands and what it reads on the next."""
+
+    calls: list[Call]
+    whole: int
+    """FLOPs of the model."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        from ahp.report.tables import lines_of
+
+        rows = [("operator", "phase", "calls", "FLOPs", "FLOP/B"), *map(self._row, self.calls)]
+        longest = max(len(row[0]) for row in rows)
+        for number, (name, phase, *figures) in enumerate(rows):
+            cells = "".join(f"  {figure:>6}" for figure in figures)
+            yield Text(f"{name:<{longest}}  {phase:<8}{cells}", no_wrap=True, overflow="ignore")
+            if number:
+                operator, part, *_ = self.calls[number - 1]
+                shapes = " ".join("x".join(map(str, tensor.shape)) for tensor in operator.inputs)
+                for line in lines_of(f"{part}: {operator.module}; {shapes}", options.max_width - 4):
+                    yield Text(f"    {line}", style="dim", no_wrap=True, overflow="ignore")
+
+    def _row(self, call: Call) -> tuple[str, ...]:
+        operator, _, calls, flops, moved = call
         short = operator.name.removeprefix("aten.").removeprefix("_").replace("_for_cpu", "")
-        row = [short, f"{part}: {operator.module}", operator.phase, shapes, str(calls), percent(flops / whole)]
-        table.add_row(*row, f"{flops / moved:,.0f}" if moved else "")
-    return table
+        return short, operator.phase, str(calls), percent(flops / self.whole), f"{flops / moved:,.0f}" if moved else ""
 
 
-def heaviest(graph: ModelGraph) -> list[tuple[Operator, str, int, int, int]]:
+def heaviest(graph: ModelGraph) -> list[Call]:
     """Calls alike in name, phase, module and shapes, by FLOPs: one of them, its part, calls, FLOPs, bytes moved."""
-    groups: dict[Any, tuple[Operator, str, int, int, int]] = {}
+    groups: dict[Any, Call] = {}
     for part, times in repeated(graph):
         for operator in part.operators:
             key = (part.name, operator.name, operator.phase, operator.module, operator.inputs)
@@ -175,7 +189,7 @@ def heaviest(graph: ModelGraph) -> list[tuple[Operator, str, int, int, int]]:
     return sorted(groups.values(), key=lambda group: -group[3])[:TOP]
 
 
-def six_n(graph: ModelGraph) -> list[str]:
+def six_n(graph: ModelGraph) -> list[tuple[str, str]]:
     """The rule of thumb of 6 FLOPs per parameter and token, against what was traced."""
     tokens = graph.micro_batch_size * graph.sequence_length
     attention = sum(
@@ -186,16 +200,17 @@ def six_n(graph: ModelGraph) -> list[str]:
     of_it = f"of it {share} in fused attention (the full square)"
     ratios = f"traced / 6 N = {traced / rule:.3f}, without attention {(traced - attention) / rule:.3f}"
     lines = [
-        f"FLOP     {_flop(traced)} a micro-batch, {_flop(traced / tokens)} a token, {of_it}",
-        f"6 N      6 x {count(graph.num_parameters)} x {tokens} tokens = {_flop(rule)}; {ratios}",
+        ("FLOP", f"{_metric(traced, 'FLOP')} a micro-batch, {_metric(traced / tokens, 'FLOP')} a token, {of_it}"),
+        ("6 N", f"6 x {count(graph.num_parameters)} x {tokens} tokens = {_metric(rule, 'FLOP')}; {ratios}"),
     ]
     if graph.config.get("num_experts"):
         visited = graph.config.get("num_experts_per_token", "?")
-        lines.append(f"         (a token visits {visited} of {graph.config['num_experts']} experts)")
+        lines.append(("Experts", f"a token visits {visited} of {graph.config['num_experts']}"))
     return lines
 
 
-def _flop(number: float) -> str:
-    """``492 TFLOP``, three figures."""
-    unit, size = next(((u, s) for u, s in (("P", 1e15), ("T", 1e12), ("G", 1e9)) if number >= 0.9995 * s), ("M", 1e6))
-    return f"{number / size:.3g} {unit}FLOP"
+def _metric(number: float, unit: str) -> str:
+    """``492 TFLOP``, ``95.7 GB``: three figures, in powers of 1000."""
+    sizes = (("P", 1e15), ("T", 1e12), ("G", 1e9))
+    prefix, size = next(((p, s) for p, s in sizes if number >= 0.9995 * s), ("M", 1e6))
+    return f"{number / size:.3g} {prefix}{unit}" if number else "0"
