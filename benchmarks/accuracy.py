@@ -25,6 +25,7 @@ from typing import Any
 
 import accuracy_choice
 import accuracy_pairs
+import accuracy_reach
 import accuracy_tables as tables
 import page
 import yaml
@@ -37,6 +38,7 @@ NOTES = Path(__file__).parent / "accuracy_notes.yaml"
 UNSEEN = Path(__file__).parent / "unseen"
 """Rows that no constant was derived from, and that none may be."""
 TITLES = {
+    "reach": "What was asked for",
     "sources": "Step time",
     "unseen": "Runs that nothing was derived from",
     "ranking": "Ranking",
@@ -83,6 +85,7 @@ def sections(
         apart, without = leave_one_out(judged, fit, simulate)
         fitted = tables.constants(fit.values(), without)
     return {
+        "reach": accuracy_reach.section(judged, unseen, notes),
         "sources": tables.sources(judged, apart, notes),
         "unseen": tables.unseen(unseen, notes),
         "ranking": tables.ranking(judged),

@@ -22,6 +22,9 @@ FAR_OFF = 0.30
 RANKED_FROM, CORRELATED_FROM = 3, 5
 """Layouts of one model that were measured: from here on the pick is judged, and the order."""
 
+MOST_WORDS = 110
+"""Characters of a reason in a table, whose rows have 200 at most."""
+
 COVERAGE = (0.85, 0.90, 0.97)
 SIGMAS = np.arange(0.01, 1.0, 0.001)
 
@@ -129,22 +132,33 @@ def memory(judged: Sequence[Judged]) -> str:
     return table([*head, "ran, but excluded", "ran out, but promised"], lines)
 
 
+def _layouts(judged: Sequence[Judged]) -> list[list[Judged]]:
+    """The priced rows of each model on the same devices with the same batch."""
+    groups: dict[str, list[Judged]] = defaultdict(list)
+    for one in judged:
+        if one.error is not None:
+            groups[one.run.group].append(one)
+    return list(groups.values())
+
+
+def regrets(judged: Sequence[Judged]) -> list[float]:
+    """Of each model with enough layouts, how much slower the one that is forecast fastest was than the best."""
+    found = []
+    for group in _layouts(judged):
+        measured = [one.run.measured_s for one in group]
+        if len(group) >= RANKED_FROM:
+            found.append(measured[int(np.argmin([one.predicted_s for one in group]))] / min(measured) - 1.0)
+    return found
+
+
 def ranking(judged: Sequence[Judged]) -> str:
     """Per source: what picking by forecast costs where several layouts of one model were measured; time of a call."""
     lines = []
     for name, own in by_source(judged).items():
-        groups: dict[str, list[Judged]] = defaultdict(list)
-        for one in own:
-            if one.error is not None:
-                groups[one.run.group].append(one)
-        regret, order = [], []
-        for group in groups.values():
-            predicted = [one.predicted_s for one in group]
-            measured = [one.run.measured_s for one in group]
-            if len(group) >= RANKED_FROM:
-                regret.append(measured[int(np.argmin(predicted))] / min(measured) - 1.0)
+        regret, order = regrets(own), []
+        for group in _layouts(own):
             if len(group) >= CORRELATED_FROM:
-                order.append(spearmanr(predicted, measured).statistic)
+                order.append(spearmanr([o.predicted_s for o in group], [o.run.measured_s for o in group]).statistic)
         calls = errors(own, "seconds")
         lines.append([
             name, str(len(regret)), percent(np.mean(regret) if regret else None), percent(max(regret, default=None)),
@@ -221,7 +235,7 @@ def constants(fitted: Mapping[str, float], without: Mapping[str, Mapping[str, fl
         apart = [f"{source}: {values[name]:g}" for source, values in without.items() if source in constant.derived_from]
         engines, sources_ = ", ".join(constant.engines) or "all", ", ".join(constant.derived_from)
         lines.append([
-            f"`{name}`", constant.unit, engines, sources_, f"{constant.value:g}", f"{fitted[name]:g}",
+            f"`{name}`", _short(constant.unit), engines, sources_, f"{constant.value:g}", f"{fitted[name]:g}",
             "; ".join(apart) or "no rows",
         ])  # fmt: skip
     return table(["constant", "unit", "engines", "derived from", "ships", "fitted again", "without"], lines)
@@ -250,7 +264,7 @@ def not_priced(judged: Sequence[Judged], left_out: Mapping[str, str]) -> str:
     for one in judged:
         if one.failure:
             refused[one.failure].append(one.run.id)
-    lines = [[reason.replace("|", "/"), str(len(ids)), _some(ids)] for reason, ids in refused.items()]
+    lines = [[_short(reason.replace("|", "/")), str(len(ids)), _some(ids)] for reason, ids in refused.items()]
     parts = [table(["refused, counted as not priced", "rows", "which"], lines) if lines else "Every run was priced."]
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, reason in left_out.items():
@@ -261,11 +275,18 @@ def not_priced(judged: Sequence[Judged], left_out: Mapping[str, str]) -> str:
     return "\n\n".join(parts)
 
 
+def _short(words: str) -> str:
+    """As much as a table's row has room for."""
+    return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS].rsplit(' ', 1)[0]} ..."
+
+
 def _some(ids: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in ids[:3]) + (", ..." if len(ids) > 3 else "")
 
 
 def published(notes: Mapping[str, Any]) -> str:
     """What other tools say of themselves."""
-    lines = [[n["tool"], n["error"], n["runs"], n["graded_by"], n["source"]] for n in notes["published"]]
-    return table(["tool", "error of the step time, if nothing else is said", "runs", "who graded", "where"], lines)
+    lines = [[n["tool"], n["error"], n["graded_by"], n["source"]] for n in notes["published"]]
+    words = [f"- {n['tool']} ({n['source']}): {n['runs']}" for n in notes["published"]]
+    head = ["tool", "error of the step time, if nothing else is said", "who graded", "where"]
+    return "\n".join([table(head, lines), "", "On which runs:", "", *words])

@@ -22,6 +22,7 @@ SCRIPTS = (
     "accuracy_choice",
     "accuracy_judge",
     "accuracy_pairs",
+    "accuracy_reach",
     "accuracy_rows",
     "accuracy_tables",
     "page",
@@ -239,3 +240,25 @@ def test_choosing_holds_the_first_of_the_forecast_against_the_best_of_a_sweep(ac
     told = accuracy_choice.section(judged, notes, simulate)
     assert "is forecast fastest in 0, and within 2 % of the fastest in 0" in told
     assert "**odd** (1): `run-2`" in told
+
+
+def test_what_was_asked_for_is_held_against_its_rows_and_a_miss_says_why(accuracy: Any) -> None:
+    import accuracy_reach
+
+    judge, rows = sys.modules["accuracy_judge"], sys.modules["accuracy_rows"]
+
+    def judged(name: str, error: float, device: Any = "A100-SXM-80GB") -> Any:
+        arguments = {"cluster": {"device": device}, "job": {"precision": "bf16"}}
+        run = rows.Run(name, "mine", "g", arguments, 1.0, None, None, None, True)
+        return judge.Judged(run, error=error, inside=True, predicted_s=1.0 + error)
+
+    asked = {"what": "near", "rows": ["mine/a-*"], "figure": "mean error", "at_most": 5, "why": "never told"}
+    far = asked | {"what": "far", "rows": ["mine/*"], "devices": ["B200*"], "why": "its power"}
+    nobody = asked | {"what": "nobody", "precisions": ["fp8"]}
+    own = [judged("a-1", 0.04), judged("a-2", -0.06), judged("b-1", 0.2, {"base": "B200-SXM"})]
+    text = accuracy_reach.section(own, [], {"reach": [asked, far, nobody], "ranking_only": {}})
+    assert line(text, "near |") == ["near", "2", "mean error", "5", "5.0", "yes"]
+    assert line(text, "far |") == ["far", "1", "mean error", "5", "20.0", "no"]
+    assert "its power" in text
+    assert "never told" not in text
+    assert "nobody" not in text
