@@ -2,9 +2,14 @@
 
   ahp export slurm PLAN|CONFIG         {slurm}
   ahp export kubernetes PLAN|CONFIG    {kubernetes}
+  ahp export torchtitan PLAN           {torchtitan}
+  ahp export megatron PLAN             {megatron}
+  ahp export deepspeed PLAN            {deepspeed}
+  ahp export accelerate PLAN           {accelerate}
 
-A plan is run as it is, on as many nodes as it was made for. A config is planned where it starts, for the nodes that are there: after a drained
-node for those that are left. ahp export TARGET --help lists the options of one.
+To slurm and kubernetes a plan is run as it is, on as many nodes as it was made for. A config is planned where it starts, for the nodes that are there: after a drained
+node for those that are left. The others are engines: what their file cannot say of the layout is refused
+(exit code 5), what it cannot say of the job is listed. --target-version names the release. ahp export TARGET --help lists the options of one.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import tyro
 from ahp.errors import BadInput
 
 if TYPE_CHECKING:
-    from ahp.export.target import Source, Target
+    from ahp.export.target import Exported, Source, Target
 
 
 @dataclass(frozen=True)
@@ -47,21 +52,35 @@ def run(argv: list[str]) -> int:
     source = read(arguments.plan)
     exported = target.write(source, options)
     if arguments.out == "-":
-        following = [command.format(file="FILE") for command in exported.next]
+        following = [command.replace("{file}", "FILE") for command in exported.next]
         if arguments.json:
-            print(json.dumps({"target": target.name, "text": exported.text, "next": following}))
+            print(
+                json.dumps(
+                    {"target": target.name, "text": exported.text, "not_in_file": exported.notices, "next": following}
+                )
+            )
         else:
             print(exported.text, end="")
+            _tell_left(exported)
             print(f"Next: {'    '.join(following)}", file=sys.stderr)
         return 0
-    path = Path(arguments.out) if arguments.out else _beside(Path(arguments.plan), target.suffix)
+    path = Path(arguments.out) if arguments.out else _beside(Path(arguments.plan), exported.suffix or target.suffix)
     path.write_text(exported.text, encoding="utf-8")
-    following = [command.format(file=shlex.quote(str(path))) for command in exported.next]
+    following = [command.replace("{file}", shlex.quote(str(path))) for command in exported.next]
     if arguments.json:
-        print(json.dumps({"target": target.name, "wrote": str(path), "next": following}))
+        print(
+            json.dumps({"target": target.name, "wrote": str(path), "not_in_file": exported.notices, "next": following})
+        )
     else:
+        _tell_left(exported)
         print(f"Wrote {path}\nNext: {'    '.join(following)}")
     return 0
+
+
+def _tell_left(exported: Exported) -> None:
+    """What the file does not say, on stderr."""
+    for notice in exported.notices:
+        print(f"Not in this file: {notice}", file=sys.stderr)
 
 
 def _parsed(target: Target, words: list[str]) -> tuple[Arguments, Any]:

@@ -27,7 +27,7 @@ COMMANDS: dict[str, str] = {
     "train": "the main job: analyze, probe, search, run",
     "verify": "a plan against one device, step by step, within tolerance",
     "calibrate": "correct a cluster's forecasts by runs on it",
-    "export": "a Slurm script or a Kubernetes TrainJob that runs a plan",
+    "export": "a plan as a Slurm script, a Kubernetes TrainJob, or another engine's configuration",
     "report": "one HTML page about a run or a plan",
     "generate": "text from a run's checkpoint",
     "models": "the models that are known by name",

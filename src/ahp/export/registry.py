@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from ahp.errors import bad_input
+from ahp.export.accelerate import Accelerate
+from ahp.export.deepspeed import DeepSpeed
 from ahp.export.kubernetes import Kubernetes
+from ahp.export.megatron import Megatron
 from ahp.export.slurm import Slurm
 from ahp.export.target import Target
+from ahp.export.torchtitan import Torchtitan
 
-TARGETS: dict[str, Target] = {target.name: target for target in (Slurm(), Kubernetes())}
+TARGETS: dict[str, Target] = {
+    target.name: target for target in (Slurm(), Kubernetes(), Torchtitan(), Megatron(), DeepSpeed(), Accelerate())
+}
 
 
 def get(name: str) -> Target:

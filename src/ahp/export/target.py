@@ -36,6 +36,10 @@ class Exported:
     text: str
     next: tuple[str, ...]
     """Commands that use it, with {file} for its path."""
+    notices: tuple[str, ...] = ()
+    """What of the plan the file does not say, and who must."""
+    suffix: str | None = None
+    """Of the file, where it is not the target's."""
 
 
 class Target(Protocol):
@@ -111,18 +115,23 @@ def _of_plan(plan: Plan, file: Path, nodes: str | None, workers: int | None) -> 
         raise NotExpressible(
             f"engine.name = {plan.engine.name!r}: ahp train runs plans of the engine ahp; export its own configuration"
         )
+    found = shape_of_plan(plan, file)
+    for option, given, value in (("--nodes", nodes, str(found.most)), ("--workers-per-node", workers, found.workers)):
+        if given is not None and str(given) != str(value):
+            rule = f"{file} is a plan, which is run as it is ({plan.parallelism.short()}); plan again, or give a config.yaml"
+            raise bad_input(option, given, rule, [value])
+    return found
+
+
+def shape_of_plan(plan: Plan, file: Path) -> Shape:
+    """The nodes of a plan's cluster that its workers fill. Raises BadInput where it says none, NotExpressible where they are not alike."""
     if plan.cluster is None:
         raise BadInput(
             f"{file}: the plan says no cluster, so not how many nodes; write one with: ahp plan MODEL CLUSTER"
         )
     from ahp.cluster.model import Cluster
 
-    found = _of_cluster(Cluster.resolve(plan.cluster), plan.parallelism.world_size, str(file))
-    for option, given, value in (("--nodes", nodes, str(found.most)), ("--workers-per-node", workers, found.workers)):
-        if given is not None and str(given) != str(value):
-            rule = f"{file} is a plan, which is run as it is ({plan.parallelism.short()}); plan again, or give a config.yaml"
-            raise bad_input(option, given, rule, [value])
-    return found
+    return _of_cluster(Cluster.resolve(plan.cluster), plan.parallelism.world_size, str(file))
 
 
 def _of_cluster(cluster: Any, workers: int | None, where: str) -> Shape:

@@ -1,0 +1,343 @@
+"""Megatron-LM's arguments, and the fields of a plan that they say.
+
+As in Megatron-LM d98e8a6 (Megatron-Core 0.20): training/arguments.py and the configs that it makes arguments of. ``--nnodes`` and
+``--nproc-per-node`` are torchrun's: the data-parallel degree is what they leave.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ahp.engines.megatron import SUPPORT
+from ahp.errors import NotExpressible
+from ahp.export.megatron_job import RULES as OPTIMIZER_RULES
+from ahp.export.megatron_model import LAYERS
+from ahp.export.table import Dialect, Fields, Rule, Settings, Subject, Unreadable, cut_of, same, whole
+from ahp.plan import DEGREE
+from ahp.schedule.stages import layers_of_stages
+
+P, J = "parallelism.", "job."
+TENSOR, PIPE, CONTEXT, EXPERT = (
+    f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context", "expert-model")
+)
+NODES, EACH = "--nnodes", "--nproc-per-node"
+OPTIMIZER, FSDP, STRATEGY = "--use-distributed-optimizer", "--use-megatron-fsdp", "--data-parallel-sharding-strategy"
+INSTANCES, OVERLAP, GATHER = "--num-distributed-optimizer-instances", "--overlap-grad-reduce", "--overlap-param-gather"
+LAYOUT, VIRTUAL, PER_VIRTUAL = (
+    "--pipeline-model-parallel-layout",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--num-layers-per-virtual-pipeline-stage",
+)
+GRANULARITY, METHOD, NUMBER, MODULES = (
+    f"--recompute-{kind}" for kind in ("granularity", "method", "num-layers", "modules")
+)
+OUTER, MAPPING = "--outer-dp-sharding-strategy", "--use-tp-pp-dp-mapping"
+SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
+
+
+def number(settings: Settings, key: str, default: int = 1) -> int:
+    return whole(settings.get(key, default), key)
+
+
+def _size(key: str, name: str) -> Rule:
+    return Rule(
+        (key,), (P + name,), lambda s: {key: getattr(s.p, name)}, lambda settings: {P + name: number(settings, key)}
+    )
+
+
+def _write_data(s: Subject) -> Settings:
+    p = s.p
+    zero = p.zero_stage if p.weight_shards > 1 else 0
+    overlaps = {OVERLAP: True} if zero or s.job.precision == "fp8" else {}
+    several: Settings = (
+        {INSTANCES: p.data_parallel_replicate_degree} if zero and p.data_parallel_replicate_degree > 1 else {}
+    )
+    if zero == 1:
+        return {OPTIMIZER: True, **overlaps, GATHER: True, **several}
+    if zero:
+        if p.data_parallel_replicate_degree > 1:
+            several[OUTER] = "no_shard"
+        meta = {"--init-model-with-meta-device": True} if zero == 3 else {}
+        return {
+            FSDP: True,
+            STRATEGY: SHARDED[zero],
+            **overlaps,
+            GATHER: True,
+            **several,
+            "--ckpt-format": "fsdp_dtensor",
+            **meta,
+        }
+    return overlaps
+
+
+def _read_data(settings: Settings) -> Fields:
+    others = number(settings, TENSOR) * number(settings, PIPE) * number(settings, CONTEXT)
+    if NODES not in settings and EACH not in settings:
+        raise Unreadable(f"{NODES}, {EACH}: missing, so the data-parallel degree is not known")
+    world = number(settings, NODES) * number(settings, EACH)
+    if world % others:
+        raise Unreadable(f"{NODES} x {EACH} = {world}: {TENSOR} x {PIPE} x {CONTEXT} = {others} does not divide it")
+    data, stage = world // others, 1 if settings.get(OPTIMIZER) else 0
+    if settings.get(FSDP):
+        strategies = {"no_shard": 0, "optim": 1, **{word: at for at, word in SHARDED.items()}}
+        stage = strategies[settings.get(STRATEGY, "optim_grads_params")]
+    copies = number(settings, INSTANCES) if stage else data
+    if data % copies:
+        raise Unreadable(f"{INSTANCES} = {copies}: does not divide the {data} data-parallel ranks")
+    shards = data // copies if stage else 1
+    stage = stage if shards * number(settings, CONTEXT) > 1 else 0
+    return {
+        P + "data_parallel_replicate_degree": copies,
+        P + "data_parallel_shard_degree": shards,
+        P + "zero_stage": stage,
+    }
+
+
+DATA = Rule(
+    (
+        NODES,
+        EACH,
+        OPTIMIZER,
+        FSDP,
+        STRATEGY,
+        OVERLAP,
+        GATHER,
+        INSTANCES,
+        OUTER,
+        "--ckpt-format",
+        "--init-model-with-meta-device",
+    ),
+    tuple(P + name for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage")),
+    _write_data,
+    _read_data,
+)
+
+
+def _write_stages(s: Subject) -> Settings:
+    p = s.p
+    if p.num_stages == 1:
+        return {}
+    if p.pipeline_parallel_schedule not in ("1F1B", "Interleaved1F1B"):
+        rule = "Megatron-LM itself has 1F1B and the interleaved one; zero-bubble is a fork (sail-sg/zero-bubble-pipeline-parallelism)"
+        raise NotExpressible(
+            f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} (valid: 1F1B, Interleaved1F1B)"
+        )
+    layers = layers_of_stages(p, s.layers, ends="may_be_empty")
+    if len(set(layers)) > 1:
+        return {LAYOUT: layout(layers)}
+    return {VIRTUAL: p.virtual_stages_per_rank} if p.virtual_stages_per_rank > 1 else {}
+
+
+def layout(layers: tuple[int, ...]) -> str:
+    """Stages as core/transformer/pipeline_parallel_layer_layout.py reads them: ``Ettt|tttt|tttL``."""
+    stages = ["t" * count for count in layers]
+    return f"E{'|'.join(stages)}L"
+
+
+def _read_stages(settings: Settings) -> Fields:
+    ranks = number(settings, PIPE)
+    if ranks == 1:
+        return {}
+    given, found = settings.get(LAYOUT), {}
+    if given is not None:
+        found = cut_of(_layers(str(given)), ranks, "may_be_empty", f"{LAYOUT} = {given!r}")
+        virtual = found[P + "virtual_stages_per_rank"]
+    elif PER_VIRTUAL in settings:
+        each, total = number(settings, PER_VIRTUAL), number(settings, LAYERS)
+        if total % (each * ranks):
+            raise Unreadable(f"{PER_VIRTUAL} = {each}: {LAYERS} {total} does not divide among {ranks} ranks by it")
+        virtual = total // (each * ranks)
+    else:
+        virtual = number(settings, VIRTUAL)
+    schedule = "Interleaved1F1B" if virtual > 1 else "1F1B"
+    return found | {P + "virtual_stages_per_rank": virtual, P + "pipeline_parallel_schedule": schedule}
+
+
+def _layers(text: str) -> list[int]:
+    """Blocks of each stage, with ``(t|)*3`` and ``t*3`` written out."""
+    shorter = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        shorter = re.sub(pattern, lambda found: found[1] * min(int(found[2]), 10_000), shorter)
+    if set(shorter) - set("EtL|"):
+        raise Unreadable(f"{LAYOUT} = {text!r}: AHP knows E, t and L")
+    return [stage.count("t") for stage in shorter.split("|")]
+
+
+STAGES = Rule(
+    (LAYOUT, VIRTUAL, PER_VIRTUAL),
+    tuple(P + name for name in ("pipeline_parallel_schedule", "virtual_stages_per_rank", "layers_per_stage")),
+    _write_stages,
+    _read_stages,
+)
+
+
+def _write_recompute(s: Subject) -> Settings:
+    mode, some = s.p.activation_checkpoint, s.p.recomputed_layers_per_stage
+    if mode == "auto":
+        raise NotExpressible(
+            "activation_checkpoint = 'auto': Megatron-LM needs to be told (valid: none, selective, full)"
+        )
+    if mode == "none":
+        return {}
+    if mode == "selective":
+        return {GRANULARITY: mode, MODULES: "core_attn"}
+    return {GRANULARITY: mode, METHOD: "uniform" if some is None else "block", NUMBER: 1 if some is None else some[0]}
+
+
+def _read_recompute(settings: Settings) -> Fields:
+    mode, name = settings.get(GRANULARITY), P + "activation_checkpoint"
+    if settings.get("--recompute-activations"):
+        mode = "selective"
+    if mode is None:
+        return {name: "none"}
+    if mode == "selective":
+        modules = settings.get(MODULES, "core_attn")
+        if modules != "core_attn":
+            raise Unreadable(f"{MODULES} = {modules!r}: AHP knows core_attn")
+        return {name: mode}
+    if settings.get(METHOD) == "uniform" and number(settings, NUMBER) > 1:
+        raise Unreadable(f"{METHOD} uniform with {NUMBER} {settings[NUMBER]}: AHP recomputes one block at a time")
+    if settings.get(METHOD) != "block":
+        return {name: "full"}
+    stages = number(settings, PIPE) * int(_read_stages(settings).get(P + "virtual_stages_per_rank", 1))
+    return {name: "full", P + "recomputed_layers_per_stage": [whole(settings.get(NUMBER, 1), NUMBER, 0)] * stages}
+
+
+RECOMPUTE = Rule(
+    (GRANULARITY, METHOD, NUMBER, MODULES, "--recompute-activations"),
+    (P + "activation_checkpoint", P + "recomputed_layers_per_stage"),
+    _write_recompute,
+    _read_recompute,
+)
+EIGHT = {"--bf16": True, "--fp8-format": "hybrid", "--grad-reduce-in-bf16": True}
+
+
+def _write_precision(s: Subject) -> Settings:
+    kind = s.job.precision
+    if kind != "fp8":
+        return {} if kind == "fp32" else {f"--{kind}": True}
+    return EIGHT | ({"--fp8-param-gather": True} if s.p.weight_shards > 1 and s.p.zero_stage else {})
+
+
+def _read_precision(settings: Settings) -> Fields:
+    if "--fp8-format" in settings:
+        return {J + "precision": "fp8"}
+    return {J + "precision": next((kind for kind in ("bf16", "fp16") if settings.get(f"--{kind}")), "fp32")}
+
+
+TYPES = Rule(("--fp16", "--fp8-param-gather", *EIGHT), (J + "precision",), _write_precision, _read_precision)
+
+
+def _write_experts(s: Subject) -> Settings:
+    p = s.p
+    if p.expert_parallel_degree == 1 and p.expert_tensor_parallel_degree is None:
+        return {}
+    asked = 1 if SUPPORT.folded(p) else p.expert_tensor_parallel_degree
+    found: Settings = {
+        EXPERT: p.expert_parallel_degree,
+        "--moe-token-dispatcher-type": "alltoall",
+        "--moe-permute-fusion": True,
+        "--moe-grouped-gemm": True,
+    }
+    return found | ({"--expert-tensor-parallel-size": asked} if asked is not None else {})
+
+
+def _read_experts(settings: Settings) -> Fields:
+    asked = settings.get("--expert-tensor-parallel-size")
+    found: Fields = {P + "expert_parallel_degree": number(settings, EXPERT)}
+    return found | (
+        {} if asked is None else {P + "expert_tensor_parallel_degree": whole(asked, "--expert-tensor-parallel-size")}
+    )
+
+
+EXPERTS = Rule(
+    (
+        EXPERT,
+        "--expert-tensor-parallel-size",
+        "--moe-token-dispatcher-type",
+        "--moe-permute-fusion",
+        "--moe-grouped-gemm",
+    ),
+    (P + "expert_parallel_degree", P + "expert_tensor_parallel_degree"),
+    _write_experts,
+    _read_experts,
+)
+
+
+def _flag(key: str, name: str) -> Rule:
+    return Rule(
+        (key,),
+        (P + name,),
+        lambda s: {key: True} if getattr(s.p, name) else {},
+        lambda settings: {P + name: bool(settings.get(key))},
+    )
+
+
+def _write_overlap(s: Subject) -> Settings:
+    asked = s.plan.engine.enable_async_tensor_parallel
+    on = s.job.precision == "fp8" if asked is None else asked
+    return {"--tp-comm-overlap": True} if on and s.p.enable_sequence_parallel else {}
+
+
+def _read_overlap(settings: Settings) -> Fields:
+    return {"engine.enable_async_tensor_parallel": bool(settings.get("--tp-comm-overlap"))}
+
+
+def _write_order(s: Subject) -> Settings:
+    return {} if s.p.mesh_order is None else {MAPPING: True}
+
+
+def _read_order(settings: Settings) -> Fields:
+    if not settings.get(MAPPING):
+        return {}
+    degrees = {
+        **_read_data(settings),
+        P + DEGREE["tp"]: number(settings, TENSOR),
+        P + DEGREE["pp"]: number(settings, PIPE),
+        P + DEGREE["cp"]: number(settings, CONTEXT),
+    }
+    order = [axis for axis in SUPPORT.mesh_orders[1] if degrees[P + DEGREE[axis]] > 1]
+    return {P + "mesh_order": order or None}
+
+
+def _count(key: str, name: str, default: int | None = None) -> Rule:
+    """A whole number that an argument says as it is."""
+    plain = same(key, name, default)
+
+    def read(settings: Settings) -> Fields:
+        return {name: whole(value, key, 0) for name, value in plain.read(settings).items()}
+
+    return Rule(plain.keys, plain.fields, plain.write, read)
+
+
+DIALECT = Dialect(
+    engine="megatron",
+    version="0.20",
+    source="Megatron-LM d98e8a6, training/arguments.py",
+    agrees=("26.08",),
+    rules=(
+        DATA,
+        _size(TENSOR, "tensor_parallel_degree"),
+        _size(PIPE, "pipeline_parallel_degree"),
+        _size(CONTEXT, "context_parallel_degree"),
+        _flag("--sequence-parallel", "enable_sequence_parallel"),
+        STAGES,
+        EXPERTS,
+        RECOMPUTE,
+        Rule((MAPPING,), (P + "mesh_order",), _write_order, _read_order),
+        Rule(("--tp-comm-overlap",), ("engine.enable_async_tensor_parallel",), _write_overlap, _read_overlap),
+        TYPES,
+        _count("--micro-batch-size", P + "micro_batch_size"),
+        _count("--global-batch-size", J + "global_batch_size"),
+        _count("--seq-length", J + "sequence_length"),
+        _count("--train-iters", J + "steps"),
+        _count("--seed", J + "seed", 1234),
+        *OPTIMIZER_RULES,
+        Rule(("--deterministic-mode",), (J + "deterministic",), lambda s: {"--deterministic-mode": True} if s.job.deterministic else {},
+             lambda settings: {J + "deterministic": bool(settings.get("--deterministic-mode"))}),
+    ),
+    other=("--node-rank", "--master-", "--rdzv", "--save", "--load", "--log-", "--eval-", "--tensorboard", "--wandb", "--distributed-", "--data-path", "--split",
+           "--tokenizer", "--vocab-file", "--merge-file", "--data-cache", "--mock-data", "--profile", "--num-workers", "--exit-", "--timing", "--manual-gc",
+           "--use-mcore-models", "--transformer-impl", "--no-load", "--no-save", "--ckpt-", "--async-save", "--init-method-std", "--no-mmap", "--dist-ckpt",
+           "--no-create-attention", "--cross-entropy-loss-fusion", "--local-ranks", "--role", "--tee"),
+)  # fmt: skip

@@ -1,0 +1,257 @@
+"""Keys of an engine's configuration and the fields of a plan that they say: one table a dialect, used to write and to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ahp.engines import registry
+from ahp.errors import BadInput, NotExpressible
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism, Plan, validated
+from ahp.schedule.stages import Ends, layers_of_stages
+
+Settings = dict[str, Any]
+"""Keys of an engine's file, dotted where they are nested, with plain values."""
+Fields = dict[str, Any]
+"""Dotted keys of a plan (parallelism.zero_stage, job.sequence_length), with plain values."""
+
+FALLS_TO = 0.1
+"""Share of the learning rate at a job's last step (runtime/optimizer)."""
+NOTICE = "!"
+"""How a key begins under which a rule leaves not a setting, but a line about what the file cannot say."""
+UNIFORM = ("parallelism.micro_batches_per_replica",)
+"""Fields that say nothing where the engine takes a plan: it has refused all but what is the same for every replica."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A plan, as an engine is told of it."""
+
+    plan: Plan
+    layers: int
+    """Blocks of the model."""
+    model: str
+    """The model as the engine calls it; empty where its file names none."""
+
+    @property
+    def p(self) -> Parallelism:
+        return self.plan.parallelism
+
+    @property
+    def job(self) -> Job:
+        return self.plan.job
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Some keys of the engine, and the fields that they stand for."""
+
+    keys: tuple[str, ...]
+    fields: tuple[str, ...]
+    write: Callable[[Subject], Settings]
+    """Raises NotExpressible for a value that these keys cannot say."""
+    read: Callable[[Settings], Fields]
+    """Of all settings of a file. Raises Unreadable for a value that no plan has."""
+
+
+class Unreadable(Exception):
+    """A setting of an engine's file that no plan can say: its key, its value and why."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a file says of a plan."""
+
+    fields: Fields
+    not_understood: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The configuration of some releases of one engine."""
+
+    engine: str
+    version: str
+    source: str
+    """What it was read from."""
+    rules: tuple[Rule, ...]
+    agrees: tuple[str, ...] = ()
+    """Values of engine.version that are this dialect's, beside its own name."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Fields of a layout that the file has no key for, and who says them in its place."""
+    other: tuple[str, ...] = ()
+    """Beginnings of keys that say nothing of a layout or of what a step computes: logs, checkpoints, the data's place."""
+
+    def settings(self, subject: Subject) -> tuple[Settings, tuple[str, ...]]:
+        """The file's keys, and what of the plan it does not say. Raises NotExpressible, with the field and its value."""
+        p, choice = subject.p, subject.plan.engine
+        if reason := registry.get(self.engine).refuses(subject.job, p, choice):
+            raise NotExpressible(reason)
+        covered = {name for rule in self.rules for name in rule.fields} | set(self.beside) | set(UNIFORM)
+        for record, root in ((p, "parallelism"), (choice, "engine")):
+            for name, value in record:
+                if f"{root}.{name}" not in covered and value not in (
+                    type(record).model_fields[name].default,
+                    None,
+                    False,
+                ):
+                    if (root, name) in (("engine", "name"), ("engine", "version")) or _says_nothing(name, p):
+                        continue
+                    raise NotExpressible(
+                        f"{name} = {value!r}: {self.engine} {self.version} has no key for it in its file"
+                    )
+        found: Settings = {}
+        for rule in self.rules:
+            found.update(rule.write(subject))
+        told = [text for key, text in found.items() if key.startswith(NOTICE)]
+        kept = {key: value for key, value in found.items() if not key.startswith(NOTICE)}
+        return kept, (*told, *self._left(subject, covered))
+
+    def _left(self, subject: Subject, covered: set[str]) -> list[str]:
+        """What the file does not say, a line each."""
+        lines = [f"{name.partition('.')[2]} = {_value(subject, name)}: {who}" for name, who in self.beside.items()]
+        for name in _job_fields(subject.job):
+            if name not in covered:
+                lines.append(f"{name} = {_value(subject, name)!r}: the file has no key for it")
+        return lines
+
+    def read(self, settings: Settings) -> Read:
+        """The fields that a file says; what no rule knows is listed, and left at AHP's default."""
+        fields: Fields = {}
+        told = [
+            f"{key} = {value!r}: not understood"
+            for key, value in settings.items()
+            if not any(key in rule.keys for rule in self.rules) and not key.startswith(self.other)
+        ]
+        for rule in self.rules:
+            try:
+                fields.update(rule.read(settings))
+            except Unreadable as error:
+                told.append(str(error))
+            except (TypeError, ValueError, KeyError, AttributeError):
+                given = ", ".join(f"{key} = {settings[key]!r}" for key in rule.keys if key in settings)
+                told.append(f"{given}: not a value that {self.engine} takes")
+        return Read(fields, tuple(told))
+
+
+def plan_of(dialect: Dialect, fields: Fields, model: str | dict[str, Any], cluster: dict[str, Any] | None) -> Plan:
+    """The plan that fields say. Raises BadInput, in the words of AHP's keys, where they break a rule of plans."""
+    data: dict[str, Any] = {"parallelism": {}, "job": {"optimizer": {}}, "engine": {}}
+    for key, value in fields.items():
+        place = data
+        *parents, last = key.split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    kinds = (("parallelism", Parallelism), ("job", Job), ("engine", EngineChoice))
+    data["engine"]["name"] = dialect.engine
+    made = {name: validated(kind, data[name], dialect.engine) for name, kind in kinds}
+    return Plan(model=model, cluster=cluster, **made)
+
+
+def same(key: str, name: str, default: Any = None, *, skip: Any = ...) -> Rule:
+    """A key that says a field as it is. ``default``: the engine's, where the key is missing; None = AHP's is left. ``skip``: not written."""
+
+    def write(subject: Subject) -> Settings:
+        value = _value(subject, name)
+        value = list(value) if isinstance(value, tuple) else value
+        return {} if value == skip else {key: value}
+
+    def read(settings: Settings) -> Fields:
+        value = settings.get(key, default)
+        return {} if value is None else {name: value}
+
+    return Rule((key,), (name,), write, read)
+
+
+def whole(value: Any, key: str, least: int = 1) -> int:
+    """A whole number of a file, which may have it as text. Raises Unreadable for anything else."""
+    text = str(value)
+    if isinstance(value, bool) or not text.lstrip("-").isdigit() or int(text) < least:
+        raise Unreadable(f"{key} = {value!r}: must be a whole number from {least} on")
+    return int(text)
+
+
+def cut_of(layers: list[int], ranks: int, ends: Ends, key: str) -> Fields:
+    """Virtual stages and blocks of each stage; a cut that is the engine's own says no blocks. Raises Unreadable for one that no plan has."""
+    if len(layers) % ranks:
+        raise Unreadable(f"{key}: {len(layers)} stages do not divide among {ranks} ranks")
+    virtual = len(layers) // ranks
+    found: Fields = {"parallelism.virtual_stages_per_rank": virtual}
+    try:
+        own = layers_of_stages(
+            Parallelism(pipeline_parallel_degree=ranks, virtual_stages_per_rank=virtual), sum(layers), ends=ends
+        )
+    except BadInput:
+        own = None
+    if own == tuple(layers):
+        return found
+    if min(layers) < 1:
+        raise Unreadable(f"{key}: stages without a layer ({layers}); AHP gives every stage one")
+    return found | {"parallelism.layers_per_stage": layers}
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
+    """Nested mappings as dotted keys."""
+    found: Settings = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            found.update(flat(value, f"{prefix}{key}."))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def nested(settings: Settings) -> dict[str, Any]:
+    """Dotted keys as nested mappings, in their order."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        *parents, last = key.split(".")
+        place = found
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return found
+
+
+def mapping(data: Any, what: str) -> dict[str, Any]:
+    """What a file's text was parsed to. Raises BadInput where it is no mapping."""
+    if not isinstance(data, dict):
+        raise BadInput(f"{what}: a mapping of keys was expected, not a {type(data).__name__}")
+    return data
+
+
+def _says_nothing(name: str, p: Parallelism) -> bool:
+    """Fields without effect in this layout."""
+    pipeline = ("pipeline_parallel_schedule", "virtual_stages_per_rank", "layers_per_stage")
+    return name in pipeline and p.num_stages == 1
+
+
+def _job_fields(job: Job) -> list[str]:
+    """The job's keys that are not at their default's, and those that every run has."""
+    optimizer = [f"job.optimizer.{name}" for name in type(job.optimizer).model_fields]
+    names = [f"job.{name}" for name in Job.model_fields if name != "optimizer"] + optimizer
+    always = {"job.data", "job.sequence_length", "job.global_batch_size", "job.steps", "job.precision", "job.seed"}
+    own = {"job.optimizer.momentum", "job.optimizer.decay_share", "job.optimizer.name"}
+    plain = Plan(job=Job())
+
+    def default(name: str) -> Any:
+        return _value(Subject(plain, 0, ""), name)
+
+    made = Subject(Plan(job=job), 0, "")
+    return [
+        name
+        for name in names
+        if name in always
+        or (name.startswith("job.optimizer.") and name not in own)
+        or _value(made, name) != default(name)
+    ]
+
+
+def _value(subject: Subject, name: str) -> Any:
+    found: Any = subject.plan
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

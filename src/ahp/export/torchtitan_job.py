@@ -1,0 +1,111 @@
+"""torchtitan's keys for the optimizer and its rate, alike in all dialects."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ahp.errors import NotExpressible
+from ahp.export.table import FALLS_TO, Fields, Rule, Settings, Subject, Unreadable, same, whole
+
+J = "job."
+
+
+def _write_rate(s: Subject) -> Settings:
+    o = s.job.optimizer
+    shape: dict[str, Settings] = {
+        "constant": {"lr_scheduler.decay_type": "linear", "lr_scheduler.min_lr_factor": 1.0},
+        "wsd": {
+            "lr_scheduler.decay_ratio": o.decay_share,
+            "lr_scheduler.decay_type": "linear",
+            "lr_scheduler.min_lr_factor": FALLS_TO,
+        },
+    }
+    plain = {"lr_scheduler.decay_type": o.schedule, "lr_scheduler.min_lr_factor": FALLS_TO}
+    return {"lr_scheduler.warmup_steps": o.warmup_steps, "lr_scheduler.decay_ratio": None} | shape.get(
+        o.schedule, plain
+    )
+
+
+def _read_rate(settings: Settings) -> Fields:
+    o = J + "optimizer."
+    kind, least = (
+        settings.get("lr_scheduler.decay_type", "linear"),
+        float(settings.get("lr_scheduler.min_lr_factor", 0.0)),
+    )
+    share = settings.get("lr_scheduler.decay_ratio")
+    found: Fields = {
+        o + "warmup_steps": whole(settings.get("lr_scheduler.warmup_steps", 200), "lr_scheduler.warmup_steps", 0)
+    }
+    if least == 1.0:
+        return found | {o + "schedule": "constant"}
+    if least != FALLS_TO:
+        raise Unreadable(
+            f"lr_scheduler.min_lr_factor = {least}: AHP's rate falls to {FALLS_TO}; it changes no step's time"
+        )
+    if (share is not None and kind != "linear") or kind == "sqrt":
+        raise Unreadable(
+            f"lr_scheduler.decay_type = {kind!r} with decay_ratio {share}: AHP has no such rate; it changes no step's time"
+        )
+    return found | ({o + "schedule": kind} if share is None else {o + "schedule": "wsd", o + "decay_share": share})
+
+
+RATE_KEYS = tuple(f"lr_scheduler.{key}" for key in ("warmup_steps", "decay_type", "min_lr_factor", "decay_ratio"))
+RATE = Rule(
+    RATE_KEYS, tuple(f"job.optimizer.{f}" for f in ("warmup_steps", "schedule", "decay_share")), _write_rate, _read_rate
+)
+
+
+def _write_clip(s: Subject) -> Settings:
+    clip = s.job.optimizer.grad_clip
+    return {"training.max_norm": math.inf if clip is None else clip}
+
+
+def _read_clip(settings: Settings) -> Fields:
+    norm = float(settings.get("training.max_norm", 1.0))
+    return {J + "optimizer.grad_clip": None if norm == math.inf else norm}
+
+
+CLIP = Rule(("training.max_norm",), (J + "optimizer.grad_clip",), _write_clip, _read_clip)
+
+
+def _write_decay(s: Subject) -> Settings:
+    if not s.job.optimizer.decay_norms_and_biases:
+        raise NotExpressible(
+            "job.optimizer.decay_norms_and_biases = False: torchtitan has one group of all parameters (valid: True)"
+        )
+    return {}
+
+
+DECAYS_ALL = Rule((), (J + "optimizer.decay_norms_and_biases",), _write_decay, lambda settings: {})
+
+
+def _adamw(key: str, name: str, default: Any) -> Rule:
+    return same(f"optimizer.{key}", f"job.optimizer.{name}", default)
+
+
+def _write_betas(s: Subject) -> Settings:
+    first, second = s.job.optimizer.betas
+    return {"optimizer.name": "AdamW", "optimizer.beta1": first, "optimizer.beta2": second}
+
+
+def _read_betas(settings: Settings) -> Fields:
+    name = settings.get("optimizer.name", "AdamW")
+    if name != "AdamW":
+        raise Unreadable(f"optimizer.name = {name!r}: AHP knows AdamW")
+    return {J + "optimizer.betas": [settings.get("optimizer.beta1", 0.9), settings.get("optimizer.beta2", 0.95)]}
+
+
+ADAMW = (
+    Rule(
+        ("optimizer.name", "optimizer.beta1", "optimizer.beta2"),
+        (J + "optimizer.betas", J + "optimizer.name"),
+        _write_betas,
+        _read_betas,
+    ),
+    _adamw("lr", "learning_rate", 8e-4),
+    _adamw("eps", "eps", 1e-8),
+    _adamw("weight_decay", "weight_decay", 0.1),
+)
+
+RULES = (RATE, CLIP, DECAYS_ALL, *ADAMW)

@@ -1,0 +1,383 @@
+"""torchtitan's keys: what its three dialects share, and where they differ.
+
+0.2.2 (v0.2.2, config/job_config.py) is TOML; 0.3.0 and main (b5bcd76, config/configs.py and trainer.py) are Python functions with nearly the same
+names. main counts tokens where the others count sequences.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ahp.errors import NotExpressible
+from ahp.export.table import Dialect, Fields, Rule, Settings, Subject, Unreadable, cut_of, same, whole
+from ahp.export.torchtitan_job import RULES as OPTIMIZER
+from ahp.schedule.registry import SCHEDULES
+from ahp.schedule.stages import layer_ranges, layers_of_stages
+
+P, J = "parallelism.", "job."
+FSDP, ETP = "parallelism.fsdp_reshard_after_forward", "parallelism.expert_tensor_parallel_degree"
+DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree", "pipeline_parallel_degree",
+           "context_parallel_degree", "expert_parallel_degree")  # fmt: skip
+SP, PARTS = "parallelism.enable_sequence_parallel", "parallelism.module_fqns_per_model_part"
+SCHEDULE, PER_STAGE = "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_layers_per_stage"
+
+
+def degree(settings: Settings, name: str) -> int:
+    """A degree of a file; of the shard degree -1 = the ranks that are left."""
+    least = -1 if name == "data_parallel_shard_degree" else 1
+    return whole(settings.get(P + name, least), P + name, least)
+
+
+def _degrees() -> list[Rule]:
+    def rule(name: str) -> Rule:
+        return Rule(
+            (P + name,),
+            (P + name,),
+            lambda s: {P + name: getattr(s.p, name)},
+            lambda settings: {P + name: degree(settings, name)},
+        )
+
+    return [rule(name) for name in DEGREES]
+
+
+def _write_sharding(s: Subject) -> Settings:
+    p = s.p
+    if p.context_parallel_degree > 1 and p.zero_stage == 0:
+        raise NotExpressible("zero_stage = 0: torchtitan shards weights over context ranks (valid: 2, 3)")
+    if p.weight_shards == 1:
+        if p.data_parallel_replicate_degree not in (1, p.world_size):
+            key = f"data_parallel_replicate_degree = {p.data_parallel_replicate_degree}"
+            rule = "torchtitan replicates what is not sharded on all ranks alone (DDP of one axis)"
+            raise NotExpressible(f"{key}: {rule} (valid: 1, with data_parallel_shard_degree and zero_stage 2 or 3)")
+        return {}
+    if p.zero_stage == 1 and p.pipeline_parallel_degree == 1:
+        rule = "without a pipeline torchtitan reduces gradients after every micro-batch, so that they are sharded too"
+        raise NotExpressible(f"zero_stage = 1: {rule} (valid: 2, 3; plan again with --parallelism.zero-stage 2)")
+    return {FSDP: "always" if p.zero_stage == 3 else "never"}
+
+
+def _read_sharding(settings: Settings) -> Fields:
+    if degree(settings, "data_parallel_shard_degree") == 1 == degree(settings, "context_parallel_degree"):
+        return {P + "zero_stage": 0}
+    kept = {"always": 3, "never": 2, "default": 2 if degree(settings, "pipeline_parallel_degree") > 1 else 3}
+    return {P + "zero_stage": kept[settings.get(FSDP, "default")]}
+
+
+SHARDING = Rule((FSDP,), (P + "zero_stage",), _write_sharding, _read_sharding)
+
+
+def sequence(*, always: bool) -> Rule:
+    """Sequence parallelism; ``always``: no key, on with tensor parallelism."""
+
+    def write(s: Subject) -> Settings:
+        if s.p.tensor_parallel_degree == 1:
+            return {}
+        if always and not s.p.enable_sequence_parallel:
+            raise NotExpressible(
+                "enable_sequence_parallel = False: torchtitan 0.2.2 has it on with tensor parallelism (valid: True)"
+            )
+        return {} if always else {SP: s.p.enable_sequence_parallel}
+
+    def read(settings: Settings) -> Fields:
+        on = True if always else bool(settings.get(SP, True))
+        return {SP: on and degree(settings, "tensor_parallel_degree") > 1}
+
+    return Rule(() if always else (SP,), (SP,), write, read)
+
+
+def stages(head: str) -> Rule:
+    """Which blocks each stage holds: written in full, so that it is the cut that was forecast. ``head``: the name of the last module."""
+
+    def write(s: Subject) -> Settings:
+        p = s.p
+        if p.num_stages == 1:
+            return {}
+        layers = layers_of_stages(p, s.layers, ends="count_as_layers")
+        parts = [[f"layers.{at}" for at in blocks] for blocks in layer_ranges(layers)]
+        parts[0].insert(0, "tok_embeddings")
+        parts[-1] += ["norm", head]
+        return {SCHEDULE: p.pipeline_parallel_schedule, PARTS: parts}
+
+    def read(settings: Settings) -> Fields:
+        ranks, name = degree(settings, "pipeline_parallel_degree"), settings.get(SCHEDULE, "1F1B")
+        if ranks == 1:
+            return {}
+        if name not in SCHEDULES:
+            raise Unreadable(f"{SCHEDULE} = {name!r}: AHP knows {', '.join(SCHEDULES)}")
+        found: Fields = {SCHEDULE: name}
+        parts = settings.get(PARTS)
+        if (
+            parts is None
+        ):  # distributed/pipeline_parallel.py, pipeline_llm: two stages a rank where a schedule has several
+            if PER_STAGE in settings:
+                raise Unreadable(
+                    f"{PER_STAGE} = {settings[PER_STAGE]!r}: AHP reads {PARTS.partition('.')[2]} in its place"
+                )
+            return found | {P + "virtual_stages_per_rank": 1 if SCHEDULES[name].most_virtual == 1 else 2}
+        layers = [sum(bool(re.fullmatch(r"layers\.\d+", module)) for module in part) for part in parts]
+        return found | cut_of(layers, ranks, "count_as_layers", PARTS)
+
+    return Rule(
+        (SCHEDULE, PARTS, PER_STAGE), (SCHEDULE, P + "virtual_stages_per_rank", P + "layers_per_stage"), write, read
+    )
+
+
+def sequences() -> Rule:
+    """Batches in sequences, as 0.2.2 and 0.3.0 count them: a pipeline takes a whole local batch and cuts it."""
+    local, whole_batch, cut = (
+        "training.local_batch_size",
+        "training.global_batch_size",
+        P + "pipeline_parallel_microbatch_size",
+    )
+
+    def write(s: Subject) -> Settings:
+        p, batch = s.p, s.job.global_batch_size
+        piped = p.pipeline_parallel_degree > 1
+        found = {local: batch // p.data_parallel_degree if piped else p.micro_batch_size, whole_batch: batch}
+        return found | ({cut: p.micro_batch_size} if piped else {})
+
+    def read(settings: Settings) -> Fields:
+        mine, batch = whole(settings.get(local, 8), local), whole(settings.get(whole_batch, -1), whole_batch, -1)
+        piped = degree(settings, "pipeline_parallel_degree") > 1
+        micro = whole(settings.get(cut, 1), cut) if piped else mine
+        ranks = degree(settings, "data_parallel_replicate_degree") * degree(settings, "data_parallel_shard_degree")
+        if ranks < 0:
+            raise Unreadable(
+                f"{P}data_parallel_shard_degree = -1: the batch depends on the ranks there are; give the degree"
+            )
+        batch = mine * ranks if batch == -1 else batch
+        if piped and batch != mine * ranks:
+            raise Unreadable(
+                f"{whole_batch} = {batch}: the pipeline is filled and drained {batch / (mine * ranks):g} times a step; AHP does so once"
+            )
+        return {P + "micro_batch_size": micro, J + "global_batch_size": batch}
+
+    return Rule((local, whole_batch, cut), (P + "micro_batch_size", J + "global_batch_size"), write, read)
+
+
+def tokens() -> Rule:
+    """Batches in tokens, as main counts them."""
+    micro, step, several = (
+        "training.num_tokens_per_microbatch_per_dp_rank",
+        "training.num_tokens_per_train_step",
+        P + "num_pp_microbatches",
+    )
+    context = "training.max_context_length"
+
+    def write(s: Subject) -> Settings:
+        piped = s.p.pipeline_parallel_degree > 1
+        found = {
+            context: s.job.sequence_length,
+            micro: s.p.micro_batch_size * s.job.sequence_length,
+            step: s.job.tokens_per_step,
+        }
+        return found | ({several: s.p.num_micro_batches(s.job)} if piped else {})
+
+    def read(settings: Settings) -> Fields:
+        length, each = whole(settings.get(context, 2048), context), whole(settings.get(micro, 16384), micro)
+        ranks = degree(settings, "data_parallel_replicate_degree") * degree(settings, "data_parallel_shard_degree")
+        piped = degree(settings, "pipeline_parallel_degree") > 1
+        number = whole(settings.get(several, 1), several) if piped else 1
+        total = whole(settings.get(step, -1), step, -1)
+        if ranks < 0 and total == -1:
+            raise Unreadable(
+                f"{P}data_parallel_shard_degree = -1: the batch depends on the ranks there are; give the degree"
+            )
+        total = each * number * ranks if total == -1 else total
+        if each % length or total % length:
+            raise Unreadable(f"{micro} = {each}: not a multiple of {context} = {length}, so no whole sequences")
+        if piped and ranks > 0 and total != each * number * ranks:
+            raise Unreadable(
+                f"{step} = {total}: the pipeline is filled and drained several times a step; AHP does so once"
+            )
+        return {
+            J + "sequence_length": length,
+            P + "micro_batch_size": each // length,
+            J + "global_batch_size": total // length,
+        }
+
+    fields = (J + "sequence_length", P + "micro_batch_size", J + "global_batch_size")
+    return Rule((context, micro, step, several), fields, write, read)
+
+
+def _write_compile(s: Subject) -> Settings:
+    return (
+        {"compile.enable": True, "compile.components": ["model", "loss"]}
+        if s.plan.engine.compile
+        else {"compile.enable": False}
+    )
+
+
+def _read_compile(settings: Settings) -> Fields:
+    parts = settings.get("compile.components", ["model", "loss"])
+    return {"engine.compile": bool(settings.get("compile.enable", False)) and "model" in parts}
+
+
+COMPILE = Rule(("compile.enable", "compile.components"), ("engine.compile",), _write_compile, _read_compile)
+
+
+def precision(*, converters: str | None) -> Rule:
+    """Types of computation. ``converters``: the key of the list that turns products into those of 8 bits."""
+    param, reduce, own = (f"training.{key}" for key in ("mixed_precision_param", "mixed_precision_reduce", "dtype"))
+    eight = "quantize.linear.float8"
+    gathers = [
+        f"{eight}.{key}" for key in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+    ]
+
+    def write(s: Subject) -> Settings:
+        kind = s.job.precision
+        found: Settings = {own: "float32", param: "float32" if kind == "fp32" else "bfloat16", reduce: "float32"}
+        if kind != "fp8":
+            return found
+        if converters is None:
+            rule = "from 0.3.0 on it is a part of the model's own definition, which no key changes"
+            raise NotExpressible(f"job.precision = 'fp8': {rule} (valid: bf16, fp32; or --target-version 0.2.2)")
+        return found | {converters: [eight], **dict.fromkeys(gathers, True)}
+
+    def read(settings: Settings) -> Fields:
+        if settings.get(own, "float32") != "float32":
+            raise Unreadable(f"{own} = {settings[own]!r}: AHP's weights are fp32")
+        used = settings.get(converters, []) if converters else []
+        if used and used != [eight]:
+            raise Unreadable(f"{converters} = {used}: AHP knows {eight} alone")
+        plain = {"bfloat16": "bf16", "float32": "fp32"}[settings.get(param, "bfloat16")]
+        return {J + "precision": "fp8" if used else plain}
+
+    keys = (own, param, reduce, *((converters, *gathers) if converters else ()))
+    return Rule(keys, (J + "precision",), write, read)
+
+
+def _async(key: str) -> Rule:
+    """Asynchronous tensor parallelism; null in a plan is off, as by default."""
+    name = "engine.enable_async_tensor_parallel"
+    return Rule(
+        (key,),
+        (name,),
+        lambda s: {key: bool(s.plan.engine.enable_async_tensor_parallel)},
+        lambda t: {name: bool(t.get(key, False))},
+    )
+
+
+COMMON: tuple[Rule, ...] = (
+    *_degrees(),
+    SHARDING,
+    *OPTIMIZER,
+    COMPILE,
+    same("training.steps", J + "steps", 10000),
+    same("debug.seed", J + "seed"),
+    same("debug.deterministic", J + "deterministic", False),
+)
+OTHER = (
+    "job.",
+    "profiling.",
+    "metrics.",
+    "checkpoint.",
+    "comm.",
+    "validation.",
+    "training.dataset",
+    "training.gc_",
+    "training.dataloader",
+    "memory_estimation.",
+)
+
+
+def _write_recompute(s: Subject) -> Settings:
+    mode = s.p.activation_checkpoint
+    if mode == "auto":
+        raise NotExpressible(
+            "activation_checkpoint = 'auto': torchtitan needs to be told (valid: none, selective, full)"
+        )
+    return {
+        "activation_checkpoint.mode": mode,
+        **({"activation_checkpoint.selective_ac_option": "op"} if mode == "selective" else {}),
+    }
+
+
+def _read_recompute(settings: Settings) -> Fields:
+    mode, option = (
+        settings.get(f"activation_checkpoint.{key}", d)
+        for key, d in (("mode", "selective"), ("selective_ac_option", "2"))
+    )
+    if mode == "selective" and option not in ("op", "1"):
+        raise Unreadable(
+            f"activation_checkpoint.selective_ac_option = {option!r}: every {option}th block is recomputed; AHP knows op, and 1"
+        )
+    if mode == "memory_budget":
+        raise Unreadable(
+            "activation_checkpoint.mode = 'memory_budget': the compiler chooses what is kept; AHP knows none, selective and full"
+        )
+    return {P + "activation_checkpoint": "full" if mode == "selective" and option == "1" else mode}
+
+
+RECOMPUTE = Rule(
+    ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
+    (P + "activation_checkpoint",),
+    _write_recompute,
+    _read_recompute,
+)
+
+
+def _model_keys() -> Rule:
+    keys = ("model.name", "model.flavor")
+    return Rule(keys, (), lambda s: dict(zip(keys, s.model.split("/"), strict=True)), lambda settings: {})
+
+
+TOML_022 = Dialect(
+    engine="torchtitan",
+    version="0.2.2",
+    source="torchtitan v0.2.2, config/job_config.py",
+    rules=(
+        _model_keys(),
+        *COMMON,
+        sequence(always=True),
+        stages("output"),
+        sequences(),
+        same("training.seq_len", J + "sequence_length", 2048),
+        RECOMPUTE,
+        precision(converters="model.converters"),
+        _async(P + "enable_async_tensor_parallel"),
+        same(ETP, ETP, skip=None),
+    ),
+    other=(*OTHER, "model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion"),
+)
+
+
+def _whole_experts() -> Rule:
+    """From 0.3.0 on every expert lies whole on one tensor-parallel rank."""
+
+    def write(s: Subject) -> Settings:
+        asked, p = s.p.expert_tensor_parallel_degree, s.p
+        if asked not in (None, 1) and p.expert_parallel_degree > 1:
+            raise NotExpressible(
+                f"expert_tensor_parallel_degree = {asked}: ep of torchtitan spans the tensor-parallel ranks (valid: 1, null; or --target-version 0.2.2)"
+            )
+        return {}
+
+    return Rule((), (ETP,), write, lambda settings: {})
+
+
+def _python(version: str, batch: tuple[Rule, ...], source: str) -> Dialect:
+    return Dialect(
+        engine="torchtitan",
+        version=version,
+        source=source,
+        rules=(
+            *COMMON,
+            sequence(always=False),
+            stages("lm_head"),
+            *batch,
+            RECOMPUTE,
+            precision(converters=None),
+            _async("compile.enable_async_tensor_parallel"),
+            _whole_experts(),
+        ),
+        other=OTHER,
+    )
+
+
+PYTHON_030 = _python(
+    "0.3.0",
+    (sequences(), same("training.seq_len", J + "sequence_length", 2048)),
+    "torchtitan 0.3.0, config/configs.py and trainer.py",
+)
+PYTHON_MAIN = _python("main", (tokens(),), "torchtitan b5bcd76, config/configs.py and trainer.py")

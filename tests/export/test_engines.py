@@ -1,0 +1,290 @@
+"""``ahp export ENGINE``: what is written is read back as the same plan, and what a file cannot say is refused or listed."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ahp.cli.export import run
+from ahp.cluster.model import Cluster
+from ahp.engines import registry as engines
+from ahp.errors import BadInput, NotExpressible
+from ahp.export import accelerate, deepspeed, megatron, torchtitan
+from ahp.export.engine_target import Format
+from ahp.export.table import Subject, plan_of
+from ahp.export.target import Shape
+from ahp.job import Job, Optimizer
+from ahp.plan import EngineChoice, Parallelism, Plan
+from ahp.schedule.stages import layers_of_stages
+
+LAYERS = 8
+MODEL = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 16,
+         "num_key_value_heads": 8, "max_position_embeddings": 4096}  # fmt: skip
+FORMATS: dict[str, dict[str, Format]] = {
+    "torchtitan": torchtitan.FORMATS,
+    "megatron": megatron.FORMATS,
+    "deepspeed": deepspeed.FORMATS,
+    "accelerate": accelerate.FORMATS,
+}
+EACH = [
+    pytest.param(engine, version, id=f"{engine}-{version}")
+    for engine, formats in FORMATS.items()
+    for version in formats
+]
+CUTS = {"torchtitan": "count_as_layers", "megatron": "may_be_empty"}
+FORECAST_FOR = {"job.data", "job.data_field"}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> dict[str, Any]:
+    """Keys of a layout for up to 64 ranks, legal or not."""
+    degrees = st.sampled_from([1, 1, 2, 4])
+    shard, virtual = draw(degrees), draw(st.sampled_from([1, 1, 2]))
+    pipeline = draw(degrees)
+    found: dict[str, Any] = {
+        "data_parallel_replicate_degree": draw(st.sampled_from([1, 1, 2])),
+        "data_parallel_shard_degree": shard,
+        "zero_stage": draw(st.sampled_from([1, 2, 3])) if shard > 1 else draw(st.sampled_from([0, 0, 2, 3])),
+        "tensor_parallel_degree": draw(degrees),
+        "context_parallel_degree": draw(st.sampled_from([1, 1, 2])),
+        "pipeline_parallel_degree": pipeline,
+        "micro_batch_size": draw(st.sampled_from([1, 2])),
+        "activation_checkpoint": draw(st.sampled_from(["none", "selective", "full"])),
+    }
+    found["enable_sequence_parallel"] = found["tensor_parallel_degree"] > 1 and draw(st.booleans())
+    if pipeline > 1:
+        stages = pipeline * virtual
+        schedules = ["1F1B", "GPipe"] if virtual == 1 else ["Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble"]
+        found |= {"virtual_stages_per_rank": virtual, "pipeline_parallel_schedule": draw(st.sampled_from(schedules))}
+        if draw(st.booleans()):
+            cut = sorted(draw(st.permutations(range(1, LAYERS)))[: stages - 1])
+            found["layers_per_stage"] = [b - a for a, b in zip([0, *cut], [*cut, LAYERS], strict=True)]
+    if found["activation_checkpoint"] == "full" and draw(st.booleans()):
+        found["recomputed_layers_per_stage"] = [1] * (pipeline * found.get("virtual_stages_per_rank", 1))
+    return found
+
+
+JOBS = st.builds(
+    lambda precision, rate, schedule, clip, seed: Job(
+        sequence_length=2048,
+        global_batch_size=128,
+        steps=1000,
+        precision=precision,
+        seed=seed,
+        optimizer=Optimizer(learning_rate=rate, schedule=schedule, grad_clip=clip, warmup_steps=50),
+    ),
+    st.sampled_from(["bf16", "bf16", "fp32", "fp16", "fp8"]),
+    st.sampled_from([1e-3, 3e-4, 1.5e-5]),
+    st.sampled_from(["constant", "linear", "cosine", "wsd"]),
+    st.sampled_from([1.0, None, 0.5]),
+    st.integers(0, 2**31),
+)
+
+
+def written(form: Format, plan: Plan) -> str:
+    """The file's text."""
+    world = plan.parallelism.world_size
+    shape = Shape(1, 1, world, world, "H100-SXM-80GB")
+    subject = Subject(plan, LAYERS, {"0.2.2": "llama3/8B"}.get(form.dialect.version, "llama3/llama3_8b"))
+    found, _ = form.dialect.settings(subject)
+    return form.render(found, subject, shape, ["a plan"])
+
+
+def what_counts(engine: str, p: Parallelism) -> dict[str, Any]:
+    """A layout without what makes no difference to the engine: a stage of sharding over one rank, a cut that is its own, and so on."""
+    found = p.model_dump()
+    found["zero_stage"] = p.zero_stage if p.weight_shards > 1 else 0
+    found["layers_per_stage"] = layers_of_stages(p, LAYERS, ends=CUTS.get(engine, "hold_layers"))  # type: ignore[arg-type]
+    if engine == "torchtitan" and p.pipeline_parallel_degree > 1 and found["zero_stage"] == 1:
+        found["zero_stage"] = 2  # torch's pipeline reduces gradients once a step under both
+    return found
+
+
+@pytest.mark.parametrize(("engine", "version"), EACH)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(keys=layouts(), job=JOBS)
+def test_what_is_written_is_read_as_the_same_plan(engine: str, version: str, keys: dict[str, Any], job: Job) -> None:
+    form = FORMATS[engine][version]
+    plan = Plan(model=MODEL, job=job, parallelism=Parallelism(**keys), engine=EngineChoice(name=engine))  # type: ignore[arg-type]
+    try:
+        text = written(form, plan)
+    except NotExpressible as error:
+        refusal = str(error)
+        assert " = " in refusal
+        assert "(valid: " in refusal or "has no key for it" in refusal
+        return
+    assert engines.get(engine).refuses(job, plan.parallelism, plan.engine) is None
+    found = form.dialect.read(form.parse(text))
+    assert found.not_understood == ()
+    read = plan_of(form.dialect, found.fields, MODEL, None)
+    before, after = what_counts(engine, plan.parallelism), what_counts(engine, read.parallelism)
+    for name in form.dialect.beside:
+        before.pop(name.removeprefix("parallelism."))
+        after.pop(name.removeprefix("parallelism."))
+    assert after == before
+    for name, value in found.fields.items():
+        if name.startswith("job.") and "decay" not in name:
+            assert value == pytest.approx(at(plan, name)) or list(value) == list(at(plan, name)), name
+
+
+def at(plan: Plan, name: str) -> Any:
+    found: Any = plan
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def a_plan(folder: Path, engine_name: str, **changes: Any) -> str:
+    layout = changes.pop("parallelism", {"data_parallel_shard_degree": 16, "zero_stage": 3})
+    choice = {"name": engine_name, **changes.pop("engine", {})}
+    cluster = Cluster.resolve(changes.pop("cluster", "2x8xH100-SXM-80GB")).plain()
+    Plan(model="llama3-8b", cluster=cluster, parallelism=layout, engine=choice, **changes).save(folder / "plan.yaml")
+    return str(folder / "plan.yaml")
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout", "job", "says"),
+    [
+        ("torchtitan", {"data_parallel_shard_degree": 16, "zero_stage": 1}, {}, r"zero_stage = 1: .*\(valid: 2, 3"),
+        (
+            "torchtitan",
+            {"data_parallel_replicate_degree": 8, "tensor_parallel_degree": 2, "enable_sequence_parallel": True},
+            {},
+            "data_parallel_replicate_degree = 8",
+        ),
+        (
+            "torchtitan",
+            {"data_parallel_shard_degree": 16},
+            {"precision": "fp8"},
+            r"job.precision = 'fp8': .*--target-version 0.2.2",
+        ),
+        (
+            "torchtitan",
+            {"context_parallel_degree": 2, "data_parallel_replicate_degree": 8},
+            {},
+            "zero_stage = 0: torchtitan shards weights over context",
+        ),
+        (
+            "megatron",
+            {
+                "pipeline_parallel_degree": 16,
+                "pipeline_parallel_schedule": "InterleavedZeroBubble",
+                "virtual_stages_per_rank": 2,
+            },
+            {},
+            "is a fork",
+        ),
+        (
+            "megatron",
+            {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 8, "zero_stage": 3},
+            {},
+            r"zero_stage = 3: .*\(valid: 1\)",
+        ),
+        (
+            "deepspeed",
+            {"pipeline_parallel_degree": 16},
+            {},
+            "pipeline_parallel_degree = 16: DeepSpeed's pipeline is a PipelineModule",
+        ),
+        (
+            "deepspeed",
+            {"data_parallel_shard_degree": 8, "data_parallel_replicate_degree": 2, "zero_stage": 2},
+            {},
+            "data_parallel_replicate_degree = 2",
+        ),
+        (
+            "accelerate",
+            {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 8},
+            {},
+            "pipeline_parallel_degree = 2",
+        ),
+        (
+            "accelerate",
+            {"tensor_parallel_degree": 16},
+            {},
+            "tensor_parallel_degree = 16: accelerate launch has it with FSDP alone",
+        ),
+        ("accelerate", {"data_parallel_shard_degree": 16, "zero_stage": 1}, {}, "zero_stage = 1"),
+    ],
+)
+def test_what_a_file_cannot_say_is_refused(
+    engine: str, layout: dict[str, Any], job: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = a_plan(tmp_path, engine, parallelism=layout, job={"global_batch_size": 64, **job})
+    with pytest.raises(NotExpressible, match=says):
+        run([engine, path])
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_releases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = a_plan(tmp_path, "torchtitan", engine={"version": "0.2.2"}, job={"global_batch_size": 64})
+    with pytest.raises(
+        BadInput, match=r"--target-version = '0.1.0': no keys of such a torchtitan .*\(valid: 0.3.0, 0.2.2, main\)"
+    ):
+        run(["torchtitan", path, "--target-version", "0.1.0"])
+    with pytest.raises(
+        BadInput, match=r"--target-version = '0.3.0': the plan is for engine.version '0.2.2' \(valid: 0.2.2\)"
+    ):
+        run(["torchtitan", path, "--target-version", "0.3.0"])
+    assert run(["torchtitan", path]) == 0
+    assert f"Wrote {tmp_path}/plan.torchtitan.toml" in capsys.readouterr().out
+    old = a_plan(tmp_path, "megatron", engine={"version": "24.12"}, job={"global_batch_size": 64})
+    with pytest.raises(BadInput, match=r"engine.version = '24.12': its keys are not known \(valid: 0.20"):
+        run(["megatron", old])
+
+
+def test_what_is_left_to_say_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = a_plan(tmp_path, "deepspeed", job={"global_batch_size": 64, "seed": 7})
+    assert run(["deepspeed", path]) == 0
+    told = capsys.readouterr().err
+    assert "Not in this file: job.seed = 7: the file has no key for it" in told
+    assert "job.sequence_length = 256" in told
+    assert "learning_rate" not in told
+    run(["accelerate", a_plan(tmp_path, "ahp", job={"global_batch_size": 64})])
+    told = capsys.readouterr().err
+    assert "the layout was chosen for ahp; for accelerate: ahp plan --engine.name accelerate" in told
+    assert "# Not in this file: job.optimizer.betas" in (tmp_path / "plan.accelerate.yaml").read_text()
+
+
+def test_configs_models_and_mixed_clusters_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: tiny\n")
+    with pytest.raises(BadInput, match="a config has no layout yet"):
+        run(["megatron", str(tmp_path / "config.yaml")])
+    path = a_plan(tmp_path, "torchtitan")
+    plan = Plan.load(path)
+    plan.model_copy(update={"model": "gpt2"}).save(path)
+    with pytest.raises(
+        NotExpressible, match=r"model = 'gpt2': torchtitan 0.3.0 runs its own models \(valid: llama3-8b, .*or --model"
+    ):
+        run(["torchtitan", path])
+    with pytest.raises(NotExpressible, match="model_type = 'gpt2': its arguments for Megatron-LM are not known"):
+        run(["megatron", path])
+    groups = [
+        {"name": name, "nodes": 1, "devices_per_node": 8, "device": name} for name in ("H100-SXM-80GB", "A100-SXM-80GB")
+    ]
+    with pytest.raises(NotExpressible, match="groups of different nodes"):
+        run(["deepspeed", a_plan(tmp_path, "deepspeed", cluster={"groups": groups})])
+
+
+def test_megatrons_script_is_one_that_bash_reads(tmp_path: Path) -> None:
+    layout = {
+        "pipeline_parallel_degree": 2,
+        "data_parallel_shard_degree": 8,
+        "zero_stage": 1,
+        "layers_per_stage": [17, 15],
+    }
+    path = a_plan(tmp_path, "megatron", parallelism=layout, job={"global_batch_size": 64})
+    assert run(["megatron", path, "-o", str(tmp_path / "s.sh")]) == 0
+    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "NODE_RANK": "1", "MASTER_ADDR": "host"}
+    done = subprocess.run(["bash", str(tmp_path / "s.sh")], env=environment, check=True, capture_output=True, text=True)
+    words = done.stdout.splitlines()
+    assert words[:4] == ["--nnodes", "2", "--nproc-per-node", "8"]
+    assert words[words.index("--pipeline-model-parallel-layout") + 1] == f"E{'t' * 17}|{'t' * 15}L"
+    assert {"--use-distributed-optimizer", "pretrain_gpt.py", "--mock-data"} <= set(words)
