@@ -59,6 +59,16 @@ def test_the_bound_is_exact_for_equal_parts_of_a_split_backward(name, v, p):
     assert lower_bound_s(name, p, v, 3 * p, times) == pytest.approx(simulate(make(name, p, v, 3 * p), times).makespan_s)
 
 
+@pytest.mark.parametrize(
+    ("v", "m", "least"), [(1, 4, 0.97), (1, 8, 0.999), (1, 16, 0.999), (1, 40, 0.999), (2, 4, 0.93), (2, 16, 0.95)]
+)
+def test_a_split_backward_is_known_at_few_micro_batches(v, m, least):
+    times = [StageTimes(f, 2 * f, f, f) for f in (1.0 + 0.1 * (3 * stage % 8) for stage in range(8 * v))]
+    bound_s = lower_bound_s("InterleavedZeroBubble", 8, v, m, times)
+    makespan_s = simulate(make("InterleavedZeroBubble", 8, v, m), times).makespan_s
+    assert least * makespan_s <= bound_s <= makespan_s * (1 + 1e-12)
+
+
 @pytest.mark.parametrize("m", [4, 7, 16])
 def test_round_trips_bind_where_sends_are_long(m):
     times = [StageTimes(1.0, 2.0, send_forward_s=5.0, send_backward_s=5.0)] * 4

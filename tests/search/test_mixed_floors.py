@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.graph.trace import analyze
 from ahp.job import Job
+from ahp.schedule.patterns import make
+from ahp.schedule.simulate import StageTimes, simulate
 from ahp.search.mixed.capacity import _priced
 from ahp.search.mixed.find import Budget, Finder, Queue
 from ahp.search.mixed.floors import whole_micro_batches_s
@@ -132,3 +134,19 @@ def test_more_micro_batches_never_leave_more_room() -> None:
     most = [StageRoom.of(columns, rows, of, m).most for m in (1, 2, 3, 8)]
     for more, fewer in zip(most[1:], most, strict=False):
         assert (more <= fewer * ROUNDING).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.lists(st.tuples(*(st.floats(0.0, 5.0),) * 3), min_size=2, max_size=5))
+def test_a_split_backward_takes_as_long_as_its_way_and_what_lies_between(
+    m: int, stages: list[tuple[float, float, float]]
+) -> None:
+    """The formula of ``capacity``, of every stage."""
+    p, way_s = len(stages), sum(forward + inputs for forward, inputs, _ in stages)
+    times = [StageTimes(forward, inputs + weights, inputs, weights) for forward, inputs, weights in stages]
+    makespan_s = simulate(make("InterleavedZeroBubble", p, 1, m), times).makespan_s
+    for s, (forward, inputs, weights) in enumerate(stages):
+        between_s = (m - 1) * inputs + (m - min(p - s, m)) * forward + (m - min(s + 1, m)) * weights
+        assert way_s + between_s <= makespan_s * ROUNDING + 1e-9
+        ahead_s = (p - 1) * max(forward, weights), (m - 1) * (forward + weights)
+        assert (m - 1) * (forward + inputs + weights) - min(ahead_s) <= between_s * ROUNDING + 1e-9

@@ -124,6 +124,10 @@ class CellColumns:
         their layers. Everything is counted once for all that have it alike."""
         return _Maker(pricer).columns(list(zip(layouts, may_choose, strict=True)))
 
+    def copied_of(self, micro_batches: int) -> Floats:
+        """[N, G, P] Of ``copied_s`` what so many micro-batches or more take."""
+        return self.copied_s[np.searchsorted(COUNTED, micro_batches, side="right") - 1]
+
     def _numbers(self, places: slice) -> Ints:
         """[N] The same number where all columns of some places are the same."""
         by_place = *self.held[2:], *self.one, *self.several, self.room, *self.copied_s

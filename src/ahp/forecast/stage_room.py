@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.forecast.cell_columns import BETWEEN, COUNTED, WHOLE, CellColumns
+from ahp.forecast.cell_columns import BETWEEN, WHOLE, CellColumns
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -93,8 +93,7 @@ class StageRoom:
         holds = np.minimum(holds, free / (layer + k * (kept - dropped)))
         if columns.alike:
             holds = np.where(holds < 1.0 - ROUNDING, 0.0, holds)
-        work, counted = columns.work, np.searchsorted(COUNTED, m.min(), side="right") - 1
-        copied_s = columns.copied_s[counted][rows]
+        work, copied_s = columns.work, columns.copied_of(m.min())[rows]
         return cls(
             work.layer_s[rows][..., None] + of_place(copied_s),
             work.again_s_per_byte[rows][..., None], free, k, layer, kept, np.maximum(holds, 0.0),

@@ -63,6 +63,8 @@ def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns, *, tur
         return _gpipe_s(m, times)
     paths = _Paths(name, p, v, m, times)
     bound = np.maximum(paths.way_of_one_s(), paths.ranks_s().max(axis=-1))
+    if (forwards := schedule.forwards_before_gradient(p, v, m)) is not None:
+        bound = np.maximum(bound, paths.after_first_gradient_s(forwards).max(axis=-1))
     return np.maximum(bound, paths.round_trips_s()) if schedule.one_forward_one_backward and v == 1 and p > 1 else bound
 
 
@@ -129,7 +131,8 @@ class _Paths:
             rest_s = rest_s + np.where(self.split > 0, deferred * times.weight_gradient_s, 0.0)
         back = np.broadcast_to(times.send_backward_s + _before(self.gradient_s), self.gradient_s.shape).copy()
         back[..., 0] = 0.0
-        way = np.cumsum(back, axis=-1)
+        self.back_s = way = np.cumsum(back, axis=-1)
+        """[N, S] Seconds from a stage's gradient to that of the first stage."""
         self.tail_s = way + np.maximum.accumulate(rest_s - way, axis=-1)
         """[N, S] Seconds after a stage's last gradient: its own rest, or the way back to the first stage."""
 
@@ -138,11 +141,14 @@ class _Paths:
         some = np.where(self.split == self.m, input_s, np.minimum(whole_s, input_s))
         return np.where(self.split == 0, whole_s, some)
 
+    def _first_gradient_s(self) -> Floats:
+        """[N] Until the last stage has the first micro-batch's gradient."""
+        t = self.times
+        return (self.fill_s + t.forward_s + t.first_forward_extra_s + self.gradient_s)[..., -1]
+
     def way_of_one_s(self) -> Floats:
         """One micro-batch through all stages and back."""
-        t = self.times
-        down_s = self.fill_s[..., -1] + t.forward_s[..., -1] + t.first_forward_extra_s[..., -1]
-        return down_s + self.gradient_s[..., -1] + self.tail_s[..., -1]
+        return self._first_gradient_s() + self.tail_s[..., -1]
 
     def _work_s(self) -> Floats:
         """[N, S] Seconds of each stage's actions, without what follows its last gradient."""
@@ -164,11 +170,31 @@ class _Paths:
         deferred_s, others_s = self._after_last_gradient(extra_s - last[..., : self.p])
         return np.maximum(before_s + extra_s, before_s - deferred_s + others_s + self.tail_s[..., : self.p])
 
+    def after_first_gradient_s(self, forwards: Ints) -> Floats:
+        """[N, p] What comes before the first gradient of each rank's highest stage, of the first micro-batch; then all that the rank has left
+        until the last gradient of its lowest stage, and what follows that.
+
+        ``forwards``: [p, v] of the rank's stages before that gradient. No other gradient comes earlier on the rank, and none later than
+        the last one of its lowest stage.
+        """
+        t, highest, back_s = self.times, self.own[:, -1], self.back_s
+        first_s = (self._first_gradient_s() + back_s[..., -1])[..., None] - back_s[..., highest]
+        weight_s = np.where(self.split > 0, self.m * t.weight_gradient_s, 0.0)
+        left = weight_s + self.m * self.gradient_s + 0.0 * t.forward_s
+        left_s = (left[..., self.own] + (self.m - forwards) * self._of_ranks(t.forward_s)).sum(axis=-1)
+        deferred_s, _ = self._after_last_gradient(0.0)
+        until_s = first_s + left_s - self.gradient_s[..., highest]
+        return until_s + np.maximum(self.tail_s[..., : self.p] - deferred_s, 0.0)
+
+    def _of_ranks(self, stages: Floats) -> Floats:
+        """[N, p, v] Of each rank's stages."""
+        return np.broadcast_to(stages, (*stages.shape[:-1], self.p * self.v))[..., self.own]
+
     def _after_last_gradient(self, others_s: Floats) -> tuple[Floats | float, Floats | float]:
         """At most what each rank computes after the last gradient of its lowest stage; extras that surely come before."""
         if not self.schedule.splits_backward:
             return 0.0, others_s
-        weight_s = np.broadcast_to(self.times.weight_gradient_s, self.gradient_s.shape)[..., self.own]
+        weight_s = self._of_ranks(self.times.weight_gradient_s)
         deferred_s, lowest_alone = self.schedule.last_weights_s(weight_s, self.p, self.v, self.m)
         return deferred_s, np.where(lowest_alone, others_s, 0.0)
 

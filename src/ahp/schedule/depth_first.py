@@ -49,6 +49,15 @@ class DepthFirst(PipelineSchedule):
             actions += [nth(Kind.WEIGHT_GRADIENT, n) for n in range(max(total - rank, 0), total)]
         return actions
 
+    def forwards_before_gradient(self, p: int, v: int, m: int) -> Ints:
+        """The warm-up and one forward more."""
+        behind = 1 if self.splits_backward or v == 1 else 2
+        return held_after((v - 1) * round_length(p, v, m) + behind * (p - 1 - np.arange(p)) + 1, p, v, m)
+
+    def in_flight(self, p: int, v: int, m: int) -> Ints:
+        """As the first gradient comes."""
+        return self.forwards_before_gradient(p, v, m)
+
     def slots(self, p: int, v: int, m: int) -> Slots | None:
         """In closed form where every rank has a whole round."""
         return _slots(p, v, m, split=self.splits_backward) if v == 1 or m >= p else None

@@ -124,6 +124,11 @@ class PipelineSchedule(ABC):
 
     # -- time -------------------------------------------------------------------------------------------------------
 
+    def forwards_before_gradient(self, p: int, v: int, m: int) -> Ints | None:
+        """Forwards of each rank's stages before its first gradient, which is of its highest stage, [p, v]; where the last gradient of a rank
+        is of its lowest stage. None = it is not known in closed form."""
+        return None
+
     def passes_behind(self, stage: int, p: int) -> int:
         """Backward passes that the rank computes after the last one of a stage, before the last of its next stage."""
         return 0

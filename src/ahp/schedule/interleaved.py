@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.schedule.depth_first import DepthFirst, held_after, round_length, uneven_rounds, whole_rounds
+from ahp.schedule.depth_first import DepthFirst, uneven_rounds, whole_rounds
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -25,10 +25,6 @@ class Interleaved1F1B(DepthFirst):
     def why_not(self, p: int, m: int) -> str:
         """Torch's rule."""
         return uneven_rounds(self.name, p, m)
-
-    def in_flight(self, p: int, v: int, m: int) -> Ints:
-        """The warm-up and one forward more."""
-        return held_after((v - 1) * round_length(p, v, m) + 2 * (p - 1 - np.arange(p)) + 1, p, v, m)
 
     def passes_behind(self, stage: int, p: int) -> int:
         """Micro-batches go in groups of as many as there are ranks: so many are left of the next chunk, but for its last."""

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.schedule.actions import Action, Kind
-from ahp.schedule.depth_first import DepthFirst, held_after
+from ahp.schedule.depth_first import DepthFirst
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -36,7 +36,3 @@ class OneForwardOneBackward(DepthFirst):
             f"pipeline_parallel_degree = {p}: torch's 1F1B needs at least as many micro-batches, there are {m} "
             f"(valid: up to {m}, or pipeline_parallel_schedule GPipe)"
         )
-
-    def in_flight(self, p: int, v: int, m: int) -> Ints:
-        """As many as there are ranks from this one on."""
-        return held_after(p - np.arange(p), p, v, m)

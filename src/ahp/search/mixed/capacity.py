@@ -11,18 +11,22 @@ Nothing of a cell is in W that is not in the sum, so that with rates q = n(X) / 
     M <= sum over the best R p cells of q (T / L - a) + R c
 
 The sum over cells is bounded with a price for each cell. The head is work of one stage: as many more layers as it computes in its time.
-Where weight gradients are apart they may fill the way back, and a stage that is reached after u seconds of forward passes has but T - u
-for its m micro-batches: with w = f W / 2, f the least share of forward passes, or of all but weight gradients there and back,
+Where weight gradients are apart (ZB-H1) stage s, of p from 0, does min(p - s, m) forward passes and no weight gradient before its first
+gradient comes, which has all forward passes behind it and the gradients of all stages from s on; and it does at most s + 1 weight
+gradients after its last gradient, which then goes back through the stages before it. All else of its work lies between, so that with F,
+I and G seconds of forward passes and of input and weight gradients, t = F + I + G,
 
-    m <= sum over its cells of q / L  T / (1 + w / T) + 1/2
+    T >= sum over all stages of (F + I) + m t_s - I_s - min(p - s, m) F_s - min(s + 1, m) G_s
 
-q at an X that is as much less as the last stage has less time than the first. In a replica of few micro-batches cells keep fewer of them
-than these rates are for: each of its cells counts for as many as that are.
+where p - s and s + 1 are p + 1 together: the formula above, with but F + I of the way and c = 1 + (p - 1) max(F, G) / t. No more than m are
+done before or after either, so that c <= 1 + (m - 1) (F + G) / t too. In a replica of few micro-batches cells keep fewer of them than these
+rates are for: each of its cells counts for as many as that are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -74,18 +78,11 @@ class Depth:
     least: int
     """Micro-batches that each replica must have."""
 
-    @property
-    def fills(self) -> bool:
-        """Whether a micro-batch's way through all stages comes before and after what the longest does."""
-        return not (self.schedule == SEVERAL or splits_backward(self.schedule))
-
     def floors_s(self, of: Pipelines) -> Floats:
         """[n] Seconds that they take at least, without what is added for the slowest rank; as far as that may be below the limit."""
         found = of.floor_s.copy()
         mean = of.total // of.replicas
         heavy = self._counted(mean)
-        if splits_backward(self.schedule):
-            heavy = np.where(mean >= 4 * self.p, 4 * self.p, heavy)
         for number in np.unique(heavy).tolist():
             some = np.flatnonzero(heavy == number)
             found[some] = self._of_all_s(of.where(some), number)
@@ -122,48 +119,19 @@ class Depth:
         least_s = room.least_s(columns.num_layers, stages.number)
         there = np.isfinite(least_s)  # a replica has as many micro-batches as the mean, or more
         least_s = np.where(there, least_s, 1.0)
-        fastest_s = work.layer_s[rows].min(axis=1)
-        way_s = columns.num_layers * fastest_s / 2
-        forward, weights = work.least_forward_share[rows].min(axis=1), work.weight_share[rows].max(axis=1)
         of_light = (heavy - 1) / self.p if light else 0.0
-
-        def rates(share: Floats, early: Floats, **more: Floats) -> _Rates:
-            at_s = least_s * np.maximum(1.0 - early * self.p / (heavy * share), 1e-6)
-            return _Rates.of(room, stages, at_s, columns.num_layers, work.head_s[rows], of_light, share=share, **more)
-
-        one, none = np.ones(len(rows)), np.zeros(len(rows))
+        of = partial(_Rates.of, room, stages, num_layers=columns.num_layers, head_s=work.head_s[rows], light=of_light)
         if self.schedule == SEVERAL:
             # Each rank waits for the forward passes of the first stages of those before it, of a layer each at least.
-            each_s = forward * fastest_s
+            each_s = work.least_forward_share[rows].min(axis=1) * work.layer_s[rows].min(axis=1)
             way_s = each_s[:, None] * (np.cumsum(stages.number) - stages.number)
             at_s = least_s * np.maximum(1.0 - (self.p - 1) * each_s / between_s[0], 1e-6)
             left = np.maximum(1.0 - way_s / between_s[1], 0.0)[:, None]
-            work_s = work.head_s[rows]
-            return _Ways(
-                there,
-                (
-                    _Rates.of(
-                        room,
-                        stages,
-                        at_s,
-                        columns.num_layers,
-                        work_s,
-                        of_light,
-                        left=left,
-                        share=one,
-                        busy=1.0 - weights,
-                    ),
-                ),
-            )
-        if splits_backward(self.schedule):
-            half = none + 0.5
-            return _Ways(there, (
-                rates(one, forward, way_s=forward * way_s, ahead=half),
-                rates(1.0 - weights, 1.0 - weights, way_s=(1.0 - weights) * way_s, ahead=half),
-            ))  # fmt: skip
-        passes = work.forward_share[rows].max(axis=1) * (not all_forwards_first(self.schedule))
-        ahead = 1.0 + (self.p - 1) * passes
-        return _Ways(there, (rates(one, none, layer_s=room.layer_s[..., 0], ahead=ahead),))
+            return _Ways(there, (of(at_s, left=left, busy=1.0 - work.weight_share[rows].max(axis=1)),))
+        late = Late.of(columns, rows, self.schedule, columns.copied_of(heavy)[rows].max(axis=2))
+        way_s = np.maximum(room.layer_s[..., 0] - late.layer_s, 0.0)
+        filled = of(least_s, layer_s=way_s, ahead=1.0 + (self.p - 1) * late.share)
+        return _Ways(there, (filled, of(least_s)) if splits_backward(self.schedule) else (filled,))
 
     def _of_one_s(self, of: Pipelines) -> Floats:
         """[n] Of the replica with the most micro-batches, each of whose stages has a whole number of layers."""
@@ -185,6 +153,29 @@ class Depth:
         """So many or fewer: of these numbers rooms are looked at."""
         few = 1 << np.log2(np.maximum(micro_batches, 1)).astype(np.int64)
         return few if all_forwards_first(self.schedule) else np.where(micro_batches >= self.p, self.p, few)
+
+
+class Late(NamedTuple):
+    """What of stages may be done beside the way of a micro-batch."""
+
+    layer_s: Floats
+    """[n, G] Seconds of a layer that are not in that way, at most: where weight gradients are apart, of these."""
+    share: Floats
+    """[n] Of a stage's time, the largest that forward passes before the first gradient have, or weight gradients after the last one."""
+    inside: Floats
+    """[n] Of a stage's time, what neither has, at least."""
+
+    @classmethod
+    def of(cls, columns: CellColumns, rows: Ints, schedule: str, copied_s: Floats) -> Late:
+        """``copied_s``: [n, G] seconds in which a layer's gradients are copied, which may be part of its weight gradient."""
+        work = columns.work
+        if not splits_backward(schedule) and schedule != SEVERAL:
+            share = work.forward_share[rows].max(axis=1) * (not all_forwards_first(schedule))
+            return cls(np.zeros(copied_s.shape), share, 1.0 - share)
+        layer_s, forward, weights = (of[rows] for of in (work.layer_s, work.forward_share, work.weight_share))
+        shares = np.stack([np.maximum(forward, weights), np.minimum(forward + weights, 1.0)])
+        share, both = ((shares * layer_s + copied_s) / np.maximum(layer_s + copied_s, 1e-300)).max(axis=2)
+        return cls(weights * layer_s + copied_s, share, 1.0 - both)
 
 
 @dataclass(frozen=True)
@@ -211,10 +202,11 @@ class _Replica:
         before = np.cumsum(stages.number) - stages.number
         taken = np.clip(depth.cells[rows][:, :, None] - before, 0, stages.number)
         way_s, passes = np.zeros(len(rows)), micro_batches.astype(float)
-        if depth.fills:
-            early = columns.work.forward_share[rows].max(axis=1) * (not all_forwards_first(depth.schedule))
-            way_s = columns.num_layers * room.layer_s[..., 0].min(axis=1)
-            passes = np.maximum(micro_batches - 1 - (depth.p - 1) * early, 1e-3)
+        if depth.schedule != SEVERAL:
+            late = Late.of(columns, rows, depth.schedule, columns.copied_of(micro_batches.min())[rows].max(axis=2))
+            way_s = columns.num_layers * np.maximum(room.layer_s[..., 0] - late.layer_s, 0.0).min(axis=1)
+            passes = np.maximum(micro_batches - 1 - (depth.p - 1) * late.share, (micro_batches - 1) * late.inside)
+            passes = np.maximum(passes, 1e-3)
         return cls(room, taken, micro_batches, depth.p, columns.num_layers, columns.alike, way_s, passes)
 
     def can(self, seconds: Floats) -> Bools:
@@ -310,19 +302,15 @@ class _Rates:
     """[u] Layers a second that each replica does more than its cells: the head's stage."""
     light: float
     """Micro-batches of replicas with few, by stage."""
-    share: Floats
-    """[u] Of the time of a micro-batch in a stage, the share that is counted."""
     ahead: Floats | None = None
     """[u] Micro-batches by which each replica is ahead."""
-    way_s: Floats | None = None
-    """[u] Half of the way of a micro-batch before a stage."""
     busy: Floats | None = None
     """[u] Of the time of a micro-batch in a stage, the share in which it is nowhere else."""
 
     @classmethod
     def of(
-        cls, room: StageRoom, stages: Positions, at_s: Floats, num_layers: int, head_s: Floats, light: float,
-        *, layer_s: Floats | None = None, left: Floats | float = 1.0, **more: Floats,
+        cls, room: StageRoom, stages: Positions, at_s: Floats,
+        *, num_layers: int, head_s: Floats, light: float, layer_s: Floats | None = None, left: Floats | float = 1.0, **more: Floats,
     ) -> _Rates:  # fmt: skip
         """``at_s``: [u] what stages take, at least; ``left``: [u, 1, K] the share of the time that each position has, at most."""
         at, head = at_s[:, None, None], head_s[:, :, None]
@@ -359,10 +347,8 @@ class _Doing:
 
     def __call__(self, seconds: Floats) -> Floats:
         """[n] Micro-batches in so many seconds, at most."""
-        rates, which, counted = self.rates, self.which, seconds
-        if rates.way_s is not None:
-            counted = seconds * seconds / (rates.share[which] * (seconds + rates.way_s[which]))
-        per_layer = counted / rates.layers[which]
+        rates, which = self.rates, self.which
+        per_layer = seconds / rates.layers[which]
         times = np.maximum(per_layer[:, None] - rates.layer_s[which], 0.0)
         cells = _priced(times * self.found, times * rates.curves.values[which, :, 0], self.count, rates.light)
         ahead = 0.0 if rates.ahead is None else rates.ahead[which]

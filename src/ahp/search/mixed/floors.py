@@ -2,7 +2,8 @@
 
 First by the work over the speed of all cells there are, with the time in which pipelines fill: in T seconds cells of group g, which take
 z for the whole model, do T / z - 1 micro-batches each, and R replicas together M <= sum of that + R (1 + (p - 1) f), f being the largest
-share of forward passes. Then by what memory leaves (``mixed.capacity``).
+share of forward passes. Where weight gradients are apart it is the larger share of the two, and instead of 1 all but weight gradients. Then
+by what memory leaves; both formulas are proven there (``mixed.capacity``).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.plan import Parallelism
-from ahp.search.mixed.capacity import Depth, Pipelines
-from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, all_forwards_first, layout_of, splits_backward
+from ahp.search.mixed.capacity import Depth, Late, Pipelines
+from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 from ahp.search.mixed.tables import LayoutTables
 
 Floats = NDArray[np.float64]
@@ -82,7 +83,7 @@ class ShapeFloors:
         self._total = np.array([space.micro_batches(alike) for alike in alikes], dtype=np.int64)
         self._width = np.array([alike.width for alike in alikes], dtype=np.int64)
         work = self.columns.work
-        self._whole_s = self.columns.num_layers * (work.layer_s + self.columns.copied_s[0].min(axis=2)) + work.head_s
+        self._whole_s = self.columns.num_layers * (work.layer_s + self.columns.copied_of(1).min(axis=2)) + work.head_s
         """[N, G] Of the whole model."""
         self._is_covered = self._covered()
         self._on_cpu = any(is_cpu(group.device) for group in space.asked.cluster.groups)
@@ -173,11 +174,14 @@ class ShapeFloors:
 
     def _work_s(self, rows: Ints, schedule: str, total: int, pipeline: Ints, replicas: Ints) -> Floats:
         """[n, S] Of some rows and numbers of stages and replicas, by work and speed."""
-        work, alone = self.columns.work, bool((pipeline == 1).all())
-        fills = not alone and schedule != SEVERAL and not splits_backward(schedule)
-        early = work.forward_share[rows].max(axis=1) * (not all_forwards_first(schedule))
-        way = np.ones(len(rows)) if alone or fills else 1.0 - work.weight_share[rows].max(axis=1)
-        return work_s(self._whole_s[rows], self._cells[rows], total, pipeline, replicas, way, early if fills else None)
+        whole_s, work, num_layers = self._whole_s[rows], self.columns.work, self.columns.num_layers
+        if (pipeline == 1).all():
+            return work_s(whole_s, self._cells[rows], total, pipeline, replicas, np.ones(len(rows)), ())
+        late = Late.of(self.columns, rows, schedule, self.columns.copied_of(1)[rows].min(axis=2))
+        apart_s = num_layers * late.layer_s + (late.layer_s > 0) * work.weight_share[rows] * work.head_s[rows]
+        way, share, inside = 1.0 - (apart_s / whole_s).max(axis=1), late.share[:, None], late.inside[:, None]
+        ahead = () if schedule == SEVERAL else ((1.0, 1.0 + share * (pipeline - 1)), (inside, 1.0))
+        return work_s(whole_s, self._cells[rows], total, pipeline, replicas, way, ahead)
 
     def _pipelines_s(self, schedule: str, p: int, of: Shapes, limit_s: float) -> Floats:
         """[n] By what memory leaves, of so many stages under a schedule."""
@@ -241,26 +245,33 @@ class ShapeFloors:
 
 
 def work_s(
-    whole_s: Floats, cells: Ints, total: int, pipeline: Ints, replicas: Ints, way: Floats, early: Floats | None
+    whole_s: Floats,
+    cells: Ints,
+    total: int,
+    pipeline: Ints,
+    replicas: Ints,
+    way: Floats,
+    ahead: Sequence[tuple[Floats | float, Floats | float]],
 ) -> Floats:
     """[n, S] Seconds that ``total`` micro-batches take at least in so many replicas of so many stages, [S]; ``whole_s``, ``cells``: [n, G].
 
-    ``way``: [n] the share of a micro-batch's time in which it is nowhere else. ``early``: [n] the share of a micro-batch's time in a stage that may hide in its way; None where more than the way may hide it.
+    ``way``: [n] the share of a micro-batch's time in which it is nowhere else; ``ahead``: of each bound that knows of this way, by how many
+    micro-batches a replica is ahead, and before it the share of the others' time that counts: what broadcasts to [n, S].
     """
     order = np.argsort(whole_s, axis=1, kind="stable")
     seconds, there = (np.take_along_axis(of, order, axis=1) for of in (whole_s, cells))
-    need: Floats = np.full((len(seconds), len(pipeline)), float(total))
-    if early is not None:
-        need = need - replicas * (1.0 + (pipeline - 1) * early[:, None])
-    left = np.broadcast_to((replicas * pipeline).astype(float), need.shape)
-    speed, best = np.zeros(need.shape), np.full(need.shape, np.inf)
+    left = np.broadcast_to((replicas * pipeline).astype(float), (len(seconds), len(pipeline)))
+    needs = [share * (total - replicas * by) for share, by in ahead]
+    speed, best = np.zeros(left.shape), [np.full(left.shape, np.inf) for _ in ahead]
     for group in range(seconds.shape[1]):
         used = np.minimum(there[:, group, None], left)
         left, speed = left - used, speed + used / seconds[:, group, None]
-        need = need + used if early is not None else need
-        best = np.minimum(best, np.where(speed > 0, np.maximum(need, 0.0) / np.maximum(speed, 1e-300), np.inf))
+        needs = [need + used * way[:, None] for need in needs]
+        each = [np.maximum(need, 0.0) / np.maximum(speed, 1e-300) for need in needs]
+        best = [np.minimum(so_far, np.where(speed > 0, now, np.inf)) for so_far, now in zip(best, each, strict=True)]
     way_s = way * np.where(cells > 0, whole_s, np.inf).min(axis=1)
-    return np.where(left > 0, np.inf, np.maximum(best, way_s[:, None]))
+    all_s = total / np.maximum(speed, 1e-300)
+    return np.where(left > 0, np.inf, np.maximum.reduce([all_s, way_s[:, None] + 0 * all_s, *best]))
 
 
 def whole_micro_batches_s(whole_s: Floats, cells: Ints, total: Ints, replicas: Ints) -> Floats:
