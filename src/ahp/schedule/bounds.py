@@ -182,7 +182,7 @@ class _Paths:
         weight_s = np.where(self.split > 0, self.m * t.weight_gradient_s, 0.0)
         left = weight_s + self.m * self.gradient_s + 0.0 * t.forward_s
         left_s = (left[..., self.own] + (self.m - forwards) * self._of_ranks(t.forward_s)).sum(axis=-1)
-        deferred_s, _ = self._after_last_gradient(0.0)
+        deferred_s, _ = self._after_last_gradient(np.zeros(self.p))
         until_s = first_s + left_s - self.gradient_s[..., highest]
         return until_s + np.maximum(self.tail_s[..., : self.p] - deferred_s, 0.0)
 
