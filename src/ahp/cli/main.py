@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "verify": "a plan against one device, step by step, within tolerance",
     "calibrate": "correct a cluster's forecasts by runs on it",
     "export": "a plan as a Slurm script, a Kubernetes TrainJob, or another engine's configuration",
+    "check": "judge a configuration of torchtitan, Megatron-LM, DeepSpeed or accelerate",
     "report": "one HTML page about a run or a plan",
     "generate": "text from a run's checkpoint",
     "models": "the models that are known by name",

@@ -62,7 +62,8 @@ def parse(text: str) -> Settings:
     rest = re.sub(LIST, "", text)
     words: list[str] = []
     for word in [*_words(rest), *(word for found in lists.values() for word in found)]:
-        words.append(_filled(word, known))
+        filled = _filled(word, known).strip()
+        words += filled.split() if filled.startswith("--") else [filled]
         if len(words) > MOST_WORDS:
             raise BadInput("the script is too long to be a launch script")
     settings: Settings = {}
@@ -94,14 +95,12 @@ def _assignments(text: str) -> tuple[dict[str, str], dict[str, list[str]]]:
 
 
 def _words(text: str) -> list[str]:
-    """Words as a shell cuts them; of quotes that never end, at spaces."""
-    found: list[str] = []
-    for line in text.splitlines():
-        try:
-            found += shlex.split(line, comments=True)
-        except ValueError:
-            found += line.split()
-    return [word for whole in found for word in (whole.split() if whole.startswith("--") and " " in whole else [whole])]
+    """Words as a shell cuts them; of text whose quotes never end, line by line, and at spaces."""
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:
+        lines = text.splitlines()
+        return [word for line in lines for word in _words(line)] if len(lines) > 1 else text.split()
 
 
 def _filled(word: str, known: dict[str, str]) -> str:
@@ -111,7 +110,7 @@ def _filled(word: str, known: dict[str, str]) -> str:
         name, default = found[1] or found[3], found[2]
         return known.get(name, default if default is not None else found[0])
 
-    return re.sub(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", value, word)
+    return re.sub(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", value, word).strip("\"'")
 
 
 def _ends(word: str) -> bool:

@@ -315,6 +315,7 @@ DIALECT = Dialect(
     version="0.20",
     source="Megatron-LM d98e8a6, training/arguments.py",
     agrees=("26.08",),
+    launcher=(NODES, EACH),
     rules=(
         DATA,
         _size(TENSOR, "tensor_parallel_degree"),

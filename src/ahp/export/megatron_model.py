@@ -70,3 +70,39 @@ MODEL_KEYS = (LAYERS, "--hidden-size", "--ffn-hidden-size", "--num-attention-hea
               "--qk-layernorm", "--untie-embeddings-and-output-weights", "--num-experts", "--moe-router-topk", "--moe-router-load-balancing-type",
               "--moe-aux-loss-coeff", "--vocab-size", "--make-vocab-size-divisible-by", "--use-rotary-position-embeddings", "--attention-backend")  # fmt: skip
 """What a script says of its model, beside the layout."""
+
+
+def config_of(settings: Settings) -> dict[str, Any] | None:
+    """The Hugging Face config that a script's arguments describe; None where they are not all there, or of a family that is not known here."""
+    if settings.get("--normalization") != "RMSNorm" or not settings.get("--swiglu"):
+        return None
+    try:
+        heads, experts = int(settings["--num-attention-heads"]), settings.get("--num-experts")
+        found: dict[str, Any] = {
+            "model_type": "qwen3"
+            if settings.get("--qk-layernorm")
+            else "qwen2"
+            if settings.get("--add-qkv-bias")
+            else "llama",
+            "num_hidden_layers": int(settings[LAYERS]),
+            "hidden_size": int(settings["--hidden-size"]),
+            "intermediate_size": int(settings["--ffn-hidden-size"]),
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(settings.get("--num-query-groups", heads)),
+            "vocab_size": int(settings["--vocab-size"]),
+            "max_position_embeddings": int(
+                settings.get("--max-position-embeddings", settings.get("--seq-length", 4096))
+            ),
+            "tie_word_embeddings": "--untie-embeddings-and-output-weights" not in settings,
+        }
+        if experts is not None:
+            found |= {
+                "model_type": "mixtral",
+                "num_local_experts": int(experts),
+                "num_experts_per_tok": int(settings["--moe-router-topk"]),
+            }
+        elif "--kv-channels" in settings and found["model_type"] != "qwen2":
+            found["head_dim"] = int(settings["--kv-channels"])
+    except (KeyError, ValueError, TypeError):
+        return None
+    return found

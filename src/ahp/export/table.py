@@ -66,6 +66,8 @@ class Read:
 
     fields: Fields
     not_understood: tuple[str, ...]
+    unread: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Of settings that no plan can say: why, and the fields that they stand for, which have AHP's default."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ class Dialect:
     """Fields of a layout that the file has no key for, and who says them in its place."""
     other: tuple[str, ...] = ()
     """Beginnings of keys that say nothing of a layout or of what a step computes: logs, checkpoints, the data's place."""
+
+    launcher: tuple[str, ...] = ()
+    """Keys that are read and never written: the launch line has them."""
 
     def settings(self, subject: Subject) -> tuple[Settings, tuple[str, ...]]:
         """The file's keys, and what of the plan it does not say. Raises NotExpressible, with the field and its value."""
@@ -125,15 +130,17 @@ class Dialect:
             for key, value in settings.items()
             if not any(key in rule.keys for rule in self.rules) and not key.startswith(self.other)
         ]
+        unread: list[tuple[str, tuple[str, ...]]] = []
         for rule in self.rules:
             try:
                 fields.update(rule.read(settings))
             except Unreadable as error:
-                told.append(str(error))
-            except (TypeError, ValueError, KeyError, AttributeError):
+                unread.append((str(error), rule.fields))
+            except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
                 given = ", ".join(f"{key} = {settings[key]!r}" for key in rule.keys if key in settings)
-                told.append(f"{given}: not a value that {self.engine} takes")
-        return Read(fields, tuple(told))
+                unread.append((f"{given}: not a value that {self.engine} takes", rule.fields))
+        told += [why for why, _ in unread]
+        return Read(fields, tuple(dict.fromkeys(told)), tuple(unread))
 
 
 def plan_of(dialect: Dialect, fields: Fields, model: str | dict[str, Any], cluster: dict[str, Any] | None) -> Plan:

@@ -39,6 +39,8 @@ def _read_rate(settings: Settings) -> Fields:
     }
     if least == 1.0:
         return found | {o + "schedule": "constant"}
+    if not any(key in settings for key in RATE_KEYS):
+        return {}
     if least != FALLS_TO:
         raise Unreadable(
             f"lr_scheduler.min_lr_factor = {least}: AHP's rate falls to {FALLS_TO}; it changes no step's time"

@@ -6,6 +6,7 @@ names. main counts tokens where the others count sequences.
 
 from __future__ import annotations
 
+import math
 import re
 
 from ahp.errors import NotExpressible
@@ -26,6 +27,17 @@ def degree(settings: Settings, name: str) -> int:
     """A degree of a file; of the shard degree -1 = the ranks that are left."""
     least = -1 if name == "data_parallel_shard_degree" else 1
     return whole(settings.get(P + name, least), P + name, least)
+
+
+def with_rest(settings: Settings, devices: int) -> Settings:
+    """Settings whose shard degree is a number: -1 is what the other degrees leave of the devices. Raises Unreadable where they leave no whole number."""
+    key = P + "data_parallel_shard_degree"
+    if degree(settings, "data_parallel_shard_degree") != -1:
+        return settings
+    others = math.prod(degree(settings, name) for name in DEGREES[:1] + DEGREES[2:5])
+    if devices % others:
+        raise Unreadable(f"{key} = -1: the other degrees make {others}, which does not divide {devices} devices")
+    return {**settings, key: devices // others}
 
 
 def _degrees() -> list[Rule]:
@@ -300,7 +312,7 @@ def _read_recompute(settings: Settings) -> Fields:
     )
     if mode == "selective" and option not in ("op", "1"):
         raise Unreadable(
-            f"activation_checkpoint.selective_ac_option = {option!r}: every {option}th block is recomputed; AHP knows op, and 1"
+            f"activation_checkpoint.selective_ac_option = {option!r}: one block in {option} is recomputed; AHP knows op, and 1"
         )
     if mode == "memory_budget":
         raise Unreadable(
@@ -356,6 +368,14 @@ def _whole_experts() -> Rule:
     return Rule((), (ETP,), write, lambda settings: {})
 
 
+def _write_graphs(s: Subject) -> Settings:
+    """CUDA graphs are on by default since 0.3.0, and refused beside these (trainer.py, _validate_cuda_graphs)."""
+    return {GRAPHS: True} if s.p.pipeline_parallel_degree > 1 or s.p.expert_parallel_degree > 1 else {}
+
+
+GRAPHS = "training.disable_cuda_graphs"
+
+
 def _python(version: str, batch: tuple[Rule, ...], source: str) -> Dialect:
     return Dialect(
         engine="torchtitan",
@@ -370,6 +390,7 @@ def _python(version: str, batch: tuple[Rule, ...], source: str) -> Dialect:
             precision(converters=None),
             _async("compile.enable_async_tensor_parallel"),
             _whole_experts(),
+            Rule((GRAPHS,), (), _write_graphs, lambda settings: {}),
         ),
         other=OTHER,
     )

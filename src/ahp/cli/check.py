@@ -1,0 +1,279 @@
+"""Judge a configuration that others wrote: torchtitan's TOML or Python, Megatron-LM's script, DeepSpeed's JSON, accelerate's YAML.
+
+Says what layout the file is, what it costs, whether it fits, what binds, the best layout that the same engine has, and the lines to change to
+get it. What was not understood is listed. Nothing of the file is run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from ahp.cli.overrides import split_overrides
+from ahp.errors import AhpError, BadInput, NotExpressible
+from ahp.export.table import Settings, Unreadable
+from ahp.plan import EngineChoice, Forecast, Parallelism, Plan, validated
+from ahp.words import percent, seconds
+
+if TYPE_CHECKING:
+    from ahp.cluster.model import Cluster
+    from ahp.export.reading import Foreign
+    from ahp.search.current import Current
+    from ahp.search.result import Ranking
+
+Price = Callable[[Parallelism], Forecast]
+ASSUMED = ("job.sequence_length", "job.global_batch_size", "job.precision", "parallelism.micro_batch_size")
+"""What a forecast rests on, and not every file says."""
+LAYOUT = ("parallelism.", "job.precision")
+"""Fields without which nothing can be said of a file's cost."""
+KEPT = 40
+"""Plans of the ranking among which the first is sought that the file can say."""
+MOST_LISTED = 12
+"""Lines of what was not understood that are printed; --json has all."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
+    """The engine's configuration, or the script that starts it."""
+    cluster: Annotated[str, tyro.conf.arg(metavar="CLUSTER")]
+    """What it runs on: 8x8xH100, or a cluster.yaml."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Catalogue name or config.json, where the file does not say it."""
+    engine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """torchtitan, megatron, deepspeed or accelerate, where the file's ending does not say it."""
+    target_version: Annotated[str | None, tyro.conf.arg(metavar="VERSION")] = None
+    """Release of the engine; without it the one whose keys the file has."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Lines of a file that belong together: key, value now, value of the best layout; None = not there."""
+
+    lines: tuple[tuple[str, Any, Any], ...]
+    saves_alone_s: float | None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found of a file."""
+
+    foreign: Foreign
+    plan: Plan
+    current: Current | None
+    best: Plan
+    changes: tuple[Change, ...]
+    given: tuple[str, ...]
+    """Keys that the user gave beside the file."""
+    can_be_said: bool
+    """Whether the file can say the best plan."""
+
+    @property
+    def today(self) -> Forecast | None:
+        """None where the layout cannot run here."""
+        return None if self.current is None else self.current.forecast
+
+    @property
+    def saves(self) -> float | None:
+        """Share of today's step time that the best saves."""
+        if self.today is None or self.best.forecast is None:
+            return None
+        return 1 - self.best.forecast.step_time_s / self.today.step_time_s
+
+    @property
+    def assumed(self) -> list[str]:
+        """Keys that the file does not say, and a forecast rests on; they have AHP's default."""
+        return [name for name in ASSUMED if name not in self.foreign.read.fields and name not in self.given]
+
+
+def run(argv: list[str]) -> int:
+    """``ahp check FILE --cluster CLUSTER``. Returns the exit code; raises AhpError."""
+    from ahp.cluster.model import Cluster
+    from ahp.export.reading import read_foreign
+    from ahp.forecast.step import forecast
+    from ahp.graph.kept import analyze
+    from ahp.search.ranking import search
+
+    overrides, rest = split_overrides(argv, ("job", "parallelism"))
+    arguments = tyro.cli(Arguments, args=rest, prog="ahp check", description=__doc__)
+    cluster = Cluster.resolve(arguments.cluster)
+    foreign = read_foreign(arguments.file, arguments.engine, arguments.target_version, cluster.num_devices)
+    plan = _plan(foreign, arguments.model, cluster, overrides)
+    graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
+    print("searching the engine's layouts ...", file=sys.stderr)
+    choice: EngineChoice = plan.engine.model_copy(update={"enable_async_tensor_parallel": None})
+    ranking = search(graph, cluster, plan.job, engine=choice, current=plan.parallelism, keep=KEPT)
+    best, wanted = _best(foreign, plan, ranking)
+
+    @cache
+    def price(layout: Parallelism) -> Forecast:
+        return forecast(graph, cluster, plan.job, layout, best.engine)
+
+    found = Checked(
+        foreign,
+        plan,
+        ranking.current,
+        best,
+        () if wanted is None else tuple(_changes(foreign, plan, wanted, price)),
+        tuple(overrides),
+        wanted is not None,
+    )
+    if arguments.json:
+        print(json.dumps(_plain(found)))
+    else:
+        _show(found)
+    return 0
+
+
+def _plan(foreign: Foreign, model: str | None, cluster: Cluster, overrides: dict[str, Any]) -> Plan:
+    """The plan of a file, with what was given beside it. Raises BadInput where it names no model that AHP knows."""
+    from ahp.export.table import plan_of
+
+    fields, named = dict(foreign.read.fields), model or foreign.model
+    if named is None:
+        raise BadInput(
+            "model: the file does not say it in words that AHP knows; add --model, a catalogue name or a config.json"
+        )
+    unknown = [
+        why
+        for why, names in foreign.read.unread
+        if any(name.startswith(LAYOUT) for name in names) and not set(names) & set(overrides)
+    ]
+    if unknown:
+        raise BadInput(
+            f"the layout cannot be read: {'; '.join(dict.fromkeys(unknown))}; give what it is, such as --parallelism.activation-checkpoint full"
+        )
+    fields.update(overrides)
+    return plan_of(foreign.form.dialect, fields, named, cluster.plain())
+
+
+def _best(foreign: Foreign, plan: Plan, ranking: Ranking) -> tuple[Plan, Settings | None]:
+    """The fastest plan that the engine's file can say, with its keys; the fastest of all without, where it can say none."""
+    from ahp.export.model_shape import layers_of
+    from ahp.export.table import Subject
+
+    dialect, layers = foreign.form.dialect, layers_of(plan.model)
+    for found in ranking.plans:
+        try:
+            return found, dialect.settings(
+                Subject(found.model_copy(update={"model": plan.model}), layers, "NAME/FLAVOR")
+            )[0]
+        except NotExpressible:
+            continue
+    return ranking.best, None
+
+
+def _changes(foreign: Foreign, plan: Plan, wanted: Settings, price: Price) -> list[Change]:
+    """Lines of the file that the best layout has otherwise. Lines that say the same in other words are none."""
+    dialect, found = foreign.form.dialect, []
+    for rule in dialect.rules:
+        if not any(name.startswith(("parallelism.", "engine.")) for name in rule.fields):
+            continue
+        try:
+            now = rule.read(foreign.settings)
+        except Unreadable:
+            now = {}
+        best = rule.read(
+            {**{key: foreign.settings[key] for key in dialect.launcher if key in foreign.settings}, **wanted}
+        )
+        if now == best:
+            continue
+        lines = tuple(
+            (key, foreign.settings.get(key), wanted.get(key))
+            for key in rule.keys
+            if key not in dialect.launcher and str(foreign.settings.get(key)) != str(wanted.get(key))
+        )
+        if lines:
+            found.append(Change(lines, _alone(plan, best, price)))
+    return found
+
+
+def _alone(plan: Plan, fields: dict[str, Any], price: Price) -> float | None:
+    """Seconds of a step that a change saves by itself; None where it does not run without the others."""
+    layout = {name.partition(".")[2]: value for name, value in fields.items() if name.startswith("parallelism.")}
+    data = plan.parallelism.model_dump(mode="json") | layout
+    try:
+        other = validated(Parallelism, data, "parallelism")
+        if other == plan.parallelism or other.world_size != plan.parallelism.world_size:
+            return None
+        return price(plan.parallelism).step_time_s - price(other).step_time_s
+    except AhpError:
+        return None
+
+
+def _plain(found: Checked) -> dict[str, Any]:
+    dialect, today = found.foreign.form.dialect, found.today
+    return {
+        "engine": dialect.engine,
+        "version": dialect.version,
+        "parallelism": found.plan.parallelism.model_dump(mode="json"),
+        "job": found.plan.job.model_dump(mode="json"),
+        "assumed": found.assumed,
+        "forecast": None if today is None else today.model_dump(mode="json"),
+        "refused": None if today is not None or found.current is None else found.current.against_best,
+        "best": found.best.model_dump(mode="json", include={"parallelism", "engine", "forecast"}),
+        "saves": found.saves,
+        "changes": [asdict(change) for change in found.changes],
+        "not_understood": list(found.foreign.read.not_understood),
+    }
+
+
+def _show(found: Checked) -> None:
+    dialect, today, job = found.foreign.form.dialect, found.today, found.plan.job
+    print(f"File     {dialect.engine} {dialect.version}")
+    print(f"Job      {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}")
+    if found.assumed:
+        print(
+            f"Assumed  {', '.join(found.assumed)}: the file does not say it; give it as --{found.assumed[0].replace('_', '-')}"
+        )
+    print(f"Layout   {found.plan.parallelism.short()}")
+    if today is None:
+        print(f"Cost     {'' if found.current is None else found.current.against_best}")
+    else:
+        print(
+            f"Cost     {seconds(today.step_time_s)} a step, nine times out of ten {seconds(today.step_time_low_s)} to {seconds(today.step_time_high_s)}"
+        )
+        print(f"Fits     {'yes' if today.fits else 'no'}: probability {percent(today.fit_probability)}")
+        print(f"Binds    {_binds(today.step)}")
+    assert found.best.forecast is not None
+    gain = "" if found.saves is None else f", {percent(found.saves)} less" if found.saves > 0 else ", no faster"
+    print(f"Best     {found.best.parallelism.short()}: {seconds(found.best.forecast.step_time_s)} a step{gain}")
+    if not found.can_be_said:
+        print("         the file cannot say it, nor any of the next ones")
+    if found.saves is None or found.saves > 0:
+        _show_changes(found.changes)
+    told = found.foreign.read.not_understood
+    for line in told[:MOST_LISTED]:
+        print(f"Ignored  {line}")
+    if len(told) > MOST_LISTED:
+        print(f"Ignored  {len(told) - MOST_LISTED} more (--json has them)")
+
+
+def _show_changes(changes: tuple[Change, ...]) -> None:
+    for change in changes:
+        for key, now, best in change.lines:
+            print(f"Change   {key}: {_word(now)} -> {_word(best)}")
+        alone = change.saves_alone_s
+        if alone:
+            print(f"         by itself {seconds(abs(alone))} a step {'less' if alone > 0 else 'more'}")
+
+
+def _binds(step: dict[str, float]) -> str:
+    """The largest part of a step, in words."""
+    from ahp.words import part_words
+
+    part, most = max(step.items(), key=lambda item: item[1])
+    return f"{part_words(part)}, {seconds(most)} of a step"
+
+
+def _word(value: Any) -> str:
+    text = "not there" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

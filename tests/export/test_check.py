@@ -1,0 +1,203 @@
+"""``ahp check``: what it says of configurations that others wrote, and that no file ends it with a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ahp.cli.check import run
+from ahp.errors import AhpError, BadInput
+from ahp.export.reading import FORMATS, read_foreign
+from ahp.export.table import plan_of
+from tests.export.test_engines import a_plan
+
+CLUSTER = ["--cluster", "1x8xH100-SXM-80GB"]
+TITAN = """
+[job]
+dump_folder = "./outputs"
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8
+[activation_checkpoint]
+mode = "full"
+[float9]
+speed = "high"
+"""
+MEGATRON = """
+#!/bin/bash
+GPUS_PER_NODE=8
+NUM_NODES=${NUM_NODES:-1}
+TP_SIZE=2
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE   # of a node
+    --nnodes $NUM_NODES
+)
+MODEL_ARGS=(
+    --num-layers 32
+    --hidden-size 4096 --ffn-hidden-size 14336
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8
+    --normalization RMSNorm --swiglu --untie-embeddings-and-output-weights
+    --vocab-size 128256
+)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} \\
+    --tensor-model-parallel-size ${TP_SIZE} --sequence-parallel --pipeline-model-parallel-size=2 \\
+    --micro-batch-size 1 --global-batch-size 64 --seq-length 4096 --train-iters 100 --bf16 \\
+    --use-distributed-optimizer --fancy-new-thing 3
+"""
+
+
+def checked(path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert run([str(path), *CLUSTER, "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_torchtitan_recipe_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(TITAN)
+    found = checked(file, capsys)
+    p = found["parallelism"]
+    assert (
+        p["tensor_parallel_degree"],
+        p["data_parallel_shard_degree"],
+        p["enable_sequence_parallel"],
+        p["activation_checkpoint"],
+    ) == (8, 1, True, "full")
+    assert found["not_understood"] == ["float9.speed = 'high': not understood"]
+    assert found["assumed"] == []
+    assert found["saves"] > 0.1
+    assert found["best"]["forecast"]["step_time_s"] < found["forecast"]["step_time_s"]
+    changed = {line[0]: line[2] for change in found["changes"] for line in change["lines"]}
+    assert changed["parallelism.tensor_parallel_degree"] == found["best"]["parallelism"]["tensor_parallel_degree"]
+    assert run([str(file), *CLUSTER]) == 0
+    shown = capsys.readouterr().out
+    assert "Change   parallelism.tensor_parallel_degree: 8 -> " in shown
+    assert "Ignored  float9.speed = 'high': not understood" in shown
+
+
+def test_a_megatron_script_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "pretrain.sh"
+    file.write_text(MEGATRON)
+    found = checked(file, capsys)
+    p = found["parallelism"]
+    degrees = (
+        p["tensor_parallel_degree"],
+        p["pipeline_parallel_degree"],
+        p["data_parallel_shard_degree"],
+        p["zero_stage"],
+    )
+    assert degrees == (2, 2, 2, 1)
+    assert (found["job"]["global_batch_size"], found["job"]["sequence_length"]) == (64, 4096)
+    assert found["not_understood"] == ["--fancy-new-thing = '3': not understood"]
+    assert found["forecast"]["step_time_low_s"] < found["forecast"]["step_time_s"]
+
+
+def test_the_best_layout_needs_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a file says after its lines were changed is the best layout."""
+    from ahp.cli.export import run as export
+
+    file = tmp_path / "recipe.toml"
+    file.write_text(TITAN)
+    best = checked(file, capsys)["best"]
+    path = a_plan(
+        tmp_path,
+        "torchtitan",
+        cluster="1x8xH100-SXM-80GB",
+        parallelism=best["parallelism"],
+        job={"sequence_length": 8192, "global_batch_size": 1},
+    )
+    assert export(["torchtitan", path, "--target-version", "0.2.2", "-o", str(tmp_path / "best.toml")]) == 0
+    capsys.readouterr()
+    again = checked(tmp_path / "best.toml", capsys)
+    assert again["parallelism"]["tensor_parallel_degree"] == best["parallelism"]["tensor_parallel_degree"]
+    assert again["saves"] == pytest.approx(0, abs=0.02)
+
+
+def test_what_cannot_be_judged_is_refused(tmp_path: Path) -> None:
+    files = {"a.txt": "x", "b.toml": "= =", "c.json": "[1]", "d.sh": "echo hi", "e.yaml": "- 1", "f.py": "def ("}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(BadInput, match=f"file = '{tmp_path / name}'"):
+            run([str(tmp_path / name), *CLUSTER])
+    with pytest.raises(BadInput, match="cannot be read"):
+        run([str(tmp_path / "none.toml"), *CLUSTER])
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto"}')
+    with pytest.raises(BadInput, match=r"model: the file does not say it.*--model"):
+        run([str(tmp_path / "ds.json"), *CLUSTER])
+    assert any("'auto'" in line for line in read_foreign(str(tmp_path / "ds.json"), None, None, 8).read.not_understood)
+
+
+def test_a_layout_that_cannot_be_read_is_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(TITAN.replace('mode = "full"', 'mode = "selective"'))
+    with pytest.raises(
+        BadInput, match=r"selective_ac_option = '2': one block in 2 .*--parallelism.activation-checkpoint"
+    ):
+        run([str(file), *CLUSTER])
+    found = checked(file, capsys, "--parallelism.activation-checkpoint", "selective")
+    assert found["parallelism"]["activation_checkpoint"] == "selective"
+    (tmp_path / "s.sh").write_text(
+        MEGATRON.replace("--nnodes $NUM_NODES", "").replace("--nproc_per_node $GPUS_PER_NODE", "")
+    )
+    with pytest.raises(BadInput, match="--nnodes, --nproc-per-node: missing, so the data-parallel degree is not known"):
+        run([str(tmp_path / "s.sh"), *CLUSTER])
+
+
+WHOLE = [
+    TITAN,
+    MEGATRON,
+    '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}',
+    "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n",
+]
+SPOILT = st.sampled_from(
+    [
+        "",
+        "-1",
+        "0",
+        "null",
+        "[]",
+        "{}",
+        "'",
+        '"',
+        "(",
+        ")",
+        "${",
+        "true",
+        "1e999",
+        "auto",
+        "=",
+        "\n",
+        "99999999999999999999",
+        "inf",
+    ]
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_file_ends_it_with_a_traceback(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    at = data.draw(st.integers(0, 3))
+    text = WHOLE[at]
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        text = text[:start] + data.draw(SPOILT) + text[start + data.draw(st.integers(0, 8)) :]
+    engine = ("torchtitan", "megatron", "deepspeed", "accelerate")[at]
+    file = tmp_path_factory.getbasetemp() / f"spoilt-{at}{('.toml', '.sh', '.json', '.yaml')[at]}"
+    file.write_text(text)
+    try:
+        found = read_foreign(str(file), engine, None, 8)
+        plan_of(found.form.dialect, found.read.fields, "llama3-8b", None)
+    except AhpError:
+        return
+    assert found.form in FORMATS[engine].values()
