@@ -209,6 +209,19 @@ def test_blocks_are_bounded_together_as_alone() -> None:
     assert found == pytest.approx([alone.block_s(block) for block in blocks], rel=1e-12)
 
 
+def test_only_blocks_that_are_searched_are_bounded() -> None:
+    asked = small(cluster="2x2xH100-SXM-80GB")
+    space = build(asked)
+    whole, wanted = Bounds(asked, space), space.blocks.tensor == 1
+    some = whole.only(wanted)
+    assert (some.first_s() == np.where(wanted, whole.first_s(), np.inf)).all()
+    blocks = np.flatnonzero(wanted & np.isfinite(whole.first_s()))[::9].tolist()
+    found = [some.block_s(block) for block in blocks]
+    assert all(wanted[block] for level in some.levels for block in level.known)
+    alone = Bounds(asked, space)
+    assert found == pytest.approx([alone.block_s(block) for block in blocks], rel=1e-12)
+
+
 def test_blocks_with_other_kinds_of_recompute_are_bounded_together() -> None:
     asked = small("experts", "2x2xH100-SXM-80GB", compiled=True)
     space = build(asked)
