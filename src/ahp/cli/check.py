@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -113,7 +112,6 @@ def run(argv: list[str]) -> int:
     ranking = search(graph, cluster, plan.job, engine=choice, current=plan.parallelism, keep=KEPT)
     best, wanted = _best(foreign, plan, ranking)
 
-    @cache
     def price(layout: Parallelism) -> Forecast:
         return forecast(graph, cluster, plan.job, layout, best.engine)
 
@@ -248,7 +246,7 @@ def _show(found: Checked) -> None:
     print(f"Best     {found.best.parallelism.short()}: {seconds(found.best.forecast.step_time_s)} a step{gain}")
     if not found.can_be_said:
         print("         the file cannot say it, nor any of the next ones")
-    if found.saves is None or found.saves > 0:
+    if found.saves is None or found.saves > 0 or (today is not None and not today.fits):
         _show_changes(found.changes)
     told = found.foreign.read.not_understood
     for line in told[:MOST_LISTED]:

@@ -1,4 +1,4 @@
-"""torchtitan's keys for the optimizer and its rate, alike in all dialects."""
+"""torchtitan's keys for the optimizer, its rate and the types of computation."""
 
 from __future__ import annotations
 
@@ -109,5 +109,37 @@ ADAMW = (
     _adamw("eps", "eps", 1e-8),
     _adamw("weight_decay", "weight_decay", 0.1),
 )
+
+
+def precision(*, converters: str | None) -> Rule:
+    """Types of computation. ``converters``: the key of the list that turns products into those of 8 bits."""
+    param, reduce, own = (f"training.{key}" for key in ("mixed_precision_param", "mixed_precision_reduce", "dtype"))
+    eight = "quantize.linear.float8"
+    gathers = [
+        f"{eight}.{key}" for key in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+    ]
+
+    def write(s: Subject) -> Settings:
+        kind = s.job.precision
+        found: Settings = {own: "float32", param: "float32" if kind == "fp32" else "bfloat16", reduce: "float32"}
+        if kind != "fp8":
+            return found
+        if converters is None:
+            rule = "from 0.3.0 on it is a part of the model's own definition, which no key changes"
+            raise NotExpressible(f"job.precision = 'fp8': {rule} (valid: bf16, fp32; or --target-version 0.2.2)")
+        return found | {converters: [eight], **dict.fromkeys(gathers, True)}
+
+    def read(settings: Settings) -> Fields:
+        if settings.get(own, "float32") != "float32":
+            raise Unreadable(f"{own} = {settings[own]!r}: AHP's weights are fp32")
+        used = settings.get(converters, []) if converters else []
+        if used and used != [eight]:
+            raise Unreadable(f"{converters} = {used}: AHP knows {eight} alone")
+        plain = {"bfloat16": "bf16", "float32": "fp32"}[settings.get(param, "bfloat16")]
+        return {J + "precision": "fp8" if used else plain}
+
+    keys = (own, param, reduce, *((converters, *gathers) if converters else ()))
+    return Rule(keys, (J + "precision",), write, read)
+
 
 RULES = (RATE, CLIP, DECAYS_ALL, *ADAMW)

@@ -12,6 +12,7 @@ import re
 from ahp.errors import NotExpressible
 from ahp.export.table import Dialect, Fields, Rule, Settings, Subject, Unreadable, cut_of, same, whole
 from ahp.export.torchtitan_job import RULES as OPTIMIZER
+from ahp.export.torchtitan_job import precision
 from ahp.schedule.registry import SCHEDULES
 from ahp.schedule.stages import layer_ranges, layers_of_stages
 
@@ -226,37 +227,6 @@ def _read_compile(settings: Settings) -> Fields:
 
 
 COMPILE = Rule(("compile.enable", "compile.components"), ("engine.compile",), _write_compile, _read_compile)
-
-
-def precision(*, converters: str | None) -> Rule:
-    """Types of computation. ``converters``: the key of the list that turns products into those of 8 bits."""
-    param, reduce, own = (f"training.{key}" for key in ("mixed_precision_param", "mixed_precision_reduce", "dtype"))
-    eight = "quantize.linear.float8"
-    gathers = [
-        f"{eight}.{key}" for key in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
-    ]
-
-    def write(s: Subject) -> Settings:
-        kind = s.job.precision
-        found: Settings = {own: "float32", param: "float32" if kind == "fp32" else "bfloat16", reduce: "float32"}
-        if kind != "fp8":
-            return found
-        if converters is None:
-            rule = "from 0.3.0 on it is a part of the model's own definition, which no key changes"
-            raise NotExpressible(f"job.precision = 'fp8': {rule} (valid: bf16, fp32; or --target-version 0.2.2)")
-        return found | {converters: [eight], **dict.fromkeys(gathers, True)}
-
-    def read(settings: Settings) -> Fields:
-        if settings.get(own, "float32") != "float32":
-            raise Unreadable(f"{own} = {settings[own]!r}: AHP's weights are fp32")
-        used = settings.get(converters, []) if converters else []
-        if used and used != [eight]:
-            raise Unreadable(f"{converters} = {used}: AHP knows {eight} alone")
-        plain = {"bfloat16": "bf16", "float32": "fp32"}[settings.get(param, "bfloat16")]
-        return {J + "precision": "fp8" if used else plain}
-
-    keys = (own, param, reduce, *((converters, *gathers) if converters else ()))
-    return Rule(keys, (J + "precision",), write, read)
 
 
 def _async(key: str) -> Rule:
