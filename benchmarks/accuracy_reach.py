@@ -62,7 +62,7 @@ def _regret(own: Sequence[Judged], _: Mapping[str, Any]) -> float | None:
 def _by_vote(figure: Callable[[np.ndarray], float]) -> Callable[[Sequence[Judged], Mapping[str, Any]], float | None]:
     def voted(own: Sequence[Judged], notes: Mapping[str, Any]) -> float | None:
         groups = by_source([one for one in own if one.error is not None])
-        found = [figure(errors(groups[name])) for name in voting(groups, notes)]
+        found = [figure(errors(groups[name])) for name in groups if name not in notes["ranking_only"]]
         return 100 * float(np.mean(found)) if found else None
 
     return voted
