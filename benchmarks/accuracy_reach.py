@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from accuracy_judge import Judged
-from accuracy_tables import by_source, errors, regrets, voting
+from accuracy_tables import by_source, errors, regrets
 from page import table
 
 
