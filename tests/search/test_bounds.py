@@ -40,12 +40,13 @@ def holds(asked: Problem, space: Space, places: list[Place]) -> None:
         assert rows.needs_bytes[row] <= needed + 1, layout.short()
         assert blocks_bytes[block] <= needed + 1, layout.short()
         assert forecast.fits == (needed <= most)
-        assert bounds.work_s(block) <= forecast.step_time_s * ROUNDING, layout.short()
+        work_s = float(bounds.work_s([block])[0])
+        assert work_s <= forecast.step_time_s * ROUNDING, layout.short()
         if forecast.fits:
-            assert bounds.kinds_s(block) <= forecast.step_time_s * ROUNDING, layout.short()
-            assert bounds.block_s(block) <= forecast.step_time_s * ROUNDING, layout.short()
+            for level in bounds.levels(bounds.first_s()):
+                assert level(block) <= forecast.step_time_s * ROUNDING, layout.short()
         if 1 < layout.num_stages <= asked.graph.num_layers:
-            work_s, any_cut_s = bounds.work_s(block), bounds.of_any_cut(block)
+            any_cut_s = bounds.of_any_cut(block)
             for cut, of_cut in other_cuts(asked, layout):
                 assert max(blocks_s[block], work_s) <= of_cut.step_time_s * ROUNDING, cut
                 assert blocks_bytes[block] <= sum(of_cut.memory.values()) + 1, cut
@@ -201,35 +202,39 @@ def test_time_bound_is_worth_something(model: str, engine: str) -> None:
 def test_blocks_are_bounded_together_as_alone() -> None:
     asked = small("two kinds of blocks", "2x4xH100-SXM-80GB", batch=16)
     space = build(asked)
-    together, alone = Bounds(asked, space), Bounds(asked, space)
+    bounds = Bounds(asked, space)
+    work, closest = bounds.levels(bounds.first_s())
     blocks = range(0, len(space.blocks), len(space.blocks) // 30)
     for block in blocks:
-        together.work_s(block)  # so that it waits for its closer bound
-    found = [together.block_s(block) for block in blocks]
-    assert found == pytest.approx([alone.block_s(block) for block in blocks], rel=1e-12)
+        work(block)  # so that it waits for its closer bound
+    for block in blocks:
+        _, alone = Bounds(asked, space).levels(
+            np.where(np.arange(len(space.blocks)) == block, bounds.first_s(), np.inf)
+        )
+        assert closest(block) == pytest.approx(alone(block), rel=1e-12)
 
 
 def test_only_blocks_that_are_searched_are_bounded() -> None:
     asked = small(cluster="2x2xH100-SXM-80GB")
     space = build(asked)
-    whole, wanted = Bounds(asked, space), space.blocks.tensor == 1
-    some = whole.only(wanted)
-    assert (some.first_s() == np.where(wanted, whole.first_s(), np.inf)).all()
-    blocks = np.flatnonzero(wanted & np.isfinite(whole.first_s()))[::9].tolist()
-    found = [some.block_s(block) for block in blocks]
-    assert all(wanted[block] for level in some.levels for block in level.known)
-    alone = Bounds(asked, space)
-    assert found == pytest.approx([alone.block_s(block) for block in blocks], rel=1e-12)
+    bounds, wanted = Bounds(asked, space), space.blocks.tensor == 1
+    work, closest = bounds.levels(np.where(wanted, bounds.first_s(), np.inf))
+    blocks = np.flatnonzero(wanted & np.isfinite(bounds.first_s()))[::9].tolist()
+    found = [closest(block) for block in blocks]
+    assert all(wanted[block] for level in (work, closest) for block in level.known)
+    _, alone = Bounds(asked, space).levels(bounds.first_s())
+    assert found == pytest.approx([alone(block) for block in blocks], rel=1e-12)
 
 
 def test_blocks_with_other_kinds_of_recompute_are_bounded_together() -> None:
     asked = small("experts", "2x2xH100-SXM-80GB", compiled=True)
     space = build(asked)
     bounds = Bounds(asked, space)
+    work, closest = bounds.levels(bounds.first_s())
     assert len({space.rows(block).recompute for block in range(len(space.blocks))}) == 2
     for block in range(len(space.blocks)):
-        bounds.work_s(block)  # so that it waits for its closer bound
-    found = [bounds.block_s(block) for block in range(len(space.blocks))]
+        work(block)  # so that it waits for its closer bound
+    found = [closest(block) for block in range(len(space.blocks))]
     for block in range(0, len(space.blocks), 9):
         assert found[block] <= asked.price(space.layout(block, 0)).step_time_s * ROUNDING
 
@@ -242,7 +247,7 @@ def test_rows_that_do_not_fit_are_not_timed() -> None:
     assert np.isfinite(rows.needs_bytes).all()
 
 
-LEVELS = {"first": 0.8, "work": 0.84, "kinds": 0.89, "block": 0.96, "rows": 0.999}
+LEVELS = {"first": 0.8, "work": 0.84, "block": 0.96, "rows": 0.999}
 """What each level of bounds knows at least of the time of a block's fastest row, as the median over blocks."""
 
 
@@ -269,8 +274,8 @@ def test_each_level_of_bounds_is_worth_something() -> None:
         for row in np.argsort(rows_s, kind="stable").tolist():
             if rows_s[row] < best_s:
                 best_s = min(best_s, asked.price(space.layout(block, row)).step_time_s)
-        known = bounds.first_s()[block], bounds.work_s(block), bounds.kinds_s(block)
-        shares.append([one / best_s for one in (*known, bounds.block_s(block), rows_s.min())])
+        closer = (level(block) for level in bounds.levels(bounds.first_s()))
+        shares.append([one / best_s for one in (bounds.first_s()[block], *closer, rows_s.min())])
         assert max(shares[-1]) <= ROUNDING
     medians = dict(zip(LEVELS, np.median(shares, axis=0).tolist(), strict=True))
     assert all(medians[level] >= floor for level, floor in LEVELS.items()), medians

@@ -69,7 +69,7 @@ def asked_for(used: Problem, bounds: Bounds, space: Space, priced: Outcome) -> F
         mask = of(space.blocks)
         if mask[list(known)].any() or not mask.any():
             continue
-        found = find(used, bounds.only(mask), space, Method(), 1)
+        found = find(used, bounds, space, Method(), 1, only=mask)
         if not found.fitting:
             continue
         place, forecast = found.fitting[0]

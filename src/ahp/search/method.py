@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ahp.errors import bad_input
 from ahp.plan import Forecast
@@ -46,12 +47,14 @@ def find(
     method: Method,
     keep: int,
     ceiling_s: float = float("inf"),
+    only: NDArray[np.bool_] | None = None,
     slack: float = 0.0,
 ) -> Outcome:
     """Price rows of the space by the method. An exact outcome may be proven; of the others the lower bounds say how far
-    from the best they can be at most. ``ceiling_s``: the exact search leaves out what takes as long; ``slack``: as ``Limits`` has it."""
+    from the best they can be at most. ``ceiling_s``: the exact search leaves out what takes as long; ``only``: blocks
+    that are searched, the others count as too large; ``slack``: as ``Limits`` has it."""
     most_bytes = bounds.most_that_fits_bytes()
-    blocks_s = bounds.first_s()
+    blocks_s = bounds.first_s() if only is None else np.where(only, bounds.first_s(), np.inf)
 
     def price(place: Place) -> Forecast:
         return used.price(space.layout(*place))
@@ -60,7 +63,7 @@ def find(
         return best_first(
             blocks_s,
             space.blocks.rows,
-            bounds.levels,
+            bounds.levels(blocks_s),
             lambda block: bounds.rows(block, most_bytes).times_s,
             price,
             Limits(keep=keep, ceiling_s=ceiling_s, slack=slack),

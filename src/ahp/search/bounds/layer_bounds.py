@@ -79,21 +79,7 @@ class LayerBounds:
         found = np.full(len(self._of), np.inf)
         for first, end in self._alike():
             rows = self._rows(first, end)
-            kinds_s = self._kinds_s(self._layers[0].part(rows), first, self._of[rows])
-            found[rows] = self._least_s(kinds_s, first, rows, most_bytes)
-        return self._of_blocks(found)
-
-    def of_kinds_s(self, most_bytes: float) -> Floats:
-        """[B] The same without anything that ranks do to share states."""
-        forward = np.array([block.stages.forward_of_kinds for block in self.blocks]).min(axis=-1)[:, None]
-        backward = np.array([block.stages.backward_of_kinds for block in self.blocks]).min(axis=-1)
-        nothing, found = np.zeros(backward.shape), np.full(len(self._of), np.inf)
-        layer = LayerCosts(forward + nothing, backward, nothing, nothing)
-        for first, end in self._alike():
-            rows = self._rows(first, end)
-            # All ways to share the states of a block take the same.
-            kinds_s = self._kinds_s(layer.part(slice(first, end)), first, np.arange(first, end))
-            found[rows] = self._least_s(kinds_s[self._of[rows] - first], first, rows, most_bytes)
+            found[rows] = self._least_s(first, rows, most_bytes)
         return self._of_blocks(found)
 
     def _rows(self, first: int, end: int) -> slice:
@@ -117,9 +103,9 @@ class LayerBounds:
         bounds_s = np.minimum.reduceat(found, self._starts[:-1]) + after_s
         return bounds_s * self.asked.pricer.stretch * least_share(self.asked.pricer.turns, p)
 
-    def _kinds_s(self, layer: LayerCosts, first: int, of: Ints) -> Floats:
-        """[rows, C, R] Of the rank that takes longest, without its optimizer; ``of``: the block of each row of the layer."""
-        loads = self._fronts(first).loads
+    def _kinds_s(self, first: int, rows: slice) -> Floats:
+        """[rows, C, R] Of the rank that takes longest, without its optimizer."""
+        loads, of, layer = self._fronts(first).loads, self._of[rows], self._layers[0].part(rows)
         m, head_s = self._m[of], self._column("head_s")[of]
         layers, before, drains = (part[:, None] for part in (loads.layers, loads.before, loads.drains))
         forward, backward, first_s, last_s = (
@@ -131,12 +117,12 @@ class LayerBounds:
         ranks_s += np.maximum(layers * last_s, drains * before * backward)
         return np.maximum.reduceat(ranks_s, loads.starts, axis=1)
 
-    def _least_s(self, kinds_s: Floats, first: int, rows: slice, most_bytes: float) -> Floats:
+    def _least_s(self, first: int, rows: slice, most_bytes: float) -> Floats:
         """[rows] With the optimizer, in the pipeline and with the recompute that take least of those that fit."""
         of, front = self._of[rows], self._fronts(first)
         held = np.array([self._fronts(block).held for block in range(first, int(of[-1]) + 1)], dtype=float)
         fits = self._fits(rows, front.layers, held[of - first], front.received, most_bytes)
-        seconds_s = kinds_s + self._updates_s(rows, front.loads.most_layers)[..., None]
+        seconds_s = self._kinds_s(first, rows) + self._updates_s(rows, front.loads.most_layers)[..., None]
         return np.where(fits, seconds_s, np.inf).min(axis=(1, 2))
 
     def _fronts(self, block: int) -> Fronts:

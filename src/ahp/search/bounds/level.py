@@ -13,13 +13,16 @@ SOON = 1.02
 
 
 class Level:
-    """Seconds that every row of a block takes at least, closer than those of the level before."""
+    """Seconds that every row of a block takes at least, in one search, closer than those of the level before."""
 
     def __init__(
-        self, known: dict[int, float], closer: Callable[[list[int]], Iterable[float]], before: Level | None = None
+        self,
+        known: dict[int, float],
+        closer: Callable[[list[int]], Iterable[float]] = lambda blocks: (),
+        before: Level | None = None,
     ) -> None:
-        """``known``: what was found before, added to; ``closer``: of several blocks; the level ``before``: None of the first, whose
-        bounds are all known."""
+        """``known``: what was found before, added to; ``closer``: of several blocks; ``before``: None of the first level, which knows
+        all blocks that are searched."""
         self.known, self._closer, self._before = known, closer, before
         self._searched: dict[int, float] = known if before is None else before._searched
         self._waiting = [(seconds, block) for block, seconds in known.items() if block in self._searched]
@@ -28,16 +31,13 @@ class Level:
 
     def __call__(self, block: int) -> float:
         if block not in self.known:
-            if self._before is None:  # it does not fit
+            if self._before is None:  # it is not searched
                 return 0.0
-            self._look_at(sorted({block, *self._before.soon(SOON * self._before(block), self.known)}))
+            together = sorted({block, *self._before.soon(SOON * self._before(block), self.known)})
+            for one, seconds in zip(together, self._closer(together), strict=True):
+                self.known[one] = max(seconds, self._before(one))
+                heapq.heappush(self._waiting, (self.known[one], one))
         return self.known[block]
-
-    def _look_at(self, blocks: list[int]) -> None:
-        assert self._before is not None
-        for block, seconds in zip(blocks, self._closer(blocks), strict=True):
-            self.known[block] = max(seconds, self._before(block))
-            heapq.heappush(self._waiting, (self.known[block], block))
 
     def soon(self, most_s: float, but: dict[int, float]) -> Iterator[int]:
         """Blocks whose bounds are no more than that, so many that they can be looked at together; ``but``: not these."""

@@ -1,8 +1,8 @@
 """Lower bounds of step time and memory for every row of the space, from the forecast's own unit costs.
 
-Five levels. Of a whole block, before its layers are priced: what they take at least, and the one pipeline fill that no schedule avoids
-(``block_bounds``). The same from its priced layers. Then what the cheapest layer takes with each recompute that may fit; and with what each
-split gathers and reduces (``layer_bounds``). Of each row: its stages cost what the forecast says (``forecast.candidates``), and its
+Four levels. Of a whole block, before its layers are priced: what they take at least, and the one pipeline fill that no schedule avoids
+(``block_bounds``). The same from its priced layers. Then what the cheapest of them takes with each recompute that may fit, and with what
+each split gathers and reduces (``layer_bounds``). Of each row: its stages cost what the forecast says (``forecast.candidates``), and its
 schedule takes at least the closed form of ``ahp.schedule.bounds`` (``block_rows``). Memory counts states and the activations kept at
 one moment near the fullest.
 So a row whose bound is above the best time, or above the device, needs no forecast. Tests hold all under the forecast
@@ -12,7 +12,6 @@ on rows drawn at random.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,58 +42,33 @@ class Bounds:
         self._pipelines = Pipelines(problem)
         self._shardings = SpaceShardings(problem, space)
         self._layers = BlockLayers(problem, space, self._shardings)
-        self._known: tuple[dict[int, float], ...] = {}, {}, {}
-        """What the levels have found."""
+        self._work: dict[int, float] = {}
+        self._closest: dict[int, float] = {}
+        """What ``levels`` have found of blocks."""
         self._first_s: Floats | None = None
-
-    def only(self, blocks: NDArray[np.bool_]) -> Bounds:
-        """The same of some blocks; the others count as too large."""
-        some = Bounds(self.problem, self.space)
-        some._shardings, some._layers, some._known = self._shardings, self._layers, self._known
-        some._first_s = np.where(blocks, self.first_s(), np.inf)
-        return some
 
     def most_that_fits_bytes(self) -> float:
         """Bytes above which a forecast does not fit."""
         return memory.most_that_fits(self.problem.capacity_bytes)
 
-    @cached_property
-    def levels(self) -> tuple[Level, ...]:
-        """``work_s``, ``kinds_s`` and ``block_s``, which ask more of the forecast one after the other."""
-        first_s = self.first_s()
-        fits = np.flatnonzero(np.isfinite(first_s))
-        levels = [Level(dict(zip(fits.tolist(), first_s[fits].tolist(), strict=True)), lambda blocks: ())]
-        for known, closer in zip(self._known, (self._work_s, self._kinds_s, self._block_s), strict=True):
-            levels.append(Level(known, closer, levels[-1]))
-        return tuple(levels[1:])
-
-    def work_s(self, block: int) -> float:
-        """Seconds that every row of one block takes at least, whatever it does beside its units' work. Prices the units."""
-        return self.levels[0](block)
-
-    def kinds_s(self, block: int) -> float:
-        """Seconds that every row of one block takes at least with a recompute that may fit; infinite where none does.
-
-        Nothing that depends on where ranks lie beside their units.
-        """
-        return self.levels[1](block)
-
-    def block_s(self, block: int) -> float:
-        """Seconds that every row of one block that fits takes at least; infinite where none does."""
-        return self.levels[2](block)
-
-    def _work_s(self, blocks: list[int]) -> Iterable[float]:
-        layers = [self._layers.of(block) for block in blocks]
-        return work_bounds_s(self.problem, self.space, np.array(blocks), layers).tolist()
-
-    def _kinds_s(self, blocks: list[int]) -> Iterable[float]:
-        most_bytes = self.most_that_fits_bytes()
-        bare = {block: self._bare(block) for block in blocks}
-        return self._of_layers(bare, lambda layers: layers.of_kinds_s(most_bytes)).values()
+    def levels(self, blocks_s: Floats) -> tuple[Level, Level]:
+        """Closer bounds for a search of the blocks that ``blocks_s``, what is known of each, has finite: ``work_s``, and that of all rows
+        that fit, infinite where none does."""
+        searched = np.flatnonzero(np.isfinite(blocks_s))
+        first = Level(dict(zip(searched.tolist(), blocks_s[searched].tolist(), strict=True)))
+        work = Level(self._work, lambda blocks: self.work_s(blocks).tolist(), first)
+        return work, Level(self._closest, self._block_s, work)
 
     def _block_s(self, blocks: list[int]) -> Iterable[float]:
         most_bytes = self.most_that_fits_bytes()
-        return self._of_layers(self._priced_of(blocks), lambda layers: layers.of_rows_s(most_bytes)).values()
+        found = self._of_layers(self._priced_of(blocks), lambda layers: layers.of_rows_s(most_bytes))
+        return [found[block] for block in blocks]
+
+    def work_s(self, blocks: list[int]) -> Floats:
+        """Seconds that every layout of some blocks takes at least, whether it fits or not, whatever it does beside its units' work and
+        however its layers are cut into stages. Prices the units."""
+        layers = [self._layers.of(block) for block in blocks]
+        return work_bounds_s(self.problem, self.space, np.array(blocks, dtype=np.int64), layers)
 
     def _of_layers(
         self, priced: dict[int, PricedBlock], seconds_s: Callable[[LayerBounds], Floats]
@@ -109,7 +83,7 @@ class Bounds:
             alike.sort(key=lambda block: (priced[block].p, id(priced[block].rows.pipes), block))
             layers = LayerBounds(self.problem, self._pipelines, [priced[block] for block in alike])
             found |= dict(zip(alike, seconds_s(layers).tolist(), strict=True))
-        return {block: found[block] for block in priced}
+        return found
 
     def _priced_of(self, blocks: Iterable[int]) -> dict[int, PricedBlock]:
         return {block: self._priced(block) for block in blocks}
@@ -119,12 +93,6 @@ class Bounds:
         stages, m = self._layers.of(block), int(of.micro_batches[block])
         after = self.problem.pricer.after_s(splits.layouts[0], stages.units)
         return PricedBlock(rows, splits, stages, int(of.pipeline[block]), m, after)
-
-    def _bare(self, block: int) -> PricedBlock:
-        """The same with all ways to share states, wherever ranks lie: memory does not depend on that, and it was asked already."""
-        of, rows, stages = self.space.blocks, self.space.rows(block), self._layers.of(block)
-        p, m = int(of.pipeline[block]), int(of.micro_batches[block])
-        return PricedBlock(rows, self._shardings.states(block), stages, p, m, 0.0)
 
     def first_s(self) -> Floats:
         """Seconds that every row of each block takes at least before its layers are priced; infinite where none fits.
@@ -144,7 +112,11 @@ class Bounds:
     def _of_any_cut(self, blocks: Iterable[int]) -> dict[int, float]:
         most_bytes = self.most_that_fits_bytes()
         found = self._of_layers(self._priced_of(blocks), lambda layers: layers.of_any_cut_s(most_bytes))
-        return {block: max(self.work_s(block), one) for block, one in found.items()}
+        return self._no_less_than_work(found)
+
+    def _no_less_than_work(self, found: dict[int, float]) -> dict[int, float]:
+        blocks = list(found)
+        return dict(zip(blocks, np.maximum(self.work_s(blocks), list(found.values())).tolist(), strict=True))
 
     def any_cut_s(self) -> float:
         """Seconds that every layout with a pipeline takes at least, however its layers are cut into stages.
@@ -161,7 +133,7 @@ class Bounds:
     def _of_any_part(self, blocks: Iterable[int], ways: Ways) -> dict[int, float]:
         most_bytes = self.most_that_fits_bytes()
         found = self._of_layers(self._priced_of(blocks), lambda layers: layers.of_any_part_s(most_bytes, ways))
-        return {block: max(self.work_s(block), one) for block, one in found.items()}
+        return self._no_less_than_work(found)
 
     def any_part_s(self, ways: Ways) -> float:
         """Seconds that every layout takes at least that recomputes a part of its layers, however they are cut into stages."""
@@ -170,9 +142,8 @@ class Bounds:
     def _lowest(self, which: NDArray[np.bool_], closer_s: Callable[[Iterable[int]], dict[int, float]]) -> float:
         """The lowest bound of some blocks; those whose units the search has priced are looked at closer where they are the lowest."""
         found = self.first_s().copy()
-        work_s = self._known[0]
-        known = list(work_s)
-        found[known] = np.maximum(found[known], list(work_s.values()))
+        known = list(self._work)
+        found[known] = np.maximum(found[known], list(self._work.values()))
         found[~which] = np.inf
         looser, size = {block for block in known if np.isfinite(found[block])}, FIRST_TOGETHER
         while np.isfinite(least := found.min(initial=np.inf)) and int(found.argmin()) in looser:
