@@ -64,6 +64,9 @@ def terminated(run: Run, draw: random.Random) -> None:
 def full_disk(run: Run, draw: random.Random) -> None:
     """Until the run has met it; then somebody makes room."""
     begun, filler = len([s for s in run.starts() if s.ended]), run.folder / "filler"
+    while not filler.exists():  # a checkpoint that is written may have taken the last of the room
+        with suppress(OSError):
+            filler.touch()
     with filler.open("wb") as file, suppress(OSError):
         while True:
             file.write(b"x" * 65536)

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 READMES = ("README.md", "README.zh.md")
 MAX_LINES = 500
 MAX_README_LINES = 150
+MOST_IN_A_ROW = 200
+"""Characters of a table's row."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -93,6 +95,12 @@ def test_links_resolve(path: Path) -> None:
     targets = [target.split("#")[0] for target in LINK.findall(path.read_text(encoding="utf-8"))]
     relative = [target for target in targets if target and "://" not in target]
     assert [target for target in relative if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_table_rows_are_read_at_a_glance(path: Path) -> None:
+    rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert [row for row in rows if len(row) > MOST_IN_A_ROW] == []
 
 
 @pytest.mark.parametrize("name", READMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -29,9 +30,9 @@ def plan_file(tmp_path: Path) -> Path:
 
 
 def next_commands(out: str) -> list[str]:
-    last = out.rstrip().splitlines()[-1]
-    assert last.startswith("Next: ")
-    return last.removeprefix("Next: ").split("    ")
+    """On one line, or where they do not fit one below the other."""
+    last = out.rstrip().rpartition("Next: ")[2]
+    return re.split(r"\n {6}| {4}", last)
 
 
 @pytest.mark.parametrize("command", ["simulate", "explain"])

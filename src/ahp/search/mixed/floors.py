@@ -180,8 +180,6 @@ class ShapeFloors:
         late = Late.of(self.columns, rows, schedule, self.columns.copied_of(1)[rows].min(axis=2))
         apart_s = num_layers * late.layer_s + (late.layer_s > 0) * work.weight_share[rows] * work.head_s[rows]
         way, share, inside = 1.0 - (apart_s / whole_s).max(axis=1), late.share[:, None], late.inside[:, None]
-        if schedule == SEVERAL:
-            way = 1.0 - work.weight_share[rows].max(axis=1)
         ahead = () if schedule == SEVERAL else ((1.0, 1.0 + share * (pipeline - 1)), (inside, 1.0))
         return work_s(whole_s, self._cells[rows], total, pipeline, replicas, way, ahead)
 
