@@ -34,3 +34,9 @@ def _each_graph_is_traced_once(graphs: dict[str, ModelGraph]) -> Iterator[None]:
 
     with mock.patch.object(trace, "analyze", analyze):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _as_wide_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output is broken for a terminal's width alone, which pytest's processes have one of; tests of widths set their own."""
+    monkeypatch.delenv("COLUMNS", raising=False)
