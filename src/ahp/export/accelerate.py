@@ -5,15 +5,12 @@ Keys as in accelerate 1.15.0: commands/config/config_args.py, commands/launch.py
 
 from __future__ import annotations
 
-from typing import Any
-
 import yaml
 
 from ahp.errors import BadInput, NotExpressible
-from ahp.export import engine_target
-from ahp.export.engine_target import Format, Options, commented
+from ahp.export.engine_target import EngineTarget, Format, commented
 from ahp.export.table import Dialect, Fields, Rule, Settings, Subject, Unreadable, flat, mapping, nested, whole
-from ahp.export.target import Exported, Shape, Source
+from ahp.export.target import Shape
 from ahp.yaml_text import parse_yaml
 
 P = "parallelism."
@@ -197,15 +194,6 @@ def _next(shape: Shape) -> tuple[str, ...]:
 
 FORMATS: dict[str, Format] = {DIALECT.version: Format(DIALECT, _render, _parse, _next)}
 
-
-class Accelerate:
-    """FSDP2 around the model of your script."""
-
-    name = "accelerate"
-    what = "the YAML of accelerate launch: FSDP2 with a parallelism_config"
-    suffix = ".accelerate.yaml"
-    options = Options
-
-    def write(self, source: Source, options: Any) -> Exported:
-        """Raises NotExpressible for a layout that accelerate has not, BadInput for an unknown version."""
-        return engine_target.write(self.name, FORMATS, source, options, lambda plan, version: "")
+TARGET = EngineTarget(
+    "accelerate", "the YAML of accelerate launch: FSDP2 with a parallelism_config", ".accelerate.yaml", FORMATS
+)

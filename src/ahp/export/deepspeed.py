@@ -7,11 +7,9 @@ runtime/lr_schedules.py. Its pipeline is a class of the script (PipelineModule),
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from ahp.errors import BadInput, NotExpressible
-from ahp.export import engine_target
-from ahp.export.engine_target import Format, Options
+from ahp.export.engine_target import EngineTarget, Format
 from ahp.export.table import (
     FALLS_TO,
     NOTICE,
@@ -27,7 +25,7 @@ from ahp.export.table import (
     same,
     whole,
 )
-from ahp.export.target import Exported, Shape, Source
+from ahp.export.target import Shape
 
 P, ADAM = "parallelism.", "job.optimizer."
 BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -212,15 +210,9 @@ def _next(shape: Shape) -> tuple[str, ...]:
 
 FORMATS: dict[str, Format] = {DIALECT.version: Format(DIALECT, _render, _parse, _next)}
 
-
-class DeepSpeed:
-    """ZeRO, Ulysses, AutoTP and AutoEP around the model of your script."""
-
-    name = "deepspeed"
-    what = "DeepSpeed's JSON: ZeRO, Ulysses, AutoTP and AutoEP; its pipeline is code of the script"
-    suffix = ".deepspeed.json"
-    options = Options
-
-    def write(self, source: Source, options: Any) -> Exported:
-        """Raises NotExpressible for a layout that the JSON cannot say, BadInput for an unknown version."""
-        return engine_target.write(self.name, FORMATS, source, options, lambda plan, version: "")
+TARGET = EngineTarget(
+    "deepspeed",
+    "DeepSpeed's JSON: ZeRO, Ulysses, AutoTP and AutoEP; its pipeline is code of the script",
+    ".deepspeed.json",
+    FORMATS,
+)

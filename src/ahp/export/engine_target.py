@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -53,35 +53,52 @@ def chosen(formats: Mapping[str, Format], plan: Plan, asked: str | None, engine:
     return formats[asked or (meant[0] if meant else next(iter(formats)))]
 
 
-def write(
-    engine: str, formats: Mapping[str, Format], source: Source, options: Options, model: Callable[[Plan, str], str]
-) -> Exported:
-    """A plan's file for an engine. Raises BadInput for a config or a version that is none, NotExpressible for what the file cannot say."""
-    from ahp.export.model_shape import layers_of
+def _of_its_own(plan: Plan, version: str, options: Any) -> str:
+    """The script has the model, or the arguments say all of it."""
+    return ""
 
-    if source.plan is None:
-        raise BadInput(
-            f"{source.file}: a config has no layout yet; write a plan with: ahp plan MODEL CLUSTER --engine.name {engine}"
-        )
-    plan, notices = source.plan, []
-    form = chosen(formats, plan, options.target_version, engine)
-    if plan.engine.name != engine:
-        notices.append(
-            f"engine.name = {plan.engine.name!r}: the layout was chosen for {plan.engine.name}; for {engine}: ahp plan --engine.name {engine}"
-        )
-        plan = plan.model_copy(
-            update={"engine": EngineChoice(**{**dict(plan.engine), "name": engine, "version": None})}
-        )
-    shape = shape_of_plan(plan, source.file)
-    subject = Subject(plan, layers_of(plan.model), model(plan, form.dialect.version))
-    settings, left = form.dialect.settings(subject)
-    head = [
-        f"{source.file.name}: {plan.parallelism.short()}, {shape.most} x {shape.workers} {shape.device}",
-        f"Written by ahp export {engine} --target-version {form.dialect.version}; keys as in {form.dialect.source}.",
-        *([f"Not in this file: {notice}" for notice in (*notices, *left)]),
-    ]
-    text = form.render(settings, subject, shape, head)
-    return Exported(text, form.next(shape), notices=(*notices, *left), suffix=form.suffix)
+
+@dataclass
+class EngineTarget:
+    """An engine whose own configuration a plan is written as: a ``Target``."""
+
+    name: str
+    what: str
+    suffix: str
+    formats: Mapping[str, Format]
+    """By release; the first is meant where none is named."""
+    options: type[Any] = Options
+    model: Callable[[Plan, str, Any], str] = _of_its_own
+    """What the engine calls the plan's model, by release and options. Raises NotExpressible for one that it has not."""
+
+    def write(self, source: Source, options: Any) -> Exported:
+        """Raises BadInput for a config or a version that is none, NotExpressible for what the file cannot say."""
+        from ahp.export.model_shape import layers_of
+
+        engine = self.name
+        if source.plan is None:
+            raise BadInput(
+                f"{source.file}: a config has no layout yet; write a plan with: ahp plan MODEL CLUSTER --engine.name {engine}"
+            )
+        plan, notices = source.plan, []
+        form = chosen(self.formats, plan, options.target_version, engine)
+        if plan.engine.name != engine:
+            notices.append(
+                f"engine.name = {plan.engine.name!r}: the layout was chosen for {plan.engine.name}; for {engine}: ahp plan --engine.name {engine}"
+            )
+            plan = plan.model_copy(
+                update={"engine": EngineChoice(**{**dict(plan.engine), "name": engine, "version": None})}
+            )
+        shape = shape_of_plan(plan, source.file)
+        subject = Subject(plan, layers_of(plan.model), self.model(plan, form.dialect.version, options))
+        settings, left = form.dialect.settings(subject)
+        head = [
+            f"{source.file.name}: {plan.parallelism.short()}, {shape.most} x {shape.workers} {shape.device}",
+            f"Written by ahp export {engine} --target-version {form.dialect.version}; keys as in {form.dialect.source}.",
+            *([f"Not in this file: {notice}" for notice in (*notices, *left)]),
+        ]
+        text = form.render(settings, subject, shape, head)
+        return Exported(text, form.next(shape), notices=(*notices, *left), suffix=form.suffix)
 
 
 def torchrun(shape: Shape) -> str:

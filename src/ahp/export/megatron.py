@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import replace
-from typing import Any
 
 from ahp.errors import BadInput
-from ahp.export import engine_target
-from ahp.export.engine_target import Format, Options, commented, torchrun
+from ahp.export.engine_target import EngineTarget, Format, commented, torchrun
 from ahp.export.megatron_keys import DIALECT, FSDP
 from ahp.export.megatron_model import MODEL_KEYS, model_settings
 from ahp.export.model_shape import keys_of
 from ahp.export.table import Rule, Settings, Subject
-from ahp.export.target import Exported, Shape, Source
-from ahp.plan import Plan
+from ahp.export.target import Shape
 
 MODEL = Rule(MODEL_KEYS, (), lambda s: model_settings(keys_of(s.plan.model)), lambda settings: {})
 WITH_MODEL = replace(DIALECT, rules=(MODEL, *DIALECT.rules))
@@ -124,19 +121,6 @@ def _next(shape: Shape) -> tuple[str, ...]:
 
 FORMATS: dict[str, Format] = {DIALECT.version: Format(WITH_MODEL, _render, parse, _next)}
 
-
-class Megatron:
-    """Megatron-Core's models, started by torchrun."""
-
-    name = "megatron"
-    what = "a script that starts Megatron-LM's pretrain_gpt.py with the plan's arguments"
-    suffix = ".megatron.sh"
-    options = Options
-
-    def write(self, source: Source, options: Any) -> Exported:
-        """Raises NotExpressible for a layout or a model that Megatron-LM's arguments cannot say, BadInput for an unknown version."""
-
-        def model(plan: Plan, version: str) -> str:
-            return ""
-
-        return engine_target.write(self.name, FORMATS, source, options, model)
+TARGET = EngineTarget(
+    "megatron", "a script that starts Megatron-LM's pretrain_gpt.py with the plan's arguments", ".megatron.sh", FORMATS
+)

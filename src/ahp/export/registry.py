@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from ahp.errors import bad_input
-from ahp.export.accelerate import Accelerate
-from ahp.export.deepspeed import DeepSpeed
+from ahp.export import accelerate, deepspeed, megatron, torchtitan
 from ahp.export.kubernetes import Kubernetes
-from ahp.export.megatron import Megatron
 from ahp.export.slurm import Slurm
 from ahp.export.target import Target
-from ahp.export.torchtitan import Torchtitan
 
 TARGETS: dict[str, Target] = {
-    target.name: target for target in (Slurm(), Kubernetes(), Torchtitan(), Megatron(), DeepSpeed(), Accelerate())
+    target.name: target
+    for target in (Slurm(), Kubernetes(), torchtitan.TARGET, megatron.TARGET, deepspeed.TARGET, accelerate.TARGET)
 }
 
 

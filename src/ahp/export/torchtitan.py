@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import tyro
 
 from ahp.errors import BadInput, NotExpressible
-from ahp.export import engine_target
-from ahp.export.engine_target import Format, commented, torchrun
+from ahp.export.engine_target import EngineTarget, Format, commented, torchrun
+from ahp.export.engine_target import Options as EngineOptions
 from ahp.export.table import Settings, Subject, flat
-from ahp.export.target import Exported, Shape, Source
+from ahp.export.target import Shape
 from ahp.export.torchtitan_keys import PYTHON_030, PYTHON_MAIN, TOML_022
 from ahp.plan import Plan
 
@@ -32,26 +32,13 @@ RECOMPUTE = {"none": None, "selective": "SelectiveAC", "full": "FullAC"}
 
 
 @dataclass(frozen=True)
-class Options(engine_target.Options):
+class Options(EngineOptions):
     model: Annotated[str | None, tyro.conf.arg(name="model", metavar="NAME/FLAVOR")] = None
     """The model in torchtitan, where it is not one of AHP's catalogue: llama3/8B; from 0.3.0 on module and function, llama3/llama3_8b."""
 
 
-class Torchtitan:
-    """Its own model code under FSDP2, DTensor and torch's pipeline."""
-
-    name = "torchtitan"
-    what = "torchtitan's configuration: TOML for 0.2.2, a Python function for 0.3.0 and main"
-    suffix = ".torchtitan"
-    options = Options
-
-    def write(self, source: Source, options: Options) -> Exported:
-        """Raises NotExpressible for a layout or a model that torchtitan has not, BadInput for an unknown version."""
-
-        def model(plan: Plan, version: str) -> str:
-            return options.model or _model(plan.model, version)
-
-        return engine_target.write(self.name, FORMATS, source, options, model)
+def _named(plan: Plan, version: str, options: Options) -> str:
+    return options.model or _model(plan.model, version)
 
 
 def _model(model: str | dict[str, Any], version: str) -> str:
@@ -183,3 +170,12 @@ FORMATS = {
     "main": Format(PYTHON_MAIN, _python, _read_python, _launch_python, PYTHON_SUFFIX),
 }
 """The newest release first."""
+
+TARGET = EngineTarget(
+    "torchtitan",
+    "torchtitan's configuration: TOML for 0.2.2, a Python function for 0.3.0 and main",
+    ".torchtitan",
+    FORMATS,
+    Options,
+    _named,
+)
