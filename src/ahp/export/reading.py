@@ -13,12 +13,7 @@ from ahp.export.megatron_model import config_of
 from ahp.export.table import Read, Settings, Unreadable
 from ahp.export.torchtitan_keys import with_rest
 
-FORMATS: dict[str, dict[str, Format]] = {
-    "torchtitan": torchtitan.FORMATS,
-    "megatron": megatron.FORMATS,
-    "deepspeed": deepspeed.FORMATS,
-    "accelerate": accelerate.FORMATS,
-}
+FORMATS = {one.name: one.formats for one in (torchtitan.TARGET, megatron.TARGET, deepspeed.TARGET, accelerate.TARGET)}
 BY_END = {
     ".toml": ("torchtitan", "0.2.2"),
     ".py": ("torchtitan", "0.3.0"),
