@@ -112,10 +112,12 @@ def test_a_slack_leaves_what_is_hardly_faster() -> None:
     assert (loose.priced, loose.fitting[0][1].step_time_s, loose.proven) == (1, 1.0, False)
 
 
-def test_the_table_has_its_own_limit_once_the_best_is_proven() -> None:
-    table = [[(1.5, 1.0, True)], [(9.0, 2.0 + row / 49, True) for row in range(49)]]
-    outcome = searched(table, Limits(keep=3, table=5))
-    assert outcome.priced == 5
+def test_the_table_is_complete_however_many_rows_it_takes() -> None:
+    """No number of forecasts ends it: of 400 rows whose bounds say little all are priced that may be among the ten."""
+    seconds = [1.5, *(2.0 + (row * 37 % 400) / 400 for row in range(400))]
+    outcome = searched([[(time, min(time, 2.01), True)] for time in seconds])
+    assert [forecast.step_time_s for _, forecast in outcome.fitting[:10]] == sorted(seconds)[:10]
+    assert outcome.priced > 300
     assert outcome.proven
 
 

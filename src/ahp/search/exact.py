@@ -37,9 +37,7 @@ class Limits:
     keep: int = 10
     """Rows of the ranking that are wanted."""
     proof: int = 4000
-    """Forecasts after which the best is given without proof."""
-    table: int = 150
-    """Forecasts after which the ranking below the best may miss a row: the best is proven, the others are not."""
+    """Forecasts after which the best is given without proof, and the ranking below it may miss a row."""
     ceiling_s: float = float("inf")
     """Rows that take this long are not wanted: something better is known already."""
     slack: float = 0.0
@@ -204,4 +202,4 @@ def _enough(bound: float, kept: list[float], priced: int, limits: Limits) -> boo
         return True
     if len(kept) == limits.keep and bound >= slowest:
         return True
-    return priced >= (limits.table if bound >= best else limits.proof)
+    return priced >= limits.proof

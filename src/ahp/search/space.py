@@ -148,8 +148,11 @@ class Space:
 
     def pipes(self, block: int) -> tuple[ScheduleChoice, ...]:
         """The legal ways to run the pipelines of one block."""
-        of = self.blocks
-        return self._choices.legal_pipes(int(of.pipeline[block]), int(of.micro_batches[block]))
+        return self.legal_pipes(int(self.blocks.pipeline[block]), int(self.blocks.micro_batches[block]))
+
+    def legal_pipes(self, pipeline: int, micro_batches: int) -> tuple[ScheduleChoice, ...]:
+        """The same of every block with so many pipeline ranks and micro-batches."""
+        return self._choices.legal_pipes(pipeline, micro_batches)
 
     def states(self, block: int) -> tuple[ShardingChoice, ...]:
         """The legal ways to share states in one block and in all that differ from it in where ranks lie, each in one order."""

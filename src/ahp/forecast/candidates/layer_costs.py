@@ -30,11 +30,13 @@ class LayerCosts:
 
     forward: Floats
     backward: Floats
+    input_gradient: Floats
+    """Of the backward pass, all but what makes weight gradients."""
     first_forward: Floats
     last_backward: Floats
 
     def part(self, rows: slice) -> LayerCosts:
-        return LayerCosts(self.forward[rows], self.backward[rows], self.first_forward[rows], self.last_backward[rows])
+        return LayerCosts(*(part[rows] for part in self._parts))
 
     def least(self) -> LayerCosts:
         """Of the layers that add the least, [N, R]."""
@@ -46,7 +48,7 @@ class LayerCosts:
 
     @property
     def _parts(self) -> tuple[Floats, ...]:
-        return self.forward, self.backward, self.first_forward, self.last_backward
+        return self.forward, self.backward, self.input_gradient, self.first_forward, self.last_backward
 
 
 def layer_costs(
@@ -102,4 +104,5 @@ def layer_costs(
     if any_layers.host_is_device:
         own_s = traits.host.operators_per_unit[..., None] / 2 * any_layers.operator_s
         forward, backward = forward + own_s, backward + own_s
-    return LayerCosts(*(np.broadcast_to(part, backward.shape) for part in (forward, backward, first, last)))
+    parts = forward, backward, backward - each("weight_gradient_of_kinds")[:, None], first, last
+    return LayerCosts(*(np.broadcast_to(part, backward.shape) for part in parts))

@@ -16,7 +16,7 @@ from ahp.engines.registry import get
 from ahp.engines.traits import ContextWay, Traits
 from ahp.forecast.compute import is_causal
 from ahp.forecast.dispatch import Routed, pass_waits_s
-from ahp.forecast.division import GROUPED, expert_parameters
+from ahp.forecast.division import GROUPED, expert_parameters, is_weight_gradient
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.kernel_options import KernelOptions
@@ -81,6 +81,19 @@ class LeastLayers:
         """Seconds of one device alone for the forward pass of the cheapest layer on one sequence."""
         passes = [sum(map(self._least_s, block.phase("forward"))) for block in self._graph.blocks]
         return min(passes, default=0.0) / self._graph.micro_batch_size
+
+    def layer_products_s(self) -> tuple[float, float, float]:
+        """Seconds of one device alone for the products of a layer on one sequence, but for attention's: of the forward pass, of the backward
+        pass, and of what of this makes no weight gradients; of the layer that has the least of each."""
+        passes = [[0.0, 0.0, 0.0] for _ in self._graph.blocks] or [[0.0, 0.0, 0.0]]
+        for block, sums in zip(self._graph.blocks, passes, strict=False):
+            for op in block.operators:
+                if op.flops and "attention" not in op.name:
+                    backward = op.phase == "backward"
+                    sums[backward] += self._least_s(op)
+                    sums[2] += self._least_s(op) if backward and not is_weight_gradient(op) else 0.0
+        forward, backward, inputs = (min(each) / self._graph.micro_batch_size for each in zip(*passes, strict=True))
+        return forward, backward, inputs
 
     def _least_s(self, op: Operator) -> float:
         """Seconds that an operator takes at least; 0 for those that only move data."""

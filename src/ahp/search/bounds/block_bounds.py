@@ -19,6 +19,7 @@ from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.turns import least_share
 from ahp.schedule.bounds import in_flight
+from ahp.search.bounds.pipelines import Path, Pipelines
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Space
@@ -34,7 +35,7 @@ def layers_before(asked: Problem, p: Floats | Ints | int) -> Any:
 
 
 def work_bounds_s(asked: Problem, space: Space, which: Ints, stages: Sequence[LayerColumns]) -> Floats:
-    """Seconds that every row of some blocks takes at least, [number of these]; ``stages``: of each."""
+    """Seconds that every layout of some blocks takes at least, [number of these]; ``stages``: of each."""
     blocks = space.blocks.at(which)
     p, m = blocks.pipeline, blocks.micro_batches
     forward_s, micro_batch_s = np.array([(of.least_forward_s, of.micro_batch_s) for of in stages]).reshape(-1, 2).T
@@ -43,8 +44,8 @@ def work_bounds_s(asked: Problem, space: Space, which: Ints, stages: Sequence[La
     return np.maximum(work_s, (before_s + work_s) * least_share(pricer.turns, p)) * pricer.stretch
 
 
-def block_bounds_s(asked: Problem, space: Space, which: Ints) -> Floats:
-    """The same before the layers are priced."""
+def block_bounds_s(asked: Problem, space: Space, pipelines: Pipelines, which: Ints) -> tuple[Floats, Floats]:
+    """The same before the layers are priced; and of every row, whose stages are cut as rows are."""
     found, layers = LeastLayers(asked.pricer), asked.graph.num_layers
     blocks = space.blocks.at(which)
     pipeline, m = blocks.pipeline, blocks.micro_batches
@@ -61,8 +62,24 @@ def block_bounds_s(asked: Problem, space: Space, which: Ints) -> Floats:
     forward_s = found.layer_forward_s() * blocks.micro_batch / per_replica
     fill_s = (pipeline - 1) / 2 * shortest * forward_s
     work_s = products_s + m * per_layer * layers / pipeline
-    bound = np.maximum(work_s, (fill_s + work_s) * least_share(asked.pricer.turns, pipeline))
-    return bound * asked.pricer.stretch
+    bound = np.maximum(work_s, (fill_s + work_s) * least_share(asked.pricer.turns, pipeline)) * asked.pricer.stretch
+    layer_s = np.outer(blocks.micro_batch / per_replica, Path(*found.layer_products_s()))
+    beside_s = per_layer if len(asked.graph.blocks) == 1 else np.zeros(len(which))  # of the cheapest kind of several
+    return bound, np.maximum(bound, schedule_bounds_s(asked, space, pipelines, which, layer_s, beside_s))
+
+
+def schedule_bounds_s(
+    asked: Problem, space: Space, pipelines: Pipelines, which: Ints, layer_s: Floats, either_s: Floats
+) -> Floats:
+    """Seconds that the schedule of every row of some blocks takes at least, [number of these], whatever its memory.
+
+    ``layer_s``: [number of these, parts of a ``Path``] of the layer that takes the least; ``either_s``: beside, in whichever pass.
+    """
+    blocks, found = space.blocks.at(which), np.zeros(len(which))
+    for (p, m), of in _alike(blocks.pipeline, blocks.micro_batches):
+        front = pipelines.fronts(space.legal_pipes(p, m), p, m)
+        found[of] = front.least_s(layer_s[of], either_s[of])
+    return found * asked.pricer.stretch * least_share(asked.pricer.turns, blocks.pipeline)
 
 
 def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Shardings]) -> Floats:
@@ -152,4 +169,4 @@ def _alike(*columns: Ints) -> Iterator[tuple[list[int], Ints]]:
     keys, at = unique_rows(*columns)
     order = np.argsort(at, kind="stable")
     ends = np.cumsum(np.bincount(at, minlength=len(keys)))
-    yield from zip(keys.tolist(), np.split(order, ends[:-1]), strict=True)
+    yield from zip(keys.tolist(), np.split(order, ends[:-1]) if len(keys) else (), strict=True)

@@ -103,46 +103,38 @@ class LayerBounds:
         bounds_s = np.minimum.reduceat(found, self._starts[:-1]) + after_s
         return bounds_s * self.asked.pricer.stretch * least_share(self.asked.pricer.turns, p)
 
-    def _kinds_s(self, first: int, rows: slice) -> Floats:
-        """[rows, C, R] Of the rank that takes longest, without its optimizer."""
-        loads, of, layer = self._fronts(first).loads, self._of[rows], self._layers[0].part(rows)
-        m, head_s = self._m[of], self._column("head_s")[of]
-        layers, before, drains = (part[:, None] for part in (loads.layers, loads.before, loads.drains))
-        forward, backward, first_s, last_s = (
-            part[:, None] for part in (layer.forward, layer.backward, layer.first_forward, layer.last_backward)
-        )
-        ranks_s = before * forward + layers * (m[..., None] * (forward + backward) + first_s)  # [rows, L, R]
-        ranks_s += (loads.head * (m * head_s))[..., None]
-        # Where weight gradients wait, they may fill the time in which gradients drain from the pipeline.
-        ranks_s += np.maximum(layers * last_s, drains * before * backward)
-        return np.maximum.reduceat(ranks_s, loads.starts, axis=1)
+    def _pipelines_s(self, first: int, rows: slice) -> Floats:
+        """[rows, C, R] Of the way through each pipeline that takes longest, without its optimizer."""
+        of, layer = self._of[rows], self._layers[0].part(rows)
+        head_s = np.broadcast_to(self._column("head_s")[of], layer.forward.shape)
+        parts = layer.forward, layer.backward, layer.input_gradient, layer.first_forward, layer.last_backward, head_s
+        paths = np.array([self._fronts(block).paths for block in range(first, int(of[-1]) + 1)], dtype=float)
+        paths_s = paths[of - first] @ np.stack(parts, axis=1)  # [rows, P, R]
+        return np.maximum.reduceat(paths_s, self._fronts(first).starts, axis=1)
 
     def _least_s(self, first: int, rows: slice, most_bytes: float) -> Floats:
         """[rows] With the optimizer, in the pipeline and with the recompute that take least of those that fit."""
-        of, front = self._of[rows], self._fronts(first)
+        of = self._of[rows]
+        updates_s = self._updates_s(rows, self._fronts(first).most_layers)
+        seconds_s = self._pipelines_s(first, rows) + updates_s[..., None]
         held = np.array([self._fronts(block).held for block in range(first, int(of[-1]) + 1)], dtype=float)
-        fits = self._fits(rows, front.layers, held[of - first], front.received, most_bytes)
-        seconds_s = self._kinds_s(first, rows) + self._updates_s(rows, front.loads.most_layers)[..., None]
+        fits = self._fits(rows, self._fronts(first), held[of - first], most_bytes)
         return np.where(fits, seconds_s, np.inf).min(axis=(1, 2))
 
     def _fronts(self, block: int) -> Fronts:
         one = self.blocks[block]
         return self.pipelines.fronts(one.rows.pipes, one.p, one.m)
 
-    def _fits(self, rows: slice, layers: Ints, held: Floats, received: Ints, most_bytes: float) -> Mask:
-        """[rows, C, R] Whether the second rank of each kind of pipeline may fit, with the smallest layers that there are.
-
-        ``layers`` and ``received``: what ``SecondRank`` has of each kind [C]; ``held``: [rows, C].
-        """
-        of, ways = self._of[rows], self.ways.part(rows)
+    def _fits(self, rows: slice, front: Fronts, held: Floats, most_bytes: float) -> Mask:
+        """[rows, C, R] Whether the ranks of each pipeline may fit, with the smallest layers that there are; ``held``: [rows, C, G]."""
+        of, ways, shape = self._of[rows], self.ways.part(rows), held.shape
         least = (self._column(name)[of] for name in ("least_parameters", "least_experts"))
-        parameters, experts = (np.floor(layers * column) for column in least)
+        parameters, experts = (np.floor(front.layers.reshape(-1) * column) for column in least)
         states, gradients = ways.states(RankWeights(parameters, experts=experts), self._m[of])
-        kept = held[..., None] * self._kept[of][:, None]
+        kept = held.reshape(len(of), -1, 1) * self._kept[of][:, None]
         allocated = np.maximum(kept - gradients[..., None], 0.0)
-        buffers = self._buffers[of]
-        allocated += (states + received * buffers)[..., None]
-        return ways.device_bytes(allocated) <= most_bytes
+        allocated += (states + front.received.reshape(-1) * self._buffers[of])[..., None]
+        return (ways.device_bytes(allocated) <= most_bytes).reshape(*shape, -1).all(axis=2)
 
     def _updates_s(self, rows: slice, layers: Floats | Ints) -> Floats:
         """[rows, C] The update of ranks with so many layers; of Muon, whose matrices a stage's ranks share, the least that it takes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +18,14 @@ from ahp.forecast.mesh import PipelineAxis
 from ahp.forecast.stage_table import StageTable
 from ahp.plan import Parallelism
 from ahp.schedule.bounds import in_flight
+from ahp.schedule.descriptor import PipelineSchedule
 from ahp.schedule.placement import Placement
 from ahp.schedule.registry import of_ranks
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 Pair = tuple[int, int]
@@ -40,56 +43,47 @@ class Cut:
     """Backward passes of other stages that a rank computes after the last one of each, at most."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """Layers of a rank over all its stages, layers before its first stage, and whether it has the head."""
+class Path(NamedTuple):
+    """A way through a schedule of which each step waits for the one before: layers times passes of each kind, of layers as short as any.
 
-    layers: int
-    before: int
-    head: bool
+    ``ahp.schedule.bounds`` has the ways that are taken.
+    """
 
-
-@dataclass(frozen=True)
-class Loads:
-    """Of several kinds of pipelines, one behind the other: ``Load`` of their ranks, each [N]."""
-
-    layers: Ints
-    before: Ints
-    head: Ints
-    """0 or 1."""
-    drains: Ints
-    """1 where gradients drain from the pipeline while the rank has nothing to do, 0 where weight gradients wait for that."""
-    starts: Ints
-    """The first of each kind."""
-
-    @property
-    def most_layers(self) -> Ints:
-        """Of each kind, on any rank."""
-        return np.maximum.reduceat(self.layers, self.starts)
-
-
-@dataclass(frozen=True)
-class SecondRank:
-    """Of the second rank (of a single stage the first)."""
-
-    layers: int
-    held: int
-    """Layers times the micro-batches in flight there."""
-    received: int
-    """Stages that its own receive from, in both passes."""
+    forward: int = 0
+    backward: int = 0
+    """Whole backward passes, or both halves."""
+    input_gradient: int = 0
+    first_forward: int = 0
+    """What comes once, with the first forward."""
+    last_backward: int = 0
+    head: int = 0
+    """Micro-batches that pass the head both ways."""
 
 
 @dataclass(frozen=True)
 class Fronts:
-    """Of every kind of pipeline of some blocks: the ranks that may take longest, and the second rank, whose memory is bounded."""
+    """Of some pipelines: the ways through each that may take longest, and the ranks whose memory is bounded."""
 
-    loads: Loads
+    paths: Ints
+    """[P, parts of a ``Path``] One pipeline behind the other."""
+    starts: Ints
+    """[C] The first path of each."""
+    most_layers: Ints
+    """[C] Layers of a rank, at most."""
     layers: Ints
-    """[C] Of the second rank."""
+    """[C, G] Of the second rank (of a single stage the first), and of the one that holds the most."""
     held: Ints
-    """[C] Layers times micro-batches in flight there, in the pipeline of its kind that holds the fewest."""
+    """[C, G] Layers times micro-batches in flight there."""
     received: Ints
-    """[C]"""
+    """[C, G] Stages that its own receive from, in both passes."""
+
+    def least_s(self, layer_s: Floats, either_s: Floats) -> Floats:
+        """[N] Of the pipeline that takes least the way that takes longest, of layers that take ``layer_s`` [N, parts of a ``Path``], and
+        ``either_s`` [N] in the forward or in the backward pass."""
+        both = self.paths[:, :2].min(axis=1, keepdims=True)
+        counts = np.hstack([self.paths, both]).astype(float)
+        paths_s = counts @ np.column_stack([layer_s, either_s]).T
+        return np.maximum.reduceat(paths_s, self.starts, axis=0).min(axis=0)
 
 
 class Pipelines:
@@ -99,10 +93,8 @@ class Pipelines:
         self._problem = problem
         self.edges = cache(self._edges)
         self.cut = cache(self._cut)
-        self.loads = cache(self._loads)
-        self.loads_of = cache(self._loads_of)
-        self.second_rank = cache(self._second_rank)
         self.fronts = cache(self._fronts)
+        self._paths, self._held = cache(self._paths_of), cache(self._held_of)
         self.links = cache(self._links)
 
     def _edges(self, p: int, v: int) -> Ints:
@@ -135,49 +127,61 @@ class Pipelines:
             behind[at[p:]] = p - 1
         return Cut(StageTable.of(kinds, len(self._problem.graph.blocks), rows), of, behind)
 
-    def _loads(self, placement: Placement, p: int, v: int) -> tuple[Load, ...]:
-        """The ranks of a pipeline, but for those that another one has at least as much of everything as."""
-        layers, own = np.diff(self.edges(p, v)), placement.rank_stages(p, v)
-        before = np.cumsum(layers[:p]) - layers[:p]
-        head = int(own[:, -1].argmax())
-        most: dict[tuple[int, bool], int] = {}
-        for rank, count in enumerate(layers[own].sum(axis=1).tolist()):
-            key = count, rank == head
-            most[key] = max(most.get(key, 0), int(before[rank]))
-        return tuple(Load(count, first, has_head) for (count, has_head), first in most.items())
-
-    def _loads_of(self, p: int, kinds: tuple[tuple[Placement, bool, int], ...]) -> Loads:
-        """Of schedules whose stages lie so, that split the backward or not, with so many virtual stages per rank."""
-        each = [self.loads(placement, p, v) for placement, _, v in kinds]
-        rows = [
-            (load.layers, load.before, load.head, not splits)
-            for (_, splits, _), loads in zip(kinds, each, strict=True)
-            for load in loads
-        ]
-        starts = np.cumsum([0, *map(len, each)])[:-1]
-        layers, before, head, drains = np.array(rows, dtype=np.int64).T
-        return Loads(layers, before, head, drains, starts)
-
     def _fronts(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> Fronts:
-        """Of these pipelines, those of one kind once."""
-        kinds: dict[tuple[Placement, bool, int], list[SecondRank]] = {}
-        for pipe in pipes:
-            schedule = of_ranks(pipe.schedule, p)
-            second = self.second_rank(schedule.name, p, pipe.virtual, m)
-            kinds.setdefault((schedule.placement, schedule.splits_backward, pipe.virtual), []).append(second)
-        layers, held, received = np.array(
-            [(one[0].layers, min(second.held for second in one), one[0].received) for one in kinds.values()],
-            dtype=np.int64,
-        ).T
-        return Fronts(self.loads_of(p, tuple(kinds)), layers, held, received)
+        found = [(of_ranks(pipe.schedule, p), pipe.virtual) for pipe in pipes]
+        paths = [self._paths(schedule, p, virtual, m) for schedule, virtual in found]
+        most = [self._layers_of_ranks(schedule, p, virtual).max() for schedule, virtual in found]
+        held = np.array([self._held(schedule, p, virtual, m) for schedule, virtual in found])
+        starts = np.cumsum([0, *map(len, paths)])[:-1]
+        return Fronts(np.concatenate(paths), starts, np.array(most), *np.moveaxis(held, -1, 0))
 
-    def _second_rank(self, schedule: str, p: int, v: int, m: int) -> SecondRank:
-        rank = min(1, p - 1)
-        own = of_ranks(schedule, p).placement.rank_stages(p, v)[rank]
-        layers = np.diff(self.edges(p, v))[own]
-        held = int(in_flight(schedule, p, v, m)[rank] @ layers)
-        received = int(((own > 0) * 1 + (own < p * v - 1)).sum())
-        return SecondRank(int(layers.sum()), held, received if p > 1 else 0)
+    def _layers_of_ranks(self, schedule: PipelineSchedule, p: int, v: int) -> Ints:
+        """[p]"""
+        return np.diff(self.edges(p, v))[schedule.placement.rank_stages(p, v)].sum(axis=1)
+
+    def _paths_of(self, schedule: PipelineSchedule, p: int, v: int, m: int) -> Ints:
+        """[paths, parts] Of those that are alike in all but one thing the longest."""
+        edges, own = self.edges(p, v), schedule.placement.rank_stages(p, v)
+        before, layers = edges[:p], self._layers_of_ranks(schedule, p, v)
+        head = own[:, -1] == p * v - 1
+        back = "input_gradient" if schedule.splits_backward else "backward"
+        total, longest = int(edges[-1]), int(np.diff(edges).max())
+        found = [Path(forward=total, first_forward=total)._replace(**{back: total})]
+        for rank in _longest(layers, head, before):
+            count, ahead = int(layers[rank]), int(before[rank])
+            all_work = Path(ahead + m * count, m * count, 0, ahead + count, head=m * int(head[rank]))
+            found.append(all_work._replace(last_backward=count))
+            if not schedule.splits_backward:  # else weight gradients may fill the time in which gradients drain
+                found.append(all_work._replace(backward=m * count + ahead))
+        if schedule.all_forwards_first:
+            passes = total + (m - 1) * longest
+            found.append(Path(passes, passes, 0, total))
+        forwards = schedule.forwards_before_gradient(p, v, m) if p > 1 else None
+        if forwards is not None:
+            found.append(self._after_first_gradient(schedule, p, v, m, forwards))
+        return np.array(found, dtype=np.int64)
+
+    def _after_first_gradient(self, schedule: PipelineSchedule, p: int, v: int, m: int, forwards: Ints) -> Path:
+        """Of the rank where it takes longest: the way of the first micro-batch to its highest stage and back there, then all that the rank
+        has left. A forward is taken for half as long as a backward pass."""
+        edges, own = self.edges(p, v), schedule.placement.rank_stages(p, v)
+        highest, sizes = own[:, -1], np.diff(edges)
+        back = edges[-1] - edges[highest + 1]
+        left_forward, left = ((m - forwards) * sizes[own]).sum(axis=1), m * sizes[own].sum(axis=1)
+        if not schedule.splits_backward:
+            left = left + back + edges[own[:, 0]]
+            back = np.zeros_like(back)
+        rank = int((left_forward + 2 * left + back).argmax())
+        head = min(m, m - int(forwards[rank, -1]) + 1) if highest[rank] == p * v - 1 else 0
+        return Path(int(edges[-1] + left_forward[rank]), int(left[rank]), int(back[rank]), int(edges[-1]), head=head)
+
+    def _held_of(self, schedule: PipelineSchedule, p: int, v: int, m: int) -> Ints:
+        """[G, 3] ``Fronts.layers``, ``held`` and ``received`` of two ranks."""
+        own, sizes = schedule.placement.rank_stages(p, v), np.diff(self.edges(p, v))
+        held = (in_flight(schedule.name, p, v, m) * sizes[own]).sum(axis=1)
+        received = ((own > 0) * 1 + (own < p * v - 1)).sum(axis=1) * (p > 1)
+        each = np.stack([sizes[own].sum(axis=1), held, received], axis=1)
+        return each[[min(1, p - 1), int(held.argmax())]]
 
     def _links(self, placement: Placement, axis: PipelineAxis, v: int) -> tuple[tuple[Pair, ...], Ints]:
         """Pairs of ranks that stand for all neighbouring stages, and which of them each stage sends to the next as, [S - 1]."""
@@ -189,3 +193,12 @@ class Pipelines:
             group = None if a == b else axis.pair(a, b, per_node)
             at.append(found.setdefault(group, (len(found), (a, b)))[0])
         return tuple(pair for _, pair in found.values()), np.array(at, dtype=np.int64)
+
+
+def _longest(layers: Ints, head: NDArray[np.bool_], before: Ints) -> list[int]:
+    """Ranks, but for those that another one has at least as much of everything as."""
+    most: dict[tuple[int, bool], int] = {}
+    for rank, key in enumerate(zip(layers.tolist(), head.tolist(), strict=True)):
+        if key not in most or before[most[key]] < before[rank]:
+            most[key] = rank
+    return list(most.values())

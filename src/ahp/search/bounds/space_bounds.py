@@ -12,17 +12,18 @@ on rows drawn at random.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ahp.forecast import memory
-from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes, work_bounds_s
+from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes, schedule_bounds_s, work_bounds_s
 from ahp.search.bounds.block_layers import BlockLayers
 from ahp.search.bounds.block_rows import BlockRows, RowBounds
 from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock, Ways
 from ahp.search.bounds.level import TOGETHER, Level
-from ahp.search.bounds.pipelines import Pipelines
+from ahp.search.bounds.pipelines import Path, Pipelines
 from ahp.search.bounds.space_shardings import SpaceShardings
 from ahp.search.problem import Problem
 from ahp.search.space import Space
@@ -43,20 +44,21 @@ class Bounds:
         self._shardings = SpaceShardings(problem, space)
         self._layers = BlockLayers(problem, space, self._shardings)
         self._work: dict[int, float] = {}
+        """Of blocks whose units are priced, ``work_s``."""
+        self._scheduled: dict[int, float] = {}
         self._closest: dict[int, float] = {}
         """What ``levels`` have found of blocks."""
-        self._first_s: Floats | None = None
 
     def most_that_fits_bytes(self) -> float:
         """Bytes above which a forecast does not fit."""
         return memory.most_that_fits(self.problem.capacity_bytes)
 
     def levels(self, blocks_s: Floats) -> tuple[Level, Level]:
-        """Closer bounds for a search of the blocks that ``blocks_s``, what is known of each, has finite: ``work_s``, and that of all rows
-        that fit, infinite where none does."""
+        """Closer bounds for a search of the blocks that ``blocks_s``, what is known of each, has finite: ``scheduled_s``, and that of all
+        rows that fit, infinite where none does."""
         searched = np.flatnonzero(np.isfinite(blocks_s))
         first = Level(dict(zip(searched.tolist(), blocks_s[searched].tolist(), strict=True)))
-        work = Level(self._work, lambda blocks: self.work_s(blocks).tolist(), first)
+        work = Level(self._scheduled, lambda blocks: self.scheduled_s(blocks).tolist(), first)
         return work, Level(self._closest, self._block_s, work)
 
     def _block_s(self, blocks: list[int]) -> Iterable[float]:
@@ -68,7 +70,16 @@ class Bounds:
         """Seconds that every layout of some blocks takes at least, whether it fits or not, whatever it does beside its units' work and
         however its layers are cut into stages. Prices the units."""
         layers = [self._layers.of(block) for block in blocks]
-        return work_bounds_s(self.problem, self.space, np.array(blocks, dtype=np.int64), layers)
+        found = work_bounds_s(self.problem, self.space, np.array(blocks, dtype=np.int64), layers)
+        self._work.update(zip(blocks, found.tolist(), strict=True))
+        return found
+
+    def scheduled_s(self, blocks: list[int]) -> Floats:
+        """The same of every row of some blocks, with what its schedule leaves no rank to do."""
+        layer_s = np.array([Path(*self._layers.of(block).least_s) for block in blocks])
+        which, none = np.array(blocks, dtype=np.int64), np.zeros(len(blocks))
+        scheduled_s = schedule_bounds_s(self.problem, self.space, self._pipelines, which, layer_s, none)
+        return np.maximum(self.work_s(blocks), scheduled_s)
 
     def _of_layers(
         self, priced: dict[int, PricedBlock], seconds_s: Callable[[LayerBounds], Floats]
@@ -95,15 +106,16 @@ class Bounds:
         return PricedBlock(rows, splits, stages, int(of.pipeline[block]), m, after)
 
     def first_s(self) -> Floats:
-        """Seconds that every row of each block takes at least before its layers are priced; infinite where none fits.
+        """Seconds that every row of each block takes at least before its layers are priced; infinite where none fits."""
+        return self._first_s[1]
 
-        However its layers are cut into stages.
-        """
-        if self._first_s is None:
-            fits = np.flatnonzero(self.blocks_bytes() <= self.most_that_fits_bytes())
-            self._first_s = np.full(len(self.space.blocks), np.inf)
-            self._first_s[fits] = block_bounds_s(self.problem, self.space, fits)
-        return self._first_s
+    @cached_property
+    def _first_s(self) -> tuple[Floats, Floats]:
+        """Of every layout of each block, however its layers are cut into stages, and of every row."""
+        fits = np.flatnonzero(self.blocks_bytes() <= self.most_that_fits_bytes())
+        found = np.full((2, len(self.space.blocks)), np.inf)
+        found[:, fits] = block_bounds_s(self.problem, self.space, self._pipelines, fits)
+        return found[0], found[1]
 
     def of_any_cut(self, block: int) -> float:
         """Seconds that every row of a block with a pipeline takes, cut in any way; infinite where none fits."""
@@ -141,7 +153,7 @@ class Bounds:
 
     def _lowest(self, which: NDArray[np.bool_], closer_s: Callable[[Iterable[int]], dict[int, float]]) -> float:
         """The lowest bound of some blocks; those whose units the search has priced are looked at closer where they are the lowest."""
-        found = self.first_s().copy()
+        found = self._first_s[0].copy()
         known = list(self._work)
         found[known] = np.maximum(found[known], list(self._work.values()))
         found[~which] = np.inf
@@ -170,7 +182,7 @@ class Bounds:
 
     def blocks_s(self) -> Floats:
         """Seconds that every row of each block takes at least, whether it fits or not."""
-        return block_bounds_s(self.problem, self.space, np.arange(len(self.space.blocks)))
+        return block_bounds_s(self.problem, self.space, self._pipelines, np.arange(len(self.space.blocks)))[1]
 
     def blocks_bytes(self) -> Floats:
         """Bytes that every row of each block needs at least."""
