@@ -12,7 +12,7 @@ model                  layers, hidden, heads, vocab, seq; optional kv_heads, ffn
                        mixtures experts, topk, moe_ffn, shared_experts or shared_ffn, dense_layers, head_dim, attention ("MLA q_lora=1536 kv_lora=512")
 precision              fp32, bf16, fp16 or fp8, with whatever words
 framework              words; absent = Megatron-LM
-release                which release of the framework ran, a name or a day (docs/forecast.md, engine.version); absent = the newest
+release                which release of the framework ran, a name or a day (docs/change/engines.md, engine.version); absent = the newest
 tp, pp, cp, ep         degrees; data ranks are what is left of gpus
 vpp                    virtual stages of a pipeline rank, or "max" (one layer each)
 schedule               1f1b, gpipe or zb-1p; absent = by vpp

@@ -3,7 +3,7 @@
     python benchmarks/collectives.py ROWS.json                   price every row from the catalogue alone
     python benchmarks/collectives.py ROWS.json --rows            and print each of them
     python benchmarks/collectives.py ROWS.json --leave-one-out   derive the constants without each publisher in turn
-    python benchmarks/collectives.py ROWS.json --markdown docs/forecast.md   and write both errors there
+    python benchmarks/collectives.py ROWS.json --markdown docs/forecast/collectives.md   and write both errors there
     python benchmarks/collectives.py ROWS.json --derive          what stands under ``derived`` in forecast/nccl.yaml, and the catalogue's latency of a network
 
 ROWS.json is a list of objects with ``id, source, hardware, gpus, nodes, collective, size_bytes, time_us, busbw_GBps,

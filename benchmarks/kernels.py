@@ -4,7 +4,7 @@
     python benchmarks/kernels.py FILE --worst 10        # and the kernels that are furthest off
     python benchmarks/kernels.py FILE --derive          # the constants of kernels.yaml, computed again
     python benchmarks/kernels.py FILE --leave-one-out   # each device judged by constants derived without it
-    python benchmarks/kernels.py FILE --markdown docs/forecast.md   # both errors into that page
+    python benchmarks/kernels.py FILE --markdown docs/forecast/kernels.md   # both errors into that page
 
 Rows whose ``kind`` starts with ``per_shape_`` are one kernel each with its shape; ``max_achievable_matmul`` is the best
 product of a device, compared with the burst rate. The bars of attention_h100.yaml are added, and what attention_unseen.yaml has,

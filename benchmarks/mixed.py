@@ -2,7 +2,7 @@
 
     python benchmarks/mixed.py                                two minutes
     python benchmarks/mixed.py --quick                        a smoke run: two small groups, a small model
-    python benchmarks/mixed.py --markdown docs/search.md      the table into the page
+    python benchmarks/mixed.py --markdown docs/search/mixed.md      the table into the page
 
 One thread, with the model traced before the clock starts. All step times are forecasts for the same cluster. stdout: the
 table; stderr: progress.

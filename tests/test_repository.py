@@ -23,7 +23,6 @@ MAX_README_LINES = 150
 MOST_IN_A_ROW = 200
 """Characters of a table's row."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def documents() -> list[Path]:
@@ -91,31 +90,9 @@ def test_documented_commands_exist(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
-def test_links_resolve(path: Path) -> None:
-    targets = [target.split("#")[0] for target in LINK.findall(path.read_text(encoding="utf-8"))]
-    relative = [target for target in targets if target and "://" not in target]
-    assert [target for target in relative if not (path.parent / target).exists()] == []
-
-
-@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
 def test_table_rows_are_read_at_a_glance(path: Path) -> None:
     rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     assert [row for row in rows if len(row) > MOST_IN_A_ROW] == []
-
-
-@pytest.mark.parametrize("name", READMES)
-def test_every_page_is_reached_from_the_readme(name: str) -> None:
-    reached, waiting = set(), [ROOT / name]
-    while waiting:
-        page = waiting.pop()
-        if page in reached:
-            continue
-        reached.add(page)
-        targets = [target.split("#")[0] for target in LINK.findall(page.read_text(encoding="utf-8"))]
-        waiting += [
-            (page.parent / target).resolve() for target in targets if target.endswith(".md") and "://" not in target
-        ]
-    assert [str(page.relative_to(ROOT)) for page in documents() if page not in reached] == []
 
 
 def test_the_house_names_what_is_there() -> None:

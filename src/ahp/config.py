@@ -238,7 +238,7 @@ HELP: dict[str, str] = {
     "job.optimizer.decay_share": "wsd only: share of the steps, at the end, over which the rate falls",
     "job.optimizer.grad_clip": "largest global gradient norm; null = no clipping",
     "job.seed": "of the weights and of the data order",
-    "job.deterministic": "the same digits each time on the same GPUs, by slower kernels; CPUs have them without it (docs/training.md)",
+    "job.deterministic": "the same digits each time on the same GPUs, by slower kernels; CPUs have them without it (docs/train/checkpoints.md)",
     "parallelism.data_parallel_replicate_degree": "replicas that hold the same weights",
     "parallelism.data_parallel_shard_degree": "devices over which one replica's states are sharded",
     "parallelism.zero_stage": "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too",
@@ -270,10 +270,10 @@ HELP: dict[str, str] = {
     "engine.enable_async_tensor_parallel": "collectives of sequence parallelism in pieces beside products; this runtime has none yet",
     "engine.version": "the release that a forecast is for; this runtime is what is installed",
     "run.folder": "where the run leaves its files; the same folder again continues the run",
-    "run.checkpoint_every": "steps between checkpoints, or the time: 30min, 2h; auto: from what one costs and how often the cluster fails (docs/training.md)",
+    "run.checkpoint_every": "steps between checkpoints, or the time: 30min, 2h; auto: from what one costs and how often the cluster fails (docs/train/checkpoints.md)",
     "run.keep": "newest checkpoints that are kept",
     "run.checkpoint_store": "URL of a folder in an object store that gets each checkpoint too, such as s3://bucket/run (extra [object-store], "
-    "docs/training.md)",
+    "docs/train/checkpoints.md)",
     "run.validate_every": "steps between looks at the loss on held-out text, where job.validation gives some",
     "run.validation_batches": "global batches of one look; the same ones each time",
     "run.collective_timeout_s": "seconds after which a rank that the others wait for ends the run",
@@ -281,7 +281,7 @@ HELP: dict[str, str] = {
     "run.sample": "whether a finished run ends with a sample of text, for which the whole model is loaded once more",
     "run.extend": "let a run go on with more job.steps under a schedule that looks ahead (linear, cosine, wsd in its decay), with other "
     "job.optimizer keys but its name, or with job.precision fp32 or bf16: steps that were made keep what they had, those to come have the new job's",
-    "run.on_nan": "when a loss or gradient is no number: stop, skip its update, or rollback to the last checkpoint (docs/training.md)",
+    "run.on_nan": "when a loss or gradient is no number: stop, skip its update, or rollback to the last checkpoint (docs/train/when-it-fails.md)",
     "run.profile": "{steps: [10, 12]} writes what these steps do when, and on a GPU their memory, into profile/ of the run's folder",
     "run.elastic.min_workers": "fewest workers that the run goes on with where places are lost; the layout is then searched again",
     "run.elastic.max_workers": "most workers, at the start and when lost ones have come back; null: as many as there are devices",
@@ -289,11 +289,11 @@ HELP: dict[str, str] = {
     "run.elastic.restart_window_s": "seconds within which run.elastic.max_restarts is counted, and after which a lost place is tried again; twice "
     "as long each time that it is lost again",
 }
-"""Every key of config.yaml in words; docs/config.md and ``ahp train --help`` show these."""
+"""Every key of config.yaml in words; docs/reference/config.md and ``ahp train --help`` show these."""
 
 
 def config_help() -> str:
-    """Every key of config.yaml, its default and what it means, as text for ``--help`` and docs/config.md."""
+    """Every key of config.yaml, its default and what it means, as text for ``--help``."""
     lines = ["Keys of config.yaml, and dotted overrides (--job.steps 20, --parallelism.tensor-parallel-degree=4):"]
     for key, words in HELP.items():
         lines += [f"  {key} = {_default(key)}", f"      {words}"]

@@ -57,7 +57,7 @@ def read_heartbeat(file: Path) -> str | None:
 
 
 NOTICED = ("slow_ranks", "loss_spikes")
-"""Lists of status.json: what a run's steps showed (docs/training.md)."""
+"""Lists of status.json: what a run's steps showed (docs/train/run-folder.md)."""
 
 
 def read_noticed(file: Path) -> dict[str, list[dict[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 COMPUTE = {
     # torch asks for huge pages for its large tensors. Without them the kernel hands out what a step frees and takes
-    # again in pages of 4 KiB: a LLaMA of 28 M parameters waits for 56,000 of them in a step, 9 % of it (docs/forecast.md).
+    # again in pages of 4 KiB: a LLaMA of 28 M parameters waits for 56,000 of them in a step, 9 % of it (docs/forecast/workers.md).
     "THP_MEM_ALLOC_ENABLE": "1",
 }
 

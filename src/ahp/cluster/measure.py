@@ -96,7 +96,9 @@ def probe(
             for the GPU, else what the node's cards say. It is not measured, and all nodes are taken to be like this.
         num_nodes: nodes that are like this one; default: those of the job that a workload manager has started.
 
-    Raises BadInput for a number of workers that cannot be, AhpError when a worker fails.
+    Raises:
+        BadInput: a number of workers that cannot be.
+        AhpError: a worker fails.
 
     Example::
 

@@ -1,7 +1,7 @@
 """Tensors for calls that are timed again and again, in another place of memory each time.
 
 A loop over the same operands finds them in the first cache. A training step does not: between two uses of a weight lie
-the other layers. On one AMD EPYC core products of a small model are 10 to 20 % slower then (docs/forecast.md).
+the other layers. On one AMD EPYC core products of a small model are 10 to 20 % slower then (docs/forecast/workers.md).
 """
 
 from __future__ import annotations

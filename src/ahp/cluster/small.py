@@ -1,6 +1,6 @@
 """A training step so small that only the host's part of each operator is left: Python, dispatch, autograd.
 
-On a CPU this part adds to every operator. A bare operator in a loop takes a third of it (docs/forecast.md), so the
+On a CPU this part adds to every operator. A bare operator in a loop takes a third of it (docs/forecast/workers.md), so the
 probe times operators as training runs them: in modules, forward and backward.
 """
 

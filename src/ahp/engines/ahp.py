@@ -43,7 +43,7 @@ class AhpEngine(Engine):
     """What AHP's own runtime can run, and how it behaves.
 
     Sharded or cast weights are FSDP2's, with one block as the unit of communication; in fp32 with nothing sharded the
-    weights are the module's own, and replicas sum their gradients in buckets of 25 MiB. Master weights, gradients and both AdamW states are fp32; with bf16 and fp8 the compute copy is apart, of 16 bits. docs/forecast.md has the table.
+    weights are the module's own, and replicas sum their gradients in buckets of 25 MiB. Master weights, gradients and both AdamW states are fp32; with bf16 and fp8 the compute copy is apart, of 16 bits. docs/forecast/operators.md has the table.
     """
 
     name = "ahp"

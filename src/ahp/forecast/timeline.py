@@ -1,7 +1,7 @@
 """The timeline of a priced layout in Chrome's trace event format, which Perfetto and chrome://tracing open.
 
 A process for each rank that is drawn, a thread for each of its streams. Ranks at one place of the pipeline do the same
-at the same time, so that one of them stands for all. docs/forecast.md (Timeline) says how to read it.
+at the same time, so that one of them stands for all. docs/forecast/timeline.md says how to read it.
 """
 
 from __future__ import annotations
