@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(CI),--quiet,) --disable-pip-version-check
 CODE := $(wildcard src tests benchmarks .ci)
 
-.PHONY: help install dev train test test-gpu lint clean
+.PHONY: help install dev train test test-gpu lint docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test     install, then run the tests (ARGS=... for pytest)"
 	@echo "make test-gpu install, then run the tests that need a GPU"
 	@echo "make lint     formatting, lint and types"
+	@echo "make docs     build the pages of docs/ into site/, every warning an error"
 	@echo "make install  only install, into $(VENV)"
 	@echo "make clean    remove $(VENV) and caches; the runs stay"
 
@@ -57,6 +58,15 @@ lint: dev
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The tool by itself, since a page needs nothing of AHP; tests hold the reference to the code.
+$(VENV)/.installed-docs: pyproject.toml $(VENV)/.installed
+	$(PIP_INSTALL) --editable ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/zensical build --strict --clean
+	@echo "site/index.html is the first page"
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
