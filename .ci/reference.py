@@ -8,22 +8,42 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+import ahp.config
+
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MADE = "<!-- Made by .ci/reference.py from the code: change it there. -->\n"
-VERBS = ("analyze", "probe", "search", "simulate", "slicing", "parallelize", "Trainer")
-NOUNS = ("Job", "Cluster", "Parallelism", "Plan", "Forecast")
+VERBS = {
+    "analyze": "ahp.graph.kept",
+    "probe": "ahp.cluster.measure",
+    "search": "ahp.search.ranking",
+    "simulate": "ahp.forecast.step",
+    "slicing": "ahp.search.slicing.model",
+    "parallelize": "ahp.runtime.parallel",
+    "Trainer": "ahp.runtime.run.trainer",
+}
 RESULTS = {"Parallel": "ahp.runtime.parallel", "Ranking": "ahp.search.result"}
 """What verbs give back and people call."""
+NOUNS = {
+    "Job": "ahp.job",
+    "Cluster": "ahp.cluster.model",
+    "Parallelism": "ahp.plan",
+    "Plan": "ahp.plan",
+    "Forecast": "ahp.plan",
+}
+VALIDATORS = {"field_validator", "model_validator"}
+Named = ast.ClassDef | ast.FunctionDef
 
 
 def main() -> None:
@@ -38,17 +58,15 @@ def pages() -> dict[str, str]:
 
 
 def config_page() -> str:
-    from ahp.config import HELP, Config
-
     lines = [
         "# Keys of config.yaml",
         MADE,
         "Each key has a default, so an empty file is a whole configuration. On the command line a key is `--key value`, with hyphens or",
         "underscores: `--job.steps 20`, `--parallelism.tensor-parallel-degree=4`. [config.yaml](../config.md) says how the file is read.",
     ]
-    schema = Config.model_json_schema()
+    schema = ahp.config.Config.model_json_schema()
     sections: dict[str, list[str]] = {}
-    for key, words in HELP.items():
+    for key, words in ahp.config.HELP.items():
         head, _, last = key.rpartition(".")
         kind, default = _kind_and_default(schema, key)
         sections.setdefault(head, []).extend(item(f"`{last}`", f"{kind}; default {default}. {_sentence(words)}"))
@@ -124,8 +142,7 @@ def item(name: str, text: str) -> list[str]:
 
 
 def python_page() -> str:
-    import ahp
-
+    """From the source alone, since importing what trains takes seconds."""
     lines = [
         "# Python",
         MADE,
@@ -134,49 +151,65 @@ def python_page() -> str:
         "",
         "## Verbs",
     ]
-    for name in VERBS:
-        lines += ["", f"### ahp.{name}", "", *_signature(f"ahp.{name}", getattr(ahp, name)), ""]
-        told = getattr(import_module("ahp.search.ranking"), "search") if name == "search" else getattr(ahp, name)  # noqa: B009
-        lines += doc_lines(told)
-        if inspect.isclass(told):
-            lines += ["", *_methods(told)]
+    for name, module in VERBS.items():
+        node = found(module, name)
+        lines += ["", f"### ahp.{name}", "", *_signature(f"ahp.{name}", node), "", *doc_lines(node)]
+        if isinstance(node, ast.ClassDef):
+            lines += ["", *_methods(node)]
     lines += ["", "## What they give back"]
     for name, module in RESULTS.items():
-        kind = getattr(import_module(module), name)
-        lines += ["", f"### {name}", "", *doc_lines(kind), "", *_methods(kind)]
+        node = found(module, name)
+        lines += ["", f"### {name}", "", *doc_lines(node), "", *_methods(node)]
     lines += ["", "## Nouns"]
-    for name in NOUNS:
-        kind = getattr(ahp, name)
-        lines += ["", f"### ahp.{name}", "", *doc_lines(kind), "", *_fields(kind), "", *_methods(kind)]
+    for name, module in NOUNS.items():
+        node = found(module, name)
+        lines += ["", f"### ahp.{name}", "", *doc_lines(node), "", *_fields(getattr(ahp, name)), "", *_methods(node)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
-def _signature(name: str, what: Any) -> list[str]:
-    parameters = [
-        parameter
-        for parameter in inspect.signature(what).parameters.values()
-        if parameter.name != "self" and not parameter.name.startswith("_")
-    ]
-    words, keywords = [], False
-    for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and not keywords:
-            keywords = True
-            words.append("*")
-        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        kind = "" if parameter.annotation is parameter.empty else f": {_annotation(parameter.annotation)}"
-        words.append(f"{star}{parameter.name}{kind}{default}")
-    body = "".join(f"    {word},\n" for word in words)
-    return ["```text", *(f"{name}(\n{body})" if words else f"{name}()").splitlines(), "```"]
+def found(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
+    """A class or function in the source of a module."""
+    spec = importlib.util.find_spec(module)
+    assert spec
+    assert spec.origin
+    (node,) = (node for node in parsed(spec.origin).body if isinstance(node, Named) and node.name == name)
+    return node
 
 
-def _annotation(kind: Any) -> str:
-    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+@cache
+def parsed(path: str) -> ast.Module:
+    return ast.parse(Path(path).read_text(encoding="utf-8"))
 
 
-def doc_lines(what: Any) -> list[str]:
+def _signature(name: str, node: ast.ClassDef | ast.FunctionDef) -> list[str]:
+    given = _called(node).args
+    places = [(arg, None) for arg in given.args[: len(given.args) - len(given.defaults)]]
+    places += list(zip(given.args[len(places) :], given.defaults, strict=True))
+    words = [_parameter(arg, default) for arg, default in places if arg.arg != "self"]
+    if given.kwonlyargs:
+        words += ["*", *map(_parameter, given.kwonlyargs, given.kw_defaults)]
+    return ["```text", f"{name}(", *(f"    {word}," for word in words), ")", "```"]
+
+
+def _called(node: ast.ClassDef | ast.FunctionDef) -> ast.FunctionDef:
+    """A function; of a class what makes one."""
+    if isinstance(node, ast.FunctionDef):
+        return node
+    (made,) = (part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
+    return made
+
+
+def _parameter(arg: ast.arg, default: ast.expr | None) -> str:
+    kind = f": {ast.unparse(arg.annotation)}" if arg.annotation else ""
+    if default is None:
+        return f"{arg.arg}{kind}"
+    value = ast.unparse(default)
+    return f"{arg.arg}{kind} = {getattr(ahp.config, value) if value.isupper() else value}"
+
+
+def doc_lines(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
     """A docstring as Markdown: its sections as lists, its examples as code."""
-    text = inspect.cleandoc(what.__doc__ or "")
+    text = ast.get_docstring(node) or ""
     parts = re.split(r"^(Args|Returns|Raises|Example)::?\n", text, flags=re.MULTILINE)
     lines = _told(parts[0])
     for title, body in zip(parts[1::2], parts[2::2], strict=True):
@@ -184,7 +217,7 @@ def doc_lines(what: Any) -> list[str]:
         body = textwrap.dedent(body.strip("\n"))
         if title == "Example":
             lines += ["```text", *body.rstrip().splitlines(), "```"]
-        elif title == "Args":
+        elif title in ("Args", "Raises"):
             for entry in re.split(r"\n(?=\S)", body.strip()):
                 name, _, words = entry.partition(": ")
                 lines += item(f"`{name}`", " ".join(_plain(words).split()))
@@ -212,15 +245,18 @@ def _plain(text: str) -> str:
     return re.sub(r"``([^`]+)``", r"`\1`", text)
 
 
-def _methods(kind: type) -> list[str]:
+def _methods(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
     lines = []
-    for name, member in vars(kind).items():
-        inner = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
-        if name.startswith(("_", "model_")) or not inspect.isfunction(inner) or not inner.__doc__:
+    for part in node.body:
+        told = ast.get_docstring(part) if isinstance(part, ast.FunctionDef) else None
+        if not isinstance(part, ast.FunctionDef) or not told or part.name.startswith("_"):
             continue
-        given = [one for one in inspect.signature(inner).parameters if one not in ("self", "cls")]
-        call = name if isinstance(member, property) else f"{name}({', '.join(given)})"
-        text = re.split(r"\n\n(?=Args|Returns|Example)", inspect.cleandoc(inner.__doc__))[0]
+        marks = {ast.unparse(mark) for mark in part.decorator_list}
+        if marks & VALIDATORS:
+            continue
+        given = [arg.arg for arg in (*part.args.args, *part.args.kwonlyargs) if arg.arg not in ("self", "cls")]
+        call = part.name if marks & {"property", "cached_property"} else f"{part.name}({', '.join(given)})"
+        text = re.split(r"\n\n(?=Args|Returns|Example)", told)[0]
         lines += item(f"`{call}`", " ".join(_plain(text).split()))
     return ["Methods:", "", *lines] if lines else []
 
