@@ -1,5 +1,7 @@
 """Fused kernels keep and move what published formulas say; eager ones on a GPU what PyTorch's own kernels do."""
 
+from functools import cache
+
 import pytest
 
 from ahp.forecast.division import Division, is_weight_gradient
@@ -11,6 +13,7 @@ from ahp.job import Job
 SEQUENCE, HIDDEN, HEADS, KV_HEADS, FFN = 512, 256, 8, 2, 704
 
 
+@cache
 def block(family, attention):
     gpt2 = {"n_embd": HIDDEN, "n_inner": 4 * HIDDEN, "n_layer": 2, "n_head": HEADS, "n_positions": SEQUENCE}
     llama = {

@@ -312,6 +312,7 @@ def test_two_traces_are_the_same_graph() -> None:
     assert analyze(CONFIGS["qwen3"], JOB) == traced("qwen3")
 
 
+@pytest.mark.slow
 def test_the_first_graph_of_a_process_is_that_of_every_other() -> None:
     """Before autograd has recorded anything the gradient of the loss was taken for an operator of the embedding."""
     code = """

@@ -20,12 +20,13 @@ def rounds(groups: Sequence[int], most: int = MOST_ROUNDS) -> list[list[Pair]]:
     found = all_rounds(len(groups))
     if len(found) <= most:
         return found
-    wanted = {_groups_of(pair, groups) for pairs in found for pair in pairs}
+    meet = [{_groups_of(pair, groups) for pair in pairs} for pairs in found]
+    wanted = set().union(*meet)
     chosen: list[int] = []
     while wanted:
-        best = max(range(len(found)), key=lambda at: len(wanted & {_groups_of(pair, groups) for pair in found[at]}))
+        best = max(range(len(found)), key=lambda at: len(wanted & meet[at]))
         chosen.append(best)
-        wanted -= {_groups_of(pair, groups) for pair in found[best]}
+        wanted -= meet[best]
     rest = [at for at in range(len(found)) if at not in chosen]
     left = max(0, most - len(chosen))
     chosen += [rest[number * len(rest) // left] for number in range(left)]
