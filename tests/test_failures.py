@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from benchmarks.namespaces import HostSpec, why_not
+from tests.marks import cases
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "failures.py"
 
@@ -40,8 +41,7 @@ def test_a_run_goes_on_after_each_of_ten_failures(tmp_path: Path) -> None:
     assert done.stderr.count(": not tried, ") == missing
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", cases([signal.SIGTERM, signal.SIGINT], wide=[signal.SIGINT]))
 def test_nothing_stays_where_the_benchmark_itself_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     """Two runs beside each other: one on two hosts, one on a disk of its own."""
     if (reason := why_not([HostSpec()] * 2)) is not None:

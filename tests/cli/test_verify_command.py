@@ -23,16 +23,6 @@ def plan(**parallelism: int) -> Plan:
     return Plan.model_validate({"model": MODEL, "job": job, "parallelism": parallelism})
 
 
-@pytest.mark.slow
-def test_a_plan_is_equal_to_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan(tensor_parallel_degree=2).save(tmp_path / "plan.yaml")
-    assert command.run([str(tmp_path), "--steps", "3", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["equal"]
-    assert [row["step"] for row in found["steps"]] == [1, 2, 3]
-    assert all(0 <= row["difference"] <= row["tolerance"] for row in found["steps"])
-
-
 def test_a_difference_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

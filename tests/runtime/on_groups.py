@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
 
 from ahp.plan import Plan
 from ahp.runtime.ranks.device_order import GROUP
 from ahp.runtime.ranks.ranks import joined
-from ahp.runtime.run.worker import end_process
 
 
-def main(folder: Path) -> int:
+def main(arguments: list[str]) -> int:
+    (folder,) = map(Path, arguments)
     worker = int(os.environ["RANK"])
-    os.environ[GROUP] = ("old", "new")[worker % 2]
-    with joined("cpu", Plan.load(folder / "plan.yaml")) as ranks:
+    if dist.is_initialized():  # a worker that is started anew is in no group
+        dist.destroy_process_group()
+    said = {GROUP: ("old", "new")[worker % 2]}
+    with mock.patch.dict(os.environ, said), joined("cpu", Plan.load(folder / "plan.yaml")) as ranks:
         (folder / f"worker-{worker}").write_text(str(ranks.rank))
     return 0
-
-
-if __name__ == "__main__":
-    end_process(lambda: main(Path(sys.argv[1])))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -13,7 +12,8 @@ from ahp.plan import Plan
 from ahp.runtime.ranks.ranks import joined
 
 
-def main(folder: Path) -> None:
+def main(arguments: list[str]) -> int:
+    (folder,) = map(Path, arguments)
     plan = Plan.load(folder)
     with joined("cpu") as ranks:
         before = ranks.rank
@@ -22,7 +22,4 @@ def main(folder: Path) -> None:
             dist.all_reduce(total)
             words = f"{before} {placed.rank} {again.rank} {total.item()}"
     (folder / f"worker-{os.environ['RANK']}").write_text(words)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return 0

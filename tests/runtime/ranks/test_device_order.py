@@ -102,6 +102,7 @@ def test_a_plan_for_a_mixed_cluster_equals_one_process(layout: dict[str, Any]) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("launched_on_pool")
 def test_ranks_become_places_also_where_the_launchers_order_was_joined_first(tmp_path: Path) -> None:
     plan(CROSSED).save(tmp_path / "plan.yaml")
     launch.launch("tests.runtime.rejoin", [str(tmp_path)], num_workers=4, log_folder=tmp_path / "log")
@@ -163,6 +164,7 @@ def test_a_worker_knows_its_group_by_its_gpu_or_by_its_hosts_variable(monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("launched_on_pool")
 def test_ranks_follow_the_hosts_devices_and_not_their_order(tmp_path: Path) -> None:
     """Workers 0 and 2 are on hosts of the second group, 1 and 3 on hosts of the first."""
     plan(REVERSED).save(tmp_path / "plan.yaml")

@@ -43,6 +43,7 @@ COMPILER = pytest.mark.skipif(
 )
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 @pytest.mark.parametrize(
     "compiled",
     [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=[pytest.mark.wide, COMPILER])],
