@@ -102,7 +102,7 @@ def test_a_warning_of_ours_is_one_line_without_code(tmp_path: Path, monkeypatch:
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
     words = ["analyze", str(tmp_path), "--sequence-length", "128"]
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="the model takes 64 positions"):
         assert main(words) == 0  # here torch is there: the command finds the graph
     ended = subprocess.run([sys.executable, "-m", "ahp", *words], capture_output=True, text=True, check=True)
     told = [line for line in ended.stderr.splitlines() if "max_position_embeddings" in line]

@@ -21,12 +21,15 @@ from tests.runtime.run.test_trainer import text as text  # a fixture
 pytestmark = pytest.mark.slow
 
 
-def on_each(commands: Mapping[Host, Sequence[str]], folder: Path) -> None:
+def on_each(
+    commands: Mapping[Host, Sequence[str]], folder: Path, variables: Mapping[Host, Mapping[str, str]] | None = None
+) -> None:
     """A module of Python's on each of some hosts at once, all of which have to end well."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AHP_CACHE": str(folder / "cache")}
     processes = [
         subprocess.Popen(
-            [*host.prefix, sys.executable, "-m", *words], cwd=folder, env={**environment, **host.environment},
+            [*host.prefix, sys.executable, "-m", *words], cwd=folder,
+            env={**environment, **host.environment, **(variables or {}).get(host, {})},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for host, words in commands.items()
@@ -40,10 +43,10 @@ def on_each(commands: Mapping[Host, Sequence[str]], folder: Path) -> None:
     assert [process.returncode for process in processes] == [0] * len(processes), said
 
 
-def torchrun(number: int, first: Host) -> list[str]:
-    """The words before a module, on the host of this number among two; ``first`` is number 0."""
-    words = "torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend ahp"
-    return [*words.split(), "--rdzv-endpoint", first.address, "--rdzv-conf", f"rank={number}", "-m"]
+def place(number: int, first: Host) -> dict[str, str]:
+    """What a launcher tells the worker of the host of this number among two; ``first`` is number 0."""
+    found = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": first.address}
+    return {name: str(value) for name, value in {**found, "MASTER_PORT": 29501}.items()}
 
 
 @pytest.mark.timeout(600)
@@ -82,6 +85,7 @@ def test_hosts_are_sensed_and_workers_placed_by_what_they_are(
 
         for first, second in (made, made[::-1]):
             words = ["tests.hosts.placed", str(run / "plan.yaml"), str(tmp_path)]
-            on_each({host: [*torchrun(number, first), *words] for number, host in enumerate((first, second))}, tmp_path)
+            places = {host: place(number, first) for number, host in enumerate((first, second))}
+            on_each(dict.fromkeys(made, words), tmp_path, places)
             assert (tmp_path / fast.name).read_text() == "0", "whichever of them is the launcher's first"
             assert (tmp_path / slow.name).read_text() == "1"

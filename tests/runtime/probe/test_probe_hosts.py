@@ -225,14 +225,15 @@ def test_three_processes_over_the_loopback_write_one_cluster(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_two_nodes_of_torchrun_are_two_hosts_with_two_workers_each(tmp_path: Path) -> None:
+    """What a host measures of itself is given: tests/hosts measures it on two that differ."""
     port = free_port()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
             [
                 sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "ahp",
-                "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"rank={node}", "-m", "ahp", "probe", "--quick",
-                "--workers", "1", "-o", str(tmp_path / f"{node}.yaml"),
+                "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"rank={node}", "-m", "tests.runtime.probe.given", "probe",
+                "--quick", "--workers", "1", "-o", str(tmp_path / f"{node}.yaml"),
             ],
             env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
