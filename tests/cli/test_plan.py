@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,11 +19,18 @@ from ahp.plan import Parallelism, Plan
 SHORT = ["--job.sequence-length", "128", "--job.global-batch-size", "16"]
 
 
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan that is searched once for all."""
+    file = tmp_path_factory.mktemp("planned") / "plan.yaml"
+    assert main(["plan", "tiny", "1x4xH100-SXM-80GB", *SHORT, "--top", "4", "-o", str(file)]) == 0
+    return file
+
+
 @pytest.fixture
-def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+def plan_file(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "tiny", "1x4xH100-SXM-80GB", *SHORT, "--top", "4"]) == 0
-    return tmp_path / "plan.yaml"
+    return shutil.copy(planned, tmp_path / "plan.yaml")
 
 
 def test_plan_prints_a_table_and_writes_a_plan(

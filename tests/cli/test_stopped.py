@@ -50,7 +50,8 @@ def test_a_signal_while_the_machine_is_measured_leaves_nothing(tmp_path: Path) -
         run.kill()
     assert run.returncode == 128 + signal.SIGTERM
     assert told.endswith("stopped by SIGTERM\n")
-    assert not any(worker.is_running() for worker in workers)
+    _, left = psutil.wait_procs(workers, timeout=10)  # whoever has taken them over may need a moment
+    assert left == []
     assert list(aside.iterdir()) == []
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["step"], status["exit_code"]) == ("interrupted", 0, 143)

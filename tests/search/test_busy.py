@@ -12,6 +12,7 @@ from ahp.search.problem import with_devices
 from .small import small
 
 
+@pytest.mark.slow
 def test_a_number_that_can_be_busy_is_one_with_a_legal_layout() -> None:
     asked = small("llama", "1x14xH100-SXM-80GB", batch=6)
     counts = busy_counts(asked)

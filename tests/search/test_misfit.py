@@ -29,6 +29,7 @@ def told(of: Problem) -> list[str]:
     return [line.strip() for line in str(error).splitlines()[1:]]
 
 
+@pytest.mark.slow
 def test_more_devices_go_into_a_node_that_has_room() -> None:
     """A card that usually has no network: more nodes of it are no answer, more cards are."""
     [line] = told(asked("llama3.2-3b"))
@@ -47,6 +48,7 @@ def test_devices_and_sequences_together_where_neither_is_enough() -> None:
     assert lines[0].startswith("would fit: 8 devices instead of 1 and job.sequence_length 4096 instead of 8192 (dp1x1 ")
 
 
+@pytest.mark.slow
 def test_where_the_shortest_sequence_does_not_fit_no_other_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
     real = misfit._with_sequence
@@ -61,7 +63,9 @@ def test_where_the_shortest_sequence_does_not_fit_no_other_is_tried(monkeypatch:
     assert line.endswith("8 devices instead of 1; job.sequence_length 128 instead of 1024")
 
 
-@pytest.mark.parametrize(("length", "expected"), [(100, []), (128, []), (200, []), (1000, [500, 250])])
+@pytest.mark.parametrize(
+    ("length", "expected"), [(100, []), (128, []), (200, []), pytest.param(1000, [500, 250], marks=pytest.mark.slow)]
+)
 def test_halves_down_to_the_shortest(length: int, expected: list[int]) -> None:
     def fits(_: Any) -> bool:
         return True
