@@ -26,7 +26,6 @@ from ahp.schedule.bounds import lower_bound_s
 from ahp.schedule.makespan import makespan
 from ahp.schedule.registry import SCHEDULES as REGISTRY
 from ahp.schedule.simulate import StageTimes
-
 from tests.marks import cases
 
 from .test_stage import LAYOUTS, STAGES, case
