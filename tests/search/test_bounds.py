@@ -247,7 +247,7 @@ def test_rows_that_do_not_fit_are_not_timed() -> None:
     assert np.isfinite(rows.needs_bytes).all()
 
 
-LEVELS = {"first": 0.8, "work": 0.84, "block": 0.96, "rows": 0.999}
+LEVELS = {"first": 0.86, "work": 0.92, "block": 0.97, "rows": 0.999}
 """What each level of bounds knows at least of the time of a block's fastest row, as the median over blocks."""
 
 

@@ -1,7 +1,8 @@
-"""Lower bounds of all layouts of a block at once, of time and memory, however the layers are cut into stages.
+"""Lower bounds of all layouts of a block at once, of time and memory.
 
-A step takes no less than its layers, spread evenly over the pipeline's ranks, and the forward passes that fill the pipeline before a rank
-of average place can start. The fullest rank holds its part of the layers' states, and of what they keep for the micro-batches in flight.
+However the layers are cut into stages, a step takes no less than its layers, spread evenly over the pipeline's ranks, and the forward passes
+that fill the pipeline before a rank of average place can start. The fullest rank holds its part of the layers' states, and of what they keep
+for the micro-batches in flight. Cut as rows are, it takes no less than the longest way through the schedule that takes least.
 """
 
 from __future__ import annotations

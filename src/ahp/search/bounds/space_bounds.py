@@ -1,9 +1,9 @@
 """Lower bounds of step time and memory for every row of the space, from the forecast's own unit costs.
 
-Four levels. Of a whole block, before its layers are priced: what they take at least, and the one pipeline fill that no schedule avoids
-(``block_bounds``). The same from its priced layers. Then what the cheapest of them takes with each recompute that may fit, and with what
-each split gathers and reduces (``layer_bounds``). Of each row: its stages cost what the forecast says (``forecast.candidates``), and its
-schedule takes at least the closed form of ``ahp.schedule.bounds`` (``block_rows``). Memory counts states and the activations kept at
+Four levels. Of a whole block, before its layers are priced: what they take at least on the ways through its schedules
+(``block_bounds``, ``pipelines``). The same from its priced layers. Then what the cheapest of them takes with each recompute that may fit, and
+with what each split gathers and reduces (``layer_bounds``). Of each row: its stages cost what the forecast says (``forecast.candidates``), and
+its schedule takes at least the closed form of ``ahp.schedule.bounds`` (``block_rows``). Memory counts states and the activations kept at
 one moment near the fullest.
 So a row whose bound is above the best time, or above the device, needs no forecast. Tests hold all under the forecast
 on rows drawn at random.
