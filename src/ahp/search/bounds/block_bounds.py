@@ -20,7 +20,7 @@ from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.turns import least_share
 from ahp.schedule.bounds import in_flight
-from ahp.search.bounds.pipelines import Path, Pipelines
+from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Space
@@ -64,7 +64,7 @@ def block_bounds_s(asked: Problem, space: Space, pipelines: Pipelines, which: In
     fill_s = (pipeline - 1) / 2 * shortest * forward_s
     work_s = products_s + m * per_layer * layers / pipeline
     bound = np.maximum(work_s, (fill_s + work_s) * least_share(asked.pricer.turns, pipeline)) * asked.pricer.stretch
-    layer_s = np.outer(blocks.micro_batch / per_replica, Path(*found.layer_products_s()))
+    layer_s = np.outer(blocks.micro_batch / per_replica, (*found.layer_products_s(), 0.0, 0.0, 0.0))
     beside_s = per_layer if len(asked.graph.blocks) == 1 else np.zeros(len(which))  # of the cheapest kind of several
     return bound, np.maximum(bound, schedule_bounds_s(asked, space, pipelines, which, layer_s, beside_s))
 

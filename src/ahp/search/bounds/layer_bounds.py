@@ -134,7 +134,7 @@ class LayerBounds:
         kept = held.reshape(len(of), -1, 1) * self._kept[of][:, None]
         allocated = np.maximum(kept - gradients[..., None], 0.0)
         allocated += (states + front.received.reshape(-1) * self._buffers[of])[..., None]
-        return (ways.device_bytes(allocated) <= most_bytes).reshape(*shape, -1).all(axis=2)
+        return np.asarray((ways.device_bytes(allocated) <= most_bytes).reshape(*shape, -1).all(axis=2))
 
     def _updates_s(self, rows: slice, layers: Floats | Ints) -> Floats:
         """[rows, C] The update of ranks with so many layers; of Muon, whose matrices a stage's ranks share, the least that it takes."""

@@ -23,7 +23,7 @@ from ahp.search.bounds.block_layers import BlockLayers
 from ahp.search.bounds.block_rows import BlockRows, RowBounds
 from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock, Ways
 from ahp.search.bounds.level import TOGETHER, Level
-from ahp.search.bounds.pipelines import Path, Pipelines
+from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.bounds.space_shardings import SpaceShardings
 from ahp.search.problem import Problem
 from ahp.search.space import Space
@@ -76,7 +76,7 @@ class Bounds:
 
     def scheduled_s(self, blocks: list[int]) -> Floats:
         """The same of every row of some blocks, with what its schedule leaves no rank to do."""
-        layer_s = np.array([Path(*self._layers.of(block).least_s) for block in blocks])
+        layer_s = np.array([self._layers.of(block).least_s for block in blocks])
         which, none = np.array(blocks, dtype=np.int64), np.zeros(len(blocks))
         scheduled_s = schedule_bounds_s(self.problem, self.space, self._pipelines, which, layer_s, none)
         return np.maximum(self.work_s(blocks), scheduled_s)
