@@ -1,17 +1,14 @@
 """What the pages tell to type and to write does what they say: commands are parsed, those that only plan run, Python runs, YAML is read.
 
 Commands that train, measure or reach other hosts are parsed by their own parser, their keys by the config's. A command runs where all
-files that it reads are there: those that the page's earlier commands and blocks have written.
+files that it reads are there: those that the page's earlier commands and blocks have written. ``tests/runtime/test_tutorial.py`` trains.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +24,10 @@ from ahp.config import load_config
 from ahp.plan import EngineChoice, validated
 from ahp.search.objective import Objective
 from tests.docs.pages import ROOT, Block, blocks, commands, named, pages
-from tests.search.small import cpu_workers
 
 PLANNING = ("plan", "simulate", "explain", "export", "check", "analyze", "models", "devices")
 RUN = ("docs/plan/first-plan.md", "docs/objectives.md", "docs/export.md", "docs/search.md")
 """Pages whose planning commands run, in their order; ``tests/test_repository.py`` runs the README's beside its pictures."""
-TUTORIAL = "docs/train/first-run.md"
 OF_THIS_MACHINE = ("local", "slurm", "kubernetes", "--measure")
 MOST_DEVICES = 16
 """Of a cluster for which a page's plan is searched here: on more it takes many seconds."""
@@ -124,27 +119,6 @@ def runs_here(words: list[str], folder: Path) -> bool:
         return False
     wide = [re.fullmatch(r"(\d+)x(\d+)x[A-Z][\w-]+", word) for word in rest]
     return all(int(found[1]) * int(found[2]) <= MOST_DEVICES for found in wide if found)
-
-
-@pytest.mark.wide
-def test_the_tutorial_trains_goes_on_under_another_plan_and_is_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All its commands, with workers of their own; the machine is not measured, which takes half a minute."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
-    cpu_workers(2, 2).save(tmp_path / "cluster.yaml")
-    for block in blocks(ROOT / TUTORIAL):
-        if file := NAMED.match(block.code):
-            (tmp_path / file[1]).write_text(f"{block.code}\ncluster: cluster.yaml\n")
-        for words in told(block) if block.language == "sh" else []:
-            command = [sys.executable, "-m", "ahp", *words]
-            ended = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert ended.returncode == 0, f"{block}: ahp {' '.join(words)}\n{ended.stderr}"
-    metrics = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in metrics] == [*range(1, 17)]
-    starts = (tmp_path / "runs" / "first" / "starts.jsonl").read_text().splitlines()
-    assert len({plan for line in starts if (plan := json.loads(line).get("plan"))}) == 2
 
 
 def test_both_readmes_have_the_same_python() -> None:
