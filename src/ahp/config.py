@@ -237,6 +237,7 @@ HELP: dict[str, str] = {
     "job.optimizer.schedule": "constant, linear, cosine or wsd (constant, then linear), down to a tenth of the rate at the last step",
     "job.optimizer.decay_share": "wsd only: share of the steps, at the end, over which the rate falls",
     "job.optimizer.grad_clip": "largest global gradient norm; null = no clipping",
+    "job.lora": "{r: 16, lora_alpha: 32} trains adapters of low rank instead of the weights, by peft's keys (docs/train/fine-tuning.md)",
     "job.seed": "of the weights and of the data order",
     "job.deterministic": "the same digits each time on the same GPUs, by slower kernels; CPUs have them without it (docs/train/checkpoints.md)",
     "parallelism.data_parallel_replicate_degree": "replicas that hold the same weights",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Packing = Literal["packed", "padded"]
@@ -61,6 +61,31 @@ class Optimizer(Record):
         return self
 
 
+class Lora(Record):
+    """Adapters of low rank beside linear layers, which alone are trained: keys and rules of ``peft.LoraConfig``."""
+
+    r: int = Field(default=8, ge=1)
+    """Rank: rows of the first matrix of an adapter, columns of the second."""
+    lora_alpha: int = Field(default=8, ge=1)
+    """What an adapter adds is scaled by ``lora_alpha / r``."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Last parts of the names of the layers, such as q_proj; or all linear layers but the head."""
+    use_rslora: bool = False
+    """Whether the scale is ``lora_alpha / sqrt(r)``."""
+    _trained_share: float = PrivateAttr(default=1.0)
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _all_or_names(cls, value: Any) -> Any:
+        names = isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value)
+        if value != "all-linear" and not names:
+            raise ValueError(
+                f"job.lora.target_modules = {value!r}: must be a list of names of linear layers (valid: all-linear, [q_proj, v_proj])"
+            )
+        return value
+
+
 class Job(Record):
     """The convergence contract: the search never changes any of this."""
 
@@ -79,6 +104,8 @@ class Job(Record):
     steps: int = Field(default=200, ge=1)
     precision: Precision = "bf16"
     optimizer: Optimizer = Optimizer()
+    lora: Lora | None = None
+    """What is trained in place of the weights, None = the weights."""
     seed: int = Field(default=0, ge=0)
     deterministic: bool = False
     """Whether the same start gives the same digits on GPUs too, where the fastest kernels add in any order."""
@@ -105,6 +132,19 @@ class Job(Record):
                 "(valid: False, or packing packed)"
             )
         return self
+
+    @property
+    def trained_share(self) -> float:
+        """Of a model's parameters those that are trained, as far as ``on_model`` has said."""
+        return 1.0 if self.lora is None else self.lora._trained_share
+
+    def on_model(self, trained_share: float) -> Job:
+        """The same job where it is known how much of the model it trains, which prices need. It is no key of the job: a plan has it not."""
+        if self.lora is None:
+            return self
+        lora = self.lora.model_copy()
+        lora._trained_share = trained_share
+        return self.model_copy(update={"lora": lora})
 
     @property
     def tokens_per_step(self) -> int:

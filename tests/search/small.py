@@ -55,9 +55,13 @@ CLUSTERS = (
 )
 
 
+LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+"""What all of them have but GPT-2."""
+
+
 @cache
-def graph(name: str) -> ModelGraph:
-    return analyze(MODELS[name], Job(sequence_length=SEQUENCE))
+def graph(name: str, *, adapted: bool = False) -> ModelGraph:
+    return analyze(MODELS[name], {"sequence_length": SEQUENCE, "lora": LORA if adapted else None})
 
 
 def small(
@@ -75,6 +79,7 @@ def small(
     precision: str = "bf16",
     pieces: bool | None = None,
     step_ratio: float | None = None,
+    adapted: bool = False,
 ) -> Problem:
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if memory_bytes is not None:
@@ -85,12 +90,12 @@ def small(
             update={"groups": tuple(g.model_copy(update={"calibration": known}) for g in where.groups)}
         )
     asked = {"sequence_length": SEQUENCE, "global_batch_size": batch, "optimizer": optimizer, "precision": precision}
-    job = Job.model_validate(asked)
+    job = Job.model_validate(asked | {"lora": LORA if adapted else None})
     choice = {
         "name": engine, "loss_chunk_tokens": loss_chunk_tokens, "offload_optimizer": offload, "compile": compiled,
         "enable_async_tensor_parallel": pieces,
     }  # fmt: skip
-    return problem(graph(model), where, job, constraints, choice)
+    return problem(graph(model, adapted=adapted), where, job, constraints, choice)
 
 
 def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:

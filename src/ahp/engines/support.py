@@ -77,6 +77,8 @@ class Support:
             return _cannot(engine, "precision", job.precision, self.precisions)
         if job.document_mask:
             return _cannot(engine, "job.document_mask", True, ["False; or engine.name ahp"])
+        if job.lora is not None:
+            return _cannot(engine, "job.lora", job.lora.model_dump(exclude_defaults=True), ["null; or engine.name ahp"])
         if job.optimizer.name != "adamw":
             return _cannot(engine, "job.optimizer.name", job.optimizer.name, ["adamw"])
         if choice.compile and not self.compile:

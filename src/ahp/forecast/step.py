@@ -124,20 +124,30 @@ def _graph(model: Any, job: Job, choice: EngineChoice) -> ModelGraph:
         for key in ("sequence_length", "document_mask"):
             if getattr(model, key) != getattr(job, key):
                 raise bad_input(key, getattr(job, key), "the graph was traced for another", [getattr(model, key)])
+        if model.lora != (asked := _lora(job)):
+            raise bad_input("job.lora", asked, "the graph was traced for another", [model.lora])
         return model
     key = _canonical(model)
     if key is None:  # a live module has no name that would tell it from another
         from ahp.graph.kept import analyze
 
         return analyze(model, job, attention=choice.attention)
-    return _traced(key, job.sequence_length, job.precision, job.document_mask, choice.attention)
+    lora = json.dumps(_lora(job))
+    return _traced(key, job.sequence_length, job.precision, job.document_mask, lora, choice.attention)
+
+
+def _lora(job: Job) -> dict[str, Any] | None:
+    return None if job.lora is None else job.lora.model_dump(mode="json")
 
 
 @lru_cache(maxsize=64)
-def _traced(key: str, sequence_length: int, precision: str, document_mask: bool, attention: str) -> ModelGraph:
+def _traced(
+    key: str, sequence_length: int, precision: str, document_mask: bool, lora: str, attention: str
+) -> ModelGraph:
     from ahp.graph.kept import analyze
 
     traced = {"sequence_length": sequence_length, "precision": precision, "document_mask": document_mask}
+    traced["lora"] = json.loads(lora)
     contract = validated(Job, traced, "job")
     return analyze(json.loads(key), contract, attention=attention)
 

@@ -9,10 +9,10 @@ from typing import Any
 from ahp.errors import BadInput, bad_input
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment, TensorSpec
 
-GRAPH_SCHEMA_VERSION = 2
+GRAPH_SCHEMA_VERSION = 3
 
 PLAIN_FIELDS = ("name", "model", "micro_batch_size", "sequence_length", "dtype", "layers", "tied", "config",
-                "document_mask")  # fmt: skip
+                "document_mask", "lora")  # fmt: skip
 """Fields of a ModelGraph that are JSON already."""
 
 PHASE_COLOURS = {"forward": "#dbe9f6", "backward": "#fbe3d4"}
@@ -101,16 +101,18 @@ def _segment_to_plain(segment: Segment) -> dict[str, Any]:
     return {
         "name": segment.name,
         "parameters": [[parameter.name, *parameter.shape] for parameter in segment.parameters],
+        "frozen": [parameter.name for parameter in segment.parameters if not parameter.trainable],
         "output": None if segment.output is None else _tensor_to_plain(segment.output),
         "operators": [_operator_to_plain(operator) for operator in segment.operators],
     }
 
 
 def _segment_from_plain(data: dict[str, Any]) -> Segment:
+    frozen = set(data["frozen"])
     return Segment(
         name=data["name"],
         operators=tuple(_operator_from_plain(item) for item in data["operators"]),
-        parameters=tuple(Parameter(name, tuple(shape)) for name, *shape in data["parameters"]),
+        parameters=tuple(Parameter(name, tuple(shape), name not in frozen) for name, *shape in data["parameters"]),
         output=None if data["output"] is None else _tensor_from_plain(data["output"]),
     )
 

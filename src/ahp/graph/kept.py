@@ -26,6 +26,7 @@ from ahp.cache import cache_folder
 from ahp.errors import bad_input
 from ahp.graph.catalogue import CATALOGUE
 from ahp.graph.export import from_plain, to_plain
+from ahp.graph.lora import key_of
 from ahp.graph.models import ATTENTION, describe, is_factory, read_keys
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -44,7 +45,7 @@ MOST_KEPT = 200
 def analyze(
     model: Any, job: Job | dict[str, Any] | None = None, *, micro_batch_size: int = 1, attention: str = "flash"
 ) -> ModelGraph:
-    """Trace one micro-batch of ``model`` under ``job`` (its sequence length, precision and document mask are used).
+    """Trace one micro-batch of ``model`` under ``job`` (its sequence length, precision, document mask and adapters are used).
 
     ``model`` as in ``ahp.graph.models``; a live module is run in place and left as it was. ``attention``: ``flash``
     (one fused operator) or ``math`` (scores are materialised). A model that was traced so before is read from the cache.
@@ -67,13 +68,14 @@ def analyze(
 
         return trace.analyze(model, contract, micro_batch_size=micro_batch_size, attention=attention)
 
-    key = {
+    key: Key = {
         "of": "graph",
         "sequence_length": contract.sequence_length,
         "precision": contract.precision,
         "document_mask": contract.document_mask,
         "micro_batch_size": micro_batch_size,
         "attention": ATTENTION[attention],
+        **key_of(contract.lora),
     }
     if not is_description(model):
         return traced()

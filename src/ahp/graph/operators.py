@@ -38,10 +38,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One trainable weight. ``name`` is relative to its segment: within a block, or the whole name elsewhere."""
+    """One weight. ``name`` is relative to its segment: within a block, or the whole name elsewhere."""
 
     name: str
     shape: tuple[int, ...]
+    trainable: bool = True
 
     @property
     def numel(self) -> int:
@@ -129,6 +130,8 @@ class ModelGraph:
     """Facts that rules need: vocab_size, num_attention_heads, num_key_value_heads, hidden_size, num_experts; absent if unknown."""
     document_mask: bool = False
     """Whether attention is masked between the documents of a sequence: then its kernel computes the whole square of scores."""
+    lora: dict[str, Any] | None = None
+    """The keys of ``job.lora`` whose adapters the graph has, None where all weights are trained."""
     larger: ModelGraph | None = field(default=None, repr=False, compare=False)
     """The same model traced with one more sequence: two points fix what grows with the micro-batch. It has a ``larger``
     of its own when this graph runs other operators than they do, or was made from them by ``at``. None: no law holds, ``at``
@@ -147,6 +150,12 @@ class ModelGraph:
             + sum(self.blocks[k].num_parameters for k in self.layers)
             + self.head.num_parameters
         )
+
+    @property
+    def trained_share(self) -> float:
+        """Of the parameters those that are trained: all, or the adapters alone."""
+        trained = sum(p.numel for segment in self.segments() for p in segment.parameters if p.trainable)
+        return trained / max(1, self.num_parameters)
 
     def segments(self) -> Iterator[Segment]:
         """Every segment in the order of execution, repeated blocks repeated."""

@@ -90,12 +90,16 @@ def outline(
 
 
 def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy whose tensors are fake (call it under a FakeTensorMode): same shapes, on the CPU, nothing in memory."""
+    """A copy whose tensors are fake (call it under a FakeTensorMode): same shapes, on the CPU, nothing in memory.
+
+    Frozen weights count as trained there: what crosses from block to block has a gradient all the same, and where logits come from is
+    read off what autograd notes.
+    """
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         fake = torch.empty(tensor.shape, dtype=to)
-        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        memo[id(tensor)] = nn.Parameter(fake, fake.is_floating_point()) if isinstance(tensor, nn.Parameter) else fake
     return copy.deepcopy(module, memo)
 
 

@@ -18,6 +18,7 @@ from ahp.graph.blocks import NoBlocks, Stack, find_blocks
 from ahp.graph.document_mask import documents_apart
 from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
 from ahp.graph.growth import grows_alike
+from ahp.graph.lora import adapted_copy, with_adapters
 from ahp.graph.models import ATTENTION, build_model, describe, is_masked, plain
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment
 from ahp.graph.positions import warn_of_longer
@@ -46,7 +47,7 @@ FACTS = {
 def analyze(
     model: Any, job: Job | dict[str, Any] | None = None, *, micro_batch_size: int = 1, attention: str = "flash"
 ) -> ModelGraph:
-    """Trace one micro-batch of ``model`` under ``job`` (its sequence length, precision and document mask are used).
+    """Trace one micro-batch of ``model`` under ``job`` (its sequence length, precision, document mask and adapters are used).
 
     ``model`` as in ``ahp.graph.models``; a live module is run in place and left as it was. ``attention``: ``flash``
     (one fused operator) or ``math`` (scores are materialised). Raises BadInput when the model cannot be built, or
@@ -58,6 +59,7 @@ def analyze(
     if attention not in ATTENTION:
         raise bad_input("attention", attention, "unknown kernel", ATTENTION)
     module = build_model(model, dtype=COMPUTE_DTYPE[contract.precision], attention=attention)
+    module = (adapted_copy if module is model else with_adapters)(module, contract.lora)
     warn_of_longer(module, contract.sequence_length)
     tracer = _Tracer(module, model, contract, attention)
     first, second = tracer.graph(micro_batch_size), tracer.graph(micro_batch_size + 1)
@@ -111,6 +113,7 @@ class _Tracer:
             tied=_tied(self._module),
             config=_facts(self._module, run.vocab_size),
             document_mask=self._job.document_mask,
+            lora=None if self._job.lora is None else self._job.lora.model_dump(mode="json"),
         )
 
     def _run(self, micro_batch_size: int) -> FakeRun:
@@ -136,7 +139,7 @@ class _Tracer:
     def _block_parameters(self, position: int) -> list[Parameter]:
         assert self._blocks is not None
         own = self._blocks.blocks[position].named_parameters()
-        return [Parameter(name, tuple(p.shape)) for name, p in own if id(p) not in self._shared]
+        return [Parameter(name, tuple(p.shape), p.requires_grad) for name, p in own if id(p) not in self._shared]
 
     def _outer_parameters(self, run: FakeRun) -> tuple[list[Parameter], list[Parameter]]:
         """Parameters outside the blocks, or of several blocks: the head's are those that the head is first to read."""
@@ -149,7 +152,7 @@ class _Tracer:
         for name, p in self._module.named_parameters():
             if prefix is None or not name.startswith(prefix) or id(p) in self._shared:
                 part = head if self._blocks is not None and seen.get(name) == HEAD else embedding
-                part.append(Parameter(name, tuple(p.shape)))
+                part.append(Parameter(name, tuple(p.shape), p.requires_grad))
         return embedding, head
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ahp.errors import BadInput, bad_input
 from ahp.graph.document_mask import documents_apart
+from ahp.graph.lora import base_alone, with_adapters
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline
 from ahp.plan import Plan, validated
@@ -51,6 +52,7 @@ from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.stage_setup import StageSetup, cut_stages
 from ahp.runtime.step_result import StepResult
 from ahp.runtime.training_state import TrainingState
+from ahp.runtime.weights.adapter import Adapter
 from ahp.runtime.weights.alike import first_unlike
 from ahp.runtime.weights.hub_names import InFiles, in_files, shapes_of
 from ahp.runtime.weights.starting_values import StartingValues
@@ -117,7 +119,10 @@ class Parallel:
         p = self.layout = plan.parallelism.of_rank(mesh.rank("pp"))
         """The plan's as this rank has it: with the width of its own stages."""
         own = plan.model_copy(update={"parallelism": self.layout})
+        with_adapters(module, plan.job.lora, seed=plan.job.seed)
         self.config = getattr(module, "config", None)
+        self.adapter = Adapter.of(module, plan)
+        """What peft needs beside its matrices, None for a model without adapters."""
         self._saver: BackgroundSaver | None = None
         self.halts_at_fault = False
         """Whether, once a loss or a gradient was no number, no later step changes a weight either: for a loop that calls the next step
@@ -150,7 +155,8 @@ class Parallel:
         matrices = matrices_of(module, plan.job.optimizer)
         start = StartingValues(module, plan, initialize=initialize)
         self._awaits_load = start.streamed and not initialize
-        self._shapes = shapes_of(module)
+        with base_alone(module):
+            self._shapes = shapes_of(module)
         real = not start.streamed and plan.init_from is None
         self._unlike = first_unlike(module, mesh.device) if real else None
         """A parameter that ranks built unlike, until weights are loaded."""
@@ -444,10 +450,12 @@ class Parallel:
     @cached_property
     def in_files(self) -> dict[str, InFiles]:
         """How transformers writes each parameter. Asked for where it is needed: it takes longer than all else of a small model's start."""
-        return in_files(next(iter(self.stages.values())).model, self._shapes)
+        model = next(iter(self.stages.values())).model
+        with base_alone(model):
+            return in_files(model, self._shapes)
 
     def export_hf(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write the weights as safetensors under the hub's names, and config.json where there is one. Collective.
+        """Write the weights as safetensors under the hub's names, adapters merged into them, and config.json where there is one. Collective.
 
         ``dtype``: None = float32 where the job computes in fp32, else bfloat16.
         """
@@ -459,10 +467,17 @@ class Parallel:
             self.state,
             Path(folder),
             in_files=self.in_files,
-            writers={name: ranks[0] for name, ranks in self.ties.holders.items()},
+            writers=self._writers,
             config=self.config,
             dtype=dtype or (torch.float32 if self.plan.job.precision == "fp32" else torch.bfloat16),
         )
+        if self.adapter is not None:
+            self.adapter.export(self.state, Path(folder) / "adapter", self._writers)
+
+    @property
+    def _writers(self) -> dict[str, int]:
+        """The pipeline rank that writes each parameter."""
+        return {name: ranks[0] for name, ranks in self.ties.holders.items()}
 
 
 def _without_values() -> BadInput:

@@ -30,7 +30,7 @@ from ahp.runtime.shard.ends import GatheredOnce, units_of
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
 from ahp.runtime.shard.ownership import ParameterNames
 from ahp.runtime.tensor.slice import slice_module
-from ahp.runtime.weights.allocate import allocate_on
+from ahp.runtime.weights.allocate import allocate_on, store_frozen
 from ahp.schedule.orders import splits_backward
 from ahp.schedule.stages import layer_ranges, layers_of_stages
 from ahp.search.slicing.model import ModelSlicing
@@ -90,6 +90,8 @@ class StageSetup:
         stage.train()
         if not self.streamed:
             stage.to(self.mesh.device)
+        if self.plan.job.lora is not None:
+            store_frozen(stage, COMPUTE_DTYPE[self.plan.job.precision])
         splits = self._slice(stage, layers, self._fp8(stage))
         experts = self._divide_experts(stage, splits)
         self._wrap_blocks(index, stage, layers)

@@ -86,6 +86,17 @@ def allocate_on(module: nn.Module, device: torch.device) -> None:
     _retie(module, tied)
 
 
+def store_frozen(module: nn.Module, dtype: torch.dtype) -> None:
+    """Keep weights that are not trained as they compute, in place: a copy in fp32 is for updates. Tied parameters stay tied."""
+    stored: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None and not parameter.requires_grad and parameter.is_floating_point():
+                if id(parameter) not in stored:
+                    stored[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                part._parameters[leaf] = stored[id(parameter)]
+
+
 def _tied(module: nn.Module) -> list[list[str]]:
     """Groups of names that share one parameter; ``to_empty`` would part them."""
     by_id: dict[int, list[str]] = {}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ahp.graph.lora import Adapted, adapted_weights, base_name, is_adapter
 from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.hub_names import InFiles, Piece, kept_buffers, piece_of
 
@@ -62,10 +63,13 @@ def export_hf(
     where one could not write.
     """
     mesh = state.layout.mesh
+    adapted = {one.weight: one for stage in state.stages.values() for one in adapted_weights(stage.model)}
     pp, column = mesh.rank("pp"), mesh.places[mesh.rank("pp")].flatten().tolist()
     folder.mkdir(parents=True, exist_ok=True)
     buffers = {name: buffer for stage in state.stages.values() for name, buffer in kept_buffers(stage.model)}
-    stored = {name: Stored(rank, dtype, in_files[name]) for name, rank in writers.items()}
+    stored = {
+        name: Stored(rank, dtype, in_files[base_name(name)]) for name, rank in writers.items() if not is_adapter(name)
+    }
     stored |= _stored_buffers(buffers, in_files, pp)
     files = plan_files(stored, [ranks.numel() for ranks in mesh.places])
     writer = _Writer(
@@ -77,7 +81,7 @@ def export_hf(
         if name in buffers:
             writer.take(buffers[name], one.form)
         else:
-            writer.take(state.layout.whole(name, state.parameters[name].detach().to(dtype)), one.form)  # collective
+            writer.take(_whole(state, name, adapted.get(name), dtype), one.form)  # collective
     _raise_together(writer.finish())
     if dist.get_rank() == 0:
         _write_index(folder, files)
@@ -86,6 +90,14 @@ def export_hf(
             setattr(saved, "dtype" if hasattr(saved, "dtype") else "torch_dtype", dtype)
             saved.save_pretrained(folder)
     dist.barrier()
+
+
+def _whole(state: TrainingState, name: str, adapted: Adapted | None, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter as it is exported, on every rank that holds a part of it. Collective among those."""
+    if adapted is None:
+        return state.layout.whole(name, state.parameters[name].detach().to(dtype))
+    parts = (state.layout.whole(one, state.parameters[one].detach()) for one in (name, adapted.a, adapted.b))
+    return adapted.merged(*parts).to(dtype)
 
 
 def _stored_buffers(buffers: dict[str, torch.Tensor], in_files: dict[str, InFiles], pp: int) -> dict[str, Stored]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ahp.errors import BadInput
+from ahp.graph.lora import base_name
 from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, part_of
 from ahp.runtime.torch_compat import TorchDispatchMode, local_tensor, pytree, recordable_trunc_normal
 from ahp.runtime.weights.elementwise import Call, Fill, elementwise
@@ -114,8 +115,11 @@ class InitialWeights:
 
 
 def fill_initial(layout: ParameterLayout, initial: InitialWeights) -> None:
-    """Make this rank's parts of its parameters. No collective: every rank makes its own."""
-    initial.fill({name: local_tensor(p.detach()) for name, p in layout.parameters.items()}, layout.ranges)
+    """Make this rank's parts of its parameters. No collective: every rank makes its own. ``initial`` has them by the names of the model
+    without adapters."""
+    names = {base_name(name): name for name in layout.parameters}
+    parts = {plain: local_tensor(layout.parameters[name].detach()) for plain, name in names.items()}
+    initial.fill(parts, lambda plain: layout.ranges(names[plain]))
 
 
 def _parts(parameters: dict[str, torch.Tensor], calls: list[Call]) -> list[Part]:

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ahp.graph.lora import base_alone, base_name, initialize_adapters, is_adapter
 from ahp.plan import Plan
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.weights.allocate import initial_weights, is_meta, materialize_buffers
-from ahp.runtime.weights.hub_names import in_files, kept_buffers
-from ahp.runtime.weights.initial import fill_initial
+from ahp.runtime.weights.hub_names import InFiles, in_files, kept_buffers
+from ahp.runtime.weights.initial import InitialWeights, fill_initial
 from ahp.runtime.weights.pretrained import Pretrained, fill
 
 
@@ -28,19 +29,41 @@ class StartingValues:
         self.streamed = is_meta(module)
         """Whether parameters get memory only once they are cut, so that no rank ever holds the whole model."""
         self._given = Pretrained(plan.init_from) if plan.init_from is not None else None
-        self._stored = self._given.check(module, in_files(module)) if self._given is not None else {}
-        self._initial = None
-        if self.streamed and (self._given is not None or not initialize):
-            in_checkpoint = {name for name, _ in kept_buffers(module)} if not initialize else set()
-            materialize_buffers(module, {*self._stored, *in_checkpoint})
-        elif self.streamed:
-            self._initial = initial_weights(module, seed=plan.job.seed)
+        self._stored: dict[str, InFiles] = {}
+        """Of ``plan.init_from``, by the names of the model without adapters, as what comes next is."""
+        self._initial: list[InitialWeights] = []
+        with base_alone(module):
+            if self._given is not None:
+                self._stored = self._given.check(module, in_files(module))
+            if self.streamed and (self._given is not None or not initialize):
+                in_checkpoint = {name for name, _ in kept_buffers(module)} if not initialize else set()
+                materialize_buffers(module, {*self._stored, *in_checkpoint})
+            elif self.streamed:
+                self._initial.append(initial_weights(module, seed=plan.job.seed))
+        if self.streamed and initialize:
+            self._initial += _adapters(module, plan.job.seed)
 
     def fill(self, layout: ParameterLayout, buffers: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Make this rank's parts of its parameters, and its buffers. Bytes of ``plan.init_from`` that it read for it."""
-        if self._given is not None:
-            fill(layout.parameters if self._initialize else {}, layout, buffers, self._given, self._stored)
-            return self._given.bytes_read
-        if self._initial is not None:
-            fill_initial(layout, self._initial)
-        return 0
+        for initial in self._initial:
+            fill_initial(layout, initial)
+        if self._given is None:
+            return 0
+        parameters = {name: p for name, p in layout.parameters.items() if self._initialize and not is_adapter(name)}
+        fill(
+            parameters,
+            layout,
+            buffers,
+            self._given,
+            {name: self._stored[base_name(name)] for name in parameters} | self._stored,
+        )
+        return self._given.bytes_read
+
+
+def _adapters(module: nn.Module, seed: int) -> list[InitialWeights]:
+    """What the adapters of a meta module start from, where it has some."""
+    parameters = {name: p for name, p in module.named_parameters() if is_adapter(name)}
+    if not parameters:
+        return []
+    names = {id(p): name for name, p in parameters.items()}
+    return [InitialWeights(names, list(parameters.values()), seed, lambda: initialize_adapters(module))]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ahp.errors import BadInput
 from ahp.graph.kept import kept
+from ahp.graph.lora import key_of
 from ahp.words import gib, percent
 
 if TYPE_CHECKING:
@@ -31,13 +32,14 @@ def plan_slicing(plan: Plan) -> ModelSlicing:
     import torch
 
     from ahp.graph.document_mask import documents_apart
+    from ahp.graph.lora import with_adapters
     from ahp.graph.models import build_model
     from ahp.graph.outline import outline
     from ahp.search.slicing.model import slice_outline
 
     p, job = plan.parallelism, plan.job
     dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16  # what crosses between ranks has 4 bytes or 2
-    module = build_model(plan.model)
+    module = with_adapters(build_model(plan.model), job.lora)
     found = outline(
         module,
         batch_size=p.micro_batch_size,
@@ -95,6 +97,7 @@ def told_of(plan: Plan) -> list[str]:
         "document_mask": job.document_mask,
     }
     try:
+        key |= key_of(job.lora)
         return kept(plan.model, key, lambda: told(plan_slicing(plan)), made_by=Path(__file__).parent)
     except BadInput as reason:
         return [f"not possible: {reason}"]

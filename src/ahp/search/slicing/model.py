@@ -12,6 +12,7 @@ from torch import nn
 from ahp.errors import BadInput, bad_input
 from ahp.graph.capture import Capture
 from ahp.graph.outline import Outline, outline
+from ahp.job import Lora
 from ahp.search.slicing.placement import Split, shape_of
 from ahp.search.slicing.solve import SPARING, Slicing, solve
 from ahp.search.slicing.words import module_of
@@ -106,11 +107,12 @@ def _vocabulary(found: Outline, degree: int) -> tuple[str, ...]:
 
 
 def _module_of(graph: ModelGraph) -> nn.Module:
+    from ahp.graph.lora import with_adapters
     from ahp.graph.models import build_model
 
     if graph.model is None:
         raise BadInput("model: this graph was made from a live module; give the module itself to slicing")
-    return build_model(graph.model)
+    return with_adapters(build_model(graph.model), None if graph.lora is None else Lora(**graph.lora))
 
 
 def slicing(

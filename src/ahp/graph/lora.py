@@ -1,0 +1,204 @@
+"""Adapters of low rank (LoRA) beside a model's linear layers, by peft: the model with them is another module, and all else follows.
+
+peft puts a layer of its own in the place of each linear one: the layer as it was (``base_layer``), and two small matrices of which the
+product is added to it. Nothing else is trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ahp.errors import BadInput, bad_input, nearest
+from ahp.job import Lora
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ADAPTER = "default"
+"""peft's name for the one adapter of a model, a part of the names of its matrices."""
+
+
+def peft_version() -> str:
+    """Of the peft that is installed. Raises BadInput where none is."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("peft")
+    except metadata.PackageNotFoundError:
+        raise BadInput("job.lora: peft is not installed: pip install 'ahp[lora]'") from None
+
+
+def key_of(lora: Lora | None) -> dict[str, Any]:
+    """What a graph with adapters depends on more than one without: plain data. Raises BadInput where peft is not installed."""
+    return {} if lora is None else {"lora": lora.model_dump(mode="json"), "peft": peft_version()}
+
+
+def with_adapters(module: nn.Module, lora: Lora | None, *, seed: int = 0) -> nn.Module:
+    """The module with peft's adapters in the places that ``lora`` says, in place, and everything else frozen; as it is for None.
+
+    On real tensors the adapters are initialised from ``seed`` as peft does, on the meta device they have no values. Raises BadInput where
+    peft is not installed, or finds nothing to adapt, or what AHP cannot split.
+    """
+    if lora is None:
+        return module
+    peft_version()
+    import torch
+    from peft import LoraConfig, inject_adapter_in_model
+
+    if layers_of(module):
+        raise BadInput("job.lora: the module has adapters already (valid: null, which trains those that it has)")
+    targets: Any = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    keys = {"r", "lora_alpha", "lora_dropout", "use_rslora"}
+    config = LoraConfig(target_modules=targets, **lora.model_dump(include=keys))
+    linear = _linear_names(module)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")  # of layers whose weights are stored transposed: peft finds that out by itself
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, module)
+        except ValueError as error:
+            told = str(error).splitlines()[0]
+            wrong = next((name for name in targets if name not in linear), "") if isinstance(targets, list) else ""
+            valid = nearest(wrong, linear) if wrong else linear
+            raise bad_input("job.lora.target_modules", targets, told, valid) from None
+    _refuse_what_is_not_split(module, targets, linear)
+    return module
+
+
+def adapted_copy(module: nn.Module, lora: Lora | None) -> nn.Module:
+    """The same on a copy without memory, the module itself left as it is."""
+    if lora is None:
+        return module
+    import torch
+    from torch import nn
+
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return with_adapters(copy.deepcopy(module, memo), lora)
+
+
+def layers_of(module: nn.Module) -> dict[str, Any]:
+    """The layers of a module that have adapters, by their paths: peft's ``LoraLayer``."""
+    import sys
+
+    if "peft" not in sys.modules:  # which whoever has put some there has imported
+        return {}
+    from peft.tuners.lora.layer import LoraLayer
+
+    return {path: part for path, part in module.named_modules() if isinstance(part, LoraLayer)}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A weight that an adapter changes; names are those of the module's parameters."""
+
+    weight: str
+    a: str
+    """[r, inputs]"""
+    b: str
+    """[outputs, r]"""
+    scaling: float
+    transposed: bool
+    """Whether the weight is stored as [inputs, outputs]."""
+
+    def merged(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The weight with its adapter in it, in fp32."""
+        change = (b.float() @ a.float()) * self.scaling
+        return weight.float() + (change.T if self.transposed else change)
+
+
+def adapted_weights(module: nn.Module) -> list[Adapted]:
+    """Every weight of a module that has an adapter."""
+    return [
+        Adapted(
+            f"{path}.base_layer.weight",
+            f"{path}.lora_A.{ADAPTER}.weight",
+            f"{path}.lora_B.{ADAPTER}.weight",
+            float(layer.scaling[ADAPTER]),
+            bool(layer.fan_in_fan_out),
+        )
+        for path, layer in layers_of(module).items()
+    ]
+
+
+@contextmanager
+def base_alone(module: nn.Module) -> Iterator[None]:
+    """Within, the module is as it was before it got adapters, with the same parameters under their names of then."""
+    layers = layers_of(module)
+    for path, layer in layers.items():
+        module.set_submodule(path, layer.base_layer)
+    try:
+        yield
+    finally:
+        for path, layer in layers.items():
+            module.set_submodule(path, layer)
+
+
+def base_name(name: str) -> str:
+    """The name of a frozen parameter in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def initialize_adapters(module: nn.Module) -> None:
+    """Write every adapter as peft does: the first matrix at random, the second with zeros."""
+    for layer in layers_of(module).values():
+        layer.reset_lora_parameters(ADAPTER, True)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a module with adapters is of one."""
+    return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
+
+
+def adapted_layer(path: str) -> str | None:
+    """The path of the layer whose adapter a module is a part of; None for other modules."""
+    for part in (f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}", f".lora_dropout.{ADAPTER}"):
+        if path.endswith(part):
+            return path.removesuffix(part)
+    return None
+
+
+def _linear_names(module: nn.Module) -> list[str]:
+    """What ``target_modules`` may name: the last parts of the paths of linear layers."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    names = (path.rpartition(".")[2] for path, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D)))
+    return sorted(set(names))
+
+
+def _refuse_what_is_not_split(module: nn.Module, targets: Any, linear: list[str]) -> None:
+    """Adapters are beside linear layers, not of weights that are used elsewhere too, and in every block: a stage of a pipeline without any
+    would have no gradient to send."""
+    from peft.tuners.lora.layer import Linear
+
+    from ahp.graph.blocks import NoBlocks, find_blocks
+
+    key = "job.lora.target_modules"
+    layers = layers_of(module)
+    counts: dict[int, int] = {}
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+    for path, layer in layers.items():
+        if type(layer) is not Linear:
+            kind = type(layer.base_layer).__name__
+            raise bad_input(key, targets, f"{path} is of {kind}, and AHP adapts linear layers alone", linear)
+        if counts[id(layer.base_layer.weight)] > 1:
+            rule = f"the weight of {path} is tied to another one, which an adapter would change too"
+            raise bad_input(key, targets, rule, [name for name in linear if name != path.rpartition(".")[2]])
+    try:
+        blocks = find_blocks(module)
+    except NoBlocks:
+        return
+    for number, block in enumerate(blocks.blocks):
+        if not layers_of(block):
+            rule = f"block {number} of {blocks.path} has none of them, and every block must have an adapter"
+            raise bad_input(key, targets, rule, ["all-linear", "names that every block has"])

@@ -1,0 +1,195 @@
+"""job.lora: every layout trains the adapters that peft trains on one process, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.marks import cases
+from tests.runtime.compute import test_bf16
+from tests.runtime.models import BUILDERS, JOB, MODELS, batch, reference
+from tests.runtime.test_equality import (
+    LAYOUTS,
+    PIPELINE,
+    SEQUENCE,
+    SPLIT,
+    TENSOR,
+    ZERO,
+    assert_same_curve,
+    assert_same_weights,
+    train,
+    world_size,
+)
+from tests.runtime.workers import Pool
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft (the extra lora) is not installed"
+)
+
+STEPS = 5
+RANK, ALPHA = 4, 8
+TARGETS: dict[str, Any] = {"custom": ["qkv", "out", "up", "down"], "gpt2": "all-linear", "llama": "all-linear"}
+
+
+def by_peft(name: str) -> nn.Module:
+    """The model as peft makes it, with the seed of the job."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    module = MODELS[name]()
+    torch.manual_seed(0)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS[name], fan_in_fan_out=name == "gpt2")
+    return inject_adapter_in_model(config, module)
+
+
+BUILDERS.update({f"peft {name}": lambda name=name: by_peft(name) for name in MODELS})
+
+MORE: dict[str, dict[str, Any]] = {
+    "context": {"context_parallel_degree": 2, "micro_batch_size": 4},
+    "zero1+context": {**ZERO["zero1"], "context_parallel_degree": 2, "context_parallel_method": "all-to-all"},
+    "tp+zero3+1f1b": {**TENSOR["tp"], **ZERO["zero3"], **PIPELINE["1f1b"], "micro_batch_size": 2},
+    "sequence+zbv": {**SEQUENCE["sequence"], **SPLIT["zbv"], "micro_batch_size": 2},
+}
+ALL = {**LAYOUTS, **MORE}
+CASES = [(layout, tuple(MODELS)[turn % len(MODELS)]) for turn, layout in enumerate(ALL)]
+"""The models take turns."""
+FAST = [("zero1", "gpt2"), ("zero3", "llama")]
+SLOW = (
+    "zero2",
+    "tp",
+    "1f1b",
+    "zbv",
+    "interleaved",
+    "sequence",
+    "zero3-recompute",
+    "tp-selective",
+    "zero0-uneven",
+    *MORE,
+)
+WIDE = [case for case in CASES if case[0] not in SLOW and case not in FAST]
+
+
+def lora(name: str) -> dict[str, Any]:
+    return {"r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS[name]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"), cases([*FAST, *(c for c in CASES if c not in FAST)], fast=FAST, wide=WIDE)
+)
+def test_layout_equals_peft_on_one_process(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str, model: str
+) -> None:
+    results = pool.run(train, world_size(ALL[layout]), model, ALL[layout], STEPS, {**JOB, "lora": lora(model)})
+    expected = plain_run(f"peft {model}", STEPS)
+    for result in results:
+        assert (result["losses"], result["norms"]) == (results[0]["losses"], results[0]["norms"])
+    assert_same_curve(results[0], expected)
+    assert_same_weights(results, expected)
+
+
+def begin(rank: int, world: int, folder: str, layout: dict[str, Any], left: str) -> dict[str, Any]:
+    """Start from given weights, leave the adapters as they begin, take two steps, and leave a checkpoint."""
+    parallel = from_folder(folder, layout)
+    parallel.export_hf(f"{left}/begun")
+    found = steps_of(parallel, range(2))
+    parallel.save(f"{left}/checkpoint")
+    trained = {name for name, p in parallel.parameters.items() if p.requires_grad}
+    assert set(parallel.state.optimizer.shards) == trained == {n for n in parallel.parameters if ".lora_" in n}
+    return found
+
+
+def go_on(rank: int, world: int, folder: str, layout: dict[str, Any], left: str) -> dict[str, Any]:
+    parallel = from_folder(folder, layout, initialize=False)
+    parallel.load(f"{left}/checkpoint")
+    found = steps_of(parallel, range(2, 4))
+    parallel.export_hf(f"{left}/hf")
+    return found
+
+
+def from_folder(folder: str, layout: dict[str, Any], *, initialize: bool = True) -> Any:
+    from ahp.graph.models import build_model
+    from ahp.runtime.parallel import parallelize
+
+    module = build_model(folder, device="meta")
+    plan = {"job": {**JOB, "lora": lora("llama")}, "parallelism": layout, "init_from": folder}
+    return parallelize(module, plan, initialize=initialize)
+
+
+def steps_of(parallel: Any, steps: range) -> dict[str, Any]:
+    results = [parallel.step(parallel.shard(batch(step))) for step in steps]
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "first", "second"),
+    [("llama", "zero3-x-tp-x-interleaved", "zero1"), ("gpt2", "tp+1f1b", "one")],
+)
+def test_from_given_weights_to_files_that_peft_loads(
+    pool: Pool, tmp_path: Path, model: str, first: str, second: str
+) -> None:
+    """Begun under one layout and ended under another, the adapters are those that peft trains from the same beginning."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base: Any = MODELS[model]()
+    base.save_pretrained(tmp_path / "base")
+    order = str(tmp_path / "base"), str(tmp_path)
+    found = [
+        pool.run(function, world_size(LAYOUTS[layout]), order[0], LAYOUTS[layout], order[1])[0]
+        for function, layout in ((begin, first), (go_on, second))
+    ]
+
+    def by_peft(adapter: str, **more: Any) -> Any:
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(order[0]), tmp_path / adapter, **more)
+
+    trained = by_peft("begun/adapter", is_trainable=True)
+    with mock.patch.dict(BUILDERS, {"given": lambda: trained.train()}):
+        expected = reference("given", 4)
+    assert_same_curve({key: found[0][key] + found[1][key] for key in ("losses", "norms")}, expected)
+
+    ids = batch(0)["input_ids"]
+    with torch.no_grad():
+        logits = trained.eval()(input_ids=ids).logits
+        started = base.eval()(input_ids=ids).logits
+        assert (logits - started).abs().max() > 1e-3
+        merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+        for ended in (by_peft("hf/adapter"), merged):
+            torch.testing.assert_close(ended.eval()(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def kinds(rank: int, world: int, layout: dict[str, Any]) -> dict[bool, set[torch.dtype]]:
+    """In which types the trained and the frozen weights are held."""
+    from ahp.runtime.parallel import parallelize
+
+    job = {**JOB, "precision": "bf16", "lora": lora("llama")}
+    parallel = parallelize(MODELS["llama"](), {"job": job, "parallelism": layout})
+    return {
+        which: {p.dtype for p in parallel.parameters.values() if p.requires_grad is which} for which in (True, False)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "zero3-x-tp-x-interleaved"])
+def test_only_what_is_trained_has_a_copy_in_fp32(pool: Pool, layout: str) -> None:
+    for found in pool.run(kinds, world_size(LAYOUTS[layout]), LAYOUTS[layout]):
+        assert found == {True: {torch.float32}, False: {torch.bfloat16}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero3", "tp", "1f1b"])
+def test_layouts_in_bf16_stay_within_rounding(pool: Pool, layout: str) -> None:
+    parallelism = {**LAYOUTS[layout], "micro_batch_size": test_bf16.MICRO}
+    optimizer = {**JOB["optimizer"], "learning_rate": test_bf16.RATE}
+    job = {**JOB, "precision": "bf16", "optimizer": optimizer, "lora": lora("llama")}
+    got = pool.run(train, world_size(parallelism), "llama", parallelism, test_bf16.STEPS, job)[0]
+    for step, (loss, norm) in enumerate(test_bf16.plain("peft llama")):
+        allowed = test_bf16.FIRST + (test_bf16.LAST - test_bf16.FIRST) * step / 19
+        assert got["losses"][step] == pytest.approx(loss, rel=allowed)
+        assert got["norms"][step] == pytest.approx(norm, rel=allowed)
