@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -101,6 +102,23 @@ def test_bounds_are_under_the_forecast(asked: Problem, data: st.DataObject) -> N
 def test_bounds_are_under_the_forecast_where_experts_are_alone(data: st.DataObject) -> None:
     asked = small("experts", "2x2xH100-SXM-80GB", precision="fp32", constraints={"expert_parallel_degree": 2})
     holds(asked, (space := build(asked)), some_rows(space, data, 3))
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft (the extra lora) is not installed")
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(["llama", "two kinds of blocks", "experts"]),
+    st.sampled_from(["4xA100-SXM-40GB", "2x4xA100-SXM-80GB"]),
+    st.sampled_from(["adamw", "muon"]),
+    st.sampled_from(["bf16", "fp32"]),
+    st.data(),
+)
+def test_bounds_are_under_the_forecast_of_adapters(
+    model: str, cluster: str, optimizer: str, precision: str, data: st.DataObject
+) -> None:
+    asked = small(model, cluster, optimizer=optimizer, precision=precision, adapted=True)
+    holds(asked, space := build(asked), some_rows(space, data, 3))
+    holds_in_part(asked, space, some_rows(space, data, 2), data)
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -62,6 +62,8 @@ class AhpEngine(Engine):
             return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
         if job.precision not in PRECISIONS:
             return f"precision = {job.precision!r}: {cannot} (valid: {', '.join(PRECISIONS)})"
+        if job.precision == "fp8" and job.lora is not None:
+            return f"job.precision = 'fp8': {cannot} with job.lora (valid: bf16, fp16, fp32)"
         if choice.enable_async_tensor_parallel:
             valid = "null; or engine.name torchtitan or megatron"
             return f"engine.enable_async_tensor_parallel = True: {cannot} (valid: {valid})"
@@ -96,6 +98,7 @@ class AhpEngine(Engine):
                 host_bytes=8 if choice.offload_optimizer else 0,  # runtime/optimizer/offload.py: both moments, in fp32
                 host_bucket_bytes=OFFLOAD_BUCKET_BYTES if choice.offload_optimizer else 0,
                 compute_weight_bytes=2 if job.precision != "fp32" else 4 if sharded else 0,
+                trained_share=job.trained_share,
             ),
             gradients=GradientTraits(
                 element_bytes=4,

@@ -40,6 +40,9 @@ class StateTraits(NamedTuple):
     """Of ``optimizer_bytes``, those that lie in host memory: for each update they come to the device, and go back."""
     host_bucket_bytes: int = 0
     """So many of them are on the device at once, at most."""
+    trained_share: float = 1.0
+    """Of the model's parameters those that are trained. The others have no gradient and no optimizer state, and are held as they compute.
+    The share is the whole model's: adapters are in the blocks alone, and what a stage has beside them is counted with a little too much."""
 
     @property
     def device_bytes(self) -> int:

@@ -32,7 +32,13 @@ Ints = NDArray[np.int64]
 NORMAL_90 = 1.645
 """Half width of the central 90 % of a normal distribution, in standard errors."""
 
-FLOP_CONVENTION = "3 x the traced forward FLOPs (matrix products and attention, the whole square of a causal mask), recompute not counted"
+
+def flop_convention(job: Job) -> str:
+    """What counts as a step's model FLOPs."""
+    whole = "the traced forward FLOPs (matrix products and attention, the whole square of a causal mask), recompute not counted"
+    return f"3 x {whole}" if job.lora is None else f"2 x {whole}: frozen weights have no gradient"
+
+
 """What ``Forecast.mfu`` counts."""
 
 
@@ -104,8 +110,8 @@ def message_bytes(parallelism: Parallelism, traits: Traits, units: Units) -> flo
 
 
 def step_flops(job: Job, parallelism: Parallelism, units: Units) -> float:
-    """Model FLOPs of one step, as ``FLOP_CONVENTION`` counts them."""
-    return 3 * units.forward_flops * (job.global_batch_size / parallelism.micro_batch_size)
+    """Model FLOPs of one step, as ``flop_convention`` counts them."""
+    return (3 if job.lora is None else 2) * units.forward_flops * (job.global_batch_size / parallelism.micro_batch_size)
 
 
 def step_error(nodes: NodeGroup) -> float:

@@ -99,6 +99,11 @@ class DataParallel:
         return self.traits.states.compute_weight_bytes or self.traits.states.master_weight_bytes
 
     @property
+    def _gradient_bytes(self) -> float:
+        """Bytes that are sent of gradients for each weight element, trained or not."""
+        return self.traits.reduce.element_bytes * self.traits.states.trained_share
+
+    @property
     def tensor_overlap(self) -> float:
         """Share of the tensor-parallel collectives of a backward pass that can hide on this device."""
         return self.overlap * self.traits.tensor.overlap_backward
@@ -129,7 +134,7 @@ class DataParallel:
                 (shard if self.shard.size > 1 else replicate),
             )
             together = _together(weights, count, bucket, held)
-            seconds += self._sent_s(kind, count, traits.reduce.element_bytes, group, weights, together, network)
+            seconds += self._sent_s(kind, count, self._gradient_bytes, group, weights, together, network)
         return seconds
 
     def replicas_s(self, weights: CommUnit, network: Times) -> float:
@@ -137,7 +142,7 @@ class DataParallel:
         if self.shard.size == 1:
             return 0.0
         return sum(
-            network.time_s("all_reduce", count * self.traits.reduce.element_bytes / shard.size, replicate)
+            network.time_s("all_reduce", count * self._gradient_bytes / shard.size, replicate)
             for count, shard, replicate, _ in self._parts(weights, None)
         )
 
@@ -150,7 +155,7 @@ class DataParallel:
         self,
         kind: CollectiveKind,
         count: int,
-        each_bytes: int,
+        each_bytes: float,
         group: Group,
         weights: CommUnit,
         together: float,

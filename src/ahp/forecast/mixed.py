@@ -21,8 +21,8 @@ from ahp.engines.registry import get
 from ahp.engines.traits import Traits
 from ahp.forecast import margins, memory
 from ahp.forecast.assembly import (
-    FLOP_CONVENTION,
     band_s,
+    flop_convention,
     message_bytes,
     passes_behind,
     pipeline_span,
@@ -99,7 +99,8 @@ class MixedPricer:
         self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice, groups: Mapping[str, Pricer]
     ) -> None:
         """``groups``: an ordinary pricer for each group of nodes, by its name."""
-        self.graph, self.cluster, self.job, self.choice, self.groups = graph, cluster, job, choice, groups
+        self.graph, self.cluster, self.choice, self.groups = graph, cluster, choice, groups
+        self.job = job.on_model(graph.trained_share)
         self.network = MixedNetwork(cluster)
         self._stage_costs: dict[tuple[object, ...], StageCost] = {}
         self.turns = 1.0
@@ -418,7 +419,7 @@ class MixedPricer:
             step_time_high_s=high_s,
             tokens_per_s_per_device=self.job.tokens_per_step / (step_s * world),
             mfu=flops / (step_s * all_flops),
-            mfu_peak=f"{self._peak_words(layout.placement, peaks)}; {FLOP_CONVENTION}",
+            mfu_peak=f"{self._peak_words(layout.placement, peaks)}; {flop_convention(self.job)}",
             memory_allocated_bytes=used.allocated,
             memory_reserved_bytes=used.reserved,
             fit_probability=probability,

@@ -153,4 +153,4 @@ class Muon:
 
 def matrices(block: Segment) -> list[tuple[str, tuple[int, int]]]:
     """The parameters of a block that Muon updates, as the runtime chooses them (runtime/optimizer/adamw.py, matrices_of)."""
-    return [(p.name, (p.shape[0], p.shape[1])) for p in block.parameters if len(p.shape) == 2]
+    return [(p.name, (p.shape[0], p.shape[1])) for p in block.parameters if len(p.shape) == 2 and p.trainable]

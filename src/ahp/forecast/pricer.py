@@ -16,8 +16,8 @@ from ahp.engines.traits import ContextWay, Traits
 from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import memory
 from ahp.forecast.assembly import (
-    FLOP_CONVENTION,
     band_s,
+    flop_convention,
     message_bytes,
     num_groups,
     own_stages,
@@ -77,7 +77,8 @@ class Pricer:
         self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice, *, in_cells: bool = False
     ) -> None:
         """``in_cells``: the nodes are a group of a mixed cluster, on which each cell lies on one node or on whole ones."""
-        self.graph, self.cluster, self.job, self.choice = graph, cluster, job, choice
+        self.graph, self.cluster, self.choice = graph, cluster, choice
+        self.job = job = job.on_model(graph.trained_share)
         self.in_cells = in_cells
         self.nodes = joined(cluster.groups[0])
         """Of all that NVLink joins: not the hosts that a launcher counts."""
@@ -322,7 +323,7 @@ class Pricer:
             return 0.0
         bytes_per_s = self.nodes.device.host_bandwidth_bytes_per_s
         assert bytes_per_s is not None, "refused when this was made"
-        return 2 * parameters * traits.states.host_bytes / bytes_per_s
+        return 2 * parameters * traits.states.trained_share * traits.states.host_bytes / bytes_per_s
 
     def _refuse_without_host_link(self) -> None:
         """Raises BadInput where nothing says how fast these devices reach their host's memory."""
@@ -334,19 +335,20 @@ class Pricer:
             rule = f"nothing says how fast a {device.name} reaches its host's memory; give device.host_bandwidth_bytes_per_s"
             raise bad_input("engine.offload_optimizer", True, rule, [False])
 
-    def optimizer_bytes(self, traits: Traits) -> int:
-        """Bytes moved for each parameter by norm, clipping and AdamW."""
+    def optimizer_bytes(self, traits: Traits) -> float:
+        """Bytes moved for each parameter, trained or not, by norm, clipping and AdamW."""
         # AdamW reads weight, gradient and states, and writes weight and states, in one kernel (fused=True).
         moved = 2 * (traits.states.master_weight_bytes + traits.states.optimizer_bytes) + traits.gradients.element_bytes
         # The copy that computes is made again, where no gather makes it.
         if traits.states.compute_weight_bytes and traits.gather.forward == "never":
             moved += traits.states.master_weight_bytes + traits.states.compute_weight_bytes
-        return moved + (CLIP_BYTES if self.job.optimizer.grad_clip is not None else CLIP_BYTES // 3)
+        moved += CLIP_BYTES if self.job.optimizer.grad_clip is not None else CLIP_BYTES // 3
+        return moved * traits.states.trained_share
 
     def tied_s(self, parallelism: Parallelism, units: Units) -> float:
         """The gradient of weights that the first and the last stage share, summed over both."""
         p = parallelism.pipeline_parallel_degree
-        if p == 1 or units.tied_parameters == 0:
+        if p == 1 or units.tied_parameters == 0 or self.job.lora is not None:
             return 0.0
         group = pipeline_axis(parallelism).pair(0, p - 1, self.nodes.devices_per_node)
         return self.network.time_s("all_reduce", TIED_BYTES * units.tied_parameters, group)
@@ -428,7 +430,7 @@ class Pricer:
             step_time_high_s=high_s,
             tokens_per_s_per_device=self.job.tokens_per_step / (step_s * world),
             mfu=model_flops / (step_s * world * peak),
-            mfu_peak=f"{device.name}, dense {self.job.precision} peak {peak / 1e12:.4g} TFLOP/s; {FLOP_CONVENTION}",
+            mfu_peak=f"{device.name}, dense {self.job.precision} peak {peak / 1e12:.4g} TFLOP/s; {flop_convention(self.job)}",
             memory_allocated_bytes=used.allocated,
             memory_reserved_bytes=used.reserved,
             fit_probability=probability,

@@ -15,6 +15,7 @@ from typing import Literal
 
 from ahp.engines.ahp import FP8_MULTIPLE
 from ahp.engines.traits import FewKeys
+from ahp.forecast.adapters import products_in_parts
 from ahp.graph.key_heads import leads_to_attention
 from ahp.graph.operators import Operator, Segment, TensorSpec
 
@@ -100,6 +101,13 @@ def split(
     products = {op.index for op in forward if is_weight_product(op)}
     if whole_biased_experts:
         products -= _of_biased_experts(forward)
+    if role == "block":
+
+        def split_of_base(operators: list[Operator], some: set[int]) -> tuple[set[int], set[int]]:
+            base = _divided(segment, operators, some, role, "parts")
+            return set(base.column), set(base.row)
+
+        products = products_in_parts(forward, products, split_of_base)
     if folded_experts and role == "block":
         rows = frozenset(op.index for op in segment.operators if op.name in GROUPED)
         return replace(_divided(segment, forward, products - rows, role, way_of_keys), rows=rows)

@@ -35,6 +35,7 @@ class StateColumns(NamedTuple):
     flattened_bytes: Floats
     host_bytes: Floats
     host_bucket_bytes: Floats
+    trained_share: Floats
 
 
 class GradientColumns(NamedTuple):
@@ -171,16 +172,17 @@ class RankWeights:
 def state_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batches: int | Ints) -> dict[str, Figures]:
     """Bytes of parameters, optimizer states, gathered weights, gradients and buffers of communication of each rank."""
     sent, block = _communicated(weights, of)
-    part = weights.updated(shards)
+    part, trained = weights.updated(shards), of.states.trained_share
+    held_bytes = trained * of.states.master_weight_bytes + (1 - trained) * _weight_bytes(of)
     no_matrix = weights.outside_blocks / shards.dense + weights.experts / shards.experts
     waits_whole = np.logical_and(of.gradients.whole, np.greater(micro_batches, 1))
     gradient = np.where(of.reduce.gradients_in_buckets, 0.0, np.where(waits_whole, weights.total, part))
     return {
-        "parameters": np.ceil(part * of.states.master_weight_bytes),
-        "optimizer_states": np.ceil(part * of.states.device_bytes + no_matrix * of.states.no_matrix_bytes),
+        "parameters": np.ceil(part * held_bytes),
+        "optimizer_states": np.ceil(trained * (part * of.states.device_bytes + no_matrix * of.states.no_matrix_bytes)),
         "gathered_weights": _gathered_bytes(weights.outside_blocks, sent, block, of, shards),
-        "gradients": np.ceil(gradient * (of.gradients.element_bytes + of.gradients.beside_bytes)),
-        "reduce_buffers": _reduce_buffer_bytes(weights, sent, block, of),
+        "gradients": np.ceil(trained * gradient * (of.gradients.element_bytes + of.gradients.beside_bytes)),
+        "reduce_buffers": trained * _reduce_buffer_bytes(weights, sent, block, of),
         "flat_copies": _flat_bytes(weights.total, part, of),
     }
 
@@ -232,13 +234,15 @@ def layer_state_bytes(
 
 def visiting_bytes(weights: RankWeights, of: Behaviour, shards: Shards) -> Figures:
     """Bytes of states from host memory that are on the device at once while the weights are updated, at most."""
-    return np.ceil(np.minimum(of.states.host_bucket_bytes, weights.updated(shards) * of.states.host_bytes))
+    in_host = of.states.trained_share * weights.updated(shards) * of.states.host_bytes
+    return np.ceil(np.minimum(of.states.host_bucket_bytes, in_host))
 
 
 def cast_bytes(of: Behaviour, shards: Figures) -> Figures:
     """Bytes moved per weight element to make the compute copy: the shard cast, and the gathered buffer copied out."""
     computes, master = of.states.compute_weight_bytes, of.states.master_weight_bytes
-    cast = np.where(np.logical_and(computes, np.not_equal(computes, master)), (master + computes) / shards, 0.0)
+    read = of.states.trained_share * master + (1 - of.states.trained_share) * computes
+    cast = np.where(np.logical_and(computes, np.not_equal(computes, master)), (read + computes) / shards, 0.0)
     return cast + np.where(np.greater(shards, 1), 2 * _weight_bytes(of), 0)
 
 
@@ -250,12 +254,14 @@ def gradient_copy_bytes(of: Behaviour, shards: Figures, micro_batches: int | Int
     # The first is kept as it is, or cast; each later one is read, and added in one kernel to the sum, which is read and written.
     first = np.where(np.equal(made, of.gradients.element_bytes), 0.0, made + of.gradients.element_bytes)
     once = (first + (m - 1) * (made + 2 * of.gradients.element_bytes)) / m
-    return np.where(of.gradients.fused_accumulation, 0.0, np.where(of.reduce.every_micro_batch, each, once))
+    copied = np.where(of.gradients.fused_accumulation, 0.0, np.where(of.reduce.every_micro_batch, each, once))
+    return of.states.trained_share * copied
 
 
 def last_copy_bytes(of: Behaviour) -> Figures:
     """Bytes moved per weight element after the last micro-batch: gradients of weights without a compute copy into the flat buffer."""
-    return 2 * of.reduce.element_bytes * np.logical_and(of.reduce.copies, np.equal(of.states.compute_weight_bytes, 0))
+    sent = 2 * of.reduce.element_bytes * of.states.trained_share
+    return sent * np.logical_and(of.reduce.copies, np.equal(of.states.compute_weight_bytes, 0))
 
 
 def _weight_bytes(of: Behaviour) -> Figures:

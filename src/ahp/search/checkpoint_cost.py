@@ -11,7 +11,10 @@ from ahp.search.problem import Problem
 def checkpoint_bytes(asked: Problem) -> int:
     """A checkpoint: weights and optimizer states, each once, as the engine keeps them."""
     traits = get(asked.engine.name).traits(asked.job, Parallelism(), asked.engine)
-    return asked.graph.num_parameters * (traits.states.master_weight_bytes + traits.states.optimizer_bytes)
+    states, trained = traits.states, traits.states.trained_share
+    frozen_bytes = states.compute_weight_bytes or states.master_weight_bytes
+    each_bytes = trained * (states.master_weight_bytes + states.optimizer_bytes) + (1 - trained) * frozen_bytes
+    return round(asked.graph.num_parameters * each_bytes)
 
 
 def write_bytes_per_s(cluster: Cluster) -> float | None:

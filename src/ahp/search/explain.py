@@ -15,7 +15,7 @@ from ahp.search.nearby import NUM_TOO_LARGE
 from ahp.search.problem import Problem
 from ahp.search.reasons import TIE
 from ahp.search.space import Space
-from ahp.words import of_gib, percent, seconds
+from ahp.words import count, of_gib, percent, seconds
 
 Pair = tuple[Parallelism, Forecast]
 
@@ -89,6 +89,16 @@ def memory_words(best: Forecast, capacity_bytes: int) -> str:
     )
 
 
+def adapter_words(used: Problem) -> str:
+    """How little of the model is trained, and what the rest does without."""
+    total, share = used.graph.num_parameters, used.graph.trained_share
+    held = "fp32" if used.job.precision == "fp32" else "16 bits"
+    return (
+        f"job.lora: {count(share * total)} of {count(total)} parameters are trained; the others are held in {held}, "
+        "without gradients and optimizer states"
+    )
+
+
 def why(
     used: Problem,
     ranked: list[Pair],
@@ -105,6 +115,8 @@ def why(
     yield headline(what, best)
     yield certificate
     yield memory_words(best, used.capacity_bytes)
+    if used.job.lora is not None:
+        yield adapter_words(used)
     if same := used.stages_alike(layout):
         others = " and ".join(f"ZeRO-{stage}" for stage in same)
         yield f"ZeRO-{layout.zero_stage} costs the same as {others} here: one row stands for all of them"

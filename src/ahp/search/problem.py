@@ -227,7 +227,7 @@ def problem(
     own_order = fixed.pipeline_parallel_schedule == SYNTHESIZED
     if own_order:
         fixed = fixed.model_copy(update={"pipeline_parallel_schedule": None})
-    found = Problem(graph, where, contract, fixed, choice, own_order)
+    found = Problem(graph, where, contract.on_model(graph.trained_share), fixed, choice, own_order)
     found.check()
     return found
 
