@@ -44,7 +44,9 @@ class Optimizer(Record):
     warmup_steps: int = Field(default=20, ge=0)
     """Steps over which the rate rises linearly; step 0 already takes ``1 / warmup_steps`` of it."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """What the rate does after the warm-up, down to a tenth at the last step of the job."""
+    """What the rate does after the warm-up, down to ``min_lr_factor`` of it at the last step of the job."""
+    min_lr_factor: float = Field(default=0.1, ge=0, le=1)
+    """Share of the rate that is left at the last step; of no constant one. The name is torchtitan's."""
     decay_share: float = Field(default=0.2, gt=0, le=1)
     """wsd only: share of the job's steps, at the end, over which the rate falls."""
     grad_clip: float | None = Field(default=1.0, gt=0)
@@ -58,6 +60,11 @@ class Optimizer(Record):
                 raise ValueError(
                     f"job.optimizer.{key} = {value}: has no effect under {of} {getattr(self, of)} (valid: {default}, or {of} {needed})"
                 )
+        if self.schedule == "constant" and self.min_lr_factor != 0.1:
+            raise ValueError(
+                f"job.optimizer.min_lr_factor = {self.min_lr_factor}: has no effect under schedule constant (valid: 0.1, or schedule linear, "
+                "cosine or wsd)"
+            )
         return self
 
 

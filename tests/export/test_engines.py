@@ -70,17 +70,24 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 JOBS = st.builds(
-    lambda precision, rate, schedule, clip, seed: Job(
+    lambda precision, rate, schedule, least, clip, seed: Job(
         sequence_length=2048,
         global_batch_size=128,
         steps=1000,
         precision=precision,
         seed=seed,
-        optimizer=Optimizer(learning_rate=rate, schedule=schedule, grad_clip=clip, warmup_steps=50),
+        optimizer=Optimizer(
+            learning_rate=rate,
+            schedule=schedule,
+            min_lr_factor=0.1 if schedule == "constant" else least,
+            grad_clip=clip,
+            warmup_steps=50,
+        ),
     ),
     st.sampled_from(["bf16", "bf16", "fp32", "fp16", "fp8"]),
     st.sampled_from([1e-3, 3e-4, 1.5e-5]),
     st.sampled_from(["constant", "linear", "cosine", "wsd"]),
+    st.sampled_from([0.1, 0.0, 0.25]),
     st.sampled_from([1.0, None, 0.5]),
     st.integers(0, 2**31),
 )

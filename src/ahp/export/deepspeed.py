@@ -11,7 +11,6 @@ import json
 from ahp.errors import BadInput, NotExpressible
 from ahp.export.engine_target import EngineTarget, Format
 from ahp.export.table import (
-    FALLS_TO,
     NOTICE,
     Dialect,
     Fields,
@@ -140,7 +139,7 @@ def _write_rate(s: Subject) -> Settings:
     o, steps = s.job.optimizer, s.job.steps
     warm = {"warmup_num_steps": o.warmup_steps, "warmup_type": "linear"}
     if o.schedule == "cosine" and o.warmup_steps:
-        shape = {"total_num_steps": steps, "warmup_min_ratio": 0.0, "cos_min_ratio": FALLS_TO, **warm}
+        shape = {"total_num_steps": steps, "warmup_min_ratio": 0.0, "cos_min_ratio": o.min_lr_factor, **warm}
         return {"scheduler.type": "WarmupCosineLR", **{RATE + key: value for key, value in shape.items()}}
     if o.schedule == "constant" and o.warmup_steps:
         shape = {"warmup_min_lr": 0.0, "warmup_max_lr": o.learning_rate, **warm}
@@ -155,6 +154,8 @@ def _read_rate(settings: Settings) -> Fields:
     steps = settings.get(RATE + "total_num_steps")
     if isinstance(steps, int):
         found["job.steps"] = steps
+    if isinstance(least := settings.get(RATE + "cos_min_ratio"), (int, float)):
+        found[ADAM + "min_lr_factor"] = least
     known = {"WarmupCosineLR": "cosine", "WarmupLR": "constant", "WarmupDecayLR": "linear"}
     return found | ({ADAM + "schedule": known[kind]} if kind in known else {})
 
@@ -185,7 +186,7 @@ DIALECT = Dialect(
         Rule(("bf16.enabled", "fp16.enabled"), ("job.precision",), _write_precision, _read_precision),
         Rule((CLIP,), (ADAM + "grad_clip",), _write_clip, _read_clip),
         Rule(ADAMW_KEYS, tuple(ADAM + name for name in ADAMW_FIELDS), _write_adamw, _read_adamw),
-        Rule(tuple(f"scheduler.{key}" for key in RATE_KEYS), (ADAM + "schedule", ADAM + "warmup_steps", ADAM + "decay_share"), _write_rate, _read_rate),
+        Rule(tuple(f"scheduler.{key}" for key in RATE_KEYS), tuple(ADAM + name for name in ("schedule", "warmup_steps", "decay_share", "min_lr_factor")), _write_rate, _read_rate),
     ),
     other=("steps_per_print", "wall_clock_breakdown", "activation_checkpointing.", "tensorboard.", "wandb.", "csv_monitor.", "comms_logger.",
            "flops_profiler.", "zero_allow_untested_optimizer", "checkpoint.", "memory_breakdown", "dump_state", "fp16.", "zero_optimization.stage3_gather_16bit"),

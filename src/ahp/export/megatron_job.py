@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ahp.export.table import FALLS_TO, NOTICE, Fields, Rule, Settings, Subject, Unreadable, whole
+from ahp.export.table import NOTICE, Fields, Rule, Settings, Subject, Unreadable, whole
 
 J = "job."
 
@@ -11,7 +11,7 @@ def _write_rate(s: Subject) -> Settings:
     o, steps = s.job.optimizer, s.job.steps
     found: Settings = {"--lr": o.learning_rate, "--lr-warmup-iters": o.warmup_steps, "--lr-decay-iters": steps}
     if o.schedule != "constant":
-        found["--min-lr"] = o.learning_rate * FALLS_TO
+        found["--min-lr"] = o.learning_rate * o.min_lr_factor
     if o.schedule != "wsd":
         return found | {"--lr-decay-style": o.schedule}
     return found | {
@@ -28,6 +28,8 @@ def _read_rate(settings: Settings) -> Fields:
         raise Unreadable(f"--lr-decay-style = {style!r}: AHP has linear, cosine, constant and WSD")
     if "--lr" in settings:
         found[o + "learning_rate"] = float(settings["--lr"])
+        if style != "constant" and found[o + "learning_rate"] > 0:
+            found[o + "min_lr_factor"] = _least_share(settings, found[o + "learning_rate"])
     if "--lr-warmup-iters" in settings:
         found[o + "warmup_steps"] = whole(settings["--lr-warmup-iters"], "--lr-warmup-iters", 0)
     if style == "WSD" and "--lr-wsd-decay-iters" in settings:
@@ -35,6 +37,13 @@ def _read_rate(settings: Settings) -> Fields:
             settings["--train-iters"], "--train-iters"
         )
     return found
+
+
+def _least_share(settings: Settings, rate: float) -> float:
+    least = float(settings.get("--min-lr", 0.0))
+    if not 0 <= least <= rate:
+        raise Unreadable(f"--min-lr = {least}: must be between 0 and --lr {rate}")
+    return least / rate
 
 
 RATE_KEYS = (
@@ -48,7 +57,10 @@ RATE_KEYS = (
 )
 RATE = Rule(
     RATE_KEYS,
-    tuple(f"job.optimizer.{name}" for name in ("learning_rate", "warmup_steps", "schedule", "decay_share")),
+    tuple(
+        f"job.optimizer.{name}"
+        for name in ("learning_rate", "warmup_steps", "schedule", "decay_share", "min_lr_factor")
+    ),
     _write_rate,
     _read_rate,
 )

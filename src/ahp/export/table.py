@@ -17,8 +17,6 @@ Settings = dict[str, Any]
 Fields = dict[str, Any]
 """Dotted keys of a plan (parallelism.zero_stage, job.sequence_length), with plain values."""
 
-FALLS_TO = 0.1
-"""Share of the learning rate at a job's last step (runtime/optimizer)."""
 NOTICE = "!"
 """How a key begins under which a rule leaves not a setting, but a line about what the file cannot say."""
 UNIFORM = ("parallelism.micro_batches_per_replica",)

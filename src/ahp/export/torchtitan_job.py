@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ahp.errors import NotExpressible
-from ahp.export.table import FALLS_TO, Fields, Rule, Settings, Subject, Unreadable, same, whole
+from ahp.export.table import Fields, Rule, Settings, Subject, Unreadable, same, whole
 
 J = "job."
 
@@ -18,10 +18,10 @@ def _write_rate(s: Subject) -> Settings:
         "wsd": {
             "lr_scheduler.decay_ratio": o.decay_share,
             "lr_scheduler.decay_type": "linear",
-            "lr_scheduler.min_lr_factor": FALLS_TO,
+            "lr_scheduler.min_lr_factor": o.min_lr_factor,
         },
     }
-    plain = {"lr_scheduler.decay_type": o.schedule, "lr_scheduler.min_lr_factor": FALLS_TO}
+    plain = {"lr_scheduler.decay_type": o.schedule, "lr_scheduler.min_lr_factor": o.min_lr_factor}
     return {"lr_scheduler.warmup_steps": o.warmup_steps, "lr_scheduler.decay_ratio": None} | shape.get(
         o.schedule, plain
     )
@@ -41,20 +41,20 @@ def _read_rate(settings: Settings) -> Fields:
         return found | {o + "schedule": "constant"}
     if not any(key in settings for key in RATE_KEYS):
         return {}
-    if least != FALLS_TO:
-        raise Unreadable(
-            f"lr_scheduler.min_lr_factor = {least}: AHP's rate falls to {FALLS_TO}; it changes no step's time"
-        )
     if (share is not None and kind != "linear") or kind == "sqrt":
         raise Unreadable(
             f"lr_scheduler.decay_type = {kind!r} with decay_ratio {share}: AHP has no such rate; it changes no step's time"
         )
+    found[o + "min_lr_factor"] = least
     return found | ({o + "schedule": kind} if share is None else {o + "schedule": "wsd", o + "decay_share": share})
 
 
 RATE_KEYS = tuple(f"lr_scheduler.{key}" for key in ("warmup_steps", "decay_type", "min_lr_factor", "decay_ratio"))
 RATE = Rule(
-    RATE_KEYS, tuple(f"job.optimizer.{f}" for f in ("warmup_steps", "schedule", "decay_share")), _write_rate, _read_rate
+    RATE_KEYS,
+    tuple(f"job.optimizer.{f}" for f in ("warmup_steps", "schedule", "decay_share", "min_lr_factor")),
+    _write_rate,
+    _read_rate,
 )
 
 

@@ -260,6 +260,13 @@ def test_rate_of_each_step_by_schedule() -> None:
     assert set(stable[4:13]) == {1.0}
     assert stable[13:] == [round(1 - 0.9 * done / 12, 4) for done in range(1, 12)]
     assert rates("wsd", decay_share=1.0)[4:] == rates("linear")[4:]
+    for schedule in ("linear", "cosine", "wsd"):
+        middle = 14 if schedule != "wsd" else 21
+        for least in (0.0, 0.5, 1.0):
+            assert rates(schedule, min_lr_factor=least)[-1] >= least
+            shape = (rates(schedule)[middle] - 0.1) / 0.9
+            assert rates(schedule, min_lr_factor=least)[middle] == pytest.approx(least + (1 - least) * shape, abs=2e-4)
+    assert rates("linear", min_lr_factor=0.0)[-1] == 0.05
 
 
 @pytest.mark.parametrize(
@@ -267,6 +274,7 @@ def test_rate_of_each_step_by_schedule() -> None:
     [
         ({"momentum": 0.9}, "momentum = 0.9: has no effect under name adamw"),
         ({"decay_share": 0.1}, "decay_share = 0.1: has no effect under schedule cosine"),
+        ({"min_lr_factor": 0.0, "schedule": "constant"}, "min_lr_factor = 0.0: has no effect under schedule constant"),
         ({"name": "lion"}, "'adamw' or 'muon'"),
     ],
 )

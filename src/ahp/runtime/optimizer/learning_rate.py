@@ -6,12 +6,9 @@ import math
 
 from ahp.job import Optimizer
 
-FINAL_FRACTION = 0.1
-"""Share of the learning rate that is left at the last step of a decaying schedule."""
-
 
 def learning_rate(settings: Optimizer, step: int, num_steps: int) -> float:
-    """The rate of step ``step`` (from 0) of ``num_steps``: linear warm-up, then the schedule.
+    """The rate of step ``step`` (from 0) of ``num_steps``: linear warm-up, then the schedule, down to ``min_lr_factor``.
 
     ``wsd`` (warm-up, stable, decay; MiniCPM, arXiv 2404.06395): the whole rate until the last ``decay_share`` of the steps,
     over which it falls linearly.
@@ -25,4 +22,4 @@ def learning_rate(settings: Optimizer, step: int, num_steps: int) -> float:
         first = max(first, num_steps - round(settings.decay_share * num_steps))
     done = min(1.0, max(0.0, (step - first) / max(1, num_steps - first)))
     shape = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
-    return settings.learning_rate * (FINAL_FRACTION + (1 - FINAL_FRACTION) * shape)
+    return settings.learning_rate * (settings.min_lr_factor + (1 - settings.min_lr_factor) * shape)
