@@ -217,7 +217,7 @@ HELP: dict[str, str] = {
     "model": "catalogue name, folder or file of a Hugging Face config.json, mapping of its keys, or pkg.mod:factory",
     "init_from": "folder of Hugging Face weights and tokenizer.json to start from; without model, its config.json too",
     "cluster": "local, a cluster.yaml, a short form such as 8x8xH100-SXM-80GB, slurm, kubernetes, or a mapping",
-    "job.data": "python-stdlib, a file or folder of .txt, .jsonl or .parquet, or hub:owner/name (docs/data.md)",
+    "job.data": "python-stdlib, a file or folder of .txt, .jsonl or .parquet, or hub:owner/name; or a mixture, [{path: a.jsonl, weight: 0.7}, ...] (docs/data.md)",
     "job.data_field": "key of a row with its text or messages; null = text, prompt and completion, or messages, as there is",
     "job.packing": "packed: documents one after the other, cut into sequences; padded: one document in a sequence",
     "job.document_mask": "packed documents do not see each other, and positions start again at each (docs/data.md)",

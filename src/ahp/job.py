@@ -93,10 +93,24 @@ class Lora(Record):
         return value
 
 
+LEAST_SHARE = 1 / 1000
+"""Of the sequences of a mixture that one of its texts may have: they are dealt out a thousand at a time."""
+
+
+class WeightedData(Record):
+    """One text of a mixture."""
+
+    path: str
+    """As ``Job.data`` where that is one text."""
+    weight: float = Field(gt=0)
+    """Its sequences among those of all texts, as a share of the sum of the weights."""
+
+
 class Job(Record):
     """The convergence contract: the search never changes any of this."""
 
-    data: str = "python-stdlib"
+    data: str | tuple[WeightedData, ...] = "python-stdlib"
+    """One text, or several with their shares of the sequences."""
     data_field: str | None = None
     """Key of a row that holds its text or its messages; None = by the keys that the row has."""
     packing: Packing = "packed"
@@ -122,6 +136,25 @@ class Job(Record):
     def _optimizer_by_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
+    @field_validator("data", mode="after")
+    @classmethod
+    def _mixture(cls, value: str | tuple[WeightedData, ...]) -> str | tuple[WeightedData, ...]:
+        if isinstance(value, str):
+            return value
+        if not value:
+            raise ValueError(
+                "job.data = []: names no text (valid: a path, or a list such as [{path: a.jsonl, weight: 0.7}])"
+            )
+        paths, total = [one.path for one in value], sum(one.weight for one in value)
+        if twice := next((path for path in paths if paths.count(path) > 1), None):
+            raise ValueError(f"job.data: {twice!r} is in the list twice (valid: once, with the sum of its weights)")
+        if small := next((one for one in value if one.weight < LEAST_SHARE * total), None):
+            raise ValueError(
+                f"job.data: weight {small.weight:g} of {small.path!r} is less than a thousandth of their sum {total:g} "
+                f"(valid: {LEAST_SHARE * total:g} or more)"
+            )
+        return value
+
     @field_validator("validation", mode="before")
     @classmethod
     def _share_or_data(cls, value: Any) -> Any:
@@ -139,6 +172,19 @@ class Job(Record):
                 "(valid: False, or packing packed)"
             )
         return self
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What ``data`` names."""
+        return (self.data,) if isinstance(self.data, str) else tuple(one.path for one in self.data)
+
+    @property
+    def data_words(self) -> str:
+        """What is trained on, in one line."""
+        if isinstance(self.data, str):
+            return self.data
+        total = sum(one.weight for one in self.data)
+        return " + ".join(f"{one.weight / total:.3g} {one.path}" for one in self.data)
 
     @property
     def trained_share(self) -> float:

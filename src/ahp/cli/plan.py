@@ -296,7 +296,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
 
 def training_words(job: Job) -> str:
     """What the plan does not depend on and ``ahp train`` takes from it."""
-    return f"{job.steps} steps on {job.data}, learning rate {job.optimizer.learning_rate:g}"
+    return f"{job.steps} steps on {job.data_words}, learning rate {job.optimizer.learning_rate:g}"
 
 
 def precision_note(found: Found) -> list[tuple[str, str]]:

@@ -290,7 +290,9 @@ def _sample(folder: Path) -> dict[str, str]:
 
     try:
         data = Plan.load(folder / "plan.yaml").job.data
-        text = generate(folder, PROMPTS.get(data, ""), Sampling(max_new_tokens=SAMPLE_TOKENS))
+        text = generate(
+            folder, PROMPTS.get(data, "") if isinstance(data, str) else "", Sampling(max_new_tokens=SAMPLE_TOKENS)
+        )
         (folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
     except Exception as error:
         print(f"no sample: {_reason(error)}", file=sys.stderr)

@@ -23,9 +23,10 @@ from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.runtime.data import corpus as corpora
 from ahp.runtime.data import text
-from ahp.runtime.data.batches import NOT_SCORED, PADDING, Batches, Masking, batches_for, validation_batches_for
+from ahp.runtime.data.batches import NOT_SCORED, PADDING, Batches, Masking
 from ahp.runtime.data.corpus import Corpus, Damaged, prepare
 from ahp.runtime.data.documents import conversation
+from ahp.runtime.data.job_batches import batches_for, validation_batches_for
 from ahp.runtime.data.tokenizer import END_OF_TEXT, MASK, mask, save_for_transformers
 from ahp.runtime.run.texts import Texts
 
@@ -366,7 +367,7 @@ def test_a_flipped_bit_anywhere_in_the_list_of_files_is_found(folder: Path) -> N
 
 def test_a_flipped_bit_is_found_by_who_verifies_alone(folder: Path) -> None:
     whole = prepare(str(folder), VOCABULARY)
-    texts = Texts(str(whole.folder), None, whole.fingerprint)
+    texts = Texts((str(whole.folder),), None, whole.fingerprint)
     texts.check(verify=True)
     file = whole.folder / "tokens.bin"
     file.write_bytes(flipped(file.read_bytes(), 5))
@@ -507,21 +508,28 @@ def test_padded_sequences_hold_one_document_each_and_lose_nothing() -> None:
 def test_held_out_documents_are_the_last_and_not_trained_on() -> None:
     corpus = made_of([40] * 10)
     job = Job(sequence_length=8, global_batch_size=2, validation=0.2)
-    train, held_out = batches_for(job, corpus, masked=False), validation_batches_for(job, corpus, None, masked=False)
+    train, held_out = (
+        batches_for(job, [corpus], masked=False),
+        validation_batches_for(job, [corpus], None, masked=False),
+    )
     assert held_out is not None
+    assert isinstance(train, Batches)
+    assert isinstance(held_out, Batches)
     assert (train.num_sequences, held_out.num_sequences) == (40, 10)
     for batches, tokens in ((train, range(320)), (held_out, range(320, 400))):
         batch = [batches(step) for step in range(batches.num_sequences // 2)]
         assert sorted(torch.cat([b["input_ids"] for b in batch]).flatten().tolist()) == list(tokens)
         unscored = sum((b["labels"] == NOT_SCORED).sum().item() for b in batch)
         assert unscored == len(tokens) // 40  # the first token of each document
-    other = validation_batches_for(job.model_copy(update={"validation": "b.txt"}), corpus, made_of([80]), masked=False)
+    other = validation_batches_for(
+        job.model_copy(update={"validation": "b.txt"}), [corpus], made_of([80]), masked=False
+    )
     assert other is not None
     assert other.num_sequences == 10
-    assert validation_batches_for(Job(), corpus, None, masked=False) is None
+    assert validation_batches_for(Job(), [corpus], None, masked=False) is None
     with pytest.raises(BadInput, match=r"job\.validation = 0\.1: .*fewer than one batch"):
         validation_batches_for(
-            job.model_copy(update={"validation": 0.1, "global_batch_size": 6}), corpus, None, masked=False
+            job.model_copy(update={"validation": 0.1, "global_batch_size": 6}), [corpus], None, masked=False
         )
 
 
@@ -530,7 +538,10 @@ def test_the_last_tokens_are_held_out_where_documents_are_too_few(lengths: list[
     """One long file has no last document to hold out: it is cut, and what is left of a document is one."""
     job = Job(sequence_length=8, global_batch_size=2, validation=share)
     corpus, first = made_of(lengths), 400 - round(share * 400)
-    train, held_out = batches_for(job, corpus, masked=False), validation_batches_for(job, corpus, None, masked=False)
+    train, held_out = (
+        batches_for(job, [corpus], masked=False),
+        validation_batches_for(job, [corpus], None, masked=False),
+    )
     assert held_out is not None
     seen = []
     for batches, tokens in ((train, range(first)), (held_out, range(first, 400))):
@@ -539,7 +550,7 @@ def test_the_last_tokens_are_held_out_where_documents_are_too_few(lengths: list[
         seen.append(sum((b["labels"] == NOT_SCORED).sum().item() for b in batch))
     assert seen == [1 + sum(0 < start < first for start in corpus.starts), 1 + sum(corpus.starts > first)]
     with pytest.raises(BadInput, match=r"job\.validation = 0\.01: its 4 tokens make 0 sequences"):
-        validation_batches_for(job.model_copy(update={"validation": 0.01}), corpus, None, masked=False)
+        validation_batches_for(job.model_copy(update={"validation": 0.01}), [corpus], None, masked=False)
 
 
 def test_less_text_than_one_batch_is_refused() -> None:
@@ -580,7 +591,7 @@ def test_what_does_not_suit_a_masked_model_is_refused(tmp_path: Path, rows: Any,
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = Job(data=str(file), packing=packing, sequence_length=4, global_batch_size=1)
     with pytest.raises(BadInput, match=rule):
-        batches_for(job, prepare(str(file), VOCABULARY, masked=True), masked=True)
+        batches_for(job, [prepare(str(file), VOCABULARY, masked=True)], masked=True)
 
 
 def test_tokenizer_of_a_masked_model_can_hide(folder: Path, tmp_path: Path) -> None:

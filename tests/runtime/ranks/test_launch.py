@@ -225,7 +225,7 @@ def test_a_start_keeps_the_folder_while_its_workers_run(folder: RunFolder, monke
         assert Plan.load(folder.plan_file) == Plan()
         return signal.SIGTERM
 
-    texts = Texts("corpus", None, "same")
+    texts = Texts(("corpus",), None, "same")
     monkeypatch.setattr(launch, "launch", workers)
     assert Trainer(Plan(), folder=folder.path, texts=texts).run().status.state == "interrupted"
     with RunFolder(folder.path).held():
@@ -246,7 +246,7 @@ def test_workers_are_not_started_again_from_step_0_where_the_checkpoints_are_gon
 
     monkeypatch.setattr(launch, "launch", workers)
     with pytest.raises(BadInput, match="no checkpoint of the run is whole"):
-        Trainer(Plan(), folder=folder.path, texts=Texts("corpus", None, "same")).run()
+        Trainer(Plan(), folder=folder.path, texts=Texts(("corpus",), None, "same")).run()
     assert len(folder.metrics()) == 1
 
 

@@ -69,7 +69,7 @@ def test_what_the_first_decides_goes_through_the_store_as_data(tmp_path: Path) -
     """Whoever reaches a store can write into it."""
     decided = (
         Plan(parallelism=Parallelism(tensor_parallel_degree=3, recomputed_layers_per_stage=None)),
-        Texts("a", None, "b"),
+        Texts(("a", "c"), None, "b"),
     )
     kind = tuple[Plan, Texts | None]
     assert together(lambda workers: workers.decided_by_first(lambda: decided, kind)) == [decided] * 3

@@ -34,7 +34,7 @@ def test_a_rank_imports_what_its_model_needs_before_others_can_wait_for_it(
     monkeypatch.setenv("LOCAL_RANK", "1")
     folder = RunFolder(tmp_path)
     folder.create()
-    order = WorkerSettings(corpus="", device="cpu", checkpoint_every=5, keep=1)
+    order = WorkerSettings(corpora=("",), device="cpu", checkpoint_every=5, keep=1)
     for settings in (order, replace(order, gpus=(0, 2))):
         with pytest.raises(KeyboardInterrupt):
             run_rank(Plan(model={}, job=Job()), folder, settings, StopRequest())

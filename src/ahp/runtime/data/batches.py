@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from ahp.errors import BadInput, bad_input
-from ahp.job import Job, Packing
-from ahp.runtime.data import tokenizer as tokenizers
+from ahp.errors import BadInput
+from ahp.job import Packing
 from ahp.runtime.data.corpus import Corpus
 
 NOT_SCORED = -100
@@ -22,6 +22,8 @@ SCORED_SHARE, HIDDEN_SHARE, REPLACED_SHARE = 0.15, 0.8, 0.1
 stay as they are (BERT, arXiv 1810.04805, section 3.1)."""
 MASK_STREAM = 1 << 63
 """Added to the row's number where it seeds the masks, so that no epoch's permutation shares a stream with them."""
+TEXT_STREAMS = 1 << 40
+"""Epochs that one text of a mixture has streams for."""
 PADDING = 0
 """The token that fills a padded sequence: any would do, since nothing before it looks at it and it is not scored."""
 
@@ -34,6 +36,10 @@ class Masking:
     """Id of the token that hides another."""
     vocab_size: int
     """Tokens that may stand in for another."""
+
+
+Row = dict[str, np.ndarray]
+"""int64 [sequence_length] under the keys of a batch."""
 
 
 class Batches:
@@ -56,7 +62,10 @@ class Batches:
         packing: Packing = "packed",
         document_mask: bool = False,
         named: str = "job.data",
+        stream: int = 0,
     ) -> None:
+        """``stream``: which text of a mixture it is, from 1; 0 = it is none, and must have enough for a batch."""
+        self.stream = stream
         self.corpus = corpus
         self.masking = masking
         self.sequence_length = sequence_length
@@ -71,11 +80,11 @@ class Batches:
             self.num_sequences = int(self.first_rows[-1])
         else:
             self.num_sequences = len(corpus.tokens) // sequence_length
-        if self.num_sequences < global_batch_size:
+        if self.num_sequences < (1 if stream else global_batch_size):
+            fewer = "" if stream else f", fewer than one batch of job.global_batch_size {global_batch_size}"
             raise BadInput(
                 f"{named}: its {len(corpus.tokens)} tokens make {self.num_sequences} sequences of job.sequence_length "
-                f"{sequence_length}, fewer than one batch of job.global_batch_size {global_batch_size}; give more text or make "
-                "either smaller"
+                f"{sequence_length}{fewer}; give more text or make {'it' if stream else 'either'} smaller"
             )
         # The two epochs that a batch may touch; a cache of a pure function, not a state.
         self._permutation = lru_cache(maxsize=2)(self._draw)
@@ -89,24 +98,20 @@ class Batches:
         far as that lies in the sequence.
         """
         wanted = range(self.global_batch_size) if rows is None else rows
-        pairs = [self._row(step, row) for row in wanted]
-        batch = {
-            "input_ids": torch.from_numpy(np.stack([ids for ids, _ in pairs])),
-            "labels": torch.from_numpy(np.stack([labels for _, labels in pairs])),
-        }
-        if self.document_mask:
-            places = [self._positions(self.sequence(step, row)) for row in wanted]
-            batch["position_ids"] = torch.from_numpy(np.stack(places))
-        return batch
+        first = step * self.global_batch_size
+        return stacked([self.row(first + row, first + row) for row in wanted])
 
-    def _row(self, step: int, row: int) -> tuple[np.ndarray, np.ndarray]:
-        input_ids, labels = self._tokens(self.sequence(step, row))
-        if self.masking is None:
-            return input_ids, labels
-        return self._masked(input_ids, step * self.global_batch_size + row, self.masking)
+    def row(self, index: int, number: int) -> Row:
+        """The ``index``-th sequence that is read of this text, from 0. ``number``: of the row in the run, from which masks are drawn."""
+        sequence = self._sequence(index)
+        input_ids, labels = self._tokens(sequence)
+        if self.masking is not None:
+            input_ids, labels = self._masked(input_ids, number, self.masking)
+        found = {"input_ids": input_ids, "labels": labels}
+        return found | {"position_ids": self._positions(sequence)} if self.document_mask else found
 
     def _masked(self, ids: np.ndarray, number: int, masking: Masking) -> tuple[np.ndarray, np.ndarray]:
-        stream = _stream(self.seed, MASK_STREAM + number)
+        stream = random_stream(self.seed, MASK_STREAM + number)
         scored = stream.random(ids.shape) < SCORED_SHARE
         fate = stream.random(ids.shape)
         anything = stream.integers(masking.vocab_size, size=ids.shape)
@@ -117,11 +122,14 @@ class Batches:
 
     def sequence(self, step: int, row: int) -> int:
         """Which sequence of the corpus is row ``row`` of the batch of ``step``."""
-        epoch, place = divmod(step * self.global_batch_size + row, self.num_sequences)
+        return self._sequence(step * self.global_batch_size + row)
+
+    def _sequence(self, index: int) -> int:
+        epoch, place = divmod(index, self.num_sequences)
         return int(self._permutation(epoch)[place])
 
     def _draw(self, epoch: int) -> np.ndarray:
-        return _stream(self.seed, epoch).permutation(self.num_sequences)
+        return random_stream(self.seed, self.stream * TEXT_STREAMS + epoch).permutation(self.num_sequences)
 
     def _tokens(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
         first, last = self._place(sequence)
@@ -158,60 +166,11 @@ class Batches:
         return first, min(first + self.sequence_length, end)
 
 
-def batches_for(job: Job, corpus: Corpus, *, masked: bool) -> Batches:
-    """The batches that a job trains on. Raises BadInput when the text is shorter than one, or does not suit the model."""
-    first = _first_held_out(job, corpus)
-    trained = corpus if first == len(corpus.tokens) else corpus.part(0, first)
-    return _batches(job, trained, masked, f"job.data = {job.data!r}")
-
-
-def validation_batches_for(job: Job, corpus: Corpus, other: Corpus | None, *, masked: bool) -> Batches | None:
-    """The batches of the text that a job holds out: the last of ``corpus``, or ``other``; None for neither.
-
-    Raises BadInput as ``batches_for`` does.
-    """
-    if job.validation is None:
-        return None
-    if other is None:
-        other = corpus.part(_first_held_out(job, corpus), len(corpus.tokens))
-    return _batches(job, other, masked, f"job.validation = {job.validation!r}")
-
-
-def _first_held_out(job: Job, corpus: Corpus) -> int:
-    """The token from which on a corpus is not trained on: where the last documents begin, by the share that the job holds out.
-
-    Where that share is no document, or every document, the last tokens are held out.
-    """
-    count, size = len(corpus.starts), len(corpus.tokens)
-    if not isinstance(job.validation, float):
-        return size
-    documents = round(job.validation * count)
-    return int(corpus.starts[count - documents]) if 0 < documents < count else size - round(job.validation * size)
-
-
-def _batches(job: Job, corpus: Corpus, masked: bool, named: str) -> Batches:
-    masking = None
-    if masked:
-        if job.packing == "padded":
-            rule = "a masked language model would look at the padding; it reads documents one after the other"
-            raise bad_input("job.packing", job.packing, rule, ["packed"])
-        if corpus.scored is not None:
-            rule = "a masked language model has no prompt to read; give it plain text (.txt, or rows with a key text)"
-            raise BadInput(f"{named}: {rule}")
-        tokenizer = corpus.tokenizer()
-        masking = Masking(tokenizers.mask(tokenizer), tokenizer.get_vocab_size())
-    return Batches(
-        corpus,
-        sequence_length=job.sequence_length,
-        global_batch_size=job.global_batch_size,
-        seed=job.seed,
-        masking=masking,
-        packing=job.packing,
-        document_mask=job.document_mask,
-        named=named,
-    )
-
-
-def _stream(seed: int, number: int) -> np.random.Generator:
+def random_stream(seed: int, number: int) -> np.random.Generator:
     """Random numbers that depend on the two alone; as uint64, because a list with large numbers becomes floats."""
     return np.random.Generator(np.random.Philox(key=np.array([seed, number], dtype=np.uint64)))
+
+
+def stacked(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Rows as a batch, int64 [rows, sequence_length]."""
+    return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}

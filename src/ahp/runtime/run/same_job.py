@@ -78,7 +78,7 @@ def refuse_other_text(checkpoint: Checkpoint, plan: Plan, fingerprint: str) -> N
     """Raises BadInput where the tokens are not those that the run was trained on before."""
     if checkpoint.meta().get("data_fingerprint", fingerprint) != fingerprint:
         raise BadInput(
-            f"job.data = {plan.job.data!r}: the text or its tokenizer has changed since step {checkpoint.step}; "
+            f"job.data = {plan.job.data_words!r}: the text or its tokenizer has changed since step {checkpoint.step}; "
             "give it back, or start a new run with another --run.folder"
         )
 

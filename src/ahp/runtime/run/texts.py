@@ -17,8 +17,8 @@ from ahp.runtime.run.progress import progress, say
 class Texts:
     """Tokenised text in the cache, the same for every layout."""
 
-    corpus: str
-    """Folder of what is trained on."""
+    corpora: tuple[str, ...]
+    """Folders of what is trained on, one for each text of ``job.data``."""
     validation: str | None
     """Folder of the held-out text, where it is other text."""
     fingerprint: str
@@ -26,7 +26,7 @@ class Texts:
 
     def check(self, *, verify: bool) -> None:
         """Raises Damaged where this node does not see them, since its cache may be its own; ``verify``: or not as they were written."""
-        for folder in (self.corpus, self.validation):
+        for folder in (*self.corpora, self.validation):
             if folder is not None:
                 read(Path(folder), verify=verify)
 
@@ -39,7 +39,7 @@ def prepare_texts(plan: Plan) -> Texts:
     """
     from ahp.graph.models import build_model, is_masked
     from ahp.graph.positions import refuse_longer
-    from ahp.runtime.data.batches import batches_for, validation_batches_for
+    from ahp.runtime.data.job_batches import batches_for, fingerprint_of, validation_batches_for
     from ahp.runtime.weights.pretrained import check_folder
 
     job, module = plan.job, build_model(plan.model, device="meta")
@@ -47,14 +47,17 @@ def prepare_texts(plan: Plan) -> Texts:
     masked = is_masked(module)
     if plan.init_from is not None:
         check_folder(plan.init_from, module)
-    corpus = _prepared(plan, "job.data", job.data, masked, tokenizer_of(plan))
+    given, corpora = tokenizer_of(plan), list[Corpus]()
+    for text in job.texts:
+        corpora.append(_prepared(plan, "job.data", text, masked, given))
+        given = given or corpora[0].folder / "tokenizer.json"
     other = None
     if isinstance(job.validation, str):
-        given = tokenizer_of(plan) or corpus.folder / "tokenizer.json"
         other = _prepared(plan, "job.validation", job.validation, masked, given)
-    batches_for(job, corpus, masked=masked)
-    validation_batches_for(job, corpus, other, masked=masked)
-    return Texts(str(corpus.folder), None if other is None else str(other.folder), corpus.fingerprint)
+    batches_for(job, corpora, masked=masked)
+    validation_batches_for(job, corpora, other, masked=masked)
+    folders = tuple(str(corpus.folder) for corpus in corpora)
+    return Texts(folders, None if other is None else str(other.folder), fingerprint_of(corpora))
 
 
 def _prepared(plan: Plan, key: str, data: str, masked: bool, tokenizer_file: Path | None) -> Corpus:

@@ -416,7 +416,7 @@ class Trainer:
 
     def _order(self, device: DeviceType, texts: Texts) -> WorkerSettings:
         return WorkerSettings(
-            corpus=texts.corpus, device=device, validation=texts.validation, collective_timeout_s=self.collective_timeout_s,
+            corpora=texts.corpora, device=device, validation=texts.validation, collective_timeout_s=self.collective_timeout_s,
             track=self.track, **self.often, **self.settings,
         )  # fmt: skip
 

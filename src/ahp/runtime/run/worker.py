@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class WorkerSettings:
     """What the launcher asks of every rank."""
 
-    corpus: str
-    """Folder of the tokenised text."""
+    corpora: Sequence[str]
+    """Folders of the tokenised texts, one for each of ``job.data``."""
     device: Literal["cpu", "cuda"]
     checkpoint_every: int | str
     keep: int
@@ -96,7 +96,7 @@ def _train(
 ) -> Status:
     from ahp.graph.models import is_masked
     from ahp.runtime.data import corpus as corpora
-    from ahp.runtime.data.batches import batches_for, validation_batches_for
+    from ahp.runtime.data.job_batches import batches_for, fingerprint_of, validation_batches_for
     from ahp.runtime.parallel import parallelize
     from ahp.runtime.ranks.hangs import GIVE_UP_S, explained
     from ahp.runtime.run.loop import Loop
@@ -104,12 +104,12 @@ def _train(
     from ahp.runtime.run.trackers import Trackers
 
     job = plan.job
-    corpus = corpora.read(Path(order.corpus), verify=False)
+    texts = [corpora.read(Path(folder), verify=False) for folder in order.corpora]
     model_described = described(plan.model, module) if ranks.is_first else {}
     masked = is_masked(module)
-    batches = batches_for(job, corpus, masked=masked)
+    batches = batches_for(job, texts, masked=masked)
     held_out = corpora.read(Path(order.validation), verify=False) if order.validation is not None else None
-    validation = validation_batches_for(job, corpus, held_out, masked=masked)
+    validation = validation_batches_for(job, texts, held_out, masked=masked)
     trackers = Trackers(order.track, folder.path, plan)
 
     def tell(record: dict[str, Any]) -> None:
@@ -129,14 +129,14 @@ def _train(
         ranks=ranks,
         settings=_settings(order),
         stop=stop,
-        data_fingerprint=corpus.fingerprint,
+        data_fingerprint=fingerprint_of(texts),
         model_described=model_described,
         validation=validation,
         on_step=tell,
         steps_ahead=1 if order.device == "cuda" else 0,
     )
     if ranks.is_first:
-        shutil.copyfile(corpus.folder / "tokenizer.json", folder.tokenizer_file)
+        shutil.copyfile(texts[0].folder / "tokenizer.json", folder.tokenizer_file)
     try:
         status = loop.run()
     except Exception as error:
@@ -150,7 +150,7 @@ def _train(
         trackers.close()
     if status.state == "interrupted":
         return status
-    _export(parallel, folder, plan, corpus, ranks)
+    _export(parallel, folder, plan, texts[0], ranks)
     status = Status("done", job.steps, None, 0)
     if ranks.is_first:
         folder.write_status(status)
