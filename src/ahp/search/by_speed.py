@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -15,8 +15,9 @@ from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.certificate import Certificate, certified
 from ahp.search.compiled import ways, why_compiled, why_eager
 from ahp.search.current import compared, today_of, with_candidate
+from ahp.search.exact import Outcome, Place
 from ahp.search.feasible_space import legal_rows
-from ahp.search.lighten import lighten, ways_of
+from ahp.search.lighten import Lightened, lighten, ways_of
 from ahp.search.method import Method, find
 from ahp.search.misfit import nothing_fits
 from ahp.search.mixed.misfit import that_fits
@@ -24,8 +25,9 @@ from ahp.search.mixed.over_groups import mixed_ranking
 from ahp.search.nearby import Nearby
 from ahp.search.one_group import Fastest, fastest_on_one_group, fastest_row
 from ahp.search.problem import Problem
-from ahp.search.recut import recut
+from ahp.search.recut import Pair, Recut, recut
 from ahp.search.result import Ranking
+from ahp.search.space import Space
 from ahp.search.ties import simplest_first
 
 
@@ -71,7 +73,7 @@ def _rival(asked: Problem, ceiling_s: float) -> tuple[Fastest, Certificate]:
     start = perf_counter()
     table = legal_rows(asked)
     used, space = table.problem, table.space
-    bounds = Bounds(used, space)
+    bounds = Bounds(used, space, ceiling_s)
     best, found, tried = fastest_row(used, space, bounds, ceiling_s)
     any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s()
     any_part_s = None if (parts := ways_of(used)) is None else bounds.any_part_s(parts)
@@ -110,50 +112,31 @@ def ranking_by_speed(
     start = perf_counter()
     table = legal_rows(asked)
     used, space = table.problem, table.space
-    today = today_of(used, current)
-    bounds = Bounds(used, space)
+    today, bounds = today_of(used, current), Bounds(used, space)
     found = find(used, bounds, space, by, keep)
     if not found.fitting:
-        if by.name != "exact" and found.left:
-            rule = f"none of the {found.priced} layouts that it priced fits; raise budget, or search exactly"
-            raise bad_input("method", by.name, rule)
-        raise nothing_fits(used, remedies=remedies)
-    places = {space.layout(*place): place for place, _ in found.fitting}
-    better = recut(used, explain.different(zip(places, (forecast for _, forecast in found.fitting), strict=True)))
-    lighter = lighten(used, better.ranked)
-    others = families.asked_for(used, bounds, space, found) if by.name == "exact" and tied else families.Found()
-    all_found = sorted([*lighter.ranked, *others.pairs], key=lambda pair: pair[1].step_time_s)
-    ordered = simplest_first(with_candidate(all_found, today, used), tied)
+        raise _nothing_found(used, by, found, remedies)
+    better = _improved(used, bounds, space, found, families_too=bool(by.name == "exact" and tied))
+    certificate = _certificate(used, bounds, space, found, better, start, by.name)
+    ordered = simplest_first(with_candidate(better.pairs, today, used), tied)
     ranked, (layout, best) = ordered.ranked, ordered.ranked[0]
-    ways = ways_of(used)
-    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s()
-    any_part_s = None if ways is None else bounds.any_part_s(ways)
-    tried = better.forecasts, lighter.forecasts
-    found_s = all_found[0][1].step_time_s
-    certificate = certified(space, found, tried, found_s, (any_cut_s, any_part_s), perf_counter() - start, by.name)
+    nearby = Nearby(bounds, space, found, better.place_of(layout, used, found), ordered.fastest[1].step_time_s)
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
-    row = layout.model_copy(
-        update={key: getattr(used.constraints, key) for key in ("layers_per_stage", "recomputed_layers_per_stage")}
-    )
-    place = others.places.get(layout) or places.get(row, found.fitting[0][0])
-    nearby = Nearby(bounds, space, found, place, ordered.fastest[1].step_time_s)
     misfits += explain.priced(used, space, nearby.misfits_to_price())
     large = explain.too_large(misfits, ordered.fastest[1], used.capacity_bytes)
     lost = tuple(explain.runner_up(pair, best) for pair in ranked[1:])
     first, certain, *reasons = explain.why(
         used, ranked, misfits, certificate.words(), nearby.floors(), what=ordered.title()
     )
-    worth = others.words.get(layout) or filter(None, [better.words(layout), lighter.words(layout)])
-    why = (first, certain, *ordered.words(), *reasons, *worth, *table.notes)
+    why = (first, certain, *ordered.words(), *reasons, *better.words_of(layout), *table.notes)
 
-    def told_of(pair: explain.Pair) -> Plan:
+    def told_of(pair: Pair) -> Plan:
         return explain.plan(used, pair, (explain.runner_up(pair, best).reason,))
 
-    chosen = explain.plan(used, ranked[0], why, (*lost[: keep - 1], *large))
     always = [ordered.fastest[0], *([] if today is None else [today.parallelism])]
     of_each = families.best_of_each(ranked, always)
     return Ranking(
-        (chosen, *map(told_of, ranked[1:keep])),
+        (explain.plan(used, ranked[0], why, (*lost[: keep - 1], *large)), *map(told_of, ranked[1:keep])),
         certificate,
         large,
         (*large, *lost[keep - 1 :]),
@@ -163,3 +146,55 @@ def ranking_by_speed(
         families=tuple(map(told_of, of_each[1:])),
         twins=len(ranked) - len(of_each),
     )
+
+
+@dataclass(frozen=True)
+class _Improved:
+    """The best rows, cut into stages better than as even as can be and with as few layers recomputed as fit, and the best of the families that
+    are always looked for."""
+
+    pairs: list[Pair]
+    """The fastest first."""
+    recut: Recut
+    lighter: Lightened
+    others: families.Found
+    places: dict[Parallelism, Place]
+    """Of each row."""
+
+    def place_of(self, layout: Parallelism, used: Problem, found: Outcome) -> Place:
+        """The row that a layout comes from; the best row's, of one that comes from none."""
+        keys = "layers_per_stage", "recomputed_layers_per_stage"
+        row = layout.model_copy(update={key: getattr(used.constraints, key) for key in keys})
+        return self.others.places.get(layout) or self.places.get(row, found.fitting[0][0])
+
+    def words_of(self, layout: Parallelism) -> Iterable[str]:
+        """What its cut into stages and its recomputed layers are worth."""
+        own = self.recut.words(layout), self.lighter.words(layout)
+        return self.others.words.get(layout) or filter(None, own)
+
+
+def _improved(used: Problem, bounds: Bounds, space: Space, found: Outcome, *, families_too: bool) -> _Improved:
+    places = {space.layout(*place): place for place, _ in found.fitting}
+    better = recut(used, explain.different(zip(places, (forecast for _, forecast in found.fitting), strict=True)))
+    lighter = lighten(used, better.ranked)
+    others = families.asked_for(used, bounds, space, found) if families_too else families.Found()
+    pairs = sorted([*lighter.ranked, *others.pairs], key=lambda pair: pair[1].step_time_s)
+    return _Improved(pairs, better, lighter, others, places)
+
+
+def _certificate(
+    used: Problem, bounds: Bounds, space: Space, found: Outcome, better: _Improved, start: float, method: str
+) -> Certificate:
+    """``start``: by ``perf_counter``."""
+    ways = ways_of(used)
+    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s()
+    any_part_s = None if ways is None else bounds.any_part_s(ways)
+    tried, best_s = (better.recut.forecasts, better.lighter.forecasts), better.pairs[0][1].step_time_s
+    return certified(space, found, tried, best_s, (any_cut_s, any_part_s), perf_counter() - start, method)
+
+
+def _nothing_found(used: Problem, by: Method, found: Outcome, remedies: bool) -> Exception:
+    if by.name != "exact" and found.left:
+        rule = f"none of the {found.priced} layouts that it priced fits; raise budget, or search exactly"
+        return bad_input("method", by.name, rule)
+    return nothing_fits(used, remedies=remedies)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import permutations
 from typing import NamedTuple
 
@@ -72,7 +72,6 @@ class Orders:
         """``refused``: why the engine cannot number ranks so. Those orders are left out, but for the usual one."""
         self.devices_per_node, self.refused = devices_per_node, cache(refused)
         self._different, self._only_usual = cache(self._found), cache(self._has_only)
-        self._share_nodes = cache(self._expert_parts)
 
     def different(self, degrees: Degrees, given: Order | None = None) -> tuple[Ordered, ...]:
         """One order for each way in which ranks can lie, the usual one first; ``given``: the only one that is asked for."""
@@ -80,7 +79,7 @@ class Orders:
             usual = degrees.usual()
             if sorted(given) != sorted(usual):
                 return ()
-            within, _ = self._lie(degrees, given)
+            within, _ = _lie(self.devices_per_node, degrees, given)
             return (Ordered(None if given == usual else given, within),)
         of = degrees.of
         if degrees.nest:  # then whole nodes of an axis more change nothing
@@ -89,11 +88,11 @@ class Orders:
 
     def _found(self, degrees: Degrees, usual: Order) -> tuple[Ordered, ...]:
         if math.prod(degrees.of) <= self.devices_per_node or self._only_usual(usual):
-            return (Ordered(None, self._lie(degrees, usual)[0]),)
+            return (Ordered(None, _lie(self.devices_per_node, degrees, usual)[0]),)
         found: dict[object, Ordered] = {}
         for order in self._from_inside(degrees, usual):
             if order == usual or not self.refused(order):
-                place = self._lie(degrees, order)
+                place = _lie(self.devices_per_node, degrees, order)
                 found.setdefault(place, Ordered(None if order == usual else order, place[0]))
         return tuple(found.values())
 
@@ -110,47 +109,50 @@ class Orders:
             degree = degrees.by_axis[axis]
             yield from self._from_inside(degrees, usual, (axis, *inner), stride * degree)
 
-    def _lie(self, degrees: Degrees, order: Order) -> tuple[Within, object]:
-        """Where the ranks of a replica lie, and where those that hold the same weights do."""
-        per_node, stride, even = self.devices_per_node, 1, True
-        strides, local = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)
-        for axis in reversed(order):
-            degree = degrees.by_axis[axis]
-            strides[axis], local[axis] = min(stride, per_node), min(degree, max(1, per_node // stride))
-            if stride < per_node:
-                whole = stride * degree
-                even &= per_node % stride == 0 and (
-                    per_node % whole == 0 if whole < per_node else whole % per_node == 0
-                )
-            stride *= degree
-        expert, alike = self._experts(degrees, order)
-        # Where every axis fills nodes evenly the numbers on a node say all; else an order is taken to be like no other.
-        uneven: tuple[tuple[Axis, int], ...] = () if even else tuple((axis, degrees.by_axis[axis]) for axis in order)
-        within = Within(local["tp"], local["cp"], expert, (local["pp"], 0 if even else strides["pp"]), uneven)
-        data = local["dp_replicate"], local["dp_shard"]
-        return within, (data, alike, None if even and degrees.nest else order)
 
-    def _experts(self, degrees: Degrees, order: Order) -> tuple[int, tuple[int, ...]]:
-        """Of the ranks that share the experts, and of those that hold the same ones (all, sharded, replicated): how many share a
-        node."""
-        if degrees.expert == 1:
-            return 1, ()
+@lru_cache(maxsize=1 << 16)
+def _lie(per_node: int, degrees: Degrees, order: Order) -> tuple[Within, object]:
+    """Where the ranks of a replica lie, and where those that hold the same weights do."""
+    stride, even = 1, True
+    strides, local = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)
+    for axis in reversed(order):
+        degree = degrees.by_axis[axis]
+        strides[axis], local[axis] = min(stride, per_node), min(degree, max(1, per_node // stride))
+        if stride < per_node:
+            whole = stride * degree
+            even &= per_node % stride == 0 and (per_node % whole == 0 if whole < per_node else whole % per_node == 0)
+        stride *= degree
+    expert, alike = _experts(per_node, degrees, order)
+    # Where every axis fills nodes evenly the numbers on a node say all; else an order is taken to be like no other.
+    uneven: tuple[tuple[Axis, int], ...] = () if even else tuple((axis, degrees.by_axis[axis]) for axis in order)
+    within = Within(local["tp"], local["cp"], expert, (local["pp"], 0 if even else strides["pp"]), uneven)
+    data = local["dp_replicate"], local["dp_shard"]
+    return within, (data, alike, None if even and degrees.nest else order)
 
-        degree_of = degrees.by_axis.__getitem__
 
-        def runs(*axes: Axis) -> tuple[Run, ...]:
-            return numbered_runs(order, degree_of, axes)
+def _experts(per_node: int, degrees: Degrees, order: Order) -> tuple[int, tuple[int, ...]]:
+    """Of the ranks that share the experts, and of those that hold the same ones (all, sharded, replicated): how many share a node."""
+    if degrees.expert == 1:
+        return 1, ()
 
-        axes = (*OF_A_REPLICA, "tp") if degrees.folded else OF_A_REPLICA
-        shards = max(1, math.prod(map(degree_of, axes)) // degrees.expert)
-        return self._share_nodes(runs(*axes), runs("dp_replicate"), degrees.expert, shards)
+    degree_of = degrees.by_axis.__getitem__
 
-    def _expert_parts(
-        self, within: tuple[Run, ...], between: tuple[Run, ...], expert: int, shards: int
-    ) -> tuple[int, tuple[int, ...]]:
-        share, alike = expert_ranks_of(within, between, expert)
-        parts = alike, *first_of(alike, shards)
-        return math.prod(map(self._local, share)), tuple(math.prod(map(self._local, part)) for part in parts)
+    def runs(*axes: Axis) -> tuple[Run, ...]:
+        return numbered_runs(order, degree_of, axes)
 
-    def _local(self, run: Run) -> int:
-        return min(run.size, max(1, self.devices_per_node // run.stride))
+    axes = (*OF_A_REPLICA, "tp") if degrees.folded else OF_A_REPLICA
+    shards = max(1, math.prod(map(degree_of, axes)) // degrees.expert)
+    return _share_nodes(per_node, runs(*axes), runs("dp_replicate"), degrees.expert, shards)
+
+
+@lru_cache(maxsize=1 << 16)
+def _share_nodes(
+    per_node: int, within: tuple[Run, ...], between: tuple[Run, ...], expert: int, shards: int
+) -> tuple[int, tuple[int, ...]]:
+    share, alike = expert_ranks_of(within, between, expert)
+    parts = alike, *first_of(alike, shards)
+
+    def local(ranks: tuple[Run, ...]) -> int:
+        return math.prod(min(run.size, max(1, per_node // run.stride)) for run in ranks)
+
+    return local(share), tuple(map(local, parts))

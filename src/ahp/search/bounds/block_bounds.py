@@ -83,12 +83,12 @@ def schedule_bounds_s(
     return found * asked.pricer.stretch * least_share(asked.pricer.turns, blocks.pipeline)
 
 
-def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Shardings]) -> Floats:
-    """Bytes that the fullest rank of every row of each block needs at least, [number of blocks].
+def block_needs_bytes(asked: Problem, space: Space, which: Ints, splits: Callable[[int], Shardings]) -> Floats:
+    """Bytes that the fullest rank of every row of some blocks needs at least, [number of these].
 
     ``splits``: those of a block and of all that differ from it in where ranks lie.
     """
-    of = space.blocks
+    of = space.blocks.at(which)
     if not len(of):
         return np.zeros(0)
     # Where ranks lie changes no memory.
@@ -96,7 +96,7 @@ def block_needs_bytes(asked: Problem, space: Space, splits: Callable[[int], Shar
     keys, at = unique_rows(*columns)
     first = np.zeros(len(keys), dtype=np.int64)
     first[at[::-1]] = np.arange(len(of))[::-1]
-    return _needs_bytes(asked, space, first, [splits(block) for block in first.tolist()])[at]
+    return _needs_bytes(asked, space, which[first], [splits(block) for block in which[first].tolist()])[at]
 
 
 @lru_cache(maxsize=1 << 12)

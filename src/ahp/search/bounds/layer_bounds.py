@@ -4,7 +4,7 @@ It comes between the work of the priced units alone, which knows no way to share
 looked at together because most of them fall here, and each alone is too small to be worth its arrays.
 
 Dims: B = blocks, N = ways to share states of all of them, one block behind the other, R = kinds of recompute, K = kinds of
-layers, C = kinds of pipelines, L = ranks of these that may take longest.
+layers, C = kinds of pipelines, L = ways through these.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class LayerBounds:
         head_s = np.broadcast_to(self._column("head_s")[of], layer.forward.shape)
         parts = layer.forward, layer.backward, layer.input_gradient, layer.first_forward, layer.last_backward, head_s
         paths = np.array([self._fronts(block).paths for block in range(first, int(of[-1]) + 1)], dtype=float)
-        paths_s = paths[of - first] @ np.stack(parts, axis=1)  # [rows, P, R]
-        return np.maximum.reduceat(paths_s, self._fronts(first).starts, axis=1)
+        paths_s = paths[of - first] @ np.stack(parts, axis=1)[:, None]  # [rows, L, C, R]
+        return paths_s.max(axis=1)
 
     def _least_s(self, first: int, rows: slice, most_bytes: float) -> Floats:
         """[rows] With the optimizer, in the pipeline and with the recompute that take least of those that fit."""

@@ -65,9 +65,7 @@ class Fronts:
     """Of some pipelines: the ways through each that may take longest, and the ranks whose memory is bounded."""
 
     paths: Ints
-    """[P, parts of a ``Path``] One pipeline behind the other."""
-    starts: Ints
-    """[C] The first path of each."""
+    """[L, C, parts of a ``Path``] Pipelines that have fewer repeat their last."""
     most_layers: Ints
     """[C] Layers of a rank, at most."""
     layers: Ints
@@ -80,10 +78,10 @@ class Fronts:
     def least_s(self, layer_s: Floats, either_s: Floats) -> Floats:
         """[N] Of the pipeline that takes least the way that takes longest, of layers that take ``layer_s`` [N, parts of a ``Path``], and
         ``either_s`` [N] in the forward or in the backward pass."""
-        both = self.paths[:, :2].min(axis=1, keepdims=True)
-        counts = np.hstack([self.paths, both]).astype(float)
-        paths_s = counts @ np.column_stack([layer_s, either_s]).T
-        return np.maximum.reduceat(paths_s, self.starts, axis=0).min(axis=0)
+        both = self.paths[..., :2].min(axis=-1, keepdims=True)
+        counts = np.concatenate([self.paths, both], axis=-1).astype(float)
+        paths_s = counts @ np.column_stack([layer_s, either_s]).T  # [L, C, N]
+        return paths_s.max(axis=0).min(axis=0)
 
 
 class Pipelines:
@@ -132,8 +130,8 @@ class Pipelines:
         paths = [self._paths(schedule, p, virtual, m) for schedule, virtual in found]
         most = [self._layers_of_ranks(schedule, p, virtual).max() for schedule, virtual in found]
         held = np.array([self._held(schedule, p, virtual, m) for schedule, virtual in found])
-        starts = np.cumsum([0, *map(len, paths)])[:-1]
-        return Fronts(np.concatenate(paths), starts, np.array(most), *np.moveaxis(held, -1, 0))
+        as_many = [np.pad(own, ((0, max(map(len, paths)) - len(own)), (0, 0)), mode="edge") for own in paths]
+        return Fronts(np.stack(as_many, axis=1), np.array(most), *np.moveaxis(held, -1, 0))
 
     def _layers_of_ranks(self, schedule: PipelineSchedule, p: int, v: int) -> Ints:
         """[p]"""

@@ -38,8 +38,9 @@ FIRST_TOGETHER = 8
 class Bounds:
     """Lower bounds for one problem and its space."""
 
-    def __init__(self, problem: Problem, space: Space) -> None:
-        self.problem, self.space = problem, space
+    def __init__(self, problem: Problem, space: Space, ceiling_s: float = float("inf")) -> None:
+        """``ceiling_s``: what takes as long is not wanted, and not asked whether it fits."""
+        self.problem, self.space, self._ceiling_s = problem, space, ceiling_s
         self._pipelines = Pipelines(problem)
         self._shardings = SpaceShardings(problem, space)
         self._layers = BlockLayers(problem, space, self._shardings)
@@ -112,10 +113,12 @@ class Bounds:
     @cached_property
     def _first_s(self) -> tuple[Floats, Floats]:
         """Of every layout of each block, however its layers are cut into stages, and of every row."""
-        fits = np.flatnonzero(self.blocks_bytes() <= self.most_that_fits_bytes())
-        found = np.full((2, len(self.space.blocks)), np.inf)
-        found[:, fits] = block_bounds_s(self.problem, self.space, self._pipelines, fits)
-        return found[0], found[1]
+        everything = np.arange(len(self.space.blocks))
+        any_cut_s, rows_s = block_bounds_s(self.problem, self.space, self._pipelines, everything)
+        wanted = np.flatnonzero(rows_s < self._ceiling_s)
+        misfits = wanted[self._bytes(wanted) > self.most_that_fits_bytes()]
+        any_cut_s[misfits] = rows_s[misfits] = np.inf
+        return any_cut_s, rows_s
 
     def of_any_cut(self, block: int) -> float:
         """Seconds that every row of a block with a pipeline takes, cut in any way; infinite where none fits."""
@@ -186,4 +189,8 @@ class Bounds:
 
     def blocks_bytes(self) -> Floats:
         """Bytes that every row of each block needs at least."""
-        return block_needs_bytes(self.problem, self.space, self._shardings.states)
+        return self._bytes(np.arange(len(self.space.blocks)))
+
+    def _bytes(self, which: Ints) -> Floats:
+        """The same of some blocks."""
+        return block_needs_bytes(self.problem, self.space, which, self._shardings.states)
