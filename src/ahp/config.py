@@ -150,6 +150,8 @@ class Run(Record):
     checkpoint_store: str | None = None
     validate_every: int = Field(default=50, ge=1)
     validation_batches: int = Field(default=4, ge=1)
+    evaluation: str | None = None
+    evaluate_every: int = Field(default=100, ge=1)
     collective_timeout_s: float = Field(default=COLLECTIVE_TIMEOUT_S, ge=1)
     track: tuple[Tracker, ...] = ()
     sample: bool = True
@@ -278,6 +280,8 @@ HELP: dict[str, str] = {
     "docs/train/checkpoints.md)",
     "run.validate_every": "steps between looks at the loss on held-out text, where job.validation gives some",
     "run.validation_batches": "global batches of one look; the same ones each time",
+    "run.evaluation": "pkg.mod:function, called with the parallel model and the step on every rank; its numbers go to metrics.jsonl (docs/training.md)",
+    "run.evaluate_every": "steps between two calls of run.evaluation",
     "run.collective_timeout_s": "seconds after which a rank that the others wait for ends the run",
     "run.track": "beside metrics.jsonl: tensorboard, wandb (extra [track])",
     "run.sample": "whether a finished run ends with a sample of text, for which the whole model is loaded once more",

@@ -23,6 +23,7 @@ from ahp.runtime.data.prefetch import Prefetch
 from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.peak_memory import take_peak
 from ahp.runtime.ranks.ranks import Ranks
+from ahp.runtime.run import evaluation
 from ahp.runtime.run.best_interval import BestInterval
 from ahp.runtime.run.checkpoints import CannotWrite, Checkpoints, Saver
 from ahp.runtime.run.folder import RunFolder
@@ -89,6 +90,9 @@ class Settings:
     keep: int = 3
     validate_every: int = 50
     validation_batches: int = 4
+    evaluation: str | None = None
+    """Name of a function that looks at the model (``evaluation.py``)."""
+    evaluate_every: int = 100
     on_nan: OnNan = "stop"
     profile_steps: tuple[int, int] | None = None
     """The first and the last one."""
@@ -170,6 +174,8 @@ class Loop:
         if self.settings.checkpoint_every is None and self.settings.checkpoint_every_s is None:
             self.best = BestInterval(self.settings.failures_per_s)
         self.rows = self.parallel.rows(self.plan.job.global_batch_size)
+        name = self.settings.evaluation
+        self.evaluation = None if name is None else evaluation.find(name)
 
     def run(self) -> Status:
         """Returns what status.json says at the end (state running = all steps are done, the caller finishes).
@@ -225,13 +231,20 @@ class Loop:
         return every is not None and self.done % every == 0
 
     def _validates(self, step: int) -> bool:
-        """After the last step, and every so often before."""
-        return self.validation is not None and (step == self.plan.job.steps or step % self.settings.validate_every == 0)
+        """After the last step, and every so often before, as every look at the model."""
+        return self.validation is not None and self._is_due(step, self.settings.validate_every)
+
+    def _evaluates(self, step: int) -> bool:
+        return self.evaluation is not None and self._is_due(step, self.settings.evaluate_every)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self.plan.job.steps or step % every == 0
 
     def _must_be_over(self) -> bool:
         """Whether the last step that was queued must be over before the next one is."""
         last = self.done == self.plan.job.steps
-        return last or self.due or self._validates(self.done) or self.profile.alone(self.done)
+        looks = self._validates(self.done) or self._evaluates(self.done)
+        return last or self.due or looks or self.profile.alone(self.done)
 
     def _queue(self, prefetch: Prefetch) -> None:
         began_s = time.perf_counter()
@@ -288,7 +301,7 @@ class Loop:
         else:
             self.num_skipped, self.rolled_back = 0, False
         record |= self.notices.after(record, step.own_times)
-        self._write(record | self._validated(step.number))
+        self._write(record | self._validated(step.number) | self._evaluated(step.number))
 
     def _write(self, record: dict[str, Any]) -> None:
         if not self.ranks.is_first:
@@ -307,6 +320,14 @@ class Loop:
         loss = self.parallel.evaluate(parts)
         began_s, self.ended_s = self.ended_s, time.perf_counter()
         return {"validation_loss": loss, "validation_time_s": self.ended_s - began_s}
+
+    def _evaluated(self, step: int) -> dict[str, float | None]:
+        """What the user's function says of the model where it is due, and what that took."""
+        if self.evaluation is None or not self._evaluates(step):
+            return {}
+        found = evaluation.figures(str(self.settings.evaluation), self.evaluation(self.parallel, step))
+        began_s, self.ended_s = self.ended_s, time.perf_counter()
+        return found | {"evaluation_time_s": self.ended_s - began_s}
 
     # A loss or a gradient that is no number
 

@@ -27,6 +27,7 @@ from ahp.runtime.ranks.watch import OWN_CAUSE_S, Watch
 from ahp.runtime.run import failure
 from ahp.runtime.run.best_interval import failures_per_s
 from ahp.runtime.run.checkpoint_store import CheckpointStore
+from ahp.runtime.run.evaluation import find as find_evaluation
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.progress import Display, following, say
@@ -78,6 +79,8 @@ class Trainer:
         checkpoint_store: str | None = None,
         validate_every: int = 50,
         validation_batches: int = 4,
+        evaluation: str | None = None,
+        evaluate_every: int = 100,
         collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
         track: Sequence[str] = (),
         on_nan: OnNan = "stop",
@@ -101,11 +104,15 @@ class Trainer:
             "checkpoint_every": checkpoint_every,
             "on_nan": on_nan,
             "profile_steps": None if profiled is None else profiled.steps,
+            "evaluation": evaluation,
         }
+        if evaluation is not None:
+            find_evaluation(evaluation)
         self.often = {
             "keep": keep,
             "validate_every": validate_every,
             "validation_batches": validation_batches,
+            "evaluate_every": evaluate_every,
         }
         self.collective_timeout_s = collective_timeout_s
         for name, value in {**self.often, "collective_timeout_s": collective_timeout_s}.items():

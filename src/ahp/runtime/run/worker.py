@@ -43,6 +43,8 @@ class WorkerSettings:
     """Folder of the tokenised held-out text, where it is not a share of the other."""
     validate_every: int = 50
     validation_batches: int = 4
+    evaluation: str | None = None
+    evaluate_every: int = 100
     collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
     track: Sequence[str] = ()
     on_nan: OnNan = "stop"
@@ -169,6 +171,8 @@ def _settings(order: WorkerSettings) -> Settings:
         keep=order.keep,
         validate_every=order.validate_every,
         validation_batches=order.validation_batches,
+        evaluation=order.evaluation,
+        evaluate_every=order.evaluate_every,
         on_nan=order.on_nan,
         profile_steps=None if order.profile_steps is None else (order.profile_steps[0], order.profile_steps[1]),
     )

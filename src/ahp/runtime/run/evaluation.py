@@ -1,0 +1,46 @@
+"""A function of the user's that looks at the model every so many steps (``run.evaluation``)."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ahp.errors import BadInput, bad_input
+
+KEY = "run.evaluation"
+
+Evaluation = Callable[[Any, int], Any]
+"""(the parallel model, number of the step) -> a number, or numbers by name. Called on every rank."""
+
+
+def find(name: str) -> Evaluation:
+    """The function of the name ``pkg.mod:function``. Raises BadInput."""
+    path, colon, function = name.partition(":")
+    if not colon or not function.isidentifier() or not all(part.isidentifier() for part in path.split(".")):
+        raise bad_input(KEY, name, "must name a function", ["pkg.mod:function"])
+    try:
+        found = getattr(importlib.import_module(path), function)
+    except ModuleNotFoundError as error:
+        where = "it must lie in the folder that the command starts in, be installed, or be on PYTHONPATH"
+        raise BadInput(f"{KEY} = {name!r}: {error}; {where}") from error
+    except (ImportError, AttributeError) as error:
+        raise BadInput(f"{KEY} = {name!r}: {error}") from error
+    if not callable(found):
+        raise bad_input(KEY, name, f"it is of {type(found).__name__}, not a function of (parallel, step)")
+    return found
+
+
+def figures(name: str, found: Any) -> dict[str, float | None]:
+    """What a function returned, as the step's record has it: ``evaluation``, or ``evaluation_NAME`` of each; None for what is no number.
+    Raises BadInput."""
+    named: Mapping[Any, Any] = found if isinstance(found, Mapping) else {"": found}
+    record: dict[str, float | None] = {}
+    for key, value in named.items():
+        # A tensor or a NumPy scalar counts as the number that it holds.
+        number = value.item() if hasattr(value, "item") else value
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not isinstance(key, str):
+            raise bad_input(KEY, name, f"it returned {found!r}; a number was expected, or numbers by name")
+        record["evaluation" + (f"_{key}" if key else "")] = float(number) if math.isfinite(number) else None
+    return record
