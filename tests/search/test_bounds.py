@@ -47,7 +47,7 @@ def holds(asked: Problem, space: Space, places: list[Place]) -> None:
             for level in bounds.levels(bounds.first_s()):
                 assert level(block) <= forecast.step_time_s * ROUNDING, layout.short()
         if 1 < layout.num_stages <= asked.graph.num_layers:
-            any_cut_s = bounds.of_any_cut(block)
+            any_cut_s = bounds.of_any_cut([block])[block]
             for cut, of_cut in other_cuts(asked, layout):
                 assert max(blocks_s[block], work_s) <= of_cut.step_time_s * ROUNDING, cut
                 assert blocks_bytes[block] <= sum(of_cut.memory.values()) + 1, cut
@@ -165,7 +165,7 @@ def holds_in_part(asked: Problem, space: Space, places: list[Place], data: st.Da
             part = whole.model_copy(update={"recomputed_layers_per_stage": some})
             if asked.refused(part) is None and (forecast := asked.price(part)).fits:
                 assert ways is not None
-                assert bounds.of_any_part(block, ways) <= forecast.step_time_s * ROUNDING, part.short()
+                assert bounds.of_any_part([block], ways)[block] <= forecast.step_time_s * ROUNDING, part.short()
                 seen += 1
     return seen
 

@@ -120,11 +120,8 @@ class Bounds:
         any_cut_s[misfits] = rows_s[misfits] = np.inf
         return any_cut_s, rows_s
 
-    def of_any_cut(self, block: int) -> float:
-        """Seconds that every row of a block with a pipeline takes, cut in any way; infinite where none fits."""
-        return self._of_any_cut([block])[block]
-
-    def _of_any_cut(self, blocks: Iterable[int]) -> dict[int, float]:
+    def of_any_cut(self, blocks: Iterable[int]) -> dict[int, float]:
+        """Seconds that every row of some blocks with a pipeline takes, cut in any way; infinite where none fits."""
         most_bytes = self.most_that_fits_bytes()
         found = self._of_layers(self._priced_of(blocks), lambda layers: layers.of_any_cut_s(most_bytes))
         return self._no_less_than_work(found)
@@ -138,21 +135,18 @@ class Bounds:
 
         Closer for the blocks whose units the search has priced; infinite where no cut of any fits.
         """
-        return self._lowest(self.space.blocks.pipeline > 1, lambda some: self._of_any_cut(some))
+        return self._lowest(self.space.blocks.pipeline > 1, self.of_any_cut)
 
-    def of_any_part(self, block: int, ways: Ways) -> float:
-        """Seconds that every layout of a block takes that recomputes a part of its layers, however they are cut into stages;
+    def of_any_part(self, blocks: Iterable[int], ways: Ways) -> dict[int, float]:
+        """Seconds that every layout of some blocks takes that recomputes a part of its layers, however they are cut into stages;
         infinite where none fits, or the engine cannot."""
-        return self._of_any_part([block], ways)[block]
-
-    def _of_any_part(self, blocks: Iterable[int], ways: Ways) -> dict[int, float]:
         most_bytes = self.most_that_fits_bytes()
         found = self._of_layers(self._priced_of(blocks), lambda layers: layers.of_any_part_s(most_bytes, ways))
         return self._no_less_than_work(found)
 
     def any_part_s(self, ways: Ways) -> float:
         """Seconds that every layout takes at least that recomputes a part of its layers, however they are cut into stages."""
-        return self._lowest(np.ones(len(self.space.blocks), dtype=bool), lambda some: self._of_any_part(some, ways))
+        return self._lowest(np.ones(len(self.space.blocks), dtype=bool), lambda some: self.of_any_part(some, ways))
 
     def _lowest(self, which: NDArray[np.bool_], closer_s: Callable[[Iterable[int]], dict[int, float]]) -> float:
         """The lowest bound of some blocks; those whose units the search has priced are looked at closer where they are the lowest."""
