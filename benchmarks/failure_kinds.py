@@ -67,10 +67,12 @@ def full_disk(run: Run, draw: random.Random) -> None:
     while not filler.exists():  # a checkpoint that is written may have taken the last of the room
         with suppress(OSError):
             filler.touch()
-    with filler.open("wb") as file, suppress(OSError):
+    with (
+        filler.open("wb", buffering=0) as file,
+        suppress(OSError),
+    ):  # what is buffered would be written once more at the end
         while True:
             file.write(b"x" * 65536)
-            file.flush()
     try:
         run.until(lambda: len([s for s in run.starts() if s.ended]) > begun or _gone(run), "the full disk is met")
     finally:

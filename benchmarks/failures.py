@@ -70,8 +70,8 @@ class Form:
     """Runs at a time. Their seconds say nothing then."""
 
 
-SHORT = Form(failures=len(KINDS), strikes=4, host_strikes=1, away=(6, 8), layouts=LAYOUTS[:1], limit_s=15.0, beside=4)
-"""On a busy machine a rank may be without a core for seconds."""
+SHORT = Form(failures=len(KINDS), strikes=8, host_strikes=1, away=(6, 8), layouts=LAYOUTS[:1], limit_s=15.0, beside=4)
+"""On a busy machine a rank may be without a core for seconds. All kinds of one host strike one run: each run starts processes that only import."""
 
 
 @dataclass

@@ -196,6 +196,7 @@ def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, t
     assert tokenizer.decode(written, skip_special_tokens=True) == "return x"
 
 
+@pytest.mark.wide  # tests/test_failures.py kills one too, among much else, and compares every digit
 def test_a_killed_worker_is_started_again_and_the_curve_goes_on(text: Path, tmp_path: Path) -> None:
     folder, addresses = RunFolder(tmp_path / "run"), set[str]()
 
@@ -288,6 +289,7 @@ def test_fault_in_a_worker_has_its_cause_and_exit_code(text: Path, tmp_path: Pat
     assert (status.state, status.step, status.exit_code) == ("failed", 0, 2)
 
 
+@pytest.mark.wide  # test_changing_nodes.py has the same hang with two launchers, and what is told by both
 def test_a_rank_that_hangs_in_a_step_is_named(text: Path, tmp_path: Path) -> None:
     """Under the launcher: within the limit the other rank gives up, here a receive of a pipeline, and what is told is who hangs."""
     one_micro_batch = PIPED.model_copy(update={"micro_batch_size": 4, "pipeline_parallel_schedule": "GPipe"})
