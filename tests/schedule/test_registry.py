@@ -111,6 +111,22 @@ def test_what_is_in_flight_is_a_moment_of_the_order(layout, data):
 
 @settings(deadline=None)
 @given(layouts())
+def test_forwards_before_the_first_gradient_are_those_of_the_order(layout):
+    _, p, v, m = layout
+    schedule = get(layout[0])
+    counts, own = schedule.forwards_before_gradient(p, v, m), schedule.placement.rank_stages(p, v)
+    if counts is None or p == 1:
+        return
+    for rank, actions in enumerate(orders(*layout)):
+        gradients = [at for at, (kind, *_) in enumerate(actions) if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)]
+        before = [stage for kind, stage, _ in actions[: gradients[0]] if kind is Kind.FORWARD]
+        assert [before.count(stage) for stage in own[rank]] == counts[rank].tolist()
+        assert actions[gradients[0]][1] == own[rank, -1]
+        assert actions[gradients[-1]][1] == own[rank, 0]
+
+
+@settings(deadline=None)
+@given(layouts())
 def test_what_is_said_of_the_order_is_true_of_it(layout):
     name, p, v, m = layout
     schedule, ranks = get(name), orders(*layout)

@@ -152,9 +152,13 @@ class _Paths:
 
     def _work_s(self) -> Floats:
         """[N, S] Seconds of each stage's actions, without what follows its last gradient."""
+        t = self.times
+        return self.m * t.forward_s + t.first_forward_extra_s + self._backward_s()
+
+    def _backward_s(self) -> Floats:
+        """[N, S] Of these, the backward passes of all micro-batches, whole or split."""
         t, split = self.times, self.split
-        work = self.m * t.forward_s + t.first_forward_extra_s + (self.m - split) * t.backward_s
-        return work + split * (t.input_gradient_s + t.weight_gradient_s)
+        return (self.m - split) * t.backward_s + split * (t.input_gradient_s + t.weight_gradient_s)
 
     def mean_work_s(self) -> Floats:
         """[N] Seconds that a rank computes on average."""
@@ -179,8 +183,7 @@ class _Paths:
         """
         t, highest, back_s = self.times, self.own[:, -1], self.back_s
         first_s = (self._first_gradient_s() + back_s[..., -1])[..., None] - back_s[..., highest]
-        weight_s = np.where(self.split > 0, self.m * t.weight_gradient_s, 0.0)
-        left = weight_s + self.m * self.gradient_s + 0.0 * t.forward_s
+        left = self._backward_s() + 0.0 * t.forward_s
         left_s = (left[..., self.own] + (self.m - forwards) * self._of_ranks(t.forward_s)).sum(axis=-1)
         deferred_s, _ = self._after_last_gradient(np.zeros(self.p))
         until_s = first_s + left_s - self.gradient_s[..., highest]

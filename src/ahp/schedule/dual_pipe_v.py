@@ -27,6 +27,12 @@ class DualPipeV(VShaped):
             f"(valid: {valid}, or pipeline_parallel_schedule ZBVZeroBubble)"
         )
 
+    def forwards_before_gradient(self, p: int, v: int, m: int) -> NDArray[np.int64]:
+        """On the rank where the way turns one more."""
+        found = self.in_flight(p, v, m)
+        found[-1, 0] = min(found[-1, 0] + (p > 1), m)
+        return found
+
     def num_split(self, stage: int, p: int, m: int) -> int:
         """Some while the pipeline fills and drains."""
         if stage < p:

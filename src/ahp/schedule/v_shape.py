@@ -40,6 +40,10 @@ class VShaped(PipelineSchedule):
         rank = np.arange(p)
         return np.minimum(np.stack([2 * p - rank - 1, rank + 1], axis=1), m)
 
+    def forwards_before_gradient(self, p: int, v: int, m: int) -> NDArray[np.int64]:
+        """Those of the fullest moment."""
+        return self.in_flight(p, v, m)
+
 
 class Order:
     """The actions of one rank so far; micro-batches of each kind and stage are numbered as they come."""
