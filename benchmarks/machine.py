@@ -43,6 +43,7 @@ def machine(num_workers: int) -> Machine:
     """Read from the system; the processor's model and family where its name alone says little."""
     import psutil
 
+    from ahp.about import __version__
     from ahp.cluster import sense
 
     return Machine(
@@ -55,6 +56,6 @@ def machine(num_workers: int) -> Machine:
         python=platform.python_version(),
         torch=version("torch"),
         transformers=version("transformers"),
-        ahp=version("ahp"),
+        ahp=__version__,
         date=datetime.date.today().isoformat(),
     )

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "ahp"
 
 FLOORS: list[set[str]] = [
-    {"cache", "divisors", "errors", "run_files", "run_history", "shipped", "words", "yaml_text"},
+    {"about", "cache", "divisors", "errors", "run_files", "run_history", "shipped", "words", "yaml_text"},
     {"job"},
     {"violations", "stage_place"},
     {"plan"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib.metadata
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ahp
+from ahp.about import DISTRIBUTION
 from ahp.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,10 +151,20 @@ def test_nothing_is_left_to_do_later_or_tied_to_one_machine() -> None:
 
 
 def test_one_version() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert ahp.__version__ == version
-    assert importlib.metadata.version("ahp") == version
-    assert f"## [{version}] - " in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## [{ahp.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_no_message_tells_to_install_another_program() -> None:
+    """``ahp`` on the package index is somebody else's. The extras that messages name are there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    texts = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+    told = {(name, words) for name, text in texts.items() for words in re.findall(r"install '?ahp\b|'ahp\[", text)}
+    assert told == set()
+    named = {extra for text in texts.values() for extra in re.findall(r'install_extra\([\'"]([\w-]+)[\'"]\)', text)}
+    assert named
+    assert named <= set(project["optional-dependencies"])
 
 
 def test_ci_script_is_a_program() -> None:

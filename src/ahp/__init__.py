@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ahp.about import __version__ as __version__
+
 if TYPE_CHECKING:
     from ahp import errors as errors
     from ahp.cluster.measure import probe as probe
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from ahp.search.ranking import search as search
     from ahp.search.slicing.model import slicing as slicing
 
-    __version__: str
 
 _HOMES = {
     "analyze": "ahp.graph.kept",
@@ -64,11 +65,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(_MODULES[name])
-    if name == "__version__":
-        from importlib.metadata import version
-
-        value: Any = version("ahp")
-    elif name in _HOMES:
+    if name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
     else:
         raise AttributeError(f"module 'ahp' has no attribute {name!r}")

@@ -211,7 +211,7 @@ def test_missing_plotly_says_what_to_install(run: Path, monkeypatch: pytest.Monk
     for name in [name for name in sys.modules if name.split(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(AhpError, match=r"pip install 'ahp\[report\]'"):
+    with pytest.raises(AhpError, match=r"pip install 'adaptive-hybrid-parallelism\[report\]'"):
         page.write(run)
     assert not (run / "report.html").exists()
 

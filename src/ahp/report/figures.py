@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ahp.about import install_extra
 from ahp.errors import AhpError
 from ahp.plan import Forecast
 from ahp.words import GIB, part_words, seconds
@@ -42,7 +43,7 @@ def script() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise NoPlotly("plotly is not installed; install the extra: pip install 'ahp[report]'") from None
+        raise NoPlotly(f"plotly is not installed; {install_extra('report')}") from None
     return get_plotlyjs()
 
 

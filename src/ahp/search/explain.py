@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+from ahp.about import __version__
 from ahp.cluster.domains import joined
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
@@ -153,8 +154,8 @@ def _differs_only(one: Parallelism, other: Parallelism, keys: tuple[str, ...]) -
 
 def versions() -> dict[str, str]:
     """What the plan was made with."""
-    found = {package: _version(package) for package in ("ahp", "torch", "transformers")}
-    return {package: number for package, number in found.items() if number is not None}
+    found = {package: _version(package) for package in ("torch", "transformers")}
+    return {"ahp": __version__, **{package: number for package, number in found.items() if number is not None}}
 
 
 @cache

@@ -375,7 +375,7 @@ def test_refuses_devices_without_8_bits_before_a_worker_starts(monkeypatch: pyte
     with pytest.raises(HardwareMismatch, match="processor cores have no products in 8 bits"):
         fp8.refuse_without_fp8(plan_for(), "cpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"torchao is not installed.*pip install 'ahp\[fp8\]'"):
+    with pytest.raises(BadInput, match=r"torchao is not installed.*pip install 'adaptive-hybrid-parallelism\[fp8\]'"):
         fp8.refuse_without_fp8(plan_for(H100), "cuda")
 
 

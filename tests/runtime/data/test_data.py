@@ -210,7 +210,7 @@ def test_parquet_rows_are_read_in_order(tmp_path: Path, monkeypatch: pytest.Monk
     file.write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as where it is not installed
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"job\.data.*pyarrow.*'ahp\[data\]'"):
+    with pytest.raises(BadInput, match=r"job\.data.*pyarrow.*'adaptive-hybrid-parallelism\[data\]'"):
         text.find(str(file))
     monkeypatch.undo()
     texts = [f"document {n}" for n in range(5)]
@@ -280,7 +280,7 @@ def test_hub_data_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(BadInput, match="expected hub:owner/name"):
         text.find("hub:")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(BadInput, match=r"library datasets.*'ahp\[data\]'"):
+    with pytest.raises(BadInput, match=r"library datasets.*'adaptive-hybrid-parallelism\[data\]'"):
         text.find("hub:owner/name")
 
 

@@ -71,7 +71,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(team, "results", results)
     monkeypatch.setattr(measure, "probe", probe)
     monkeypatch.setattr(hosts, "own_name", lambda: f"h{own.number}")
-    monkeypatch.setattr(hosts, "version", lambda program: has["version"](own.number) if program == "ahp" else "2.13")
+    monkeypatch.setattr(hosts, "version", lambda program: has["version"](own.number))  # torch's
     return has
 
 
@@ -107,7 +107,7 @@ def test_hosts_of_different_versions_are_refused_on_all(made_up: dict[str, Any])
     made_up["version"] = lambda number: "1.1" if number == 2 else "1.0"
     for error in together(3, probed()):
         assert isinstance(error, BadInput)
-        assert "different versions of ahp (1.0 on h0, 1.0 on h1, 1.1 on h2)" in str(error)
+        assert "different versions of torch (1.0 on h0, 1.0 on h1, 1.1 on h2)" in str(error)
 
 
 def test_a_file_that_exists_ends_it_before_anything_is_measured(

@@ -90,7 +90,7 @@ def test_what_the_trainer_is_given_from_python_is_checked_as_the_config_is() -> 
 
 def test_what_is_not_installed_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"run\.track = \['wandb'\].*'ahp\[track\]'"):
+    with pytest.raises(BadInput, match=r"run\.track = \['wandb'\].*'adaptive-hybrid-parallelism\[track\]'"):
         Trainer(Plan(), track=["wandb"])
     with pytest.raises(BadInput, match=r"mlflow is no tracker \(valid: tensorboard, wandb\)"):
         check(["mlflow"])

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from ahp.about import install_extra
 from ahp.engines.ahp import FP8_MULTIPLE
 from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.graph.blocks import BlockList
@@ -59,9 +60,7 @@ def refuse_without_fp8(plan: Plan, device: str) -> None:
 def refuse_without_torchao() -> None:
     """Its casts and products are used."""
     if importlib.util.find_spec("torchao") is None:
-        raise BadInput(
-            f"job.precision = 'fp8': torchao is not installed; install the extra: pip install 'ahp[fp8]' ({OTHERS})"
-        )
+        raise BadInput(f"job.precision = 'fp8': torchao is not installed; {install_extra('fp8')} ({OTHERS})")
 
 
 def refuse_device(device: torch.device) -> None:

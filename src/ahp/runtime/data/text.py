@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ahp.about import install_extra
 from ahp.errors import BadInput, bad_input
 from ahp.runtime.data.documents import Document, Piece, Template, documents_of
 
@@ -123,7 +124,7 @@ def _source(name: str, files: list[Path], field: str | None, key: str, rows: Any
 
 
 def _needs_extra(key: str, data: str, what: str) -> BadInput:
-    return bad_input(key, data, f"{what}; install the extra: pip install 'ahp[data]'")
+    return bad_input(key, data, f"{what}; {install_extra('data')}")
 
 
 def _hub(data: str, field: str | None, key: str) -> TextSource:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from ahp.about import __version__
 from ahp.cluster import measure, team
 from ahp.cluster.catalogue import CPU
 from ahp.cluster.hosts import grouping, links
@@ -103,7 +104,7 @@ def probe_hosts(
 
 def _alike(meeting: Meeting) -> list[str]:
     """The hosts' names, by their numbers. Raises BadInput where versions differ."""
-    ours = {"name": own_name(), "ahp": version("ahp"), "torch": version("torch")}
+    ours = {"name": own_name(), "ahp": __version__, "torch": version("torch")}
     said = meeting.all_of("who", lambda: ours)
     for program in ("ahp", "torch"):
         if len({one[program] for one in said}) > 1:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ahp.about import install_extra
 from ahp.errors import AhpError, bad_input
 from ahp.runtime.files import crc32
 from ahp.runtime.run.folder import Checkpoint
@@ -70,7 +71,7 @@ class CheckpointStore:
         except ValueError:
             raise bad_input("run.checkpoint_store", url, f"fsspec knows no {protocol}://", URLS) from None
         except ImportError as error:
-            rule = f"{protocol}:// needs a library ({error}); install the extra: pip install 'ahp[object-store]'"
+            rule = f"{protocol}:// needs a library ({error}); {install_extra('object-store')}"
             raise bad_input("run.checkpoint_store", url, rule) from None
         try:
             fs, root = url_to_fs(url, **({"auto_mkdir": True} if protocol in ("file", "local") else {}))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ahp.about import install_extra
 from ahp.errors import bad_input
 from ahp.plan import Plan
 
@@ -64,9 +65,7 @@ def check(names: Sequence[str]) -> None:
         if name not in NEEDS:
             raise bad_input("run.track", list(names), f"{name} is no tracker", NEEDS)
         if importlib.util.find_spec(NEEDS[name]) is None:
-            raise bad_input(
-                "run.track", list(names), f"{name} is not installed; install the extra: pip install 'ahp[track]'"
-            )
+            raise bad_input("run.track", list(names), f"{name} is not installed; {install_extra('track')}")
 
 
 class Trackers:
