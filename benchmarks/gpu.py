@@ -127,7 +127,11 @@ def refused(variant: Variant, device: str) -> str | None:
 
     if device == "cpu" or torch.cuda.get_device_capability() < (8, 9):
         return "products in 8 bits need a GPU of compute capability 8.9"
-    return None if importlib.util.find_spec("torchao") else "torchao is not installed (pip install 'ahp[fp8]')"
+    return (
+        None
+        if importlib.util.find_spec("torchao")
+        else "torchao is not installed (pip install 'adaptive-hybrid-parallelism[fp8]')"
+    )
 
 
 def markdown(rows: list[Row], left_out: dict[str, str], where: str, how: str, command: str) -> str:

@@ -228,7 +228,7 @@ HELP: dict[str, str] = {
     "job.global_batch_size": "sequences of one optimizer step, over all devices",
     "job.steps": "optimizer steps of the whole job",
     "job.precision": "of computation: fp32, bf16, fp16, fp8; weights and optimizer states stay fp32",
-    "job.optimizer.name": "adamw, or muon for the matrices of the blocks and adamw for the rest",
+    "job.optimizer.name": "adamw, adamw8bit (its moments in 8 bits, by torchao), or muon for the matrices of the blocks and adamw for the rest",
     "job.optimizer.learning_rate": "highest rate, reached after the warm-up",
     "job.optimizer.betas": "decay of the running means of the gradient and of its square",
     "job.optimizer.eps": "added to the denominator",

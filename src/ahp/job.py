@@ -30,9 +30,10 @@ Release = Annotated[str, BeforeValidator(_in_quotes)]
 
 
 class Optimizer(Record):
-    """AdamW as ``torch.optim.AdamW``; or Muon as ``torch.optim.Muon`` for the matrices of the blocks, AdamW for the rest."""
+    """AdamW as ``torch.optim.AdamW``, or with its moments in 8 bits as ``torchao.optim.AdamW8bit``; or Muon as ``torch.optim.Muon`` for the
+    matrices of the blocks, AdamW for the rest."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     learning_rate: float = Field(default=1.0e-3, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1.0e-8, gt=0)
@@ -51,6 +52,12 @@ class Optimizer(Record):
     """wsd only: share of the job's steps, at the end, over which the rate falls."""
     grad_clip: float | None = Field(default=1.0, gt=0)
     """Largest global gradient norm; None = no clipping."""
+    _share_in_8_bits: float = PrivateAttr(default=1.0)
+
+    @property
+    def share_in_8_bits(self) -> float:
+        """Of the trained parameters those whose moments are held in 8 bits, as far as ``Job.on_model`` has said."""
+        return self._share_in_8_bits if self.name == "adamw8bit" else 0.0
 
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> Optimizer:
@@ -191,13 +198,14 @@ class Job(Record):
         """Of a model's parameters those that are trained, as far as ``on_model`` has said."""
         return 1.0 if self.lora is None else self.lora._trained_share
 
-    def on_model(self, trained_share: float) -> Job:
-        """The same job where it is known how much of the model it trains, which prices need. It is no key of the job: a plan has it not."""
-        if self.lora is None:
-            return self
-        lora = self.lora.model_copy()
-        lora._trained_share = trained_share
-        return self.model_copy(update={"lora": lora})
+    def on_model(self, trained_share: float, share_in_8_bits: float) -> Job:
+        """The same job where it is known how much of the model it trains, and how much of that has moments in 8 bits, which prices need. They are
+        no keys of the job: a plan has them not."""
+        optimizer, lora = self.optimizer.model_copy(), None if self.lora is None else self.lora.model_copy()
+        optimizer._share_in_8_bits = share_in_8_bits
+        if lora is not None:
+            lora._trained_share = trained_share
+        return self.model_copy(update={"optimizer": optimizer, "lora": lora})
 
     @property
     def tokens_per_step(self) -> int:

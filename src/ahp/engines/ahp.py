@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ahp.divisors import divisors
 from ahp.engines import fsdp2, host, releases
 from ahp.engines.engine import Engine
@@ -24,6 +26,21 @@ from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.orders import splits_backward
 from ahp.schedule.registry import SCHEDULES
+
+BLOCK_OF_8_BITS = 256
+"""Elements of a moment in 8 bits that have one scale: torchao's own size (torchao 0.18, optim/adam.py)."""
+
+LEAST_IN_8_BITS = 4096
+"""Elements of a weight whose moments are held in 8 bits at least, as in torchao."""
+
+BYTES_IN_8_BITS = 2 * (1 + 4 / BLOCK_OF_8_BITS)
+"""Of both moments of one parameter: codes of 8 bits, and scales in fp32."""
+
+
+def held_in_8_bits(shape: tuple[int, ...]) -> bool:
+    """Whether ``adamw8bit`` holds the moments of a whole weight of this shape in 8 bits; else they are in fp32."""
+    return len(shape) > 1 and shape[-1] % BLOCK_OF_8_BITS == 0 and math.prod(shape) >= LEAST_IN_8_BITS
+
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
@@ -68,7 +85,8 @@ class AhpEngine(Engine):
             valid = "null; or engine.name torchtitan or megatron"
             return f"engine.enable_async_tensor_parallel = True: {cannot} (valid: {valid})"
         if choice.offload_optimizer and job.optimizer.name != "adamw":
-            rule = "its momentum stays on the device, as the products that it goes into"
+            of_muon = "its momentum stays on the device, as the products that it goes into"
+            rule = of_muon if job.optimizer.name == "muon" else "its moments in 8 bits stay on the device"
             return f"job.optimizer.name = {job.optimizer.name!r}: {rule}; engine.offload_optimizer is for adamw (valid: adamw)"
         return _refuses_compiled(job, p, choice) if choice.compile else None
 
@@ -76,7 +94,7 @@ class AhpEngine(Engine):
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
         sharded = parallelism.weight_shards > 1
         zero = parallelism.zero_stage if sharded else 0
-        muon = job.optimizer.name == "muon"
+        muon, in_8_bits = job.optimizer.name == "muon", job.optimizer.share_in_8_bits
         pipelined = parallelism.pipeline_parallel_degree > 1
         every = zero >= 2 and not pipelined
         wrapped = sharded or job.precision != "fp32"
@@ -93,7 +111,7 @@ class AhpEngine(Engine):
         return Traits(
             states=StateTraits(
                 master_weight_bytes=4,
-                optimizer_bytes=4 if muon else 8,
+                optimizer_bytes=4 if muon else in_8_bits * BYTES_IN_8_BITS + (1 - in_8_bits) * 8,
                 no_matrix_bytes=4 if muon else 0,
                 host_bytes=8 if choice.offload_optimizer else 0,  # runtime/optimizer/offload.py: both moments, in fp32
                 host_bucket_bytes=OFFLOAD_BUCKET_BYTES if choice.offload_optimizer else 0,

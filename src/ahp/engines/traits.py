@@ -28,7 +28,7 @@ class StateTraits(NamedTuple):
 
     master_weight_bytes: int
     """Bytes of one weight element as the optimizer holds it."""
-    optimizer_bytes: int
+    optimizer_bytes: float
     """Bytes of all optimizer states of one parameter (AdamW: two of fp32)."""
     compute_weight_bytes: int
     """Bytes of one weight element in the copy that computes, where that copy is apart from the master; 0 = it is not."""
@@ -45,7 +45,7 @@ class StateTraits(NamedTuple):
     The share is the whole model's: adapters are in the blocks alone, and what a stage has beside them is counted with a little too much."""
 
     @property
-    def device_bytes(self) -> int:
+    def device_bytes(self) -> float:
         """Of ``optimizer_bytes``, those that stay on the device."""
         return self.optimizer_bytes - self.host_bytes
 

@@ -50,6 +50,7 @@ from ahp.forecast.pricer import (
 )
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import StageMemory
+from ahp.forecast.trained import on_graph
 from ahp.forecast.units import Units
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -100,7 +101,7 @@ class MixedPricer:
     ) -> None:
         """``groups``: an ordinary pricer for each group of nodes, by its name."""
         self.graph, self.cluster, self.choice, self.groups = graph, cluster, choice, groups
-        self.job = job.on_model(graph.trained_share)
+        self.job = on_graph(job, graph)
         self.network = MixedNetwork(cluster)
         self._stage_costs: dict[tuple[object, ...], StageCost] = {}
         self.turns = 1.0

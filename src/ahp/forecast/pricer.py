@@ -49,6 +49,7 @@ from ahp.forecast.stage import StageCost, layout_costs
 from ahp.forecast.stage_memory import StageMemory
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import Shards, state_bytes, visiting_bytes
+from ahp.forecast.trained import on_graph
 from ahp.forecast.turns import share, turns
 from ahp.forecast.units import UnitPricer, Units
 from ahp.graph.operators import ModelGraph
@@ -66,6 +67,10 @@ LOSS_AND_NORM_BYTES = 16
 TIED_BYTES = 4
 """Bytes of one gradient element that the first and the last stage sum, in fp32."""
 
+EIGHT_BIT_UPDATE_BYTES = 242
+"""Bytes moved per parameter by AdamW with moments in 8 bits, counted over the operators of runtime/optimizer/eight_bit.py: 21 to make numbers of the
+codes of each moment, 32 to take the gradient in, 66 to make codes again, 72 for the update, 30 to write all where the step is not left out."""
+
 CLIP_BYTES = 12
 """Bytes moved per gradient element by clipping in fp32: one read for the norm, one read and write for the scale."""
 
@@ -78,7 +83,7 @@ class Pricer:
     ) -> None:
         """``in_cells``: the nodes are a group of a mixed cluster, on which each cell lies on one node or on whole ones."""
         self.graph, self.cluster, self.choice = graph, cluster, choice
-        self.job = job = job.on_model(graph.trained_share)
+        self.job = job = on_graph(job, graph)
         self.in_cells = in_cells
         self.nodes = joined(cluster.groups[0])
         """Of all that NVLink joins: not the hosts that a launcher counts."""
@@ -338,7 +343,11 @@ class Pricer:
     def optimizer_bytes(self, traits: Traits) -> float:
         """Bytes moved for each parameter, trained or not, by norm, clipping and AdamW."""
         # AdamW reads weight, gradient and states, and writes weight and states, in one kernel (fused=True).
-        moved = 2 * (traits.states.master_weight_bytes + traits.states.optimizer_bytes) + traits.gradients.element_bytes
+        states, in_8_bits = traits.states, self.job.optimizer.share_in_8_bits
+        moved = 2 * (states.master_weight_bytes + states.optimizer_bytes) + traits.gradients.element_bytes
+        if in_8_bits:
+            in_fp32 = 2 * (states.master_weight_bytes + 8) + traits.gradients.element_bytes
+            moved = in_8_bits * EIGHT_BIT_UPDATE_BYTES + (1 - in_8_bits) * in_fp32
         # The copy that computes is made again, where no gather makes it.
         if traits.states.compute_weight_bytes and traits.gather.forward == "never":
             moved += traits.states.master_weight_bytes + traits.states.compute_weight_bytes

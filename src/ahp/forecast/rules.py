@@ -14,6 +14,7 @@ from ahp.errors import AhpError, nearest
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.groups import num_expert_ranks
 from ahp.forecast.mixed_rules import illegal_placement
+from ahp.forecast.moments import cut_within_a_block
 from ahp.forecast.split import in_8_bits, way_of_keys
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -206,7 +207,10 @@ def asynchronous(parallelism: Parallelism, engine: EngineChoice) -> str | None:
 
 
 def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Whether ahp's own runtime can compute the linear layers of blocks in 8 bits, whole and in parts (runtime/compute/fp8.py)."""
+    """Whether ahp's own runtime can compute the linear layers of blocks in 8 bits, whole and in parts (runtime/compute/fp8.py), and hold
+    moments in blocks of 8 bits of which no rank has a part (runtime/optimizer/eight_bit.py)."""
+    if job.optimizer.name == "adamw8bit" and engine.name == "ahp" and (reason := _moments(graph, job, parallelism)):
+        return reason
     if job.precision != "fp8" or engine.name != "ahp":
         return None
     few = get(engine.name).traits(job, parallelism, engine).tensor.few_keys
@@ -231,6 +235,15 @@ def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
     return _broken(
         "tensor_parallel_degree", degree, rule, [d for d in valid if not tensor(graph, job, _cut(d), engine)]
     )
+
+
+def _moments(graph: ModelGraph, job: Job, parallelism: Parallelism) -> str | None:
+    degree = parallelism.tensor_parallel_degree
+    if (found := cut_within_a_block(graph, degree)) is None:
+        return None
+    rule, valid = found
+    known = [d for d in valid if not tensor(graph, job, _cut(d), EngineChoice())]
+    return _broken("tensor_parallel_degree", degree, rule, known)
 
 
 def _layers_in_8_bits(graph: ModelGraph, degree: int, few: FewKeys) -> list[tuple[str, int | None]]:

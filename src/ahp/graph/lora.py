@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ahp.about import install_extra
 from ahp.errors import BadInput, bad_input, nearest
 from ahp.job import Lora
 
@@ -31,7 +32,7 @@ def peft_version() -> str:
     try:
         return metadata.version("peft")
     except metadata.PackageNotFoundError:
-        raise BadInput("job.lora: peft is not installed: pip install 'ahp[lora]'") from None
+        raise BadInput(f"job.lora: peft is not installed; {install_extra('lora')}") from None
 
 
 def key_of(lora: Lora | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ahp.runtime.compute.compile import refuse_without_compiler
 from ahp.runtime.compute.fp8 import check_linear
 from ahp.runtime.experts.balance_loss import balance_of
 from ahp.runtime.experts.dispatch import check_experts
+from ahp.runtime.optimizer.eight_bit import refuse_without_torchao
 from ahp.runtime.optimizer.offload import refuse_without_host
 from ahp.runtime.tensor.sliced_dropout import drops_parts
 from ahp.schedule.stages import layers_of_stages
@@ -39,6 +40,8 @@ def refuse_plan(plan: Plan, device: torch.device) -> None:
         or rules.schedules(job, p, in_torch=True)
     ):
         raise BadInput(reason)
+    if job.optimizer.name == "adamw8bit":
+        refuse_without_torchao()
     refuse_kernels(plan.engine, device)
 
 

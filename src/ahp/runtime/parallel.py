@@ -28,6 +28,7 @@ from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.inside import blocks_of, needs_outline, outline_of, slicing_of
 from ahp.runtime.limits import refuse_model, refuse_plan, refuse_what_stays_outside
 from ahp.runtime.optimizer.adamw import ShardedOptimizer, matrices_of
+from ahp.runtime.optimizer.eight_bit import names_in_blocks
 from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.optimizer.loss_scale import LossScale
 from ahp.runtime.optimizer.muon import OwnedMatrices
@@ -235,6 +236,7 @@ class Parallel:
             layout.parameters,
             self.plan.job.optimizer,
             matrices=matrices,
+            in_blocks=names_in_blocks(layout) if self.plan.job.optimizer.name == "adamw8bit" else (),
             offload=self.plan.engine.offload_optimizer,
             muon=OwnedMatrices(layout, ours) if matrices else None,
         )

@@ -16,6 +16,7 @@ from ahp.forecast import rules
 from ahp.forecast.priced import Priced
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.step import pricer
+from ahp.forecast.trained import on_graph
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import AXES, DEGREE, Axis, ContextMethod, EngineChoice, Forecast, Parallelism, validated
@@ -227,7 +228,7 @@ def problem(
     own_order = fixed.pipeline_parallel_schedule == SYNTHESIZED
     if own_order:
         fixed = fixed.model_copy(update={"pipeline_parallel_schedule": None})
-    found = Problem(graph, where, contract.on_model(graph.trained_share), fixed, choice, own_order)
+    found = Problem(graph, where, on_graph(contract, graph), fixed, choice, own_order)
     found.check()
     return found
 

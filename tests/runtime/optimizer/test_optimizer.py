@@ -275,7 +275,7 @@ def test_rate_of_each_step_by_schedule() -> None:
         ({"momentum": 0.9}, "momentum = 0.9: has no effect under name adamw"),
         ({"decay_share": 0.1}, "decay_share = 0.1: has no effect under schedule cosine"),
         ({"min_lr_factor": 0.0, "schedule": "constant"}, "min_lr_factor = 0.0: has no effect under schedule constant"),
-        ({"name": "lion"}, "'adamw' or 'muon'"),
+        ({"name": "lion"}, "'adamw', 'adamw8bit' or 'muon'"),
     ],
 )
 def test_keys_without_effect_are_refused(optimizer: dict[str, Any], rule: str) -> None:

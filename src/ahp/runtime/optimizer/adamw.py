@@ -10,6 +10,7 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.graph.blocks import NoBlocks, find_blocks
 from ahp.job import Optimizer as Settings
+from ahp.runtime.optimizer.eight_bit import EightBitAdamW
 from ahp.runtime.optimizer.muon import LocalMatrices, OwnedMatrices
 from ahp.runtime.optimizer.offload import HostMoments
 from ahp.runtime.torch_compat import leave_out_update, local_tensor
@@ -45,10 +46,11 @@ class ShardedOptimizer:
         settings: Settings,
         *,
         matrices: Collection[str] = (),
+        in_blocks: Collection[str] = (),
         offload: bool = False,
         muon: LocalMatrices | OwnedMatrices | None = None,
     ) -> None:
-        """``matrices``: what Muon updates, and ``muon`` how. ``offload``: whether AdamW's moments are kept in host memory."""
+        """``matrices``: what Muon updates, and ``muon`` how. ``in_blocks``: whose moments are in 8 bits. ``offload``: whether AdamW's moments are kept in host memory."""
         self.settings = settings
         self.parameters = parameters
         self.shards = {
@@ -59,6 +61,8 @@ class ShardedOptimizer:
         self.momentum = {name: torch.zeros_like(self.shards[name].data) for name in self.shards if name in matrices}
         """Of each matrix that Muon updates, this rank's part."""
         self.muon = muon if muon is not None else LocalMatrices(self.momentum)
+        in_8_bits = {name: shard for name, shard in self.shards.items() if name in in_blocks}
+        self.eight_bit = EightBitAdamW(in_8_bits, {name: self._decay(name) for name in in_8_bits}, settings)
         self.adamw = torch.optim.AdamW(
             self._groups() or [nn.Parameter(torch.zeros(1))],
             lr=settings.learning_rate,
@@ -75,10 +79,13 @@ class ShardedOptimizer:
         """
         by_decay: dict[float, list[nn.Parameter]] = {}
         for name, shard in self.shards.items():
-            if name not in self.momentum:
-                decays = self.settings.decay_norms_and_biases or self.parameters[name].ndim > 1
-                by_decay.setdefault(self.settings.weight_decay if decays else 0.0, []).append(shard)
+            if name not in self.momentum and name not in self.eight_bit.shards:
+                by_decay.setdefault(self._decay(name), []).append(shard)
         return [{"params": shards, "weight_decay": decay} for decay, shards in by_decay.items()]
+
+    def _decay(self, name: str) -> float:
+        decays = self.settings.decay_norms_and_biases or self.parameters[name].ndim > 1
+        return self.settings.weight_decay if decays else 0.0
 
     def step(self, rate: float, gradients: dict[str, torch.Tensor], *, leave_out: torch.Tensor | None = None) -> None:
         """One update at ``rate`` with this rank's parts of the gradients, by parameter name. Collective under Muon.
@@ -92,6 +99,7 @@ class ShardedOptimizer:
             group["lr"] = rate
         leave_out_update(self.adamw, leave_out)
         (self.adamw if self.host is None else self.host).step()
+        self.eight_bit.step(rate, leave_out)
         self._muon_step(rate, leave_out)
         for shard in self.shards.values():
             shard.grad = None
@@ -113,9 +121,12 @@ class ShardedOptimizer:
             _write_(shard, updated.add_(part, alpha=-rate * ADAMW_RMS * max(rows, columns) ** 0.5), leave_out)
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
-        """States of one parameter's shard, made if no step was taken yet: tensors like it and, of AdamW, ``step``."""
+        """States of one parameter's shard, made if no step was taken yet: tensors like it and, of AdamW, ``step``; of moments in 8 bits
+        codes like it, and a scale for each block of its last dim."""
         if name in self.momentum:
             return {"momentum_buffer": self.momentum[name]}
+        if name in self.eight_bit.shards:
+            return self.eight_bit.moments(name)
         if self.host is not None:
             self.host.wait()
         shard = self.shards[name]

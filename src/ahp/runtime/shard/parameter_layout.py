@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,14 @@ class ParameterLayout:
     uses_fsdp: bool
     parameters: Mapping[str, nn.Parameter]
     """Those of which this rank holds a part; DTensors where they are split."""
+
+    def of_blocks(self, name: str, size: int) -> ParameterLayout:
+        """Of a tensor with one element for each block of ``size`` along the last dim of a parameter, under the parameter's name."""
+        *rows, columns = self.shapes[name]
+        splits, split = dict(self.splits), self.splits.get(name)
+        if split is not None and split.dim == len(rows):
+            splits[name] = replace(split, segments=tuple(segment // size for segment in split.segments))
+        return replace(self, shapes={**self.shapes, name: (*rows, columns // size)}, splits=splits)
 
     def ranges(self, name: str, shard_rank: int | None = None, tensor_rank: int | None = None) -> dict[int, Ranges]:
         """Which part of a parameter this rank holds; or the one that lies elsewhere on the shard and the tensor axis."""

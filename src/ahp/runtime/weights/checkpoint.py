@@ -46,7 +46,8 @@ def load(state: TrainingState, folder: Path) -> None:
                 if key == "step":
                     moment.copy_(tensors[f"adam_step.{name}"])
                 else:
-                    _take_over(state.layout, name, like_distributed(moment, parameter), tensors[f"{key}.{name}"])
+                    layout = _layout_of(state.layout, name, moment)
+                    _take_over(layout, name, _as_parameter(moment, parameter), tensors[f"{key}.{name}"])
     state.local.refresh_twins()
     state.buffers.after_load()
     state.num_steps_done = int(tensors["num_steps_done"])
@@ -70,7 +71,8 @@ def tensors_of(state: TrainingState, *, without: Collection[str] = ()) -> dict[s
                 if key == "step":
                     found[f"adam_step.{name}"] = moment.detach()
                 else:
-                    found[f"{key}.{name}"] = _canonical(state.layout, name, like_distributed(moment, parameter))
+                    layout = _layout_of(state.layout, name, moment)
+                    found[f"{key}.{name}"] = _canonical(layout, name, _as_parameter(moment, parameter))
     return found
 
 
@@ -80,6 +82,24 @@ def _weights_of(state: TrainingState, without: Collection[str] = ()) -> dict[str
         if name not in without:
             found[f"model.{name}"] = _canonical(state.layout, name, parameter.detach())
     return found
+
+
+def _as_parameter(moment: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A moment as the part of a tensor that is distributed as its parameter is; of moments in 8 bits the scales have fewer columns."""
+    part = local_tensor(parameter)
+    if not isinstance(parameter, DTensor) or (moment.dtype, moment.shape) == (part.dtype, part.shape):
+        return like_distributed(moment, parameter)
+    *rows, columns = parameter.shape
+    shape = torch.Size((*rows, columns * moment.shape[-1] // part.shape[-1]))
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(moment, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _layout_of(layout: ParameterLayout, name: str, moment: torch.Tensor) -> ParameterLayout:
+    """Where the elements of a moment lie: where those of its parameter do, or of scales one for each block of its columns."""
+    columns = local_tensor(layout.parameters[name]).shape[-1:]
+    return layout if moment.shape[-1:] == columns else layout.of_blocks(name, columns[0] // moment.shape[-1])
 
 
 def _is_packed(layout: ParameterLayout, name: str) -> bool:
