@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from ahp.plan import Plan, validated
+from ahp.runtime.check.verify import verify
 from tests.marks import cases
 from tests.runtime.compute import test_bf16
 from tests.runtime.models import BUILDERS, JOB, MODELS, batch, reference
@@ -193,3 +195,21 @@ def test_layouts_in_bf16_stay_within_rounding(pool: Pool, layout: str) -> None:
         allowed = test_bf16.FIRST + (test_bf16.LAST - test_bf16.FIRST) * step / 19
         assert got["losses"][step] == pytest.approx(loss, rel=allowed)
         assert got["norms"][step] == pytest.approx(norm, rel=allowed)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("launched_on_pool")
+def test_ahp_verify_compares_adapters_with_adapters() -> None:
+    keys = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    job = {"sequence_length": 16, "global_batch_size": 4, "steps": 4, "precision": "fp32", "lora": {"r": RANK}}
+    layout = {"tensor_parallel_degree": 2, "micro_batch_size": 2}
+    plan = validated(Plan, {"model": {"model_type": "llama", **keys}, "job": job, "parallelism": layout}, "plan")
+    found = verify(plan, steps=3)
+    assert [one.step for one in found] == [1, 2, 3]
+    assert all(one.equal for one in found)

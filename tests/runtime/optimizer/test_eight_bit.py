@@ -16,6 +16,8 @@ from torch import nn
 import ahp
 from ahp.errors import BadInput, NotExpressible
 from ahp.job import Optimizer
+from ahp.plan import Plan, validated
+from ahp.runtime.check.verify import verify
 from ahp.runtime.optimizer import eight_bit
 from ahp.runtime.optimizer.eight_bit import MOMENTS, EightBitAdamW
 from tests.marks import cases
@@ -227,3 +229,13 @@ def test_it_is_refused_where_it_cannot_be() -> None:
         pytest.raises(BadInput, match=r"torchao is not installed.*pip install 'adaptive-hybrid-parallelism\[low-bit\]'"),
     ):
         eight_bit.refuse_without_torchao()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("launched_on_pool")
+def test_ahp_verify_knows_moments_in_8_bits() -> None:
+    sizes = {**SIZES, "model_type": "llama", "num_hidden_layers": 2, "pad_token_id": None}
+    job = {"sequence_length": 16, "global_batch_size": 4, "steps": 4, "precision": "fp32", "optimizer": "adamw8bit"}
+    layout = {"data_parallel_shard_degree": 2, "micro_batch_size": 2}
+    plan = validated(Plan, {"model": sizes, "job": job, "parallelism": layout}, "plan")
+    assert all(one.equal for one in verify(plan, steps=3))

@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ahp.engines.ahp import held_in_8_bits
 from ahp.errors import HardwareMismatch, bad_input
 from ahp.graph.blocks import find_blocks
 from ahp.graph.call import Documents, call_model, logits_of, model_arguments
 from ahp.graph.document_mask import documents_apart
+from ahp.graph.lora import with_adapters
 from ahp.graph.models import build_model, is_masked
 from ahp.job import Optimizer
 from ahp.plan import Plan
@@ -25,6 +27,7 @@ from ahp.runtime.check import rehearsal
 from ahp.runtime.compute.fp8 import Fp8, refuse_without_torchao
 from ahp.runtime.experts.balance_loss import balance_of
 from ahp.runtime.optimizer.adamw import matrices_of
+from ahp.runtime.optimizer.eight_bit import EightBitAdamW
 from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.pipeline.schedules import Inputs, split_rows
 from ahp.runtime.ranks.device import choose_device
@@ -99,7 +102,7 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
     The global batch goes through in micro-batches, each weighed by its scored tokens, to save memory.
     """
     job, settings = plan.job, plan.job.optimizer
-    model = rehearsal.model(plan)
+    model = with_adapters(rehearsal.model(plan), job.lora, seed=job.seed)
     if job.precision == "fp8":
         refuse_without_torchao()
         for block in find_blocks(model).blocks:
@@ -137,17 +140,14 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
 
 
 def plain_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optimizer]:
-    """torch's own optimizers on a whole model, as the settings mean them."""
+    """torch's own optimizers on a whole model, as the settings mean them; of moments in 8 bits the runtime's, on whole weights."""
     names = matrices_of(model, settings)
+    if settings.name == "adamw8bit":
+        in_8_bits = {n: p for n, p in model.named_parameters() if p.requires_grad and held_in_8_bits(tuple(p.shape))}
+        others = [p for n, p in model.named_parameters() if n not in in_8_bits]
+        return [*_adamw(others, settings), WholeEightBit(in_8_bits, settings)]
     matrices = [p for name, p in model.named_parameters() if name in names]
-    others = [p for name, p in model.named_parameters() if name not in names]
-    vectors = [p for p in others if p.ndim < 2 and not settings.decay_norms_and_biases]
-    kept = {id(p) for p in vectors}
-    groups = [
-        {"params": [p for p in others if id(p) not in kept], "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)]
+    found = _adamw([p for name, p in model.named_parameters() if name not in names], settings)
     if matrices:
         muon = torch.optim.Muon(
             matrices,
@@ -157,6 +157,27 @@ def plain_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.
         )
         found.append(muon)
     return found
+
+
+def _adamw(parameters: list[nn.Parameter], settings: Optimizer) -> list[torch.optim.Optimizer]:
+    vectors = [p for p in parameters if p.ndim < 2 and not settings.decay_norms_and_biases]
+    kept = {id(p) for p in vectors}
+    groups = [
+        {"params": [p for p in parameters if id(p) not in kept], "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)]
+
+
+class WholeEightBit(torch.optim.Optimizer):
+    """``EightBitAdamW`` on whole weights, as a loop of one process calls an optimizer."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], settings: Optimizer) -> None:
+        super().__init__(list(parameters.values()) or [nn.Parameter(torch.zeros(1))], {"lr": settings.learning_rate})
+        self.inner = EightBitAdamW(parameters, dict.fromkeys(parameters, settings.weight_decay), settings)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step(self.param_groups[0]["lr"], None)
 
 
 def _outputs(
