@@ -76,7 +76,7 @@ def parallelize(
     ``module``: built on every rank alike, or on the meta device (then it is initialised from ``plan.job.seed``, or each rank
     reads its parts of ``plan.init_from``); called
     with token ids [batch, sequence] it gives logits [batch, sequence, vocabulary]. With ``pipeline_parallel_degree`` 1
-    it is changed in place, else its parts are taken over. ``plan``: a Plan, or ``{"job": {...}, "parallelism": {...}}``.
+    it is changed in place, else its parts are taken over; with ``job.lora`` it gets adapters. ``plan``: a Plan, or ``{"job": {...}, "parallelism": {...}}``.
     ``device``: where to compute; None = a GPU where each worker of the node has one and the process group carries it, else the CPU,
     with a warning where GPUs stay idle.
     ``initialize``: False leaves a module on the meta device without values, which is quicker where ``Parallel.load`` comes next.

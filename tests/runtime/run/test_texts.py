@@ -42,3 +42,13 @@ def test_held_out_text_is_refused_by_its_own_key(
     plan = validated(Plan, {"model": MODEL, "job": job, "parallelism": {}}, "plan")
     with pytest.raises(BadInput, match=r"^job\.validation" + told):
         prepare_texts(plan)
+
+
+def test_adapters_on_weights_that_nobody_trained_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("plain words, some of them " * 400)
+    job = {"sequence_length": 8, "global_batch_size": 1, "steps": 1, "data": str(tmp_path / "a.txt"), "lora": {"r": 2}}
+    prepare_texts(validated(Plan, {"model": MODEL, "job": job, "parallelism": {}}, "plan"))
+    assert "init_from names trained ones" in capsys.readouterr().err

@@ -44,6 +44,10 @@ def prepare_texts(plan: Plan) -> Texts:
 
     job, module = plan.job, build_model(plan.model, device="meta")
     refuse_longer(module, job.sequence_length)
+    if job.lora is not None and plan.init_from is None:
+        say(
+            "job.lora: the weights beside the adapters are drawn from job.seed and stay so; init_from names trained ones"
+        )
     masked = is_masked(module)
     if plan.init_from is not None:
         check_folder(plan.init_from, module)
