@@ -170,14 +170,13 @@ def test_parts_of_a_weight_that_end_with_a_block_are_updated_alike(monkeypatch: 
 def test_a_layout_that_cuts_a_block_is_refused(pool: Pool) -> None:
     """By the forecast, with the degrees that go, and by the runtime."""
     sizes = {key: value for key, value in SIZES.items() if key != "pad_token_id"} | {"model_type": "llama"}
-    graph = ahp.analyze(sizes, {"sequence_length": 16})
     layout = {"tensor_parallel_degree": 4, "micro_batch_size": 4}
     told = r"tensor_parallel_degree = 4: would cut the 512 columns of self_attn.o_proj.weight into parts of 128.*\(valid: 1, 2\)"
     job = {"sequence_length": 16, "global_batch_size": 8, "optimizer": "adamw8bit"}
     few = {**sizes, "num_key_value_heads": 4}
     with pytest.raises(BadInput, match=told):
         ahp.simulate(model=few, cluster="4xH100-SXM-80GB", job=job, parallelism=layout)
-    assert ahp.simulate(model=graph, cluster="2xH100-SXM-80GB", job=job, parallelism={"tensor_parallel_degree": 2}).fits
+    assert ahp.simulate(model=few, cluster="2xH100-SXM-80GB", job=job, parallelism={"tensor_parallel_degree": 2}).fits
     with pytest.raises(
         AssertionError, match=r"tensor_parallel_degree = 4: cuts 512 columns of .*o_proj.*\(valid: 1, 2\)"
     ):
