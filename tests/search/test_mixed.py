@@ -292,7 +292,7 @@ def known_floors(finder: Finder, limit_s: float) -> dict[Shape, float]:
     """Those below a limit, as close as they are known."""
     found, before_s = dict[Shape, float](), 0.0
     for kind in finder.floors.kinds:
-        queue, before_s = Queue(finder.floors, kind, limit_s), 0.0
+        queue, before_s = Queue(finder.floors, kind, limit_s, closest=True), 0.0
         for floor_s, shape in queue.popped(limit_s):
             assert floor_s >= before_s
             found[shape] = before_s = floor_s

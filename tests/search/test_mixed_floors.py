@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment, linprog
 
+from ahp.forecast.cell_columns import BETWEEN
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.graph.trace import analyze
 from ahp.job import Job
+from ahp.schedule.bounds import in_flight
 from ahp.schedule.patterns import make
+from ahp.schedule.registry import get
 from ahp.schedule.simulate import StageTimes, simulate
-from ahp.search.mixed.capacity import _priced
+from ahp.search.mixed.capacity import _priced, of_several
 from ahp.search.mixed.find import Budget, Finder, Queue
 from ahp.search.mixed.floors import whole_micro_batches_s
+from ahp.search.mixed.replicas import NEVER, longest_s, mixes, most
 from ahp.search.mixed.space import MixedSpace
 from ahp.search.problem import problem
 
 from .test_mixed import A100, H100, ROUNDING, cluster_of, sums
 
-LEVELS = {"work": 0.77, "memory": 0.775, "placement": 0.83}
+LEVELS = {"work": 0.77, "memory": 0.775, "replicas": 0.8, "placement": 0.83}
 """What each level of floors knows at least of the time of a shape's best placement that was found, as the median over shapes."""
 
 
@@ -41,19 +48,21 @@ def test_each_level_of_floors_is_worth_something() -> None:
     floors, shares = finder.floors, []
     for kind in ("piped", "several"):
         queue, rough = Queue(floors, kind, 6.0), floors.by_work(kind, 6.0)
-        work_s = {
-            shape: float(rough.floor_s[at]) for at in range(len(rough.rows)) for shape in floors.shapes(kind, rough, at)
-        }
+        at = {shape: at for at in range(len(rough.rows)) for shape in floors.shapes(kind, rough, at)}
         # The same shapes whatever the floors are: ordered by them, other floors would give others.
         near = sorted(queue.popped(6.0), key=lambda of: repr(of[1]))
-        for floor_s, shape in near[:: max(1, len(near) // 12)]:
+        near = [shape for _, shape in near[:: max(1, len(near) // 12)]]
+        levels = [rough.where(np.array([at[shape] for shape in near]))]
+        for closer in (floors.by_memory, floors.by_replicas):
+            levels.append(closer(kind, levels[-1], 6.0))
+        for shape, *floors_s in zip(near, *(of.floor_s.tolist() for of in levels), strict=True):
             task = finder.task(shape)
             found = task.promising()
             solved = task.first_that_fits(asked.price, found)
             if solved.best is not None:
                 best_s = solved.best[1].step_time_s
-                shares.append([one / best_s for one in (work_s[shape], floor_s, found[0].at_least_s)])
-                assert shares[-1][1] <= ROUNDING
+                shares.append([one / best_s for one in (*floors_s, found[0].at_least_s)])
+                assert shares[-1][1] <= shares[-1][2] <= ROUNDING
     medians = dict(zip(LEVELS, np.median(shares, axis=0).tolist(), strict=True))
     assert all(medians[level] >= floor for level, floor in LEVELS.items()), medians
 
@@ -151,3 +160,77 @@ def test_a_split_backward_takes_as_long_as_its_way_and_what_lies_between(
         assert way_s + between_s <= makespan_s * ROUNDING + 1e-9
         ahead_s = (p - 1) * max(forward, weights), (m - 1) * (forward + weights)
         assert (m - 1) * (forward + inputs + weights) - min(ahead_s) <= between_s * ROUNDING + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_no_replicas_do_more_together(cells: list[int], p: int, replicas: int, data: st.DataObject) -> None:
+    """The simplex method of many shapes at once against scipy's of one."""
+    mix = mixes(p, tuple(min(p, count) for count in cells))
+    if mix is None:
+        assert sum(min(p, count) for count in cells) < p
+        return
+    worth = st.one_of(st.integers(1, 20).map(float), st.just(NEVER))
+    gain = np.array([[data.draw(worth) for _ in mix] for _ in range(2)])
+    there = np.array([cells] * 2), np.array([replicas] * 2)
+    found = most(gain, mix, *there, np.full(2, -np.inf))
+    for one, bound in zip(gain, found.tolist(), strict=True):
+        best = linprog(
+            -one, A_ub=mix.T, b_ub=cells, A_eq=np.ones((1, len(mix))), b_eq=[replicas], bounds=(0, None), method="highs"
+        )
+        if best.status != 0 or -best.fun < 0:  # a replica, or a part of one, is left out or cannot be
+            assert bound < 0
+        else:
+            assert bound == pytest.approx(-best.fun, rel=1e-9, abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rooms(), rooms(), st.integers(3, 9), st.integers(1, 2))
+def test_replicas_of_a_mix_have_all_layers_in_no_less(
+    one: StageRoom, other: StageRoom, num_layers: int, fewest: int
+) -> None:
+    both = [
+        np.concatenate(pair, axis=1)
+        for pair in zip(*(vars(of.mapped(lambda of: of)).values() for of in (one, other)), strict=True)
+    ]
+    room, mix = StageRoom(*both), mixes(3, (3, 3))
+    assert mix is not None
+    at = Positions(np.array([1, 2, 3]), np.full(3, BETWEEN), np.ones(3, dtype=np.int64))
+    found = longest_s(room, at, mix, num_layers, fewest, np.zeros((1, 1, 1)), alike=True)[0]
+
+    def have(seconds: float, count: list[int]) -> bool:
+        layers = np.floor(room.layers(np.array([seconds]))[0] + 1e-9)
+        ways = set(permutations([group for group, number in enumerate(count) for _ in range(number)]))
+        each = [layers[list(way), range(3)] for way in ways]
+        return any(of.min() >= fewest and of.sum() >= num_layers for of in each)
+
+    for longest, count in zip(found.tolist(), mix.tolist(), strict=True):
+        if np.isfinite(longest):
+            assert not have(longest * (1 - 1e-6), count)
+        else:
+            assert not have(1e6, count)
+
+
+@pytest.mark.parametrize("p", [2, 3, 5, 8])
+def test_ranks_with_several_stages_keep_no_less(p: int) -> None:
+    """Of every schedule, and of cuts that keep little."""
+    rng = np.random.default_rng(p)
+    choices = [
+        ("Interleaved1F1B", 2),
+        ("Interleaved1F1B", 4),
+        ("InterleavedZeroBubble", 3),
+        ("ZBVZeroBubble", 2),
+        ("DualPipeV", 2),
+    ]
+    for (name, v), m in ((choice, m) for choice in choices for m in range(1, 4 * p)):
+        if not get(name).runs(p, v, np.array([m]), in_torch=False)[0]:
+            continue
+        counts = in_flight(name, p, v, m)
+        heavy = np.zeros((p, v), dtype=np.int64)
+        heavy[np.arange(p), counts.argmin(axis=1)] = 5
+        for cut in (np.ones((p, v)), 1 + heavy, rng.integers(1, 4, (p, v))):
+            layers, keeps = cut.sum(axis=1), (counts * cut).sum(axis=1)
+            for fewer in {1, m // 2 or 1, m}:
+                held, beside = of_several(p, fewer)
+                enough = keeps[:, None] >= layers[:, None] * held + beside
+                assert enough[linear_sum_assignment(~enough)].all(), (name, v, m, cut)

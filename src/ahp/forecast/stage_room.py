@@ -44,6 +44,8 @@ class Positions(NamedTuple):
     """Its place, or ``ANYWHERE``."""
     number: Ints
     """How many are so."""
+    beside: Ints | int = 0
+    """Micro-batches that each keeps beside of one of its layers, at least."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class StageRoom:
         free = room - beside - least(held.temporary) - k * least(held.outside)
         free = free - m * of_place(held.received[rows]) - least(held.once)
         kept, dropped = held.kept[rows][..., None], held.dropped[rows][..., None]
+        free = free - at.beside * columns.share[rows].min(axis=1)[:, None, None] * (kept - dropped)
         holds = np.minimum(holds, free / (layer + k * (kept - dropped)))
         if columns.alike:
             holds = np.where(holds < 1.0 - ROUNDING, 0.0, holds)

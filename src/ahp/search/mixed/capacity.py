@@ -25,6 +25,7 @@ rates are for: each of its cells counts for as many as that are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from numpy.typing import NDArray
 from ahp.forecast.cell_columns import BETWEEN, FIRST, LAST, CellColumns
 from ahp.forecast.stage_room import ANYWHERE, ROUNDING, Positions, StageRoom
 from ahp.schedule.bounds import in_flight
+from ahp.search.mixed.replicas import Ahead, Crewed, Crews, longest_s
 from ahp.search.mixed.space import SEVERAL, all_forwards_first, splits_backward
 
 Floats = NDArray[np.float64]
@@ -101,7 +103,7 @@ class Depth:
         )
         holds = room.most
         if light:  # each stage has a cell of the replica with the most
-            one = StageRoom.of(self.columns, rows, stages._replace(held=np.ones_like(stages.held)), 1)
+            one = StageRoom.of(self.columns, rows, light_of(stages), 1)
             holds = np.minimum(one.most, holds.max(axis=1, keepdims=True))
         held = _Curves.of(holds, stages.number)
         there = np.flatnonzero(_hold(held, which, self.cells[of.rows], of.replicas, self.p, self.columns.num_layers))
@@ -153,6 +155,44 @@ class Depth:
         """So many or fewer: of these numbers rooms are looked at."""
         few = 1 << np.log2(np.maximum(micro_batches, 1)).astype(np.int64)
         return few if all_forwards_first(self.schedule) else np.where(micro_batches >= self.p, self.p, few)
+
+    def crewed(self, of: Pipelines, mix: Ints) -> Crewed:
+        """The replicas of shapes that are to be looked at more closely."""
+        each = list(_each(self._counted(of.total // of.replicas)))
+        found = [self._crewed(of.where(some), number, mix) for number, some in each]
+        return Crewed.all(found).where(np.argsort(np.concatenate([some for _, some in each])))
+
+    def _crewed(self, of: Pipelines, heavy: int, mix: Ints) -> Crewed:
+        """Of those whose replicas have so many micro-batches or more in the mean."""
+        columns, work = self.columns, self.columns.work
+        rows, which = np.unique(of.rows, return_inverse=True)
+        stages = positions(self.schedule, self.p, heavy)
+        room = StageRoom.of(columns, rows, stages, heavy)
+        fewest = (2 if self.schedule == SEVERAL else 1) * columns.alike  # a layer in each of its stages
+        head_s = work.head_s[rows][..., None] * (stages.place == LAST)
+        longest = partial(
+            longest_s, mix=mix, num_layers=columns.num_layers, fewest=fewest, head_s=head_s, alike=columns.alike
+        )
+        heavy_s, light_s = longest(room, stages), np.full((len(rows), len(mix)), np.inf)
+        if self.least < heavy and bool(of.replicas.max() > 1):
+            one = StageRoom.of(columns, rows, light_of(stages), 1)
+            light_s = longest(one, stages)
+        crews = Crews.of(heavy_s, light_s, heavy, self._ahead(rows, room, heavy), mix, columns.num_layers)
+        return Crewed(mix, crews, which, self.cells[of.rows], of.replicas, of.total)
+
+    def _ahead(self, rows: Ints, room: StageRoom, heavy: int) -> Ahead:
+        layer_s = room.layer_s.min(axis=2)
+        if self.schedule == SEVERAL:
+            return Ahead(0 * layer_s, layer_s, np.full(len(rows), np.inf), np.ones(len(rows)))
+        late = Late.of(self.columns, rows, self.schedule, self.columns.copied_of(heavy)[rows].max(axis=2))
+        way_s = np.maximum(layer_s - late.layer_s, 0.0)
+        return Ahead(way_s, layer_s, 1.0 + (self.p - 1) * late.share, np.maximum(late.inside, 1e-9))
+
+
+def _each(numbers: Ints) -> Iterator[tuple[int, Ints]]:
+    """Each number once, and where it is."""
+    for number in np.unique(numbers).tolist():
+        yield number, np.flatnonzero(numbers == number)
 
 
 class Late(NamedTuple):
@@ -222,16 +262,40 @@ class _Replica:
 
 def positions(schedule: str, p: int, m: int) -> Positions:
     """Of a replica with m micro-batches or more, those with the most room first; of stages that keep about as many, all as if they kept
-    as many as the one with the fewest. Of ``SEVERAL`` stages on a rank some are the ends, and which is not known: under every schedule
-    ranks keep 1, 2, ... p micro-batches of each of their layers, or more."""
+    as many as the one with the fewest. Of ``SEVERAL`` stages on a rank some are the ends, and which is not known."""
+    beside = np.zeros(p, dtype=np.int64)
     if schedule == SEVERAL:
-        held, place = np.minimum(np.arange(1, p + 1), m), np.full(p, ANYWHERE)
+        (held, beside), place = of_several(p, m), np.full(p, ANYWHERE)
     else:
         held, place = in_flight(schedule, p, 1, m)[:, 0], np.full(p, BETWEEN)
         place[0], place[-1] = FIRST, LAST
     held = FEWER[np.searchsorted(FEWER, held, side="right") - 1]
-    found, count = np.unique(np.stack([held, place]), axis=1, return_counts=True)
-    return Positions(found[0], found[1], count)
+    found, which, count = np.unique(np.stack([held, place]), axis=1, return_inverse=True, return_counts=True)
+    least = np.full(len(count), np.iinfo(np.int64).max)
+    np.minimum.at(least, which.ravel(), beside)
+    return Positions(found[0], found[1], count, least)
+
+
+def light_of(stages: Positions) -> Positions:
+    """The same with one micro-batch."""
+    return stages._replace(held=np.ones_like(stages.held), beside=np.zeros_like(stages.held))
+
+
+def of_several(p: int, m: int) -> tuple[Ints, Ints]:
+    """Micro-batches that each rank keeps of all its layers, the fewest first, and of one layer beside, at least; with several stages on
+    each of p ranks, of a layer each at least, under any schedule, and m micro-batches or more.
+
+    Ranks keep of one stage h_i at least and of another as many as that and e_i more, where a rank with n layers keeps n h_i + e_i:
+
+        loops    h = min(m, p, 2 i - 1), e = min(m, p) - h      with a split backward h = min(m, p), e = 0
+        a V      h = min(m, i), e = min(m, 2 p - i) - h
+
+    so that of the i-th fullest h is the least of these, and e what the least has more with two layers.
+    """
+    i = np.arange(1, p + 1)
+    loops, split, v = np.minimum(np.minimum(m, p), 2 * i - 1), np.full(p, min(m, p)), np.minimum(m, i)
+    with_two = np.minimum.reduce([loops + min(m, p), 2 * split, v + np.minimum(m, 2 * p - i)])
+    return v, with_two - 2 * v
 
 
 def _falling(values: Floats) -> Floats:

@@ -58,8 +58,12 @@ WINDOW = 512
 """So many shapes of the lowest floors are looked at together: which of them promise more is not said by their floors."""
 
 
-BATCH = 4096
-"""Shapes whose floors are made closer at once."""
+FURTHER = 1.025
+"""Shapes whose floors are up to so many times the lowest are made closer with it."""
+
+
+REACHED = 5
+"""By so many times that, at most."""
 
 
 REACH = (4.0, 32.0, 256.0, float("inf"))
@@ -68,14 +72,16 @@ REACH = (4.0, 32.0, 256.0, float("inf"))
 
 class Queue:
     """The shapes of a kind in the order of their floors, which are made closer as they come up: by work and speed, by memory, and of what
-    has no pipeline with its stages priced."""
+    has no pipeline with its stages priced; of pipelines by all replicas together where they are to be as close as can be."""
 
-    def __init__(self, floors: ShapeFloors, kind: Kind, limit_s: float) -> None:
-        self._floors, self._rough, self._at = floors, floors.by_work(kind, limit_s), 0
+    def __init__(self, floors: ShapeFloors, kind: Kind, limit_s: float, *, closest: bool = False) -> None:
+        self._floors, self._closest = floors, closest and kind != "alone"
         self._kind: Kind = kind
+        self._rough, self._open = floors.by_work(kind, limit_s), Shapes.all([])
+        """By work and speed, and by memory, the lowest first."""
         self.number = count()  # of equal floors the first
         self._some: list[tuple[float, int, Shapes, int]] = []
-        """By memory, each for all rows that it stands for."""
+        """As close as all are known, each for all rows that it stands for."""
         self._each: list[tuple[float, int, Shape]] = []
         self.too_large = 0
         """Shapes that memory rules out, of those that came up."""
@@ -83,39 +89,52 @@ class Queue:
     def pop(self, below_s: float) -> tuple[float, Shape] | None:
         """The next and its floor; None where no floor is below so much, which is never more than it was before."""
         while True:
-            rough_s = float(self._rough.floor_s[self._at]) if self._at < len(self._rough.rows) else float("inf")
+            rough_s, open_s = self._rough.lowest_s, self._open.lowest_s
             some_s = self._some[0][0] if self._some else float("inf")
             each_s = self._each[0][0] if self._each else float("inf")
-            if min(rough_s, some_s, each_s) >= below_s:
+            if min(rough_s, open_s, some_s, each_s) >= below_s:
                 return None
-            if each_s <= min(some_s, rough_s):
+            if each_s <= min(some_s, open_s, rough_s):
                 floor_s, _, shape = heapq.heappop(self._each)
                 return floor_s, shape
-            if some_s <= rough_s:
+            if some_s <= min(open_s, rough_s):
                 floor_s, _, of, at = heapq.heappop(self._some)
                 for shape in self._floors.shapes(self._kind, of, at):
                     closer_s = self._floors.closer_s(shape) if self._kind == "alone" else floor_s
                     heapq.heappush(self._each, (max(floor_s, closer_s), next(self.number), shape))
-                continue
-            self._by_memory(below_s)
+            elif open_s <= rough_s:
+                self._by_replicas(below_s)
+            else:
+                self._by_memory(below_s)
 
     def popped(self, below_s: float) -> Iterator[tuple[float, Shape]]:
         """All that come up."""
         while (found := self.pop(below_s)) is not None:
             yield found
 
-    def put_back(self, popped: Iterable[tuple[float, Shape]]) -> None:
-        """What came up and is still in the queue."""
-        for floor_s, shape in popped:
-            heapq.heappush(self._each, (floor_s, next(self.number), shape))
-
     def _by_memory(self, below_s: float) -> None:
-        of = self._rough.where(slice(self._at, self._at + BATCH))
+        of, self._rough = self._rough.split(FURTHER * self._rough.lowest_s)
         of = self._floors.by_memory(self._kind, of.where(of.floor_s < below_s), below_s)
-        self._at += BATCH
-        for at in np.flatnonzero(of.floor_s < below_s).tolist():
-            heapq.heappush(self._some, (float(of.floor_s[at]), next(self.number), of, at))
         self.too_large += int((of.floor_s == np.inf).sum())
+        near = of.where(of.floor_s < below_s)
+        if self._closest:
+            self._open = Shapes.all([self._open, near]).sorted()
+        else:
+            self._push(near)
+
+    def _by_replicas(self, below_s: float) -> None:
+        lowest_s = self._open.lowest_s
+        of, self._open = self._open.split(FURTHER * lowest_s)
+        limit_s = min(below_s, FURTHER**REACHED * lowest_s)
+        of = self._floors.by_replicas(self._kind, of.where(of.floor_s < below_s), limit_s)
+        known = of.floor_s < limit_s * (1 - 1e-9)
+        self._push(of.where(known))
+        later = of.where(~known)
+        self._open = Shapes.all([self._open, later.where(later.floor_s < below_s)]).sorted()
+
+    def _push(self, of: Shapes) -> None:
+        for at, floor_s in enumerate(of.floor_s.tolist()):
+            heapq.heappush(self._some, (floor_s, next(self.number), of, at))
 
 
 @dataclass
@@ -165,6 +184,8 @@ class Finder:
         """Shapes with too many placements to look at each, of which some were priced: the time of the one that fits, or where none does
         of the first."""
         self._placed: set[Shape] = set()
+        self._unsettled: dict[Shape, float] = {}
+        """Those of the placed of which other placements may win, with their floors."""
         self._near = NearbyShapes(space)
         self._seen: set[Shape] = set()
         """Those that were looked at for being near another."""
@@ -173,38 +194,45 @@ class Finder:
         """Place shapes until none left can win, or the budget is spent: first those near ``seeds``, then without a pipeline; and at the
         end those near the fastest."""
         self._look_nearby(seeds)
-        for kind in self.floors.kinds:
-            self._queue(kind, keep)
-        if self.outcome.floor_s < self.best_s:
+        left: dict[Kind, float] = {kind: self._queue(kind, keep) for kind in self.floors.kinds}
+        if min([self.outcome.floor_s, *left.values()]) < self.best_s:
             self._look_nearby(shape_of(layout) for layout, _ in self._fastest(keep))
+        for kind in sorted(left, key=left.__getitem__):
+            if left[kind] < min(self.outcome.floor_s, self.best_s):
+                self._lowest_floor(kind)
         self._price_waiting(keep)
         self.outcome.fitting.sort(key=lambda pair: pair[1].step_time_s)
         return self.outcome
 
-    def _queue(self, kind: Kind, keep: int) -> None:
-        """Place the shapes of one kind, of the lowest floors the most promising first; then the lowest floor of what is left. Where no
-        time is known yet they are looked for further and further from the least that any may take."""
+    def _queue(self, kind: Kind, keep: int) -> float:
+        """Place the shapes of one kind, of the lowest floors the most promising first. Where no time is known yet they are looked for
+        further and further from the least that any may take. The lowest floor of what is not settled then."""
         least_s, placed = self.floors.least_s(), 0
         reach = [times * least_s for times in REACH]
         while True:
             limit_s = min(self._limit_s(keep), reach.pop(0))
             queue = Queue(self.floors, kind, limit_s)
-            window, placed = self._place_from(queue, limit_s, keep, placed)
+            placed, left_s = self._place_from(queue, limit_s, keep, placed)
             if self._limit_s(keep) <= limit_s or placed >= self.budget.shapes:
                 break
+        self.outcome.too_large += queue.too_large
         if limit_s < self.best_s:
             self.outcome.floor_s = min(self.outcome.floor_s, limit_s)
-        queue.put_back(window)
-        while (found := queue.pop(min(self.outcome.floor_s, self.best_s))) is not None:
-            floor_s, shape = found
-            if self.columns_hold(self.task(shape)):
-                self.outcome.floor_s = floor_s
-            else:
-                self.outcome.too_large += 1
-        self.outcome.too_large += queue.too_large
+        lowest = queue.pop(self.best_s)
+        return min([left_s, *self._unsettled.values(), *([] if lowest is None else [lowest[0]])])
 
-    def _place_from(self, queue: Queue, limit_s: float, keep: int, hard: int) -> tuple[list[tuple[float, Shape]], int]:
-        """Place what is in a queue; what came up and was not placed, and how many shapes had too many placements, with ``hard`` before."""
+    def _lowest_floor(self, kind: Kind) -> None:
+        """The lowest floor of a kind, as close as it can be known, of shapes that were not settled and whose memory may do."""
+        limit_s = min(self.outcome.floor_s, self.best_s)
+        for floor_s, shape in Queue(self.floors, kind, limit_s, closest=True).popped(limit_s):
+            settled = shape in self._placed and shape not in self._unsettled
+            if not settled and self.columns_hold(self.task(shape)):
+                self.outcome.floor_s = floor_s
+                return
+
+    def _place_from(self, queue: Queue, limit_s: float, keep: int, hard: int) -> tuple[int, float]:
+        """Place what is in a queue; how many shapes had too many placements, with ``hard`` before, and the lowest floor of what came up
+        and was not placed."""
         window = list[tuple[float, float, int, Shape]]()
         while hard < self.budget.shapes and self.outcome.forecasts < self.budget.exact:
             below_s = min(self._limit_s(keep), limit_s)
@@ -215,7 +243,7 @@ class Finder:
                 break
             _, floor_s, _, shape = heapq.heappop(window)
             hard += floor_s < below_s and self._place(floor_s, shape)
-        return [(floor_s, shape) for _, floor_s, _, shape in window], hard
+        return hard, min((floor_s for _, floor_s, _, _ in window), default=float("inf"))
 
     def _promise_s(self, floor_s: float, shape: Shape) -> float:
         """What a shape takes where nothing fills its pipeline but forward passes that come early; not a bound."""
@@ -238,18 +266,17 @@ class Finder:
         if not self.columns_hold(task):
             self.outcome.too_large += 1
             return False
+        self._unsettled[shape] = floor_s
         if shape in self._priced:
-            self.outcome.floor_s = min(self.outcome.floor_s, floor_s)
             return False
         self.outcome.placed += 1
         wins = floor_s < self.best_s
         if wins and self.budget.every and task.few():
             solved = task.solve(self.asked.price, self.best_s)
             self._note(solved)
-            if not solved.proven:
-                self.outcome.floor_s = min(self.outcome.floor_s, floor_s)
+            if solved.proven:
+                del self._unsettled[shape]
             return False
-        self.outcome.floor_s = min(self.outcome.floor_s, floor_s)
         found = task.promising()
         if found:
             at_least_s = found[0].at_least_s

@@ -23,6 +23,7 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.plan import Parallelism
 from ahp.search.mixed.capacity import Depth, Late, Pipelines
+from ahp.search.mixed.replicas import Crewed, mixes
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 from ahp.search.mixed.tables import LayoutTables
 
@@ -58,6 +59,20 @@ class Shapes(NamedTuple):
         """Those."""
         numbers = self.schedule[some], self.rows[some], self.pipeline[some], self.replicas[some]
         return Shapes(*numbers, self.slowest[some], self.floor_s[some])
+
+    @property
+    def lowest_s(self) -> float:
+        """The lowest floor, of shapes that are sorted."""
+        return float(self.floor_s[0]) if len(self.floor_s) else float("inf")
+
+    def sorted(self) -> Shapes:
+        """The lowest floor first."""
+        return self.where(np.argsort(self.floor_s, kind="stable"))
+
+    def split(self, floor_s: float) -> tuple[Shapes, Shapes]:
+        """Those up to a floor, of shapes that are sorted, and the others."""
+        at = int(np.searchsorted(self.floor_s, floor_s, side="right"))
+        return self.where(slice(at)), self.where(slice(at, None))
 
     @classmethod
     def all(cls, each: Sequence[Shapes]) -> Shapes:
@@ -118,8 +133,7 @@ class ShapeFloors:
         """The shapes of a kind that may take less than a limit by work and speed, the lowest floor first; of rows that have all columns
         and all shapes in common the first."""
         rows = np.array(list(self._members(kind)), dtype=np.int64)
-        found = Shapes.all(list(self._blocks(rows, kind, limit_s)))
-        return found.where(np.argsort(found.floor_s, kind="stable"))
+        return Shapes.all(list(self._blocks(rows, kind, limit_s))).sorted()
 
     def by_memory(self, kind: Kind, of: Shapes, limit_s: float) -> Shapes:
         """The same shapes with floors by what memory leaves, as far as these may be below the limit."""
@@ -128,8 +142,43 @@ class ShapeFloors:
         found = of.floor_s.copy()
         for schedule, p in np.unique(np.stack([of.schedule, of.pipeline]), axis=1).T.tolist():
             some = np.flatnonzero((of.schedule == schedule) & (of.pipeline == p))
-            found[some] = self._pipelines_s(self.space.schedules(2)[schedule], p, of.where(some), limit_s)
+            each = of.where(some)
+            found[some] = self._depth(schedule, p).floors_s(self._of_pipelines(each, limit_s)) * each.slowest
         return of._replace(floor_s=found)
+
+    def by_replicas(self, kind: Kind, of: Shapes, limit_s: float) -> Shapes:
+        """The same shapes with floors by what all replicas do together, as far as these may be below the limit."""
+        if kind == "alone":
+            return of
+        found, stages = of.floor_s.copy(), of.pipeline[:, None]
+        most = np.minimum(self._cells[of.rows], stages)
+        alike, which = np.unique(np.concatenate([stages, most], axis=1), axis=0, return_inverse=True)
+        for number, (p, *most) in enumerate(alike.tolist()):
+            some = np.flatnonzero(which.ravel() == number)
+            found[some] = self._replicas_s(p, tuple(most), of.where(some), limit_s)
+        return of._replace(floor_s=found)
+
+    def _replicas_s(self, p: int, most: tuple[int, ...], of: Shapes, limit_s: float) -> Floats:
+        """[n] Of so many stages, and at most so many cells of each group in a replica."""
+        if (mix := mixes(p, most)) is None:
+            return of.floor_s
+        crews, order = [], []
+        for schedule in np.unique(of.schedule).tolist():
+            some = np.flatnonzero(of.schedule == schedule)
+            crews.append(self._depth(schedule, p).crewed(self._of_pipelines(of.where(some), limit_s), mix))
+            order.append(some)
+        crewed = Crewed.all(crews).where(np.argsort(np.concatenate(order)))
+        floors_s = crewed.floors_s(of.floor_s / of.slowest, limit_s / of.slowest)
+        return np.maximum(floors_s * of.slowest, of.floor_s)
+
+    def _depth(self, schedule: int, p: int) -> Depth:
+        name = self.space.schedules(2)[schedule]
+        return Depth(self.columns, self._cells, name, p, self.space.least(p, name))
+
+    def _of_pipelines(self, of: Shapes, limit_s: float) -> Pipelines:
+        least_s = of.floor_s / of.slowest
+        high_s = np.minimum(limit_s / of.slowest, FAR * least_s)
+        return Pipelines(of.rows, of.replicas, self._total[of.rows], least_s, high_s)
 
     def shapes(self, kind: Kind, of: Shapes, at: int) -> list[Shape]:
         """One of some shapes, of each row that it stands for."""
@@ -182,13 +231,6 @@ class ShapeFloors:
         way, share, inside = 1.0 - (apart_s / whole_s).max(axis=1), late.share[:, None], late.inside[:, None]
         ahead = () if schedule == SEVERAL else ((1.0, 1.0 + share * (pipeline - 1)), (inside, 1.0))
         return work_s(whole_s, self._cells[rows], total, pipeline, replicas, way, ahead)
-
-    def _pipelines_s(self, schedule: str, p: int, of: Shapes, limit_s: float) -> Floats:
-        """[n] By what memory leaves, of so many stages under a schedule."""
-        least_s = of.floor_s / of.slowest
-        high_s = np.minimum(limit_s / of.slowest, FAR * least_s)
-        depth = Depth(self.columns, self._cells, schedule, p, self.space.least(p, schedule))
-        return depth.floors_s(Pipelines(of.rows, of.replicas, self._total[of.rows], least_s, high_s)) * of.slowest
 
     def _alone(self, of: Shapes) -> Shapes:
         """Those without a pipeline, with as many layers recomputed as memory asks for."""
