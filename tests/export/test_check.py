@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from ahp.cli.check import run
 from ahp.errors import AhpError, BadInput
-from ahp.export.reading import FORMATS, read_foreign
+from ahp.export.reading import READERS, read_foreign
 from ahp.export.table import plan_of
 from tests.export.test_engines import a_plan
+from tests.export.test_programs import BRIDGE, MAXTEXT, NANOTRON, NEMO
 
 CLUSTER = ["--cluster", "1x8xH100-SXM-80GB"]
 TITAN = """
@@ -159,7 +160,13 @@ WHOLE = [
     MEGATRON,
     '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}',
     "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n",
+    NANOTRON,
+    MAXTEXT,
+    NEMO,
+    BRIDGE,
 ]
+PROGRAMS = ("torchtitan", "megatron", "deepspeed", "accelerate", "nanotron", "maxtext", "nemo", "bridge")
+ENDS = (".toml", ".sh", ".json", *(".yaml",) * 5)
 SPOILT = st.sampled_from(
     [
         "",
@@ -187,17 +194,17 @@ SPOILT = st.sampled_from(
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_file_ends_it_with_a_traceback(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    at = data.draw(st.integers(0, 3))
+    at = data.draw(st.integers(0, len(WHOLE) - 1))
     text = WHOLE[at]
     for _ in range(data.draw(st.integers(1, 3))):
         start = data.draw(st.integers(0, len(text)))
         text = text[:start] + data.draw(SPOILT) + text[start + data.draw(st.integers(0, 8)) :]
-    engine = ("torchtitan", "megatron", "deepspeed", "accelerate")[at]
-    file = tmp_path_factory.getbasetemp() / f"spoilt-{at}{('.toml', '.sh', '.json', '.yaml')[at]}"
+    engine = PROGRAMS[at]
+    file = tmp_path_factory.getbasetemp() / f"spoilt-{at}{ENDS[at]}"
     file.write_text(text)
     try:
         found = read_foreign(str(file), engine, None, 8)
         plan_of(found.form.dialect, found.read.fields, "llama3-8b", None)
     except AhpError:
         return
-    assert found.form in FORMATS[engine].values()
+    assert found.form in READERS[engine].values()

@@ -1,4 +1,5 @@
-"""Judge a configuration that others wrote: torchtitan's TOML or Python, Megatron-LM's script, DeepSpeed's JSON, accelerate's YAML.
+"""Judge a configuration that others wrote: torchtitan's TOML or Python, Megatron-LM's script, DeepSpeed's JSON, the YAML of accelerate,
+nanotron, MaxText, NeMo and Megatron-Bridge, or a script that starts one of them.
 
 Says what layout the file is, what it costs, whether it fits, what binds, the best layout that the same engine has, and the lines to change to
 get it. What was not understood is listed. Nothing of the file is run.
@@ -8,14 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from ahp.cli.overrides import split_overrides
-from ahp.errors import AhpError, BadInput, NotExpressible
+from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.export.table import Settings, Unreadable
 from ahp.plan import EngineChoice, Forecast, Parallelism, Plan, validated
 from ahp.words import percent, seconds
@@ -46,7 +47,7 @@ class Arguments:
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """Catalogue name or config.json, where the file does not say it."""
     engine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """torchtitan, megatron, deepspeed or accelerate, where the file's ending does not say it."""
+    """torchtitan, megatron, deepspeed, accelerate, nanotron, maxtext, nemo or bridge, where the file's ending and keys do not say it."""
     target_version: Annotated[str | None, tyro.conf.arg(metavar="VERSION")] = None
     """Release of the engine; without it the one whose keys the file has."""
     json: bool = False
@@ -104,13 +105,17 @@ def run(argv: list[str]) -> int:
     overrides, rest = split_overrides(argv, ("job", "parallelism"))
     arguments = tyro.cli(Arguments, args=rest, prog="ahp check", description=__doc__)
     cluster = Cluster.resolve(arguments.cluster)
-    foreign = read_foreign(arguments.file, arguments.engine, arguments.target_version, cluster.num_devices)
+    each = cluster.groups[0].devices_per_node if len(cluster.groups) == 1 else None
+    foreign = read_foreign(arguments.file, arguments.engine, arguments.target_version, cluster.num_devices, each)
     plan = _plan(foreign, arguments.model, cluster, overrides)
     graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
     print("searching the engine's layouts ...", file=sys.stderr)
     choice: EngineChoice = plan.engine.model_copy(update={"enable_async_tensor_parallel": None})
-    ranking = search(graph, cluster, plan.job, engine=choice, current=plan.parallelism, keep=KEPT)
-    best, wanted = _best(foreign, plan, ranking)
+
+    def ranked(space: Mapping[str, Any]) -> Ranking:
+        return search(graph, cluster, plan.job, constraints=space, engine=choice, current=plan.parallelism, keep=KEPT)
+
+    ranking, best, wanted = _best(foreign, plan, ranked)
 
     def price(layout: Parallelism) -> Forecast:
         return forecast(graph, cluster, plan.job, layout, best.engine)
@@ -153,17 +158,37 @@ def _plan(foreign: Foreign, model: str | None, cluster: Cluster, overrides: dict
     return plan_of(foreign.form.dialect, fields, named, cluster.plain())
 
 
-def _best(foreign: Foreign, plan: Plan, ranking: Ranking) -> tuple[Plan, Settings | None]:
-    """The fastest plan that the engine's file can say, with its keys; the fastest of all without, where it can say none."""
+def _best(
+    foreign: Foreign, plan: Plan, ranked: Callable[[Mapping[str, Any]], Ranking]
+) -> tuple[Ranking, Plan, Settings | None]:
+    """The fastest plan that the program's file can say, with its keys; the fastest of all without, where it can say none. Raises
+    NothingFits where no layout that the program has fits."""
+    rankings, refusal = [], None
+    for space in foreign.form.dialect.spaces:
+        try:
+            rankings.append(ranked(space))
+        except (NothingFits, BadInput) as error:  # BadInput: a space that no layout is in, such as ZeRO on one device
+            refusal = refusal or error
+    if not rankings:
+        assert refusal is not None
+        raise refusal
+    said = [(plan_, keys, ranking) for ranking in rankings for plan_, keys in [_first_said(foreign, plan, ranking)]]
+    best, wanted, ranking = min(
+        said, key=lambda one: (one[1] is None, one[0].forecast.step_time_s if one[0].forecast else 0)
+    )
+    return ranking, best, wanted
+
+
+def _first_said(foreign: Foreign, plan: Plan, ranking: Ranking) -> tuple[Plan, Settings | None]:
+    """The first plan of a ranking that the file can say, with its keys; the best without, where it can say none."""
     from ahp.export.model_shape import layers_of
     from ahp.export.table import Subject
 
     dialect, layers = foreign.form.dialect, layers_of(plan.model)
     for found in ranking.plans:
         try:
-            return found, dialect.settings(
-                Subject(found.model_copy(update={"model": plan.model}), layers, "NAME/FLAVOR")
-            )[0]
+            subject = Subject(found.model_copy(update={"model": plan.model}), layers, "NAME/FLAVOR")
+            return found, dialect.settings(subject)[0]
         except NotExpressible:
             continue
     return ranking.best, None
@@ -210,7 +235,8 @@ def _alone(plan: Plan, fields: dict[str, Any], price: Price) -> float | None:
 def _plain(found: Checked) -> dict[str, Any]:
     dialect, today = found.foreign.form.dialect, found.today
     return {
-        "engine": dialect.engine,
+        "engine": dialect.name,
+        "priced_as": dialect.engine,
         "version": dialect.version,
         "parallelism": found.plan.parallelism.model_dump(mode="json"),
         "job": found.plan.job.model_dump(mode="json"),
@@ -226,7 +252,9 @@ def _plain(found: Checked) -> dict[str, Any]:
 
 def _show(found: Checked) -> None:
     dialect, today, job = found.foreign.form.dialect, found.today, found.plan.job
-    print(f"File     {dialect.engine} {dialect.version}")
+    print(f"File     {dialect.name} {dialect.version}")
+    if dialect.name != dialect.engine:
+        print(f"Priced   as {dialect.engine}: {dialect.why_priced}")
     print(f"Job      {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}")
     if found.assumed:
         print(

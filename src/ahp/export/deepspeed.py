@@ -60,6 +60,28 @@ def _read_data(settings: Settings) -> Fields:
     }
 
 
+def with_batch(settings: Settings, devices: int) -> Settings:
+    """Settings whose batches are numbers: where one of the three is not there, it is what the others make of the devices, as DeepSpeed
+    has it (runtime/config.py, _set_batch_related_parameters); 'auto' is the Trainer's to say, and stays. Raises Unreadable where they do not divide."""
+    three = (BATCH, MICRO, ACCUMULATION)
+    if any(settings.get(key) == "auto" for key in three):
+        return settings
+    share = whole(settings.get(TENSOR, 1), TENSOR) * whole(settings.get(SEQUENCE, 1), SEQUENCE)
+    known = {key: whole(settings[key], key) for key in three if key in settings}
+    if devices % share or not known.keys() & {BATCH, MICRO} or len(known) == 3:
+        return settings
+    ranks = devices // share
+    if not {BATCH, MICRO} <= known.keys():
+        known.setdefault(ACCUMULATION, 1)
+    if BATCH not in known:
+        return {**settings, **known, BATCH: known[MICRO] * known[ACCUMULATION] * ranks}
+    missing = ACCUMULATION if MICRO in known else MICRO
+    number, rest = divmod(known[BATCH], ranks * known.get(MICRO, 1) * known.get(ACCUMULATION, 1))
+    if rest or not number:
+        raise Unreadable(f"{BATCH} = {known[BATCH]}: {ranks} data-parallel ranks leave no whole {missing} of it")
+    return {**settings, **known, missing: number}
+
+
 DATA = Rule(
     (BATCH, MICRO, ACCUMULATION, STAGE),
     (

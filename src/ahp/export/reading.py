@@ -1,19 +1,60 @@
-"""Which engine's configuration a file is, and the plan that it says."""
+"""Which program's configuration a file is, and the plan that it says."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ahp.errors import BadInput, bad_input
-from ahp.export import accelerate, deepspeed, megatron, torchtitan
-from ahp.export.engine_target import Format
+from ahp.export import accelerate, deepspeed, maxtext, megatron, nanotron, nemo, torchtitan
+from ahp.export.launch_line import EACH, NODES, launched, sizes
 from ahp.export.megatron_model import config_of
-from ahp.export.table import Read, Settings, Unreadable
+from ahp.export.shell import words
+from ahp.export.table import Dialect, Read, Settings, Unreadable
 from ahp.export.torchtitan_keys import with_rest
 
-FORMATS = {one.name: one.formats for one in (torchtitan.TARGET, megatron.TARGET, deepspeed.TARGET, accelerate.TARGET)}
+Model = str | dict[str, Any] | None
+"""The model that a file names, where AHP knows it."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How a program's file is read."""
+
+    dialect: Dialect
+    parse: Callable[[str], Settings]
+    """Raises BadInput for text that is none of it."""
+    model: Callable[[Settings], Model] = lambda settings: None
+    fill: Callable[[Settings, int, int], Settings] = lambda settings, nodes, per_node: settings
+    """What the devices, nodes of so many each, say of what the file leaves open. Raises Unreadable where they do not divide."""
+
+
+def _titan_model(settings: Settings) -> Model:
+    named = f"{settings.get('model.name')}/{settings.get('model.flavor')}"
+    return next((name for name, (old, _) in torchtitan.MODELS.items() if old == named), None)
+
+
+READERS: dict[str, dict[str, Reader]] = {
+    "torchtitan": {
+        name: Reader(form.dialect, form.parse, _titan_model, lambda found, nodes, each: with_rest(found, nodes * each))
+        for name, form in torchtitan.FORMATS.items()
+    },
+    "megatron": {name: Reader(form.dialect, form.parse, config_of) for name, form in megatron.FORMATS.items()},
+    "deepspeed": {
+        name: Reader(
+            form.dialect, form.parse, fill=lambda found, nodes, each: deepspeed.with_batch(found, nodes * each)
+        )
+        for name, form in deepspeed.FORMATS.items()
+    },
+    "accelerate": {name: Reader(form.dialect, form.parse) for name, form in accelerate.FORMATS.items()},
+    "nanotron": {nanotron.DIALECT.version: Reader(nanotron.DIALECT, nanotron.parse, nanotron.config_of)},
+    "maxtext": {maxtext.DIALECT.version: Reader(maxtext.DIALECT, maxtext.parse, maxtext.model_of, maxtext.filled)},
+    "nemo": {nemo.DIALECT.version: Reader(nemo.DIALECT, nemo.parse)},
+    "bridge": {nemo.BRIDGE_DIALECT.version: Reader(nemo.BRIDGE_DIALECT, nemo.parse, fill=nemo.filled)},
+}
+"""By program and release; the first release is meant where none is named."""
 BY_END = {
     ".toml": ("torchtitan", "0.2.2"),
     ".py": ("torchtitan", "0.3.0"),
@@ -24,51 +65,104 @@ BY_END = {
     ".sbatch": ("megatron", "0.20"),
     ".slurm": ("megatron", "0.20"),
 }
+OWN_DEFAULTS = "base.yml"
+"""MaxText's file of all its defaults, which its rules have."""
 MAINS = ("num_tokens_per_microbatch_per_dp_rank", "num_pp_microbatches", "max_context_length")
 """Keys by which a Python file is of torchtitan's main."""
+BY_KEYS = (
+    ("nanotron", ("parallelism.dp", "model.model_config.hidden_size")),
+    ("maxtext", ("base_config", "per_device_batch_size", "ici_fsdp_parallelism", "ici_tensor_parallelism", "base_emb_dim")),
+    ("nemo", ("trainer.devices", "trainer.num_nodes", "model.encoder_seq_length")),
+    ("bridge", ("train.train_iters", "train.global_batch_size", "model.tensor_model_parallel_size")),
+)  # fmt: skip
+"""Keys by which a YAML is of another program than accelerate."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A file of another engine, as AHP understands it."""
+    """A file of another program, as AHP understands it."""
 
-    form: Format
+    form: Reader
     settings: Settings
     read: Read
-    model: str | dict[str, Any] | None
-    """The model that it names, where AHP knows it."""
+    model: Model
 
 
-def read_foreign(path: str, engine: str | None, version: str | None, devices: int) -> Foreign:
-    """A file by its ending, or by the engine that is named, for so many devices. Raises BadInput for one that cannot be read or is of no engine."""
-    file = Path(path)
+def read_foreign(
+    path: str, engine: str | None, version: str | None, devices: int, per_node: int | None = None
+) -> Foreign:
+    """A file by its ending and its keys, or by the program that is named, for so many devices, on nodes of ``per_node``. Raises BadInput for
+    one that cannot be read or is of no program."""
+    file, each = Path(path), per_node or devices
+    text = _text(file, path)
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"file = {path!r}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
-    named = BY_END.get(file.suffix.lower())
-    if named == ("torchtitan", "0.3.0") and any(key in text for key in MAINS):
-        named = ("torchtitan", "main")
-    if engine is not None and (named is None or named[0] != engine):
-        if engine not in FORMATS:
-            raise bad_input("--engine", engine, "AHP reads no configuration of it", FORMATS)
-        named = (engine, next(iter(FORMATS[engine])))
-    if named is None:
-        raise BadInput(f"file = {path!r}: not known by its ending (valid: {', '.join(BY_END)}; or --engine NAME)")
-    if version is not None and version not in FORMATS[named[0]]:
-        raise bad_input("--target-version", version, f"no keys of such a {named[0]} are known", FORMATS[named[0]])
-    form = FORMATS[named[0]][version or named[1]]
-    try:
-        settings = form.parse(text)
-        if form.dialect.engine == "torchtitan":
-            settings = with_rest(settings, devices)
-    except (BadInput, Unreadable) as error:
+        name, settings, shape = _settings(file, text, engine, version, (devices // each, each))
+        reader = _reader(name, version, file, text)
+        settings = reader.fill(settings, *shape)
+    except Unreadable as error:
         raise BadInput(f"file = {path!r}: {error}") from None
-    return Foreign(form, settings, form.dialect.read(settings), _model(named[0], settings))
+    return Foreign(reader, settings, reader.dialect.read(settings), reader.model(settings))
 
 
-def _model(engine: str, settings: Settings) -> str | dict[str, Any] | None:
-    if engine == "megatron":
-        return config_of(settings)
-    named = f"{settings.get('model.name')}/{settings.get('model.flavor')}"
-    return next((name for name, (old, _) in torchtitan.MODELS.items() if old == named), None)
+def _settings(
+    file: Path, text: str, engine: str | None, version: str | None, shape: tuple[int, int]
+) -> tuple[str, Settings, tuple[int, int]]:
+    """The program, what its file says, and the nodes and workers of each: the script's where it says them."""
+    try:
+        script = BY_END.get(file.suffix.lower(), ("", ""))[0] == "megatron" and engine in (None, *READERS)
+        found = words(text) if script else []
+        line = launched(text, found) if engine != "megatron" else None
+        if not script or line is None or engine not in (None, line.program):
+            name = _named(file, text, engine)
+            return name, _reader(name, version, file, text).parse(text), shape
+        sized, inner = sizes(text, found), {}
+        if line.file is not None and Path(line.file).name != OWN_DEFAULTS:
+            beside = _beside(file, line.file)
+            inner = _reader(line.program, version, beside, "").parse(_text(beside, str(beside)))
+    except BadInput as error:
+        raise BadInput(f"file = {str(file)!r}: {error}") from None
+    numbers = [str(sized.get(key, own)) for key, own in zip((NODES, EACH), shape, strict=True)]
+    nodes, each = (int(word) if word.isdigit() and int(word) else own for word, own in zip(numbers, shape, strict=True))
+    return line.program, inner | line.settings, (nodes, each)
+
+
+def _reader(name: str, version: str | None, file: Path, text: str) -> Reader:
+    releases = READERS[name]
+    if version is not None and version not in releases:
+        raise bad_input("--target-version", version, f"no keys of such a {name} are known", releases)
+    by_end = BY_END.get(file.suffix.lower(), ("", ""))
+    if by_end == ("torchtitan", "0.3.0") and any(key in text for key in MAINS):
+        by_end = ("torchtitan", "main")
+    return releases[version or (by_end[1] if by_end[0] == name else next(iter(releases)))]
+
+
+def _named(file: Path, text: str, engine: str | None) -> str:
+    """The program that is asked for, else the one that the file's ending and keys say."""
+    if engine is not None and engine not in READERS:
+        raise bad_input("--engine", engine, "AHP reads no configuration of it", READERS)
+    if engine is not None:
+        return engine
+    if file.suffix.lower() not in BY_END:
+        raise BadInput(f"not known by its ending (valid: {', '.join(BY_END)}; or --engine NAME)")
+    name = BY_END[file.suffix.lower()][0]
+    if name != "accelerate":
+        return name
+    keys = READERS["accelerate"]["1.15.0"].parse(text)
+    return next((one for one, own in BY_KEYS if any(key in keys for key in own)), name)
+
+
+def _beside(script: Path, named: str) -> Path:
+    """The file that a script names: from its own folder or from one above. Raises BadInput where there is none."""
+    parts = [part for part in Path(named).parts if "$" not in part and part not in ("/", "..", ".")]
+    for folder in (script.parent, *list(script.resolve().parents)[:8]):
+        for start in range(len(parts)):
+            if (found := folder.joinpath(*parts[start:])).is_file():
+                return found
+    raise BadInput(f"it starts what {named!r} says, and no such file is beside it or above; check that file")
+
+
+def _text(file: Path, path: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise BadInput(f"file = {path!r}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None

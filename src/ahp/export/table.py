@@ -70,9 +70,10 @@ class Read:
 
 @dataclass(frozen=True)
 class Dialect:
-    """The configuration of some releases of one engine."""
+    """The configuration of some releases of one engine, or of a program whose cost is an engine's."""
 
     engine: str
+    """Which prices it, and says what it can run."""
     version: str
     source: str
     """What it was read from."""
@@ -86,6 +87,17 @@ class Dialect:
 
     launcher: tuple[str, ...] = ()
     """Keys that are read and never written: the launch line has them."""
+    program: str | None = None
+    """Whose files these are, where AHP has no engine of that name: what it does is priced as ``engine`` would do it."""
+    why_priced: str = "AHP has no engine of it"
+    """Why it is priced as ``engine``."""
+    spaces: tuple[Mapping[str, Any], ...] = ({},)
+    """Keys of a layout with the values that the program has, where they are fewer than the engine's; together all layouts that it has."""
+
+    @property
+    def name(self) -> str:
+        """As people call the program."""
+        return self.program or self.engine
 
     def settings(self, subject: Subject) -> tuple[Settings, tuple[str, ...]]:
         """The file's keys, and what of the plan it does not say. Raises NotExpressible, with the field and its value."""
@@ -103,7 +115,7 @@ class Dialect:
                     if (root, name) in (("engine", "name"), ("engine", "version")) or _says_nothing(name, p):
                         continue
                     raise NotExpressible(
-                        f"{name} = {value!r}: {self.engine} {self.version} has no key for it in its file"
+                        f"{name} = {value!r}: {self.name} {self.version} has no key for it in its file"
                     )
         found: Settings = {}
         for rule in self.rules:
@@ -136,7 +148,7 @@ class Dialect:
                 unread.append((str(error), rule.fields))
             except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
                 given = ", ".join(f"{key} = {settings[key]!r}" for key in rule.keys if key in settings)
-                unread.append((f"{given}: not a value that {self.engine} takes", rule.fields))
+                unread.append((f"{given}: not a value that {self.name} takes", rule.fields))
         told += [why for why, _ in unread]
         return Read(fields, tuple(dict.fromkeys(told)), tuple(unread))
 
@@ -152,7 +164,7 @@ def plan_of(dialect: Dialect, fields: Fields, model: str | dict[str, Any], clust
         place[last] = value
     kinds = (("parallelism", Parallelism), ("job", Job), ("engine", EngineChoice))
     data["engine"]["name"] = dialect.engine
-    made = {name: validated(kind, data[name], dialect.engine) for name, kind in kinds}
+    made = {name: validated(kind, data[name], dialect.name) for name, kind in kinds}
     return Plan(model=model, cluster=cluster, **made)
 
 
@@ -226,6 +238,11 @@ def mapping(data: Any, what: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise BadInput(f"{what}: a mapping of keys was expected, not a {type(data).__name__}")
     return data
+
+
+def understood(*keys: str) -> Rule:
+    """Keys that say nothing of a plan, and are read by themselves: those of the model."""
+    return Rule(keys, (), lambda s: {}, lambda settings: {})
 
 
 def _says_nothing(name: str, p: Parallelism) -> bool:
