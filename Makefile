@@ -12,13 +12,14 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(CI),--quiet,) --disable-pip-version-check
 CODE := $(wildcard src tests benchmarks .ci)
 
-.PHONY: help install dev train test test-gpu lint docs clean
+.PHONY: help install dev train test test-gpu smoke lint docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train    install, then plan and train a small LLaMA on this machine (ARGS=... for ahp train)"
 	@echo "make test     install, then run the tests (ARGS=... for pytest)"
 	@echo "make test-gpu install, then run the tests that need a GPU"
+	@echo "make smoke    build a wheel, and run every command from it in an environment that has nothing else"
 	@echo "make lint     formatting, lint and types"
 	@echo "make docs     build the pages of docs/ into site/, every warning an error"
 	@echo "make install  only install, into $(VENV)"
@@ -52,6 +53,9 @@ test: dev
 
 test-gpu: dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+smoke:
+	$(PYTHON) .ci/smoke.py $(ARGS)
 
 lint: dev
 	$(BIN)/ruff format --check $(CODE)
