@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.fx import Graph, GraphModule
 from torch.nn.attention import SDPBackend
 from torch.nn.utils.stateless import _reparametrize_module
@@ -295,10 +295,10 @@ def forget_meshes() -> None:
         propagator.propagate_op_sharding,
         getattr(type(propagator), "_propagate_tensor_meta_cached", None),
         getattr(_redistribute, "_gen_transform_infos", None),
+        _collective_utils.MeshTopoInfo.build_from_mesh,  # asked from 2.15 on
     ]
-    for cache in caches:
-        if hasattr(cache, "cache_clear"):
-            cache.cache_clear()
+    for cache in (one for one in caches if hasattr(one, "cache_clear")):
+        cache.cache_clear()
     for clear in (
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
         getattr(_redistribute, "clear_redistribute_planner_cache", None),
