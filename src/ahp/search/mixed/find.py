@@ -58,12 +58,12 @@ WINDOW = 512
 """So many shapes of the lowest floors are looked at together: which of them promise more is not said by their floors."""
 
 
-FURTHER = 1.025
+FURTHER = 1.06
 """Shapes whose floors are up to so many times the lowest are made closer with it."""
 
 
-REACHED = 5
-"""By so many times that, at most."""
+REACHED = 2
+"""By so many steps of that, at most."""
 
 
 REACH = (4.0, 32.0, 256.0, float("inf"))
