@@ -37,12 +37,12 @@ $(VENV)/.installed: pyproject.toml
 		{ echo "PYTHON = $(PYTHON): AHP needs Python 3.11 or newer (make PYTHON=python3.11)" >&2; exit 1; }
 	@echo "Installing AHP into $(VENV): some minutes the first time, most of it PyTorch"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --editable ".[report]"
+	$(PIP_INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing what tests and lint need"
-	$(PIP_INSTALL) --editable ".[report,dev]"
+	$(PIP_INSTALL) --editable ".[dev]"
 	@touch $@
 
 train: install

@@ -40,7 +40,7 @@ NOUNS = {
     "Cluster": "ahp.cluster.model",
     "Parallelism": "ahp.plan",
     "Plan": "ahp.plan",
-    "Forecast": "ahp.plan",
+    "Forecast": "ahp.step_forecast",
 }
 VALIDATORS = {"field_validator", "model_validator"}
 Named = ast.ClassDef | ast.FunctionDef

@@ -19,6 +19,7 @@ from ahp.stage_place import (
     given_shards,
     widths_of,
 )
+from ahp.step_forecast import Forecast as Forecast
 from ahp.violations import broken_rules, first_few, taken_for_numbers
 from ahp.words import count, counted
 from ahp.yaml_text import parse_yaml
@@ -406,35 +407,29 @@ class EngineChoice(Record):
         return ", ".join(filter(None, found))
 
 
-class Forecast(Record):
-    """What one layout is expected to cost. Times in seconds, memory in bytes of the fullest rank."""
-
-    step_time_s: float
-    step_time_low_s: float
-    step_time_high_s: float
-    """``low .. high`` is meant to hold the measured step time nine times out of ten."""
-    tokens_per_s_per_device: float
-    mfu: float
-    """Model FLOPs (6 per parameter and token, plus attention; recompute not counted) over the devices' dense peak."""
-    mfu_peak: str
-    """Which peak and which FLOP convention ``mfu`` is against, in words."""
-    memory_allocated_bytes: int
-    memory_reserved_bytes: int
-    fit_probability: float
-    fits: bool
-    step: dict[str, float]
-    """Where the time of the slowest rank goes, seconds by part."""
-    memory: dict[str, int]
-    """Where the bytes of the fullest rank go, by part."""
-    fullest_rank: int = 0
-
-
 class Rejected(Record):
-    """A layout that lost, and the one reason."""
+    """A layout that lost, and the one reason. What it costs is None where it cannot run, or in a plan of before this was kept."""
 
     parallelism: Parallelism
     reason: str
     step_time_s: float | None = None
+    band_s: tuple[float, float] | None = None
+    """As ``Forecast.step_time_low_s .. step_time_high_s``."""
+    memory_bytes: int | None = None
+    """Of the fullest rank."""
+    fits: bool | None = None
+
+    @classmethod
+    def of(cls, parallelism: Parallelism, forecast: Forecast, reason: str) -> Rejected:
+        """A layout that was priced."""
+        return cls(
+            parallelism=parallelism,
+            reason=reason,
+            step_time_s=forecast.step_time_s,
+            band_s=(forecast.step_time_low_s, forecast.step_time_high_s),
+            memory_bytes=sum(forecast.memory.values()),
+            fits=forecast.fits,
+        )
 
 
 class Plan(Record):
@@ -453,6 +448,8 @@ class Plan(Record):
     forecast: Forecast | None = None
     why: tuple[str, ...] = ()
     rejected: tuple[Rejected, ...] = ()
+    current: Rejected | None = None
+    """What the user ran when this was searched (``ahp plan --current``)."""
     versions: dict[str, str] = Field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:

@@ -115,7 +115,10 @@ def test_peft_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(BadInput, match=r"job\.lora: peft is not installed; install the extra: pip install 'adaptive-hybrid-parallelism\[lora\]'"):
+    with pytest.raises(
+        BadInput,
+        match=r"job\.lora: peft is not installed; install the extra: pip install 'adaptive-hybrid-parallelism\[lora\]'",
+    ):
         with_adapters(torch.nn.Linear(2, 2), Lora())
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ahp.errors import BadInput
-from ahp.plan import Parallelism
+from ahp.plan import Parallelism, Plan, Rejected
 from ahp.search.current import Current
 from ahp.search.ranking import search
 from ahp.search.result import Ranking
@@ -52,6 +54,29 @@ def test_a_slower_one_says_why() -> None:
     assert found.forecast.fits
     assert " slower: " in found.against_best
     assert found.words().startswith("dp2x1 zero0 tp2 mb1 full: ")
+
+
+def test_the_plan_keeps_it_and_what_the_others_cost(tmp_path: Path) -> None:
+    found = ranking({"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2, "activation_checkpoint": "full"})
+    found.best.save(tmp_path / "plan.yaml")
+    kept = Plan.load(tmp_path / "plan.yaml")
+    assert found.current is not None
+    forecast = found.current.forecast
+    assert forecast is not None
+    assert kept.current == Rejected.of(found.current.parallelism, forecast, found.current.against_best)
+    assert kept.current.memory_bytes == sum(forecast.memory.values())
+    assert kept.rejected
+    others = {plan.parallelism: plan.forecast for plan in found}
+    for one in kept.rejected:
+        other = others.get(one.parallelism)
+        assert other is None or one == Rejected.of(one.parallelism, other, one.reason)
+        assert one.band_s is not None
+        assert one.memory_bytes
+        assert one.fits is not None
+    refused = ranking({"tensor_parallel_degree": 8}).best.current
+    assert refused is not None
+    assert refused.step_time_s is None
+    assert "cannot run" in refused.reason
 
 
 def test_one_that_cannot_run_says_why() -> None:

@@ -1,12 +1,13 @@
-"""One HTML page about a run, or about a plan alone.
+"""One HTML page about a run, about a plan alone, or about several runs beside each other.
 
 Of a run's folder (runs/demo): loss, predicted against measured, the plan, memory, the timeline, in report.html there.
-Of a plan.yaml: the plan and its forecast, in plan.html beside it.
+Of a plan.yaml: the candidates, the plan and its forecast, in plan.html beside it. Of several runs: what each reached, and their curves.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,25 +19,35 @@ from ahp.errors import bad_input
 from ahp.plan import Plan
 from ahp.run_files import Status, judge_status, read_noticed
 
+FOLLOW_S = 10
+"""Between two drawings of a page that follows a run."""
+
 
 @dataclass(frozen=True)
 class Arguments:
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|PLAN")] = "runs/demo"
-    """A run's folder, or a plan.yaml."""
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|PLAN")] = ("runs/demo",)
+    """A run's folder, or a plan.yaml; or the folders of several runs."""
+    out: str = "runs.html"
+    """The page of several runs."""
+    follow: bool = False
+    """Draw the page again every 10 seconds while the run goes on. An open page loads itself again."""
     json: bool = False
     """Print the path of the page as one JSON object."""
 
 
 def run(argv: list[str]) -> int:
-    """``ahp report RUN|PLAN``. Returns the exit code; raises AhpError."""
+    """``ahp report RUN|PLAN ...``. Returns the exit code; raises AhpError."""
     arguments = tyro.cli(Arguments, args=argv, prog="ahp report", description=__doc__)
-    source = Path(arguments.run)
-    if source.is_dir() and not (source / "plan.yaml").is_file():
-        raise bad_input("run", arguments.run, "no run's folder: it holds no plan.yaml; start one with: ahp train")
-    if not source.exists():
-        raise bad_input("run", arguments.run, "neither a run's folder nor a plan; start a run with: ahp train")
+    sources = [_found(given) for given in arguments.runs or Arguments.runs]
+    if len(sources) > 1:
+        return _beside(sources, arguments)
+    [source] = sources
     from ahp.report.page import write
 
+    if arguments.follow:
+        if not source.is_dir():
+            raise bad_input("follow", True, "a plan does not change; give a run's folder", [False])
+        _follow(source)
     page = write(source)
     status = judge_status(source / "status.json") if source.is_dir() else None
     following = f"ahp generate {source}" if source.is_dir() else _next(source)
@@ -49,6 +60,43 @@ def run(argv: list[str]) -> int:
         told += "".join(f"{line}\n" for line in _noticed(source / "status.json"))
         print(f"{told}Wrote {page}\nNext: open it in a browser    {following}")
     return 0
+
+
+def _found(given: str) -> Path:
+    source = Path(given)
+    if source.is_dir() and not (source / "plan.yaml").is_file():
+        raise bad_input("run", given, "no run's folder: it holds no plan.yaml; start one with: ahp train")
+    if not source.exists():
+        raise bad_input("run", given, "neither a run's folder nor a plan; start a run with: ahp train")
+    return source
+
+
+def _beside(sources: list[Path], arguments: Arguments) -> int:
+    from ahp.report.page import write_compared
+
+    if plans := [str(source) for source in sources if not source.is_dir()]:
+        raise bad_input("run", plans[0], "a plan has no curves to draw beside others'; give the folders of runs")
+    if arguments.follow:
+        raise bad_input("follow", True, "one run can be followed", [False])
+    page = write_compared(sources, Path(arguments.out))
+    following = f"ahp report {sources[0]}"
+    if arguments.json:
+        print(json.dumps({"wrote": str(page), "next": [following]}))
+    else:
+        print(f"Wrote {page}\nNext: open it in a browser    {following}")
+    return 0
+
+
+def _follow(folder: Path) -> None:
+    """Draw the page while the run goes on, or until Ctrl-C."""
+    from ahp.report.page import write
+
+    try:
+        while (status := judge_status(folder / "status.json")) is not None and status.state == "running":
+            write(folder, every_s=FOLLOW_S)
+            time.sleep(FOLLOW_S)
+    except KeyboardInterrupt:
+        return
 
 
 def _why(status: Status) -> str:

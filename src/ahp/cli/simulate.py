@@ -19,7 +19,7 @@ from ahp.cli.following import after, show_next
 from ahp.cli.overrides import split_overrides
 from ahp.config import set_dotted
 from ahp.errors import BadInput, NotExpressible, bad_input
-from ahp.plan import Forecast, Parallelism, Plan, validated
+from ahp.plan import Plan, validated
 from ahp.words import part_words
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class Arguments:
 
 def run(argv: list[str]) -> int:
     """``ahp simulate PLAN``. Returns the exit code; raises AhpError."""
+    from ahp.report.binding import binding_of
+
     overrides, rest = split_overrides(argv, ROOTS)
     arguments = tyro.cli(Arguments, args=rest, prog="ahp simulate", description=__doc__)
     if arguments.all_ranks and arguments.trace is None:
@@ -66,7 +68,7 @@ def run(argv: list[str]) -> int:
     if arguments.trace is not None:
         _write_trace(priced, arguments.trace, all_ranks=arguments.all_ranks)
     print("pricing its neighbours ...", file=sys.stderr)
-    found, following = _binding(graph, cluster, plan), _following(plan, arguments, overrides)
+    found, following = binding_of(graph, cluster, plan), _following(plan, arguments, overrides)
     if arguments.json:
         result = {
             "parallelism": priced.parallelism.model_dump(mode="json"),
@@ -129,20 +131,6 @@ def announce(plan: Plan) -> None:
         module, _, function = str(plan.model).partition(":")
         print(f"the plan's model is code: {module} is imported and {function}() called", file=sys.stderr, flush=True)
     print(f"analyzing {_named(plan)} ...", file=sys.stderr, flush=True)
-
-
-def _binding(graph: ModelGraph, cluster: Cluster, plan: Plan) -> Binding:
-    from ahp.forecast.step import forecast
-    from ahp.report.binding import binding
-    from ahp.report.tables import capacity_bytes, capacity_of, forecast_of
-
-    def price_other(layout: Parallelism) -> Forecast:
-        return forecast(graph, cluster, plan.job, layout, plan.engine)
-
-    def capacity(layout: Parallelism, found: Forecast) -> int:
-        return capacity_of(plan, layout, found)
-
-    return binding(plan.parallelism, forecast_of(plan), capacity_bytes(plan), price_other, capacity)
 
 
 def _write_trace(priced: Priced, path: str, *, all_ranks: bool) -> None:

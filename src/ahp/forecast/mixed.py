@@ -41,6 +41,7 @@ from ahp.forecast.gathered import Gathers, gathers_beside, gathers_s
 from ahp.forecast.group import CollectiveKind, Group, strided_group
 from ahp.forecast.groups import replica_members
 from ahp.forecast.mixed_network import MixedNetwork
+from ahp.forecast.place_memory import PlaceMemory
 from ahp.forecast.priced import Priced, Replica, faster_method, lightest_that_fits
 from ahp.forecast.pricer import (
     LOSS_AND_NORM_BYTES,
@@ -390,6 +391,23 @@ class MixedPricer:
         ]
         return np.array(rooms).reshape(len(priced.replicas), -1)
 
+    def memory_of_places(self, priced: Priced) -> list[PlaceMemory]:
+        """What the ranks of each cell need; of replicas that are alike, those at one place together."""
+        layout = self._layout(priced.parallelism)
+        alike: dict[tuple[object, ...], list[Replica]] = {}
+        for replica in priced.replicas:
+            alike.setdefault(_kind(replica), []).append(replica)
+        found = []
+        for replicas in alike.values():
+            first = replicas[0]
+            needs = self._memory(layout, first.cells, first.span, first.memory)
+            for rank, (cell, used) in enumerate(zip(first.cells, needs, strict=True)):
+                own = [replica.cells[rank] for replica in replicas]
+                ranks = tuple(one.first_rank + offset for one in own for offset in range(one.width))
+                device = self.groups[cell.group].nodes.device
+                found.append(PlaceMemory(ranks, device.name, device.memory_bytes, used))
+        return found
+
     def _fullest(self, layout: _Layout, replicas: list[Replica]) -> tuple[int, Cell, memory.RankMemory]:
         """The pipeline rank and the cell whose devices are the most likely to run out of memory, and what it needs."""
         cells = [
@@ -447,8 +465,9 @@ class MixedPricer:
 
 def _distinct(replicas: list[Replica]) -> list[Replica]:
     """One replica of each kind: on the same groups, with as many micro-batches and the same stages, each of which is made once."""
-    kinds = {
-        (replica.span.m, *(cell.group for cell in replica.cells), *map(id, replica.stages)): replica
-        for replica in reversed(replicas)
-    }
+    kinds = {_kind(replica): replica for replica in reversed(replicas)}
     return list(reversed(kinds.values()))
+
+
+def _kind(replica: Replica) -> tuple[object, ...]:
+    return (replica.span.m, *(cell.group for cell in replica.cells), *map(id, replica.stages))

@@ -42,6 +42,7 @@ from ahp.forecast.group import strided_group
 from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Muon, places_of
+from ahp.forecast.place_memory import PlaceMemory
 from ahp.forecast.priced import Priced, faster_method, lightest_that_fits
 from ahp.forecast.rules import illegal
 from ahp.forecast.segment import Recompute
@@ -414,6 +415,21 @@ class Pricer:
         traits = get(self.choice.name).traits(self.job, layout, self.choice)
         ranks = self.ranks_memory(layout, traits, priced.span, priced.memory)
         return memory.activation_room(ranks, self.nodes.device.memory_bytes)[None]
+
+    def memory_of_places(self, priced: Priced) -> list[PlaceMemory]:
+        """What the ranks at each place of the pipeline need; all replicas are alike."""
+        layout, device = priced.parallelism, self.nodes.device
+        traits = get(self.choice.name).traits(self.job, layout, self.choice)
+        needs, axis = self.ranks_memory(layout, traits, priced.span, priced.memory), pipeline_axis(layout)
+        return [
+            PlaceMemory(
+                tuple(place * axis.stride + offset for offset in axis.offsets),
+                device.name,
+                device.memory_bytes,
+                needs.of(place),
+            )
+            for place in range(priced.span.p)
+        ]
 
     def _received_bytes(self, parallelism: Parallelism, traits: Traits, span: Makespan, own: Ints) -> Ints:
         hidden_bytes = self.units(parallelism).hidden_bytes

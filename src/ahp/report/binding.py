@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ahp.errors import BadInput, NotExpressible
-from ahp.plan import Forecast, Parallelism, validated
+from ahp.plan import Forecast, Parallelism, Plan, validated
+from ahp.report.tables import capacity_bytes, capacity_of, forecast_of
 from ahp.schedule.orders import under_pattern
 from ahp.words import gib, of_gib, part_words, percent, seconds
+
+if TYPE_CHECKING:
+    from ahp.cluster.model import Cluster
+    from ahp.graph.operators import ModelGraph
 
 COMPUTATION = ("forward", "backward")
 NEGLIGIBLE = 0.01
@@ -84,6 +89,19 @@ class Binding:
         """The fastest neighbour that helps."""
         helping = [(n.forecast.step_time_s, n) for n in self.neighbours if n.helps and n.forecast is not None]
         return min(helping, key=lambda pair: pair[0])[1] if helping else None
+
+
+def binding_of(graph: ModelGraph, cluster: Cluster, plan: Plan) -> Binding:
+    """What binds a plan that has a forecast, on its cluster."""
+    from ahp.forecast.step import forecast
+
+    def price(layout: Parallelism) -> Forecast:
+        return forecast(graph, cluster, plan.job, layout, plan.engine)
+
+    def capacity(layout: Parallelism, found: Forecast) -> int:
+        return capacity_of(plan, layout, found)
+
+    return binding(plan.parallelism, forecast_of(plan), capacity_bytes(plan), price, capacity)
 
 
 def binding(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ahp.errors import AhpError
 from ahp.forecast.found_order import ToOrder
 from ahp.forecast.priced import Priced
-from ahp.plan import Parallelism, Plan
+from ahp.plan import Parallelism
 from ahp.schedule.drawing import drawing
 from ahp.schedule.orders import SYNTHESIZED
 from ahp.schedule.registry import SCHEDULES
@@ -81,20 +81,11 @@ def best_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> Priced | 
     return min(priced, key=lambda one: one.forecast.step_time_s, default=None)
 
 
-def of_plan(plan: Plan) -> ComparedSchedules | None:
-    """Of a plan with a schedule of its own; None for others, and where its model or its cluster is not here."""
-    from ahp.cluster.model import Cluster
-    from ahp.forecast.step import pricer
-    from ahp.graph.kept import analyze
-
-    layout = plan.parallelism
-    if layout.pipeline_parallel_schedule != SYNTHESIZED or layout.pipeline_parallel_degree == 1 or plan.cluster is None:
+def compared_with_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> ComparedSchedules | None:
+    """Of a layout with a schedule of its own; None for others."""
+    if layout.pipeline_parallel_schedule != SYNTHESIZED or layout.pipeline_parallel_degree == 1:
         return None
-    try:
-        graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
-        return _beside_pattern(pricer(graph, Cluster.resolve(plan.cluster), plan.job, plan.engine.decided()), layout)
-    except AhpError:
-        return None
+    return _beside_pattern(pricer, layout)
 
 
 def _compared(words: str, *several: Priced) -> ComparedSchedules:

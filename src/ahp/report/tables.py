@@ -45,10 +45,15 @@ _QUANTITY = re.compile(r"(?<=\d) (?=(?:%|s|ms|us|h|min|days|[kMBT]|[KMGT]iB|[GT]
 _KEPT_SPACE = "\N{NO-BREAK SPACE}"
 
 
+def unbroken(words: str) -> str:
+    """The words with spaces before units at which no line is broken."""
+    return _QUANTITY.sub(_KEPT_SPACE, words)
+
+
 def lines_of(words: str, width: int) -> list[str]:
     """A sentence on lines of ``width`` columns, broken between its clauses where they fit on a line; no figure loses its unit."""
     lines = [""]
-    for clause in _CLAUSE.split(_QUANTITY.sub(_KEPT_SPACE, words)):
+    for clause in _CLAUSE.split(unbroken(words)):
         longer = f"{lines[-1]} {clause}".lstrip()
         if len(longer) <= width:
             lines[-1] = longer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ahp.errors import BadInput, NotExpressible
-from ahp.plan import Forecast, Parallelism, validated
+from ahp.plan import Forecast, Parallelism, Rejected, validated
 from ahp.search import reasons
 from ahp.search.problem import Problem
 from ahp.words import seconds
@@ -31,6 +31,12 @@ class Current:
             "forecast": None if self.forecast is None else self.forecast.model_dump(mode="json"),
             "against_best": self.against_best,
         }
+
+    def lost(self) -> Rejected:
+        """As plan.yaml keeps it."""
+        if self.forecast is None:
+            return Rejected(parallelism=self.parallelism, reason=self.against_best)
+        return Rejected.of(self.parallelism, self.forecast, self.against_best)
 
     def words(self) -> str:
         """One line for people."""

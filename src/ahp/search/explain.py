@@ -48,7 +48,7 @@ def different(pairs: Iterable[Pair]) -> list[Pair]:
 
 def runner_up(pair: Pair, best: Forecast) -> Rejected:
     """A layout that fits and lost."""
-    return Rejected(parallelism=pair[0], reason=reasons.slower_because(pair[1], best), step_time_s=pair[1].step_time_s)
+    return Rejected.of(*pair, reasons.slower_because(pair[1], best))
 
 
 def too_large(misfits: list[Pair], best: Forecast, capacity_bytes: int) -> tuple[Rejected, ...]:
@@ -56,9 +56,7 @@ def too_large(misfits: list[Pair], best: Forecast, capacity_bytes: int) -> tuple
     faster = [pair for pair in misfits if pair[1].step_time_s < best.step_time_s]
     faster.sort(key=lambda pair: (reasons.needed_bytes(pair[1]), pair[1].step_time_s))
     return tuple(
-        Rejected(
-            parallelism=layout, reason=reasons.does_not_fit(forecast, capacity_bytes), step_time_s=forecast.step_time_s
-        )
+        Rejected.of(layout, forecast, reasons.does_not_fit(forecast, capacity_bytes))
         for layout, forecast in faster[:NUM_TOO_LARGE]
     )
 

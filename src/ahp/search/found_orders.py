@@ -157,11 +157,7 @@ def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) 
     used = replace(asked.on(_cluster(asked, first.plan)), engine=first.plan.engine)
     holding = mixed_explain.on_fullest(used, (first.layout, first.forecast))
     lost = [
-        Rejected(
-            parallelism=entry.layout,
-            reason=slower_because(entry.forecast, first.forecast),
-            step_time_s=entry.forecast.step_time_s,
-        )
+        Rejected.of(entry.layout, entry.forecast, slower_because(entry.forecast, first.forecast))
         for entry in entries[1:]
     ]
     large = tuple(one for one in ranking.too_large if (one.step_time_s or 0.0) < first.forecast.step_time_s)

@@ -81,13 +81,23 @@ def search(
     if not aim.may_use_fewer:
         ranking = with_own_orders(asked, ranking_with_any_kernels(asked, keep, current, by, TIED), keep)
         scale = Scale(aim, asked)
-        return replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
+        return _beside_today(
+            replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
+        )
     if asked.own_order:
         rule = f"the objective {aim.name} compares layouts under fixed patterns"
         raise bad_input("parallelism.pipeline_parallel_schedule", SYNTHESIZED, rule, [None])
     if by.name != "exact":
         raise bad_input("method", by.name, f"the objective {aim.name} is searched exactly", ["exact"])
-    return _by_objective(asked, aim, keep, current)
+    return _beside_today(_by_objective(asked, aim, keep, current))
+
+
+def _beside_today(ranking: Ranking) -> Ranking:
+    """The ranking whose first plan keeps what the user runs today, for whoever opens it later."""
+    if ranking.current is None:
+        return ranking
+    best = ranking.best.model_copy(update={"current": ranking.current.lost()})
+    return replace(ranking, plans=(best, *ranking.plans[1:]))
 
 
 def _by_objective(
@@ -100,12 +110,7 @@ def _by_objective(
     first = _worth(scale, ranking.best)
     rivals = [(one, one.found.best, one.worth) for one in choice.others if one.found.best and one.worth]
     others = tuple(
-        Rejected(
-            parallelism=pair[0],
-            reason=f"{worth.devices} devices: {scale.compared(worth, first)}",
-            step_time_s=pair[1].step_time_s,
-        )
-        for _, pair, worth in rivals
+        Rejected.of(*pair, f"{worth.devices} devices: {scale.compared(worth, first)}") for _, pair, worth in rivals
     )
     kernels = (why_compiled(ranking.best, used),) if asked.engine.compile is None and used.engine.compile else ()
     why = (*scale.why(first), choice.words(), *kernels, *ranking.best.why)

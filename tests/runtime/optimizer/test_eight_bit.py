@@ -225,7 +225,9 @@ def test_it_is_refused_where_it_cannot_be() -> None:
         )
     with (
         mock.patch.object(importlib.util, "find_spec", return_value=None),
-        pytest.raises(BadInput, match=r"torchao is not installed.*pip install 'adaptive-hybrid-parallelism\[low-bit\]'"),
+        pytest.raises(
+            BadInput, match=r"torchao is not installed.*pip install 'adaptive-hybrid-parallelism\[low-bit\]'"
+        ),
     ):
         eight_bit.refuse_without_torchao()
 

@@ -309,7 +309,8 @@ def test_a_store_without_its_library_names_the_extra(tmp_path: Path) -> None:
     with (
         mock.patch.object(fsspec, "get_filesystem_class", side_effect=missing),
         pytest.raises(
-            BadInput, match=r"Install s3fs to access S3\); install the extra: pip install 'adaptive-hybrid-parallelism\[object-store\]'"
+            BadInput,
+            match=r"Install s3fs to access S3\); install the extra: pip install 'adaptive-hybrid-parallelism\[object-store\]'",
         ),
     ):
         Trainer(Plan(), folder=tmp_path, checkpoint_store="s3://bucket/run")

@@ -139,11 +139,7 @@ def mixed_ranking(
     )
     notes = (*notes, *mixed_explain.idle(asked, best.parallelism, best_of[0].cluster), *_not_spread(over, refusal))
     lost = tuple(
-        Rejected(
-            parallelism=plan.parallelism,
-            reason=reasons.slower_because(plan.forecast, best.forecast),
-            step_time_s=plan.forecast.step_time_s,
-        )
+        Rejected.of(plan.parallelism, plan.forecast, reasons.slower_because(plan.forecast, best.forecast))
         for plan in plans[1:]
         if plan.forecast is not None
     )

@@ -1,0 +1,17 @@
+"""What every rank of a layout needs, by place of the pipeline: ranks at one place on devices of one kind need the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ahp.forecast.memory import RankMemory
+
+
+@dataclass(frozen=True)
+class PlaceMemory:
+    """Ranks that need the same, and the device that each of them has."""
+
+    ranks: tuple[int, ...]
+    device: str
+    capacity_bytes: int
+    memory: RankMemory

@@ -1,0 +1,60 @@
+"""What the page says of a plan beyond plan.yaml: its timeline, the memory of every rank, what binds. Made from its model and cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ahp.errors import AhpError
+from ahp.forecast.place_memory import PlaceMemory
+from ahp.plan import Plan
+from ahp.report.binding import Binding
+from ahp.report.schedules import ComparedSchedules
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one plan; empty, and why, where they cannot be made."""
+
+    missing: str = ""
+    """Why there are none."""
+    trace: Any = None
+    """The timeline, in Chrome's trace event format."""
+    places: Sequence[PlaceMemory] = ()
+    binding: Binding | None = None
+    schedules: ComparedSchedules | None = None
+    moves: Sequence[str] | None = None
+    """What 10 % more of each piece of hardware would bring; None where that was not searched."""
+
+
+def facts_of(plan: Plan) -> Facts:
+    """Price the plan again. A model that is code is not run for a page; what is not here any more, or is refused, is said."""
+    from ahp.cluster.model import Cluster
+    from ahp.forecast import timeline
+    from ahp.forecast.step import pricer
+    from ahp.graph.kept import analyze
+    from ahp.graph.models import is_factory
+    from ahp.report.binding import binding_of
+    from ahp.report.schedules import compared_with_pattern
+
+    if plan.cluster is None:
+        return Facts("the plan names no cluster")
+    if is_factory(plan.model):
+        return Facts(f"its model is code ({plan.model}), which a page does not run")
+    try:
+        cluster = Cluster.resolve(plan.cluster)
+        graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
+        prices = pricer(graph, cluster, plan.job, plan.engine.decided())
+        priced = prices.price(plan.parallelism)
+        known = plan.model_copy(
+            update={"forecast": plan.forecast or priced.forecast, "parallelism": priced.parallelism}
+        )
+        return Facts(
+            trace=timeline.chrome_trace(priced),
+            places=prices.memory_of_places(priced),
+            binding=binding_of(graph, cluster, known),
+            schedules=compared_with_pattern(prices, priced.parallelism),
+        )
+    except AhpError as refusal:
+        return Facts(str(refusal))

@@ -1,0 +1,171 @@
+"""What a run's folder shows beside its curves: figures that stand out, starts after failures, slow ranks, spikes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ahp.plan import Plan
+from ahp.report.curves import Measured
+from ahp.report.html_parts import note, section, table
+from ahp.run_files import Status, judge_status, read_metrics, read_noticed
+from ahp.run_history import Start, effect, starts
+from ahp.words import gib, percent, seconds
+
+DRAWN = ("step_time_s", "memory_bytes")
+"""Numbers that a line of metrics.jsonl must have to be drawn."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run's folder as far as it can be read."""
+
+    folder: Path
+    plan: Plan
+    metrics: Sequence[dict[str, Any]]
+    status: Status | None
+    starts: Sequence[Start]
+
+    @classmethod
+    def read(cls, folder: Path) -> RunFiles:
+        """Raises BadInput where there is no plan."""
+        plan = Plan.load(folder / "plan.yaml")
+        found = read_metrics(folder / "metrics.jsonl", DRAWN)
+        metrics = [record for record in found if "loss" in record and record["step_time_s"] > 0]
+        return cls(folder, plan, metrics, judge_status(folder / "status.json"), starts(folder / "starts.jsonl"))
+
+    def measured(self, name: str, vocabulary: int | None = None) -> Measured:
+        """Its steps for the curves."""
+        again = tuple(
+            (start.first_step, _restarted(before, start))
+            for before, start in zip(self.starts, self.starts[1:], strict=False)
+        )
+        return Measured(name, self.metrics, self.plan.forecast, self.plan.job.tokens_per_step, again, vocabulary)
+
+    @property
+    def steps_done(self) -> int:
+        """A heartbeat lies up to ten seconds behind the metrics."""
+        return max([self.status.step if self.status else 0, *(m["step"] for m in self.metrics[-1:])])
+
+    @property
+    def median_s(self) -> float | None:
+        """Median step, without the first of the run, which waits for allocations."""
+        return median([m["step_time_s"] for m in self.metrics[1:] or self.metrics])
+
+    @property
+    def mfu(self) -> float | None:
+        """Median of what was reached; of runs of before steps said so, from the forecast's FLOPs."""
+        reached = median([m["mfu"] for m in self.metrics if m.get("mfu") is not None])
+        if reached is None and self.plan.forecast is not None and self.median_s:
+            return self.plan.forecast.mfu * self.plan.forecast.step_time_s / self.median_s
+        return reached
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Most that a rank's allocator held."""
+        return max((m.get("memory_reserved_bytes") or m["memory_bytes"] for m in self.metrics), default=None)
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the steps that were not left out."""
+        return [m["loss"] for m in self.metrics if m["loss"] is not None]
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The upper one of the two in the middle; None of nothing."""
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _restarted(before: Start, start: Start) -> str:
+    why = before.why or "an unknown reason"
+    return f"started again after step {start.first_step}, on {start.workers} workers as {start.plan}: {why}"
+
+
+def figures(run: RunFiles) -> list[tuple[str, str, str]]:
+    """(name, value, note) of what a run reached, beside what was forecast."""
+    plan, forecast, step_s = run.plan, run.plan.forecast, run.median_s
+    if step_s is None:
+        return []
+    cards = []
+    if run.losses:
+        left_out = len(run.metrics) - len(run.losses)
+        more = f", {left_out} steps left out" if left_out else ""
+        cards.append(("loss", f"{run.losses[-1]:.3f}", f"from {run.losses[0]:.3f}{more}"))
+    cards.append(("step time", seconds(step_s), against(step_s, plan) if forecast else "median"))
+    cards.append(("tokens per second", f"{plan.job.tokens_per_step / step_s:,.0f}", "all devices together"))
+    if run.mfu is not None:
+        predicted = f"predicted {percent(forecast.mfu)}" if forecast else "median"
+        cards.append(("MFU", percent(run.mfu), predicted))
+    if run.peak_bytes is not None:
+        expected = f"predicted {gib(forecast.memory_reserved_bytes)}" if forecast else "fullest rank"
+        cards.append(("peak memory", gib(run.peak_bytes), expected))
+    if any("data_wait_s" in m for m in run.metrics):
+        waits_s = [sum(m.get(key) or 0.0 for m in run.metrics) for key in ("data_wait_s", "checkpoint_wait_s")]
+        share = percent(sum(waits_s) / sum(m["step_time_s"] for m in run.metrics))
+        cards.append(("waiting", share, f"data {seconds(waits_s[0])}, checkpoints {seconds(waits_s[1])}"))
+    return cards
+
+
+def against(step_s: float, plan: Plan) -> str:
+    """A measured step against the forecast: ``12 % slower than predicted 500 ms``."""
+    forecast = plan.forecast
+    if forecast is None:
+        return ""
+    ratio = step_s / forecast.step_time_s
+    if ratio >= 2:
+        return f"{ratio:.2g} times the predicted {seconds(forecast.step_time_s)}"
+    words = "slower than" if ratio >= 1 else "faster than"
+    return f"{percent(abs(ratio - 1))} {words} predicted {seconds(forecast.step_time_s)}"
+
+
+def history(found: Sequence[Start]) -> list[str]:
+    """Every start of the workers, where there was more than one: its plan, how far it came, what was lost, why it ended."""
+    if len(found) < 2:
+        return []
+    rows = (
+        (
+            start.began.replace("T", " ").partition("+")[0],
+            start.plan,
+            start.workers,
+            f"{start.first_step} to {'?' if start.last_step is None else start.last_step}",
+            "?" if start.steps_lost is None else start.steps_lost,
+            "?" if start.seconds is None else seconds(start.seconds),
+            "?" if start.seconds_lost is None else seconds(start.seconds_lost),
+            start.why or "",
+        )
+        for start in found
+    )
+    head = ("began", "layout", "workers", "steps", "steps lost", "took", "of it lost", "ended because")
+    reached = effect(found)
+    words = ""
+    if reached is not None:
+        words = note(
+            f"{percent(reached.share)} of that time went into steps that count: {reached.tokens_per_day:,.0f} tokens a day, "
+            f"{reached.tokens_per_day_without_failures:,.0f} if nothing had failed."
+        )
+    return [section("Starts of the workers", table(head, rows), words)]
+
+
+def noticed(status_file: Path) -> list[str]:
+    """Slow ranks and spikes of the loss, where there are any."""
+    found = read_noticed(status_file)
+    parts = []
+    if slow := found.get("slow_ranks"):
+        keys = "rank", "host", "ratio", "reason", "why", "since_step"
+        rows = [(*_row(one, keys), _planned(one)) for one in slow]
+        parts.append(section("Slow ranks", table((*keys[:-1], "since step", "what another plan would gain"), rows)))
+    if spikes := found.get("loss_spikes"):
+        keys = "step", "of", "value", "median"
+        parts.append(section("Spikes", table((*keys[:-1], "median before"), [_row(one, keys) for one in spikes])))
+    return parts
+
+
+def _row(one: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(str(one.get(key, "?")) for key in keys)
+
+
+def _planned(one: Mapping[str, Any]) -> str:
+    planned = one.get("plan")
+    return str(planned.get("words", planned.get("error", ""))) if isinstance(planned, dict) else ""

@@ -1,0 +1,28 @@
+"""What a layout is forecast to cost, as plan.yaml has it."""
+
+from __future__ import annotations
+
+from ahp.job import Record
+
+
+class Forecast(Record):
+    """What one layout is expected to cost. Times in seconds, memory in bytes of the fullest rank."""
+
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    """``low .. high`` is meant to hold the measured step time nine times out of ten."""
+    tokens_per_s_per_device: float
+    mfu: float
+    """Model FLOPs (6 per parameter and token, plus attention; recompute not counted) over the devices' dense peak."""
+    mfu_peak: str
+    """Which peak and which FLOP convention ``mfu`` is against, in words."""
+    memory_allocated_bytes: int
+    memory_reserved_bytes: int
+    fit_probability: float
+    fits: bool
+    step: dict[str, float]
+    """Where the time of the slowest rank goes, seconds by part."""
+    memory: dict[str, int]
+    """Where the bytes of the fullest rank go, by part."""
+    fullest_rank: int = 0
