@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ahp.cli.following import after
+from ahp.cli.following import after, next_words
 from ahp.cli.main import COMMANDS, main
 
 
@@ -39,3 +39,9 @@ def test_a_plan_for_another_engine_is_never_sent_to_train(
         words for line in lines for words in line.split() if words in COMMANDS
     ]
     assert set(named) <= set(COMMANDS) - {"train"}
+
+
+def test_commands_that_do_not_fit_on_a_line_stand_below_each_other() -> None:
+    commands = ["ahp explain plan.yaml", "ahp train plan.yaml"]
+    assert next_words(commands, 100) == "Next: ahp explain plan.yaml    ahp train plan.yaml"
+    assert next_words(commands, 40) == "Next: ahp explain plan.yaml\n      ahp train plan.yaml"

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from ahp.cli.following import next_words
 from ahp.errors import BadInput
+from ahp.report.tables import console
 
 if TYPE_CHECKING:
     from ahp.export.target import Exported, Source, Target
@@ -62,7 +64,7 @@ def run(argv: list[str]) -> int:
         else:
             print(exported.text, end="")
             _tell_left(exported)
-            print(f"Next: {'    '.join(following)}", file=sys.stderr)
+            print(next_words(following, console(sys.stderr).width), file=sys.stderr)
         return 0
     path = Path(arguments.out) if arguments.out else _beside(Path(arguments.plan), exported.suffix or target.suffix)
     path.write_text(exported.text, encoding="utf-8")
@@ -73,7 +75,7 @@ def run(argv: list[str]) -> int:
         )
     else:
         _tell_left(exported)
-        print(f"Wrote {path}\nNext: {'    '.join(following)}")
+        print(f"Wrote {path}\n{next_words(following, console().width)}")
     return 0
 
 

@@ -31,11 +31,14 @@ def after(path: str, engine: str, *first: str) -> list[str]:
     return [f"ahp {command} {shlex.quote(path)}" for command in (*first, last)]
 
 
-def show_next(console: Console, commands: Sequence[str]) -> None:
+def next_words(commands: Sequence[str], width: int) -> str:
     """``Next:`` and the commands, on one line where they fit, else one below the other: none is broken where it would be copied."""
     lead, gap = "Next: ", " " * 4
     one_line = lead + gap.join(commands)
-    told = [one_line]
-    if len(one_line) > console.width:
-        told = [f"{' ' * len(lead) if number else lead}{command}" for number, command in enumerate(commands)]
-    console.print("\n".join(["", *told]), markup=False, soft_wrap=True)
+    if len(one_line) <= width:
+        return one_line
+    return "\n".join(f"{' ' * len(lead) if number else lead}{command}" for number, command in enumerate(commands))
+
+
+def show_next(console: Console, commands: Sequence[str]) -> None:
+    console.print(f"\n{next_words(commands, console.width)}", markup=False, soft_wrap=True)

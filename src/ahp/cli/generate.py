@@ -8,7 +8,9 @@ from typing import Annotated
 
 import tyro
 
+from ahp.cli.following import next_words
 from ahp.errors import bad_input
+from ahp.report.tables import console
 
 
 @dataclass(frozen=True)
@@ -40,5 +42,6 @@ def run(argv: list[str]) -> int:
         print(json.dumps({"run": arguments.run, "prompt": arguments.prompt, "text": text, "next": [after]}))
         return 0
     print(text)
-    print(f"\nNext: {after}    ahp generate {arguments.run} --seed {arguments.seed + 1}")
+    again = f"ahp generate {arguments.run} --seed {arguments.seed + 1}"
+    print(f"\n{next_words([after, again], console().width)}")
     return 0

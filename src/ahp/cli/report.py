@@ -14,9 +14,10 @@ from typing import Annotated
 
 import tyro
 
-from ahp.cli.following import RUNS, after
+from ahp.cli.following import RUNS, after, next_words
 from ahp.errors import bad_input
 from ahp.plan import Plan
+from ahp.report.tables import console
 from ahp.run_files import Status, judge_status, read_noticed
 
 FOLLOW_S = 10
@@ -58,7 +59,7 @@ def run(argv: list[str]) -> int:
     else:
         told = "" if status is None else f"Run   {status.state}, step {status.step}{_why(status)}\n"
         told += "".join(f"{line}\n" for line in _noticed(source / "status.json"))
-        print(f"{told}Wrote {page}\nNext: open it in a browser    {following}")
+        print(f"{told}Wrote {page}\n{next_words(['open it in a browser', following], console().width)}")
     return 0
 
 

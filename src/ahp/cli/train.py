@@ -20,11 +20,13 @@ import tyro
 import yaml
 
 from ahp.cli import nodes
+from ahp.cli.following import next_words
 from ahp.cli.overrides import split_overrides
 from ahp.cli.plan_job import with_job
 from ahp.config import HELP, Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan, validated
+from ahp.report.tables import console
 from ahp.run_files import Status, read_metrics
 from ahp.runtime.ranks import slurm
 from ahp.runtime.run.stop_signal import Stopped
@@ -269,7 +271,7 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
     lines.append(f"Files    {result['folder']}/: checkpoints, metrics.jsonl, plan.yaml, status.json, log")
     if result["report"]:
         lines.append(f"Report   {result['report']}")
-    return [*lines, f"Next: {'    '.join(result['next'])}"]
+    return [*lines, next_words(result["next"], console().width)]
 
 
 def _speed(metrics: list[dict[str, Any]]) -> dict[str, Any]:
