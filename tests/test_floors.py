@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "ahp"
 
 FLOORS: list[set[str]] = [
-    {"about", "cache", "divisors", "errors", "run_files", "run_history", "shipped", "words", "yaml_text"},
+    {"about", "arrays", "cache", "divisors", "errors", "run_files", "run_history", "shipped", "words", "yaml_text"},
     {"job"},
     {"violations", "stage_place", "step_forecast"},
     {"plan"},

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats
 from ahp.forecast.compute import core_attention
 from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.kernels import Kernels, owners
 from ahp.forecast.selective import asked_for, kept_results, second_products
 from ahp.forecast.split import TensorSplit, is_mask
 from ahp.graph.operators import Operator, Segment
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Ints
 from ahp.cluster.model import NodeGroup
 from ahp.engines import steps
 from ahp.engines.traits import Traits
@@ -26,8 +26,6 @@ from ahp.schedule.orders import given_order, splits_backward
 from ahp.schedule.orders import ranks_of_stages as ranks_of_stages
 from ahp.schedule.registry import get, of_ranks
 from ahp.schedule.simulate import StageTimes
-
-Ints = NDArray[np.int64]
 
 NORMAL_90 = 1.645
 """Half width of the central 90 % of a normal distribution, in standard errors."""

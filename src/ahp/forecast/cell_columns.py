@@ -13,8 +13,8 @@ from functools import cache
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.cluster.cells import cell_widths, cells_of
 from ahp.cluster.model import NodeGroup
 from ahp.engines.registry import get
@@ -38,9 +38,6 @@ from ahp.forecast.states import (
 )
 from ahp.forecast.units import Units
 from ahp.plan import Parallelism
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 ENDS = ((True, False), (False, False), (False, True), (True, True))
 """Whether a stage is the first and whether it is the last, by its place: first, between, last, whole."""

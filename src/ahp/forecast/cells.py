@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats
 from ahp.engines.registry import get
 from ahp.forecast.assembly import recompute_of
 from ahp.forecast.axes import ALONE
@@ -20,8 +20,6 @@ from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import stage_weights
 from ahp.forecast.unit import Unit
 from ahp.plan import Parallelism
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

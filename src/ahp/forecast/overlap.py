@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ahp.arrays import Floats
 from ahp.forecast import constants
 
-Floats = NDArray[np.float64]
 Figures = Floats | float
 
 CONTENTION = constants.value("contention")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Ints
 from ahp.cluster.domains import joined
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
@@ -59,8 +59,6 @@ from ahp.plan import EngineChoice, Forecast, Parallelism
 from ahp.schedule.makespan import Makespan
 from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import Ends, layer_ranges, layers_of_stages
-
-Ints = NDArray[np.int64]
 
 LOSS_AND_NORM_BYTES = 16
 """What all ranks sum once per step: the loss and the squared norm of the gradient, in fp64."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.engines.traits import Traits
 from ahp.forecast.communication import Times
 from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
@@ -21,9 +22,6 @@ from ahp.forecast.overlap import bucket_ends, exposed_ahead_s, exposed_behind_s,
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import last_copy_bytes
 from ahp.forecast.units import Units
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 Parts = dict[str, Floats]
 """Seconds of a pass, by part; each broadcasts to [J, R, S]."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.forecast.communication import Times
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.segment import (
@@ -29,9 +29,6 @@ from ahp.forecast.sharing import Parts, SharedWeights, StageUnits, WeightCommuni
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

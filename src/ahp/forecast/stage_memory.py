@@ -12,13 +12,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Ints
 from ahp.forecast.segment import Recompute, dropped_bytes, made_again
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import RankWeights
 from ahp.forecast.units import Units
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.forecast.cell_columns import BETWEEN, WHOLE, CellColumns
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 ANYWHERE = -1
 """The place of a stage of which it is not known."""

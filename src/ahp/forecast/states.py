@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.engines.traits import Traits
 from ahp.forecast.groups import shard_ranks
 from ahp.plan import Parallelism
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Figures = NDArray[Any] | float
 Mask = Any
 """Truth of each row, or of one layout: numpy's own or Python's."""

@@ -13,13 +13,12 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Floats
 from ahp.cluster.model import NodeGroup
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.mesh import PipelineAxis
 from ahp.forecast.tables import nearest_workers
 from ahp.schedule.simulate import Timeline
-
-Floats = NDArray[np.float64]
 
 
 def turns(nodes: NodeGroup) -> float:

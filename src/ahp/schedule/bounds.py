@@ -13,13 +13,10 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.schedule.registry import get
 from ahp.schedule.simulate import StageTimes
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

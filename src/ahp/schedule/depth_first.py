@@ -8,14 +8,11 @@ same order where m is a multiple of p; versions up to 2024 run all forwards firs
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Ints, Mask
 from ahp.schedule.actions import Action, Kind
 from ahp.schedule.descriptor import PipelineSchedule
 from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Period, Slots
-
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 
 
 class DepthFirst(PipelineSchedule):
@@ -73,7 +70,7 @@ def round_length(p: int, v: int, m: int) -> int:
     return m // max(1, m // p) if v > 1 else 1
 
 
-def whole_rounds(p: int, m: Ints) -> Bools:
+def whole_rounds(p: int, m: Ints) -> Mask:
     """Whether micro-batches divide into rounds of equal length."""
     return (m > 0) & (m % np.maximum(m // p, 1) == 0)
 

@@ -17,15 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints, Mask
 from ahp.schedule.actions import Action, Kind
 from ahp.schedule.placement import Placement
 from ahp.schedule.slots import Period, Slots
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class PipelineSchedule(ABC):
@@ -70,7 +66,7 @@ class PipelineSchedule(ABC):
         least = max(self.fewest_virtual, 2)
         return [v for v in (free if self.most_virtual is None else range(least, self.most_virtual + 1)) if v >= least]
 
-    def runs(self, p: int, v: int, m: Ints, *, in_torch: bool) -> Bools:
+    def runs(self, p: int, v: int, m: Ints, *, in_torch: bool) -> Mask:
         """Whether it orders so many micro-batches, each number of ``m``; ``in_torch``: whether torch does."""
         return m >= 1
 
@@ -141,7 +137,7 @@ class PipelineSchedule(ABC):
         """Weight gradients of each stage that surely follow its last input gradient, [S]; where it splits any."""
         return 1
 
-    def last_weights_s(self, weight_s: Floats, p: int, v: int, m: int) -> tuple[Floats, bool | Bools]:
+    def last_weights_s(self, weight_s: Floats, p: int, v: int, m: int) -> tuple[Floats, bool | Mask]:
         """At most what each rank computes after the last input gradient of its lowest stage, [N, p] seconds, and whether
         no last weight gradient of its other stages is among it, [p].
 

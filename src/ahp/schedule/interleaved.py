@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ahp.arrays import Ints, Mask
 from ahp.schedule.depth_first import DepthFirst, uneven_rounds, whole_rounds
-
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 
 
 class Interleaved1F1B(DepthFirst):
@@ -18,7 +13,7 @@ class Interleaved1F1B(DepthFirst):
     fewest_virtual = 2
     most_virtual = None
 
-    def runs(self, p: int, v: int, m: Ints, *, in_torch: bool) -> Bools:
+    def runs(self, p: int, v: int, m: Ints, *, in_torch: bool) -> Mask:
         """In whole rounds."""
         return whole_rounds(p, m)
 

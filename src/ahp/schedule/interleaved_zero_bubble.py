@@ -6,13 +6,9 @@ With v = 1 it is the published ZB-H1 (arXiv 2401.10241, section 3), which is ord
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints, Mask
 from ahp.schedule.depth_first import DepthFirst, held_after, round_length, uneven_rounds, whole_rounds
-
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class InterleavedZeroBubble(DepthFirst):
@@ -23,7 +19,7 @@ class InterleavedZeroBubble(DepthFirst):
     splits_backward = True
     one_forward_one_backward = True
 
-    def runs(self, p: int, v: int, m: Ints, *, in_torch: bool) -> Bools:
+    def runs(self, p: int, v: int, m: Ints, *, in_torch: bool) -> Mask:
         """In whole rounds, or outside torch with one stage per rank any number."""
         return whole_rounds(p, m) if in_torch or v > 1 else m >= 1
 
@@ -39,7 +35,7 @@ class InterleavedZeroBubble(DepthFirst):
         """With one stage those that are behind, and the last."""
         return np.minimum(np.arange(p) + 1, m) if v == 1 else 1
 
-    def last_weights_s(self, weight_s: Floats, p: int, v: int, m: int) -> tuple[Floats, bool | Bools]:
+    def last_weights_s(self, weight_s: Floats, p: int, v: int, m: int) -> tuple[Floats, bool | Mask]:
         """Those that are behind; of the lowest stage alone where its last round has as many."""
         count = np.minimum(np.arange(p) + 1, m * v)
         lowest = (v == 1) | (count <= m // max(1, m // p))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ahp.schedule.actions import Kind, Schedule
 from ahp.schedule.bounds import gpipe_ends_s
@@ -21,8 +20,6 @@ from ahp.schedule.registry import get
 from ahp.schedule.simulate import StageTimes, Timeline, peak_in_flight, simulate
 from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from ahp.schedule.table import Table, table
-
-Floats = NDArray[np.float64]
 
 SECONDS = ("forward_s", "backward_s", "input_gradient_s", "weight_gradient_s")
 """What ``StageTimes`` calls the seconds of each kind of action, in the order of a table's kinds."""

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ahp.arrays import Ints, Mask
 from ahp.schedule.actions import Action, Kind
 from ahp.schedule.depth_first import DepthFirst
-
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 
 
 class OneForwardOneBackward(DepthFirst):
@@ -26,7 +21,7 @@ class OneForwardOneBackward(DepthFirst):
             actions += [Action(Kind.FORWARD, rank, warmup + i), Action(Kind.BACKWARD, rank, i)]
         return actions + [Action(Kind.BACKWARD, rank, i) for i in range(m - warmup, m)]
 
-    def runs(self, p: int, v: int, m: Ints, *, in_torch: bool) -> Bools:
+    def runs(self, p: int, v: int, m: Ints, *, in_torch: bool) -> Mask:
         """In torch with a micro-batch of each rank."""
         return m >= (p if in_torch else 1)
 

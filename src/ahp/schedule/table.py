@@ -13,12 +13,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Ints
 from ahp.schedule.patterns import make
 from ahp.schedule.registry import get
 from ahp.schedule.simulate import StageTimes, simulate
 from ahp.schedule.slots import BACKWARD, FORWARD, KINDS, WEIGHT_GRADIENT, Period, Slots
 
-Ints = NDArray[np.int64]
 Codes = NDArray[np.int32]
 
 

@@ -9,10 +9,9 @@ from typing import Any
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, Rejected, validated
 from ahp.search import reasons
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.words import seconds
-
-Pair = tuple[Parallelism, Forecast]
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Floats
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast
 from ahp.search.exact import Outcome, Place
 from ahp.search.space import Space
-
-Floats = NDArray[np.float64]
 
 COLUMNS = ("pipeline", "tensor", "context", "expert", "sequence_parallel", "mesh", "micro_batch")
 """Of a block, in the order of choosing: what decides most about time and memory first. Of all these a mesh still has where ranks

@@ -13,12 +13,11 @@ from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.search import reasons
 from ahp.search.exact import Place
 from ahp.search.nearby import NUM_TOO_LARGE
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.reasons import TIE
 from ahp.search.space import Space
 from ahp.words import count, of_gib, percent, seconds
-
-Pair = tuple[Parallelism, Forecast]
 
 
 def plan(used: Problem, pair: Pair, why: tuple[str, ...], rejected: tuple[Rejected, ...] = ()) -> Plan:

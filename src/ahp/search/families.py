@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ahp.plan import Forecast, Parallelism
+from ahp.arrays import Mask
+from ahp.plan import Parallelism
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Outcome, Place
 from ahp.search.lighten import lighten
 from ahp.search.method import Method, find
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.recut import recut
 from ahp.search.space import Blocks, Space
-
-Pair = tuple[Parallelism, Forecast]
-Mask = NDArray[np.bool_]
 
 ASKED_FOR: tuple[tuple[str, Callable[[Blocks], Mask]], ...] = (
     ("no other axis than data parallelism", lambda b: (b.tensor == 1) & (b.pipeline == 1) & (b.context == 1) & (b.expert == 1)),

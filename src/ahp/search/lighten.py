@@ -15,17 +15,16 @@ from functools import cache
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import memory
 from ahp.forecast.assembly import ranks_of_stages
-from ahp.plan import Forecast, Parallelism
+from ahp.plan import Parallelism
 from ahp.schedule.registry import PLAIN
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.bounds.layer_bounds import Ways
 from ahp.search.choices import RECOMPUTE, ScheduleChoice
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S
 from ahp.search.ties import WORTH_TELLING
 from ahp.words import percent
-
-Pair = tuple[Parallelism, Forecast]
 
 Fill = Callable[[Sequence[int]], tuple[int, ...]]
 """The recomputed layers of each stage, from a count for each rank, or for all stages."""

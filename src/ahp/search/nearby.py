@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Mask
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.choices import ScheduleChoice, ShardingChoice
 from ahp.search.exact import Outcome, Place
@@ -30,8 +31,6 @@ BLOCK_COLUMNS = {
     "micro-batch": "micro_batch",
 }
 """The decisions of ``reasons.CHOICES`` that a whole block has in common."""
-
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

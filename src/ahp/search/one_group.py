@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ahp.errors import BadInput
-from ahp.plan import Forecast, Parallelism
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Outcome
 from ahp.search.lighten import lighten
 from ahp.search.method import Method, find
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.recut import recut
 from ahp.search.space import Space, build
-
-Pair = tuple[Parallelism, Forecast]
 
 
 @dataclass(frozen=True)

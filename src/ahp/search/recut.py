@@ -16,12 +16,11 @@ from ahp.schedule.bounds import TimeColumns, lower_bounds_s
 from ahp.schedule.orders import splits_backward
 from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import layers_of_stages
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S, BestCut, Cut, best_cut, least_longest
 from ahp.search.ties import WORTH_TELLING
 from ahp.words import percent
-
-Pair = tuple[Parallelism, Forecast]
 
 LAYOUTS = 3
 """So many layouts, the fastest with a pipeline, are cut anew: each costs up to a hundred forecasts."""

@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Ints
 from ahp.forecast import rules
 from ahp.forecast.axes import Axes
 from ahp.forecast.group import Group
@@ -25,9 +25,6 @@ from ahp.plan import Parallelism
 from ahp.search.choices import Choices, Mesh, ScheduleChoice, ShardingChoice
 from ahp.search.problem import Problem
 from ahp.search.unique_rows import unique_rows
-
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ from math import comb
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats
 from ahp.plan import Forecast
-
-Floats = NDArray[np.float64]
 
 Cut = tuple[int, ...]
 """Layers of each stage in pipeline order."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ahp.plan import Forecast, Parallelism
+from ahp.plan import Parallelism
 from ahp.schedule.orders import splits_backward
+from ahp.search.pairs import Pair
 from ahp.words import percent
-
-Pair = tuple[Parallelism, Forecast]
-
 
 TIED = 0.02
 """Share of the step by which a layout may be forecast slower than the fastest and still be tied with it. Of 307 pairs of layouts

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from ahp.arrays import Ints
 
 
 def unique_rows(*columns: Ints) -> tuple[Ints, Ints]:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.segment import (
@@ -34,9 +34,6 @@ from ahp.forecast.stage_memory import (
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class LayerColumns:

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.candidates.shardings import CollectiveTimes
 from ahp.forecast.overlap import shown_behind_s, shown_columns_s
 from ahp.forecast.states import last_copy_bytes
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

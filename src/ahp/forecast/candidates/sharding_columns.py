@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.engines.traits import Traits
 from ahp.forecast import memory
 from ahp.forecast.memory import Outside
@@ -26,9 +26,6 @@ from ahp.forecast.states import (
     state_bytes,
     trait_figures,
 )
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats
 from ahp.cluster.model import NodeGroup
 from ahp.engines.traits import Traits
 from ahp.forecast.axes import Axes, axes_of
@@ -25,9 +25,6 @@ from ahp.forecast.pricer import Pricer, num_groups
 from ahp.forecast.sharing import SharedWeights, StageUnits, UnitTimes
 from ahp.forecast.states import Shards
 from ahp.plan import Parallelism
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.least_layers import LeastLayers
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
@@ -25,9 +25,6 @@ from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Space
 from ahp.search.unique_rows import unique_rows
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def layers_before(asked: Problem, p: Floats | Ints | int) -> Any:

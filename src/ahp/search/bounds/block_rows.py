@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.assembly import received_bytes
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
@@ -25,10 +25,6 @@ from ahp.search.bounds.pipelines import Cut, Pipelines
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.layer_costs import LayerCosts, layer_costs
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
@@ -28,11 +28,6 @@ from ahp.search.bounds.pipelines import Fronts, Pipelines
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
-
 
 Ways = Callable[[int, ScheduleChoice, str], bool]
 """Whether an engine can recompute a part of the layers of so many pipeline ranks, with a schedule and a kind of recompute."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.forecast.group import Group
 from ahp.forecast.mesh import PipelineAxis
 from ahp.forecast.stage_table import StageTable
@@ -24,9 +25,6 @@ from ahp.schedule.registry import of_ranks
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 Pair = tuple[int, int]
 """Two pipeline ranks."""

@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints
 from ahp.forecast import memory
 from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes, schedule_bounds_s, work_bounds_s
 from ahp.search.bounds.block_layers import BlockLayers
@@ -27,9 +28,6 @@ from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.bounds.space_shardings import SpaceShardings
 from ahp.search.problem import Problem
 from ahp.search.space import Space
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 FIRST_TOGETHER = 8
 """Where the lowest of all is wanted: so few at first, then twice as many, as often the first of them settle it."""

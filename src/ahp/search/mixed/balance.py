@@ -18,11 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from ahp.arrays import Floats, Ints, Mask
 
 Kind = tuple[int, ...]
 """The number of the group of each stage."""
@@ -45,7 +42,7 @@ class Costs(Protocol):
         ...
 
     @property
-    def fits(self) -> Bools:
+    def fits(self) -> Mask:
         """Whether the device has the memory."""
         ...
 
@@ -90,9 +87,7 @@ def ends_s(whole: Floats, forward: Floats, micro_batches: Ints, *, splits: bool)
     return way.sum(axis=-1) + (m * whole - way - waits * forward).max(axis=-1)
 
 
-def round_down(
-    shared: list[list[int]], allowed: Bools, times_s: Sequence[Floats], least: int
-) -> list[list[int]] | None:
+def round_down(shared: list[list[int]], allowed: Mask, times_s: Sequence[Floats], least: int) -> list[list[int]] | None:
     """Shares whose every number is allowed: rounded down, and what is left given to whoever is then done first.
 
     ``allowed``: [M + 1]; ``times_s`` as for ``share``. None where what is left cannot be given away.
@@ -156,7 +151,7 @@ def balance(
     tables: StageTables,
     num_layers: int,
     total: int,
-    allowed: Bools,
+    allowed: Mask,
     *,
     splits: bool,
     fixed: tuple[int, ...] | None = None,

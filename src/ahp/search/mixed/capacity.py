@@ -31,17 +31,13 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.cell_columns import BETWEEN, FIRST, LAST, CellColumns
 from ahp.forecast.stage_room import ANYWHERE, ROUNDING, Positions, StageRoom
 from ahp.schedule.bounds import in_flight
 from ahp.search.mixed.replicas import Ahead, Crewed, Crews, longest_s
 from ahp.search.mixed.space import SEVERAL, all_forwards_first, splits_backward
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 FEWER = np.unique(np.round(1.2 ** np.arange(60)).astype(np.int64))
 """Numbers of micro-batches that stages keep, as far as floors tell them apart."""
@@ -249,7 +245,7 @@ class _Replica:
             passes = np.maximum(passes, 1e-3)
         return cls(room, taken, micro_batches, depth.p, columns.num_layers, columns.alike, way_s, passes)
 
-    def can(self, seconds: Floats) -> Bools:
+    def can(self, seconds: Floats) -> Mask:
         """[n] Whether its stages have room for all layers in so many seconds."""
         longest = np.maximum(seconds - self.way_s, 0.0) / self.passes
         layers = self.room.layers(np.minimum(seconds / self.micro_batches, longest))
@@ -338,7 +334,7 @@ class _Curves(NamedTuple):
         return self.sums[which, group, at] + (x - self.ends[at]) * self.values[which, group, at]
 
 
-def _hold(most: _Curves, which: Ints, cells: Ints, replicas: Ints, p: int, num_layers: int) -> Bools:
+def _hold(most: _Curves, which: Ints, cells: Ints, replicas: Ints, p: int, num_layers: int) -> Mask:
     """[n] Whether memory holds all layers: replicas have the same cut, so that a stage has no more than the weakest of its cells."""
     each, at = most.sums[which][..., -1], np.arange(len(which))
     order = np.argsort(-np.where(cells > 0, each, -1.0), axis=1, kind="stable")
@@ -422,7 +418,7 @@ class _Doing:
 class _Ways(NamedTuple):
     """Of [u] layouts."""
 
-    there: Bools
+    there: Mask
     """Whether any replica holds all layers."""
     rates: tuple[_Rates, ...]
 

@@ -13,11 +13,10 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
 from ahp.search import reasons
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.result import Ranking
 from ahp.words import gib, percent, seconds
-
-Pair = tuple[Parallelism, Forecast]
 
 
 def on_fullest(asked: Problem, pair: Pair) -> Problem:

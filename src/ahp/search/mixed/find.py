@@ -18,7 +18,6 @@ import numpy as np
 
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
-from ahp.plan import Forecast, Parallelism
 from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.floors import Kind, ShapeFloors, Shapes
 from ahp.search.mixed.nearby_shapes import NearbyShapes
@@ -26,10 +25,9 @@ from ahp.search.mixed.several import SeveralTask
 from ahp.search.mixed.solve import Placement, Solved, Task
 from ahp.search.mixed.space import SEVERAL, MixedSpace, Shape, shape_of, splits_backward
 from ahp.search.mixed.tables import LayoutTables, columns_hold
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
-
-Pair = tuple[Parallelism, Forecast]
 
 
 @dataclass(frozen=True)

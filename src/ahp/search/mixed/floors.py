@@ -13,8 +13,8 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.assembly import slowest_share
 from ahp.forecast.cell_columns import WHOLE, CellColumns, that_have
 from ahp.forecast.cells import GroupCells
@@ -26,10 +26,6 @@ from ahp.search.mixed.capacity import Depth, Late, Pipelines
 from ahp.search.mixed.replicas import Crewed, mixes
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 from ahp.search.mixed.tables import LayoutTables
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 Kind = Literal["alone", "piped", "several"]
 """Without a pipeline, with a stage on each rank, with several."""
@@ -55,7 +51,7 @@ class Shapes(NamedTuple):
     floor_s: Floats
     """Seconds that they take at least, with that."""
 
-    def where(self, some: Ints | Bools | slice) -> Shapes:
+    def where(self, some: Ints | Mask | slice) -> Shapes:
         """Those."""
         numbers = self.schedule[some], self.rows[some], self.pipeline[some], self.replicas[some]
         return Shapes(*numbers, self.slowest[some], self.floor_s[some])
@@ -106,7 +102,7 @@ class ShapeFloors:
         self.priced = cache(self._priced)
         self._members = cache(self._rows_of)
 
-    def _covered(self) -> Bools:
+    def _covered(self) -> Mask:
         """[N] Whether another row has all layouts of this one: stages that may recompute fewer layers than they have may recompute none."""
         there = set(self.space.alike)
         others = (alike._replace(recompute="full") for alike in self.space.alike)

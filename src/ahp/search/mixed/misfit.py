@@ -9,15 +9,13 @@ from ahp.cluster.cells import place
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.errors import AhpError, NothingFits
-from ahp.plan import Forecast, Parallelism
 from ahp.search.misfit import by_how_much, freed, nearest, shorter
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome
 from ahp.search.mixed.space import MixedSpace
 from ahp.search.mixed.widths import given_widths
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.reasons import needed_bytes
-
-Pair = tuple[Parallelism, Forecast]
 
 FEW = Budget(shapes=10, forecasts=200, near=0, every=False)
 """To see whether something fits."""

@@ -15,7 +15,7 @@ from typing import Any
 from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
-from ahp.plan import Forecast, Parallelism, Plan, Rejected
+from ahp.plan import Parallelism, Plan, Rejected
 from ahp.search import explain, reasons
 from ahp.search.certificate import Certificate, merged
 from ahp.search.current import compared, today_of, with_candidate
@@ -26,11 +26,11 @@ from ahp.search.mixed.misfit import nothing_fits_anywhere
 from ahp.search.mixed.space import MixedSpace, Shape, no_shape, shape_of
 from ahp.search.mixed.widths import given_widths, unlike_widths
 from ahp.search.one_group import Fastest, fastest_on_one_group
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.result import Ranking
 from ahp.words import percent, seconds
 
-Pair = tuple[Parallelism, Forecast]
 Plain = Callable[..., Ranking]
 """Of a problem, and ``remedies``: whether to say what would make it fit, where nothing does."""
 

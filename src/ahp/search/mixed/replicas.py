@@ -25,13 +25,9 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.stage_room import ROUNDING, Positions, StageRoom
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 MOST_MIXES = 4000
 """Past so many ways to mix the groups in one replica nothing is said."""
@@ -313,14 +309,14 @@ class Crewed(NamedTuple):
         which = np.concatenate([of.which + first for of, first in zip(each, firsts, strict=False)])
         return cls(each[0].mix, crews, which, *map(np.concatenate, zip(*(of[3:] for of in each), strict=True)))
 
-    def hold(self) -> Bools:
+    def hold(self) -> Mask:
         """[n] Whether so many replicas with all layers can be made of the cells, in whatever time."""
         there = np.isfinite(np.minimum(self.crews.longest_s, self.crews.light_s))[self.which]
         gain: Floats = np.where(there, 0.0, NEVER)
         none_left_out: Floats = np.full(len(self.which), -1.0)  # a part of a replica would be worth far less
         return most(gain, self.mix, self.cells, self.replicas, none_left_out) >= none_left_out
 
-    def lack(self, seconds: Floats) -> Bools:
+    def lack(self, seconds: Floats) -> Mask:
         """[n] Whether they do not do all micro-batches in so many seconds."""
         gain = Crews(*(of[self.which] for of in self.crews)).micro_batches(seconds)
         total = self.total.astype(np.float64)

@@ -17,8 +17,8 @@ from functools import partial
 from itertools import islice, product
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints, Mask
 from ahp.errors import BadInput, NotExpressible
 from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.registry import get
@@ -26,10 +26,6 @@ from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.fewest import fewest
 from ahp.search.mixed.solve import Ends, Placement, Price, Row, Solved, Task
 from ahp.search.mixed.tables import LayoutTables, StageCosts
-
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 LOOKED_AT = (
     ScheduleChoice("Interleaved1F1B", 2),
@@ -52,7 +48,7 @@ class SeveralTask(Task):
     pipes: tuple[ScheduleChoice, ...]
     of_pipe: Callable[[ScheduleChoice], LayoutTables]
     """By stage."""
-    legal: Callable[[ScheduleChoice, Ints], Bools]
+    legal: Callable[[ScheduleChoice, Ints], Mask]
     """Whether a replica may have so many micro-batches."""
 
     @property

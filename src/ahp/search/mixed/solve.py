@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints, Mask
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, StagePlace
 from ahp.schedule.patterns import stage_ranks
@@ -40,9 +41,6 @@ PRICED = 3
 EXACT = 300
 """The same where all placements are looked at; past it the best of the shape is not proven."""
 
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 
 Price = Callable[[Parallelism], Forecast]
 CellsFit = Callable[[Parallelism], Callable[[int, Sequence[int]], Sequence[bool]]]
@@ -63,7 +61,7 @@ class Ends(NamedTuple):
 
     least_s: Floats
     """When it is done, at least."""
-    fits: Bools
+    fits: Mask
     recomputed: Ints
     """[..., S] Layers of each stage, at least."""
 

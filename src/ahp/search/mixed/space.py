@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ahp.arrays import Ints, Mask
 from ahp.cluster.cells import cells_of
 from ahp.divisors import divisors
 from ahp.errors import BadInput
@@ -20,9 +21,6 @@ from ahp.schedule.registry import get as schedule_of
 from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
-
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 
 SEVERAL = "several"
 """Stands for all schedules with several stages on each rank, which are floored and queued as one."""
@@ -238,7 +236,7 @@ class MixedSpace:
             and not self._refused_schedule(pipe)
         )
 
-    def legal_pipe(self, pipe: ScheduleChoice, pipeline: int, micro_batches: Ints) -> Bools:
+    def legal_pipe(self, pipe: ScheduleChoice, pipeline: int, micro_batches: Ints) -> Mask:
         """Whether so many ranks can run so many micro-batches so, of each number."""
         schedule = schedule_of(pipe.schedule)
         return schedule.runs(pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_pipeline)
@@ -265,7 +263,7 @@ class MixedSpace:
         found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return Grid(found[:, 0], found[:, 1])
 
-    def runs(self, grid: Grid, schedule: str, *, pipelined: bool) -> Bools:
+    def runs(self, grid: Grid, schedule: str, *, pipelined: bool) -> Mask:
         """[N] Whether so many stages are there under a schedule, whatever the micro-batches."""
         there = (grid.pipeline > 1) == pipelined
         if schedule == SEVERAL:
@@ -274,7 +272,7 @@ class MixedSpace:
             return there & False
         return there & (grid.pipeline == self._num_given) if self._num_given is not None else there
 
-    def _with_pipes(self, most: int) -> Bools:
+    def _with_pipes(self, most: int) -> Mask:
         """[P + 1] Whether so many ranks can have several stages each."""
         return np.array([p > 1 and bool(self.pipes(p)) for p in range(most + 1)])
 

@@ -12,17 +12,13 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.cell_columns import BETWEEN, FIRST, LAST, WHOLE, CellColumns
 from ahp.forecast.cells import GroupCells
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.plan import Parallelism
 from ahp.schedule.registry import of_ranks
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 ROUNDING = 1e-9
 """Of a layer, by which the fewest may come out above a whole number."""
@@ -36,7 +32,7 @@ class StageCosts(NamedTuple):
     forward: Floats
     recomputed: Ints
     """Layers that are recomputed, at least; all where not even that fits, and where stages have no choice none is counted."""
-    fits: Bools
+    fits: Mask
     """Whether the lower bound of the need does, so recomputed."""
 
 
@@ -80,7 +76,7 @@ class LayoutTables:
         """[G] Of a stage with all layers, none recomputed."""
         return self._seconds[1, :, -1] + self._beside_s[1][:, self._places[-1]]
 
-    def least_whole_s(self, there: Bools) -> Floats:
+    def least_whole_s(self, there: Mask) -> Floats:
         """[G] Seconds of the whole model for one micro-batch on a cell, with as few layers recomputed as memory asks for; infinite where
         there is none or it has not the memory."""
         n, found = self.num_layers, np.full(len(self.groups), np.inf)

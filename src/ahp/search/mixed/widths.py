@@ -24,13 +24,12 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.priced import Priced
 from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
-from ahp.plan import Forecast, Parallelism, StagePlace, validated
+from ahp.plan import Parallelism, StagePlace, validated
 from ahp.search.mixed.fewest import fewest, said_plainly
 from ahp.search.mixed.space import one_per_rank
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.stage_place import Width
-
-Pair = tuple[Parallelism, Forecast]
 
 GIVEN = (
     "tensor_parallel_degree", "data_parallel_shard_degree", "stages", "layers_per_stage", "recomputed_layers_per_stage",
