@@ -49,7 +49,7 @@ DEMO: dict[str, Any] = {
     "job.optimizer.warmup_steps": 30,
 }
 """What a run without CONFIG takes in the place of the defaults: many small steps, with which a model of four million
-parameters learns most in a few minutes on two cores (docs/LOG.md). What is given on the command line wins."""
+parameters learns most in a few minutes on two cores (docs/decisions/the-demonstration.md). What is given on the command line wins."""
 
 
 @dataclass(frozen=True)

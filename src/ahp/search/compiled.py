@@ -16,7 +16,7 @@ ON_CPU = (
     "eager blocks: on a CPU compiled ones saved 3 % of a small model's step, a third of the forecast, and took 16 s to "
     "compile (engine.compile true compiles them)"
 )
-"""Measured with the model ``tiny`` on one thread (docs/LOG.md, 2026-11-23)."""
+"""Measured with the model ``tiny`` on one thread (docs/decisions/compiled-or-eager.md)."""
 
 NOT_COUNTED = "the time to compile, once at the start, is not counted"
 

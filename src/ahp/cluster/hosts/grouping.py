@@ -14,7 +14,7 @@ from ahp.errors import BadInput
 
 SAME_SPEED = 1.15
 """Hosts whose products, or streams, differ by less are alike. [Empirical] Ten quick probes of one core of an AMD EPYC, beside other programs, lay up to 1.10 apart in
-products and 1.11 in streams (docs/LOG.md); and shares of a batch are whole micro-batches, which seldom come nearer to a ratio than that."""
+products and 1.11 in streams (docs/decisions/several-hosts.md); and shares of a batch are whole micro-batches, which seldom come nearer to a ratio than that."""
 SAME_MEMORY = 1.1
 """What is free differs a little from host to host; the least of a group is what its plans may use."""
 
