@@ -111,12 +111,14 @@ class Bounds:
     @cached_property
     def _first_s(self) -> tuple[Floats, Floats]:
         """Of every layout of each block, however its layers are cut into stages, and of every row."""
-        everything = np.arange(len(self.space.blocks))
-        any_cut_s, rows_s = block_bounds_s(self.problem, self.space, self._pipelines, everything)
-        wanted = np.flatnonzero(rows_s < self._ceiling_s)
-        misfits = wanted[self._bytes(wanted) > self.most_that_fits_bytes()]
-        any_cut_s[misfits] = rows_s[misfits] = np.inf
-        return any_cut_s, rows_s
+        found, which = np.full((2, len(self.space.blocks)), np.inf), np.arange(len(self.space.blocks))
+        if self._ceiling_s == np.inf:  # else their times are known sooner
+            which = which[self._bytes(which) <= self.most_that_fits_bytes()]
+        found[:, which] = block_bounds_s(self.problem, self.space, self._pipelines, which)
+        if self._ceiling_s < np.inf:
+            wanted = np.flatnonzero(found[1] < self._ceiling_s)
+            found[:, wanted[self._bytes(wanted) > self.most_that_fits_bytes()]] = np.inf
+        return found[0], found[1]
 
     def of_any_cut(self, blocks: Iterable[int]) -> dict[int, float]:
         """Seconds that every row of some blocks with a pipeline takes, cut in any way; infinite where none fits."""
