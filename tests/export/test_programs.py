@@ -215,6 +215,36 @@ def test_a_script_that_starts_another_program_is_read_with_its_file(tmp_path: Pa
     assert found.form.dialect.name == "nanotron"
 
 
+def test_accelerate_with_deepspeeds_plugin_is_deepspeeds_json(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}')
+    text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_machines: 2\nnum_processes: 8\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
+    found = foreign(tmp_path, "a.yaml", text)
+    plan = layout(found)
+    assert (found.form.dialect.name, plan.parallelism.short(), plan.job.precision) == (
+        "deepspeed",
+        "dp1x8 zero3 mb2",
+        "bf16",
+    )
+    with pytest.raises(BadInput, match=r"it starts what 'no.json' says, and no such file"):
+        foreign(tmp_path, "b.yaml", text.replace("ds.json", "no.json"))
+    own = text.replace("{deepspeed_config_file: ds.json}", "{zero_stage: 2, offload_optimizer_device: cpu}")
+    told = foreign(tmp_path, "c.yaml", own).read.not_understood
+    assert "deepspeed_config.offload_optimizer_device = 'cpu': not understood" in told
+    assert any("train_micro_batch_size_per_gpu = 'missing'" in line for line in told)
+
+
+def test_options_that_another_script_reads_are_read(tmp_path: Path) -> None:
+    text = 'GPUS=8\nOPTIONS="--micro-batch-size 2 \\\n --bf16"\ncmd="deepspeed --num_gpus $GPUS x.py $OPTIONS --seq-length 64"\neval $cmd\n'
+    (tmp_path / "go.sh").write_text(text)
+    settings = read_foreign(str(tmp_path / "go.sh"), None, None, 8).settings
+    assert {
+        "--micro-batch-size": "2",
+        "--bf16": True,
+        "--seq-length": "64",
+        "--nproc-per-node": "8",
+    }.items() <= settings.items()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -96,20 +96,38 @@ class Checked:
 
 def run(argv: list[str]) -> int:
     """``ahp check FILE --cluster CLUSTER``. Returns the exit code; raises AhpError."""
+    overrides, rest = split_overrides(argv, ("job", "parallelism"))
+    arguments = tyro.cli(Arguments, args=rest, prog="ahp check", description=__doc__)
+    foreign, plan = understood(arguments, overrides)
+    print("searching the engine's layouts ...", file=sys.stderr)
+    found = judged(foreign, plan, tuple(overrides))
+    if arguments.json:
+        print(json.dumps(_plain(found)))
+    else:
+        _show(found)
+    return 0
+
+
+def understood(arguments: Arguments, overrides: dict[str, Any]) -> tuple[Foreign, Plan]:
+    """The file, and the plan that it says with what was given beside it. Raises BadInput where it says no layout, or no model that AHP knows."""
     from ahp.cluster.model import Cluster
     from ahp.export.reading import read_foreign
+
+    cluster = Cluster.resolve(arguments.cluster)
+    each = cluster.groups[0].devices_per_node if len(cluster.groups) == 1 else None
+    foreign = read_foreign(arguments.file, arguments.engine, arguments.target_version, cluster.num_devices, each)
+    return foreign, _plan(foreign, arguments.model, cluster, overrides)
+
+
+def judged(foreign: Foreign, plan: Plan, given: tuple[str, ...] = ()) -> Checked:
+    """What the plan of a file costs, and the best that its program has. ``given``: keys that the user said. Raises AhpError."""
+    from ahp.cluster.model import Cluster
     from ahp.forecast.step import forecast
     from ahp.graph.kept import analyze
     from ahp.search.ranking import search
 
-    overrides, rest = split_overrides(argv, ("job", "parallelism"))
-    arguments = tyro.cli(Arguments, args=rest, prog="ahp check", description=__doc__)
-    cluster = Cluster.resolve(arguments.cluster)
-    each = cluster.groups[0].devices_per_node if len(cluster.groups) == 1 else None
-    foreign = read_foreign(arguments.file, arguments.engine, arguments.target_version, cluster.num_devices, each)
-    plan = _plan(foreign, arguments.model, cluster, overrides)
-    graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
-    print("searching the engine's layouts ...", file=sys.stderr)
+    assert plan.cluster is not None
+    cluster, graph = Cluster.resolve(plan.cluster), analyze(plan.model, plan.job, attention=plan.engine.attention)
     choice: EngineChoice = plan.engine.model_copy(update={"enable_async_tensor_parallel": None})
 
     def ranked(space: Mapping[str, Any]) -> Ranking:
@@ -120,20 +138,8 @@ def run(argv: list[str]) -> int:
     def price(layout: Parallelism) -> Forecast:
         return forecast(graph, cluster, plan.job, layout, best.engine)
 
-    found = Checked(
-        foreign,
-        plan,
-        ranking.current,
-        best,
-        () if wanted is None else tuple(_changes(foreign, plan, wanted, price)),
-        tuple(overrides),
-        wanted is not None,
-    )
-    if arguments.json:
-        print(json.dumps(_plain(found)))
-    else:
-        _show(found)
-    return 0
+    changes = () if wanted is None else tuple(_changes(foreign, plan, wanted, price))
+    return Checked(foreign, plan, ranking.current, best, changes, given, wanted is not None)
 
 
 def _plan(foreign: Foreign, model: str | None, cluster: Cluster, overrides: dict[str, Any]) -> Plan:
@@ -145,15 +151,14 @@ def _plan(foreign: Foreign, model: str | None, cluster: Cluster, overrides: dict
         raise BadInput(
             "model: the file does not say it in words that AHP knows; add --model, a catalogue name or a config.json"
         )
-    unknown = [
-        why
+    unread = [
+        (why, [name for name in names if name.startswith(LAYOUT)])
         for why, names in foreign.read.unread
-        if any(name.startswith(LAYOUT) for name in names) and not set(names) & set(overrides)
+        if not set(names) & set(overrides)
     ]
-    if unknown:
-        raise BadInput(
-            f"the layout cannot be read: {'; '.join(dict.fromkeys(unknown))}; give what it is, such as --parallelism.activation-checkpoint full"
-        )
+    if unknown := {why: names for why, names in unread if names}:
+        flags = dict.fromkeys(f"--{name.replace('_', '-')}" for names in unknown.values() for name in names)
+        raise BadInput(f"the layout cannot be read: {'; '.join(unknown)}; give what it is: {', '.join(flags)}")
     fields.update(overrides)
     return plan_of(foreign.form.dialect, fields, named, cluster.plain())
 

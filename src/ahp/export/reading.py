@@ -9,10 +9,11 @@ from typing import Any
 
 from ahp.errors import BadInput, bad_input
 from ahp.export import accelerate, deepspeed, maxtext, megatron, nanotron, nemo, torchtitan
+from ahp.export.accelerate import KIND
 from ahp.export.launch_line import EACH, NODES, launched, sizes
 from ahp.export.megatron_model import config_of
 from ahp.export.shell import words
-from ahp.export.table import Dialect, Read, Settings, Unreadable
+from ahp.export.table import Dialect, Read, Settings, Unreadable, whole
 from ahp.export.torchtitan_keys import with_rest
 
 Model = str | dict[str, Any] | None
@@ -114,7 +115,8 @@ def _settings(
         line = launched(text, found) if engine != "megatron" else None
         if not script or line is None or engine not in (None, line.program):
             name = _named(file, text, engine)
-            return name, _reader(name, version, file, text).parse(text), shape
+            settings = _reader(name, version, file, text).parse(text)
+            return _plugged(file, settings, shape) if settings.get(KIND) == "DEEPSPEED" else (name, settings, shape)
         sized, inner = sizes(text, found), {}
         if line.file is not None and Path(line.file).name != OWN_DEFAULTS:
             beside = _beside(file, line.file)
@@ -123,7 +125,33 @@ def _settings(
         raise BadInput(f"file = {str(file)!r}: {error}") from None
     numbers = [str(sized.get(key, own)) for key, own in zip((NODES, EACH), shape, strict=True)]
     nodes, each = (int(word) if word.isdigit() and int(word) else own for word, own in zip(numbers, shape, strict=True))
-    return line.program, inner | line.settings, (nodes, each)
+    settings = inner | line.settings
+    if settings.get(KIND) == "DEEPSPEED":
+        return _plugged(file, settings, (nodes, each))
+    return line.program, settings, (nodes, each)
+
+
+def _plugged(file: Path, settings: Settings, shape: tuple[int, int]) -> tuple[str, Settings, tuple[int, int]]:
+    """accelerate with DeepSpeed's plugin (utils/dataclasses.py): DeepSpeed's JSON, which the YAML names or stands for."""
+    plugin = "deepspeed_config."
+    own = {key.removeprefix(plugin): value for key, value in settings.items() if key.startswith(plugin)}
+    named = own.pop("deepspeed_config_file", None)
+    if named is not None:
+        beside = _beside(file, str(named))
+        found = _reader("deepspeed", None, beside, "").parse(_text(beside, str(beside)))
+    else:
+        names = {
+            "zero_stage": deepspeed.STAGE,
+            "gradient_accumulation_steps": deepspeed.ACCUMULATION,
+            "gradient_clipping": deepspeed.CLIP,
+        }
+        found = {names.get(key, plugin + key): value for key, value in own.items() if value not in ("none", False)}
+    kind = settings.get("mixed_precision")
+    found |= {f"{kind}.enabled": True} if kind in ("bf16", "fp16") else {}
+    ranks, hosts = (whole(settings.get(key, 1), key) for key in ("num_processes", "num_machines"))
+    if ranks % hosts:
+        raise BadInput(f"num_processes = {ranks}: num_machines {hosts} does not divide it")
+    return "deepspeed", found, (hosts, ranks // hosts) if "num_processes" in settings else shape
 
 
 def _reader(name: str, version: str | None, file: Path, text: str) -> Reader:

@@ -26,10 +26,18 @@ def words(text: str) -> list[str]:
     found: list[str] = []
     for word in [*_cut(rest), *(word for many in lists.values() for word in many)]:
         filled = _filled(word, known).strip()
-        found += filled.split() if filled.startswith("--") else [filled]
+        found += _apart(filled)
         if len(found) > MOST_WORDS:
             raise BadInput("the script is too long to be a launch script")
     return found
+
+
+def _apart(word: str) -> list[str]:
+    """Arguments that stand in one word: a variable's value, or ``OPTIONS="--lr 1e-4 ..."`` for a script that reads this one."""
+    name, _, value = word.partition("=")
+    if name.isidentifier() and (" --" in value or value.lstrip().startswith("--")):
+        return [f"{name}=", *value.split()]
+    return word.split() if word.startswith("--") else [word]
 
 
 def arguments(found: list[str]) -> Settings:
