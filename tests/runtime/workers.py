@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import socket
@@ -35,7 +36,7 @@ class Pool(workers.Pool):
         # As the launcher's: a port that is free now may be another program's when the first rank takes it.
         store = store_on("127.0.0.1", 0, option="the pool's store")
         try:
-            codes = self.run(as_launched, num_workers, module, list(arguments), store.port)
+            codes = self.run(as_launched, num_workers, module, list(arguments), store.port, Path.cwd())
         except workers.WorkerFailed as error:
             said = log_folder / "pool" / "stderr.log"
             said.parent.mkdir(parents=True)
@@ -45,10 +46,11 @@ class Pool(workers.Pool):
         return 0
 
 
-def as_launched(rank: int, world_size: int, module: str, arguments: list[str], port: int) -> int:
-    """Runs in each worker: ``python -m module arguments`` under the launcher's variables."""
+def as_launched(rank: int, world_size: int, module: str, arguments: list[str], port: int, folder: Path) -> int:
+    """Runs in each worker: ``python -m module arguments`` in a folder under the launcher's variables."""
     kept_by_launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    with mock.patch.dict(os.environ, {**place(rank, world_size, port), **kept_by_launcher}):
+    variables = {**place(rank, world_size, port), **kept_by_launcher}
+    with mock.patch.dict(os.environ, variables), contextlib.chdir(folder):
         return importlib.import_module(module).main(arguments)
 
 

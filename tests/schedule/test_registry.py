@@ -217,6 +217,7 @@ def test_a_schedules_name_stands_in_its_own_file():
         "engines/deepspeed.py",
         "engines/megatron.py",
         "export/megatron_keys.py",
+        "export/nanotron.py",
         "export/torchtitan_keys.py",
         "report/binding.py",
         "search/mixed/find.py",

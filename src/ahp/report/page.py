@@ -40,12 +40,12 @@ def write(source: str | Path, *, facts: Told = facts_of, every_s: int = 0) -> Pa
     return _save(source.with_suffix(".html"), f"Plan {source.name}", _of_plan(source, facts), 0)
 
 
-def write_compared(folders: Sequence[Path], out: Path, *, every_s: int = 0) -> Path:
+def write_compared(folders: Sequence[Path], out: Path) -> Path:
     """Draw several runs beside each other. Raises BadInput for a folder without a plan, or where ``out`` cannot be written."""
     runs = [RunFiles.read(folder.expanduser()) for folder in folders]
     names = compared.names(folders)
     title = " beside ".join(names) if len(names) <= 3 else f"{len(names)} runs"
-    return _save(out, title, compared.sections(title, names, runs), every_s)
+    return _save(out, title, compared.sections(title, names, runs), 0)
 
 
 def _of_run(run: RunFiles, facts: Told) -> list[str]:

@@ -24,8 +24,6 @@ class Facts:
     places: Sequence[PlaceMemory] = ()
     binding: Binding | None = None
     schedules: ComparedSchedules | None = None
-    moves: Sequence[str] | None = None
-    """What 10 % more of each piece of hardware would bring; None where that was not searched."""
 
 
 def facts_of(plan: Plan) -> Facts:

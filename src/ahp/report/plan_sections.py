@@ -67,7 +67,7 @@ def costs(plan: Plan, facts: Facts) -> list[str]:
 
 
 def binds(facts: Facts) -> list[str]:
-    """What binds, what would relieve it, and what better hardware would bring."""
+    """What binds, what would relieve it, and where to ask what better hardware would bring."""
     found = facts.binding
     if found is None:
         return []
@@ -75,11 +75,7 @@ def binds(facts: Facts) -> list[str]:
         f"<p>Memory: {escape(found.memory)}.</p>" if found.part != "memory" else ""
     )
     neighbours = f"<h3>Neighbouring layouts</h3>{_neighbours(found)}" if found.neighbours else ""
-    if facts.moves is None:
-        moves = note("What 10 % more of each piece of hardware would bring is searched by: ahp explain")
-    else:
-        lines = "".join(f"<li>{escape(line)}</li>" for line in facts.moves)
-        moves = f"<h3>10 % more of each piece of hardware, searched again</h3><ul>{lines}</ul>"
+    moves = note("What 10 % more of each piece of hardware would bring is searched by: ahp explain")
     return [section("What binds", words, moves, neighbours)]
 
 

@@ -27,7 +27,7 @@ PROGRAMS = Path(sys.executable).parent
 
 
 def documented(program: str) -> list[str]:
-    lines = (ROOT / "docs" / "training.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "train" / "several-nodes.md").read_text().splitlines()
     return [line for line in lines if line.startswith(f"{program} --")]
 
 
