@@ -176,6 +176,9 @@ def _join(where: torch.device, plan: Plan | None, limit: timedelta, *, meet_s: f
         dist.init_process_group(BACKENDS[device], store=dist.HashStore(), rank=0, world_size=1, **limits)
         return
     if dist.is_initialized():  # in the launcher's order
+        left = default_store()  # kept: others may still read what its server, which may be this process, has for them
+        # A rank that left now would close what another one still connects to.
+        meet(left, dist.get_rank(), dist.get_world_size(), at="change of the ranks' order", within_s=meet_s)
         dist.destroy_process_group()
     store, worker, size = launchers_store()
     give_up_after(int(os.environ["MASTER_PORT"]), limit.total_seconds())
