@@ -112,7 +112,7 @@ class Queue:
 
     def _by_memory(self, below_s: float) -> None:
         of, self._rough = self._rough.split(FURTHER * self._rough.lowest_s)
-        of = self._floors.by_memory(self._kind, of.where(of.floor_s < below_s), below_s)
+        of = self._floors.by_memory(self._kind, of.where(of.floor_s < below_s))
         self.too_large += int((of.floor_s == np.inf).sum())
         near = of.where(of.floor_s < below_s)
         if self._closest:

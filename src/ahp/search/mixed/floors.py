@@ -2,8 +2,8 @@
 
 First by the work over the speed of all cells there are, with the time in which pipelines fill: in T seconds cells of group g, which take
 z for the whole model, do T / z - 1 micro-batches each, and R replicas together M <= sum of that + R (1 + (p - 1) f), f being the largest
-share of forward passes. Where weight gradients are apart it is the larger share of the two, and instead of 1 all but weight gradients. Then
-by what memory leaves; both formulas are proven there (``mixed.capacity``).
+share of forward passes. Where weight gradients are apart it is the larger share of the two, and instead of 1 all but weight gradients
+(``mixed.capacity`` proves both). Then memory rules some out, and of the lowest a linear program says what their replicas do (``mixed.replicas``).
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ Kind = Literal["alone", "piped", "several"]
 
 ROUNDING = 1e-12
 """What a whole number of micro-batches may lack of itself."""
-
-FAR = 64.0
-"""Where nothing is known of the best, floors are looked for up to so many times the first."""
 
 
 class Shapes(NamedTuple):
@@ -131,15 +128,15 @@ class ShapeFloors:
         rows = np.array(list(self._members(kind)), dtype=np.int64)
         return Shapes.all(list(self._blocks(rows, kind, limit_s))).sorted()
 
-    def by_memory(self, kind: Kind, of: Shapes, limit_s: float) -> Shapes:
-        """The same shapes with floors by what memory leaves, as far as these may be below the limit."""
+    def by_memory(self, kind: Kind, of: Shapes) -> Shapes:
+        """The same shapes with floors by what memory leaves: of pipelines infinite where it does not hold the layers."""
         if kind == "alone":
             return self._alone(of)
         found = of.floor_s.copy()
         for schedule, p in np.unique(np.stack([of.schedule, of.pipeline]), axis=1).T.tolist():
             some = np.flatnonzero((of.schedule == schedule) & (of.pipeline == p))
-            each = of.where(some)
-            found[some] = self._depth(schedule, p).floors_s(self._of_pipelines(each, limit_s)) * each.slowest
+            hold = self._depth(schedule, p).hold(self._of_pipelines(of.where(some)))
+            found[some[~hold]] = np.inf
         return of._replace(floor_s=found)
 
     def by_replicas(self, kind: Kind, of: Shapes, limit_s: float) -> Shapes:
@@ -161,7 +158,7 @@ class ShapeFloors:
         crews, order = [], []
         for schedule in np.unique(of.schedule).tolist():
             some = np.flatnonzero(of.schedule == schedule)
-            crews.append(self._depth(schedule, p).crewed(self._of_pipelines(of.where(some), limit_s), mix))
+            crews.append(self._depth(schedule, p).crewed(self._of_pipelines(of.where(some)), mix))
             order.append(some)
         crewed = Crewed.all(crews).where(np.argsort(np.concatenate(order)))
         floors_s = crewed.floors_s(of.floor_s / of.slowest, limit_s / of.slowest)
@@ -171,10 +168,8 @@ class ShapeFloors:
         name = self.space.schedules(2)[schedule]
         return Depth(self.columns, self._cells, name, p, self.space.least(p, name))
 
-    def _of_pipelines(self, of: Shapes, limit_s: float) -> Pipelines:
-        least_s = of.floor_s / of.slowest
-        high_s = np.minimum(limit_s / of.slowest, FAR * least_s)
-        return Pipelines(of.rows, of.replicas, self._total[of.rows], least_s, high_s)
+    def _of_pipelines(self, of: Shapes) -> Pipelines:
+        return Pipelines(of.rows, of.replicas, self._total[of.rows])
 
     def shapes(self, kind: Kind, of: Shapes, at: int) -> list[Shape]:
         """One of some shapes, of each row that it stands for."""

@@ -32,8 +32,9 @@ from ahp.forecast.stage_room import ROUNDING, Positions, StageRoom
 MOST_MIXES = 4000
 """Past so many ways to mix the groups in one replica nothing is said."""
 
-STEP, STEPS = 1.05, 20
-"""Times of the longest stage that are told apart, from the least on; beside those in which a group has one layer more."""
+TIMES = 1.025 ** np.arange(40)
+"""Times of the longest stage that are told apart, over the least that it may take: finest there, where the best replicas are. Beside those in
+which a group has one layer more."""
 
 WHOLE_LAYERS = 12
 """Of each group so many of these."""
@@ -41,8 +42,8 @@ WHOLE_LAYERS = 12
 PIVOTS = 40
 """Of the simplex method, at most; each gives a bound."""
 
-HALVINGS = 5
-"""Times at which shapes are looked at, at most: first the limit, then what is half way to it."""
+CLOSE = 1.004
+"""Times of shapes are looked for, first at the limit, then half way to it, until they are known but for this factor."""
 
 SMALL = 1e-9
 """What is taken for nothing."""
@@ -78,7 +79,7 @@ def longest_s(
     least_s = room.least_s(num_layers, stages.number)
     found, there = np.full((len(least_s), len(mix)), np.inf), np.flatnonzero(np.isfinite(least_s))
     each, groups = room.mapped(lambda of: of), mix.shape[1]
-    size = max(1, AT_ONCE // (groups * (STEPS + WHOLE_LAYERS * groups) * (int(stages.number.sum()) + 1)))
+    size = max(1, AT_ONCE // (groups * (len(TIMES) + WHOLE_LAYERS * groups) * (int(stages.number.sum()) + 1)))
     for first in range(0, len(there), size):
         some = there[first : first + size]
         own = _Stages(each.mapped(lambda of, some=some: of[some]), stages, fewest, head_s[some], alike)
@@ -109,7 +110,7 @@ class _Stages:
         """[n, K]"""
         layer_s, n = self.room.layer_s.min(axis=2), len(least_s)
         whole = np.ceil(least_s[:, None] / layer_s)[..., None] + np.arange(WHOLE_LAYERS)
-        times = [least_s[:, None] * STEP ** np.arange(STEPS), (whole * layer_s[..., None]).reshape(n, -1)]
+        times = [least_s[:, None] * TIMES, (whole * layer_s[..., None]).reshape(n, -1)]
         grid = np.sort(np.concatenate(times, axis=1), axis=1)
         held, number = self._held(grid), np.arange(n)[:, None]
         low, high = (np.full((n, len(mix)), of) for of in (0, grid.shape[1]))
@@ -326,12 +327,10 @@ class Crewed(NamedTuple):
         """[n] Seconds that they take at least, from what is known and as far as that may be below a limit."""
         low, high = np.where(self.hold(), floor_s, np.inf), limit_s.copy()
         left, seconds = np.flatnonzero(np.isfinite(low)), high
-        for _ in range(HALVINGS):
-            if not len(left):
-                break
+        while len(left):
             lack = self.where(left).lack(seconds[left])
             low[left[lack]] = seconds[left[lack]]
             high[left[~lack]] = seconds[left[~lack]]
             seconds = (low + high) / 2
-            left = np.flatnonzero(low < limit_s * (1 - ROUNDING))
+            left = np.flatnonzero(low * CLOSE < high)
         return low
