@@ -27,6 +27,7 @@ COMMANDS = (
     f"plan tiny 8xH100 -o {PLAN}",
     f"simulate {PLAN}",
     f"explain {PLAN}",
+    f"compare {PLAN} dp_shard=8",
     f"export slurm {PLAN} -o job.sh",
     "plan llama3-8b 8xH100 --engine.name torchtitan --parallelism.zero-stage 3 -o titan.yaml",
     "export torchtitan titan.yaml -o titan.py",

@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "probe": "sense and measure this machine or this allocation",
     "plan": "search the best layouts of a model on a cluster; writes plan.yaml",
     "simulate": "forecast and timeline of one plan",
+    "compare": "two plans, runs or layouts side by side: what makes the difference",
     "explain": "where a plan's time and memory go, what binds, why no other layout",
     "train": "the main job: analyze, probe, search, run",
     "verify": "a plan against one device, step by step, within tolerance",

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from ahp.report import curves
+from ahp.report.differences import differences
 from ahp.report.html_parts import Html, section, table
 from ahp.report.run_sections import RunFiles
 from ahp.run_history import effect
@@ -77,24 +78,8 @@ def _row(number: int, name: str, run: RunFiles) -> tuple[object, ...]:
 
 
 def _differences(called: Sequence[str], runs: Sequence[RunFiles]) -> str:
-    """The keys of job, layout and engine that are not the same in all runs."""
-    settings = [_settings(run) for run in runs]
-    keys = list(dict.fromkeys(key for one in settings for key in one))
-    rows = [(key, *(one.get(key) for one in settings)) for key in keys]
-    different = [row for row in rows if any(value != row[1] for value in row[2:])]
+    """The keys of model, cluster, job, layout and engine that are not the same in all runs."""
+    different = [(key, *values) for key, values in differences([run.plan for run in runs])]
     if not different:
-        return "<p>Nothing: job, model, layout and engine are the same.</p>"
+        return "<p>Nothing: job, model, cluster, layout and engine are the same.</p>"
     return table(("", *called), different)
-
-
-def _settings(run: RunFiles) -> dict[str, object]:
-    plan = run.plan
-    job = plan.job.model_dump()
-    optimizer = job.pop("optimizer")
-    layout = plan.parallelism.model_dump(exclude={"pipeline_parallel_order"})
-    model = plan.model if isinstance(plan.model, str) else plan.model.get("model_type", "model")
-    found: dict[str, object] = {"model": model, **job}
-    found |= {f"optimizer {key}": value for key, value in optimizer.items()}
-    found |= {**layout, **{f"engine {key}": value for key, value in plan.engine.model_dump().items()}}
-    found |= {f"version of {name}": value for name, value in plan.versions.items()}
-    return {key.replace("_", " "): value for key, value in found.items()}

@@ -31,6 +31,9 @@ LEAST_WORDS = 20
 """Columns of a line that hangs, however narrow the terminal."""
 LEAST_WIDTH = 80
 """A narrower terminal wraps the lines itself, rather than have figures cut off."""
+Titles = tuple[str, str, str]
+TITLES: Titles = ("the plan", "the other", "difference")
+"""Of two forecasts beside each other."""
 
 
 def console(file: IO[str] | None = None, *, least_width: int = LEAST_WIDTH) -> Console:
@@ -123,12 +126,9 @@ def bulleted(lines: Iterable[str], mark: str = "  -") -> Hanging:
     return Hanging([(mark, line) for line in lines], gap=1)
 
 
-def part_by_part(other: Forecast, forecast: Forecast) -> Table:
+def part_by_part(other: Forecast, forecast: Forecast, titles: Titles = TITLES) -> Table:
     """The step of two forecasts beside each other, and the difference of each part in seconds, the largest first."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    table.add_column("part", no_wrap=True)
-    for title in ("the plan", "the other", "difference"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _beside(titles)
     parts = dict.fromkeys([*other.step, *forecast.step])
     rows = [(part, forecast.step.get(part, 0.0), other.step.get(part, 0.0)) for part in parts]
     for part, mine_s, its_s in sorted(rows, key=lambda row: -abs(row[2] - row[1])):
@@ -139,19 +139,27 @@ def part_by_part(other: Forecast, forecast: Forecast) -> Table:
     return table
 
 
-def memory_by_part(other: Forecast, forecast: Forecast, capacity: int) -> Table:
+def memory_by_part(
+    other: Forecast, forecast: Forecast, capacity: int, its_capacity: int | None = None, titles: Titles = TITLES
+) -> Table:
     """The fullest ranks of two forecasts beside each other, and the difference of each part, the largest first."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    table.add_column("part", no_wrap=True)
-    for title in ("the plan", "the other", "difference"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _beside(titles)
     parts = dict.fromkeys([*other.memory, *forecast.memory])
     rows = [(part, forecast.memory.get(part, 0), other.memory.get(part, 0)) for part in parts]
     for part, mine, its in sorted(rows, key=lambda row: -abs(row[2] - row[1])):
         if max(mine, its) > ROUNDING * capacity:
             table.add_row(part_words(part), gib(mine), gib(its), _signed(its - mine, gib))
     mine, its = sum(forecast.memory.values()), sum(other.memory.values())
-    table.add_row(f"of {gib(capacity)}", gib(mine), gib(its), _signed(its - mine, gib), style="bold")
+    of = gib(capacity) if its_capacity in (None, capacity) else f"{gib(capacity)} and {gib(its_capacity)}"
+    table.add_row(f"of {of}", gib(mine), gib(its), _signed(its - mine, gib), style="bold")
+    return table
+
+
+def _beside(titles: Titles) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table.add_column("part", no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
     return table
 
 

@@ -1,0 +1,267 @@
+"""Two plans, runs or layouts side by side: which is faster, which parts of the step and of the memory make the difference, what differs.
+
+A and B are plan.yaml files or folders of runs; B may be a layout in words too ("tp=8 pp=1 dp=1x8 zero=3"), for A's model, job,
+cluster and engine. Both are forecast anew; of a run what it measured stands beside its forecast.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from ahp.cli.following import show_next
+from ahp.cli.simulate import price
+from ahp.errors import BadInput, bad_input
+from ahp.plan import Forecast, Plan
+
+if TYPE_CHECKING:
+    from ahp.report.run_sections import RunFiles
+
+TITLES = ("A", "B", "B - A")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    first: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="A")]
+    """plan.yaml, or a run's folder."""
+    second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="B")]
+    """The same, or a layout for A's job: "tp=8 pp=1 dp=1x8 zero=3"."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two."""
+
+    said: str
+    """As it was given."""
+    plan: Plan
+    """With the forecast of today."""
+    run: RunFiles | None
+    """What it measured, where it is a run that has steps."""
+
+    @property
+    def forecast(self) -> Forecast:
+        assert self.plan.forecast is not None, "_side forecasts each"
+        return self.plan.forecast
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all its devices."""
+        return self.plan.job.tokens_per_step / self.forecast.step_time_s
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        run = self.run
+        return {
+            "said": self.said,
+            "parallelism": self.plan.parallelism.model_dump(mode="json"),
+            "engine": self.plan.engine.model_dump(mode="json"),
+            "forecast": self.forecast.model_dump(mode="json"),
+            "measured": None
+            if run is None
+            else {"step_time_s": run.median_s, "mfu": run.mfu, "peak_bytes": run.peak_bytes},
+        }
+
+
+def run(argv: list[str]) -> int:
+    """``ahp compare A B``. Returns the exit code; raises AhpError."""
+    from ahp.report.differences import differences
+
+    arguments = tyro.cli(Arguments, args=argv, prog="ahp compare", description=__doc__)
+    first = _side(arguments.first)
+    second = _side(arguments.second, first.plan)
+    differ = differences([first.plan, second.plan])
+    lines, following = list(_verdict(first, second)), _following(first, second)
+    if arguments.json:
+        result = {
+            "a": first.plain(),
+            "b": second.plain(),
+            "verdict": lines,
+            "difference": {
+                "step": _more(second.forecast.step, first.forecast.step),
+                "memory": _more(second.forecast.memory, first.forecast.memory),
+            },
+            "settings": {key: list(values) for key, values in differ},
+            "next": following,
+        }
+        print(json.dumps(result))
+    else:
+        _show(first, second, lines, [(key, *values) for key, values in differ], following)
+    return 0
+
+
+def _side(said: str, other: Plan | None = None) -> Side:
+    """``other``: the plan that a layout in words is for. Raises BadInput for what is neither."""
+    from ahp.cluster.model import Cluster
+    from ahp.report.run_sections import RunFiles
+
+    path, run = Path(said), None
+    if path.is_dir() and (path / "plan.yaml").is_file():
+        run = RunFiles.read(path)
+        plan = run.plan
+    elif path.exists() or other is None or said.endswith((".yaml", ".yml")):
+        plan = Plan.load(path)
+    else:
+        plan = other.model_copy(update={"parallelism": _layout(said), "versions": other.versions})
+    try:
+        priced = price(plan)
+    except BadInput as refusal:
+        raise BadInput(f"{said}: {refusal}") from refusal
+    assert plan.cluster is not None, "price refuses a plan without one"
+    cluster = Cluster.resolve(plan.cluster).plain()
+    told = {"forecast": priced.forecast, "parallelism": priced.parallelism, "cluster": cluster}
+    return Side(said, plan.model_copy(update=told), run if run is not None and run.metrics else None)
+
+
+def _layout(said: str) -> Any:
+    from ahp.cli.layout_words import layout_of
+
+    if "=" not in said and " " not in said.strip():
+        rule = "neither a plan, nor a run's folder, nor a layout in words"
+        raise bad_input("B", said, rule, ["plan.yaml", "runs/demo", "tp=8 dp=1x8 zero=3"])
+    return layout_of(said, "B")
+
+
+def _verdict(first: Side, second: Side) -> Iterator[str]:
+    """Which is better, in sentences."""
+    from ahp.report.tables import capacity_bytes
+    from ahp.search.reasons import does_not_fit
+    from ahp.words import percent
+
+    for name, side in (("A", first), ("B", second)):
+        if not side.forecast.fits:
+            yield f"{name} {does_not_fit(side.forecast, capacity_bytes(side.plan))}."
+    if first.plan.job.tokens_per_step == second.plan.job.tokens_per_step:
+        yield _which_is_faster(first, second)
+    else:
+        more = second.tokens_per_s / first.tokens_per_s - 1
+        yield f"B trains {percent(abs(more))} {'more' if more >= 0 else 'fewer'} tokens per second; their steps have unlike numbers of tokens."
+    devices = first.plan.parallelism.world_size, second.plan.parallelism.world_size
+    if devices[0] != devices[1]:
+        each = second.forecast.tokens_per_s_per_device / first.forecast.tokens_per_s_per_device - 1
+        yield (
+            f"B has {devices[1]} devices, A {devices[0]}: each of B's trains {percent(abs(each))} "
+            f"{'more' if each >= 0 else 'fewer'} tokens per second."
+        )
+    if first.run is not None and second.run is not None and first.run.median_s and second.run.median_s:
+        yield f"Measured, B's step takes {_ratio(second.run.median_s, first.run.median_s)} A's."
+
+
+def _which_is_faster(first: Side, second: Side) -> str:
+    """Of two with as many tokens in a step."""
+    from ahp.search.reasons import slower_because
+    from ahp.search.ties import TIED, complexity
+
+    (_, fast), (slow_name, slow) = sorted([("A", first), ("B", second)], key=lambda one: one[1].forecast.step_time_s)
+    if slow.forecast.step_time_s > fast.forecast.step_time_s * (1 + TIED):
+        return f"{slow_name} is {slower_because(slow.forecast, fast.forecast)}."
+    words = "The forecast cannot tell them apart"
+    one, other = complexity(first.plan.parallelism), complexity(second.plan.parallelism)
+    if one == other:
+        return f"{words} (less than {100 * TIED:.0f} %)."
+    return f"{words} (less than {100 * TIED:.0f} %); {'A' if one < other else 'B'} is the simpler layout."
+
+
+def _ratio(value: float, base: float) -> str:
+    from ahp.words import percent
+
+    return f"{percent(abs(value / base - 1))} {'longer' if value >= base else 'less'} than"
+
+
+def _more(other: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Each part in B less that in A, the largest first."""
+    found = {part: other.get(part, 0) - base.get(part, 0) for part in {**base, **other}}
+    return dict(sorted(found.items(), key=lambda item: -abs(item[1])))
+
+
+def _show(
+    first: Side, second: Side, verdict: list[str], differ: list[tuple[object, ...]], following: list[str]
+) -> None:
+    from rich.table import Table
+
+    from ahp.report import tables
+
+    console = tables.console()
+    heads = [
+        (name, f"{side.said}: {side.plan.parallelism.short()}, run by {side.plan.engine.words()}")
+        for name, side in zip("AB", (first, second), strict=True)
+    ]
+    console.print(tables.Hanging(heads))
+    console.print()
+    console.print(tables.bulleted(verdict))
+    console.print("\nWhere the time goes, by the forecast", style="bold")
+    console.print(tables.part_by_part(second.forecast, first.forecast, TITLES))
+    console.print("\nWhere the memory of the fullest rank goes", style="bold")
+    capacities = tables.capacity_bytes(first.plan), tables.capacity_bytes(second.plan)
+    console.print(tables.memory_by_part(second.forecast, first.forecast, *capacities, TITLES))
+    if rows := list(_measured(first, second)):
+        console.print("\nMeasured against the forecast", style="bold")
+        console.print(_table(Table(box=None, pad_edge=False, padding=(0, 2)), ("", "A", "B"), rows))
+    console.print("\nWhat differs", style="bold")
+    if differ:
+        console.print(_table(Table(box=None, pad_edge=False, padding=(0, 2)), ("", "A", "B"), differ))
+    else:
+        console.print("  nothing: model, cluster, job, layout and engine are the same")
+    show_next(console, following)
+
+
+def _table(table: Any, titles: tuple[str, ...], rows: list[tuple[object, ...]]) -> Any:
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row))
+    return table
+
+
+def _measured(first: Side, second: Side) -> Iterator[tuple[object, ...]]:
+    """Of those that are runs: step and peak memory, each with the forecast's."""
+    from ahp.report.run_sections import against
+    from ahp.words import gib, percent, seconds
+
+    runs = [side.run for side in (first, second)]
+    if not any(runs):
+        return
+    sides = list(zip((first, second), runs, strict=True))
+    yield (
+        "step",
+        *(
+            f"{seconds(run.median_s)}, {against(run.median_s, side.plan)}" if run and run.median_s else None
+            for side, run in sides
+        ),
+    )
+    yield (
+        "MFU",
+        *(
+            f"{percent(run.mfu)} of {percent(side.forecast.mfu)}" if run and run.mfu is not None else None
+            for side, run in sides
+        ),
+    )
+    yield (
+        "peak memory",
+        *(
+            f"{gib(run.peak_bytes)} of {gib(side.forecast.memory_reserved_bytes)}"
+            if run and run.peak_bytes is not None
+            else None
+            for side, run in sides
+        ),
+    )
+    yield (
+        "last loss",
+        *(f"{run.losses[-1]:.4f} after {run.steps_done} steps" if run and run.losses else None for _, run in sides),
+    )
+
+
+def _following(first: Side, second: Side) -> list[str]:
+    if first.run is not None and second.run is not None:
+        return [f"ahp report {shlex.quote(first.said)} {shlex.quote(second.said)}"]
+    if Path(second.said).exists():
+        return [f"ahp explain {shlex.quote(side.said)}" for side in (first, second)]
+    return [f"ahp explain {shlex.quote(first.said)} --why-not {shlex.quote(second.said)}"]
