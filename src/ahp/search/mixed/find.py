@@ -38,7 +38,7 @@ class Budget:
     """Shapes whose placements are too many to look at each, with a pipeline and without."""
     forecasts: int = 40
     """Forecasts of these, the most promising first."""
-    exact: int = 4000
+    exact: int = 1500
     """Forecasts of the others."""
     near: int = 150
     """Shapes near the fastest that are looked at without finding a faster one."""

@@ -125,8 +125,15 @@ class SeveralTask(Task):
         found: list[list[tuple[int, ...]]] = [[] for _ in ways]
         for number in range(max(map(len, ways))):
             some = [of_rank[min(number, len(of_rank) - 1)] for of_rank in ways]
+            left = [number < len(of_rank) for of_rank in ways]
+            left = [
+                of and not any(_under(less, one) for less in smallest)
+                for of, one, smallest in zip(left, some, found, strict=True)
+            ]
+            if not any(left):
+                continue
             for rank, fit in enumerate(fits(_by_stage(some, ranks))):
-                if fit and number < len(ways[rank]) and not any(_under(less, some[rank]) for less in found[rank]):
+                if fit and left[rank]:
                     found[rank].append(some[rank])  # smaller ones come first
         return found
 
