@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ahp.cluster.better import MORE, better_clusters
 from ahp.cluster.model import (
     AttentionSample,
     Cluster,
@@ -14,7 +15,7 @@ from ahp.cluster.model import (
     MemorySample,
 )
 from ahp.plan import Parallelism
-from ahp.search.sensitivity import MORE, better_clusters, sensitivity
+from ahp.search.sensitivity import sensitivity
 from tests.search.small import small
 
 ATTENTION = AttentionSample(heads=4, sequence=64, head_dim=32, dtype="fp32", workers=1, phase="forward", seconds=8e-5)

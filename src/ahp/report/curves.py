@@ -17,6 +17,9 @@ trend."""
 COLOURS = 8
 """Colours ``c0`` to ``c7`` of page.css; a further run begins again at the first."""
 
+EVALUATION = "evaluation"
+"""Key of metrics.jsonl, alone or with ``_NAME``, for what the user's function returned."""
+
 Metrics = Sequence[Mapping[str, Any]]
 
 
@@ -67,11 +70,22 @@ QUANTITIES = (
 def charts(runs: Sequence[Measured]) -> list[tuple[str, str]]:
     """(title, chart) of each quantity that some run has written down."""
     found = []
-    for quantity in QUANTITIES:
+    for quantity in (*QUANTITIES, *_evaluations(runs)):
         curves = [curve for number, run in enumerate(runs) for curve in _curves(run, quantity, number, len(runs))]
         if curves:
             found.append((quantity.title, _chart(quantity, runs, curves).html()))
     return found
+
+
+def _evaluations(runs: Sequence[Measured]) -> list[Quantity]:
+    """A chart for each number that the user's function returned (``run.evaluation``), in the order in which they came."""
+    keys = dict.fromkeys(key for run in runs for m in run.metrics for key, value in m.items() if _is_result(key, value))
+    return [Quantity(f"Evaluation: {key.removeprefix(EVALUATION).lstrip('_') or 'result'}", key, key) for key in keys]
+
+
+def _is_result(key: str, value: Any) -> bool:
+    mine = key == EVALUATION or key.startswith(f"{EVALUATION}_")
+    return mine and key != f"{EVALUATION}_time_s" and isinstance(value, (int, float))
 
 
 def _curves(run: Measured, quantity: Quantity, number: int, of: int) -> list[Curve]:

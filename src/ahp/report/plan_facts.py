@@ -11,6 +11,7 @@ from ahp.forecast.place_memory import PlaceMemory
 from ahp.plan import Plan
 from ahp.report.binding import Binding
 from ahp.report.schedules import ComparedSchedules
+from ahp.report.upgrades import Upgrade
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Facts:
     """The timeline, in Chrome's trace event format."""
     places: Sequence[PlaceMemory] = ()
     binding: Binding | None = None
+    upgrades: Sequence[Upgrade] = ()
+    """What 10 % more of each resource would bring, the most useful first."""
     schedules: ComparedSchedules | None = None
 
 
@@ -35,6 +38,7 @@ def facts_of(plan: Plan) -> Facts:
     from ahp.graph.models import is_factory
     from ahp.report.binding import binding_of
     from ahp.report.schedules import compared_with_pattern
+    from ahp.report.upgrades import upgrades_of
 
     if plan.cluster is None:
         return Facts("the plan names no cluster")
@@ -52,6 +56,7 @@ def facts_of(plan: Plan) -> Facts:
             trace=timeline.chrome_trace(priced),
             places=prices.memory_of_places(priced),
             binding=binding_of(graph, cluster, known),
+            upgrades=upgrades_of(graph, cluster, known),
             schedules=compared_with_pattern(prices, priced.parallelism),
         )
     except AhpError as refusal:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from html import escape
 from typing import Any
 
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan
-from ahp.report import candidates, lanes, rank_memory
+from ahp.report import candidates, lanes, rank_memory, upgrades
 from ahp.report.bars import one_bar
 from ahp.report.binding import Binding
 from ahp.report.html_parts import note, plain_words, section, table
@@ -67,7 +67,7 @@ def costs(plan: Plan, facts: Facts) -> list[str]:
 
 
 def binds(facts: Facts) -> list[str]:
-    """What binds, what would relieve it, and where to ask what better hardware would bring."""
+    """What binds, what would relieve it, and what better hardware would bring."""
     found = facts.binding
     if found is None:
         return []
@@ -75,8 +75,19 @@ def binds(facts: Facts) -> list[str]:
         f"<p>Memory: {escape(found.memory)}.</p>" if found.part != "memory" else ""
     )
     neighbours = f"<h3>Neighbouring layouts</h3>{_neighbours(found)}" if found.neighbours else ""
-    moves = note("What 10 % more of each piece of hardware would bring is searched by: ahp explain")
-    return [section("What binds", words, moves, neighbours)]
+    return [section("What binds", words, neighbours), *_more_of_each(facts.upgrades)]
+
+
+def _more_of_each(found: Sequence[upgrades.Upgrade]) -> list[str]:
+    """What more of each resource would bring, while the layout stays."""
+    if not found:
+        return []
+    told = f"<p>{escape(upgrades.sentence(found))}</p>"
+    rows = table(("change", "forecast"), ((one.change, one.words) for one in found))
+    again = note(
+        "The layout stays as it is here. ahp explain PLAN searches for the best layout on each of these clusters."
+    )
+    return [section("What 10 % more would bring", told, rows, again)]
 
 
 def _neighbours(found: Binding) -> str:

@@ -1,0 +1,96 @@
+"""What 10 % more of each resource would bring to a plan that stays as it is: priced, not searched (``ahp explain`` searches)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ahp.cluster.better import MORE, better_clusters
+from ahp.errors import AhpError
+from ahp.plan import Forecast, Plan
+from ahp.words import percent, seconds
+
+if TYPE_CHECKING:
+    from ahp.cluster.model import Cluster
+    from ahp.graph.operators import ModelGraph
+
+NOTHING = 0.0005
+"""Less than the 0.1 % that words can show."""
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """One resource with more of it, and the plan's layout there."""
+
+    change: str
+    gain: float
+    """Share by which each token takes less time; 0 where it cannot run."""
+    words: str
+
+
+def upgrades_of(graph: ModelGraph, cluster: Cluster, plan: Plan) -> list[Upgrade]:
+    """Each piece of hardware and the batch, the most useful first. Raises AhpError where the plan itself cannot be priced."""
+    from ahp.forecast.step import forecast
+
+    today = forecast(graph, cluster, plan.job, plan.parallelism, plan.engine)
+    found = []
+    for change, better in better_clusters(cluster):
+        try:
+            there = forecast(graph, better, plan.job, plan.parallelism, plan.engine)
+        except AhpError as refusal:
+            found.append(Upgrade(change, 0.0, f"not possible: {refusal}"))
+            continue
+        gain = 1 - there.step_time_s / today.step_time_s
+        found.append(Upgrade(change, gain, f"{_step(gain, there)}{_fit(today, there)}"))
+    found.append(_larger_batch(graph, cluster, plan, today))
+    return sorted(found, key=lambda one: -one.gain)
+
+
+def sentence(upgrades: Sequence[Upgrade]) -> str:
+    """Which resource binds, by what more of it would bring."""
+    most = upgrades[0]
+    if most.gain < NOTHING:
+        return "With this layout 10 % more of no single resource would save time."
+    return f"With this layout {most.change} would help most: {percent(most.gain)} less time for each token."
+
+
+def _larger_batch(graph: ModelGraph, cluster: Cluster, plan: Plan, today: Forecast) -> Upgrade:
+    """The batch 10 % larger, or the next larger one that the layout divides into whole micro-batches."""
+    from ahp.forecast.step import forecast
+
+    layout, batch = plan.parallelism, plan.job.global_batch_size
+    at_once = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree * layout.micro_batch_size
+    # Where replicas differ or a schedule has an order of its own, their counts are made for this batch.
+    counted = {"micro_batches_per_replica": None, "pipeline_parallel_order": None}
+    larger = at_once * math.ceil(MORE * batch / at_once - 1e-9)
+    change = f"global batch {larger:,}, {percent(larger / batch - 1)} more"
+    if any(getattr(layout, key) is not None for key in counted):
+        return Upgrade(change, 0.0, "not priced: the layout deals out the micro-batches of this batch alone")
+    try:
+        job = plan.job.model_copy(update={"global_batch_size": larger})
+        there = forecast(graph, cluster, job, layout, plan.engine)
+    except AhpError as refusal:
+        return Upgrade(change, 0.0, f"not possible: {refusal}")
+    gain = 1 - there.step_time_s * batch / (today.step_time_s * larger)
+    tokens = f"{there.tokens_per_s_per_device:,.0f} tokens/s per device"
+    return Upgrade(
+        change, gain, f"{seconds(there.step_time_s)} a step, {tokens}, {_compared(gain, 'time for each token')}"
+    )
+
+
+def _step(gain: float, there: Forecast) -> str:
+    return f"{seconds(there.step_time_s)} a step, {_compared(gain, 'time')}"
+
+
+def _compared(gain: float, what: str) -> str:
+    if abs(gain) < NOTHING:
+        return f"as much {what}"
+    return f"{percent(abs(gain))} {'less' if gain > 0 else 'more'} {what}"
+
+
+def _fit(today: Forecast, there: Forecast) -> str:
+    """What more memory changes for a layout that stays: how surely it fits."""
+    before, after = f"{today.fit_probability:.2f}", f"{there.fit_probability:.2f}"
+    return "" if before == after else f"; fits with probability {after} instead of {before}"
