@@ -21,6 +21,7 @@ from ahp.export.target import Shape
 from ahp.job import Job, Optimizer
 from ahp.plan import EngineChoice, Parallelism, Plan
 from ahp.schedule.stages import layers_of_stages
+from tests.search.small import cpu_workers
 
 LAYERS = 8
 MODEL = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 16,
@@ -276,6 +277,17 @@ def test_configs_models_and_mixed_clusters_are_refused(tmp_path: Path) -> None:
     ]
     with pytest.raises(NotExpressible, match="groups of different nodes"):
         run(["deepspeed", a_plan(tmp_path, "deepspeed", cluster={"groups": groups})])
+
+
+def test_accelerate_starts_one_process_on_cores(tmp_path: Path) -> None:
+    path = a_plan(tmp_path, "accelerate")
+    cores = cpu_workers(8, 8).plain()
+    Plan.load(path).model_copy(update={"cluster": cores}).save(path)
+    with pytest.raises(
+        NotExpressible,
+        match=r"16 workers on cores: accelerate launch starts one process .*\(valid: GPUs, or one worker\)",
+    ):
+        run(["accelerate", path])
 
 
 def test_megatrons_script_is_one_that_bash_reads(tmp_path: Path) -> None:

@@ -162,6 +162,11 @@ DIALECT = Dialect(
 
 
 def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str]) -> str:
+    if shape.gpus == 0 and subject.p.world_size > 1:
+        rule = (
+            "accelerate launch starts one process on processor cores, whatever the file says (several by mpirun alone)"
+        )
+        raise NotExpressible(f"cluster: {subject.p.world_size} workers on cores: {rule} (valid: GPUs, or one worker)")
     accumulation = subject.p.num_micro_batches(subject.job)
     first = {
         "compute_environment": "LOCAL_MACHINE",
@@ -170,8 +175,6 @@ def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str])
         "rdzv_backend": "static",
         "use_cpu": shape.gpus == 0,
     }
-    if shape.gpus == 0 and settings[KIND] == "MULTI_GPU":
-        settings = {**settings, KIND: "MULTI_CPU"}
     told = f"Your script: Accelerator(gradient_accumulation_steps={accumulation}), batches of {subject.p.micro_batch_size}."
     return commented([*head, told]) + yaml.safe_dump(nested({**first, **settings}), sort_keys=False)
 
