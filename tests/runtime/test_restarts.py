@@ -25,7 +25,9 @@ SOME = (
     1713, 3406, 3061, 3307, 1797, 2895, 2251, 2787, 237, 2263, 897, 1049, 3000, 1167, 2240, 3893, 513, 788, 858, 956,
     1553, 1613, 1674, 1886, 2141, 2309, 2414, 2859,
 )  # fmt: skip
-"""Of the first draws of seeds 0-little-0 to 0-little-3999 those with little work that try the most of what few others do."""
+"""Of the first draws of seeds 0-little-0 to 0-little-3999 those with little work that try the most of what few others do, the most first."""
+ALWAYS = SOME[:12]
+"""In every run: each item is among them twice."""
 MORE = 300
 LITTLE_WORK = 16.0
 """Of each of the first some: they take a quarter of the time of the others."""
@@ -52,8 +54,7 @@ def test_what_draws_have_found(pool: Pool, tmp_path: Path, name: str) -> None:
     check(pool, FOUND[name], tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", SOME)
+@pytest.mark.parametrize("number", cases(SOME, wide=set(SOME) - set(ALWAYS)))
 def test_a_restart_of_those_that_try_the_most_does_not_show(pool: Pool, tmp_path: Path, number: int) -> None:
     """One that is refused fails: another number has to be taken in its place."""
     if SEED == "0":
@@ -64,13 +65,13 @@ def test_a_restart_of_those_that_try_the_most_does_not_show(pool: Pool, tmp_path
 
 def test_every_item_is_drawn() -> None:
     """``-rP`` shows how often."""
-    drawn = [draw(f"0-little-{number}-0") for number in SOME]
+    drawn = [draw(f"0-little-{number}-0") for number in ALWAYS]
     assert max(map(work, drawn)) <= LITTLE_WORK
     counts = Counter(item for restart in drawn for item in items(restart))
     print("\n".join(f"{counts[item]:3} of {len(drawn)}: {item}" for item in ITEMS))
     assert set(counts) <= set(ITEMS)
     assert min(counts[item] for item in ITEMS) >= 2
-    assert counts["another layout"] >= 20
+    assert counts["another layout"] >= 8
 
 
 @pytest.mark.wide
