@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -19,6 +20,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; pr
 # No test is about how long an example takes: the machine may be busy. The rest is as hypothesis has it, here or in CI.
 settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+def pytest_configure() -> None:
+    """What is collected stays to the end: looking through it for garbage again and again takes a third of the collection."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

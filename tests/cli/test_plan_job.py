@@ -33,6 +33,7 @@ def test_a_file_of_a_plan_takes_them(tmp_path: Path) -> None:
     assert (request.plan.job.steps, request.run.folder) == (5, "r")
 
 
+@pytest.mark.slow
 def test_no_forecast_depends_on_them() -> None:
     assert OTHER.keys() == set(ANY_PLAN)
     job = with_job(PLAN, "plan.yaml", OTHER).job

@@ -78,6 +78,7 @@ def layouts(draw: st.DrawFn) -> tuple[Parallelism, EngineChoice]:
     return layout, engine
 
 
+@pytest.mark.slow
 @given(
     layouts(),
     st.sampled_from([1, 2, 4]),

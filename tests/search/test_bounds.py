@@ -104,6 +104,7 @@ def test_bounds_are_under_the_forecast_where_experts_are_alone(data: st.DataObje
     holds(asked, (space := build(asked)), some_rows(space, data, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft (the extra lora) is not installed")
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(

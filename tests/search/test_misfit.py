@@ -42,6 +42,7 @@ def test_workers_on_a_processor_are_given_no_company() -> None:
     assert not list(misfit.more_devices(asked("tiny", cpu_workers(1, 1))))
 
 
+@pytest.mark.slow
 def test_devices_and_sequences_together_where_neither_is_enough() -> None:
     lines = told(asked("llama3-8b", job=JOB.model_copy(update={"sequence_length": 8192})))
     assert len(lines) == 1

@@ -94,6 +94,7 @@ def test_the_first_plan_is_the_simplest_of_all_that_are_tied_and_says_so() -> No
     assert rest == sorted(rest)
 
 
+@pytest.mark.slow
 def test_every_family_that_is_asked_for_has_its_best() -> None:
     """Held against a search in which the family alone is legal."""
     found, one = ranking(), {"tensor_parallel_degree": 1, "pipeline_parallel_degree": 1}

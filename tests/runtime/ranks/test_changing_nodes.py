@@ -63,6 +63,7 @@ def test_the_state_of_a_meeting_is_read() -> None:
     assert pickle.loads(found[0]).participants == {node: 0}
 
 
+@pytest.mark.slow
 def test_two_launchers_meet_at_one_address_and_rounds_are_counted_alike() -> None:
     port, before = free_port(), listened_on()
     both = [meeting(port, least=2) for _ in range(2)]
@@ -97,6 +98,7 @@ def test_a_store_that_is_gone_is_told_apart_from_a_job_that_has_ended(monkeypatc
         other.num_nodes_waiting()
 
 
+@pytest.mark.slow
 def test_a_launcher_whose_network_was_away_does_not_end_the_job_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     host, other = (meeting(port, least=2) for _ in range(2))
@@ -152,6 +154,7 @@ def test_a_node_that_falls_silent_is_gone_and_the_workers_that_wait_for_it_are_e
     assert host.shutdown()
 
 
+@pytest.mark.slow
 def test_the_workers_beside_a_node_that_starts_again_are_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be saving, for a third node that wants to join."""
     monkeypatch.setattr(changing_nodes, "workers_of", lambda module: [psutil.Process(worker.pid)])
@@ -174,6 +177,7 @@ def test_the_workers_beside_a_node_that_starts_again_are_not_ended(monkeypatch: 
         list(threads.map(ChangingNodes.shutdown, (host, other)))
 
 
+@pytest.mark.slow
 def test_nodes_that_leave_after_the_end_are_not_missed() -> None:
     port = free_port()
     host, other = (meeting(port) for _ in range(2))

@@ -16,6 +16,7 @@ from ahp.runtime.ranks.stopped import POLL_S, ending_stopped, is_deaf
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which signals wait for a process")
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_ended_only_once_it_was_asked_to() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         worker = psutil.Process(process.pid)
@@ -41,6 +42,7 @@ def test_a_worker_that_goes_on_ends_by_itself() -> None:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_worker_that_stays_stopped_is_named_and_ended_at_its_limit() -> None:
     said: list[str] = []
     with subprocess.Popen(["sleep", "60"], env={"RANK": "3"}) as process:

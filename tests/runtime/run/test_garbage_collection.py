@@ -35,6 +35,7 @@ def test_garbage_is_collected_after_the_first_step_and_every_fiftieth() -> None:
     assert collected == [8, 50, 100, 150]
 
 
+@pytest.mark.slow
 def test_nothing_is_collected_in_between_however_many_objects_there_are() -> None:
     with GarbageCollection() as collection:
         collection.after(1)
