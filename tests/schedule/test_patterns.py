@@ -130,7 +130,7 @@ def test_zero_bubble_at_one_stage_per_rank_needs_no_rounds(p, m):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_action_once(name):
-    p, v, m = 4, 2 if name.startswith("Interleaved") or name in V_SHAPED else 1, 8
+    p, v, m = 4, 1 if SCHEDULES[name].most_virtual == 1 else 2, 8
     schedule = make(name, p, v, m)
     actions = [a for rank in schedule.ranks for a in rank]
     assert len(actions) == len(set(actions))
