@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -18,6 +18,7 @@ from ahp.plan import (
     ContextMethod,
     EngineChoice,
     Parallelism,
+    Pattern,
     ScheduleName,
     StagePlace,
     validated,
@@ -249,7 +250,7 @@ HELP: dict[str, str] = {
     "parallelism.tensor_parallel_degree": "devices that share every matrix product",
     "parallelism.enable_sequence_parallel": "split what lies between the matrix products along the sequence",
     "parallelism.pipeline_parallel_degree": "pipeline ranks",
-    "parallelism.pipeline_parallel_schedule": "GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV (torch's names), Synthesized",
+    "parallelism.pipeline_parallel_schedule": f"{', '.join(get_args(Pattern))} (torch's names), Synthesized",
     "parallelism.pipeline_parallel_order": 'the order that Synthesized runs, one line for each pipeline rank (or for each of each replica), such as ["0F0,0B0", "1F0,1B0"]',
     "parallelism.virtual_stages_per_rank": "stages that one pipeline rank holds; above 1 needs a schedule that has them, such as Interleaved1F1B",
     "parallelism.layers_per_stage": "blocks of each stage in pipeline order, such as [3, 3, 2]",
