@@ -1,4 +1,4 @@
-"""One plan over devices of two types: what both together are worth beside each of them alone.
+"""One plan over devices of two types, and how much longer a step takes on each type alone.
 
     python mixed_cluster.py        no GPU is needed
 

@@ -1,6 +1,6 @@
 #!/bin/sh
-# One job on two nodes, which find each other at an address. Here both are this machine; on a cluster the same line runs on every node, with
-# the name of one of them in place of 127.0.0.1 and the folder on storage that all share (under srun it needs no --nodes and no --rendezvous).
+# One job on two nodes, which find each other at an address. Here both nodes are this machine. On a cluster, run the same line on every node,
+# with one node's name in place of 127.0.0.1 and a folder that all nodes share. Under srun leave out --nodes and --rendezvous.
 set -e
 cat > plan.yaml <<'PLAN'
 schema_version: 1

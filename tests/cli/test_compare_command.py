@@ -138,7 +138,7 @@ def test_runs_stand_beside_their_forecasts(tmp_path: Path, capsys: pytest.Captur
     folders = [str(tmp_path / name) for name in ("one", "two")]
     found = compared(folders, capsys)
     assert found["a"]["measured"]["step_time_s"] == 0.5
-    assert found["verdict"][-1] == "Measured, B's step takes 50 % less than A's."
+    assert found["verdict"][-1] == "Measured, B takes 50 % less time for each token than A."
     assert found["next"] == [f"ahp report {' '.join(folders)}"]
     assert run(folders) == 0
     assert "Measured against the forecast" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Drawings: where a thing lies follows from its numbers, for none of them, for one, and for thousands."""
+"""Positions in the report's charts follow from the numbers: with no point, with one, and with thousands."""
 
 from __future__ import annotations
 

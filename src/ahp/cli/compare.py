@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from ahp.cli.explain import more_by_part
 from ahp.cli.following import show_next
 from ahp.cli.simulate import price
 from ahp.errors import BadInput, bad_input
@@ -86,8 +87,8 @@ def run(argv: list[str]) -> int:
             "b": second.plain(),
             "verdict": lines,
             "difference": {
-                "step": _more(second.forecast.step, first.forecast.step),
-                "memory": _more(second.forecast.memory, first.forecast.memory),
+                "step": more_by_part(second.forecast.step, first.forecast.step),
+                "memory": more_by_part(second.forecast.memory, first.forecast.memory),
             },
             "settings": {key: list(values) for key, values in differ},
             "next": following,
@@ -110,7 +111,7 @@ def _side(said: str, other: Plan | None = None) -> Side:
     elif path.exists() or other is None or said.endswith((".yaml", ".yml")):
         plan = Plan.load(path)
     else:
-        plan = other.model_copy(update={"parallelism": _layout(said), "versions": other.versions})
+        plan = other.model_copy(update={"parallelism": _layout(said)})
     try:
         priced = price(plan)
     except BadInput as refusal:
@@ -152,7 +153,13 @@ def _verdict(first: Side, second: Side) -> Iterator[str]:
             f"{'more' if each >= 0 else 'fewer'} tokens per second."
         )
     if first.run is not None and second.run is not None and first.run.median_s and second.run.median_s:
-        yield f"Measured, B's step takes {_ratio(second.run.median_s, first.run.median_s)} A's."
+        each_s = [
+            side.run.median_s / side.plan.job.tokens_per_step
+            for side in (first, second)
+            if side.run and side.run.median_s
+        ]
+        more = each_s[1] / each_s[0] - 1
+        yield f"Measured, B takes {percent(abs(more))} {'more' if more >= 0 else 'less'} time for each token than A."
 
 
 def _which_is_faster(first: Side, second: Side) -> str:
@@ -168,18 +175,6 @@ def _which_is_faster(first: Side, second: Side) -> str:
     if one == other:
         return f"{words} (less than {100 * TIED:.0f} %)."
     return f"{words} (less than {100 * TIED:.0f} %); {'A' if one < other else 'B'} is the simpler layout."
-
-
-def _ratio(value: float, base: float) -> str:
-    from ahp.words import percent
-
-    return f"{percent(abs(value / base - 1))} {'longer' if value >= base else 'less'} than"
-
-
-def _more(other: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Each part in B less that in A, the largest first."""
-    found = {part: other.get(part, 0) - base.get(part, 0) for part in {**base, **other}}
-    return dict(sorted(found.items(), key=lambda item: -abs(item[1])))
 
 
 def _show(
@@ -222,41 +217,29 @@ def _table(table: Any, titles: tuple[str, ...], rows: list[tuple[object, ...]]) 
 
 
 def _measured(first: Side, second: Side) -> Iterator[tuple[object, ...]]:
-    """Of those that are runs: step and peak memory, each with the forecast's."""
+    """What the runs reached beside the forecast, a row for each figure."""
+    reached = [_reached(side) for side in (first, second)]
+    for name in dict.fromkeys([*reached[0], *reached[1]]):
+        yield name, *(of.get(name) for of in reached)
+
+
+def _reached(side: Side) -> dict[str, str]:
+    """Figures of a run in words, by name; none of a plan."""
     from ahp.report.run_sections import against
     from ahp.words import gib, percent, seconds
 
-    runs = [side.run for side in (first, second)]
-    if not any(runs):
-        return
-    sides = list(zip((first, second), runs, strict=True))
-    yield (
-        "step",
-        *(
-            f"{seconds(run.median_s)}, {against(run.median_s, side.plan)}" if run and run.median_s else None
-            for side, run in sides
-        ),
-    )
-    yield (
-        "MFU",
-        *(
-            f"{percent(run.mfu)} of {percent(side.forecast.mfu)}" if run and run.mfu is not None else None
-            for side, run in sides
-        ),
-    )
-    yield (
-        "peak memory",
-        *(
-            f"{gib(run.peak_bytes)} of {gib(side.forecast.memory_reserved_bytes)}"
-            if run and run.peak_bytes is not None
-            else None
-            for side, run in sides
-        ),
-    )
-    yield (
-        "last loss",
-        *(f"{run.losses[-1]:.4f} after {run.steps_done} steps" if run and run.losses else None for _, run in sides),
-    )
+    run, forecast, found = side.run, side.forecast, dict[str, str]()
+    if run is None:
+        return found
+    if run.median_s:
+        found["step"] = f"{seconds(run.median_s)}, {against(run.median_s, side.plan)}"
+    if run.mfu is not None:
+        found["MFU"] = f"{percent(run.mfu)}, predicted {percent(forecast.mfu)}"
+    if run.peak_bytes is not None:
+        found["peak memory"] = f"{gib(run.peak_bytes)}, predicted {gib(forecast.memory_reserved_bytes)}"
+    if run.losses:
+        found["last loss"] = f"{run.losses[-1]:.4f} after {run.steps_done} steps"
+    return found
 
 
 def _following(first: Side, second: Side) -> list[str]:

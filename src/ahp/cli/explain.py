@@ -241,8 +241,8 @@ def _as_json(
             "forecast": other.forecast.model_dump(mode="json"),
             "reason": other.reason,
             "more": {
-                "step": _more(other.forecast.step, forecast.step),
-                "memory": _more(other.forecast.memory, forecast.memory),
+                "step": more_by_part(other.forecast.step, forecast.step),
+                "memory": more_by_part(other.forecast.memory, forecast.memory),
             },
         }
     return {
@@ -261,6 +261,7 @@ def _as_json(
     }
 
 
-def _more(other: Mapping[str, float], mine: Mapping[str, float]) -> dict[str, float]:
-    """By part, how much more the other takes."""
-    return {part: other.get(part, 0) - mine.get(part, 0) for part in dict.fromkeys([*other, *mine])}
+def more_by_part(other: Mapping[str, float], mine: Mapping[str, float]) -> dict[str, float]:
+    """How much more the other takes of each part, the largest difference first."""
+    found = {part: other.get(part, 0) - mine.get(part, 0) for part in dict.fromkeys([*other, *mine])}
+    return dict(sorted(found.items(), key=lambda item: -abs(item[1])))
