@@ -1,7 +1,7 @@
-"""Two plans, runs or layouts side by side: which is faster, which parts of the step and of the memory make the difference, what differs.
+"""Two plans, runs or layouts side by side: which is faster, by which parts of the step and of the memory, and which settings differ.
 
-A and B are plan.yaml files or folders of runs; B may be a layout in words too ("tp=8 pp=1 dp=1x8 zero=3"), for A's model, job,
-cluster and engine. Both are forecast anew; of a run what it measured stands beside its forecast.
+A and B are plan.yaml files or run folders. B may also be a layout in words ("tp=8 pp=1 dp=1x8 zero=3") for A's model, job, cluster and
+engine. Both are forecast again. For a run, the output has what it measured beside the forecast.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class Side:
     def tokens_per_s(self) -> float:
         """Of all its devices."""
         return self.plan.job.tokens_per_step / self.forecast.step_time_s
+
+    @property
+    def measured_s_per_token(self) -> float | None:
+        """None of what is no run, or has no steps."""
+        return self.run.median_s / self.plan.job.tokens_per_step if self.run and self.run.median_s else None
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
@@ -152,13 +157,8 @@ def _verdict(first: Side, second: Side) -> Iterator[str]:
             f"B has {devices[1]} devices, A {devices[0]}: each of B's trains {percent(abs(each))} "
             f"{'more' if each >= 0 else 'fewer'} tokens per second."
         )
-    if first.run is not None and second.run is not None and first.run.median_s and second.run.median_s:
-        each_s = [
-            side.run.median_s / side.plan.job.tokens_per_step
-            for side in (first, second)
-            if side.run and side.run.median_s
-        ]
-        more = each_s[1] / each_s[0] - 1
+    if first.measured_s_per_token and second.measured_s_per_token:
+        more = second.measured_s_per_token / first.measured_s_per_token - 1
         yield f"Measured, B takes {percent(abs(more))} {'more' if more >= 0 else 'less'} time for each token than A."
 
 

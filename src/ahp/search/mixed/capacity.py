@@ -77,7 +77,9 @@ class Depth:
         if self.least < heavy and bool(of.replicas.max() > 1):  # each stage has a cell of the replica with the most
             one = StageRoom.of(self.columns, rows, light_of(stages), 1)
             holds = np.minimum(one.most, holds.max(axis=1, keepdims=True))
-        return _hold(holds, stages.number, which, self.cells[of.rows], of.replicas, self.p, self.columns.num_layers)
+        return _find_room(
+            holds, stages.number, which, self.cells[of.rows], of.replicas, self.p, self.columns.num_layers
+        )
 
     def _counted(self, micro_batches: Ints) -> Ints:
         """So many or fewer: of these numbers rooms are looked at."""
@@ -184,7 +186,7 @@ def of_several(p: int, m: int) -> tuple[Ints, Ints]:
     return v, with_two - 2 * v
 
 
-def _hold(most: Floats, number: Ints, which: Ints, cells: Ints, replicas: Ints, p: int, num_layers: int) -> Mask:
+def _find_room(most: Floats, number: Ints, which: Ints, cells: Ints, replicas: Ints, p: int, num_layers: int) -> Mask:
     """[n] Whether all layers find room: replicas have the same cut, so that a stage has no more than the weakest of its cells.
 
     ``most``: [u, G, K] layers that a cell has room for at each position, of which there are ``number``, [K]; ``which``: [n] of the u.

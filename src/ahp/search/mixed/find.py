@@ -39,7 +39,7 @@ class Budget:
     forecasts: int = 40
     """Forecasts of these, the most promising first."""
     exact: int = 1500
-    """Forecasts of the others."""
+    """Forecasts of the others. [Empirical] GPT-2 on 4 H100 and 4 A100: 4,000 found the same step time, in 19.6 s in place of 7.2."""
     near: int = 150
     """Shapes near the fastest that are looked at without finding a faster one."""
     every: bool = True

@@ -125,10 +125,9 @@ class SeveralTask(Task):
         found: list[list[tuple[int, ...]]] = [[] for _ in ways]
         for number in range(max(map(len, ways))):
             some = [of_rank[min(number, len(of_rank) - 1)] for of_rank in ways]
-            left = [number < len(of_rank) for of_rank in ways]
             left = [
-                of and not any(_under(less, one) for less in smallest)
-                for of, one, smallest in zip(left, some, found, strict=True)
+                number < len(of_rank) and not any(_under(less, one) for less in smallest)
+                for of_rank, one, smallest in zip(ways, some, found, strict=True)
             ]
             if not any(left):
                 continue
