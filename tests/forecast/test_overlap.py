@@ -9,7 +9,15 @@ from ahp.forecast.axes import ALONE
 from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
 from ahp.forecast.group import Group
-from ahp.forecast.overlap import CONTENTION, bucket_ends, exposed_ahead_s, exposed_behind_s, in_buckets
+from ahp.forecast.overlap import (
+    CONTENTION,
+    bucket_ends,
+    exposed_ahead_s,
+    exposed_behind_s,
+    in_buckets,
+    least_of_one_ahead_s,
+    left_beside_ahead_s,
+)
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -43,6 +51,18 @@ def test_exposed_is_between_nothing_and_everything(collectives, work, overlap):
     for exposed in (exposed_ahead_s(collectives, work, overlap), exposed_behind_s(collectives, work, overlap)):
         # A short collective at the end of long work is the difference of two clocks.
         assert 0 <= exposed <= sum(collectives) * (1 + 1e-9) + sum(work) * 1e-14
+
+
+@given(seconds, seconds, st.floats(0, 1))
+def test_no_gather_ahead_costs_less_than_the_bound_of_its_unit(collectives, work, overlap):
+    work = (work * 6)[: len(collectives)]
+    least_s = least_of_one_ahead_s(np.array(collectives), max(work), overlap)
+    assert exposed_ahead_s(collectives, work, overlap) >= least_s.sum() * (1 - 1e-9)
+
+
+def test_gathers_ahead_leave_the_rest_of_the_network():
+    left_s = left_beside_ahead_s(np.array([9.0, 2.0, 8.0]), np.array([5.0, 5.0, 5.0]), 1.0)
+    assert left_s.tolist() == [3.0, 0.0, 5.0]  # nothing comes after the last
 
 
 def test_units_that_one_collective_takes_do_not_pay_for_its_start():

@@ -1,4 +1,8 @@
-"""How much of a chain of collectives shows, when each may hide behind the computation of its neighbour."""
+"""How much of a chain of collectives shows, when each may hide behind the computation of its neighbour.
+
+What is gathered ahead, what that costs at least (the search's bound) and what it leaves of the network stand here together: another
+rule changes this file alone.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +64,20 @@ def exposed_ahead_s(collectives: ArrayLike, work: ArrayLike, overlap: float) -> 
     shown = shown_columns_s(each[..., 1:], beside[..., : each.shape[-1] - 1], overlap)
     first = np.broadcast_to(each[..., :1], (*shown.shape[:-1], 1))
     return np.concatenate([first, shown], axis=-1).cumsum(axis=-1)[..., -1]
+
+
+def least_of_one_ahead_s(collective_s: Figures, longest_work_s: Figures, overlap: Figures) -> Floats:
+    """What a unit adds to ``exposed_ahead_s`` at least, wherever it comes, if no unit computes for longer than ``longest_work_s``."""
+    return shown_columns_s(np.asarray(collective_s), longest_work_s, overlap)
+
+
+def left_beside_ahead_s(collectives: Floats, work: Floats, overlap: float) -> Floats:
+    """Of the computation [..., i] of each unit what weights gathered ahead leave to other collectives, which go over the same network cards.
+
+    Both in the order of the pass.
+    """
+    following = np.concatenate([collectives[..., 1:], np.zeros_like(collectives[..., :1])], axis=-1)
+    return work - hidden_columns_s(following, work, overlap)
 
 
 def exposed_behind_s(

@@ -18,7 +18,7 @@ from ahp.arrays import Floats, Ints
 from ahp.engines.traits import Traits
 from ahp.forecast.communication import Times
 from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
-from ahp.forecast.overlap import bucket_ends, exposed_ahead_s, exposed_behind_s, hidden_columns_s, in_buckets
+from ahp.forecast.overlap import bucket_ends, exposed_ahead_s, exposed_behind_s, in_buckets, left_beside_ahead_s
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import last_copy_bytes
 from ahp.forecast.units import Units
@@ -272,8 +272,7 @@ class WeightCommunication:
         if self.data.traits.gather.backward != "per_micro_batch" or not own_s.shape[-1]:
             return own_s
         gathers_s = self._backward(self._gathers_s)[:, None]
-        next_s = np.concatenate([gathers_s[..., 1:], np.zeros_like(gathers_s[..., :1])], axis=-1)
-        return own_s - hidden_columns_s(next_s, own_s, self._gather_overlap)
+        return left_beside_ahead_s(gathers_s, own_s, self._gather_overlap)
 
 
 def _in_order(each_s: Floats) -> Floats:

@@ -18,7 +18,7 @@ from ahp.arrays import Floats, Ints
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.candidates.shardings import CollectiveTimes
-from ahp.forecast.overlap import shown_behind_s, shown_columns_s
+from ahp.forecast.overlap import least_of_one_ahead_s, shown_behind_s
 from ahp.forecast.states import last_copy_bytes
 
 
@@ -82,11 +82,11 @@ def layer_costs(
     gather, reduce, replicas = (part[:, None] for part in (sent.gather, sent.reduce, sent.replicas))
 
     overlap = any_layers.overlap * traits.gather.overlap[..., None]
-    shown = shown_columns_s(gather, window_forward_s.max(axis=-1, keepdims=True), overlap)
+    shown = least_of_one_ahead_s(gather, window_forward_s.max(axis=-1, keepdims=True), overlap)
     gathered = casts + traits.gather.is_waited_for[..., None] * shown
     in_each = traits.gather.in_each_forward[..., None]
     forward, first = forward_s + in_each * gathered, (1.0 - in_each) * gathered
-    shown = shown_columns_s(gather, windows_s.max(axis=-1, keepdims=True), overlap)
+    shown = least_of_one_ahead_s(gather, windows_s.max(axis=-1, keepdims=True), overlap)
     again = traits.gather.in_each_backward[..., None] * (shown + casts)
 
     overlap = any_layers.overlap * traits.reduce.overlap[..., None]
