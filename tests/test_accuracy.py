@@ -73,6 +73,7 @@ def line(text: str, start: str) -> list[str]:
     return [cell.strip() for cell in found.strip("|").split("|")]
 
 
+@pytest.mark.slow
 def test_tables_count_what_could_not_be_priced(accuracy: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     launch_s = 0.1 * steps.constants()[CONSTANT].value
     rows = [

@@ -168,6 +168,7 @@ def cut(new: int) -> dict[str, Any]:
     return {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "stages": stages, "micro_batch_size": 1}
 
 
+@pytest.mark.slow
 def test_runs_on_a_mixed_cluster_say_together_what_each_group_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -302,6 +302,7 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.C
     assert "cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_runs_today_is_shown_beside_the_winner(tmp_path, capsys):
     words = ["tiny", "2xH100-SXM-80GB", "-o", str(tmp_path / "plan.yaml")]
     assert main(["plan", *words, "--current", "tp=2 recompute=full"]) == 0

@@ -49,6 +49,7 @@ def test_every_pair_meets_once_and_no_host_is_in_two_pairs_at_once(hosts: int) -
         assert max(Counter(host for pair in pairs for host in pair).values()) == 1
 
 
+@pytest.mark.slow
 def test_rounds_of_thousands_of_clusters() -> None:
     draw = random.Random(0)
     for _ in range(3000):

@@ -69,6 +69,7 @@ def test_what_experts_make_is_not_kept_for_their_weighting(mixture):
     assert reads <= set(fused)  # what the activation is made of again
 
 
+@pytest.mark.slow
 def test_a_router_in_fp32_keeps_no_wider_copy(latent):
     block = latent.blocks[1]
     casts = [op for op in block.phase("forward") if op.name == CAST and op.module.endswith("gate")]

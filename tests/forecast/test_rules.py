@@ -128,6 +128,7 @@ def test_each_engine_has_its_own_rules(hand_graph):
     assert "enable_sequence_parallel" in str(refused)
 
 
+@pytest.mark.slow
 def test_experts_that_no_grouped_product_shows_are_not_shared():
     keys = {"model_type": "llama4_text", "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64}
     keys |= {

@@ -90,6 +90,7 @@ def test_a_second_look_reads_what_the_first_has_traced(traced: list[Any], folder
     assert json.loads(kept.unpacked(file.read_bytes())["key"])["model"] == {"keys": KEYS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "job", "more"),
     [
@@ -120,6 +121,7 @@ def test_other_code_or_another_release_traces_again(traced: list[Any], monkeypat
     assert traced == [KEYS, KEYS, "tiny", KEYS]
 
 
+@pytest.mark.slow
 def test_a_config_that_changes_is_traced_again_under_its_own_name(traced: list[Any], tmp_path: Path) -> None:
     files = [tmp_path / name / "config.json" for name in ("one", "other")]
     for file in files:

@@ -30,6 +30,7 @@ def llama(**lora: Any) -> ModelGraph:
     return analyze(MODELS["llama"], {"sequence_length": 64, "lora": lora or None})
 
 
+@pytest.mark.slow
 @needs_peft
 def test_the_graph_has_the_adapters_and_no_gradient_of_the_rest() -> None:
     plain, adapted = llama(), llama(**LORA)

@@ -61,6 +61,7 @@ UNBOUND: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", TABLES)
 def test_a_table_ends_with_its_rows(which: str) -> None:
     module = build_model(TABLES[which], device="cpu")
@@ -89,6 +90,7 @@ def test_rotary_positions_end_where_the_config_says(which: str) -> None:
         refuse_longer(module, longest + 1)
 
 
+@pytest.mark.slow
 def test_a_longer_sequence_is_forecast_with_a_warning() -> None:
     """Published runs extend a model's context, and their plans change its config."""
     with pytest.warns(UserWarning, match=r"sequence_length = 256: the model takes 128 positions.*training refuses it"):

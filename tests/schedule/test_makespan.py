@@ -33,6 +33,7 @@ def same(name, p, v, m, times):
     assert fast.idle_s == pytest.approx(timeline.idle_s, rel=1e-9, abs=1e-9 * (1.0 + timeline.makespan_s))
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(layouts, st.data())
 def test_the_fast_makespan_is_the_simulations(layout, data):

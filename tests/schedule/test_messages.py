@@ -15,6 +15,7 @@ from ahp.schedule.registry import SCHEDULES
 from .random_orders import random_order, random_placement
 
 
+@pytest.mark.slow
 def test_thousands_of_random_orders_end():
     random = Random(0)
     for _ in range(3000):

@@ -270,6 +270,7 @@ LEVELS = {"first": 0.86, "work": 0.92, "block": 0.97, "rows": 0.999}
 """What each level of bounds knows at least of the time of a block's fastest row, as the median over blocks."""
 
 
+@pytest.mark.slow
 def test_each_level_of_bounds_is_worth_something() -> None:
     """Layers of a size that is trained: those of the other tests wait for their launches, which no bound of a block counts."""
     sizes = {

@@ -87,6 +87,7 @@ def equals_brute_force(asked: Problem) -> None:
         assert alone.best[1].step_time_s == pytest.approx(certificate.found_s, rel=1e-12)  # under a fixed pattern
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(problems(FEW, constrained=True, engines=["ahp"]))
 def test_the_best_is_the_best_of_both_kinds_of_blocks(asked: Problem) -> None:
@@ -112,6 +113,7 @@ def slow_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AhpEngine, "traits", slow)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_compiler")
 def test_eager_blocks_are_taken_where_they_are_faster() -> None:
     asked = left_open(small(cluster="2xH100-SXM-80GB"))
@@ -136,6 +138,7 @@ def test_the_gain_is_that_of_the_same_layout() -> None:
     assert "the time to compile" in why(best)
 
 
+@pytest.mark.slow
 def test_what_is_given_is_kept() -> None:
     for value in (True, False):
         best = ranking_of(small(compiled=value)).best
@@ -166,6 +169,7 @@ def test_engines_beside_ahps_own_decide_nothing() -> None:
     assert ways(with_compile(asked, False)).problems == (with_compile(asked, False),)
 
 
+@pytest.mark.slow
 def test_nothing_fits_with_either() -> None:
     with pytest.raises(NothingFits):
         ranking_of(left_open(small(cluster="1xH100-SXM-80GB", memory_bytes=1_000_000)))
@@ -181,6 +185,7 @@ def test_every_number_of_devices_has_its_own_blocks() -> None:
     assert why(ranking.best).startswith("compiled blocks: ")
 
 
+@pytest.mark.slow
 def test_a_mixed_cluster_is_searched_with_compiled_blocks_alone_and_says_so() -> None:
     groups = [{"name": name, "device": device, "nodes": 1, "devices_per_node": 1, "inter_node_gbps": 100}
               for name, device in (("a", "H100-SXM-80GB"), ("b", "A100-SXM-80GB"))]  # fmt: skip
@@ -210,6 +215,7 @@ def never_slower(asked: Problem, first: int) -> None:
         assert sum(one.memory.values()) <= sum(two.memory.values()) * (1 + 1e-9), layout
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(problems(CLUSTERS, constrained=True, engines=["ahp"]), st.integers(0, 1000))
 def test_compiled_blocks_are_never_slower(asked: Problem, first: int) -> None:

@@ -56,6 +56,7 @@ def test_a_slower_one_says_why() -> None:
     assert found.words().startswith("dp2x1 zero0 tp2 mb1 full: ")
 
 
+@pytest.mark.slow
 def test_the_plan_keeps_it_and_what_the_others_cost(tmp_path: Path) -> None:
     found = ranking({"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2, "activation_checkpoint": "full"})
     found.best.save(tmp_path / "plan.yaml")

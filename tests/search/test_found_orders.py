@@ -127,6 +127,7 @@ def test_memory_is_that_of_the_device_that_is_full(graph: ModelGraph) -> None:
     assert f" of {group.device.memory_bytes / 2**30:.1f} GiB" in line
 
 
+@pytest.mark.slow
 def test_nothing_is_looked_for_where_the_bubble_is_small(graph: ModelGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     def no(*_: object, **__: object) -> None:
         raise AssertionError("nothing can be gained here")
@@ -152,6 +153,7 @@ def test_another_engine_says_why_it_has_none(graph: ModelGraph) -> None:
         searched(graph, ALIKE, EngineChoice(name="torchtitan"), pipeline_parallel_schedule="Synthesized")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", [ALIKE, MIXED], ids=["alike", "mixed"])
 def test_what_is_asked_for_is_found_for_every_pipeline(graph: ModelGraph, cluster: object, tmp_path: Path) -> None:
     patterns = ahp.search(

@@ -31,6 +31,7 @@ from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
 from ahp.search.result import Ranking
 from ahp.search.stages import cuts
+from tests.marks import cases
 
 from .small import SEQUENCE, graph
 
@@ -212,7 +213,7 @@ def problems(draw: st.DrawFn, *, most_cells: int = 4) -> Problem:
     return mixed(cluster, model=draw(st.sampled_from(["llama", "experts"])), batch=batch, constraints=fixed)
 
 
-@pytest.mark.parametrize("batch", [2, 6])
+@pytest.mark.parametrize("batch", cases([2, 6], fast=[2]))
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_the_best_is_the_best_of_every_placement(batch: int, memory: dict[str, int] | None) -> None:
     fixed = {"micro_batch_size": 1, "activation_checkpoint": "full"}
@@ -299,6 +300,7 @@ def known_floors(finder: Finder, limit_s: float) -> dict[Shape, float]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(problems(most_cells=6), st.data())
 def test_floors_are_under_the_forecast(asked: Problem, data: st.DataObject) -> None:

@@ -149,6 +149,7 @@ def test_an_objective_is_searched_exactly() -> None:
         search(graph("llama"), "2xH100-SXM-80GB", JOB, objective="tokens-per-day", method="anneal")
 
 
+@pytest.mark.slow
 def test_a_target_out_of_reach_says_what_would_reach_it() -> None:
     speed = asked().job.tokens_per_step / step_times()[-1][1]
     aim = {"name": "fewest-devices", "target_tokens_per_s": 1.0001 * speed}

@@ -70,12 +70,14 @@ def equals_brute_force(asked: Problem, keep: int) -> None:
     assert ranking.best.forecast.step_time_s <= times[0] * (1 + TIED)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(problems(FEW, constrained=True), st.sampled_from([1, 3, 10]))
 def test_exact_search_is_brute_force(asked: Problem, keep: int) -> None:
     equals_brute_force(asked, keep)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(
     st.sampled_from([(2, 1), (3, 2), (4, 2)]), st.sampled_from([2, 4, 6]), st.sampled_from(["llama", "tied gpt2"]),

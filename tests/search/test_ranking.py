@@ -122,12 +122,17 @@ def test_a_plan_survives_its_file(tmp_path) -> None:
     assert ahp.Plan.load(tmp_path / "plan.yaml") == on_eight().best
 
 
+@pytest.mark.slow
 def test_the_package_is_the_verb() -> None:
     ranking = ahp.search(tiny(), "2x4xH100-SXM-80GB", JOB, keep=1)
     assert [plan.parallelism for plan in ranking] == [on_eight().best.parallelism]
 
 
-@pytest.mark.parametrize("given", [{"tensor_parallel_degree": 2}, {"zero_stage": 3, "micro_batch_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [pytest.param({"tensor_parallel_degree": 2}, marks=pytest.mark.slow), {"zero_stage": 3, "micro_batch_size": 1}],
+    ids=str,
+)
 def test_constraints_are_kept(given: dict) -> None:
     ranking = search(tiny(), "2x4xH100-SXM-80GB", JOB, constraints=given)
     assert all(Constraints(**given).admits(plan.parallelism) for plan in ranking)
@@ -145,6 +150,7 @@ def test_one_device() -> None:
     assert best.parallelism.zero_stage == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "batch", "used"),
     [
@@ -265,6 +271,7 @@ def test_fewer_rows_are_left_when_the_rules_are_the_same() -> None:
     assert sum(rule.broken for rule in table.space.rules) >= table.space.size - legal
 
 
+@pytest.mark.slow
 def test_the_garbage_collector_is_left_as_it_was() -> None:
     assert gc.get_freeze_count() == 0
     usual = gc.get_threshold()

@@ -86,6 +86,7 @@ def test_the_links_of_a_group_of_one_node_are_slow_as_they_are() -> None:
     assert found.links[0].link.bandwidth_bytes_per_s == pytest.approx(cluster.links[0].link.bandwidth_bytes_per_s / 2)
 
 
+@pytest.mark.slow
 def test_the_best_layout_with_slow_links_sends_less_over_them() -> None:
     job = Job(global_batch_size=12, sequence_length=512, precision="bf16")
     graph, cluster = analyze(MODEL, job), Cluster.parse("3x1xH100-SXM-80GB")
@@ -98,6 +99,7 @@ def test_the_best_layout_with_slow_links_sends_less_over_them() -> None:
     assert found.words().startswith("with the slow links of its node, ahp plan forecasts ")
 
 
+@pytest.mark.slow
 def test_the_best_layout_with_a_slow_device_is_faster_than_one_that_waits_for_it() -> None:
     job = Job(global_batch_size=12, sequence_length=512, precision="bf16")
     graph, cluster = analyze(MODEL, job), Cluster.parse("4xH100-SXM-80GB")

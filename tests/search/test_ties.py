@@ -80,6 +80,7 @@ def test_a_reason_never_has_a_share_below_nothing(step_s: float, told: str) -> N
     assert said == told or (told.endswith(": ") and said.startswith(told))
 
 
+@pytest.mark.slow
 def test_the_first_plan_is_the_simplest_of_all_that_are_tied_and_says_so() -> None:
     found = ranking()
     assert found.best.forecast is not None
@@ -110,6 +111,7 @@ def test_every_family_that_is_asked_for_has_its_best() -> None:
     assert len(set(kinds)) == len(kinds)
 
 
+@pytest.mark.slow
 def test_the_best_of_a_family_that_is_far_behind_is_searched_for() -> None:
     """Where pricing ends long before: data parallelism alone, with links between nodes that no replica should cross."""
     asked = small("llama", "2x4xA100-SXM-80GB@0.01", batch=32)
@@ -118,6 +120,7 @@ def test_the_best_of_a_family_that_is_far_behind_is_searched_for() -> None:
     assert () in told
 
 
+@pytest.mark.slow
 def test_other_methods_search_no_family_and_still_prefer_the_simple() -> None:
     asked = small("llama", "2x4xA100-SXM-80GB", batch=32)
     by = Method("anneal", budget=60)

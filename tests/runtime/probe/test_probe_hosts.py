@@ -86,6 +86,7 @@ def probed(check: Callable[[], None] = lambda: None) -> Callable[[Meeting], Any]
     return work
 
 
+@pytest.mark.slow
 def test_groups_and_links_come_from_what_hosts_say_and_not_from_their_order(made_up: dict[str, Any]) -> None:
     found, *others = together(4, probed())
     assert others == [None] * 3, "the first alone writes"

@@ -106,6 +106,7 @@ def test_workers_that_hang_all_together_are_ended(
     assert set(ended.value.exit_codes) == {0, 1}
 
 
+@pytest.mark.slow
 def test_workers_that_wait_for_the_one_that_prepares_do_not_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
