@@ -125,6 +125,44 @@ def test_the_best_layout_needs_no_change(tmp_path: Path, capsys: pytest.CaptureF
     assert again["saves"] == pytest.approx(0, abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("version", "model"),
+    [("0.2.2", "qwen3-8b"), ("0.2.2", "llama3-70b"), ("0.3.0", "llama3-8b"), ("0.3.0", "llama3-405b"), ("main", "llama3-8b")],
+)  # fmt: skip
+def test_torchtitans_files_are_known_by_themselves(version: str, model: str, tmp_path: Path) -> None:
+    """Program, release, model and layout are read from what was exported, with no option."""
+    from ahp.cli.export import run as export
+
+    layout = {"data_parallel_shard_degree": 4, "zero_stage": 2, "tensor_parallel_degree": 2, "micro_batch_size": 2}
+    path = a_plan(
+        tmp_path,
+        "torchtitan",
+        model=model,
+        cluster="1x8xH100-SXM-80GB",
+        parallelism={**layout, "enable_sequence_parallel": True},
+        job={"sequence_length": 4096, "global_batch_size": 16},
+    )
+    assert export(["torchtitan", path, "--target-version", version]) == 0
+    (file,) = (file for file in tmp_path.iterdir() if file.name != "plan.yaml")
+    found = read_foreign(str(file), None, None, 8, 8)
+    assert (found.form.dialect.name, found.form.dialect.version, found.model) == ("torchtitan", version, model)
+    assert found.read.not_understood == ()
+    read = plan_of(found.form.dialect, found.read.fields, model, None)
+    assert read.parallelism.short() == "dp1x4 zero2 tp2+sp mb2"
+    assert (read.job.sequence_length, read.job.global_batch_size) == (4096, 16)
+
+
+def test_a_python_file_that_starts_from_two_models_says_neither(tmp_path: Path) -> None:
+    home = "from torchtitan.models.llama3.config_registry import"
+    file = tmp_path / "own.py"
+    file.write_text(f"{home} llama3_8b, llama3_70b as large\nc = llama3_8b()\n")
+    assert read_foreign(str(file), None, None, 8, 8).model == "llama3-8b"
+    file.write_text(f"{home} llama3_8b, llama3_70b as large\nc = large()\n")
+    assert read_foreign(str(file), None, None, 8, 8).model == "llama3-70b"
+    file.write_text(f"{home} llama3_8b, llama3_70b as large\nc = large() if big else llama3_8b()\n")
+    assert read_foreign(str(file), None, None, 8, 8).model is None
+
+
 def test_what_cannot_be_judged_is_refused(tmp_path: Path) -> None:
     files = {"a.txt": "x", "b.toml": "= =", "c.json": "[1]", "d.sh": "echo hi", "e.yaml": "- 1", "f.py": "def ("}
     for name, text in files.items():

@@ -151,7 +151,8 @@ def a_plan(folder: Path, engine_name: str, **changes: Any) -> str:
     layout = changes.pop("parallelism", {"data_parallel_shard_degree": 16, "zero_stage": 3})
     choice = {"name": engine_name, **changes.pop("engine", {})}
     cluster = Cluster.resolve(changes.pop("cluster", "2x8xH100-SXM-80GB")).plain()
-    Plan(model="llama3-8b", cluster=cluster, parallelism=layout, engine=choice, **changes).save(folder / "plan.yaml")
+    keys = {"model": "llama3-8b", **changes}
+    Plan(cluster=cluster, parallelism=layout, engine=choice, **keys).save(folder / "plan.yaml")
     return str(folder / "plan.yaml")
 
 

@@ -34,7 +34,7 @@ class Reader:
 
 def _titan_model(settings: Settings) -> Model:
     named = f"{settings.get('model.name')}/{settings.get('model.flavor')}"
-    return next((name for name, (old, _) in torchtitan.MODELS.items() if old == named), None)
+    return next((name for name, known in torchtitan.MODELS.items() if named in known), None)
 
 
 READERS: dict[str, dict[str, Reader]] = {

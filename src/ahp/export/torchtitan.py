@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 import tomllib
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from ahp.export.engine_target import EngineTarget, Format, commented, torchrun
 from ahp.export.engine_target import Options as EngineOptions
 from ahp.export.table import Settings, Subject, flat
 from ahp.export.target import Shape
-from ahp.export.torchtitan_keys import PYTHON_030, PYTHON_MAIN, TOML_022
+from ahp.export.torchtitan_keys import MODEL_KEYS, PYTHON_030, PYTHON_MAIN, TOML_022
 from ahp.plan import Plan
 
 MODELS = {
@@ -111,11 +112,24 @@ def _read_python(text: str) -> Settings:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise BadInput(f"not Python: {error}") from None
-    found: Settings = {}
+    found: Settings = _base(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and (key := _attribute(node.targets[0])):
             found.update(_assigned(key, node.value))
     return found
+
+
+def _base(tree: ast.Module) -> Settings:
+    """Module and function of torchtitan's own configuration that the file starts from; nothing where it calls none of them, or several."""
+    homes: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if home := re.fullmatch(r"torchtitan\.models\.(\w+)\.config_registry", node.module or ""):
+            homes |= {name.asname or name.name: (home[1], name.name) for name in node.names}
+    calls = (node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+    called = {homes[name] for name in calls if name in homes}
+    return dict(zip(MODEL_KEYS, called.pop(), strict=True)) if len(called) == 1 else {}
 
 
 def _attribute(node: ast.expr) -> str | None:

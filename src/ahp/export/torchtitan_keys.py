@@ -10,7 +10,7 @@ import math
 import re
 
 from ahp.errors import NotExpressible
-from ahp.export.table import Dialect, Fields, Rule, Settings, Subject, Unreadable, cut_of, same, whole
+from ahp.export.table import Dialect, Fields, Rule, Settings, Subject, Unreadable, cut_of, same, understood, whole
 from ahp.export.torchtitan_job import RULES as OPTIMIZER
 from ahp.export.torchtitan_job import precision
 from ahp.schedule.registry import SCHEDULES
@@ -299,9 +299,12 @@ RECOMPUTE = Rule(
 )
 
 
+MODEL_KEYS = ("model.name", "model.flavor")
+"""Of the TOML. A Python file says them by the function that it starts from."""
+
+
 def _model_keys() -> Rule:
-    keys = ("model.name", "model.flavor")
-    return Rule(keys, (), lambda s: dict(zip(keys, s.model.split("/"), strict=True)), lambda settings: {})
+    return Rule(MODEL_KEYS, (), lambda s: dict(zip(MODEL_KEYS, s.model.split("/"), strict=True)), lambda settings: {})
 
 
 TOML_022 = Dialect(
@@ -361,6 +364,7 @@ def _python(version: str, batch: tuple[Rule, ...], source: str) -> Dialect:
             _async("compile.enable_async_tensor_parallel"),
             _whole_experts(),
             Rule((GRAPHS,), (), _write_graphs, lambda settings: {}),
+            understood(*MODEL_KEYS),
         ),
         other=OTHER,
     )
