@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ahp.errors import BadInput
 from ahp.plan import Parallelism
@@ -86,6 +87,39 @@ def test_a_found_order_equals_one_process(pool: Pool, plain_run: Callable[..., d
         assert result["norms"] == results[0]["norms"], "ranks disagree about the gradient norm"
     assert_same_curve(results[0], expected)
     assert_same_weights(results, expected)
+
+
+def reductions_put_off(rank: int, world: int, layout: dict[str, Any]) -> tuple[int, bool]:
+    """Runs in each worker: how many stages' gradients are waited for when the rank has done its last action, and whether the units of
+    each stage may be on their way together."""
+    from ahp.runtime.parallel import parallelize
+    from ahp.runtime.pipeline.schedules import Pipeline
+
+    class Waits(list[Callable[[], None]]):
+        most = 0
+
+        def clear(self) -> None:
+            self.most = len(self)
+            super().clear()
+
+    parallel = parallelize(BUILDERS["custom"](), {"job": JOB, "parallelism": layout})
+    pipeline = parallel.runner
+    assert isinstance(pipeline, Pipeline)
+    pipeline.waits = waits = Waits()
+    parallel.step(parallel.shard(batch(0)))
+    together = []
+    for stage in pipeline.stages.values():
+        units = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        limit = getattr(
+            stage._get_fsdp_state()._comm_ctx, "reduce_scatter_max_input_buffers", None
+        )  # from torch 2.13 on
+        together.append(limit in (None, len(units)))
+    return waits.most, all(together)
+
+
+def test_a_rank_goes_on_while_gradients_of_one_of_its_stages_are_reduced(pool: Pool) -> None:
+    keys = {**found((0, 1, 0, 1), 2), "micro_batch_size": 2, **ZERO_3}
+    assert pool.run(reductions_put_off, world_size(keys), keys) == [(2, True)] * world_size(keys)
 
 
 ORDERS = 36

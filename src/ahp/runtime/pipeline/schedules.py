@@ -13,9 +13,10 @@ from ahp.plan import Parallelism
 from ahp.runtime.compute.loss import Loss
 from ahp.runtime.pipeline.borders import Border, Place, pieces
 from ahp.runtime.pipeline.cut import Stage
+from ahp.runtime.pipeline.torch_compat import give_peers, pipeline_of_steps, reduce_beside, reduce_units_at_once
 from ahp.runtime.ranks.mesh import STAGE_AXES, Mesh
 from ahp.runtime.shard.fsdp import Sharding
-from ahp.runtime.torch_compat import accumulate_in_reduce_dtype, give_peers, pipeline_of_steps
+from ahp.runtime.torch_compat import accumulate_in_reduce_dtype
 from ahp.schedule.messages import with_messages
 from ahp.schedule.orders import given_order, ranks_of_stages
 
@@ -77,9 +78,13 @@ class Pipeline:
         """The pipeline rank of each stage."""
         self.ids, self.hidden, self.outputs = ids, hidden, outputs
         self.schedules: dict[int, Any] = {}
+        self.waits: list[Callable[[], None]] = []
+        """Of this step, what waits for gradients that are reduced beside the rank's other stages."""
         self.unlike = p.has_unlike_widths
         for index, stage in stages.items():
             stage.before, stage.after = (self._border(p, index, other) for other in (index - 1, index + 1))
+            if len(stages) > 1:
+                reduce_units_at_once(stage)
 
     def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
         """As ``Accumulation.run``; 0 on ranks that do not hold the last stage."""
@@ -94,6 +99,9 @@ class Pipeline:
             losses=losses if last else None,
             return_outputs=False,
         )
+        for wait in self.waits:
+            wait()
+        self.waits.clear()
         return torch.stack([loss.detach() for loss in losses]).sum() if last else torch.zeros((), device=labels.device)
 
     def evaluate(self, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor:
@@ -181,6 +189,8 @@ class Pipeline:
         made = PipelineStage(
             stage, index, self.num_stages, mesh.device, group=mesh.whole.get_group("pp"), **settings
         )  # of this rank alone where stages are of unlike width
+        if len(self.stages) > 1:
+            reduce_beside(made, self.waits)
         if self.unlike:
             give_peers(
                 made,

@@ -1,0 +1,117 @@
+"""All use of private PyTorch by pipelines: torch's pipeline runtime, and FSDP2 under it. Written for 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def give_peers(
+    stage: Any,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    *,
+    group: dist.ProcessGroup,
+    stage_ranks: Sequence[int],
+    pipeline_rank: int,
+) -> None:
+    """Let each input of torch's PipelineStage come from a rank of its own, and each output go to one; gradients the other way.
+
+    torch knows one peer for a stage, and a group with one rank for each pipeline rank. ``group``: has all these ranks, and this one.
+    """
+    for name, peers in (
+        ("get_fwd_recv_ops", sources),
+        ("get_fwd_send_ops", targets),
+        ("get_bwd_recv_ops", targets),
+        ("get_bwd_send_ops", sources),
+    ):
+        setattr(stage, name, _with_peers(getattr(stage, name), peers))
+    # Before the first step neighbours agree by one peer each: 2.13 that all shapes are given, 2.11 and 2.12 on nothing.
+    agreed = torch.ones(1, dtype=torch.int32, device=stage.device)
+    stage._warmup_forward_vote = stage._warmup_backward_result = lambda *args, **kwargs: agreed
+    stage._get_init_p2p_neighbors_ops = list
+    stage.group, stage.group_rank, stage.group_size = group, pipeline_rank, max(stage_ranks) + 1
+    stage.stage_index_to_group_rank = dict(enumerate(stage_ranks))
+
+
+def _with_peers(
+    operations: Callable[[int], list[dist.P2POp]], peers: Sequence[int]
+) -> Callable[[int], list[dist.P2POp]]:
+    """The same messages, each with its own rank."""
+
+    def found(micro_batch: int) -> list[dist.P2POp]:
+        made = operations(micro_batch)
+        pairs = zip(made, peers if made else (), strict=True)
+        return [dist.P2POp(one.op, one.tensor, peer, one.group) for one, peer in pairs]
+
+    return found
+
+
+def pipeline_of_steps(stages: list[Any], ranks: list[list[str]], **settings: Any) -> Any:
+    """torch's pipeline runtime under an order of our own: each rank's computations, sends and receives, as torch writes them (``0F0``,
+    ``0SEND_F0``). When weights are gathered and gradients reduced torch adds itself, by the rules of its other schedules.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    steps: dict[int, list[Any]] = {rank: [_Action.from_str(step) for step in steps] for rank, steps in enumerate(ranks)}
+    computed = {rank: [step for step in steps if step.is_compute_op] for rank, steps in steps.items()}
+    schedule = _PipelineScheduleRuntime(stages, **settings)
+    schedule.pipeline_order = computed
+    schedule._prepare_schedule_with_comms({rank: list(actions) for rank, actions in computed.items()})
+    for rank, lowered in schedule.pipeline_order_with_comms.items():
+        schedule.pipeline_order_with_comms[rank] = _with_messages_of(steps[rank], lowered)
+    return schedule
+
+
+def _with_messages_of(steps: list[Any], lowered: list[Any]) -> list[Any]:
+    """What torch made of a rank's computations, with the messages of ``steps`` in the place of torch's: each right after the
+    computation that it follows there."""
+    following: dict[Any, list[Any]] = {None: []}
+    last = None
+    for step in steps:
+        if step.is_compute_op:
+            last = step
+            following[last] = []
+        else:
+            following[last].append(step)
+    found = following[None]
+    for action in lowered:
+        if "SEND" in str(action) or "RECV" in str(action):
+            continue
+        found = [*found, action, *following.get(action, ())]
+    return found
+
+
+def reduce_units_at_once(stage: nn.Module) -> None:
+    """Let the reductions of a stage's units be on their way together, before its first forward. Their buffers lie where the gradients lay.
+
+    By default each waits for the one before, whose buffer it takes, and the computation waits with it. Before 2.13 it stays so.
+    """
+    if isinstance(stage, FSDPModule) and hasattr(stage, "set_reduce_scatter_max_input_buffers"):
+        stage.set_reduce_scatter_max_input_buffers(sum(isinstance(one, FSDPModule) for one in stage.modules()))
+
+
+def reduce_beside(stage: Any, waits: list[Callable[[], None]]) -> None:
+    """Let torch's PipelineStage go on once it has begun to reduce its gradients: what waits for them is put into ``waits``, to be called
+    before they are read.
+
+    torch waits at once, so that a rank's other stages compute nothing meanwhile (2.13, ``perform_reduce_grad``).
+    """
+    if not isinstance(stage.submod, FSDPModule):
+        return
+    state: Any = stage.submod._get_fsdp_state()
+    reduce, wait = stage.perform_reduce_grad, state._root_post_backward_final_callback
+
+    def begin(scale: int) -> None:
+        state._root_post_backward_final_callback = lambda: waits.append(wait)
+        try:
+            reduce(scale)
+        finally:
+            state._root_post_backward_final_callback = wait
+
+    stage.perform_reduce_grad = begin
