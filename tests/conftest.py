@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, settings
 from benchmarks.workers import num_cores
 
 MOST_PROCESSES = 4
-"""[Empirical] Each may have eight workers of its own, of some 0.5 GB: on machines of many cores their memory is the limit."""
+"""[Empirical] Each may have eight workers of its own, of some 0.5 GB: on machines of many cores their memory is the limit.
+Slow tests wait for processes that start, end or hang: on two cores three processes took 195 s for those of tests/runtime/ranks and
+run and of sequence/test_context.py, where two took 229 s. What is not slow computes."""
 
 # Tensors are small here and the tests share the cores: threads of one process that wait for each other only spin. [Empirical] Sixty steps
 # of plain PyTorch on the small models took 1 s of processor time with one thread, on a busy machine 31 s with two, and 190 s to end.
@@ -34,9 +36,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One for each core where all tests run; none beside this one where files or tests are named, which so start at once."""
+    """One for each core where all tests run, and one more where slow ones do; none beside this one where files or tests are named, which
+    so start at once."""
     named = config.args_source is pytest.Config.ArgsSource.ARGS
-    return 0 if named or num_cores() == 1 else min(num_cores(), MOST_PROCESSES)
+    waiting = "not slow" not in config.option.markexpr
+    return 0 if named or num_cores() == 1 else min(num_cores() + waiting, MOST_PROCESSES)
 
 
 LONGEST = ("test_failures.py", "test_probed_hosts.py", "test_probe_hosts.py", "test_benchmarks.py")
