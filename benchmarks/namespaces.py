@@ -78,6 +78,17 @@ class Host:
         """Plug its cable in, or pull it out."""
         _ip("-n", self.name, "link", "set", INTERFACE, "up" if up else "down")
 
+    def set_processors(self, processors: float | None) -> None:
+        """The processors' worth of time that it gets from now on, where it was made with a limit; None = as much as it takes."""
+        if self.group is None:
+            return
+        quota = None if processors is None else round(processors * QUOTA_PERIOD_US)
+        if (self.group / "cpu.max").exists():
+            (self.group / "cpu.max").write_text(f"{'max' if quota is None else quota} {QUOTA_PERIOD_US}")
+        else:
+            (self.group / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
+            (self.group / "cpu.cfs_quota_us").write_text(str(-1 if quota is None else quota))
+
 
 def why_not(specs: Sequence[HostSpec]) -> str | None:
     """Why this system does not let such hosts be made, in one line; None where it does."""
@@ -168,12 +179,7 @@ def _limit(host: Host) -> None:
     if host.group is None or host.spec.processors is None:
         return
     host.group.mkdir()
-    quota = str(round(host.spec.processors * QUOTA_PERIOD_US))
-    if (host.group / "cpu.max").exists():
-        (host.group / "cpu.max").write_text(f"{quota} {QUOTA_PERIOD_US}")
-    else:
-        (host.group / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
-        (host.group / "cpu.cfs_quota_us").write_text(quota)
+    host.set_processors(host.spec.processors)
 
 
 def _remove_left() -> None:
