@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
     from ahp.graph.kept import analyze
 
     length = arguments.sequence_length
-    chosen = _default_length(arguments.model) if length is None else length
+    chosen = default_length(arguments.model) if length is None else length
     job = validated(Job, {"sequence_length": chosen, "precision": arguments.precision}, "job")
     started = time.perf_counter()
     graph = analyze(arguments.model, job, micro_batch_size=arguments.micro_batch_size, attention=arguments.attention)
@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _default_length(model: str) -> int:
+def default_length(model: str) -> int:
     """The model's own context, at most what ``ahp plan`` takes too; the job's default where the model does not say."""
     from ahp.graph.kept import context_of
 
