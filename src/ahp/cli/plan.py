@@ -205,7 +205,7 @@ def measured(found: Found, count: int) -> Found:
     why = best.plan.why
     if best.plan is not ranking.best:
         why = (f"the forecast had {ranking.best.parallelism.short()} first", *why)
-    first = [best.plan.model_copy(update={"why": (best.words(), *why)})]
+    first = [best.plan.model_copy(update={"why": (best.words(), *why), "current": ranking.best.current})]
     first += [one.plan.model_copy(update={"why": (one.words(against=best),)}) for one in results[1:]]
     worth = dict(zip((plan.parallelism for plan in ranking.plans), ranking.worth, strict=True))
     plans = (*first, *ranking.plans[count:])

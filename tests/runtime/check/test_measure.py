@@ -81,8 +81,11 @@ def test_the_command_writes_the_plan_that_was_fastest(
     keys = ["--job.sequence-length", "16", "--job.global-batch-size", "4", "--job.precision", "fp32"]
     assert plan_command.run([str(model), str(cluster), "-o", str(out), *keys]) == 0
     forecast_first = Plan.load(out).parallelism
-    assert plan_command.run([str(model), str(cluster), "--measure", "3", "-o", str(out), *keys]) == 0
+    today = ["--current", "dp_replicate=2"]
+    assert plan_command.run([str(model), str(cluster), "--measure", "3", *today, "-o", str(out), *keys]) == 0
     best = Plan.load(out)
+    assert best.current is not None, "the forecast's first plan has it, and another one was faster"
+    assert best.current.parallelism.data_parallel_replicate_degree == 2
     assert best.parallelism != forecast_first
     assert best.why[0].startswith("measured here: 1.00 s a step")
     assert best.why[1] == f"the forecast had {forecast_first.short()} first"
