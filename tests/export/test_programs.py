@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,32 @@ def test_a_maxtext_file_takes_open_axes_from_the_cluster(tmp_path: Path) -> None
         foreign(tmp_path, "odd.yml", MAXTEXT.replace("ici_tensor_parallelism: 2", "ici_tensor_parallelism: 3"))
     odd = foreign(tmp_path, "pipe.yml", MAXTEXT + "ici_pipeline_parallelism: 2\n").read
     assert any("pipeline_parallelism = 2: no layout of AHP has this axis" in line for line in odd.not_understood)
+
+
+@pytest.mark.parametrize(
+    ("lines", "means"),
+    [
+        ("remat_policy: full", "full"),
+        ("remat_policy: none", "none"),
+        ("remat_policy: minimal_with_context_and_quantization", "selective"),
+        ("remat_policy: custom", "full"),
+        ("remat_policy: custom\ncontext: device\nout_proj: device\nmlpwo: device\nqkv_proj: device\nmlpwi: device", "selective"),
+        ("remat_policy: custom\ncontext: device\nout_proj: device", r"custom' with context, out_proj on the device: it keeps a part .*\(valid: all, or none\)"),
+        ("remat_policy: custom\nmlpwo: offload", "custom' with mlpwo = 'offload': AHP knows remat and device"),
+        ("remat_policy: save_qkv_proj", r"'save_qkv_proj': it keeps queries, keys and values alone; .*\(valid: full, minimal_with_context, none\)"),
+        ("remat_policy: minimal", "'minimal': it keeps the results of products, and recomputes attention"),
+        ("remat_policy: minimal_with_context_and_quantization\nquantization: fp8", "it keeps what was quantized, too"),
+        ("remat_policy: most", "'most': MaxText has no such policy"),
+    ],
+)  # fmt: skip
+def test_maxtexts_policies_are_known_by_name(lines: str, means: str, tmp_path: Path) -> None:
+    read = foreign(tmp_path, "mine.yml", MAXTEXT.replace('remat_policy: "minimal_flash"', lines)).read
+    found = read.fields.get("parallelism.activation_checkpoint")
+    if found is not None:
+        assert (found, read.not_understood) == (means, ("quirk = 3: not understood",))
+        return
+    (why,) = [why for why, names in read.unread if "parallelism.activation_checkpoint" in names]
+    assert re.search(means, why)
 
 
 def test_a_maxtext_script_says_more_than_the_yaml_that_it_names(tmp_path: Path) -> None:

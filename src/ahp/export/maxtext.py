@@ -53,7 +53,25 @@ BATCH, ACCUMULATION, LENGTH = "per_device_batch_size", "gradient_accumulation_st
 POLICY, TYPE, QUANTIZED = "remat_policy", "dtype", "quantization"
 POLICIES = {"full": "full", "minimal_with_context": "selective", "none": "none"}
 """minimal_with_context keeps the results of products and of attention (layers/decoders.py, minimal_policy), as AHP's selective recompute does."""
-OLD = {"minimal_flash": "minimal_with_context"}
+ALIKE = {"minimal_flash": "minimal_with_context", "minimal_with_context_and_quantization": "minimal_with_context"}
+"""An older name, and one that also keeps what was quantized, which is nothing without quantization."""
+BETWEEN = {
+    "minimal": "the results of products, and recomputes attention",
+    "minimal_with_quantization": "the results of products and what was quantized, and recomputes attention",
+    "minimal_with_context_and_quantization": "what was quantized, too",
+    "save_dot_with_context_except_mlp": "products and attention, and recomputes the MLP",
+    "save_dot_except_mlpwi": "products but the first of the MLP, and recomputes attention",
+    "save_dot_except_mlp": "the products of attention alone",
+    "save_qkv_proj": "queries, keys and values alone",
+    "save_out_proj": "the output of attention alone",
+    "qkv_proj_offloaded": "queries, keys and values in host memory",
+    "minimal_offloaded": "the results of products in host memory",
+}
+"""What the other policies keep (get_remat_policy), of which no engine of AHP has any."""
+WHOLE = (("context",), ("out_proj",), ("mlpwo",), ("qkv_proj", "query_proj"), ("qkv_proj", "key_proj", "kv_proj"), ("qkv_proj", "value_proj", "kv_proj"),
+         ("mlpwi", "mlpwi_0"), ("mlpwi", "mlpwi_1"))  # fmt: skip
+"""Results of a block that ``custom`` places, one of each group under the name that the model's layers give it."""
+PLACED = tuple(dict.fromkeys(name for group in WHOLE for name in group))
 TYPES = {"bfloat16": "bf16", "float32": "fp32"}
 OF_MODEL = {"base_emb_dim": "hidden_size", "base_mlp_dim": "intermediate_size", "base_num_decoder_layers": "num_hidden_layers",
             "base_num_query_heads": "num_attention_heads", "base_num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "vocab_size": "vocab_size"}  # fmt: skip
@@ -176,10 +194,28 @@ def _write_policy(s: Subject) -> Settings:
 
 def _read_policy(settings: Settings) -> Fields:
     given = settings.get(POLICY, "full")
-    given = OLD.get(given, given)
-    if given not in POLICIES:
-        raise Unreadable(f"{POLICY} = {given!r}: it keeps what no engine of AHP keeps (valid: {', '.join(POLICIES)})")
-    return {P + "activation_checkpoint": POLICIES[given]}
+    if given == "custom":
+        return {P + "activation_checkpoint": _custom(settings)}
+    plain = given if given in BETWEEN and settings.get(QUANTIZED) else ALIKE.get(given, given)
+    if plain in BETWEEN:
+        raise Unreadable(
+            f"{POLICY} = {given!r}: it keeps {BETWEEN[plain]}; no engine of AHP does (valid: {', '.join(POLICIES)})"
+        )
+    if plain not in POLICIES:
+        raise Unreadable(f"{POLICY} = {given!r}: MaxText has no such policy (valid: {', '.join(POLICIES)})")
+    return {P + "activation_checkpoint": POLICIES[plain]}
+
+
+def _custom(settings: Settings) -> str:
+    """Of ``custom``, which places each result by its name: all kept is selective, none is full."""
+    places = {name: settings.get(name, "remat") for name in PLACED}
+    if strange := [f"{name} = {place!r}" for name, place in places.items() if place not in ("remat", "device")]:
+        raise Unreadable(f"{POLICY} = 'custom' with {', '.join(strange)}: AHP knows remat and device")
+    kept = [name for name, place in places.items() if place == "device"]
+    if kept and not all(any(name in kept for name in group) for group in WHOLE):
+        rule = "it keeps a part of a block's results, and no engine of AHP does"
+        raise Unreadable(f"{POLICY} = 'custom' with {', '.join(kept)} on the device: {rule} (valid: all, or none)")
+    return "selective" if kept else "full"
 
 
 def _read_type(settings: Settings) -> Fields:
@@ -208,7 +244,7 @@ DIALECT = Dialect(
     rules=(
         Rule(AXIS_KEYS, LAYOUT_FIELDS, _write_layout, _read_layout),
         Rule((BATCH, ACCUMULATION), (P + "micro_batch_size", J + "global_batch_size"), _write_batch, _read_batch),
-        Rule((POLICY,), (P + "activation_checkpoint",), _write_policy, _read_policy),
+        Rule((POLICY, *PLACED), (P + "activation_checkpoint",), _write_policy, _read_policy),
         Rule((TYPE, QUANTIZED), (J + "precision",), _write_type, _read_type),
         Rule((), ("engine.compile",), lambda s: {}, lambda settings: {"engine.compile": True}),
         same(LENGTH, J + "sequence_length", 2048),
