@@ -203,7 +203,17 @@ WHOLE = [
     NEMO,
     BRIDGE,
 ]
-PROGRAMS = ("torchtitan", "megatron", "deepspeed", "accelerate", "nanotron", "maxtext", "nemo", "bridge")
+PROGRAMS = (
+    "torchtitan",
+    "megatron",
+    "deepspeed",
+    "accelerate",
+    "nanotron",
+    "maxtext",
+    "nemo",
+    "bridge",
+    "accelerate-megatron",
+)
 ENDS = (".toml", ".sh", ".json", *(".yaml",) * 5)
 SPOILT = st.sampled_from(
     [

@@ -242,6 +242,72 @@ def test_a_script_that_starts_another_program_is_read_with_its_file(tmp_path: Pa
     assert found.form.dialect.name == "nanotron"
 
 
+PLUGGED = """
+distributed_type: MEGATRON_LM
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+megatron_lm_config:
+  megatron_lm_tp_degree: 2
+  megatron_lm_pp_degree: 2
+  megatron_lm_sequence_parallelism: true
+  megatron_lm_use_distributed_optimizer: true
+  megatron_lm_gradient_clipping: 0.5
+  megatron_lm_num_micro_batches: 4
+  megatron_lm_recompute_activations: true
+"""
+
+
+def test_accelerate_with_megatrons_plugin_is_megatrons_arguments(tmp_path: Path) -> None:
+    found = foreign(tmp_path, "acc.yaml", PLUGGED)
+    plan = layout(found)
+    assert (found.form.dialect.name, plan.engine.name) == ("accelerate-megatron", "megatron")
+    assert plan.parallelism.short() == "dp1x2 zero1 tp2+sp pp2(1F1B) cp2 mb1 full"  # the plugin's own cp 2 and full
+    assert (plan.job.precision, plan.job.optimizer.grad_clip) == ("bf16", 0.5)
+    assert [line.partition(":")[0] for line in found.read.not_understood] == [
+        "megatron_lm_config.megatron_lm_num_micro_batches = 4",
+        "megatron_lm_config.megatron_lm_recompute_activations = True",
+    ]
+    own = "  megatron_lm_context_parallel_size: 1\n  megatron_lm_recompute_granularity: "
+    assert (
+        layout(foreign(tmp_path, "own.yaml", PLUGGED + own + "full\n"))
+        .parallelism.short()
+        .startswith("dp1x4 zero1 tp2+sp pp2")
+    )
+    (why,) = [
+        why
+        for why, names in foreign(tmp_path, "own.yaml", PLUGGED + own + "selective\n").read.unread
+        if names == ("parallelism.activation_checkpoint",)
+    ]
+    assert "recompute_granularity = 'selective'" in why
+    line = "accelerate launch --use_megatron_lm --num_processes 8 --megatron_lm_tp_degree 4 --megatron_lm_context_parallel_size 1 x.py\n"
+    assert layout(foreign(tmp_path, "go.sh", line)).parallelism.short() == "dp2x1 zero0 tp4 mb1 full"
+
+
+def test_megatrons_plugin_is_told_what_it_can_say() -> None:
+    from ahp.cluster.model import Cluster
+    from ahp.export.accelerate_megatron import DIALECT, PLUGIN
+
+    def said(**keys: Any) -> dict[str, Any]:
+        plan = Plan(
+            model="llama2-7b",
+            cluster=Cluster.resolve("2x8xH100-SXM-80GB").plain(),
+            job={"global_batch_size": 64},
+            parallelism=keys,
+        )  # type: ignore[arg-type]
+        return DIALECT.settings(Subject(plan, 32, ""))[0]
+
+    keys = {"data_parallel_shard_degree": 4, "zero_stage": 1, "tensor_parallel_degree": 4, "micro_batch_size": 2}
+    found = said(**keys, activation_checkpoint="full")
+    assert (
+        found[PLUGIN + "tp_degree"],
+        found[PLUGIN + "context_parallel_size"],
+        found[PLUGIN + "num_micro_batches"],
+    ) == (4, 1, 8)
+    with pytest.raises(NotExpressible, match=r"activation_checkpoint = 'none': the plugin always .*\(valid: full\)"):
+        said(**keys, activation_checkpoint="none")
+
+
 def test_accelerate_with_deepspeeds_plugin_is_deepspeeds_json(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}')
     text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_machines: 2\nnum_processes: 8\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"

@@ -47,7 +47,7 @@ class Arguments:
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """Catalogue name or config.json, where the file does not say it."""
     engine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """torchtitan, megatron, deepspeed, accelerate, nanotron, maxtext, nemo or bridge, where the file's ending and keys do not say it."""
+    """torchtitan, megatron, deepspeed, accelerate, accelerate-megatron, nanotron, maxtext, nemo or bridge, where the file's ending and keys do not say it."""
     target_version: Annotated[str | None, tyro.conf.arg(metavar="VERSION")] = None
     """Release of the engine; without it the one whose keys the file has."""
     json: bool = False

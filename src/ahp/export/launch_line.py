@@ -72,7 +72,12 @@ def launched(text: str, found: list[str]) -> Launched | None:
 
 def _accelerate(given: Settings) -> Settings:
     """Arguments of accelerate launch (commands/launch.py) under the keys of its YAML."""
-    kinds = {"--use-fsdp": "FSDP", "--use-deepspeed": "DEEPSPEED", "--multi-gpu": "MULTI_GPU"}
+    kinds = {
+        "--use-fsdp": "FSDP",
+        "--use-deepspeed": "DEEPSPEED",
+        "--use-megatron-lm": "MEGATRON_LM",
+        "--multi-gpu": "MULTI_GPU",
+    }
     kind = next((kind for key, kind in kinds.items() if given.get(key)), None)
     settings: Settings = {} if kind is None else {"distributed_type": kind}
     for key, value in given.items():
@@ -81,6 +86,8 @@ def _accelerate(given: Settings) -> Settings:
             settings[name] = _plain(value)
         elif name.startswith("fsdp_"):
             settings[f"fsdp_config.{name}"] = _plain(value)
+        elif name.startswith("megatron_lm_"):
+            settings[f"megatron_lm_config.{name}"] = _plain(value)
         elif name.startswith("parallelism_config_"):
             settings[f"parallelism_config.{name}"] = _plain(value)
     return settings

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ahp.errors import BadInput, bad_input
-from ahp.export import accelerate, deepspeed, maxtext, megatron, nanotron, nemo, torchtitan
+from ahp.export import accelerate, accelerate_megatron, deepspeed, maxtext, megatron, nanotron, nemo, torchtitan
 from ahp.export.accelerate import KIND
 from ahp.export.launch_line import EACH, NODES, launched, sizes
 from ahp.export.megatron_model import config_of
@@ -37,6 +37,7 @@ def _titan_model(settings: Settings) -> Model:
     return next((name for name, known in torchtitan.MODELS.items() if named in known), None)
 
 
+PLUGGED = accelerate_megatron.DIALECT.name
 READERS: dict[str, dict[str, Reader]] = {
     "torchtitan": {
         name: Reader(form.dialect, form.parse, _titan_model, lambda found, nodes, each: with_rest(found, nodes * each))
@@ -50,6 +51,11 @@ READERS: dict[str, dict[str, Reader]] = {
         for name, form in deepspeed.FORMATS.items()
     },
     "accelerate": {name: Reader(form.dialect, form.parse) for name, form in accelerate.FORMATS.items()},
+    PLUGGED: {
+        accelerate.DIALECT.version: Reader(
+            accelerate_megatron.DIALECT, accelerate.FORMATS["1.15.0"].parse, fill=accelerate_megatron.filled
+        )
+    },
     "nanotron": {nanotron.DIALECT.version: Reader(nanotron.DIALECT, nanotron.parse, nanotron.config_of)},
     "maxtext": {maxtext.DIALECT.version: Reader(maxtext.DIALECT, maxtext.parse, maxtext.model_of, maxtext.filled)},
     "nemo": {nemo.DIALECT.version: Reader(nemo.DIALECT, nemo.parse)},
@@ -116,7 +122,7 @@ def _settings(
         if not script or line is None or engine not in (None, line.program):
             name = _named(file, text, engine)
             settings = _reader(name, version, file, text).parse(text)
-            return _plugged(file, settings, shape) if settings.get(KIND) == "DEEPSPEED" else (name, settings, shape)
+            return _plugged(name, file, settings, shape)
         sized, inner = sizes(text, found), {}
         if line.file is not None and Path(line.file).name != OWN_DEFAULTS:
             beside = _beside(file, line.file)
@@ -126,12 +132,19 @@ def _settings(
     numbers = [str(sized.get(key, own)) for key, own in zip((NODES, EACH), shape, strict=True)]
     nodes, each = (int(word) if word.isdigit() and int(word) else own for word, own in zip(numbers, shape, strict=True))
     settings = inner | line.settings
-    if settings.get(KIND) == "DEEPSPEED":
-        return _plugged(file, settings, (nodes, each))
-    return line.program, settings, (nodes, each)
+    return _plugged(line.program, file, settings, (nodes, each))
 
 
-def _plugged(file: Path, settings: Settings, shape: tuple[int, int]) -> tuple[str, Settings, tuple[int, int]]:
+def _plugged(
+    name: str, file: Path, settings: Settings, shape: tuple[int, int]
+) -> tuple[str, Settings, tuple[int, int]]:
+    """The program as it is named, or the one that accelerate's plugin runs."""
+    if settings.get(KIND) == "MEGATRON_LM":
+        return PLUGGED, settings, shape
+    return _deepspeed(file, settings, shape) if settings.get(KIND) == "DEEPSPEED" else (name, settings, shape)
+
+
+def _deepspeed(file: Path, settings: Settings, shape: tuple[int, int]) -> tuple[str, Settings, tuple[int, int]]:
     """accelerate with DeepSpeed's plugin (utils/dataclasses.py): DeepSpeed's JSON, which the YAML names or stands for."""
     plugin = "deepspeed_config."
     own = {key.removeprefix(plugin): value for key, value in settings.items() if key.startswith(plugin)}
