@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(CI),--quiet,) --disable-pip-version-check
 CODE := $(wildcard src tests benchmarks .ci)
 
-.PHONY: help install dev train test test-gpu smoke lint docs clean
+.PHONY: help install dev train test test-gpu smoke exports lint docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,10 +20,11 @@ help:
 	@echo "make test     install, then run the tests (ARGS=... for pytest)"
 	@echo "make test-gpu install, then run the tests that need a GPU"
 	@echo "make smoke    build a wheel, and run every command from it in an environment that has nothing else"
+	@echo "make exports  install accelerate, DeepSpeed and torchtitan into $(VENV)-exports, and train there what ahp export writes"
 	@echo "make lint     formatting, lint and types"
 	@echo "make docs     build the pages of docs/ into site/, every warning an error"
 	@echo "make install  only install, into $(VENV)"
-	@echo "make clean    remove $(VENV) and caches; the runs stay"
+	@echo "make clean    remove $(VENV), $(VENV)-exports and caches; the runs stay"
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -57,6 +58,16 @@ test-gpu: dev
 smoke:
 	$(PYTHON) .ci/smoke.py $(ARGS)
 
+# The releases whose keys are exported (docs/export.md): apart from $(VENV), which must not depend on them.
+$(VENV)-exports/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-exports
+	$(VENV)-exports/bin/python -m pip install --disable-pip-version-check --editable . accelerate==1.15.0 deepspeed==0.19.8 torchtitan==0.2.2 ninja
+	@touch $@
+
+# DeepSpeed compiles its AdamW for processor cores with the ninja of that environment.
+exports: $(VENV)-exports/.installed
+	PATH="$(abspath $(VENV)-exports/bin):$$PATH" python benchmarks/exports.py $(ARGS)
+
 lint: dev
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
@@ -72,5 +83,5 @@ docs: $(VENV)/.installed-docs
 	@echo "site/index.html is the first page"
 
 clean:
-	rm -rf $(VENV) build dist site .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-exports build dist site .cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
