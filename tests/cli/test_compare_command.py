@@ -114,7 +114,7 @@ def test_other_batches_and_devices_are_compared_by_tokens(tmp_path: Path, capsys
     large = write(tmp_path / "b.yaml", SHARDED, job={**JOB, "global_batch_size": 128})
     found = compared([small, large], capsys)
     tokens = [one["forecast"]["tokens_per_s_per_device"] for one in (found["a"], found["b"])]
-    assert "tokens per second; their steps have unlike numbers of tokens." in found["verdict"][0]
+    assert "tokens per second; their steps do not have the same number of tokens." in found["verdict"][0]
     assert found["verdict"][1].startswith("B has 8 devices, A 4: each of B's trains ")
     assert found["settings"]["devices"] == ["4 x A100-SXM-80GB", "8 x A100-SXM-80GB"]
     assert ("more" if tokens[1] > tokens[0] else "fewer") in found["verdict"][1]

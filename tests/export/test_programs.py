@@ -357,5 +357,5 @@ def test_another_programs_file_is_judged(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "mine.yml").write_text(MAXTEXT)
     assert run([str(tmp_path / "mine.yml"), "--cluster", "1x8xH100-SXM-80GB"]) == 0
     shown = capsys.readouterr().out
-    assert "Priced   as ahp: AHP has no engine of it" in shown
+    assert "Forecast as ahp: AHP has no engine of it" in shown
     assert "Change   ici_tensor_parallelism: 2 -> not there" in shown

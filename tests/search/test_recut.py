@@ -80,7 +80,7 @@ def test_the_plan_has_the_cut_and_says_what_it_is_worth() -> None:
     best = ranking.best
     assert best.parallelism.layers_per_stage is not None
     assert sum(best.parallelism.layers_per_stage) == 7
-    assert any(reason.startswith("stages of ") and "faster than as even as can be" in reason for reason in best.why)
+    assert any(reason.startswith("stages of ") and "faster than evenly cut stages" in reason for reason in best.why)
     assert best.forecast is not None
     assert best.forecast.step_time_s < ranking.certificate.best_s
     assert ranking.certificate.cuts > 0

@@ -259,7 +259,7 @@ def _show(found: Checked) -> None:
     dialect, today, job = found.foreign.form.dialect, found.today, found.plan.job
     print(f"File     {dialect.name} {dialect.version}")
     if dialect.name != dialect.engine:
-        print(f"Priced   as {dialect.engine}: {dialect.why_priced}")
+        print(f"Forecast as {dialect.engine}: {dialect.why_priced}")
     print(f"Job      {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}")
     if found.assumed:
         print(
@@ -270,7 +270,7 @@ def _show(found: Checked) -> None:
         print(f"Cost     {'' if found.current is None else found.current.against_best}")
     else:
         print(
-            f"Cost     {seconds(today.step_time_s)} a step, nine times out of ten {seconds(today.step_time_low_s)} to {seconds(today.step_time_high_s)}"
+            f"Cost     {seconds(today.step_time_s)} a step (90 % band {seconds(today.step_time_low_s)} .. {seconds(today.step_time_high_s)})"
         )
         print(f"Fits     {'yes' if today.fits else 'no'}: probability {percent(today.fit_probability)}")
         print(f"Binds    {_binds(today.step)}")
@@ -278,7 +278,7 @@ def _show(found: Checked) -> None:
     gain = "" if found.saves is None else f", {percent(found.saves)} less" if found.saves > 0 else ", no faster"
     print(f"Best     {found.best.parallelism.short()}: {seconds(found.best.forecast.step_time_s)} a step{gain}")
     if not found.can_be_said:
-        print("         the file cannot say it, nor any of the next ones")
+        print("         the file has no keys for it, nor for the next best ones")
     if found.saves is None or found.saves > 0 or (today is not None and not today.fits):
         _show_changes(found.changes)
     told = found.foreign.read.not_understood

@@ -149,7 +149,7 @@ def _verdict(first: Side, second: Side) -> Iterator[str]:
         yield _which_is_faster(first, second)
     else:
         more = second.tokens_per_s / first.tokens_per_s - 1
-        yield f"B trains {percent(abs(more))} {'more' if more >= 0 else 'fewer'} tokens per second; their steps have unlike numbers of tokens."
+        yield f"B trains {percent(abs(more))} {'more' if more >= 0 else 'fewer'} tokens per second; their steps do not have the same number of tokens."
     devices = first.plan.parallelism.world_size, second.plan.parallelism.world_size
     if devices[0] != devices[1]:
         each = second.forecast.tokens_per_s_per_device / first.forecast.tokens_per_s_per_device - 1
@@ -212,8 +212,17 @@ def _table(table: Any, titles: tuple[str, ...], rows: list[tuple[object, ...]]) 
     for title in titles:
         table.add_column(title, overflow="fold")
     for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in row))
+        table.add_row(*(_word(value) for value in row))
     return table
+
+
+def _word(value: object) -> str:
+    """A setting as it is read: ``21 14``, ``yes``; nothing where a plan leaves it open."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(_word(one) for one in value) if isinstance(value, (tuple, list)) else str(value)
 
 
 def _measured(first: Side, second: Side) -> Iterator[tuple[object, ...]]:

@@ -54,11 +54,14 @@ def _proven(of: Certificate) -> str:
 
 def _other_choices(of: Certificate) -> str:
     """Of cuts into stages, layers to recompute and widths of stages that were not tried."""
-    floors = ((of.any_cut_s, "stages cut otherwise"), (of.any_part_s, "other layers recomputed"))
-    words = "".join(
-        f"; {others}: {'no faster either' if floor_s >= of.found_s else f'at least {seconds(floor_s)}'}"
+    floors = ((of.any_cut_s, "uneven pipeline stages"), (of.any_part_s, "other layers recomputed"))
+    settled = [others for floor_s, others in floors if floor_s is not None and floor_s >= of.found_s]
+    left = [
+        f"{others} (at least {seconds(floor_s)})"
         for floor_s, others in floors
-        if floor_s is not None
-    )
-    unlike = isinstance(of, MixedCertificate) and of.unlike
-    return f"{words}; stages of unlike width: no bound" if unlike else words
+        if floor_s is not None and floor_s < of.found_s
+    ]
+    if isinstance(of, MixedCertificate) and of.unlike:
+        left.append("stages of unlike width (no bound)")
+    words = f"; no faster with {' or '.join(settled)}" if settled else ""
+    return f"{words}; not proven: {', '.join(left)}" if left else words

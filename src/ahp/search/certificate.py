@@ -63,7 +63,7 @@ class Certificate:
             return self._of_solver()
         found = (
             f"Searched {self.rows:,} layouts{self._kernels()} in {self.search_s:.1f} s: {self.broken:,} break a rule, "
-            f"{self._alike()}{self.not_fit:,} do not fit, {self.fit:,} priced and fit, {self.left:,} left"
+            f"{self._alike()}{self.not_fit:,} do not fit, {self.fit:,} forecast and fit, {self.left:,} left"
         )
         if self.cuts:
             found += f" ({self.cuts} other cuts into stages of the fastest)"
@@ -73,8 +73,8 @@ class Certificate:
             return found
         bound = seconds(self.lowest_bound_left_s)
         if self.proven:
-            return f"{found} that cannot win (none under {bound}{self._of_others()})"
-        return f"{found} unpriced: the best is not proven, a layout of {bound} may be among them"
+            return f"{found} that cannot be faster (none under {bound}{self._of_others()})"
+        return f"{found} not forecast: the best is not proven, a layout of {bound} may be among them"
 
     def _of_solver(self) -> str:
         """Of a solver with a budget: what it evaluated, and what that proves."""
@@ -114,7 +114,7 @@ class Certificate:
         """What is known of the cuts into stages, and of the layers to recompute, that were not tried."""
         settled, left = "", ""
         floors = (
-            (self.any_cut_s, "whatever the cut into stages", "other cuts into stages"),
+            (self.any_cut_s, "however uneven the stages", "uneven stages"),
             (self.any_part_s, "whichever layers are recomputed", "other layers recomputed"),
         )
         for floor_s, whatever, others in floors:

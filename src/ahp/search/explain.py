@@ -132,8 +132,8 @@ def why(
         elif at_least_s[name] < float("inf"):
             more = at_least_s[name] / best.step_time_s - 1
             than = f", {percent(more)} more" if more >= TIE else ""
-            even = " with stages as even as can be" if name in ("pipeline", "schedule") else ""
-            yield f"{words}: any other choice takes {seconds(at_least_s[name])} at least{even}{than}"
+            even = " with evenly cut stages" if name in ("pipeline", "schedule") else ""
+            yield f"{words}: any other choice takes at least {seconds(at_least_s[name])}{even}{than}"
         unfit = next((pair for pair in misfits if _differs_only(pair[0], layout, keys)), None)
         if unfit is not None and unfit[1].step_time_s < best.step_time_s:
             lost = reasons.does_not_fit(unfit[1], used.capacity_bytes)

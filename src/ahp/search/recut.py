@@ -40,7 +40,7 @@ class Recut:
         if layout.layers_per_stage is None or self.gains.get(layout, 0.0) < WORTH_TELLING:
             return None
         layers = ", ".join(map(str, layout.layers_per_stage))
-        return f"stages of {layers} layers: {percent(self.gains[layout])} faster than as even as can be"
+        return f"stages of {layers} layers: {percent(self.gains[layout])} faster than evenly cut stages"
 
 
 def recut(asked: Problem, ranked: list[Pair]) -> Recut:
