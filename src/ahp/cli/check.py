@@ -1,8 +1,8 @@
 """Judge a configuration that others wrote: torchtitan's TOML or Python, Megatron-LM's script, DeepSpeed's JSON, the YAML of accelerate,
 nanotron, MaxText, NeMo and Megatron-Bridge, or a script that starts one of them.
 
-Says what layout the file is, what it costs, whether it fits, what binds, the best layout that the same engine has, and the lines to change to
-get it. What was not understood is listed. Nothing of the file is run.
+Prints the layout that the file states, its forecast, whether it fits, what binds, the best layout that the same engine can run, and the
+lines to change to get it. Keys that it does not know are listed. The file is read, not executed.
 """
 
 from __future__ import annotations

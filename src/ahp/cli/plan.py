@@ -58,15 +58,15 @@ class Arguments:
     top: int = 10
     """Plans that are shown, of each family the best; --json has as many without regard to families."""
     objective: Literal["speed", "cost", "tokens-per-day", "fewest-devices"] = "speed"
-    """What the best plan is best at."""
+    """What to optimise."""
     current: str | None = None
     """What runs today, shown beside the winner: "tp=8 dp_shard=8 zero=1" (as ahp explain --why-not), or a plan.yaml."""
     measure: int = 0
-    """Really run the first so many plans for a few steps on this machine, and choose by the measurement."""
+    """Train the first so many plans for a few steps on this machine, and take the one that is fastest when measured."""
     method: Literal["exact", "anneal", "evolve"] = "exact"
-    """exact proves the best; anneal and evolve price --budget layouts, beginning with --seed."""
+    """exact proves the best; anneal and evolve forecast --budget layouts, beginning with --seed."""
     budget: int = 500
-    """Layouts that anneal and evolve may price."""
+    """Layouts that anneal and evolve may forecast."""
     seed: int = 0
     """Of anneal and evolve: the same seed, the same plans."""
     wide: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
