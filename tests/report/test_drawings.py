@@ -100,8 +100,9 @@ def test_candidates_lie_by_memory_and_time() -> None:
     rows = [candidate("a", 1.0, 40, "best"), candidate("b", 2.0, 20, "front"), candidate("c", 0.5, 500, "misfit")]
     drawn = candidates.picture(rows, {"H100": 80 * GIB})
     dots = re.findall(r"<a class='dot (\w+)' href='#candidate-(\d)' style='left:([\d.]+)%;bottom:([\d.]+)%'", drawn)
-    assert [(kind, number) for kind, number, *_ in dots] == [("best", "1"), ("front", "2"), ("misfit", "3")]
-    left, up = ([float(one[at]) for one in dots] for at in (2, 3))
+    drawn_last = dots[::-1]  # lies on top
+    assert [(kind, number) for kind, number, *_ in drawn_last] == [("best", "1"), ("front", "2"), ("misfit", "3")]
+    left, up = ([float(one[at]) for one in drawn_last] for at in (2, 3))
     assert left[1] < left[0] < left[2] <= 100
     assert up[2] < up[0] < up[1]
     assert len(points(drawn)) == 1  # the frontier has a stair from b down to a

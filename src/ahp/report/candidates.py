@@ -87,9 +87,10 @@ def picture(rows: Sequence[Candidate], limits: Mapping[str, int]) -> str:
     """The picture and the table of its numbers. ``limits``: bytes of each type of device."""
     x = _memory_axis(rows, [limit / GIB for limit in limits.values()])
     ends = [value for one in rows for value in (one.step_time_s, one.low_s, one.high_s)]
-    y = axis("step time, with the band that holds it nine times out of ten", ends, seconds)
+    y = axis("step time and its 90 % band", ends, seconds)
     over = "".join(_whisker(one, x, y) for one in rows)
-    over += "".join(_dot(number, one, x, y) for number, one in enumerate(rows, 1))
+    # The first are drawn last: where dots lie on each other the better one is seen.
+    over += "".join(_dot(number, one, x, y) for number, one in reversed([*enumerate(rows, 1)]))
     keys = [(kind, words) for kind, words in KINDS.items() if any(one.kind == kind for one in rows)]
     keys += [("today", "today's layout")] if any(one.is_today for one in rows) else []
     keys += [("level limit", f"{name} has {gib(limit)}") for name, limit in limits.items()]
