@@ -54,7 +54,7 @@ def problem(
         there = [0.0] * p
         for stage, rank in enumerate(stage_rank):
             there[rank] += random.uniform(0, 2)
-            times[stage] = replace(times[stage], gathered_s=there[rank])
+            times[stage] = replace(times[stage], gathered_s=there[rank], reduce_s=random.uniform(0, 3))
     return Problem(
         tuple(times),
         stage_rank,
@@ -63,7 +63,6 @@ def problem(
         tuple(0.4 * k for k in kept),
         () if memory is None else (max(1.0, memory * p),) * p,
         split,
-        tuple(random.uniform(0, 3) for _ in kept) if streams else (),
     )
 
 

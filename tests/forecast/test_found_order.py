@@ -6,7 +6,8 @@ import pytest
 
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
-from ahp.forecast.found_order import found_order
+from ahp.forecast.found_order import ToOrder, found_order
+from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.priced import Priced
 from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
@@ -146,6 +147,60 @@ def test_weights_are_gathered_while_the_pipeline_fills(graph: ModelGraph, name: 
         runs_alike = name not in ("1F1B", "GPipe")
         assert found.rival_s == (min(order, pattern, key=_step_s) if runs_alike else pattern).forecast.step_time_s
         assert found.priced.forecast.step_time_s < found.rival_s
+
+
+SLOW = {
+    "alike": {**SHARDED, "inter_node_gbps": 5},
+    "mixed": {
+        "groups": [
+            {"name": "a", "nodes": 4, "devices_per_node": 1, "device": "H100-SXM-80GB", "inter_node_gbps": 5},
+            {"name": "b", "nodes": 4, "devices_per_node": 1, "device": "A100-SXM-80GB", "inter_node_gbps": 5},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("cluster", SLOW)
+@pytest.mark.parametrize(("name", "v"), PATTERNS)
+def test_gradients_are_reduced_beside_other_stages(graph: ModelGraph, cluster: str, name: str, v: int) -> None:
+    """Replicas lie on two nodes. A rank with one stage has nothing to compute meanwhile."""
+    prices = pricer(graph, Cluster.from_dict(SLOW[cluster]), JOB, EngineChoice(compile=False))
+    replicated = {"data_parallel_replicate_degree": 2, "mesh_order": ("dp_replicate", "pp")}
+    if cluster == "mixed":
+        del replicated["mesh_order"]
+    pattern = prices.price(layout(name, v, **replicated))
+    lines = order_text(make(name, 4, v, 8))
+    order = prices.price(layout("Synthesized", v, pipeline_parallel_order=lines, **replicated))
+    assert sum(order.forecast.step.values()) == pytest.approx(order.forecast.step_time_s)
+    assert order.forecast.memory == pattern.forecast.memory
+    span, timeline = order.span, order.timeline
+    assert timeline.makespan_s == span.makespan_s == max(span.ends_s)
+    if v == 1:
+        assert not any(times.reduce_s for times in span.times)
+        assert order.forecast.step_time_s == pytest.approx(pattern.forecast.step_time_s)
+        return
+    each_s = [times.reduce_s for times in span.times]
+    assert min(each_s) > 0.0
+    for rank, spans in enumerate(timeline.ranks):
+        own = [s for s, place in enumerate(timeline.schedule.stage_rank) if place == rank]
+        most_s = sum(each_s[s] for s in own)
+        assert min(each_s[s] for s in own) * (1 - 1e-9) <= timeline.reducing_s[rank] <= most_s * (1 + 1e-9)
+        assert span.ends_s[rank] == spans[-1].end_s + timeline.reducing_s[rank]
+    # What slows the computation down is counted in full, so that an order whose stages end together may seem slower by that.
+    assert order.forecast.step_time_s < pattern.forecast.step_time_s + CONTENTION * sum(each_s)
+    if name == "Interleaved1F1B":
+        assert order.forecast.step_time_s < pattern.forecast.step_time_s
+    found = ToOrder.of(prices, layout(name, v, **replicated))
+    assert found is not None
+    assert found.floor_s <= order.forecast.step_time_s
+    assert found.bound.seconds <= span.makespan_s
+
+
+def test_on_processor_cores_reductions_are_waited_for(graph: ModelGraph) -> None:
+    cluster = {"nodes": 2, "devices_per_node": 4, "device": "cpu", "inter_node_gbps": 5}
+    prices = pricer(graph, Cluster.from_dict(cluster), JOB, EngineChoice(compile=False))
+    keys = {"data_parallel_replicate_degree": 2, "pipeline_parallel_order": order_text(make("ZBVZeroBubble", 4, 2, 8))}
+    assert not any(times.reduce_s for times in prices.price(layout("Synthesized", 2, **keys)).span.times)
 
 
 def _step_s(priced: Priced) -> float:

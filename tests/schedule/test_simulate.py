@@ -91,6 +91,18 @@ def test_extras_hold_up_the_rank_and_the_first_micro_batch():
     assert timeline.end_s(0) == pytest.approx(129.0)
 
 
+def test_gradients_are_reduced_one_stage_after_the_other_beside_the_computation():
+    """One rank with two stages: those of stage 1 are reduced from 7 to 12, those of stage 0 when both are done, from 12 to 13."""
+    kinds = (Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.BACKWARD, 0)
+    schedule = Schedule("own", 2, 1, (tuple(Action(kind, stage, 0) for kind, stage in kinds),), (0, 0))
+    times = [StageTimes(1.0, 2.0, reduce_s=1.0), StageTimes(1.0, 4.0, last_backward_extra_s=1.0, reduce_s=5.0)]
+    timeline = simulate(schedule, times)
+    assert timeline.ends_s == ((1.0, 2.0, 7.0, 9.0),)
+    assert timeline.reducing_s == (4.0,)
+    assert timeline.makespan_s == timeline.end_s(0) == 13.0
+    assert timeline.busy_s == (9.0,)
+
+
 def test_split_backward_frees_at_the_weight_gradient():
     f, i, w = Action(Kind.FORWARD, 0, 0), Action(Kind.INPUT_GRADIENT, 0, 0), Action(Kind.WEIGHT_GRADIENT, 0, 0)
     schedule = Schedule("split", 1, 1, ((f, i, w),), (0,))

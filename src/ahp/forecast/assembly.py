@@ -209,6 +209,8 @@ def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> 
     waited_s = span.gathering_s[rank] if span.gathering_s else 0.0
     if waited_s:
         parts["weight_gather"] = parts.get("weight_gather", 0.0) + waited_s
-    parts["bubble"] = span.idle_s[rank] - waited_s
+    tail_s = span.reducing_s[rank] if span.reducing_s else 0.0
+    parts["gradient_reduce"] += tail_s
+    parts["bubble"] = span.idle_s[rank] - waited_s - tail_s
     # What is left of sums that cancel is rounding, not time.
     return {part: seconds for part, seconds in parts.items() if seconds > 1e-12 * span.makespan_s}

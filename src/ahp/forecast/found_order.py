@@ -15,6 +15,7 @@ from ahp.plan import Parallelism
 from ahp.schedule.actions import Schedule
 from ahp.schedule.orders import SYNTHESIZED, any_order, apart, order_text, ranks_of_stages, whole
 from ahp.schedule.registry import get as get_schedule
+from ahp.schedule.simulate import StageTimes
 from ahp.schedule.synthesis.bound import LowerBound, lower_bound
 from ahp.schedule.synthesis.find import Synthesized, synthesize
 from ahp.schedule.synthesis.problem import Problem
@@ -125,10 +126,11 @@ class ToOrder:
 
     @cached_property
     def floor_s(self) -> float:
-        """Seconds of a step that no order gets below in the memory that is left, without a wait for weights."""
+        """Seconds of a step that no order gets below in the memory that is left, without a wait for weights, and for gradients only where
+        a rank has nothing else to do."""
         before, least_s = self.before, 0.0
         for one, rooms in zip(self._pipelines(before), self.rooms, strict=True):
-            times = tuple(replace(stage, first_forward_extra_s=0.0) for stage in one.span.times)
+            times = tuple(map(_beside, one.span.times))
             stages, kept = (times, ranks_of_stages(before.parallelism), one.span.m), one.memory.kept.tolist()
             limits = {"kept_bytes": kept, "memory_bytes": rooms} if before.forecast.fits else {}
             ways = [Problem(*stages, split=split, **limits) for split in (True, False)]
@@ -194,6 +196,12 @@ class ToOrder:
         lines = tuple(line for schedule in schedules for line in order_text(schedule))
         keys = {"pipeline_parallel_schedule": SYNTHESIZED, "pipeline_parallel_order": lines}
         return self.before.parallelism.model_copy(update=keys)
+
+
+def _beside(stage: StageTimes) -> StageTimes:
+    """The stage as if its rank could go on while weights are gathered and gradients reduced."""
+    reduce_s = stage.last_backward_extra_s + stage.reduce_s
+    return replace(stage, first_forward_extra_s=0.0, last_backward_extra_s=0.0, reduce_s=reduce_s)
 
 
 def found_order(

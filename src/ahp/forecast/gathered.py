@@ -2,7 +2,7 @@
 
 torch's pipeline runtime then asks for the weights of a rank's stages as the step begins, the stage that comes first first, and a
 stage waits for all of its own before its first forward (torch 2.13, pipelining/schedules.py: ``_add_unshard_reshard``,
-``_assert_unsharded``). Gradients it reduces when a stage's last one is there, and waits for them: they keep the rank busy.
+``_assert_unsharded``). Gradients: ``reduced``.
 """
 
 from __future__ import annotations

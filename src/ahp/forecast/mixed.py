@@ -49,6 +49,7 @@ from ahp.forecast.pricer import (
     Pricer,
     legal_traits,
 )
+from ahp.forecast.reduced import Reductions, reduces_beside
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import StageMemory
 from ahp.forecast.trained import on_graph
@@ -249,9 +250,11 @@ class MixedPricer:
             own = p.recomputed_layers(replica), order_lines(p, replica)
             key = (count, *own, *(cell.group for cell in cells), *on_node)
             if key not in made:
-                gathers = self._gathers(layout, cells)
-                stages = gathers.stages(self._stages(layout, replica))
-                span = pipeline_span(p, count, gathers.times(self._times(layout, cells, stages), stages), replica)
+                gathers, stages = self._gathers(layout, cells), self._stages(layout, replica)
+                reductions = self._reductions(layout, cells, stages)
+                stages = reductions.stages(gathers.stages(stages))
+                times = reductions.times(gathers.times(self._times(layout, cells, stages), stages))
+                span = pipeline_span(p, count, times, replica)
                 made[key] = Replica(cells, stages, span, self._stage_memory(layout, replica))
             replicas.append(replace(made[key], cells=cells))
         return replicas
@@ -275,6 +278,13 @@ class MixedPricer:
             table = group.table([(layers.start, layers.stop, stage == 0, stage == last)])
             each_s += gathers_s(group.units(p), table, data, self.network.times(group.network))
         return Gathers(tuple(each_s), layout.stage_rank)
+
+    def _reductions(self, layout: _Layout, cells: Sequence[Cell], stages: tuple[StageCost, ...]) -> Reductions:
+        """What each stage's cell reduces beside the computation."""
+        for cell, p, traits in zip(cells, layout.own, layout.traits, strict=True):
+            if not reduces_beside(p, traits, self.groups[cell.group].data_parallel(p, traits)):
+                return Reductions()
+        return Reductions.of(layout.parallelism, stages)
 
     def _stage_memory(self, layout: _Layout, replica: int, recomputed: Sequence[int] | None = None) -> StageMemory:
         """What each stage of a replica holds on the devices of its cell."""

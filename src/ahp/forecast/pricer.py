@@ -44,6 +44,7 @@ from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Muon, places_of
 from ahp.forecast.place_memory import PlaceMemory
 from ahp.forecast.priced import Priced, faster_method, lightest_that_fits
+from ahp.forecast.reduced import Reductions, reduces_beside
 from ahp.forecast.rules import illegal
 from ahp.forecast.segment import Recompute
 from ahp.forecast.stage import StageCost, layout_costs
@@ -130,9 +131,9 @@ class Pricer:
     def _price(self, parallelism: Parallelism) -> Priced:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         stages, units = self._stages(parallelism, traits)
-        gathers = self._gathers(parallelism, traits, units)
-        stages = gathers.stages(stages)
-        times = gathers.times(self._stage_times(parallelism, traits, stages, units), stages)
+        gathers, reductions = self._gathers(parallelism, traits, units), self._reductions(parallelism, traits, stages)
+        stages = reductions.stages(gathers.stages(stages))
+        times = reductions.times(gathers.times(self._stage_times(parallelism, traits, stages, units), stages))
         stages, span = self._run(parallelism, stages, times)
         stage_memory = self.stage_memory(parallelism, traits)
         update_s, offload_s = self._optimizer_s(parallelism, traits, span, stage_memory)
@@ -225,6 +226,10 @@ class Pricer:
             return Gathers()
         each_s = gathers_s(units, self._table(parallelism, None), data, self.network)
         return Gathers(tuple(each_s), ranks_of_stages(parallelism))
+
+    def _reductions(self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...]) -> Reductions:
+        beside = reduces_beside(parallelism, traits, self.data_parallel(parallelism, traits))
+        return Reductions.of(parallelism, stages) if beside else Reductions()
 
     def data_parallel(self, parallelism: Parallelism, traits: Traits) -> DataParallel:
         """How the ranks of these nodes share the weights of a layout."""

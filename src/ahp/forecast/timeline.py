@@ -232,6 +232,8 @@ class _Drawing:
                 yield self._gap(rank, place, before + 1, at)
             yield from self._action(rank, self.timeline.schedule.ranks[place][at], starts[at], ends[at])
             before = at
+        if tail_s := self.timeline.reducing_s[place]:  # gradients that were reduced beside the actions until now
+            yield span(part_words("gradient_reduce"), rank, STREAM_OF["gradient_reduce"], ends[-1], ends[-1] + tail_s)
         at_s = self.priced.span.makespan_s
         for part, seconds in self.after:
             # The one reduction there is what the ends of the pipeline share (tied embeddings).
@@ -265,6 +267,8 @@ class _Drawing:
                     left[part] = left.get(part, 0.0) - times * seconds
         if waited := self.priced.span.gathering_s:  # before the actions
             left["weight_gather"] -= waited[slowest]
+        if tails := self.priced.span.reducing_s:
+            left["gradient_reduce"] = left.get("gradient_reduce", 0.0) - tails[slowest]
         rounding_s = 1e-9 * self.priced.forecast.step_time_s
         order = {"gradient_reduce": 0, "optimizer": 1}
         found = [(part, seconds) for part, seconds in left.items() if seconds > rounding_s]

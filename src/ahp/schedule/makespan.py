@@ -47,11 +47,13 @@ class Makespan:
     busy_s: tuple[float, ...]
     """Seconds each rank computes."""
     ends_s: tuple[float, ...]
-    """When each rank has done its last action."""
+    """When each rank has done its last action, and its gradients are reduced."""
     order: Schedule | None = None
     """The order itself, where it is none that ``name`` makes."""
     gathering_s: tuple[float, ...] = ()
     """Seconds each rank waits for weights that are gathered beside the computation, of those that it is idle; empty: none does."""
+    reducing_s: tuple[float, ...] = ()
+    """Seconds each rank still reduces gradients after its last action, of those that it is idle; empty: none does."""
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -59,7 +61,7 @@ class Makespan:
         return tuple(self.makespan_s - busy for busy in self.busy_s)
 
     def end_s(self, rank: int) -> float:
-        """When the rank has done its last action."""
+        """When the rank has done its last action, and its gradients are reduced."""
         return self.ends_s[rank]
 
     @property
@@ -105,7 +107,7 @@ def makespan_of_order(order: Schedule, times: Sequence[StageTimes]) -> Makespan:
     ends_s = tuple(timeline.end_s(rank) for rank in range(p))
     name, v, m = order.name, order.num_stages // p, order.num_micro_batches
     made = name, p, v, m, tuple(times), timeline.makespan_s, timeline.busy_s, ends_s
-    return Makespan(*made, order, timeline.gathering_s)
+    return Makespan(*made, order, timeline.gathering_s, timeline.reducing_s)
 
 
 def peak_kept(

@@ -36,6 +36,9 @@ class StageTimes:
     gathered_s: float = 0.0
     """When its weights are there, which are gathered beside the computation from the start of the step on: the forward of micro-batch 0
     starts no earlier. Only orders that are given or found have it."""
+    reduce_s: float = 0.0
+    """Seconds in which its gradients are reduced beside the computation once it is done with its last backward or weight gradient, and what
+    ``last_backward_extra_s`` adds to that. A rank reduces those of one stage after the other. Only orders that are given or found have it."""
 
     def scaled(self, factor: float) -> StageTimes:
         """All seconds times ``factor``."""
@@ -64,6 +67,8 @@ class Timeline:
     """Seconds each rank computes."""
     gathering_s: tuple[float, ...]
     """Seconds each rank waits for weights alone (``StageTimes.gathered_s``), of those that it is idle."""
+    reducing_s: tuple[float, ...]
+    """Seconds each rank still reduces gradients (``StageTimes.reduce_s``) after its last action, of those that it is idle."""
 
     @cached_property
     def ranks(self) -> tuple[tuple[Span, ...], ...]:
@@ -77,8 +82,8 @@ class Timeline:
         return tuple(self.makespan_s - busy for busy in self.busy_s)
 
     def end_s(self, rank: int) -> float:
-        """When the rank has done its last action."""
-        return self.ends_s[rank][-1]
+        """When the rank has done its last action, and its gradients are reduced."""
+        return self.ends_s[rank][-1] + self.reducing_s[rank]
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
@@ -98,9 +103,10 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
             raise ValueError(f"schedule {schedule.name} never ends: waiting at {', '.join(stuck)}")
         left -= done
     busy = tuple(sum(end) - sum(start) for start, end in zip(starts, ends, strict=True))
-    makespan_s = max(end[-1] for end in ends)
+    reducing = tuple(max(0.0, reduced - end[-1]) for reduced, end in zip(run.reduced_s, ends, strict=True))
+    makespan_s = max(end[-1] + more for end, more in zip(ends, reducing, strict=True))
     columns = tuple(map(tuple, starts)), tuple(map(tuple, ends))
-    return Timeline(schedule, *columns, makespan_s, busy, tuple(run.gathering_s))
+    return Timeline(schedule, *columns, makespan_s, busy, tuple(run.gathering_s), reducing)
 
 
 class _Run:
@@ -111,6 +117,8 @@ class _Run:
         self.order, self.last_stage = schedule.plain, stages - 1
         self.gradients_left = [m] * stages
         self.gathering_s = [0.0] * len(schedule.ranks)
+        self.reduced_s = [0.0] * len(schedule.ranks)
+        """When the gradients that each rank is done with are reduced."""
         self.times = times
         self.seconds: dict[str, list[float]] = {
             Kind.FORWARD: [t.forward_s for t in times],
@@ -145,6 +153,7 @@ class _Run:
                     self.gradients_left[stage] -= 1
                     if not self.gradients_left[stage]:
                         now += self.times[stage].last_backward_extra_s
+                        self.reduced_s[rank] = max(now, self.reduced_s[rank]) + self.times[stage].reduce_s
             starts.append(start)
             ends.append(now)
         return len(ends) - before

@@ -227,10 +227,11 @@ def _less_than_tied(plan: Plan, own: OwnOrder) -> str:
 
 
 def _without_bubble_s(plan: Plan) -> float:
-    """Seconds of its step without what the last rank waits, for others and for weights."""
+    """Seconds of its step without what the last rank waits, for others, for weights, and for gradients that its other stages could hide."""
     forecast = _forecast(plan)
     of_mean_s = forecast.step_time_s - forecast.step.get("slowest_rank", 0.0)
-    waits_s = forecast.step.get("bubble", 0.0) + forecast.step.get("weight_gather", 0.0)
+    hidden = ("bubble", "weight_gather", *(["gradient_reduce"] if plan.parallelism.virtual_stages_per_rank > 1 else []))
+    waits_s = sum(forecast.step.get(part, 0.0) for part in hidden)
     return forecast.step_time_s * (1 - waits_s / of_mean_s) if _has_pipeline(plan) else forecast.step_time_s
 
 

@@ -1,6 +1,5 @@
 """A list schedule does everything once, in memory, whatever its rule; and its times are the simulation's."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -54,7 +53,6 @@ def test_replay_is_the_simulation(kind):
     for seed in range(40):
         m = random.randint(1, 6)
         made = problem(seed, kind, 3, m, ratio=2.0, memory=random.choice((0.5, None)), streams=random.random() < 0.5)
-        made = replace(made, reduce_s=())  # which ends after all actions
         orders = list_schedule(made, random_rule(random, made, m), m).orders
         schedule = as_schedule("listed", orders, made.stage_rank, m)
         timeline = simulate(schedule, made.times)
@@ -91,7 +89,7 @@ def test_weights_gathered_and_gradients_reduced_beside_the_computation():
     for stage, own in enumerate(run.ends_s):
         first = own[0] - made.times[stage].forward_s
         assert first >= made.times[stage].gathered_s * (1 - 1e-12)
-        assert run.reduced_s[stage] == pytest.approx(own[-1] + made.reduce_s[stage])
+        assert run.reduced_s[stage] == pytest.approx(own[-1] + made.times[stage].reduce_s)
     assert run.end_s == pytest.approx(max(run.reduced_s))
 
 
@@ -102,5 +100,7 @@ def test_a_rank_reduces_the_stage_that_is_done_first_while_it_computes_the_other
     for rank, own in enumerate(made.stages_of):
         done = {s: max(e for e, c in zip(run.ends_s[rank], orders[rank], strict=True) if c % 4 == s) for s in own}
         first, second = sorted(own, key=lambda s: done[s])
-        assert run.reduced_s[first] == pytest.approx(done[first] + made.reduce_s[first])
-        assert run.reduced_s[second] == pytest.approx(max(done[second], run.reduced_s[first]) + made.reduce_s[second])
+        assert run.reduced_s[first] == pytest.approx(done[first] + made.times[first].reduce_s)
+        assert run.reduced_s[second] == pytest.approx(
+            max(done[second], run.reduced_s[first]) + made.times[second].reduce_s
+        )

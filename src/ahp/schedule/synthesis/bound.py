@@ -38,8 +38,8 @@ class Paths:
         ]
         self.period_s = max(sum(self.forward_s[s] + self.whole_s[s] for s in own) for own in problem.stages_of)
         """What the fullest rank computes for a micro-batch."""
-        self.last_s = [max(t.last_backward_extra_s, r) for t, r in zip(times, problem.reduce_s, strict=True)]
-        """What follows a stage's last backward, on its own rank."""
+        self.last_s = [t.last_backward_extra_s + t.reduce_s for t in times]
+        """What follows a stage's last backward, on its own rank and on the network."""
         self.start_s = [times[0].gathered_s]
         """The earliest first forward of each stage."""
         for s, t in enumerate(times[:-1]):

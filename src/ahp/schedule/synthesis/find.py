@@ -43,7 +43,7 @@ class Synthesized:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Every action with its start and end, without what runs beside the computation."""
+        """Every action with its start and end."""
         return simulate(self.schedule, self.problem.times)
 
 

@@ -8,7 +8,6 @@ from math import inf
 
 from ahp.schedule.synthesis.codes import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Orders
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
-from ahp.schedule.synthesis.streams import reduced_ends_s
 
 MANY = 1 << 40
 """More micro-batches than there are."""
@@ -85,7 +84,7 @@ class _Run:
         """Whether a rank has memory for any forward, or every forward is of the oldest micro-batch that has one to do there."""
         self.young_room = [room - least for room, least in zip(self.room, problem.least_bytes, strict=True)]
         self.sends_s = [t.send_forward_s for t in times] + [t.send_backward_s for t in times]
-        self.end_s, self.done_s = 0.0, [0.0] * stages
+        self.end_s, self.reducing_until_s = 0.0, [0.0] * problem.num_ranks
 
     def run(self) -> Listed:
         """Until nothing is left."""
@@ -99,8 +98,7 @@ class _Run:
                     start(rank, chosen, now)
                 else:
                     self._wake(rank, until_s)
-        reduced = reduced_ends_s(self.problem, self.done_s)
-        return Listed(self.orders, self.starts, max(self.end_s, *reduced))
+        return Listed(self.orders, self.starts, max(self.end_s, *self.reducing_until_s))
 
     def _wake(self, rank: int, at: float) -> None:
         self.wake_s[rank] = at
@@ -176,8 +174,9 @@ class _Run:
             self.gradients[chosen - stages - 1].append(at)
             to = self.rank_of[chosen - stages - 1]
         if k == self.m - 1 and chosen >= self.first_last:
-            self.done_s[chosen % stages] = end
-            end += self.problem.times[chosen % stages].last_backward_extra_s
+            times = self.problem.times[chosen % stages]
+            end += times.last_backward_extra_s
+            self.reducing_until_s[rank] = max(end, self.reducing_until_s[rank]) + times.reduce_s
         self.wake_s[rank] = self.free_s[rank] = end
         heappush(self.heap, (end, rank))
         if end > self.end_s:

@@ -30,13 +30,11 @@ class Problem:
     """What each rank has for it; empty: no rank has a limit."""
     split: bool = True
     """Whether input and weight gradients may run apart."""
-    reduce_s: tuple[float, ...] = ()
-    """Seconds in which each stage's gradients are reduced, beside the computation, after its last weight gradient; empty: none."""
 
     def __post_init__(self) -> None:
         """Fill in what was left out. Raises BadInput where a rank cannot hold one micro-batch of all of its stages."""
         stages = len(self.times)
-        for name, nothing in (("kept_bytes", 0.0), ("freed_bytes", 0.0), ("reduce_s", 0.0)):
+        for name, nothing in (("kept_bytes", 0.0), ("freed_bytes", 0.0)):
             object.__setattr__(self, name, tuple(getattr(self, name)) or (nothing,) * stages)
             if len(getattr(self, name)) != stages:
                 raise BadInput(f"{name}: {len(getattr(self, name))} values for {stages} stages")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ahp.schedule.synthesis.codes import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Orders
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
-from ahp.schedule.synthesis.streams import reduced_ends_s
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,8 @@ def replay(problem: Problem, orders: Orders) -> Replay:
     num_f, num_g, left = [0] * stages, [0] * stages, [m] * stages
     apart = [0] * stages  # input gradients whose weight gradient has not run
     ends: list[list[float]] = [[] for _ in orders]
-    done_s = [0.0] * stages
+    reduced_s = [0.0] * stages
+    reducing_until_s = [0.0] * len(orders)
     waiting = True
     while waiting:
         waiting = moved = False
@@ -80,15 +80,15 @@ def replay(problem: Problem, orders: Orders) -> Replay:
                     if kind != INPUT_GRADIENT:
                         left[s] -= 1
                         if not left[s]:
-                            done_s[s] = now
                             now += times[s].last_backward_extra_s
+                            at = max(now, reducing_until_s[rank]) + times[s].reduce_s
+                            reduced_s[s] = reducing_until_s[rank] = at
                 mine.append(now)
             moved |= len(mine) > before
             waiting |= len(mine) < len(order)
         if waiting and not moved:
             raise ValueError("the orders never end: every rank waits for another")
-    reduced = reduced_ends_s(problem, done_s)
-    return Replay(ends, reduced, max(max(mine[-1] for mine in ends), *reduced))
+    return Replay(ends, reduced_s, max(*reducing_until_s, *(mine[-1] for mine in ends)))
 
 
 def peak_bytes(problem: Problem, orders: Orders) -> list[float]:
