@@ -1,5 +1,6 @@
 """What is found can run, fits, is no slower than a fixed pattern, and is near the best there is."""
 
+import math
 from random import Random
 
 import pytest
@@ -12,7 +13,7 @@ from ahp.schedule.makespan import makespan
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
 from ahp.schedule.synthesis.codes import as_orders
 from ahp.schedule.synthesis.exact import shortest_s
-from ahp.schedule.synthesis.find import synthesize
+from ahp.schedule.synthesis.find import one_f_one_b_s, synthesize
 from ahp.schedule.synthesis.fixed import best_fixed
 from ahp.schedule.synthesis.merge import merged
 from ahp.schedule.synthesis.problem import Problem
@@ -92,18 +93,32 @@ def test_a_v_in_half_of_the_memory_is_no_slower_than_1f1b_in_all_of_it(p, m):
     assert half.makespan_s <= one_f_one_b
 
 
+def test_1f1b_that_a_v_is_held_against_has_a_rank_s_stages_as_one():
+    whole = Problem((StageTimes(2.0, 4.0, 2.0, 2.0, 0.1, 0.1),) * 4, (0, 1, 2, 3), 8)
+    parts = (StageTimes(1.0, 2.0, 1.0, 1.0, 0.1, 0.1),) * 8
+    placed_v = (0, 1, 2, 3, 3, 2, 1, 0)
+    expected = makespan("1F1B", 4, 1, 8, whole.times).makespan_s
+    assert one_f_one_b_s(Problem(parts, placed_v, 8, (0.5,) * 8, memory_bytes=(2.0,) * 4)) == pytest.approx(expected)
+    for other in (
+        whole,
+        Problem(parts, placed_v, 8, split=False),
+        Problem(parts, placed_v, 8, (0.5,) * 8, memory_bytes=(1.9,) * 4),
+    ):
+        assert one_f_one_b_s(other) == math.inf
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ratios", [(1.0, 1.0), (1.5, 3.0)])
 def test_a_v_in_half_of_the_memory_is_seldom_slower_than_1f1b(ratios):
-    """[Empirical] Of 40 each, ranks alike or 1.5 to 3 times apart, 2 are slower, by 2.5 % at most; as ``benchmarks/schedules.py`` draws them."""
+    """[Empirical] Of 40 each, ranks alike or 1.5 to 3 times apart, 1 is slower, by 1.9 % at most; as ``benchmarks/schedules.py`` draws them."""
     random, gains = Random("1.5 to 3 times" if ratios[0] > 1 else "alike"), []
     for seed in range(40):
         p = random.choice((4, 8, 16))
         m, ratio = p * random.choice((2, 4, 8)), random.uniform(*ratios)
-        one_f_one_b = makespan("1F1B", p, 1, m, problem(seed, "one", p, m, ratio=ratio).times).makespan_s
-        gains.append(1 - synthesize(problem(seed, "v", p, m, ratio=ratio, memory=0.5)).makespan_s / one_f_one_b)
-    assert sum(gain < 0 for gain in gains) <= 2
-    assert min(gains) > -0.03
+        half = problem(seed, "v", p, m, ratio=ratio, memory=0.5)
+        gains.append(1 - synthesize(half).makespan_s / one_f_one_b_s(half))
+    assert sum(gain < 0 for gain in gains) <= 1
+    assert min(gains) > -0.02
     assert sum(gains) / len(gains) > 0.05
 
 
