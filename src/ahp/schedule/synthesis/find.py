@@ -15,7 +15,7 @@ from ahp.schedule.synthesis.bound import LowerBound, lower_bound
 from ahp.schedule.synthesis.codes import as_schedule
 from ahp.schedule.synthesis.fixed import Fixed, best_fixed
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
-from ahp.schedule.synthesis.search import Search
+from ahp.schedule.synthesis.search import Search, actions_tried
 
 NAME = "Synthesized"
 """What ``pipeline_parallel_schedule`` calls a schedule that was found."""
@@ -24,6 +24,10 @@ NAME = "Synthesized"
 SEEDS = 6
 """Searches at most for a V in half of 1F1B's memory while it is slower than 1F1B. [Empirical] Of 80 draws 4 are slower after the first, 2 after
 six, 1 after sixteen."""
+
+MOST_TRIED = 450_000
+"""Actions tried in these searches together, at most where the first is not longer: a second of processor time, 16 ranks and 256
+micro-batches three times."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ def synthesize(problem: Problem, *, seed: int = 0, effort: float = 1.0) -> Synth
     near = fixed is not None and search.good(fixed.makespan_s)
     orders, makespan_s = ([], inf) if near else search.best()
     if fixed is None and (limit_s := one_f_one_b_s(problem)) < makespan_s:
-        for other in range(seed + 1, seed + SEEDS):
+        each = effort * actions_tried(problem.num_ranks, problem.num_micro_batches)
+        for other in range(seed + 1, seed + min(SEEDS, int(MOST_TRIED / each))):
             found = Search(problem, bound.seconds, other, effort).best()
             orders, makespan_s = min((orders, makespan_s), found, key=lambda one: one[1])
             if makespan_s <= limit_s:
