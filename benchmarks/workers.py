@@ -188,6 +188,7 @@ def _serve(pipe: Connection, threads: int) -> None:
                 world_size=num_workers,
                 timeout=timedelta(seconds=JOIN_TIMEOUT_S),
             )
+            dist.barrier()  # else one that leaves at once, to join in another way, breaks off those that still connect to it
             value = function(rank, num_workers, *args)
             if dist.is_initialized():  # ranks that joined anew, in another order, have left already
                 dist.barrier()

@@ -9,7 +9,8 @@ from operator import gt
 
 from ahp.schedule.actions import Schedule
 from ahp.schedule.makespan import makespan
-from ahp.schedule.patterns import make, stage_ranks
+from ahp.schedule.patterns import make
+from ahp.schedule.registry import PLAIN
 from ahp.schedule.simulate import StageTimes, Timeline, simulate
 from ahp.schedule.synthesis.bound import LowerBound, lower_bound
 from ahp.schedule.synthesis.codes import as_schedule
@@ -85,7 +86,8 @@ def synthesize(problem: Problem, *, seed: int = 0, effort: float = 1.0) -> Synth
 def one_f_one_b_s(problem: Problem) -> float:
     """Seconds of 1F1B in all of its memory, the stages of each rank as one: what a V with split backwards can keep up with in half of that
     memory (arXiv 2405.15362). Infinite where the stages lie otherwise, or a rank has less."""
-    p, times, v_shape = problem.num_ranks, problem.times, stage_ranks("ZBVZeroBubble", problem.num_ranks, 2)
+    p, times = problem.num_ranks, problem.times
+    v_shape = (*range(p), *reversed(range(p)))
     half = [p / 2 * least * (1 - ROUNDING) for least in problem.least_bytes]
     if not problem.split or problem.stage_rank != v_shape or any(map(gt, half, problem.memory_bytes)):
         return inf
@@ -100,4 +102,4 @@ def one_f_one_b_s(problem: Problem) -> float:
         )
         for own in problem.stages_of
     ]
-    return makespan("1F1B", p, 1, problem.num_micro_batches, whole).makespan_s
+    return makespan(PLAIN, p, 1, problem.num_micro_batches, whole).makespan_s
