@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torchtitan.train
+from rivals.titan import arguments_of
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components import metrics
@@ -25,7 +26,6 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.models.llama3 import get_train_spec
-from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import register_train_spec
 
@@ -67,20 +67,6 @@ def on_gloo(parallelize: Callable[..., Any]) -> Callable[..., Any]:
         return model
 
     return build
-
-
-def arguments_of(given: Any) -> TransformerModelArgs:
-    keys = given.model_keys()
-    return TransformerModelArgs(
-        dim=keys["hidden_size"],
-        n_layers=keys["num_hidden_layers"],
-        n_heads=keys["num_attention_heads"],
-        n_kv_heads=keys["num_key_value_heads"],
-        vocab_size=keys["vocab_size"],
-        multiple_of=keys["intermediate_size"],  # it rounds 8/3 of the hidden size up to that
-        norm_eps=1e-6,  # transformers' LlamaConfig
-        rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),  # none
-    )
 
 
 def register(given: Any) -> None:

@@ -79,25 +79,31 @@ def _on_cpu() -> None:
             vars(module).update(device_type="cpu", device_module=torch.cpu)
 
 
-def _model(task: Task) -> Any:
-    """Its LLaMA with the weights of the task's, by its own adapter."""
+def arguments_of(task: Task) -> Any:
+    """torchtitan's arguments of the task's LLaMA."""
     from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
-    from torchtitan.models.llama3.model.model import Transformer
-    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
-    reference: LlamaForCausalLM = task.build()
     keys = task.model_keys()
-    arguments = TransformerModelArgs(
+    return TransformerModelArgs(
         dim=keys["hidden_size"],
         n_layers=keys["num_hidden_layers"],
         n_heads=keys["num_attention_heads"],
         n_kv_heads=keys["num_key_value_heads"],
         vocab_size=keys["vocab_size"],
         multiple_of=keys["intermediate_size"],  # it rounds 8/3 of the hidden size up to that
-        norm_eps=reference.config.rms_norm_eps,
+        norm_eps=1e-6,  # transformers' LlamaConfig
         rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),  # none
         max_seq_len=task.sequence_length,
     )
+
+
+def _model(task: Task) -> Any:
+    """Its LLaMA with the weights of the task's, by its own adapter."""
+    from torchtitan.models.llama3.model.model import Transformer
+    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+
+    reference: LlamaForCausalLM = task.build()
+    arguments = arguments_of(task)
     model = Transformer(arguments)
     weights = Llama3StateDictAdapter(arguments, None).from_hf(reference.state_dict())
     model.load_state_dict(weights)

@@ -120,7 +120,7 @@ def _read_python(text: str) -> Settings:
 
 
 def _base(tree: ast.Module) -> Settings:
-    """Module and function of torchtitan's own configuration that the file starts from; nothing where it calls none of them, or several."""
+    """The model and the flavor of the ``config_registry`` function that the file calls; empty if it calls none, or more than one."""
     homes: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom):
