@@ -68,13 +68,26 @@ class Row:
     predicted_reserved_bytes: int | None = None
 
 
-def run_side(case: Case, side: Side) -> dict[str, Any]:
-    """In a process of its own. Raises SystemExit with the end of what it said when it fails."""
-    command = [sys.executable, str(Path(__file__).with_name("gpu_side.py")), side, json.dumps(asdict(case))]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise RuntimeError(f"{side}: {' '.join(result.stderr.strip().splitlines()[-3:])}")
-    return json.loads(result.stdout.strip().splitlines()[-1])
+class SideProcess:
+    """One side in a process of its own, which imports at once and waits for its turn."""
+
+    def __init__(self, case: Case, side: Side) -> None:
+        self.side = side
+        command = [sys.executable, str(Path(__file__).with_name("gpu_side.py")), side, json.dumps(asdict(case))]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self) -> dict[str, Any]:
+        """Raises RuntimeError with the end of what it said when it fails."""
+        out, said = self.process.communicate("go\n")
+        if self.process.returncode:
+            raise RuntimeError(f"{self.side}: {' '.join(said.strip().splitlines()[-3:])}")
+        return json.loads(out.strip().splitlines()[-1])
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
 
 
 def agree(found: dict[Side, list[dict[str, Any]]], precision: str) -> str | None:
@@ -97,13 +110,18 @@ def measure(case: Case, sides: tuple[Side, ...], rounds: int, cluster: Any, name
         parallelism=case.parallelism(), engine={"name": "ahp", **case.engine()},
     )  # fmt: skip
     found: dict[Side, list[dict[str, Any]]] = {side: [] for side in sides}
-    for turn in range(rounds):
-        for side in sides if turn % 2 == 0 else sides[::-1]:
-            found[side].append(run_side(case, side))
+    turns = [(turn, side) for turn in range(rounds) for side in (sides if turn % 2 == 0 else sides[::-1])]
+    processes = [SideProcess(case, side) for _, side in turns]
+    try:
+        for (turn, side), process in zip(turns, processes, strict=True):
+            found[side].append(process.run())
             took = statistics.median(found[side][-1]["step_times_s"])
             print(
                 f"{' '.join(names)} {side}, round {turn + 1}/{rounds}: {1e3 * took:.1f} ms", file=sys.stderr, flush=True
             )
+    finally:
+        for process in processes:
+            process.end()
     if fault := agree(found, case.variant.precision):
         raise RuntimeError(fault)
     rows = []
@@ -160,11 +178,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="variants (default: all)"
     )
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="programs (default: all)")
     parser.add_argument("--sequence-length", type=int, default=4096, help="tokens (default: 4096)")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences of a step (default: 4)")
     parser.add_argument("--micro-batch-size", type=int, default=2, help="sequences at a time (default: 2)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side in a round (default: 10)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side (default: 2)")
+    parser.add_argument("--cluster", help="what ahp probe wrote on this machine (default: probe it quickly now)")
     options.add_output(parser, "a model of two thin layers; on a CPU where there is no GPU")
     arguments = parser.parse_args()
     if arguments.batch_size % arguments.micro_batch_size:
@@ -185,14 +205,14 @@ def main() -> int:
         print("benchmarks/gpu.py: torch finds no GPU here; --quick tries the script on a CPU", file=sys.stderr)
         return 2
     left_out: dict[str, str] = {}
-    sides = SIDES
-    if importlib.util.find_spec("accelerate") is None:
-        sides, left_out["trainer"] = SIDES[:2], "accelerate is not installed"
+    sides = tuple(side for side in SIDES if side in arguments.sides)
+    if "trainer" in sides and importlib.util.find_spec("accelerate") is None:
+        sides, left_out["trainer"] = sides[:-1], "accelerate is not installed"
     shape = (arguments.sequence_length, arguments.batch_size, arguments.micro_batch_size, arguments.steps)
     sizes, rounds = arguments.sizes, arguments.rounds
     if arguments.quick:
         shape, sizes, rounds = (64, 4, 2, 2), ["smoke"], 1
-    cluster = ahp.probe(quick=True, workers=1)
+    cluster = ahp.Cluster.load(arguments.cluster) if arguments.cluster else ahp.probe(quick=True, workers=1)
     rows: list[Row] = []
     for size in sizes:
         for name in arguments.only:

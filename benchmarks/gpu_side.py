@@ -62,12 +62,14 @@ class Case:
         }
 
     def build(self) -> LlamaForCausalLM:
-        """In fp32 on the CPU, alike for every side."""
+        """In fp32 on the device, alike for every side."""
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**self.model_keys(), use_cache=False, attn_implementation="sdpa")).train()
+        config = LlamaConfig(**self.model_keys(), use_cache=False, attn_implementation="sdpa")
+        with torch.device(self.device):
+            return LlamaForCausalLM(config).train()
 
     def batch(self, step: int) -> torch.Tensor:
         """Token ids int64 [batch, sequence]; all of them are scored."""
@@ -100,12 +102,9 @@ class Case:
 
 def ahp_step(case: Case) -> Callable[[torch.Tensor], float]:
     import torch
-    import torch.distributed as dist
 
     import ahp
 
-    backend = "nccl" if case.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     plan = {"job": case.job(), "parallelism": case.parallelism(), "engine": case.engine()}
     parallel = ahp.parallelize(case.build(), plan, device=torch.device(case.device))
     return lambda ids: parallel.step(parallel.shard({"input_ids": ids, "labels": ids})).loss
@@ -243,6 +242,14 @@ def _memory(device: str) -> dict[str, int | None]:
 
 
 def main(side: str, plain: dict[str, Any]) -> None:
+    """Imports what takes seconds, and begins when its standard input says so: the processes of a row are started together."""
+    import torch
+    import transformers
+
+    import ahp.runtime.parallel
+
+    assert all((torch, transformers, ahp))
+    sys.stdin.readline()
     case = Case(**{**plain, "variant": Variant(**plain["variant"])})
     steps = {"ahp": ahp_step, "plain": plain_step}
     print(json.dumps(timed(case, steps[side](case)) if side in steps else trained(case)), flush=True)

@@ -45,7 +45,7 @@ def test_steps_are_those_of_adamw_on_the_device_to_the_last_bit(device: torch.de
             for key in MOMENTS:
                 moments = kept.state[b][key]
                 assert moments.device.type == "cpu"
-                assert moments.is_pinned()
+                assert moments.is_pinned() or not moments.numel()  # torch calls no empty tensor pinned
                 assert torch.equal(plain.state[a][key].cpu(), moments)
 
 

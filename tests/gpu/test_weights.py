@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from ahp.runtime.torch_compat import local_tensor
 from ahp.runtime.weights import hf_export
 from ahp.runtime.weights.allocate import initial_weights
 from tests.runtime.models import JOB, VOCABULARY, batch
@@ -109,6 +110,6 @@ def test_a_run_on_the_gpu_goes_out_and_comes_back(precision: str, alone: torch.d
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     again = parallelize(on_meta("llama"), {"job": job, "init_from": str(tmp_path)})
     for name, parameter in trained.parameters.items():
-        rounded = parameter.detach().to(dtype)
+        rounded = local_tensor(parameter.detach()).to(dtype)
         assert torch.equal(loaded[name].detach(), rounded.cpu()), name
-        assert torch.equal(again.parameters[name].detach(), rounded.float()), name
+        assert torch.equal(local_tensor(again.parameters[name].detach()), rounded.float()), name

@@ -135,9 +135,11 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": labels}
 
 
-def reference(name: str, steps: int, eps: float = OPTIMIZER["eps"]) -> dict[str, Any]:
+def reference(
+    name: str, steps: int, eps: float = OPTIMIZER["eps"], device: torch.device | str = "cpu"
+) -> dict[str, Any]:
     """Plain PyTorch: loss and gradient norm of each step, final weights. A masked model's labels are not shifted."""
-    model = BUILDERS[name]()
+    model = BUILDERS[name]().to(device)
     first = 0 if "ForMaskedLM" in type(model).__name__ else 1
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=OPTIMIZER["learning_rate"], betas=OPTIMIZER["betas"], eps=eps,
@@ -145,7 +147,7 @@ def reference(name: str, steps: int, eps: float = OPTIMIZER["eps"]) -> dict[str,
     )  # fmt: skip
     losses, norms = [], []
     for step in range(steps):
-        data = batch(step)
+        data = {key: value.to(device) for key, value in batch(step).items()}
         output = (
             model(data["input_ids"]) if name in ("custom", "biased", "mixers") else model(input_ids=data["input_ids"])
         )

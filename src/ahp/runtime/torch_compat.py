@@ -308,6 +308,11 @@ MEMORY_EVENTS = 100_000
 """Of a GPU's memory history the newest that are kept, as in torchtitan (tools/profiling.py): some hundred MB at most."""
 
 
+def set_allocator(settings: str) -> None:
+    """As the variable of the environment has them: torch reads that once, and importing transformers is enough for it."""
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
 def begin_memory_history(device: torch.device) -> None:
     """Let a GPU's allocator note who takes and frees what; nothing on a CPU."""
     if device.type == "cuda":

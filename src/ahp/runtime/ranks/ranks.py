@@ -30,9 +30,9 @@ from ahp.runtime.ranks.device import (
     own_gpu,
 )
 from ahp.runtime.ranks.device_order import agreed_numbers, mesh_places
-from ahp.runtime.ranks.environment import gpu_variables
+from ahp.runtime.ranks.environment import ALLOCATOR, gpu_variables
 from ahp.runtime.ranks.meeting import MEET_S, meet
-from ahp.runtime.torch_compat import default_store, launchers_store, limit_time
+from ahp.runtime.torch_compat import default_store, launchers_store, limit_time, set_allocator
 
 MESH_ORDER = "ahp/mesh-order"
 """Prefix in the store of groups whose ranks are the places of a mesh."""
@@ -128,9 +128,11 @@ def rank_device(plan: Plan, wanted: torch.device | str | None = None) -> torch.d
         if given is not None and given.type not in BACKENDS:
             raise bad_input("device", str(wanted), "AHP computes on none such", valid=BACKENDS)
         _refuse_to_start(plan)
-        os.environ.update(gpu_variables(os.environ))
+        os.environ.update(ours := gpu_variables(os.environ))
         kind = given.type if given is not None else choose_device(local_world_size())
         device = own_gpu(given) if kind == "cuda" else torch.device("cpu")
+        if kind == "cuda" and ALLOCATOR[0] in ours:
+            set_allocator(ours[ALLOCATOR[0]])
         why = idle_gpus(local_world_size()) if given is None and kind == "cpu" else None
     if device.type == "cuda":
         torch.cuda.set_device(device)
