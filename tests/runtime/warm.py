@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ahp.graph.call import Documents
-from ahp.graph.outline import Outline, outline
+from ahp.graph.outline import Outline
 from ahp.job import Job
-from ahp.runtime import parallel as parallelize
-from ahp.runtime.sequence import own_tokens as context_blocks
+from ahp.runtime import inside
+from ahp.runtime.sequence import own_tokens
 from ahp.runtime.weights.hub_names import in_files
 from ahp.search.slicing.model import slice_outline
 from ahp.search.slicing.token_parts import TokenParts
@@ -25,12 +25,20 @@ from tests.runtime.models import MODELS, SEQUENCE
 
 _kept: dict[Any, Outline] = {}
 _kept_parts: dict[Any, tuple[TokenParts, ...]] = {}
-_parts_of_kinds = context_blocks._parts_of_kinds
+outline, _parts_of_kinds = inside.outline, own_tokens._parts_of_kinds
 
 
-def kept_outline(module: nn.Module, **asked: Any) -> Outline:
+def kept_outline(
+    module: nn.Module,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    dtype: torch.dtype | None = None,
+    documents: Documents | None = None,
+) -> Outline:
     """``outline``, found once for modules that are alike."""
-    key = _likeness(module), tuple(sorted(asked.items()))
+    asked = {"batch_size": batch_size, "sequence_length": sequence_length, "dtype": dtype, "documents": documents}
+    key = _likeness(module), tuple(asked.items())
     if key not in _kept:
         _kept[key] = outline(module, **asked)
     return _kept[key]
@@ -62,8 +70,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-parallelize.outline = kept_outline  # type: ignore[attr-defined]
-context_blocks._parts_of_kinds = kept_parts
+inside.outline = kept_outline
+own_tokens._parts_of_kinds = kept_parts
 torch.set_num_threads(1)  # a process with threads of its own must not be forked
 for build in MODELS.values():
     for micro_batch_size in (1, 2, 4):
