@@ -11,7 +11,7 @@ from ahp.cli.plan_job import ANY_PLAN, with_job
 from ahp.cli.train import read_request
 from ahp.errors import BadInput
 from ahp.forecast.step import price
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan
 from tests.search.small import small

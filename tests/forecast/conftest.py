@@ -129,6 +129,6 @@ def make_cluster(
 @pytest.fixture(scope="session")
 def tiny():
     """The catalogue's tiny LLaMA, traced once."""
-    from ahp.graph.trace import analyze
+    from ahp.graph.kept import analyze
 
     return analyze("tiny", Job(sequence_length=128))

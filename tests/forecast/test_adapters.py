@@ -11,8 +11,8 @@ import pytest
 import ahp
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.split import KeysWay, split
+from ahp.graph.kept import analyze
 from ahp.graph.operators import ModelGraph
-from ahp.graph.trace import analyze
 from ahp.plan import Forecast
 from tests.search.small import MODELS
 

@@ -11,7 +11,7 @@ from ahp.forecast.pricer import slowest_share
 from ahp.forecast.rules import asynchronous
 from ahp.forecast.step import price
 from ahp.forecast.units import UnitPricer
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 

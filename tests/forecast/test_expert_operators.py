@@ -12,7 +12,7 @@ from ahp.forecast.efficiency import Rates
 from ahp.forecast.expert_operators import ExpertOperators
 from ahp.forecast.kernels import kernels
 from ahp.forecast.split import split
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 
 RATES = Rates(find("GB200").device, None, 8)

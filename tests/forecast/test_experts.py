@@ -12,7 +12,7 @@ from ahp.forecast.rules import illegal
 from ahp.forecast.selective import kept_results, second_products
 from ahp.forecast.split import is_weight_product, split
 from ahp.forecast.step import price
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 

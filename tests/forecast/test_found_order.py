@@ -10,8 +10,8 @@ from ahp.forecast.found_order import ToOrder, found_order
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.priced import Priced
 from ahp.forecast.step import pricer
+from ahp.graph.kept import analyze
 from ahp.graph.operators import ModelGraph
-from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.legal import why_not

@@ -9,7 +9,7 @@ from ahp.forecast.axes import axes_of
 from ahp.forecast.communication import Network
 from ahp.forecast.split import is_weight_product
 from ahp.forecast.units import UnitPricer
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 

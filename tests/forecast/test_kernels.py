@@ -7,7 +7,7 @@ import pytest
 from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.kernels import kernels
 from ahp.forecast.split import split
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 
 SEQUENCE, HIDDEN, HEADS, KV_HEADS, FFN = 512, 256, 8, 2, 704

@@ -11,8 +11,8 @@ from ahp.cluster.model import Calibration, Cluster, GroupLink, Link, Measurement
 from ahp.forecast import margins
 from ahp.forecast.memory import fit_probability
 from ahp.forecast.step import price
+from ahp.graph.kept import analyze
 from ahp.graph.operators import ModelGraph
-from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 

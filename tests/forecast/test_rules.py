@@ -6,7 +6,7 @@ import pytest
 
 from ahp.errors import BadInput
 from ahp.forecast.rules import batch, illegal, products, tensor
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.search.ranking import search

@@ -3,9 +3,9 @@
 import pytest
 
 from ahp.forecast.split import split, way_of_keys
+from ahp.graph.kept import analyze
 from ahp.graph.models import build_model
 from ahp.graph.operators import Parameter, Segment
-from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.search.slicing.model import slice_model
 

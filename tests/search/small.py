@@ -22,8 +22,8 @@ from ahp.cluster.model import (
 )
 from ahp.divisors import divisors
 from ahp.engines.registry import names
+from ahp.graph.kept import analyze
 from ahp.graph.operators import ModelGraph
-from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE

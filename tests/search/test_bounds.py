@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import names
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.stages import layers_of_stages

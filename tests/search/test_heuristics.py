@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NothingFits
+from ahp.graph.kept import analyze
 from ahp.graph.operators import ModelGraph
-from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.search.anneal import anneal
 from ahp.search.encoding import NUM_GENES, Cube, Objective

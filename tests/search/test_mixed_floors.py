@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment, linprog
 
 from ahp.forecast.cell_columns import BETWEEN
 from ahp.forecast.stage_room import Positions, StageRoom
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.schedule.bounds import in_flight
 from ahp.schedule.patterns import make

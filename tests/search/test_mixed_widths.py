@@ -8,7 +8,7 @@ import pytest
 
 from ahp.errors import BadInput, NothingFits
 from ahp.forecast.step import forecast
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.search.mixed.widths import UnlikeWidths, _shared, unlike_widths
 from ahp.search.problem import Problem, problem

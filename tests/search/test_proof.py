@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster
 from ahp.errors import AhpError, NothingFits
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.search.bounds.space_bounds import Bounds

@@ -12,8 +12,8 @@ import ahp
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.errors import BadInput, NotExpressible, NothingFits
+from ahp.graph.kept import analyze
 from ahp.graph.operators import ModelGraph
-from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.search import explain

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from ahp.errors import BadInput
+from ahp.graph.kept import analyze
 from ahp.graph.operators import ModelGraph
-from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.search.problem import Problem, problem

@@ -8,7 +8,7 @@ import pytest
 
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.search.problem import problem

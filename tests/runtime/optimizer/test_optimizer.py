@@ -228,7 +228,7 @@ def test_the_forecast_counts_what_an_owner_holds(pool: Pool, axis: str) -> None:
     from ahp.cluster.model import Cluster
     from ahp.forecast import muon as forecast
     from ahp.forecast.step import pricer
-    from ahp.graph.trace import analyze
+    from ahp.graph.kept import analyze
 
     graph, job = analyze(LLAMA, Job(sequence_length=16)), Job.model_validate({**JOB, "optimizer": "muon"})
     priced = pricer(graph, Cluster.parse("2xH100-SXM-80GB"), job).muon

@@ -17,7 +17,7 @@ from ahp.forecast.activations import segment_memory
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
 from ahp.forecast.split import split, way_of_keys
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.runtime.tensor.sliced_dropout import with_own_numbers
 from tests.marks import cases
