@@ -4,6 +4,7 @@ The floors below have ``ahp.graph.torch_compat``. Operators (``torch.ops``, ``to
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 import os
@@ -229,6 +230,14 @@ def forget_meshes() -> None:
     ):
         if clear is not None:
             clear()
+    if torch.__version__ < (
+        2,
+        13,
+    ):  # the arguments of every sharding rule that was asked stay (pytorch/pytorch#181792), their mesh with them
+        for mesh in (one for one in gc.get_objects() if type(one) is DeviceMesh):
+            mesh._pg_registry = {
+                name: group for name, group in mesh._pg_registry.items() if group in distributed_c10d._world.pg_map
+            }
 
 
 def rendezvous_names() -> tuple[type, ...]:
