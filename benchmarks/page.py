@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first column to the left, the others to the right."""
-    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(['---', *['---:'] * (len(head) - 1)])}|"]
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, to_left: int = 1) -> str:
+    """A Markdown table; so many columns to the left, the others to the right."""
+    aligned = [*["---"] * to_left, *["---:"] * (len(head) - to_left)]
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(aligned)}|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 

@@ -202,13 +202,14 @@ def test_unlike_things_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("on_path")
-def test_a_lock_that_a_build_left_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["deepspeed_shm_comm", "fused_adam"])
+def test_a_lock_that_a_build_left_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     import rivals
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (tmp_path / "deepspeed_shm_comm").mkdir()
+    (tmp_path / name).mkdir()
     rivals.refuse_stale_locks()
-    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock = tmp_path / name / "lock"
     lock.touch()
     with pytest.raises(SystemExit, match=f"{lock}: a build that was ended left this lock"):
         rivals.refuse_stale_locks()

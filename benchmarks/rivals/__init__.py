@@ -15,10 +15,10 @@ from pathlib import Path
 def refuse_stale_locks() -> None:
     """End with a message where a build of an extension was ended half way: torch's builder waits for its lock for ever.
 
-    DeepSpeed builds its collectives for CPUs at first use. Asked before any worker starts, when nobody builds.
+    DeepSpeed builds its collectives and its AdamW for CPUs at first use. Asked before any worker starts, when nobody builds.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    if locks := sorted(root.glob("**/deepspeed_*/lock")):
+    if locks := [*sorted(root.glob("**/deepspeed_*/lock")), *sorted(root.glob("**/fused_adam/lock"))]:
         raise SystemExit(
             f"{locks[0]}: a build that was ended left this lock, and the next would wait for it; remove it"
         )
