@@ -86,8 +86,8 @@ def rows_of(graph: Any, cluster: Any, job: Any) -> tuple[list[list[str]], str]:
         add(f"all taken for {slowest.name}, equal shares", plan.parallelism.short(), took_s)
         break
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    certificate = found.certificate.words()
-    return rows, f"{certificate}. {seconds:.1f} s of processor time for the mixed search, peak memory {peak:,.0f} MiB."
+    proof = "; ".join(found.proof)
+    return rows, f"{proof}. {seconds:.1f} s of processor time for the mixed search, peak memory {peak:,.0f} MiB."
 
 
 def main() -> None:

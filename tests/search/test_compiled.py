@@ -76,8 +76,8 @@ def equals_brute_force(asked: Problem) -> None:
     assert certificate.rows == rows
     legal = certificate.alike + certificate.not_fit + certificate.fit + certificate.left
     assert certificate.broken + legal == certificate.rows
-    assert ranking.proof in ranking.best.why
-    assert "compiled and eager" in certificate.words()
+    assert ranking.best.why[1:4] == ranking.proof
+    assert "compiled and eager" in ranking.proof[0]
     for plan in ranking:
         used = replace(asked, engine=plan.engine).on(Cluster.resolve(plan.cluster or {}))
         assert used.price(plan.parallelism) == plan.forecast

@@ -74,8 +74,8 @@ def test_what_is_left_open_is_found_where_it_pays(graph: ModelGraph, cluster: ob
         if open_.families:  # what was the first leads them
             assert [step_s(plan) for plan in open_.families] == sorted(map(step_s, open_.families))
             assert len({plan.parallelism for plan in open_.families}) == len(open_.families)
-        assert open_.proof in best.why
-        assert "all this is about fixed patterns" in open_.proof
+        assert best.why[1:4] == open_.proof
+        assert "all this is about fixed patterns" in open_.proof[2]
         assert any("a schedule made for these stages takes" in line for line in best.why)
         assert all(step_s(plan) > step_s(best) for plan in open_.plans[1:])
         again = ahp.simulate(
@@ -90,7 +90,7 @@ def test_what_is_left_open_is_found_where_it_pays(graph: ModelGraph, cluster: ob
         assert Plan.load(tmp_path / "plan.yaml") == best
     else:
         assert best.parallelism.pipeline_parallel_schedule in PATTERNS
-        assert open_.proof == open_.certificate.words()
+        assert open_.proof == open_.certificate.lines()
 
 
 def test_the_best_of_each_family_stays_in_the_table(graph: ModelGraph) -> None:

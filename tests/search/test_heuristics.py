@@ -99,10 +99,9 @@ def test_the_verb_ranks_what_they_priced_and_proves_nothing(name: MethodName) ->
     legal = certificate.alike + certificate.not_fit + certificate.fit + certificate.left
     assert certificate.broken + legal == certificate.rows
     assert not certificate.proven
-    assert "is not proven" in certificate.words()
-    assert certificate.words().startswith(
-        f"Evaluated {certificate.forecasts:,} of {legal - certificate.alike:,} legal layouts by "
-    )
+    priced = certificate.forecasts + certificate.cuts + certificate.lightened
+    assert f"; {priced:,} forecast in full by " in ranking.proof[0]
+    assert ranking.proof[2].startswith("proven: nothing: a")
     exact = search(tiny(), "2x4xH100-SXM-80GB", JOB).certificate
     assert certificate.lowest_bound_left_s is not None
     assert certificate.lowest_bound_left_s <= exact.best_s <= certificate.best_s

@@ -79,12 +79,13 @@ def test_stages_of_zero_that_an_engine_runs_alike_are_forecast_once(pipeline: in
 
 @pytest.mark.slow
 def test_the_certificate_adds_up() -> None:
+    searched, left_out, _ = on_eight().proof
     certificate = on_eight().certificate
     legal = certificate.alike + certificate.not_fit + certificate.fit + certificate.left
     assert certificate.broken + legal == certificate.rows
-    assert f"{certificate.alike:,} run the same as another" in certificate.words()
+    assert f"{certificate.alike:,} same as another" in left_out
     assert certificate.lowest_bound_left_s is None or certificate.lowest_bound_left_s >= certificate.best_s
-    assert f"{certificate.rows:,} layouts" in certificate.words()
+    assert searched.startswith(f"searched: {certificate.rows:,} layouts")
 
 
 def test_zero_stages_that_an_engine_runs_alike_are_one_plan() -> None:

@@ -235,7 +235,7 @@ def show(found: Found, out: str, *, wide: bool = False) -> None:
 
 def explain_first(console: Console, ranking: Ranking) -> None:
     """Why the first plan is the first, without what the table's head has said."""
-    above = {ranking.proof, *([ranking.choice.words()] if ranking.choice else [])}
+    above = {*ranking.proof, *([ranking.choice.words()] if ranking.choice else [])}
     _listed(console, "Why #1", (reason for reason in ranking.best.why if reason not in above))
 
 
@@ -272,8 +272,6 @@ def twins_words(twins: int) -> str:
 
 def heading(found: Found) -> list[tuple[str, str]]:
     """Model, cluster, job, and three lines about the search, each after what it is about."""
-    from ahp.cli.searched import searched
-
     job, ranking = found.job, found.ranking
     tokens = f"{job.global_batch_size} sequences of {job.sequence_length} = {count(job.tokens_per_step)} tokens a step"
     chosen = f" (chosen, not given: {', '.join(found.chosen)})" if found.chosen else ""
@@ -287,7 +285,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         *([("Note", found.batch)] if found.batch else []),
         ("Engine", ranking.best.engine.words()),
         *([("Aim", ranking.objective.words())] if ranking.choice else []),
-        *searched(ranking),
+        *((name.capitalize(), words) for name, _, words in (line.partition(": ") for line in ranking.proof)),
         *([("Devices", ranking.choice.words())] if ranking.choice else []),
         *(("Note", note) for note in ranking.notes),
         *([] if ranking.current is None else [("Today", ranking.current.words())]),

@@ -83,14 +83,10 @@ def _rival(asked: Problem, ceiling_s: float) -> tuple[Fastest, Certificate]:
 
 def _because(ranking: Ranking, reason: str, other: Certificate | None = None) -> Ranking:
     """The ranking with the reason for the kernels of its plans, and with what was looked at of other kernels."""
-    if not reason:
-        return ranking
-    told, certificate = ranking.certificate.words(), ranking.certificate
     if other is not None:
-        certificate = certificate.beside(other)
-    first, *rest = (certificate.words() if line == told else line for line in ranking.best.why)
-    best = ranking.best.model_copy(update={"why": (first, reason, *rest)})
-    return replace(ranking, plans=(best, *ranking.plans[1:]), certificate=certificate)
+        ranking = replace(ranking, certificate=ranking.certificate.beside(other))
+    first, *rest = ranking.best.why
+    return ranking.told((first, *filter(None, [reason]), *rest))
 
 
 def ranking_by_speed(
@@ -125,10 +121,8 @@ def ranking_by_speed(
     misfits += explain.priced(used, space, nearby.misfits_to_price())
     large = explain.too_large(misfits, ordered.fastest[1], used.capacity_bytes)
     lost = tuple(explain.runner_up(pair, best) for pair in ranked[1:])
-    first, certain, *reasons = explain.why(
-        used, ranked, misfits, certificate.words(), nearby.floors(), what=ordered.title()
-    )
-    why = (first, certain, *ordered.words(), *reasons, *better.words_of(layout), *table.notes)
+    first, *reasons = explain.why(used, ranked, misfits, nearby.floors(), what=ordered.title())
+    why = (first, *ordered.words(), *reasons, *better.words_of(layout), *table.notes)
 
     def told_of(pair: Pair) -> Plan:
         return explain.plan(used, pair, (explain.runner_up(pair, best).reason,))

@@ -57,36 +57,10 @@ class Certificate:
         """As data for JSON."""
         return asdict(self)
 
-    def words(self) -> str:
-        """One line for people."""
-        if self.solver != "exact":
-            return self._of_solver()
-        found = (
-            f"Searched {self.rows:,} layouts{self._kernels()} in {self.search_s:.1f} s: {self.broken:,} break a rule, "
-            f"{self._alike()}{self.not_fit:,} do not fit, {self.fit:,} forecast and fit, {self.left:,} left"
-        )
-        if self.cuts:
-            found += f" ({self.cuts} other cuts into stages of the fastest)"
-        if self.lightened:
-            found += f" ({self.lightened} with fewer layers recomputed)"
-        if self.lowest_bound_left_s is None:
-            return found
-        bound = seconds(self.lowest_bound_left_s)
-        if self.proven:
-            return f"{found} that cannot be faster (none under {bound}{self._of_others()})"
-        return f"{found} not forecast: the best is not proven, a layout of {bound} may be among them"
-
-    def _of_solver(self) -> str:
-        """Of a solver with a budget: what it evaluated, and what that proves."""
-        legal = self.rows - self.broken - self.alike
-        found = f"Evaluated {self.forecasts:,} of {legal:,} legal layouts by {SOLVERS[self.solver]} in {self.search_s:.1f} s"
-        if self.proven:
-            return f"{found}: no other is faster"
-        bound = seconds(self.lowest_bound_left_s or 0.0)
-        return (
-            f"{found}: the best is not proven, a layout of {bound} may be among the others. The exact search proves "
-            "its best, in seconds on 16,384 devices too"
-        )
+    def lines(self) -> tuple[str, ...]:
+        """For people: what was searched, what was left out and what is proven."""
+        left_out = ", ".join(f"{number:,} {words}" for number, words in self._left_out() if number)
+        return f"searched: {self._searched()}", f"left out: {left_out or 'none'}", f"proven: {self._proven()}"
 
     def beside(self, other: Certificate) -> Certificate:
         """Of this search together with one of the same layouts with other kernels, whose best is no better."""
@@ -104,25 +78,45 @@ class Certificate:
             kernels=True,
         )
 
-    def _kernels(self) -> str:
-        return ", compiled and eager," if self.kernels else ""
+    def _searched(self) -> str:
+        kernels = ", compiled and eager," if self.kernels else ""
+        forecasts = self.forecasts + self.cuts + self.lightened
+        by = "" if self.solver == "exact" else f" by {SOLVERS[self.solver]}"
+        return f"{self.rows:,} layouts{kernels} in {self.search_s:.1f} s; {forecasts:,} forecast in full{by}"
 
-    def _alike(self) -> str:
-        return f"{self.alike:,} run the same as another, " if self.alike else ""
+    def _left_out(self) -> list[tuple[int, str]]:
+        """The rows that were not ranked, by the reason."""
+        unseen = "cannot be faster" if self.proven else "not looked at"
+        return [
+            (self.broken, "not allowed"),
+            (self.alike, "same as another"),
+            (self.not_fit, "too large"),
+            (self.left, unseen),
+        ]
 
-    def _of_others(self) -> str:
-        """What is known of the cuts into stages, and of the layers to recompute, that were not tried."""
-        settled, left = "", ""
-        floors = (
-            (self.any_cut_s, "however uneven the stages", "uneven stages"),
-            (self.any_part_s, "whichever layers are recomputed", "other layers recomputed"),
-        )
-        for floor_s, whatever, others in floors:
-            if floor_s is not None and floor_s >= self.found_s:
-                settled += f", {whatever}"
-            elif floor_s is not None:
-                left += f"; with {others} none under {seconds(floor_s)}"
-        return settled + left
+    def _proven(self) -> str:
+        """By the forecast, of the layouts that fit; what is not proven is said too."""
+        bound_s = self.lowest_bound_left_s
+        if self.proven or (bound_s is None and self.solver == "exact"):
+            rest = "" if bound_s is None else f": the rest takes at least {seconds(bound_s)}"
+            return f"nothing faster that fits was missed{rest}{self._other_choices()}"
+        may_be = "a faster layout" if bound_s is None else f"a layout of {seconds(bound_s)}"
+        more = "" if self.solver == "exact" else "; --method exact proves its best"
+        return f"nothing: {may_be} may be among those left out{more}"
+
+    def _other_choices(self) -> str:
+        """Of cuts into stages and of layers to recompute that were not tried."""
+        floors = ((self.any_cut_s, "uneven pipeline stages"), (self.any_part_s, "other layers recomputed"))
+        known = [(floor_s, others) for floor_s, others in floors if floor_s is not None]
+        settled = [others for floor_s, others in known if floor_s >= self.found_s]
+        left = [f"{others} (at least {seconds(floor_s)})" for floor_s, others in known if floor_s < self.found_s]
+        left += self._without_bound()
+        words = f"; no faster with {' or '.join(settled)}" if settled else ""
+        return f"{words}; not proven: {', '.join(left)}" if left else words
+
+    def _without_bound(self) -> list[str]:
+        """What nothing is known of but what was priced."""
+        return []
 
 
 def certified(

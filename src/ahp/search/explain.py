@@ -101,17 +101,15 @@ def why(
     used: Problem,
     ranked: list[Pair],
     misfits: list[Pair],
-    certificate: str,
     at_least_s: dict[str, float],
     what: str = "fastest of the layouts that fit",
 ) -> Iterator[str]:
-    """The reasons for the first of ``ranked``: what it costs, that nothing better was missed, decision by decision.
+    """The reasons for the first of ``ranked``: what it costs, then decision by decision.
 
     ``what`` says what the first is; ``at_least_s``: from ``Nearby.floors``, told where no layout that decides otherwise was worth pricing.
     """
     layout, best = ranked[0]
     yield headline(what, best)
-    yield certificate
     yield memory_words(best, used.capacity_bytes)
     if used.job.lora is not None:
         yield adapter_words(used)

@@ -168,11 +168,10 @@ def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) 
     )
     why = (
         explain.headline("a schedule made for its stages" if first.words else "as it is", first.forecast),
-        ranking.proof,
         *filter(None, [first.words]),
         explain.memory_words(first.forecast, holding.capacity_bytes),
         f"the following compares layouts under fixed patterns, of which {old.parallelism.short()} is the first:",
-        *(line for line in old.why if line != ranking.certificate.words()),
+        *old.why,
     )
     fixed = {**old.fixed, **({"pipeline_parallel_schedule": SYNTHESIZED} if asked.own_order else {})}
 
@@ -213,8 +212,7 @@ def _different(ranking: Ranking) -> list[Plan]:
 
 def _told(ranking: Ranking, line: str) -> Ranking:
     """The first plan with one reason more."""
-    best = ranking.best.model_copy(update={"why": (*ranking.best.why, line)})
-    return replace(ranking, plans=(best, *ranking.plans[1:]))
+    return ranking.told((*ranking.best.why, line))
 
 
 def _less_than_tied(plan: Plan, own: OwnOrder) -> str:

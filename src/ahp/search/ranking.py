@@ -79,7 +79,7 @@ def search(
     asked = problem(graph, cluster, job, constraints, engine)
     refuse_too_many(asked)
     if not aim.may_use_fewer:
-        ranking = with_own_orders(asked, ranking_with_any_kernels(asked, keep, current, by, TIED), keep)
+        ranking = _with_proof(with_own_orders(asked, ranking_with_any_kernels(asked, keep, current, by, TIED), keep))
         scale = Scale(aim, asked)
         return _beside_today(
             replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
@@ -90,6 +90,12 @@ def search(
     if by.name != "exact":
         raise bad_input("method", by.name, f"the objective {aim.name} is searched exactly", ["exact"])
     return _beside_today(_by_objective(asked, aim, keep, current))
+
+
+def _with_proof(ranking: Ranking) -> Ranking:
+    """The ranking whose first plan keeps what is proven of it, after what it takes."""
+    first, *rest = ranking.best.why
+    return ranking.told((first, *ranking.proof, *rest))
 
 
 def _beside_today(ranking: Ranking) -> Ranking:
@@ -106,7 +112,7 @@ def _by_objective(
     """The best number of devices searched in full, then the best plans of the other numbers."""
     choice = choose(asked, aim, keep)
     scale, used = choice.scale, choice.first.found.problem
-    ranking = ranking_by_speed(used, keep, None, Method())
+    ranking = _with_proof(ranking_by_speed(used, keep, None, Method()))
     first = _worth(scale, ranking.best)
     rivals = [(one, one.found.best, one.worth) for one in choice.others if one.found.best and one.worth]
     others = tuple(

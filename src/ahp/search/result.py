@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from ahp.plan import Plan, Rejected
 from ahp.search.certificate import Certificate
@@ -76,10 +76,10 @@ class Ranking:
         return self.faster or self.best
 
     @property
-    def proof(self) -> str:
-        """What was looked at, and what is proven of the first plan."""
-        own = self.own_order
-        return self.certificate.words() + (own.words() if own is not None and own.leads else "")
+    def proof(self) -> tuple[str, ...]:
+        """``searched: ...``, ``left out: ...`` and ``proven: ...`` of the first plan."""
+        own, lines = self.own_order, self.certificate.lines()
+        return (*lines[:-1], lines[-1] + own.words()) if own is not None and own.leads else lines
 
     @property
     def best(self) -> Plan:
@@ -99,7 +99,12 @@ class Ranking:
             f"{number:>{widths[0]}}  {layout:<{widths[1]}}  {step:>{widths[2]}}  {speed:>{widths[3]}}  {used:>{widths[4]}}  {reason}"
             for number, layout, step, speed, used, reason in rows
         )
-        return "\n".join([*aligned, self.proof])
+        return "\n".join([*aligned, *self.proof])
+
+    def told(self, why: Iterable[str]) -> Ranking:
+        """The same with these reasons of the first plan."""
+        best = self.best.model_copy(update={"why": tuple(why)})
+        return replace(self, plans=(best, *self.plans[1:]))
 
     def __iter__(self) -> Iterator[Plan]:
         return iter(self.plans)

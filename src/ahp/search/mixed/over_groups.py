@@ -67,22 +67,26 @@ class MixedCertificate(Certificate):
         """As data for JSON."""
         return {**super().plain(), "gap": self.gap}
 
-    def words(self) -> str:
-        """One line for people."""
-        found = (
-            f"Searched {self.shapes:,} shapes over {self.num_groups} groups of devices, and {self.rows - self.shapes:,} "
-            f"layouts of one group alone, in {self.search_s:.1f} s: {self.broken:,} break a rule, "
-            f"{self._alike()}{self.not_fit:,} do not fit, {self.placed:,} shapes placed, {self.forecasts:,} forecasts"
+    def _searched(self) -> str:
+        unlike = f", {self.unlike:,} of them with stages of unlike width" if self.unlike else ""
+        return (
+            f"{self.shapes:,} shapes over {self.num_groups} groups of devices and {self.rows - self.shapes:,} layouts of one group "
+            f"alone, in {self.search_s:.1f} s; {self.forecasts + self.unlike:,} forecast in full{unlike}"
         )
-        beside = (
-            f"; of stages of unlike width, which are none of these, {self.unlike:,} layouts were priced"
-            if self.unlike
-            else ""
-        )
-        if self.lowest_bound_left_s is None or self.proven:
-            return f"{found}; no other layout is faster{beside}"
+
+    def _left_out(self) -> list[tuple[int, str]]:
+        """Shapes have placements too, so that what is left does not add up with these."""
+        return super()._left_out()[:-1]
+
+    def _proven(self) -> str:
+        if self.proven or self.lowest_bound_left_s is None:
+            return super()._proven()
         bound = seconds(self.lowest_bound_left_s)
-        return f"{found}; no layout takes less than {bound}, so that the best is within {percent(self.gap)} of the optimum{beside}"
+        within = f"the best is within {percent(self.gap)} of the optimum: no layout takes under {bound}"
+        return f"{within}{self._other_choices()}"
+
+    def _without_bound(self) -> list[str]:
+        return ["stages of unlike width (no bound)"] if self.unlike else []
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def mixed_ranking(
         for plan in plans[1:]
         if plan.forecast is not None
     )
-    why = _why(asked, best, best_of[0], ranked, alone, certificate)
+    why = _why(asked, best, best_of[0], ranked, alone)
     first = best.model_copy(update={"why": (*why, *notes), "rejected": lost[: keep - 1]})
     others = [
         plan.model_copy(update={"why": (loser.reason,), "rejected": ()})
@@ -196,8 +200,7 @@ def _usable(asked: Problem) -> tuple[Problem, tuple[str, ...]]:
 
 
 def _with_notes(ranking: Ranking, notes: tuple[str, ...]) -> Ranking:
-    first = ranking.best.model_copy(update={"why": (*ranking.best.why, *notes)})
-    return replace(ranking, plans=(first, *ranking.plans[1:]), notes=(*ranking.notes, *notes))
+    return replace(ranking.told((*ranking.best.why, *notes)), notes=(*ranking.notes, *notes))
 
 
 def _groups(asked: Problem) -> list[Problem]:
@@ -293,14 +296,12 @@ def _not_spread(over: MixedOutcome | None, refusal: Exception | None) -> tuple[s
     return () if over is not None else (f"no layout over several groups: {refusal}",)
 
 
-def _why(
-    asked: Problem, best: Plan, used: Problem, ranked: list[Pair], alone: list[Alone], certificate: MixedCertificate
-) -> tuple[str, ...]:
+def _why(asked: Problem, best: Plan, used: Problem, ranked: list[Pair], alone: list[Alone]) -> tuple[str, ...]:
     assert best.forecast is not None, "plans of a search have one"
     pair = best.parallelism, best.forecast
     if used.cluster.is_mixed:
         floors = dict.fromkeys((name for name, _ in reasons.CHOICES), float("inf"))
-        words = explain.why(mixed_explain.on_fullest(asked, pair), ranked, [], certificate.words(), floors)
+        words = explain.why(mixed_explain.on_fullest(asked, pair), ranked, [], floors)
         yield_of = (
             *words,
             *mixed_explain.width(pair, ranked),
@@ -309,7 +310,6 @@ def _why(
             *mixed_explain.links(asked, pair),
         )
     else:
-        own = tuple(line for line in best.why if not line.startswith("Searched"))
-        yield_of = (own[0], certificate.words(), *own[1:], *mixed_explain.against_spread(used, ranked, best.forecast))
+        yield_of = (*best.why, *mixed_explain.against_spread(used, ranked, best.forecast))
     others = (mixed_explain.of_alone(one.name, one.ranking, one.refusal, best.forecast) for one in alone)
     return (*yield_of, *(line for one, line in zip(alone, others, strict=True) if one.problem is not used))

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from ahp.cli.searched import searched
 from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.search.method import Method
@@ -24,10 +23,14 @@ def ranking() -> Ranking:
 
 
 def words(ranking: Ranking) -> tuple[str, str, str]:
-    lines = searched(ranking)
-    assert [lead for lead, _ in lines] == ["Searched", "Left out", "Proven"]
-    first, second, third = (line for _, line in lines)
+    lines = [line.partition(": ") for line in ranking.proof]
+    assert [lead for lead, _, _ in lines] == ["searched", "left out", "proven"]
+    first, second, third = (line for _, _, line in lines)
     return first, second, third
+
+
+def test_the_first_plan_keeps_them_after_what_it_takes(ranking: Ranking) -> None:
+    assert ranking.best.why[1:4] == ranking.proof
 
 
 def counts(line: str) -> list[int]:
