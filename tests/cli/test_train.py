@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ahp.cli.overrides import split_overrides
 from ahp.config import Config, Constraints
 from ahp.errors import BadInput, HardwareMismatch
 from ahp.job import Job
-from ahp.plan import EngineChoice, Parallelism, Plan
+from ahp.plan import EngineChoice, Forecast, Parallelism, Plan
 from ahp.report import page
 from ahp.run_files import Status
 from ahp.runtime.compute import compile
@@ -82,6 +83,40 @@ def test_plan_is_run_as_it_is_and_told(plan_file: Path, capsys: pytest.CaptureFi
     assert (run / "sample.txt").read_text() == "def seed0():\n  pass\n"
 
 
+@pytest.mark.parametrize(("high_s", "off"), [(0.6, False), (0.3, True)])
+def test_a_step_outside_the_band_is_told_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], high_s: float, off: bool
+) -> None:
+    forecast = Forecast(
+        step_time_s=0.25, step_time_low_s=0.2, step_time_high_s=high_s, tokens_per_s_per_device=1.0, mfu=0.1,
+        mfu_peak="bf16 dense", memory_allocated_bytes=1, memory_reserved_bytes=1, fit_probability=1.0, fits=True,
+        step={"forward": 0.25}, memory={"parameters": 1},
+    )  # fmt: skip
+    Plan(job=Job(steps=STEPS), forecast=forecast).save(tmp_path / "plan.yaml")
+    assert main.main(args(tmp_path / "plan.yaml")) == 0
+    out = capsys.readouterr().out
+    assert ("2 times the prediction, outside its 90 % band" in out) == off
+    assert (f"ahp calibrate {tmp_path / 'run'}" in out) == off
+
+
+def test_a_finished_run_shows_the_sample_that_it_has(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = trainer.Trainer.run
+
+    def finished(self: trainer.Trainer) -> trainer.Outcome:
+        outcome = trained(self)
+        (self.folder.path / "sample.txt").write_text("def of_the_run():\n")
+        return replace(outcome, already_done=True)
+
+    monkeypatch.setattr(trainer.Trainer, "run", finished)
+    monkeypatch.setattr(generation, "generate", lambda *_: pytest.fail("the model was loaded"))
+    assert main.main(args(plan_file)) == 0
+    out = capsys.readouterr().out
+    assert "has finished; more --job.steps continue it" in out
+    assert "  | def of_the_run():" in out
+
+
 def test_a_sample_that_fails_fails_nothing(
     plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +159,7 @@ def test_json_is_one_object_with_the_result(plan_file: Path, capsys: pytest.Capt
     assert main.main(args(plan_file, "--json")) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["state"], result["step"], result["first_loss"], result["last_loss"]) == ("done", 3, 8.0, 6.0)
-    assert result["speed"] == {"median_s": 0.5, "predicted_s": 0.25, "tokens_per_s": 8.0}
+    assert result["speed"] == {"median_s": 0.5, "predicted_s": 0.25, "in_band": None, "tokens_per_s": 8.0}
     assert result["plan"]["job"]["steps"] == STEPS
 
 

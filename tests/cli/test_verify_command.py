@@ -31,7 +31,8 @@ def test_a_difference_is_told(
     assert command.run([str(tmp_path / "plan.yaml")]) == 1
     out = capsys.readouterr().out
     assert "NOT EQUAL" in out
-    assert "differs" in out
+    assert "more than allowed from step 2 on" in out
+    assert max(map(len, out.partition("Next: ")[0].splitlines())) <= 100
 
 
 def test_refuses_what_this_machine_cannot_hold() -> None:

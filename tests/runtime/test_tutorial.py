@@ -39,4 +39,4 @@ def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     first, second = (start["plan"] for start in starts if "plan" in start)
     assert first != second
     assert "tp2" in second
-    assert "equal: largest relative difference" in capsys.readouterr().out
+    assert "Equal: largest relative difference" in capsys.readouterr().out

@@ -75,7 +75,7 @@ def test_what_is_left_open_is_found_where_it_pays(graph: ModelGraph, cluster: ob
             assert [step_s(plan) for plan in open_.families] == sorted(map(step_s, open_.families))
             assert len({plan.parallelism for plan in open_.families}) == len(open_.families)
         assert best.why[1:4] == open_.proof
-        assert "all this is about fixed patterns" in open_.proof[2]
+        assert "all this is about torch's fixed patterns" in open_.proof[2]
         assert any("a schedule made for these stages takes" in line for line in best.why)
         assert all(step_s(plan) > step_s(best) for plan in open_.plans[1:])
         again = ahp.simulate(

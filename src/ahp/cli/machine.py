@@ -36,7 +36,7 @@ def measured(workers: int | None, run_folder: Path, cache: Path) -> Cluster:
         _say(f"other programs used the processor when {file} was measured, and do not now")
         known = None
     if known is not None:
-        _say(f"the machine as measured before: {known.source}; kept in {file} (delete it to measure again)")
+        _say(f"this machine was measured before: {known.source}; delete {file} to measure it again")
         return known
     cluster = _probed(count, run_folder)
     _keep(cluster, file)
@@ -101,7 +101,7 @@ def _first_line(content: bytes) -> bytes:
 
 
 def _probed(workers: int, run_folder: Path) -> Cluster:
-    _say("probing the machine, once; half a minute")
+    _say("measuring this machine once, for all runs: half a minute")
     bar = Progress(BarColumn(bar_width=24), TextColumn("probing: {task.description}"), transient=True)
     bar.console.stderr = True
     with bar:

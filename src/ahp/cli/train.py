@@ -25,7 +25,7 @@ from ahp.cli.overrides import split_overrides
 from ahp.cli.plan_job import with_job
 from ahp.config import HELP, Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput
-from ahp.plan import Plan, validated
+from ahp.plan import Forecast, Plan, validated
 from ahp.report.tables import console
 from ahp.run_files import Status, read_metrics
 from ahp.runtime.ranks import slurm
@@ -213,7 +213,7 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
     if request.plan is not None:
         return Prepared(train_plan.check(request.plan, folder), texts)
     if found is not None:
-        print(f"the plan is that of {folder.plan_file}: {found.parallelism.short()}", file=sys.stderr)
+        print(f"using the plan in {folder.plan_file}: {found.parallelism.short()}", file=sys.stderr)
         return Prepared(found, texts)
     assert config is not None
     plan = train_plan.search(config, folder, workers, top=arguments.top, quiet=arguments.json)
@@ -225,11 +225,12 @@ def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool
     from ahp.runtime.run.folder import RunFolder
 
     folder = RunFolder(outcome.folder)
+    plan = Plan.load(folder.plan_file)
     result: dict[str, Any] = {"folder": str(folder.path), **asdict(outcome.status)}
-    result["plan"] = json.loads(Plan.load(folder.plan_file).model_dump_json(exclude={"cluster"}))
+    result["plan"] = json.loads(plan.model_dump_json(exclude={"cluster"}))
     metrics = read_metrics(folder.metrics_file, ["step_time_s", "tokens_per_s"])
     if metrics:
-        result["speed"] = _speed(metrics)
+        result["speed"] = _speed(metrics, plan.forecast)
     if losses := [
         record["loss"] for record in metrics if record.get("loss") is not None
     ]:  # none of a step that was left out
@@ -238,9 +239,10 @@ def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool
     if held_out:
         result["validation_loss"] = held_out[-1]
     if outcome.status.state == "done":
-        result |= _sample(folder.path) if sample else {}
+        result |= _sample(folder.path, kept=outcome.already_done) if sample else {}
         text = [f"ahp generate {folder.path}"] if "sample" in result else []
-        result["next"] = [*text, f"ahp report {folder.path}", f"ahp explain {folder.plan_file}"]
+        calibrate = [f"ahp calibrate {folder.path}"] if result.get("speed", {}).get("in_band") is False else []
+        result["next"] = [*text, f"ahp report {folder.path}", f"ahp explain {folder.plan_file}", *calibrate]
     else:
         result["next"] = [command]
     result["report"] = _write_page(folder.path)
@@ -256,7 +258,9 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
     steps = result["plan"]["job"]["steps"]
     lines = [""]
     if already_done:
-        lines.append(f"{result['folder']} has finished already; another --run.folder starts anew.")
+        lines.append(
+            f"{result['folder']} has finished; more --job.steps continue it, another --run.folder starts anew."
+        )
     elif result["state"] != "done":
         lines.append(f"Interrupted ({result['cause']}) after step {result['step']} of {steps}; everything is saved.")
     if "last_loss" in result:
@@ -264,6 +268,11 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
         predicted = f", predicted {seconds(speed['predicted_s'])}" if speed["predicted_s"] is not None else ""
         lines.append(f"Loss     {result['first_loss']:.3f} -> {result['last_loss']:.3f} in {result['step']} steps")
         lines.append(f"Speed    {seconds(speed['median_s'])} a step{predicted}; {speed['tokens_per_s']:,.0f} tokens/s")
+        if speed["in_band"] is False:
+            ratio = speed["median_s"] / speed["predicted_s"]
+            lines.append(
+                f"         {ratio:.2g} times the prediction, outside its 90 % band; ahp calibrate corrects the next ones"
+            )
         if "validation_loss" in result:
             lines.append(f"Held out {result['validation_loss']:.3f}, the loss on text that it was not trained on")
     if "sample" in result:
@@ -274,28 +283,38 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
     return [*lines, next_words(result["next"], console().width)]
 
 
-def _speed(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median step, without the first of the run, which waits for allocations."""
-    times = sorted(record["step_time_s"] for record in metrics[1:] or metrics)
+def _speed(metrics: list[dict[str, Any]], forecast: Forecast | None) -> dict[str, Any]:
+    """Median step under the last plan, without the first of the run, which waits for allocations; whether the forecast's band holds it,
+    None without a forecast."""
+    predicted_s = metrics[-1].get("predicted_step_time_s")
+    same = [record for record in metrics[1:] or metrics if record.get("predicted_step_time_s") == predicted_s]
+    times = sorted(record["step_time_s"] for record in same)
     median = times[len(times) // 2]
     tokens = metrics[-1]["tokens_per_s"] * metrics[-1]["step_time_s"]
     return {
         "median_s": median,
-        "predicted_s": metrics[-1].get("predicted_step_time_s"),
+        "predicted_s": predicted_s,
+        "in_band": None
+        if forecast is None or predicted_s is None
+        else forecast.step_time_low_s <= median <= forecast.step_time_high_s,
         "tokens_per_s": tokens / median,
     }
 
 
-def _sample(folder: Path) -> dict[str, str]:
-    """Text from the trained model; nothing, and a line on stderr that says why, when there is none. The run stands either way."""
+def _sample(folder: Path, *, kept: bool) -> dict[str, str]:
+    """Text from the trained model, that of an earlier start where it is ``kept``; nothing, and a line on stderr that says why, when there is
+    none. The run stands either way."""
     from ahp.runtime.run.generate import Sampling, generate
 
+    file = folder / "sample.txt"
+    if kept and file.is_file():
+        return {"sample": file.read_text(encoding="utf-8").removesuffix("\n")}
     try:
         data = Plan.load(folder / "plan.yaml").job.data
         text = generate(
             folder, PROMPTS.get(data, "") if isinstance(data, str) else "", Sampling(max_new_tokens=SAMPLE_TOKENS)
         )
-        (folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
+        file.write_text(text + "\n", encoding="utf-8")
     except Exception as error:
         print(f"no sample: {_reason(error)}", file=sys.stderr)
         return {}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
+from ahp.cli.following import show_next
 from ahp.plan import Plan
+from ahp.report.tables import console
 
 if TYPE_CHECKING:
     from ahp.runtime.check.verify import Comparison
@@ -46,20 +48,34 @@ def run(argv: list[str]) -> int:
         print(json.dumps({"equal": equal, "steps": [{**asdict(row), "difference": row.difference} for row in rows]}))
     else:
         _print(rows, plan, equal)
-        print(f"Next: ahp train {file}" if equal else "Next: ahp verify with --steps 1, to see where it begins")
+        show_next(console(), [_following(arguments.plan, equal)])
     return 0 if equal else 1
 
 
+def _following(plan: Path, equal: bool) -> str:
+    """The next command: at its first step a difference comes from the forward or backward pass alone."""
+    if not equal:
+        return f"ahp verify {shlex.quote(str(plan))} --steps 1"
+    return f"ahp {'report' if plan.is_dir() else 'train'} {shlex.quote(str(plan))}"
+
+
 def _print(rows: list[Comparison], plan: Plan, equal: bool) -> None:
-    table = Table(title=f"{plan.parallelism.short()} against one device ({plan.job.precision})", title_justify="left")
-    for title in ("step", "loss", "one device", "gradient norm", "one device", "difference", "allowed"):
-        table.add_column(title, justify="right")
+    out = console()
+    layout = plan.parallelism
+    workers = f"{layout.world_size} worker{'s' * (layout.world_size != 1)}"
+    out.print(f"{layout.short()}, {plan.job.precision}", soft_wrap=True)
+    out.print(f"loss and gradient norm on {workers}, and on one process in plain PyTorch\n")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in ("step", "loss", "one process", "gradient norm", "one process", "difference", "allowed"):
+        table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        mark = "" if row.equal else "  <- differs"
         table.add_row(
             str(row.step), f"{row.loss:.6f}", f"{row.loss_one_device:.6f}", f"{row.grad_norm:.6f}",
-            f"{row.grad_norm_one_device:.6f}", f"{row.difference:.1e}{mark}", f"{row.tolerance:.1e}",
+            f"{row.grad_norm_one_device:.6f}", f"{row.difference:.1e}", f"{row.tolerance:.1e}",
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    out.print(table)
     worst = max(row.difference for row in rows)
-    print(f"{'equal' if equal else 'NOT EQUAL'}: largest relative difference {worst:.1e} over {len(rows)} steps")
+    told = f"largest relative difference {worst:.1e} in {len(rows)} steps"
+    if not equal:
+        told += f", more than allowed from step {next(row.step for row in rows if not row.equal)} on"
+    out.print(f"\n{'Equal' if equal else 'NOT EQUAL'}: {told}")

@@ -54,10 +54,10 @@ class FoundOrder:
     def words(self) -> str:
         """One line for people: what it gains, and how near it is to the best there can be."""
         before = self.before.parallelism.pipeline_parallel_schedule
-        less = f"{percent(self.gap)} less" if self.gap >= WORTH_SAYING else "less"
+        faster = f"more than {percent(self.gap)} faster" if self.gap >= WORTH_SAYING else "faster"
         return (
-            f"a schedule made for these stages takes {percent(self.gain)} less of a step than {before}; no order of them could "
-            f"take {less} than it ({self.bound.reason})"
+            f"a schedule made for these stages takes {percent(self.gain)} less of a step than {before}; no order of these stages is {faster} "
+            f"(bound: {self.bound.reason})"
         )
 
 

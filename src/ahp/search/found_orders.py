@@ -170,7 +170,7 @@ def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) 
         explain.headline("a schedule made for its stages" if first.words else "as it is", first.forecast),
         *filter(None, [first.words]),
         explain.memory_words(first.forecast, holding.capacity_bytes),
-        f"the following compares layouts under fixed patterns, of which {old.parallelism.short()} is the first:",
+        f"under torch's fixed patterns {old.parallelism.short()} would be the first, for these reasons:",
         *old.why,
     )
     fixed = {**old.fixed, **({"pipeline_parallel_schedule": SYNTHESIZED} if asked.own_order else {})}

@@ -162,7 +162,7 @@ def test_evaluates_and_exports_as_one_process(
     expected = plain_run("llama", 1)["losses"][0]
     assert all(one["mean"] == pytest.approx(expected, rel=1e-5) for one in found)
     assert {one["fault"] for one in found} == {
-        "all outputs and gradients are numbers, the loss or the norm alone overflows"
+        "all outputs and gradients are numbers; only the loss or the norm overflows"
     }
     written = {key: value for file in tmp_path.glob("*.safetensors") for key, value in load_file(file).items()}
     whole = BUILDERS["llama"]().state_dict()

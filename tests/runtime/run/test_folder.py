@@ -362,7 +362,7 @@ def test_a_run_whose_loss_was_no_number_goes_on_with_other_settings(folder: RunF
     """What the refusal advised was refused in that folder itself."""
     write_checkpoint(folder, 10, Plan())
     plan = Plan(job=Job.model_validate(changes))
-    with pytest.raises(BadInput, match=r"job\.(optimizer|precision|steps).*--run\.extend true says that this is meant"):
+    with pytest.raises(BadInput, match=r"job\.(optimizer|precision|steps).*--run\.extend true allows it"):
         check_same_job(folder, plan)
     told = check_same_job(folder, plan, extend=True)
     assert told is not None

@@ -74,4 +74,4 @@ def test_first_module_that_is_no_number_is_named(pool: Pool, kind: str, plan: st
     if rank is not None:
         assert said.endswith(f"(rank {rank})")
     if kind == "weight" and plan == "1f1b":
-        assert "up_proj, whose weight is none either" in said
+        assert "up_proj, whose weight is not a number either" in said

@@ -83,9 +83,9 @@ def verify(plan: Plan, *, steps: int = 10, say: Callable[[str], None] = lambda t
         raise bad_input("steps", steps, "must be at least 1")
     _refuse_too_large(plan)
     num_workers = plan.parallelism.world_size
-    say(f"running {plan.parallelism.short()} on {num_workers} workers for {steps} steps")
+    say(f"running {steps} steps of random tokens on {num_workers} workers: {plan.parallelism.short()}")
     found = json.loads(rehearsal.on_workers("ahp.runtime.check.verify", plan, choose_device(num_workers), str(steps)))
-    say("running one process")
+    say("running the same steps on one process")
     expected = list(one_device(plan, steps))
     first, last = TOLERANCES[plan.job.precision]
     return [

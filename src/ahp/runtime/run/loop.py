@@ -39,8 +39,8 @@ MOST_ROLLBACKS = 3
 """Times that ``run.on_nan: rollback`` goes back to one checkpoint before it stops: other batches have then failed from the same weights."""
 
 WAY_ON = (
-    "Go on with a lower job.optimizer.learning_rate, a longer job.optimizer.warmup_steps or job.precision fp32, and --run.extend true, which "
-    "lets a run change these"
+    "Continue with a lower job.optimizer.learning_rate, a longer job.optimizer.warmup_steps or job.precision fp32, and with "
+    "--run.extend true, which allows a run to change these"
 )
 
 
@@ -367,9 +367,9 @@ class Loop:
     def _diverged(self, step: StepUnderWay, why: str = "") -> Diverged:
         self.checkpoints.finish()
         saved = self.checkpoints.saved
-        kept = f"the checkpoint of step {saved} is kept" if saved is not None else "there was no checkpoint yet"
+        kept = f"the checkpoint of step {saved} is kept" if saved is not None else "there is no checkpoint yet"
         return Diverged(
-            f"{_numbers(step)}; {self.parallel.find_fault(step.part, step.result)}{why}. Training stopped, {kept}. {WAY_ON}"
+            f"{_numbers(step)}; {self.parallel.find_fault(step.part, step.result)}{why}. Training stopped; {kept}. {WAY_ON}"
         )
 
     def _note(self, text: str) -> None:
@@ -383,4 +383,4 @@ class Loop:
 
 
 def _numbers(step: StepUnderWay) -> str:
-    return f"step {step.number}: loss = {step.result.loss}, gradient norm = {step.result.grad_norm}"
+    return f"step {step.number}: loss = {step.result.loss:.6g}, gradient norm = {step.result.grad_norm:.6g}"

@@ -53,7 +53,9 @@ def _watch(seen: list[tuple[int, str]], index: int, name: str) -> Callable[[nn.M
         if any(bool((tensor.isnan() | tensor.isposinf()).any()) for tensor in tensors):
             weights = module.named_parameters()
             bad = next((n for n, p in weights if not local_tensor(p.detach()).isfinite().all()), None)
-            seen.append((index, (name or type(module).__name__) + (f", whose {bad} is none either" if bad else "")))
+            seen.append(
+                (index, (name or type(module).__name__) + (f", whose {bad} is not a number either" if bad else ""))
+            )
 
     return hook
 
@@ -62,9 +64,9 @@ def _words(found: list[tuple[tuple[int, str] | None, str | None]], order: list[s
     """``found``: of each rank the first fault of its forward (stage, module), and the last parameter with a bad gradient."""
     forward = min(((fault[0], rank, fault[1]) for rank, (fault, _) in enumerate(found) if fault), default=None)
     if forward is not None:
-        return f"the first module whose output is no number: {forward[2]} (rank {forward[1]})"
+        return f"the first module whose output is not a number: {forward[2]} (rank {forward[1]})"
     gradients = [(order.index(name), -rank, name) for rank, (_, name) in enumerate(found) if name]
     if gradients:
         _, rank, name = max(gradients)
-        return f"all outputs are numbers; the first gradient that backward finds to be none: {name} (rank {-rank})"
-    return "all outputs and gradients are numbers, the loss or the norm alone overflows"
+        return f"all outputs are numbers; the first gradient in backward that is not a number: {name} (rank {-rank})"
+    return "all outputs and gradients are numbers; only the loss or the norm overflows"

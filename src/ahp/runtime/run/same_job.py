@@ -48,7 +48,7 @@ def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> st
     else:
         told = f"the steps from {before['step'] + 1} on have {', '.join(changed.values())}"
     if told is not None and not extend:
-        differ = [f"{told}: --run.extend true says that this is meant"]
+        differ = [f"{told}; --run.extend true allows it"]
     for key, now in (("init_from", plan.init_from), ("model", plan.model)):
         if before.get(key) != now:
             differ.insert(0, f"{key} = {now!r} (the run has {before.get(key)!r})")

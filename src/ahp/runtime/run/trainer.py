@@ -175,7 +175,8 @@ class Trainer:
     def _take_up_again(self, failed: TrainingFailed, workers: int, order: WorkerSettings) -> WorkerSettings:
         """Put the folder back to the newest checkpoint, plan again where places are lost, and say so; the settings of the next start."""
         cause = str(failed).splitlines()[0]
-        say(f"{cause}; starting again")
+        step = self._saved_step()
+        say(f"{cause}. Starting again from {f'the checkpoint of step {step}' if step else 'the first step'}")
         if workers != self.plan.parallelism.world_size:
             if self.replan is None:
                 raise failed.because(
@@ -201,7 +202,7 @@ class Trainer:
             try:
                 order = self._plan_again(workers)
             except AhpError as error:
-                say(f"no plan for {workers} workers ({error}); going on with {before}")
+                say(f"no plan for {workers} workers ({error}); continuing with {before}")
                 restarts.stays(before)
         self._take_up(_grown(workers))
         return order
@@ -399,7 +400,7 @@ class Trainer:
             return self._of_rank(text, step, "hang", list(ended.killed), may_pass=step > 0)
         if ended.killed:
             rank, number = next(iter(ended.killed.items()))
-            hint = "; often the system ran out of memory" if number == signal.SIGKILL else ""
+            hint = " (often because the system is out of memory)" if number == signal.SIGKILL else ""
             # NCCL's watchdog aborts those that wait for the one that hangs.
             gone = [] if number == signal.SIGABRT else [rank]
             text = f"worker {rank} was ended by {number.name} after step {step}{hint}; {logs}"

@@ -76,7 +76,7 @@ def _bounds(paths: Paths) -> Iterator[tuple[float, str]]:
     for stage in range(problem.num_stages):
         first = problem.times[stage].first_forward_extra_s
         through = paths.start_s[stage] + first + paths.forward_s[stage] * m
-        yield through + paths.turn_s[stage] + paths.rest_s[stage], f"way of the last micro-batch from stage {stage} on"
+        yield through + paths.turn_s[stage] + paths.rest_s[stage], f"path of the last micro-batch from stage {stage} on"
         back = paths.start_s[stage] + first + paths.forward_s[stage] + paths.turn_s[stage]
         yield back + paths.gradient_s[stage] * (m - 1) + paths.rest_s[stage], f"gradients of stage {stage}"
     for rank, own in enumerate(problem.stages_of):
@@ -129,7 +129,7 @@ def _bounds_of_memory(paths: Paths, rank: int, s: int, busy_s: float) -> Iterato
     if problem.split:
         backwards_s += min(m, waiting + most) * problem.times[s].weight_gradient_s
     idle_s = max(0.0, paths.turn_s[s] - backwards_s)
-    yield busy_s + idle_s, f"memory of rank {rank}, at the begin and the end"
+    yield busy_s + idle_s, f"memory of rank {rank}, at the beginning and the end"
 
 
 def _most_s(m: int, memory: float, kinds: list[tuple[float, float]]) -> float:
