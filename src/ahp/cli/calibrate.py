@@ -35,7 +35,7 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class LocalParameters:
+class PricedRun:
     """One run beside its forecast, with nothing known of runs and with the ratio of all."""
 
     run: MeasuredRun
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[LocalParameters], dict[str, float]]:
+def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[PricedRun], dict[str, float]]:
     """The calibrated cluster of some runs, each of them beside its forecasts, and the ratio of each group where it has several."""
     from ahp.runtime.check.calibrate import calibrated, calibrated_groups, group_ratios, measured, without_calibration
     from ahp.runtime.run.folder import RunFolder
@@ -98,7 +98,7 @@ def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[LocalParameters], dic
     else:
         cluster = calibrated(cluster, [r.step_s / f.step_time_s for r, f in zip(runs, before, strict=True)], runs)
     after = [_forecast(plan, cluster) for plan in plans]
-    return cluster, [LocalParameters(*parts) for parts in zip(runs, plans, before, after, strict=True)], ratios
+    return cluster, [PricedRun(*parts) for parts in zip(runs, plans, before, after, strict=True)], ratios
 
 
 def _forecast(plan: Plan, cluster: Cluster) -> Forecast:
@@ -121,7 +121,7 @@ def _calibration(cluster: Cluster) -> dict[str, object]:
     return group.calibration.model_dump(mode="json")
 
 
-def _lines(cluster: Cluster, found: list[LocalParameters], ratios: dict[str, float]) -> list[str]:
+def _lines(cluster: Cluster, found: list[PricedRun], ratios: dict[str, float]) -> list[str]:
     from ahp.words import percent, seconds
 
     lines = []
