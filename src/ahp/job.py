@@ -41,13 +41,13 @@ class Optimizer(Record):
     decay_norms_and_biases: bool = True
     """Whether parameters of one dim decay too, as they do in torch where no groups are made."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Muon only: of its running mean of the gradient."""
+    """Muon only: decay of the running mean of the gradient."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps over which the rate rises linearly; step 0 already takes ``1 / warmup_steps`` of it."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """What the rate does after the warm-up, down to ``min_lr_factor`` of it at the last step of the job."""
     min_lr_factor: float = Field(default=0.1, ge=0, le=1)
-    """Share of the rate that is left at the last step; of no constant one. The name is torchtitan's."""
+    """Share of the rate that is left at the last step; not for constant. The name is torchtitan's."""
     decay_share: float = Field(default=0.2, gt=0, le=1)
     """wsd only: share of the job's steps, at the end, over which the rate falls."""
     grad_clip: float | None = Field(default=1.0, gt=0)

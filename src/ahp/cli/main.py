@@ -26,7 +26,7 @@ COMMANDS: dict[str, str] = {
     "compare": "two plans, runs or layouts side by side: what makes the difference",
     "explain": "where a plan's time and memory go, what binds, why no other layout",
     "train": "the main job: analyze, probe, search, run",
-    "verify": "a plan against one device, step by step, within tolerance",
+    "verify": "compare a plan with one process, step by step, within tolerance",
     "calibrate": "correct a cluster's forecasts by runs on it",
     "export": "a plan for Slurm, Kubernetes or another engine",
     "check": "judge another engine's configuration: cost, fit, lines to change",

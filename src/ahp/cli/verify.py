@@ -1,4 +1,4 @@
-"""``ahp verify``: a plan against one device, step by step."""
+"""``ahp verify``: a plan beside one process, step by step."""
 
 from __future__ import annotations
 
