@@ -117,7 +117,7 @@ def test_a_damaged_status_is_none_or_text(run: Path, content: str | bytes) -> No
 
 def test_slow_ranks_and_spikes_are_shown_as_text(run: Path) -> None:
     slow = {"rank": 3, "host": MARK, "ratio": 1.52, "reason": "processor", "why": "computes long", "since_step": 21}
-    spike = {"step": 57, "of": "loss", "value": 9.5, "median": 3.25}
+    spike = {"step": 57, "of": "grad_norm", "value": 9.512345678, "median": 3.25}
     noticed = {
         "slow_ranks": [{**slow, "plan": {"words": "12 % more tokens/s"}}, {**slow, "plan": 3}, {}, 3],
         "loss_spikes": [spike],
@@ -126,7 +126,17 @@ def test_slow_ranks_and_spikes_are_shown_as_text(run: Path) -> None:
     (run / "status.json").write_text(json.dumps(status))
     text = "".join(run_sections.noticed(run / "status.json"))
     assert "<img" not in text
-    for words in ("Slow ranks", "1.52", "computes long", "12\N{NO-BREAK SPACE}% more tokens/s", "Spikes", "57", "3.25"):
+    for words in (
+        "Slow ranks",
+        "1.52",
+        "computes long",
+        "12\N{NO-BREAK SPACE}% more tokens/s",
+        "Spikes",
+        "57",
+        "gradient norm",
+        ">9.512<",
+        "3.25",
+    ):
         assert words in text, words
     (run / "status.json").write_text(json.dumps({**status, "slow_ranks": 3, "loss_spikes": []}))
     assert run_sections.noticed(run / "status.json") == []

@@ -158,12 +158,14 @@ def noticed(status_file: Path) -> list[str]:
         parts.append(section("Slow ranks", table((*keys[:-1], "since step", "what another plan would gain"), rows)))
     if spikes := found.get("loss_spikes"):
         keys = "step", "of", "value", "median"
-        parts.append(section("Spikes", table((*keys[:-1], "median before"), [_row(one, keys) for one in spikes])))
+        words = [{**one, "of": "gradient norm" if one.get("of") == "grad_norm" else one.get("of")} for one in spikes]
+        parts.append(section("Spikes", table((*keys[:-1], "median before"), [_row(one, keys) for one in words])))
     return parts
 
 
 def _row(one: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
-    return tuple(str(one.get(key, "?")) for key in keys)
+    values = (one.get(key, "?") for key in keys)
+    return tuple(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
 
 
 def _planned(one: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from ahp.search.problem import Problem
 from ahp.words import percent, seconds
 
 ON_CPU = (
-    "eager blocks: on a CPU compiled ones saved 3 % of a small model's step, a third of the forecast, and took 16 s to "
+    "eager blocks: on a CPU compiled blocks saved 3 % of a small model's step, where 10 % were forecast, and took 16 s to "
     "compile (engine.compile true compiles them)"
 )
 """Measured with the model ``tiny`` on one thread (docs/decisions/compiled-or-eager.md)."""
