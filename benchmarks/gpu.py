@@ -137,6 +137,12 @@ def measure(case: Case, sides: tuple[Side, ...], rounds: int, cluster: Any, name
     return rows
 
 
+def of_cluster(given: str) -> Any:
+    import ahp
+
+    return ahp.Cluster.load(given) if Path(given).is_file() else ahp.Cluster.parse(given)
+
+
 def refused(variant: Variant, device: str) -> str | None:
     """Why a variant cannot run here."""
     if variant.precision != "fp8":
@@ -184,7 +190,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=2, help="sequences at a time (default: 2)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side in a round (default: 10)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side (default: 2)")
-    parser.add_argument("--cluster", help="what ahp probe wrote on this machine (default: probe it quickly now)")
+    parser.add_argument("--cluster", help="what ahp probe wrote, or a name of the catalogue (default: probe it quickly now)")
     options.add_output(parser, "a model of two thin layers; on a CPU where there is no GPU")
     arguments = parser.parse_args()
     if arguments.batch_size % arguments.micro_batch_size:
@@ -212,7 +218,7 @@ def main() -> int:
     sizes, rounds = arguments.sizes, arguments.rounds
     if arguments.quick:
         shape, sizes, rounds = (64, 4, 2, 2), ["smoke"], 1
-    cluster = ahp.Cluster.load(arguments.cluster) if arguments.cluster else ahp.probe(quick=True, workers=1)
+    cluster = of_cluster(arguments.cluster) if arguments.cluster else ahp.probe(quick=True, workers=1)
     rows: list[Row] = []
     for size in sizes:
         for name in arguments.only:

@@ -1,4 +1,4 @@
-"""Measured kernels on GPUs as rows that can be priced: from a JSON list, and the attention of two files beside this one."""
+"""Measured kernels on GPUs as rows that can be priced: from a JSON list, and from three files beside this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ahp.cluster.catalogue import find
-from ahp.forecast.gpu import Gpu
+from ahp.forecast.gpu import ElementWiseKind, Gpu
 
 CATALOGUE = {
     "A100-PCIe": "A100-PCIe-80GB", "B200-SXM": "B200-SXM", "NVIDIA A100 SXM": "A100-SXM-80GB",
@@ -30,6 +30,12 @@ LARGEST = "largest product"
 
 UNSEEN = "unseen attention"
 """A kind of row: what attention_unseen.yaml has, which no constant may be derived from."""
+
+OWN = "own "
+"""Kinds of rows begin with it that gpu_kernels.py measured. kernels.yaml says which of its constants are from them; ``--derive`` uses none."""
+
+HOST_BOUND = 2.0
+"""Times what the host took to launch it: a kernel that was shorter may have waited for the host, and is left out."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ def rows_of(path: Path) -> tuple[list[Row], int]:
             skipped += 1
         else:
             found.append(row)
-    return found + h100_attention() + unseen_attention(), skipped
+    return found + h100_attention() + unseen_attention() + own_rows(), skipped
 
 
 def _shaped(raw: dict[str, Any], device: str) -> Row:
@@ -155,6 +161,79 @@ def _passes_s(gpu: Gpu, forward: float, of: dict[str, Any], s: int) -> float:
     how = {"kernel": of["kernel"], "causal": of["causal"]}
     passes = {"forward": (1.0,), "backward": (2.5,), "both": (1.0, 2.5)}[of["phase"]]
     return sum(gpu.attention_s(n * forward, s, of["head_dim"], "bf16", backward=n > 1, **how) for n in passes)
+
+
+def own_rows() -> list[Row]:
+    """What gpu_kernels.py wrote on an H200, without what waited for the host."""
+    data = json.loads((Path(__file__).parent / "kernels_h200.json").read_text(encoding="utf-8"))
+    host_s = {row["operator"]: row["seconds"] for row in data["launches"]}
+    found = []
+    for section, of in OWN_SECTIONS.items():
+        slowest_s = HOST_BOUND * host_s["linear" if section in ("products", "eight_bit", "grouped") else "mul"]
+        for number, raw in enumerate(data[section]):
+            if raw["seconds"] > slowest_s and (row := of(f"h200-{section}-{number}", raw)) is not None:
+                found.append(row)
+    return found
+
+
+OWN_DEVICE = "H200-SXM-141GB"
+
+
+def _own_product(name: str, raw: dict[str, Any]) -> Row | None:
+    precision = raw.get("dtype", "fp8")
+    if precision == "tf32":
+        return None
+    sides = raw["m"], raw["n"], raw["k"]
+    detail = f"{raw['layout']} {precision}" if "layout" in raw else f"fp8, a scale a {raw['scales']}"
+    if not raw.get("fast_accumulate", True):
+        detail += ", fp32 sums"
+    detail += f", {'long' if raw['seconds'] > LONG_S else 'short'}"
+    return Row(
+        name, OWN_DEVICE, f"{OWN}product", detail, raw["seconds"], lambda gpu: gpu.product_s(1, *sides, precision)
+    )
+
+
+def _own_group(name: str, raw: dict[str, Any]) -> Row:
+    m, n, k = raw["m"], raw["n"], raw["k"]
+    sides = {"fwd": (m, n, k), "bwd_grad_act": (m, k, n), "bwd_grad_w": (n, k, m)}[raw["stage"]]
+    predict = lambda gpu: gpu.grouped_s(raw["groups"], *sides, "bf16", kernel="torch")  # noqa: E731
+    detail = f"{raw['stage']}, {'even' if raw['even'] else 'uneven'}"
+    return Row(name, OWN_DEVICE, f"{OWN}grouped product", detail, raw["seconds"], predict)
+
+
+def _own_attention(name: str, raw: dict[str, Any]) -> Row | None:
+    if raw["kernel"] == "efficient":
+        return None
+    s, d, backward, causal = raw["sequence"], raw["head_dim"], raw["phase"] == "backward", raw["causal"]
+    flops = 4.0 * raw["batch"] * raw["heads"] * s * s * d * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
+    how = {"backward": backward, "kernel": raw["kernel"], "causal": causal}
+    predict = lambda gpu: gpu.attention_s(flops, s, d, "bf16", **how)  # noqa: E731
+    return Row(name, OWN_DEVICE, f"{OWN}attention", f"{raw['kernel']} {raw['phase']}, {d}", raw["seconds"], predict)
+
+
+OWN_KINDS: dict[str, ElementWiseKind] = {
+    "rms_norm": "norm", "rms_norm backward": "norm", "layer_norm": "norm", "layer_norm backward": "norm", "softmax": "norm",
+    "dropout": "norm", "embedding": "gather", "embedding backward": "gather", "AdamW fused": "optimizer",
+}  # fmt: skip
+"""All others stream. Cross-entropy is several kernels, and AdamW without ``fused`` as many as it has operators."""
+
+UNVECTORIZED = ("bf16 to fp32", "logits to fp32")
+
+
+def _own_element_wise(name: str, raw: dict[str, Any]) -> Row | None:
+    kernel = raw["kernel"]
+    if kernel.startswith("cross_entropy") or kernel == "AdamW foreach":
+        return None
+    predict = lambda gpu: gpu.element_wise_s(raw["bytes"], kind=OWN_KINDS.get(kernel, "stream"))  # noqa: E731
+    if kernel in UNVECTORIZED:
+        predict = lambda gpu: gpu.unvectorized_s(raw["bytes"] / 6)  # noqa: E731
+    return Row(name, OWN_DEVICE, f"{OWN}element-wise", kernel, raw["seconds"], predict)
+
+
+OWN_SECTIONS: dict[str, Callable[[str, dict[str, Any]], Row | None]] = {
+    "products": _own_product, "eight_bit": _own_product, "grouped": _own_group, "attention": _own_attention,
+    "element_wise": _own_element_wise,
+}  # fmt: skip
 
 
 def _largest(raw: dict[str, Any], device: str) -> Row:

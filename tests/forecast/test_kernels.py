@@ -95,3 +95,16 @@ def test_a_loss_that_is_not_fused_keeps_its_logits_in_fp32(tiny):
     kept = {fused: sum(kernels(tiny.head, "fused", fused_loss=fused).saved_bytes.values()) for fused in (True, False)}
     logits = next(op.outputs[0].numel for op in tiny.head.phase("forward") if op.flops > 0)
     assert kept[False] - kept[True] >= 4 * logits - 2 * logits
+
+
+def test_eager_kernels_that_compute_addresses_are_casts_to_wider_types_and_products_with_something_repeated():
+    segment = block("llama", "flash")
+    run = kernels(segment, "eager")
+    found = {(op.name, op.module) for op in segment.phase("forward") if op.index in run.unvectorized}
+    norms = {("aten._to_copy", norm) for norm in ("input_layernorm", "post_attention_layernorm")}
+    norms |= {("aten.mul", norm) for _, norm in norms}  # with one number a token, and with the weight
+    assert found == {*norms, ("aten.mul", "self_attn"), ("aten.cat", "self_attn")}  # rotary positions
+    narrower = [op for op in segment.operators if op.name == "aten._to_copy" and op.outputs[0].dtype == "bfloat16"]
+    assert narrower
+    assert not run.unvectorized & {op.index for op in narrower}
+    assert not kernels(segment, "fused").unvectorized

@@ -41,7 +41,7 @@ def test_a_column_is_each_way_alone(engine: str, data: st.DataObject) -> None:
                 assert {part: count[way, rank] for part, count in together.items()} == alone
             copied = cast_bytes(traits, shards.dense), gradient_copy_bytes(traits, shards.dense, m)
             assert tuple(part[way, 0] for part in moved) == copied
-            assert last_copy_bytes(of.traits)[way, 0] == last_copy_bytes(traits)
+            assert last_copy_bytes(of.traits, m)[way, 0] == last_copy_bytes(traits, m)
 
 
 @settings(max_examples=5, deadline=None)

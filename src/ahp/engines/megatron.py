@@ -127,6 +127,7 @@ class MegatronEngine(Engine):
                 tokens_once_to_a_node=True,
                 overlap_between_nodes=1.0,
                 fused_permutation=True,  # --moe-permute-fusion
+                launched_one_by_one=True,  # --moe-grouped-gemm: Transformer Engine's GroupedLinear, cuBLAS on several streams
                 one_graph_in_mxfp8=has("experts_in_one_graph"),
             ),
             pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True),

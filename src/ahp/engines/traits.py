@@ -202,6 +202,8 @@ class ExpertTraits(NamedTuple):
     """Share of the all-to-alls that can hide behind the opposite pass of another micro-batch, where they cross nodes."""
     fused_permutation: bool = False
     """Whether tokens are put in the order of their experts, and back, by one kernel each, backward as forward; else by torch's indexing."""
+    launched_one_by_one: bool = False
+    """Whether the product of each expert is a kernel of its own; else torch's grouped product computes all of them in one."""
     one_graph_in_mxfp8: bool = False
     """Whether in 8 bits on Blackwell (MXFP8) a step is one CUDA graph, which no launch holds up: experts' products are one kernel with
     activations and casts, attention is in 8 bits too, and all-to-alls may run beside the opposite pass on one node as well."""

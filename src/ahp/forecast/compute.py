@@ -245,17 +245,26 @@ class _Moves:
     """Elements of which it takes an exponential."""
     dtype: str
     kind: ElementWiseKind
+    unvectorized: int
+    """Elements that a GPU computes the address of one by one."""
     launched: bool
 
     @classmethod
     def of(cls, op: Operator, kernels: Kernels) -> _Moves:
         exponentials = max((spec.numel for spec in op.outputs), default=0) if _is_exponential(op) else 0
         moved, launched = kernels.moved_bytes.get(op.index, 0.0), op.index in kernels.launched
-        return cls(moved, exponentials, _dtype(op), kind_of(op.name), launched)
+        unvectorized = op.outputs[0].numel if op.index in kernels.unvectorized else 0
+        return cls(moved, exponentials, _dtype(op), kind_of(op.name), unvectorized, launched)
 
     def seconds(self, share: float, rates: Rates) -> float:
         """Of a rank that does this share of it."""
-        busy_s = rates.element_wise_s(self.moved_bytes * share, self.exponentials * share, self.dtype, kind=self.kind)
+        busy_s = rates.element_wise_s(
+            self.moved_bytes * share,
+            self.exponentials * share,
+            self.dtype,
+            kind=self.kind,
+            unvectorized=self.unvectorized * share,
+        )
         return busy_s + (_host_s(rates) if self.launched else 0.0)
 
 
@@ -305,8 +314,9 @@ def operator_s(
     added = {"output_bytes": 4.0, "accumulate": True} if accumulates and is_weight_gradient(op) else {}
     if op.name in GROUPED:
         if fp8 is None or not fp8.experts:
-            return max(rates.grouped_s(*shape, named, **added), moved / rates.bytes_per_s) + host_s
-        busy_s = rates.grouped_s(*shape, "fp8", one_kernel=fp8.fused_experts, **added)
+            busy_s = rates.grouped_s(*shape, named, kernel=kernels.grouped, **added)
+            return max(busy_s, moved / rates.bytes_per_s) + host_s
+        busy_s = rates.grouped_s(*shape, "fp8", kernel="fused" if fp8.fused_experts else kernels.grouped, **added)
         cast_bytes = 0.0 if fp8.fused_experts and reads_chain else _cast_bytes(op, shape, fp8)
         return max(busy_s, moved / 2 / rates.bytes_per_s) + cast_bytes / rates.bytes_per_s + host_s
     if fp8 is None or op.name in BATCHED:

@@ -113,7 +113,7 @@ class DataParallel:
         """Bytes moved per weight element: cast to compute and gradients copied for each micro-batch, and copied after the last."""
         traits, shards = self.traits, self.shard.size
         each = cast_bytes(traits, shards), gradient_copy_bytes(traits, shards, self.micro_batches)
-        return float(each[0]), float(each[1]), float(last_copy_bytes(traits))
+        return float(each[0]), float(each[1]), float(last_copy_bytes(traits, self.micro_batches))
 
     def gather_s(self, weights: CommUnit, network: Times, stage: StageParameters | None = None) -> float:
         """Seconds of gathering one unit. ``stage``: what its stage holds; None = whatever it may hold, the least that it takes."""

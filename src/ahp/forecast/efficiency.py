@@ -11,7 +11,7 @@ import numpy as np
 
 from ahp.cluster.model import Device, Measurements
 from ahp.forecast import constants
-from ahp.forecast.gpu import AttentionKernel, ElementWiseKind, Gpu
+from ahp.forecast.gpu import AttentionKernel, ElementWiseKind, Gpu, GroupedKernel
 from ahp.forecast.tables import PRECISION_OF, Attention, ElementWise, nearest_workers
 
 CPU_PRODUCT = constants.value("cpu_product")
@@ -43,6 +43,8 @@ def kind_of(name: str) -> ElementWiseKind:
     """How a traced element-wise operator (aten's name) uses the memory of a GPU."""
     if any(part in name for part in GATHERS):
         return "gather"
+    if "log_softmax" in name:
+        return "log_softmax_backward" if "backward" in name else "log_softmax"
     return "norm" if any(part in name for part in NORMS) else "stream"
 
 
@@ -109,24 +111,34 @@ class Rates:
         *,
         output_bytes: float | None = None,
         accumulate: bool = False,
-        one_kernel: bool = False,
+        kernel: GroupedKernel = "each",
     ) -> float:
-        """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts, in ``one_kernel`` or one after another."""
+        """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts; ``kernel``: by which, where it was not measured."""
         if self.gpu is None or precision in self._samples:
             return self.matmul_s(groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate)
         return self.gpu.grouped_s(
-            groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate, one_kernel=one_kernel
+            groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate, kernel=kernel
         )
 
     def element_wise_s(
-        self, moved_bytes: float, exponentials: float, dtype: str, *, kind: ElementWiseKind = "stream"
+        self,
+        moved_bytes: float,
+        exponentials: float,
+        dtype: str,
+        *,
+        kind: ElementWiseKind = "stream",
+        unvectorized: float = 0.0,
     ) -> float:
         """Seconds of an element-wise operator on tensors of ``dtype`` (torch's name).
 
         ``exponentials``: elements of which it takes an exponential; on a GPU these hide behind memory. Tensors that fit in
         a cache move faster than memory streams: as fast as ``add`` was measured at their size, where it was. ``kind``: how
-        a GPU that was not measured moves them (``kind_of``).
+        a GPU that was not measured moves them (``kind_of``). ``unvectorized``: elements that a GPU computes the address of
+        one by one (``Kernels.unvectorized``).
         """
+        if unvectorized and self.gpu is not None:
+            by_memory_s = self.element_wise_s(moved_bytes, exponentials, dtype, kind=kind)
+            return max(by_memory_s, self.gpu.unvectorized_s(unvectorized))
         precision = PRECISION_OF.get(dtype, "fp32")
         moved_s = self._element_wise.add_s(moved_bytes, precision)
         if moved_s is None:

@@ -27,8 +27,14 @@ torch takes that reads a mask."""
 EFFICIENT: AttentionKernel = "flash1"
 """torch's efficient kernel is of the speed of FlashAttention's first generation (arXiv 2307.08691)."""
 
-ElementWiseKind = Literal["stream", "norm", "gather", "cross_entropy", "optimizer"]
-"""stream: add, copy, cast; norm: norms, softmax, dropout; gather: embedding, permutation; the fused loss; AdamW."""
+GroupedKernel = Literal["each", "torch", "fused"]
+"""Products of experts: launched one by one, several at once (Transformer Engine); torch's one kernel for all (torch._grouped_mm), as fast as single products
+of Ampere's kind are; one persistent kernel with what lies between two products."""
+
+ElementWiseKind = Literal[
+    "stream", "norm", "gather", "cross_entropy", "optimizer", "log_softmax", "log_softmax_backward"
+]  # fmt: skip
+"""stream: add, copy, cast; norm: norms, softmax, dropout; gather: embedding, permutation; the fused loss; AdamW; softmax over the vocabulary."""
 
 MIB_BYTES = 2**20
 
@@ -118,16 +124,13 @@ class Gpu:
         *,
         output_bytes: float | None = None,
         accumulate: bool = False,
-        one_kernel: bool = False,
+        kernel: GroupedKernel = "each",
     ) -> float:
-        """A product (m, k) x (k, n) for each of ``groups`` experts.
-
-        ``one_kernel``: all in one (torch._grouped_mm, CUTLASS); else launched one by one, several at once.
-        """
-        if one_kernel:
+        """A product (m, k) x (k, n) for each of ``groups`` experts."""
+        if kernel == "fused":
             return self.product_s(groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate)
         seconds = self._product_s(groups, m, n, k, precision, output_bytes, accumulate, False)
-        return max(seconds, groups * self._data["groups"]["launch_s"])
+        return seconds if kernel == "torch" else max(seconds, groups * self._data["groups"]["launch_s"])
 
     def attention_s(
         self,
@@ -181,9 +184,22 @@ class Gpu:
     @property
     def _exponentials_per_s(self) -> float:
         """Of the whole device, from its fp32 peak, which has the clock and the SMs in it."""
-        per_fma = self._data["attention"]["exponentials_per_fma"]
-        ratio = self._entry.get("exponentials_per_fma", per_fma[self.generation])
-        return ratio * self._peak("fp32") / 2.0
+        return self._exponentials_per_fma * self._peak("fp32") / 2.0
+
+    @property
+    def _exponentials_per_fma(self) -> float:
+        of_generation = self._data["attention"]["exponentials_per_fma"][self.generation]
+        return self._entry.get("exponentials_per_fma", of_generation)
+
+    @property
+    def _sm_clocks_per_s(self) -> float:
+        """SMs times their clock: of its multiply-adds a clock an SM does 64 where 16 exponentials are a quarter, else 128."""
+        of_generation = self._data["attention"]["exponentials_per_fma"][self.generation]
+        return self._peak("fp32") / 2.0 * min(of_generation, self._exponentials_per_fma) / 16
+
+    def unvectorized_s(self, elements: float) -> float:
+        """An element-wise kernel that computes an address for each of its ``elements``, whatever memory takes."""
+        return elements / (self._data["unvectorized"]["elements"] * self._sm_clocks_per_s)
 
     def element_wise_s(self, moved_bytes: float, *, kind: ElementWiseKind = "stream") -> float:
         """A kernel bound by memory; what fits in the level-2 cache moves faster."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.engines.traits import ContextWay, FewKeys, Traits
-from ahp.forecast.gpu import AttentionKernel, takes_cudnn
+from ahp.forecast.gpu import AttentionKernel, GroupedKernel, takes_cudnn
 from ahp.forecast.kernels import Fusion
 
 
@@ -36,6 +36,8 @@ class KernelOptions(NamedTuple):
     folded_experts: bool
     few_keys: FewKeys
     fused_permutation: bool
+    grouped: GroupedKernel
+    """For products of experts."""
     one_graph: bool
     """The host launches one CUDA graph for a step."""
     expert_overlap_on_a_node: float
@@ -82,6 +84,7 @@ class KernelOptions(NamedTuple):
             loss_chunk_tokens=traits.kernels.loss_chunk_tokens,
             weight_bytes=traits.states.compute_weight_bytes or traits.states.master_weight_bytes,
             fused_permutation=traits.experts.fused_permutation,
+            grouped="each" if traits.experts.launched_one_by_one else "torch",
             one_graph=one_graph,
             expert_overlap_on_a_node=float(one_graph),
             expert_operators=traits.host.experts_operators,

@@ -8,10 +8,13 @@ between them stays in registers, and what autograd would keep of them is made ag
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from ahp.forecast.division import GROUPED
+from ahp.forecast.efficiency import kind_of
+from ahp.forecast.gpu import GroupedKernel
 from ahp.graph.operators import Operator, Segment
 
 Fusion = Literal["traced", "eager", "modules", "fused"]
@@ -41,11 +44,15 @@ class Kernels:
     """Kept from forward to backward of a forward operator's output; zeros are left out."""
     saved_input_bytes: float
     """The segment's own input, kept where a chain that starts with it is made again and nothing else keeps it."""
+    unvectorized: frozenset[int] = frozenset()
+    """Operators that are torch's own kernel on a GPU, and one that computes an address for each element."""
+    grouped: GroupedKernel = "torch"
+    """Which kernel computes products of experts."""
     one_graph: bool = False
     """Whether who made the kernels saw both passes: of results that a policy keeps, those that nothing reads are left out."""
 
 
-def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False) -> Kernels:
+def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False, grouped: GroupedKernel = "torch") -> Kernels:
     """The kernels of one segment.
 
     ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
@@ -61,12 +68,22 @@ def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False) -> Ke
         saved[index] = saved.get(index, 0.0) / _element_bytes(segment.operators[index])
     if fusion == "eager":
         moved = _eager_bytes(segment, masks)
-        return Kernels(moved, frozenset(moved), saved, 0.0)
+        alone = _unvectorized(op for op in segment.operators if op.index in moved)
+        return Kernels(moved, frozenset(moved), saved, 0.0, alone, grouped)
     if fusion == "fused":
         saved = _weighted_before_the_last_product(segment, saved)
     chains = _Chains(segment, masks, across_modules=fusion == "fused", fused_loss=fused_loss)
     kept, input_bytes = chains.kept(saved)
-    return Kernels(chains.moved_bytes(kept), chains.launched(kept), kept, input_bytes, one_graph=fusion == "fused")
+    alone = () if fused_loss else (op for op in segment.operators if op.module == LOSS)
+    return Kernels(
+        chains.moved_bytes(kept),
+        chains.launched(kept),
+        kept,
+        input_bytes,
+        _unvectorized(alone),
+        grouped,
+        one_graph=fusion == "fused",
+    )
 
 
 def _weighted_before_the_last_product(segment: Segment, saved: dict[int, float]) -> dict[int, float]:
@@ -91,6 +108,21 @@ def owners(segment: Segment) -> dict[int, int]:
 
 def _runs(op: Operator) -> bool:
     return op.flops > 0 or op.bytes_read + op.bytes_written > 0
+
+
+def _unvectorized(ops: Iterable[Operator]) -> frozenset[int]:
+    return frozenset(op.index for op in ops if _is_chain(op) and kind_of(op.name) == "stream" and _is_unvectorized(op))
+
+
+def _is_unvectorized(op: Operator) -> bool:
+    """Whether what an element-wise operator writes is wider than something it reads as much of, or repeats something that it
+    reads. A type made narrower has a kernel of its own."""
+    made = op.outputs[0]
+    if "slice_backward" in op.name or "pad" in op.name:
+        return False
+    return any(
+        spec.bytes < made.bytes if spec.numel == made.numel else 1 < spec.numel < made.numel for spec in op.inputs
+    )
 
 
 def _is_chain(op: Operator) -> bool:

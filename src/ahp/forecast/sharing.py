@@ -198,7 +198,7 @@ class WeightCommunication:
             last_backward["gradient_reduce"] = last_backward["gradient_reduce"] - backward["gradient_reduce"]
         copied_s = total * shared.copied_bytes[:, None, None] / bytes_per_s
         backward["casts"] = backward.get("casts", 0.0) + copied_s
-        if last_bytes := float(last_copy_bytes(traits)):
+        if last_bytes := float(last_copy_bytes(traits, self.data.micro_batches)):
             last_backward["casts"] = np.asarray(total * last_bytes / bytes_per_s, dtype=float)[None, None]
 
     @property

@@ -245,22 +245,30 @@ def cast_bytes(of: Behaviour, shards: Figures) -> Figures:
     return cast + np.where(np.greater(shards, 1), 2 * _weight_bytes(of), 0)
 
 
+UNALIKE = 1.8
+"""Bytes that count for one in a kernel that adds or casts gradients of 16 bits to fp32: torch computes an address for each element, as ``unvectorized``
+in kernels.yaml. 1.9 of a cast and 1.7 of a sum (benchmarks/kernels_h200.json, and a profile of docs/benchmarks.md's step)."""
+
+
 def gradient_copy_bytes(of: Behaviour, shards: Figures, micro_batches: int | Ints) -> Figures:
     """Bytes moved per weight element and micro-batch: the gradient into the type and buffer it waits in, or is sent from."""
     made, m = _weight_bytes(of), micro_batches
     # Into the flat buffer; then the shard is added to the earlier ones.
     each = made + of.reduce.element_bytes + np.where(np.equal(m, 1), 0.0, 2 * of.gradients.element_bytes / shards)
     # The first is kept as it is, or cast; each later one is read, and added in one kernel to the sum, which is read and written.
-    first = np.where(np.equal(made, of.gradients.element_bytes), 0.0, made + of.gradients.element_bytes)
-    once = (first + (m - 1) * (made + 2 * of.gradients.element_bytes)) / m
+    alike = np.equal(made, of.gradients.element_bytes)
+    first = np.where(alike, 0.0, made + of.gradients.element_bytes)
+    once = np.where(alike, 1.0, UNALIKE) * (first + (m - 1) * (made + 2 * of.gradients.element_bytes)) / m
     copied = np.where(of.gradients.fused_accumulation, 0.0, np.where(of.reduce.every_micro_batch, each, once))
     return of.states.trained_share * copied
 
 
-def last_copy_bytes(of: Behaviour) -> Figures:
-    """Bytes moved per weight element after the last micro-batch: gradients of weights without a compute copy into the flat buffer."""
+def last_copy_bytes(of: Behaviour, micro_batches: int | Ints) -> Figures:
+    """Bytes moved per weight element after the last micro-batch: gradients into the flat buffer, where they have waited elsewhere."""
     sent = 2 * of.reduce.element_bytes * of.states.trained_share
-    return sent * np.logical_and(of.reduce.copies, np.equal(of.states.compute_weight_bytes, 0))
+    waited = np.logical_and(np.greater(micro_batches, 1), np.logical_not(of.reduce.every_micro_batch))
+    elsewhere = np.logical_or(waited, np.equal(of.states.compute_weight_bytes, 0))
+    return sent * np.logical_and(of.reduce.copies, elsewhere)
 
 
 def _weight_bytes(of: Behaviour) -> Figures:

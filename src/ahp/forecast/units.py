@@ -297,7 +297,7 @@ class UnitPricer:
             experts = {"whole_biased_experts": how.whole_biased_experts, "folded_experts": how.folded_experts}
             parts = split(segment, role, way_of_keys=way, **experts)
             fp8 = how.fp8 if role == "block" else None
-            run = kernels(segment, how.fusion, fused_loss=how.fused_loss)
+            run = kernels(segment, how.fusion, fused_loss=how.fused_loss, grouped=how.grouped)
             self._kernels[alike] = _Run(
                 segment, parts, run, fp8 is not None and fp8.keeps_in_8_bits, how.attention_again, how.fused_permutation
             )

@@ -29,6 +29,9 @@ UNWRITTEN = {"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_em
 OVERWRITES = {"aten.copy_", "aten.zero_", "aten.fill_"}
 """In-place operators that do not read what they replace."""
 
+PICKS = {"aten.nll_loss_forward", "aten.nll_loss_backward"}
+"""Of the log-probabilities they read one for each target, or none: their gradient is zeros but for these."""
+
 
 def flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     """FLOPs of one call, 0 for an operator without a formula."""
@@ -47,6 +50,9 @@ def traffic(
     if is_view or name in UNWRITTEN:
         return 0, 0
     written = sum(distinct_bytes(t) for t in outputs)
+    if name in PICKS:
+        targets = next(t for t in inputs if not t.is_floating_point())
+        return 2 * distinct_bytes(targets), written
     if name in LOOKUPS:
         return written + sum(distinct_bytes(t) for t in inputs[1:]), written
     read = inputs[1:] if name in OVERWRITES else inputs

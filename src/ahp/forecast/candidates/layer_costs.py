@@ -97,7 +97,7 @@ def layer_costs(
 
     in_each = traits.reduce.every_micro_batch[..., None]
     backward = backward_s + again + copies + in_each * behind(reduce)
-    last_bytes = np.asarray(last_copy_bytes(traits))[..., None]
+    last_bytes = np.asarray(last_copy_bytes(traits, micro_batches))[..., None]
     last = behind(replicas + (1.0 - in_each) * reduce) + last_bytes / bytes_per_s * parameters
     if any_layers.host_is_device:
         own_s = traits.host.operators_per_unit[..., None] / 2 * any_layers.operator_s

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,11 +129,9 @@ def rank_device(plan: Plan, wanted: torch.device | str | None = None) -> torch.d
         if given is not None and given.type not in BACKENDS:
             raise bad_input("device", str(wanted), "AHP computes on none such", valid=BACKENDS)
         _refuse_to_start(plan)
-        os.environ.update(ours := gpu_variables(os.environ))
+        set_gpu_variables()
         kind = given.type if given is not None else choose_device(local_world_size())
         device = own_gpu(given) if kind == "cuda" else torch.device("cpu")
-        if kind == "cuda" and ALLOCATOR[0] in ours:
-            set_allocator(ours[ALLOCATOR[0]])
         why = idle_gpus(local_world_size()) if given is None and kind == "cpu" else None
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -148,6 +147,13 @@ def rank_device(plan: Plan, wanted: torch.device | str | None = None) -> torch.d
             stacklevel=3,
         )
     return device
+
+
+def set_gpu_variables(log_folder: Path | None = None) -> None:
+    """``gpu_variables`` for this process, and for the allocator that torch may have read them for already."""
+    os.environ.update(ours := gpu_variables(os.environ, log_folder))
+    if ALLOCATOR[0] in ours:
+        set_allocator(ours[ALLOCATOR[0]])
 
 
 def _refuse_to_start(plan: Plan) -> None:

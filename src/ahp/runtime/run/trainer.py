@@ -20,9 +20,9 @@ from ahp.run_files import Status, read_heartbeat
 from ahp.runtime.files import is_full
 from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.device import DeviceType, device_for, idle_gpus, local_world_size
-from ahp.runtime.ranks.environment import gpu_variables, starts_since_launch
+from ahp.runtime.ranks.environment import starts_since_launch
 from ahp.runtime.ranks.preparation import Preparation
-from ahp.runtime.ranks.ranks import is_joined
+from ahp.runtime.ranks.ranks import is_joined, set_gpu_variables
 from ahp.runtime.ranks.watch import OWN_CAUSE_S, Watch
 from ahp.runtime.run import failure
 from ahp.runtime.run.best_interval import failures_per_s
@@ -293,7 +293,7 @@ class Trainer:
             if finished is not None:
                 return finished
             order = self._as_it_failed(self._order(device, self._texts_of(workers)))
-        os.environ.update(gpu_variables(os.environ, self.folder.log_folder))
+        set_gpu_variables(self.folder.log_folder)
         stop = StopRequest()
         stop.listen()
         display = self._display() if workers.is_first else None
