@@ -27,11 +27,12 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_is_there_is_no_garbage() -> Iterator[None]:
-    """A collection goes through all that this process holds, a third of a second each time, and each run here makes one."""
-    gc.freeze()
+def no_garbage_is_collected() -> Iterator[None]:
+    """A collection goes through all that this process holds, a third of a second each time, and each run here makes one where the
+    program has not turned the collector off."""
+    gc.disable()
     yield
-    gc.unfreeze()
+    gc.enable()
 
 
 @pytest.fixture

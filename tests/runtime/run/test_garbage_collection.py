@@ -17,11 +17,11 @@ class InACycle:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_frozen() -> Iterator[None]:
-    gc.unfreeze()
-    yield
+def collector_is_on() -> Iterator[None]:
     gc.enable()
-    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.disable()
 
 
 def test_garbage_is_collected_after_the_first_step_and_every_fiftieth() -> None:
@@ -54,6 +54,7 @@ def test_the_collector_is_as_before_afterwards() -> None:
     assert not gc.get_freeze_count()
 
 
+@pytest.mark.slow
 def test_the_collector_is_as_before_after_a_failure() -> None:
     def fail() -> None:
         with GarbageCollection() as collection:
