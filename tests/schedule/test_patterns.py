@@ -1,5 +1,7 @@
 """The fixed schedules equal torch's own, and what torch refuses is refused with the reason."""
 
+from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,15 +20,21 @@ INTERLEAVED = [(p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in (1, 2, 3, 4
 V_LAYOUTS = [(p, 2, m) for p in (2, 3, 4, 5) for m in (1, 3, 4, 6, 7, 8, 9, 10, 12, 17)]
 
 
+@cache
+def torchs_stage() -> Any:
+    """In the place of a stage; every use of it says anew what it is. To make one takes most of a test's time."""
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    return mock.create_autospec(PipelineStage, instance=True)
+
+
 def torch_single(name, p, m):
     """What torch's one-stage schedules call, in order. Their printed order is not used: in torch 2.13 that of
     1F1B's last rank starts at micro-batch 1, what runs starts at 0."""
     from torch.distributed.pipelining.schedules import get_schedule_class
-    from torch.distributed.pipelining.stage import PipelineStage
 
     def one_rank(rank):
-        calls = []
-        stage = mock.create_autospec(PipelineStage, instance=True)
+        calls, stage = [], torchs_stage()
         stage.num_stages, stage.stage_index, stage.group_rank, stage.group_size = p, rank, rank, p
         stage.is_last, stage.submod = rank == p - 1, None
         stage.forward_one_chunk.side_effect = lambda i, *_, **__: calls.append(("F", rank, i))
@@ -68,9 +76,8 @@ def torch_order(name, p, v, m):
 def torch_multi(name, p, v, m):
     """The order that torch's schedule of several stages per rank makes for every rank."""
     from torch.distributed.pipelining.schedules import get_schedule_class
-    from torch.distributed.pipelining.stage import PipelineStage
 
-    stage = mock.create_autospec(PipelineStage, instance=True)
+    stage = torchs_stage()
     stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, p, p * v, None
     order = get_schedule_class(name)([stage] * v, m).pipeline_order
     return [order[rank] for rank in range(p)]

@@ -21,6 +21,7 @@ from ahp.schedule.synthesis.replay import replay
 from benchmarks.schedule_problems import PLACEMENTS, placed, problem
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 10_000),
