@@ -75,9 +75,11 @@ WIDE = {
         for name in ("gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
     ),
     *((name, technique) for name in FAMILIES for technique in ("sequence", "full recompute", "compile", *ROUNDED)),
+    *((name, "ZeRO-3") for name in FAMILIES if name not in ("bert", "gemma3_text", "gpt2", "opt", "qwen3_moe")),
 }
 """Families whose blocks are split like those of others here, and which meet each technique alone (GPT-2's meets larger products in
-tests/runtime/test_equality.py, Mixtral's is split as Qwen's mixture); techniques that have tests of their own, on a few models."""
+tests/runtime/test_equality.py, Mixtral's is split as Qwen's mixture); techniques that have tests of their own, on a few models. ZeRO-3 shards
+whatever modules hold, and nothing depends on what a block computes: those stay whose weights are tied, transposed, biased or of experts."""
 REFUSED = {("gemma2", "context"): ("context_parallel_degree", "aten.matmul", "scaled_dot_product_attention")}
 """What a family cannot do, and words of the reason."""
 WITH_EXPERTS = ("mixtral", "qwen3_moe")

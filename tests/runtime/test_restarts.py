@@ -21,13 +21,13 @@ from tests.runtime.restarts import Refused, Restart, check
 from tests.runtime.workers import Pool
 
 SEED = os.environ.get("AHP_TEST_SEED", "0")
+ALWAYS = (1713, 3406, 3061, 1797, 2787, 237, 2263)
+"""In every run: of all choices from the first dozen of ``SOME`` in which each item is twice the one that takes the least time."""
 SOME = (
-    1713, 3406, 3061, 3307, 1797, 2895, 2251, 2787, 237, 2263, 897, 1049, 3000, 1167, 2240, 3893, 513, 788, 858, 956,
+    *ALWAYS, 3307, 2895, 2251, 897, 1049, 3000, 1167, 2240, 3893, 513, 788, 858, 956,
     1553, 1613, 1674, 1886, 2141, 2309, 2414, 2859,
 )  # fmt: skip
-"""Of the first draws of seeds 0-little-0 to 0-little-3999 those with little work that try the most of what few others do, the most first."""
-ALWAYS = SOME[:12]
-"""In every run: each item is among them twice."""
+"""Of the first draws of seeds 0-little-0 to 0-little-3999 those with little work that try the most of what few others do."""
 MORE = 300
 LITTLE_WORK = 16.0
 """Of each of the first some: they take a quarter of the time of the others."""
@@ -71,7 +71,7 @@ def test_every_item_is_drawn() -> None:
     print("\n".join(f"{counts[item]:3} of {len(drawn)}: {item}" for item in ITEMS))
     assert set(counts) <= set(ITEMS)
     assert min(counts[item] for item in ITEMS) >= 2
-    assert counts["another layout"] >= 8
+    assert counts["another layout"] >= 5
 
 
 @pytest.mark.wide
