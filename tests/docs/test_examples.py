@@ -2,54 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from tests.runtime.conftest import launched_on_pool as launched_on_pool  # a fixture, and the next one
 from tests.runtime.conftest import pool as pool
-from tests.runtime.workers import Pool, free_port, place
+from tests.runtime.workers import Pool, free_port, said_by, script_as_rank
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted(file for file in (ROOT / "examples").iterdir() if file.suffix in (".py", ".sh"))
+FOLDER = ROOT / "examples"
+EXAMPLES = sorted(file for file in FOLDER.iterdir() if file.suffix in (".py", ".sh"))
 
 
 def commands(name: str) -> list[str]:
     """Those of its head."""
-    head = (ROOT / "examples" / name).read_text().split('"""')[1]
+    head = (FOLDER / name).read_text().split('"""')[1]
     return re.findall(rf"^ *((?:python|torchrun) .*?{re.escape(name)}(?: --[a-z]+)*)", head, flags=re.MULTILINE)
-
-
-def said_by(name: str, *arguments: str) -> str:
-    """What it prints, run in this process."""
-    file, out = ROOT / "examples" / name, io.StringIO()
-    with mock.patch.object(sys, "argv", [str(file), *arguments]), contextlib.redirect_stdout(out):
-        runpy.run_path(str(file), run_name="__main__")
-    return out.getvalue()
-
-
-def as_rank(rank: int, world: int, folder: str, port: int, name: str, arguments: list[str]) -> str:
-    """Runs in each worker, as torchrun would start it."""
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-    with mock.patch.dict(os.environ, place(rank, world, port)), contextlib.chdir(folder):
-        return said_by(name, *arguments)
 
 
 def under_torchrun(pool: Pool, folder: Path, command: str) -> str:
     """What its first rank prints."""
     torchrun, option, ranks, name, *arguments = command.split()
     assert (torchrun, option) == ("torchrun", "--nproc-per-node")
-    return pool.run(as_rank, int(ranks), str(folder), free_port(), name, arguments)[0]
+    return pool.run(script_as_rank, int(ranks), folder, free_port(), FOLDER / name, arguments)[0]
 
 
 def test_a_loop_goes_on_under_another_layout(pool: Pool, tmp_path: Path) -> None:
@@ -70,7 +50,7 @@ def test_a_module_of_ones_own_computes_the_same_on_one_process_and_on_two(pool: 
 def test_adapters_are_trained_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert commands("fine_tuning.py") == ["python fine_tuning.py"]
-    said = said_by("fine_tuning.py")
+    said = said_by(FOLDER / "fine_tuning.py")
     assert "done after step 8" in said
     assert "parameters, adapters merged" in said
 
@@ -79,7 +59,7 @@ def test_adapters_are_trained_and_merged(tmp_path: Path, monkeypatch: pytest.Mon
 def test_two_types_of_devices_are_faster_than_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert commands("mixed_cluster.py") == ["python mixed_cluster.py"]
-    times = re.findall(r"(\w+) alone: .*, ([\d.]+) times as long", said_by("mixed_cluster.py"))
+    times = re.findall(r"(\w+) alone: .*, ([\d.]+) times as long", said_by(FOLDER / "mixed_cluster.py"))
     assert [name for name, _ in times] == ["new", "old"]
     assert all(float(than) > 1.2 for _, than in times)
 
@@ -88,14 +68,14 @@ def test_two_types_of_devices_are_faster_than_each(tmp_path: Path, monkeypatch: 
 def test_two_nodes_find_each_other(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     variables = {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", "PORT": str(free_port())}
-    script = ROOT / "examples" / "several_nodes.sh"
+    script = FOLDER / "several_nodes.sh"
     done = subprocess.run(["sh", script], cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.search(r"Loss .* in 8 steps", done.stdout)
 
 
 def test_every_example_is_listed_and_fits_on_a_screen_or_two() -> None:
-    index = (ROOT / "examples" / "README.md").read_text()
+    index = (FOLDER / "README.md").read_text()
     for file in EXAMPLES:
         assert f"({file.name})" in index
         assert len(file.read_text().splitlines()) <= 75

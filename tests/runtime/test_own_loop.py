@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from ahp.runtime.torch_compat import local_tensor
 from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB, VOCABULARY, batch
 from tests.runtime.test_equality import world_size
-from tests.runtime.workers import Pool
+from tests.runtime.workers import Pool, free_port, script_as_rank
 
 STEPS = 4
 TENSOR = {"tensor_parallel_degree": 2}
@@ -109,14 +106,13 @@ def test_both_readmes_have_the_same_script() -> None:
     assert ast.dump(ast.parse(own_loop("README.md"))) == ast.dump(ast.parse(own_loop("README.zh.md")))
 
 
-@pytest.mark.slow
-def test_the_readmes_script_runs_as_it_stands(tmp_path: Path) -> None:
-    (tmp_path / "own_loop.py").write_text(own_loop("README.md"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "own_loop.py"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", ended.stdout)]
+def test_the_readmes_script_runs_as_it_stands(pool: Pool, tmp_path: Path) -> None:
+    """On workers that are there already; tests/runtime/run/test_trainer.py starts some by torchrun."""
+    script = tmp_path / "own_loop.py"
+    script.write_text(own_loop("README.md"))
+    said = pool.run(script_as_rank, 2, tmp_path, free_port(), script, [])
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said[0])]
     assert len(losses) == 10
     assert all(torch.tensor(losses).isfinite())
+    assert said[1] == ""
     assert list((tmp_path / "checkpoint").iterdir())

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
+import runpy
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
@@ -52,6 +55,23 @@ def as_launched(rank: int, world_size: int, module: str, arguments: list[str], p
     variables = {**place(rank, world_size, port), **kept_by_launcher}
     with mock.patch.dict(os.environ, variables), contextlib.chdir(folder):
         return importlib.import_module(module).main(arguments)
+
+
+def script_as_rank(rank: int, world_size: int, folder: Path, port: int, script: Path, arguments: list[str]) -> str:
+    """Runs in each worker: a script in a folder as torchrun would start it; what it prints."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    with mock.patch.dict(os.environ, place(rank, world_size, port)), contextlib.chdir(folder):
+        return said_by(script, *arguments)
+
+
+def said_by(script: Path, *arguments: str) -> str:
+    """What it prints, run in this process."""
+    out = io.StringIO()
+    with mock.patch.object(sys, "argv", [str(script), *arguments]), contextlib.redirect_stdout(out):
+        runpy.run_path(str(script), run_name="__main__")
+    return out.getvalue()
 
 
 def place(rank: int, world_size: int, port: int = 0) -> dict[str, str]:
