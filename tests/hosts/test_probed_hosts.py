@@ -21,16 +21,13 @@ from tests.runtime.run.test_trainer import text as text  # a fixture
 pytestmark = pytest.mark.slow
 
 
-def on_each(
-    commands: Mapping[Host, Sequence[str]], folder: Path, variables: Mapping[Host, Mapping[str, str]] | None = None
-) -> None:
+def on_each(commands: Mapping[Host, Sequence[str]], folder: Path) -> None:
     """A module of Python's on each of some hosts at once, all of which have to end well."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AHP_CACHE": str(folder / "cache")}
     processes = [
         subprocess.Popen(
             [*host.prefix, sys.executable, "-m", *words], cwd=folder,
-            env={**environment, **host.environment, **(variables or {}).get(host, {})},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**environment, **host.environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for host, words in commands.items()
     ]  # fmt: skip
@@ -41,12 +38,6 @@ def on_each(
             process.kill()
             process.wait()
     assert [process.returncode for process in processes] == [0] * len(processes), said
-
-
-def place(number: int, first: Host) -> dict[str, str]:
-    """What a launcher tells the worker of the host of this number among two; ``first`` is number 0."""
-    found = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": first.address}
-    return {name: str(value) for name, value in {**found, "MASTER_PORT": 29501}.items()}
 
 
 @pytest.mark.timeout(600)
@@ -86,9 +77,10 @@ def test_hosts_are_sensed_and_workers_placed_by_what_they_are(
         assert Plan.load(run).parallelism.micro_batches_per_replica == (4, 2), "the first rank has the larger part"
         assert len(read_metrics(run / "metrics.jsonl")) == 4
 
-        for first, second in (made, made[::-1]):
-            words = ["tests.hosts.placed", str(run / "plan.yaml"), str(tmp_path)]
-            places = {host: place(number, first) for number, host in enumerate((first, second))}
-            on_each(dict.fromkeys(made, words), tmp_path, places)
-            assert (tmp_path / fast.name).read_text() == "0", "whichever of them is the launcher's first"
-            assert (tmp_path / slow.name).read_text() == "1"
+        # Each is the launcher's first once, on workers that join twice.
+        places = [[f"{number}@{first.address}:{port}" for number in order] for first, order, port in
+                  ((slow, (0, 1), 29501), (fast, (1, 0), 29502))]  # fmt: skip
+        words = ["tests.hosts.placed", str(run / "plan.yaml"), str(tmp_path)]
+        on_each({host: [*words, *own] for host, own in zip(made, zip(*places, strict=True), strict=True)}, tmp_path)
+        assert (tmp_path / fast.name).read_text() == "0 0", "whichever of them is the launcher's first"
+        assert (tmp_path / slow.name).read_text() == "1 1"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -36,8 +39,19 @@ class Slow(trainer.Trainer):
         return super()._texts()
 
 
+def as_rank(rank: int, world: int, folder: Path, what: str, variables: list[dict[str, str]]) -> tuple[int, str]:
+    """Runs in each worker of a pool, with the variables of its rank: exit code, and what it says on stderr."""
+    dist.destroy_process_group()
+    said = io.StringIO()
+    with mock.patch.dict(os.environ, variables[rank]), contextlib.redirect_stderr(said):
+        try:
+            return main(folder, what), said.getvalue()
+        except SystemExit as ended:
+            return int(ended.code or 0), said.getvalue()
+
+
+@mock.patch.object(ranks, "COLLECTIVE_TIMEOUT_S", LIMIT_S)
 def main(folder: Path, what: str) -> int:
-    ranks.COLLECTIVE_TIMEOUT_S = LIMIT_S
     if what == "killed":
         trainer.Preparation = partial(Preparation, heartbeat_s=0.5, silent_s=8.0)  # type: ignore[assignment,misc]
     Slow.what = what

@@ -107,7 +107,7 @@ def test_both_readmes_have_the_same_script() -> None:
 
 
 def test_the_readmes_script_runs_as_it_stands(pool: Pool, tmp_path: Path) -> None:
-    """On workers that are there already; tests/runtime/run/test_trainer.py starts some by torchrun."""
+    """On workers that are there already; tests/runtime/run/test_gone.py starts some by torchrun."""
     script = tmp_path / "own_loop.py"
     script.write_text(own_loop("README.md"))
     said = pool.run(script_as_rank, 2, tmp_path, free_port(), script, [])

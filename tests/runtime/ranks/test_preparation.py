@@ -26,9 +26,10 @@ from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.stop_signal import Stopped
 from ahp.runtime.run.texts import Texts
 from ahp.runtime.run.trainer import Outcome
+from tests.runtime.preparing import as_rank
 from tests.runtime.run.test_trainer import plan
 from tests.runtime.run.test_trainer import text as text  # a fixture
-from tests.runtime.workers import free_port, place
+from tests.runtime.workers import Pool, free_port, place
 
 HEARTBEAT_S, SILENT_S = 0.05, 2.0
 
@@ -167,18 +168,10 @@ def agent() -> Iterator[dict[str, str]]:
     del store
 
 
-def start(folder: Path, what: str, variables: dict[str, str], size: int = 2) -> list[tuple[int, str]]:
-    """Exit code and stderr of workers that prepare a run in the folder."""
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.runtime.preparing", str(folder), what],
-            env={**os.environ, **place(rank, size, 0), **variables, **paths}, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    errors = [worker.communicate()[1] for worker in workers]
-    return [(worker.returncode, error) for worker, error in zip(workers, errors, strict=True)]
+def variables(given: dict[str, str], size: int = 2) -> list[dict[str, str]]:
+    """The launcher's of each rank, and where this process keeps its caches."""
+    cache = {"AHP_CACHE": os.environ["AHP_CACHE"]}
+    return [{**place(rank, size), **given, **cache} for rank in range(size)]
 
 
 @pytest.fixture
@@ -188,19 +181,18 @@ def folder(tmp_path: Path, text: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
-def test_a_run_is_prepared_for_longer_than_collectives_wait(folder: Path, agent: dict[str, str]) -> None:
-    for code, error in start(folder, "long", agent):
+def test_a_run_is_prepared_for_longer_than_collectives_wait(pool: Pool, folder: Path, agent: dict[str, str]) -> None:
+    for code, error in pool.run(as_rank, 2, folder, "long", variables(agent)):
         assert code == 0, error
     status = RunFolder(folder / "run").status()
     assert status is not None
     assert (status.state, status.step) == ("done", 2)
 
 
-@pytest.mark.slow
-def test_a_preparation_that_fails_ends_all_with_its_exit_code(folder: Path) -> None:
+def test_a_preparation_that_fails_ends_all_with_its_exit_code(pool: Pool, folder: Path) -> None:
     """Where the first worker keeps the store itself."""
-    (first, why), (second, silence) = start(folder, "fails", {"MASTER_PORT": str(free_port())})
+    given = variables({"MASTER_PORT": str(free_port())})
+    (first, why), (second, silence) = pool.run(as_rank, 2, folder, "fails", given)
     assert (first, second) == (2, 2)
     assert "the text is bad" in why
     assert "the text is bad" not in silence
@@ -211,7 +203,16 @@ def test_a_preparation_that_fails_ends_all_with_its_exit_code(folder: Path) -> N
 
 @pytest.mark.slow
 def test_a_first_worker_that_is_killed_ends_the_others(folder: Path, agent: dict[str, str]) -> None:
-    (first, _), (second, why) = start(folder, "killed", agent)
-    assert (first, second) == (-9, 1)
+    """In processes of their own."""
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.runtime.preparing", str(folder), "killed"], env={**os.environ, **of_rank, **paths},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for of_rank in variables(agent)
+    ]  # fmt: skip
+    _, why = (worker.communicate()[1] for worker in workers)
+    assert [worker.returncode for worker in workers] == [-9, 1]
     assert "worker 0 on " in why
     assert "was not heard of for" in why
