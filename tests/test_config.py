@@ -79,6 +79,11 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
     [
         ("jobs: {}", ["jobs: unknown key", "job"]),
         ("job: {step: 3}", ["job.step: unknown key", "steps"]),
+        ("job: {lora: {rank: 8}}", ["job.lora.rank: unknown key (did you mean: r?)"]),
+        ("job: {lora: 8}", ["job.lora = 8: must be a mapping of keys, such as r, lora_alpha"]),
+        ("job: {data: [{path: a.txt, wieght: 1}]}", ["job.data.0.wieght: unknown key (did you mean: path, weight?)"]),
+        ("job: {data: [{path: a.txt, weight: 0}]}", [": job.data.0.weight = 0: input should be greater"]),
+        ("job: {data: 3}", [": job.data = 3: input should be a valid string; job.data = 3"]),
         ("job: {steps: 0}", ["job.steps = 0", "greater than or equal to 1"]),
         ("job: {steps: yes}", ["job.steps = True: must be a whole number, not true or false"]),
         ("job: {steps: '8'}", ["job.steps = '8': must be a whole number, not text"]),
@@ -160,9 +165,11 @@ def test_steps_of_a_profile() -> None:
     assert load_config().run.profile is None
 
 
-def test_given_weights_bring_their_model() -> None:
-    assert load_config(None, {"init_from": "weights"}).model == "weights"
+def test_given_weights_bring_their_model(tmp_path: Path) -> None:
+    assert load_config(None, {"init_from": str(tmp_path)}).model == str(tmp_path)
     assert load_config(None, {"init_from": "weights", "model": "tiny"}).model == "tiny"
+    with pytest.raises(BadInput, match="init_from = 'weights': no such folder"):
+        load_config(None, {"init_from": "weights"})
 
 
 def test_missing_file() -> None:

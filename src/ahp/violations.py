@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -23,16 +25,16 @@ LONGEST = 600
 
 def broken_rules(error: ValidationError, kind: type[Record], where: str) -> Iterator[str]:
     """One line for each violation that pydantic found in data for ``kind``; ``where`` is what the data as a whole is called."""
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"]) or where
+    for item, place in _of_the_form_meant([(item, _place(kind, item["loc"])) for item in error.errors()]):
+        key = ".".join(place.keys) or where
         match item["type"]:
             case "extra_forbidden":
-                near = nearest(str(item["loc"][-1])[:MOST_SHOWN], _field_names(kind, item["loc"][:-1]), 3)
+                near = nearest(place.keys[-1][:MOST_SHOWN], list(place.record.model_fields), 3)
                 yield f"{key}: unknown key (did you mean: {', '.join(near)}?)"
             case "missing":
                 yield f"{key}: missing, and it has no default"
             case "model_type" | "model_attributes_type":
-                names = _field_names(kind, item["loc"])
+                names = list(place.record.model_fields)
                 yield f"{key} = {shortened(item['input'])}: must be a mapping of keys, such as {', '.join(names[:3])}"
             case "literal_error":
                 yield f"{key} = {shortened(item['input'])}: there is no such value (valid: {', '.join(_choices(item))})"
@@ -114,10 +116,44 @@ def _choices(item: ErrorDetails) -> list[str]:
     return [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
 
 
-def _field_names(kind: type[Record], loc: tuple[int | str, ...]) -> list[str]:
-    for part in loc:
-        annotation = kind.model_fields[part].annotation if isinstance(part, str) and part in kind.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, Record)):
-            break
-        kind = annotation
-    return list(kind.model_fields)
+@dataclass(frozen=True)
+class _Place:
+    """Where in a user's data a rule is broken."""
+
+    keys: tuple[str, ...]
+    """Without the names that pydantic puts in for the forms that a value may have, ``str`` or ``tuple[WeightedData, ...]``."""
+    record: type[Record]
+    """That has the last key, or is its value."""
+    forms: int | None
+    """At which of pydantic's own parts such a name stands."""
+
+
+def _place(kind: type[Record], loc: tuple[int | str, ...]) -> _Place:
+    keys, record, forms = [], kind, None
+    for at, part in enumerate(loc):
+        if forms == at:
+            continue
+        keys.append(str(part))
+        if isinstance(part, str) and part in record.model_fields:
+            found = record.model_fields[part].annotation
+            record = next(_records(found), record)
+            if get_origin(found) in (Union, UnionType) and sum(one is not NoneType for one in get_args(found)) > 1:
+                forms = at + 1
+    return _Place(tuple(keys), record, forms)
+
+
+def _records(annotation: Any) -> Iterator[type[Record]]:
+    """Those that a field may hold, in lists too."""
+    if isinstance(annotation, type) and issubclass(annotation, Record):
+        yield annotation
+    for one in get_args(annotation):
+        yield from _records(one)
+
+
+def _of_the_form_meant(found: list[tuple[ErrorDetails, _Place]]) -> Iterator[tuple[ErrorDetails, _Place]]:
+    """Without the complaint that a value has not one form, where another form's is about something inside it."""
+    inside = {item["loc"][: place.forms] for item, place in found if place.forms and len(item["loc"]) > place.forms + 1}
+    for item, place in found:
+        at_top = place.forms is not None and len(item["loc"]) == place.forms + 1
+        if not (at_top and item["loc"][: place.forms] in inside):
+            yield item, place

@@ -415,6 +415,7 @@ EARLY: dict[str, tuple[dict[str, str], int, str]] = {
     "validation": ({"--job.validation": "0.001"}, 2, "job.validation = 0.001: its"),
     "length": ({"--job.sequence-length": "2048"}, 2, "job.sequence_length = 2048"),
     "weights": ({"--init-from": "nowhere", "--model": "tiny"}, 2, "init_from = 'nowhere': no such folder"),
+    "weights-and-model": ({"--init-from": "nowhere"}, 2, "init_from = 'nowhere': no such folder"),
     "cluster": ({"--cluster": "1x64xH100"}, 4, "needs 64 of them on this node"),
     "degrees": (
         {"--parallelism": "{data_parallel_replicate_degree: 9999, data_parallel_shard_degree: 1, tensor_parallel_degree: 1, pipeline_parallel_degree: 1}"},
