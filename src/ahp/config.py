@@ -190,11 +190,9 @@ class Config(Record):
     @classmethod
     def _model_of_the_weights(cls, data: Any) -> Any:
         """Given weights bring their own config.json, where no model is named."""
-        if not isinstance(data, dict) or "model" in data or not isinstance(folder := data.get("init_from"), str):
-            return data
-        if not Path(folder).expanduser().is_dir():  # else the model would be told missing, which nobody gave
-            raise ValueError(f"init_from = {folder!r}: no such folder; give a folder as save_pretrained writes it")
-        return {**data, "model": folder}
+        if isinstance(data, dict) and isinstance(data.get("init_from"), str) and "model" not in data:
+            return {**data, "model": data["init_from"]}
+        return data
 
     @model_validator(mode="after")
     def _profiles_steps_of_the_job(self) -> Config:

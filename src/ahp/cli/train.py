@@ -24,7 +24,7 @@ from ahp.cli.following import next_words
 from ahp.cli.overrides import split_overrides
 from ahp.cli.plan_job import with_job
 from ahp.config import HELP, Config, Run, config_help, load_config, read_yaml, set_dotted
-from ahp.errors import AhpError, BadInput
+from ahp.errors import AhpError, BadInput, bad_input
 from ahp.plan import Forecast, Plan, validated
 from ahp.report.tables import console
 from ahp.run_files import Status, read_metrics
@@ -205,6 +205,10 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
     wanted = request.plan or train_plan.without_layout(config or Config())
     if request.run.profile is not None:
         request.run.profile.check(wanted.job.steps)
+    if (
+        wanted.init_from is not None and not Path(wanted.init_from).expanduser().is_dir()
+    ):  # its model is missing then, which nobody gave
+        raise bad_input("init_from", wanted.init_from, "no such folder; give a folder as save_pretrained writes it")
     check_same_job(folder, wanted, extend=request.run.extend)
     found = train_plan.earlier(config, folder, workers) if config is not None else None
     if folder.finished(wanted.job) is not None and (found or request.plan or workers is None):
