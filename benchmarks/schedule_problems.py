@@ -54,7 +54,9 @@ def problem(
         there = [0.0] * p
         for stage, rank in enumerate(stage_rank):
             there[rank] += random.uniform(0, 2)
-            times[stage] = replace(times[stage], gathered_s=there[rank], reduce_s=random.uniform(0, 3))
+            times[stage] = replace(
+                times[stage], gathered_s=there[rank], reduce_s=random.uniform(0, 3), reduce_slows=0.2
+            )
     return Problem(
         tuple(times),
         stage_rank,

@@ -18,12 +18,18 @@ layouts = st.tuples(st.sampled_from(list(SCHEDULES)), st.integers(1, 6), st.inte
 seconds = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
 
 
+def random_times(data):
+    """Of a stage."""
+    reduced = {"reduce_s": data.draw(seconds), "reduce_slows": data.draw(st.sampled_from([0.0, 0.3]))}
+    return StageTimes(*(data.draw(seconds) for _ in range(8)), **reduced)
+
+
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(layouts, st.data())
 def test_no_bound_is_above_the_simulation(layout, data):
     name, p, v, m = layout
-    times = [StageTimes(*(data.draw(seconds) for _ in range(8))) for _ in range(p * v)]
+    times = [random_times(data) for _ in range(p * v)]
     makespan_s = simulate(make(name, p, v, m), times).makespan_s
     bound_s = lower_bound_s(name, p, v, m, times)
     assert bound_s <= makespan_s * (1 + 1e-12)
@@ -33,9 +39,9 @@ def test_no_bound_is_above_the_simulation(layout, data):
 
 @given(st.integers(1, 6), st.integers(1, 9), st.data())
 def test_gpipe_ends_exactly(p, m, data):
-    times = [StageTimes(*(data.draw(seconds) for _ in range(8))) for _ in range(p)]
+    times = [random_times(data) for _ in range(p)]
     timeline = simulate(make("GPipe", p, 1, m), times)
-    assert gpipe_ends_s(m, times) == pytest.approx([timeline.end_s(rank) for rank in range(p)])
+    assert gpipe_ends_s(m, times) == pytest.approx([ends[-1] for ends in timeline.ends_s])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def test_split_backwards_are_counted_as_they_are_ordered(name, p):
 @given(layouts, st.data())
 def test_many_layouts_at_once_are_bounded_as_one_by_one(layout, data):
     name, p, v, m = layout
-    rows = [[StageTimes(*(data.draw(seconds) for _ in range(8))) for _ in range(p * v)] for _ in range(3)]
+    rows = [[random_times(data) for _ in range(p * v)] for _ in range(3)]
     alone = [TimeColumns.of(times) for times in rows]
     together = TimeColumns(*(np.concatenate([getattr(one, f) for one in alone]) for f in TimeColumns.__annotations__))
     assert lower_bounds_s(name, p, v, m, together).tolist() == [lower_bound_s(name, p, v, m, times) for times in rows]

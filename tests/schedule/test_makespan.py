@@ -23,6 +23,12 @@ layouts = st.tuples(
 seconds = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
 
 
+def random_times(data):
+    """Of a stage."""
+    reduced = {"reduce_s": data.draw(seconds), "reduce_slows": data.draw(st.sampled_from([0.0, 0.3]))}
+    return StageTimes(*(data.draw(seconds) for _ in range(8)), **reduced)
+
+
 def same(name, p, v, m, times):
     """Asserts that both ways agree on everything they share."""
     fast, timeline = makespan(name, p, v, m, times), simulate(make(name, p, v, m), times)
@@ -30,6 +36,8 @@ def same(name, p, v, m, times):
     assert fast.makespan_s == pytest.approx(timeline.makespan_s, rel=1e-9, abs=nothing_s)
     assert fast.busy_s == pytest.approx(timeline.busy_s, rel=1e-9, abs=nothing_s)
     assert fast.ends_s == pytest.approx([timeline.end_s(rank) for rank in range(p)], rel=1e-9, abs=nothing_s)
+    assert (fast.reducing_s or (0.0,) * p) == pytest.approx(timeline.reducing_s, rel=1e-9, abs=nothing_s * 1e3)
+    assert (fast.slowed_s or (0.0,) * p) == pytest.approx(timeline.slowed_s, rel=1e-9, abs=nothing_s * 1e3)
     assert fast.idle_s == pytest.approx(timeline.idle_s, rel=1e-9, abs=1e-9 * (1.0 + timeline.makespan_s))
 
 
@@ -38,7 +46,7 @@ def same(name, p, v, m, times):
 @given(layouts, st.data())
 def test_the_fast_makespan_is_the_simulations(layout, data):
     _, p, v, _ = layout
-    same(*layout, [StageTimes(*(data.draw(seconds) for _ in range(8))) for _ in range(p * v)])
+    same(*layout, [random_times(data) for _ in range(p * v)])
 
 
 MANY = [
@@ -54,7 +62,18 @@ def test_many_micro_batches_of_a_model(name, p, v, m, send_s):
     # Equal stages with an embedding at one end and a head at the other, as most forecasts are.
     last = p * v - 1
     times = [
-        StageTimes(1.0 + 0.4 * (s == last), 2.0 + 0.7 * (s == last), 1.1, 0.9, send_s, send_s, 0.5, 0.3)
+        StageTimes(
+            1.0 + 0.4 * (s == last),
+            2.0 + 0.7 * (s == last),
+            1.1,
+            0.9,
+            send_s,
+            send_s,
+            0.5,
+            0.3,
+            reduce_s=4.0,
+            reduce_slows=0.2,
+        )
         for s in range(p * v)
     ]
     same(name, p, v, m, times)

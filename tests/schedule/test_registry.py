@@ -73,6 +73,12 @@ def layouts(most_p=5, most_m=14):
 seconds = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
 
 
+def random_times(data):
+    """Of a stage."""
+    reduced = {"reduce_s": data.draw(seconds), "reduce_slows": data.draw(st.sampled_from([0.0, 0.3]))}
+    return StageTimes(*(data.draw(seconds) for _ in range(8)), **reduced)
+
+
 def orders(name, p, v, m):
     return [[(a.kind, a.stage, a.micro_batch) for a in rank] for rank in make(name, p, v, m).ranks]
 
@@ -88,7 +94,7 @@ def test_the_plan_has_the_names_of_the_registry():
 @given(layouts(), st.data())
 def test_the_bound_and_the_makespan_are_those_of_the_order(layout, data):
     _, p, v, _ = layout
-    times = [StageTimes(*(data.draw(seconds) for _ in range(8))) for _ in range(p * v)]
+    times = [random_times(data) for _ in range(p * v)]
     slow, fast = simulate(make(*layout), times), makespan(*layout, times)
     nothing_s = 1e-12 * (1.0 + slow.makespan_s)
     assert fast.makespan_s == pytest.approx(slow.makespan_s, rel=1e-9, abs=nothing_s)

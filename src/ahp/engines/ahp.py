@@ -131,6 +131,8 @@ class AhpEngine(Engine):
                 bucket_elements=REPLICA_BUCKET_BYTES // 4 if buckets else 0,
                 keeps_buckets=buckets,
                 gradients_in_buckets=buckets,
+                # runtime/pipeline/torch_compat.py, reduce_beside; buckets of replicas are summed when all gradients are there
+                beside_stages=not buckets,
             ),
             tensor=TensorTraits(
                 gathers_inputs_again=False,  # autograd keeps what the product read

@@ -130,6 +130,8 @@ class ReduceTraits(NamedTuple):
     """Whether these buckets are where gradients are kept; else they lie beside them."""
     to_all: bool = False
     """Whether gradients of which each rank needs a part are summed whole on every rank."""
+    beside_stages: bool = False
+    """Whether a rank of several stages computes the others while the gradients of one are reduced, and waits for all after its last action."""
 
 
 class TensorTraits(NamedTuple):

@@ -192,6 +192,7 @@ def received_bytes(own: Ints, p: int, hidden_bytes: int, micro_batches: int, *, 
 def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> dict[str, float]:
     """Where the time of the rank that ends last goes, in seconds; without the optimizer. Parts of 0 are left out."""
     rank = max(range(span.p), key=lambda r: (span.end_s(r), span.busy_s[r]))
+    slowed_s = span.slowed_s[rank] if span.slowed_s else 0.0
     parts: dict[str, float] = {}
     for cost in (stages[s] for s in own_stages(span)[rank]):
         counted = (cost.forward, span.m), (cost.backward, span.m), (cost.first_forward, 1), (cost.last_backward, 1)
@@ -202,10 +203,10 @@ def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> 
         # The halves may wait for the host where the whole would not, and for tensor-parallel ranks.
         own = [stages[s] for s in own_stages(span)[rank]]
         shown_s = span.m * sum(c.input_gradient["tensor_parallel"] - c.backward["tensor_parallel"] for c in own)
-        more_s = span.busy_s[rank] - sum(parts.values())
+        more_s = span.busy_s[rank] - slowed_s - sum(parts.values())
         parts["tensor_parallel"] += min(shown_s, more_s)
         parts["host"] += more_s - min(shown_s, more_s)
-    parts["gradient_reduce"] = parts.get("gradient_reduce", 0.0) + tied_s
+    parts["gradient_reduce"] = parts.get("gradient_reduce", 0.0) + tied_s + slowed_s
     waited_s = span.gathering_s[rank] if span.gathering_s else 0.0
     if waited_s:
         parts["weight_gather"] = parts.get("weight_gather", 0.0) + waited_s

@@ -138,8 +138,9 @@ class MixedPricer:
     def stage_times(self, parallelism: Parallelism, replica: int = 0) -> list[StageTimes]:
         """What each stage of one replica of a legal layout takes, without the schedule and without memory."""
         layout = self._layout(parallelism)
-        stages = self._stages(layout, replica)
-        return self._times(layout, layout.placement.cells[replica], stages)
+        stages, cells = self._stages(layout, replica), layout.placement.cells[replica]
+        reductions = self._reductions(layout, cells, stages)
+        return reductions.times(self._times(layout, cells, reductions.stages(stages)))
 
     def cells_fit(self, parallelism: Parallelism) -> Callable[[int, Sequence[int]], list[bool]]:
         """Of a layout, whether each cell of a replica fits where its stages recompute so many layers; without the schedule.
@@ -282,7 +283,7 @@ class MixedPricer:
     def _reductions(self, layout: _Layout, cells: Sequence[Cell], stages: tuple[StageCost, ...]) -> Reductions:
         """What each stage's cell reduces beside the computation."""
         for cell, p, traits in zip(cells, layout.own, layout.traits, strict=True):
-            if not reduces_beside(p, traits, self.groups[cell.group].data_parallel(p, traits)):
+            if not reduces_beside(p, self.groups[cell.group].data_parallel(p, traits)):
                 return Reductions()
         return Reductions.of(layout.parallelism, stages)
 

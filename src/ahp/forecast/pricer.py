@@ -183,7 +183,9 @@ class Pricer:
     def stage_times(self, parallelism: Parallelism) -> list[StageTimes]:
         """What each stage of a legal layout takes, without the schedule and without memory."""
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
-        return self._stage_times(parallelism, traits, *self._stages(parallelism, traits))
+        stages, units = self._stages(parallelism, traits)
+        reductions = self._reductions(parallelism, traits, stages)
+        return reductions.times(self._stage_times(parallelism, traits, reductions.stages(stages), units))
 
     def units(self, parallelism: Parallelism) -> Units:
         """The model's blocks and ends, priced for one rank of the layout and one micro-batch; at least, where the layout leaves
@@ -228,7 +230,7 @@ class Pricer:
         return Gathers(tuple(each_s), ranks_of_stages(parallelism))
 
     def _reductions(self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...]) -> Reductions:
-        beside = reduces_beside(parallelism, traits, self.data_parallel(parallelism, traits))
+        beside = reduces_beside(parallelism, self.data_parallel(parallelism, traits))
         return Reductions.of(parallelism, stages) if beside else Reductions()
 
     def data_parallel(self, parallelism: Parallelism, traits: Traits) -> DataParallel:

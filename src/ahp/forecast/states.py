@@ -69,6 +69,7 @@ class ReduceColumns(NamedTuple):
     collects_in_bucket: Floats
     every_micro_batch: Floats
     overlap: Floats
+    beside_stages: Floats
 
 
 class ExpertColumns(NamedTuple):

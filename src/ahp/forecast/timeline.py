@@ -268,7 +268,7 @@ class _Drawing:
         if waited := self.priced.span.gathering_s:  # before the actions
             left["weight_gather"] -= waited[slowest]
         if tails := self.priced.span.reducing_s:
-            left["gradient_reduce"] = left.get("gradient_reduce", 0.0) - tails[slowest]
+            left["gradient_reduce"] = left.get("gradient_reduce", 0.0) - tails[slowest] - timeline.slowed_s[slowest]
         rounding_s = 1e-9 * self.priced.forecast.step_time_s
         order = {"gradient_reduce": 0, "optimizer": 1}
         found = [(part, seconds) for part, seconds in left.items() if seconds > rounding_s]

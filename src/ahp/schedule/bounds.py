@@ -31,6 +31,7 @@ class TimeColumns:
     send_backward_s: Floats
     first_forward_extra_s: Floats
     last_backward_extra_s: Floats
+    reduce_s: Floats
 
     @classmethod
     def of(cls, *layouts: Sequence[StageTimes]) -> TimeColumns:
@@ -66,7 +67,7 @@ def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns, *, tur
 
 
 def gpipe_ends_s(m: int, times: Sequence[StageTimes]) -> list[float]:
-    """When each rank ends under GPipe, exactly: each phase is a flow shop of equal jobs, which its slowest stage paces."""
+    """When each rank has done its last action under GPipe, exactly: each phase is a flow shop of equal jobs, which its slowest stage paces."""
     forward_s = peak_s = first_s = 0.0
     for stage, t in enumerate(times):
         forward_s += t.forward_s + (times[stage - 1].send_forward_s if stage else 0.0)
@@ -90,7 +91,7 @@ def _gpipe_s(m: int, times: TimeColumns) -> Floats:
     start_s = start_s + (first + (m - 1) * forward).max(axis=-1)
     sent = np.cumsum(times.send_backward_s[..., ::-1], axis=-1)
     ends = np.cumsum(back, axis=-1) + (m - 1) * np.maximum.accumulate(back, axis=-1)
-    ends = ends + times.last_backward_extra_s[..., ::-1] + sent - times.send_backward_s[..., ::-1]
+    ends = ends + (times.last_backward_extra_s + times.reduce_s)[..., ::-1] + sent - times.send_backward_s[..., ::-1]
     return start_s + ends.max(axis=-1)
 
 
@@ -122,7 +123,7 @@ class _Paths:
         each = times.forward_s + times.first_forward_extra_s + times.send_forward_s
         self.fill_s = np.cumsum(each, axis=-1) - each
         """[N, S] Seconds before a stage's first forward."""
-        rest_s = times.last_backward_extra_s
+        rest_s = times.last_backward_extra_s + times.reduce_s
         if self.split.any():
             deferred = self.schedule.fewest_deferred(p, v, m)
             rest_s = rest_s + np.where(self.split > 0, deferred * times.weight_gradient_s, 0.0)
@@ -165,11 +166,14 @@ class _Paths:
         """[N, p] What comes before each rank's first action, all its work, and what follows its last gradient."""
         work = self._work_s()
         work_s = work[..., self.own].sum(axis=-1)
-        last = np.broadcast_to(self.times.last_backward_extra_s, work.shape)
+        times = self.times
+        last = np.broadcast_to(times.last_backward_extra_s, work.shape)
         extra_s = last[..., self.own].sum(axis=-1)
         before_s = self.fill_s[..., : self.p] + work_s
+        reduce_s = self._of_ranks(times.reduce_s)
+        last_s = reduce_s.min(axis=-1) if self.schedule.splits_backward else reduce_s[..., 0]
         deferred_s, others_s = self._after_last_gradient(extra_s - last[..., : self.p])
-        return np.maximum(before_s + extra_s, before_s - deferred_s + others_s + self.tail_s[..., : self.p])
+        return np.maximum(before_s + extra_s + last_s, before_s - deferred_s + others_s + self.tail_s[..., : self.p])
 
     def after_first_gradient_s(self, forwards: Ints) -> Floats:
         """[N, p] What comes before the first gradient of each rank's highest stage, of the first micro-batch; then all that the rank has left

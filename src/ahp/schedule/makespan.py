@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,6 +55,8 @@ class Makespan:
     """Seconds each rank waits for weights that are gathered beside the computation, of those that it is idle; empty: none does."""
     reducing_s: tuple[float, ...] = ()
     """Seconds each rank still reduces gradients after its last action, of those that it is idle; empty: none does."""
+    slowed_s: tuple[float, ...] = ()
+    """Seconds that each rank computes longer because gradients are reduced meanwhile, of those that it computes; empty: none does."""
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -97,8 +100,12 @@ def makespan(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> 
         BadInput: there is no such schedule (``patterns.illegal``).
     """
     refuse_illegal(name, p, v, m)
-    busy, ends = _all_forwards_first(m, times) if get(name).all_forwards_first else _run(name, p, v, m, times)
-    return Makespan(name, p, v, m, tuple(times), max(ends), tuple(busy), tuple(ends))
+    ran = _all_forwards_first(m, times) if get(name).all_forwards_first else _run(name, p, v, m, times)
+    ends = tuple(map(max, ran.ends_s, ran.reduced_s))
+    reducing = tuple(end - own for end, own in zip(ends, ran.ends_s, strict=True)) if any(ran.reduced_s) else ()
+    slowed = tuple(ran.slowed_s) if any(ran.slowed_s) else ()
+    busy = tuple(ran.busy_s)
+    return Makespan(name, p, v, m, tuple(times), max(ends), busy, ends, reducing_s=reducing, slowed_s=slowed)
 
 
 def makespan_of_order(order: Schedule, times: Sequence[StageTimes]) -> Makespan:
@@ -107,7 +114,7 @@ def makespan_of_order(order: Schedule, times: Sequence[StageTimes]) -> Makespan:
     ends_s = tuple(timeline.end_s(rank) for rank in range(p))
     name, v, m = order.name, order.num_stages // p, order.num_micro_batches
     made = name, p, v, m, tuple(times), timeline.makespan_s, timeline.busy_s, ends_s
-    return Makespan(*made, order, timeline.gathering_s, timeline.reducing_s)
+    return Makespan(*made, order, timeline.gathering_s, timeline.reducing_s, timeline.slowed_s)
 
 
 def peak_kept(
@@ -138,9 +145,21 @@ def peak_kept(
     return tuple(np.cumsum(change[rows.code], axis=0).max(axis=0).tolist())
 
 
-def _all_forwards_first(m: int, times: Sequence[StageTimes]) -> tuple[list[float], list[float]]:
+class _Ran(NamedTuple):
+    """Of each rank, in seconds."""
+
+    busy_s: list[float]
+    ends_s: list[float]
+    """When it has done its last action."""
+    reduced_s: list[float]
+    """When the gradients that it reduces beside its actions are reduced; 0 where there are none."""
+    slowed_s: list[float]
+
+
+def _all_forwards_first(m: int, times: Sequence[StageTimes]) -> _Ran:
     busy = [m * (t.forward_s + t.backward_s) + t.first_forward_extra_s + t.last_backward_extra_s for t in times]
-    return busy, gpipe_ends_s(m, times)
+    ends, none = gpipe_ends_s(m, times), [0.0] * len(times)
+    return _Ran(busy, ends, [(end + t.reduce_s) * (t.reduce_s > 0) for end, t in zip(ends, times, strict=True)], none)
 
 
 def _fewer(name: str, p: int, v: int, m: int, rounds: int) -> int:
@@ -148,8 +167,7 @@ def _fewer(name: str, p: int, v: int, m: int, rounds: int) -> int:
     return m if get(name).period(p, v, m) is None else min(m, rounds * p)
 
 
-def _run(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> tuple[list[float], list[float]]:
-    """Seconds each rank computes, and when it ends."""
+def _run(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> _Ran:
     shorter = None
     for rounds in SETTLED_ROUNDS:
         fewer = _fewer(name, p, v, m, rounds)
@@ -159,13 +177,14 @@ def _run(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> tupl
                 return run.result()
             shorter = run
     run = _Run(table(name, p, v, m), times, shorter)
-    run.advance(len(run.table.code))
+    run.finish()
     return run.result()
 
 
 class _Run:
     """One pass over a table. What is computed is the idle time of each rank before each row: a row's end is that plus
-    the work of the rank until then, so that a row costs a gather, an addition and a maximum."""
+    the work of the rank until then, so that a row costs a gather, an addition and a maximum. What reductions slow it down by counts
+    as idle there."""
 
     def __init__(self, rows: Table, times: Sequence[StageTimes], shorter: _Run | None) -> None:
         """``shorter`` has run the table of fewer micro-batches until its first stage ran out: the same rows."""
@@ -191,6 +210,9 @@ class _Run:
         """What each rank computes in added periods."""
         self.done = 0
         """Rows that have been run."""
+        self.times = times
+        self.reduced_s, self.slowed_s = np.zeros((2, work.shape[1]))
+        """When the gradients of each rank are reduced, and what it computes longer meanwhile."""
         if shorter is not None:
             self.done = shorter.done
             self.idle_s[: self.done + 1] = shorter.idle_s[: self.done + 1]
@@ -209,6 +231,29 @@ class _Run:
             add(buffer, lag, out=buffer)
             maximum(buffer, before, out=after)
 
+    def finish(self) -> None:
+        """Run the rows that are left. From where the first stage is done its gradients are reduced beside the others."""
+        rows, p = self.table.code.shape
+        reduce_s = np.array([t.reduce_s for t in self.times])
+        if not reduce_s.any():
+            self.advance(rows)
+            return
+        last_row, rank = np.divmod(self.table.last, p)
+        slows = np.array([t.reduce_slows for t in self.times])
+        stage = (self.table.code - 1) % len(slows)  # where nothing is done no time passes either
+        actions_s = np.diff(self.work_s, axis=0)
+        actions_s[last_row, rank] -= [t.last_backward_extra_s for t in self.times]
+        for row in range(int(last_row.min()), rows):
+            self.advance(row + 1)
+            start_s = self.idle_s[row + 1] + self.work_s[row]
+            beside_s = np.minimum(self.reduced_s - start_s, actions_s[row]).clip(0.0)
+            slowed_s = slows[stage[row]] * beside_s
+            self.slowed_s += slowed_s
+            self.idle_s[row + 1] += slowed_s
+            ended = np.flatnonzero(last_row == row)
+            ends_s = (self.idle_s[row + 1] + self.work_s[row + 1])[rank[ended]]
+            self.reduced_s[rank[ended]] = np.maximum(ends_s, self.reduced_s[rank[ended]]) + reduce_s[ended]
+
     def settles(self, periods: int) -> bool:
         """Run all rows with ``periods`` more periods between, if the steady rows settle into a rhythm."""
         start, stop = self.table.steady
@@ -225,7 +270,7 @@ class _Run:
         ends_s = self.idle_s[window - back] + self.work_s[window - back] + (more + (rest > 0)) * cycle_s
         self.idle_s[window] = ends_s - self.work_s[window]
         self.added_s = periods * (self.work_s[stop] - self.work_s[stop - length])
-        self.advance(len(self.table.code))
+        self.finish()
         return True
 
     def _rhythm(self, start: int, stop: int) -> tuple[int, float] | None:
@@ -245,6 +290,7 @@ class _Run:
                 return int(cycle), float(moved[-1].max())
         return None
 
-    def result(self) -> tuple[list[float], list[float]]:
-        """Seconds each rank computes, and when it ends."""
-        return (self.work_s[-1] + self.added_s).tolist(), (self.idle_s[-1] + self.work_s[-1]).tolist()
+    def result(self) -> _Ran:
+        """When all rows have been run."""
+        busy_s, ends_s = self.work_s[-1] + self.added_s + self.slowed_s, self.idle_s[-1] + self.work_s[-1]
+        return _Ran(busy_s.tolist(), ends_s.tolist(), self.reduced_s.tolist(), self.slowed_s.tolist())

@@ -6,7 +6,7 @@ Where only the step's length is wanted ``ahp.schedule.makespan`` has it many tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
 
@@ -38,11 +38,18 @@ class StageTimes:
     starts no earlier. Only orders that are given or found have it."""
     reduce_s: float = 0.0
     """Seconds in which its gradients are reduced beside the computation once it is done with its last backward or weight gradient, and what
-    ``last_backward_extra_s`` adds to that. A rank reduces those of one stage after the other. Only orders that are given or found have it."""
+    ``last_backward_extra_s`` adds to that. A rank reduces those of one stage after the other."""
+    reduce_slows: float = 0.0
+    """Seconds that it computes longer for each second in which gradients of its rank are reduced meanwhile; less than 1."""
+
+    def slowed_s(self, start_s: float, end_s: float, until_s: float) -> float:
+        """Seconds that an action of this stage takes longer where gradients are reduced until after its start."""
+        return self.reduce_slows * (min(end_s, until_s) - start_s)
 
     def scaled(self, factor: float) -> StageTimes:
         """All seconds times ``factor``."""
-        return StageTimes(**{name: factor * seconds for name, seconds in asdict(self).items()})
+        seconds = {name: factor * value for name, value in asdict(self).items() if name.endswith("_s")}
+        return replace(self, **seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ class Timeline:
     """Seconds each rank waits for weights alone (``StageTimes.gathered_s``), of those that it is idle."""
     reducing_s: tuple[float, ...]
     """Seconds each rank still reduces gradients (``StageTimes.reduce_s``) after its last action, of those that it is idle."""
+    slowed_s: tuple[float, ...]
+    """Seconds that each rank computes longer because gradients are reduced meanwhile, of those that it computes."""
 
     @cached_property
     def ranks(self) -> tuple[tuple[Span, ...], ...]:
@@ -106,7 +115,7 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
     reducing = tuple(max(0.0, reduced - end[-1]) for reduced, end in zip(run.reduced_s, ends, strict=True))
     makespan_s = max(end[-1] + more for end, more in zip(ends, reducing, strict=True))
     columns = tuple(map(tuple, starts)), tuple(map(tuple, ends))
-    return Timeline(schedule, *columns, makespan_s, busy, tuple(run.gathering_s), reducing)
+    return Timeline(schedule, *columns, makespan_s, busy, tuple(run.gathering_s), reducing, tuple(run.slowed_s))
 
 
 class _Run:
@@ -119,6 +128,7 @@ class _Run:
         self.gathering_s = [0.0] * len(schedule.ranks)
         self.reduced_s = [0.0] * len(schedule.ranks)
         """When the gradients that each rank is done with are reduced."""
+        self.slowed_s = [0.0] * len(schedule.ranks)
         self.times = times
         self.seconds: dict[str, list[float]] = {
             Kind.FORWARD: [t.forward_s for t in times],
@@ -142,9 +152,13 @@ class _Run:
                 self.gathering_s[rank] += gathered_s - start
                 start = gathered_s
             now = start + self.seconds[letter][stage]
+            if letter == "F" and micro_batch == 0:
+                now += self.times[stage].first_forward_extra_s
+            if start < (until := self.reduced_s[rank]):
+                slowed_s = self.times[stage].slowed_s(start, now, until)
+                self.slowed_s[rank] += slowed_s
+                now += slowed_s
             if letter == "F":
-                if micro_batch == 0:
-                    now += self.times[stage].first_forward_extra_s
                 self.forward_end[stage][micro_batch] = now
             else:
                 if letter != "W":

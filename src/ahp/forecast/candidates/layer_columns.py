@@ -145,14 +145,14 @@ class LayerColumns:
         return self._kinds(lambda u: u.times.weight_gradient.device_s)
 
     @cached_property
-    def least_s(self) -> tuple[float, float, float, float, float, float]:
+    def least_s(self) -> tuple[float, ...]:
         """Device seconds of the layer that has the least of each: of the forward pass, of the backward pass with nothing made again, of what of
         this makes no weight gradients, nothing that comes once per step; and of the head in both passes."""
         backward = self.first_backward_of_kinds
         inputs = (backward - self.weight_gradient_of_kinds).min(initial=np.inf)
         if not self.units.blocks:
-            return 0.0, 0.0, 0.0, 0.0, 0.0, self.head_s
-        return self.least_forward_s, float(backward.min()), float(inputs), 0.0, 0.0, self.head_s
+            return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self.head_s
+        return self.least_forward_s, float(backward.min()), float(inputs), 0.0, 0.0, 0.0, self.head_s
 
     @cached_property
     def least_forward_s(self) -> float:

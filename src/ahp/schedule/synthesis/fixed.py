@@ -39,6 +39,6 @@ def best_fixed(problem: Problem) -> Fixed | None:
 
 
 def _makespan_s(problem: Problem, name: str, p: int, v: int, m: int) -> float:
-    if any(t.gathered_s or t.reduce_s for t in problem.times):
+    if any(t.gathered_s for t in problem.times):
         return replay(problem, as_orders(make(name, p, v, m))).end_s
     return makespan(name, p, v, m, problem.times).makespan_s

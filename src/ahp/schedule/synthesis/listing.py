@@ -156,11 +156,13 @@ class _Run:
         self.starts[rank].append(now)
         self.room[rank] += self.frees[chosen]
         end = now + self.seconds[chosen]
+        if chosen < stages and k == 0:
+            end += self.problem.times[chosen].first_forward_extra_s
+        if now < self.reducing_until_s[rank]:
+            end += self.problem.times[chosen % stages].slowed_s(now, end, self.reducing_until_s[rank])
         to = rank
         at = end
         if chosen < stages:
-            if k == 0:
-                end += self.problem.times[chosen].first_forward_extra_s
             if chosen == stages - 1:
                 self.gradients[chosen].append(end)
             else:

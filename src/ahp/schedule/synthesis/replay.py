@@ -51,9 +51,12 @@ def replay(problem: Problem, orders: Orders) -> Replay:
                     if k >= len(arrived_f[s]):
                         break
                     at = arrived_f[s][k]
-                    now = (at if at > now else now) + seconds[code]
+                    begin = at if at > now else now
+                    now = begin + seconds[code]
                     if k == 0:
                         now += times[s].first_forward_extra_s
+                    if begin < reducing_until_s[rank]:
+                        now += times[s].slowed_s(begin, now, reducing_until_s[rank])
                     num_f[s] = k + 1
                     if s == last:
                         arrived_g[s].append(now)
@@ -66,7 +69,10 @@ def replay(problem: Problem, orders: Orders) -> Replay:
                         if k >= len(arrived_g[s]) or k >= num_f[s]:
                             break
                         at = arrived_g[s][k]
-                        now = (at if at > now else now) + seconds[code]
+                        begin = at if at > now else now
+                        now = begin + seconds[code]
+                        if begin < reducing_until_s[rank]:
+                            now += times[s].slowed_s(begin, now, reducing_until_s[rank])
                         num_g[s] = k + 1
                         if s:
                             arrived_g[s - 1].append(now + times[s].send_backward_s)
@@ -76,7 +82,9 @@ def replay(problem: Problem, orders: Orders) -> Replay:
                         if not apart[s]:
                             break
                         apart[s] -= 1
-                        now += seconds[code]
+                        begin, now = now, now + seconds[code]
+                        if begin < reducing_until_s[rank]:
+                            now += times[s].slowed_s(begin, now, reducing_until_s[rank])
                     if kind != INPUT_GRADIENT:
                         left[s] -= 1
                         if not left[s]:

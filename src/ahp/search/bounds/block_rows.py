@@ -15,6 +15,7 @@ from ahp.forecast.assembly import received_bytes
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.mesh import pipeline_axis
+from ahp.forecast.reduced import share_beside
 from ahp.forecast.stage import StageCosts
 from ahp.forecast.stage_memory import StageWeights
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s
@@ -115,12 +116,13 @@ class BlockRows:
         """Write into ``times`` what the schedules of some rows [J, R] take at least."""
         split, kind = np.nonzero(rows)
         stages = self._cut.of[virtual]
+        beside = share_beside(virtual, self.splits.columns.traits, self.stages.overlap)[split]
         of_rows = {name: seconds[split[:, None], kind[:, None], stages] for name, seconds in passes.items()}
         for index in pipes:
             pipe = self.rows.pipes[index]
             schedule = self._schedule(pipe)
             sends = self._sends(pipe.virtual, schedule.placement)
-            last = "last_weight_gradient" if schedule.splits_backward else "last_backward"
+            last_s = of_rows["last_weight_gradient" if schedule.splits_backward else "last_backward"]
             columns = TimeColumns(
                 forward_s=of_rows["forward"],
                 backward_s=of_rows["backward"],
@@ -129,7 +131,8 @@ class BlockRows:
                 send_forward_s=sends[0],
                 send_backward_s=sends[1],
                 first_forward_extra_s=of_rows["first_forward"],
-                last_backward_extra_s=of_rows[last],
+                last_backward_extra_s=(1.0 - beside) * last_s,
+                reduce_s=beside * last_s,
             )
             turns = self.pricer.turns
             times[split, index, kind] = lower_bounds_s(schedule.name, self.p, virtual, self.m, columns, turns=turns)

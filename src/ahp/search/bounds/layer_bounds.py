@@ -20,6 +20,7 @@ from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.layer_costs import LayerCosts, layer_costs
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.candidates.shardings import CollectiveTimes, Shardings
+from ahp.forecast.reduced import share_beside
 from ahp.forecast.states import RankWeights
 from ahp.forecast.turns import least_share
 from ahp.schedule.registry import get
@@ -102,7 +103,9 @@ class LayerBounds:
         """[rows, C, R] Of the way through each pipeline that takes longest, without its optimizer."""
         of, layer = self._of[rows], self._layers[0].part(rows)
         head_s = np.broadcast_to(self._column("head_s")[of], layer.forward.shape)
-        parts = layer.forward, layer.backward, layer.input_gradient, layer.first_forward, layer.last_backward, head_s
+        beside = self._beside[rows]
+        last = (1.0 - beside) * layer.last_backward, beside * layer.last_backward
+        parts = layer.forward, layer.backward, layer.input_gradient, layer.first_forward, *last, head_s
         paths = np.array([self._fronts(block).paths for block in range(first, int(of[-1]) + 1)], dtype=float)
         paths_s = paths[of - first] @ np.stack(parts, axis=1)[:, None]  # [rows, L, C, R]
         return paths_s.max(axis=1)
@@ -177,7 +180,10 @@ class LayerBounds:
             drain_s = drain_s.min(axis=1, keepdims=True)
         each = (self.asked.graph.num_layers / p)[of]
         work_s = each * (m * (mean.forward + backward) + mean.first_forward)
-        work_s += np.maximum(each * mean.last_backward, drain_s) + m * (self._column("ends_s") / p)[of]
+        last_s = (
+            each * mean.last_backward * (1.0 - self._beside)
+        )  # in some cut the stage that ends last may have nothing to reduce
+        work_s += np.maximum(last_s, drain_s) + m * (self._column("ends_s") / p)[of]
         return before * least.forward + work_s + self._updates_s(slice(None), each)
 
     def _each_bytes(self, block: PricedBlock, pipes: tuple[ScheduleChoice, ...]) -> Floats:
@@ -206,6 +212,12 @@ class LayerBounds:
         return found
 
     # What layers take.
+
+    @cached_property
+    def _beside(self) -> Floats:
+        """[N, 1] Of what comes with the last backward pass, the share that is reduced beside a rank's other stages, if it may have several."""
+        most = np.array([[max(pipe.virtual for pipe in block.rows.pipes)] for block in self.blocks])[self._of]
+        return share_beside(most, self.ways.traits, self.blocks[0].stages.overlap)
 
     def _each_block(self, name: str) -> Floats:
         """[B, 1] A figure of the blocks' layers."""

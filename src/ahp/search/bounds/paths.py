@@ -31,6 +31,8 @@ class Path(NamedTuple):
     first_forward: int = 0
     """What comes once, with the first forward."""
     last_backward: int = 0
+    """What comes once, with the last backward of each stage; and where others are computed beside it, of the stage that ends last."""
+    last_stage: int = 0
     head: int = 0
     """Micro-batches that pass the head both ways."""
 
@@ -47,7 +49,9 @@ def longest_paths(schedule: PipelineSchedule, p: int, v: int, m: int, edges: Edg
     for rank in _longest(layers, head, before):
         count, ahead = int(layers[rank]), int(before[rank])
         all_work = Path(ahead + m * count, m * count, 0, ahead + count, head=m * int(head[rank]))
-        found.append(all_work._replace(last_backward=count))
+        stages = sizes[own[rank]]  # with whole backwards the lowest ends last
+        last = int(stages.min() if schedule.splits_backward else stages[0])
+        found.append(all_work._replace(last_backward=count, last_stage=last))
         if not schedule.splits_backward:  # else weight gradients may fill the time in which gradients drain
             found.append(all_work._replace(backward=m * count + ahead))
     if schedule.all_forwards_first:
