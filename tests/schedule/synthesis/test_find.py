@@ -123,6 +123,15 @@ def test_a_v_in_half_of_the_memory_is_seldom_slower_than_1f1b(ratios):
     assert sum(gains) / len(gains) > 0.05
 
 
+def test_the_bound_knows_that_a_rank_reduces_one_stage_after_the_other():
+    """Work of 18 s; of stage 0 memory holds two backwards of 2 s when stage 1 is done, and then both are reduced. One is left in truth."""
+    times = (StageTimes(1.0, 2.0, reduce_s=10.0),) * 2
+    found = synthesize(Problem(times, (0, 0), 3, (1.0, 1.0), memory_bytes=(2.0,), split=False))
+    assert found.bound.seconds == pytest.approx(18.0 - 2 * 2.0 + 20.0)
+    assert "its reductions" in found.bound.reason
+    assert found.makespan_s == pytest.approx(18.0 - 2.0 + 20.0)
+
+
 def test_a_whole_backward_takes_the_place_of_two_parts_that_cost_more():
     made = problem(1, "one", 4, 12, extra=0.1)
     apart = [[code for k in range(12) for code in ((s, 8 + s, 12 + s) if k >= 4 else (s,))] for s in range(4)]

@@ -94,7 +94,12 @@ def _bounds_of_rank(paths: Paths, rank: int, own: tuple[int, ...]) -> Iterator[t
     forwards_s = first_s + _most_s(m, memory, [(paths.forward_s[s], problem.kept_bytes[s]) for s in own])
     idle_s = max(0.0, turn_s - begin_s - forwards_s)
     busy_s = begin_s + idle_s + work_s + after_s
-    yield busy_s, f"work of rank {rank}" + (", whose memory holds few forwards" if idle_s else "")
+    few = ", whose memory holds few forwards" if idle_s else ""
+    yield busy_s, f"work of rank {rank}{few}"
+    if len(own) > 1 and any(times[s].reduce_s for s in own):
+        # From when the first stage is done all gradients of the rank are reduced, one stage after the other.
+        done_s = begin_s + idle_s + work_s - max(_left_s(paths, s, own, memory) for s in own)
+        yield done_s + sum(times[s].reduce_s for s in own), f"work of rank {rank}{few}, and its reductions"
     if memory == inf or not any(problem.kept_bytes[s] for s in own):
         return
     if len(own) == 1:
@@ -132,8 +137,25 @@ def _bounds_of_memory(paths: Paths, rank: int, s: int, busy_s: float) -> Iterato
     yield busy_s + idle_s, f"memory of rank {rank}, at the beginning and the end"
 
 
+def _left_s(paths: Paths, done: int, own: tuple[int, ...], memory: float) -> float:
+    """Seconds of a rank's work that may be left when a stage of it is done before the others, at most: what memory holds for it.
+
+    All forwards are done then, and the input gradients of later stages.
+    """
+    problem, times, kinds = paths.problem, paths.problem.times, list[tuple[float, float]]()
+    others = [s for s in own if s != done]
+    for s in others:
+        if s < done:
+            kinds.append((paths.whole_s[s], problem.kept_bytes[s]))
+        if problem.split:
+            weights_s = max(0.0, paths.whole_s[s] - times[s].input_gradient_s)
+            kinds.append((weights_s, problem.kept_bytes[s] - problem.freed_bytes[s]))
+    most_s = paths.m * sum(paths.whole_s[s] for s in others)
+    return min(most_s, _most_s(paths.m, memory, kinds)) + sum(times[s].last_backward_extra_s for s in others)
+
+
 def _most_s(m: int, memory: float, kinds: list[tuple[float, float]]) -> float:
-    """Seconds of forwards that memory holds at once, at most: those that are long for what they keep first, parts of one too."""
+    """Seconds of actions that memory holds something for at once, at most: those that are long for what is kept first, parts of one too."""
     total = 0.0
     for seconds, kept in sorted(kinds, key=lambda kind: kind[0] / kind[1] if kind[1] else inf, reverse=True):
         count = m if kept == 0.0 else min(m, memory / kept)
