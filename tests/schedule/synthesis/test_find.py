@@ -110,16 +110,15 @@ def test_1f1b_that_a_v_is_held_against_has_a_rank_s_stages_as_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ratios", [(1.0, 1.0), (1.5, 3.0)])
-def test_a_v_in_half_of_the_memory_is_seldom_slower_than_1f1b(ratios):
-    """[Empirical] Of 40 each, ranks alike or 1.5 to 3 times apart, 1 is slower, by 1.9 % at most; as ``benchmarks/schedules.py`` draws them."""
+def test_a_v_in_half_of_the_memory_is_never_slower_than_1f1b(ratios):
+    """Of 40 each, ranks alike or 1.5 to 3 times apart, as ``benchmarks/schedules.py`` draws them."""
     random, gains = Random("1.5 to 3 times" if ratios[0] > 1 else "alike"), []
     for seed in range(40):
         p = random.choice((4, 8, 16))
         m, ratio = p * random.choice((2, 4, 8)), random.uniform(*ratios)
         half = problem(seed, "v", p, m, ratio=ratio, memory=0.5)
         gains.append(1 - synthesize(half).makespan_s / one_f_one_b_s(half))
-    assert sum(gain < 0 for gain in gains) <= 1
-    assert min(gains) > -0.02
+    assert min(gains) > 0.0
     assert sum(gains) / len(gains) > 0.05
 
 

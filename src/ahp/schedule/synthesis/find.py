@@ -16,19 +16,10 @@ from ahp.schedule.synthesis.bound import LowerBound, lower_bound
 from ahp.schedule.synthesis.codes import as_schedule
 from ahp.schedule.synthesis.fixed import Fixed, best_fixed
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
-from ahp.schedule.synthesis.search import Search, actions_tried
+from ahp.schedule.synthesis.search import Search
 
 NAME = "Synthesized"
 """What ``pipeline_parallel_schedule`` calls a schedule that was found."""
-
-
-SEEDS = 6
-"""Searches at most for a V in half of 1F1B's memory while it is slower than 1F1B. [Empirical] Of 80 draws 4 are slower after the first, 2 after
-six, 1 after sixteen."""
-
-MOST_TRIED = 450_000
-"""Actions tried in these searches together, at most where the first is not longer: a second of processor time, 16 ranks and 256
-micro-batches three times."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +60,7 @@ def synthesize(problem: Problem, *, seed: int = 0, effort: float = 1.0) -> Synth
     near = fixed is not None and search.good(fixed.makespan_s)
     orders, makespan_s = ([], inf) if near else search.best()
     if fixed is None and (limit_s := one_f_one_b_s(problem)) < makespan_s:
-        each = effort * actions_tried(problem.num_ranks, problem.num_micro_batches)
-        for other in range(seed + 1, seed + min(SEEDS, int(MOST_TRIED / each))):
-            found = Search(problem, bound.seconds, other, effort).best()
-            orders, makespan_s = min((orders, makespan_s), found, key=lambda one: one[1])
-            if makespan_s <= limit_s:
-                break
+        orders, makespan_s = search.better((orders, makespan_s), limit_s)
     if fixed is not None and fixed.makespan_s <= makespan_s:
         m, p = problem.num_micro_batches, problem.num_ranks
         schedule = replace(make(fixed.name, p, problem.num_stages // p, m), name=NAME)

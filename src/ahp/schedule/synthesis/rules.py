@@ -59,11 +59,16 @@ def rhythms(problem: Problem, random: Random, *, split: bool) -> list[Rhythm]:
     """Rhythms of several lengths and some drawn at random, in turns, of either first those that promise the most: long periods cost time, and
     so does memory that is not there."""
     found: dict[object, Rhythm] = {}
-    several = [sorted(some, key=_promise_s) for some in (_usual(problem, split), _drawn(problem, random, split))]
+    several = sorted(_usual(problem, split), key=_promise_s), drawn_rhythms(problem, random, split=split)
     for made in chain.from_iterable(zip_longest(*several)):
         if made is not None:
             found.setdefault((_order(problem, made), made.held), made)
     return list(found.values())
+
+
+def drawn_rhythms(problem: Problem, random: Random, *, split: bool) -> list[Rhythm]:
+    """Those drawn at random alone, the most promising first."""
+    return sorted(_drawn(problem, random, split), key=_promise_s)
 
 
 def _usual(problem: Problem, split: bool) -> list[Rhythm]:
@@ -208,7 +213,7 @@ class _Ring:
         """The first time from ``earliest_s`` on that is free, taken; None if there is none. With ``slack_s`` rather a later one,
         by so much at most, that touches what is taken."""
         period = self.period_s
-        after = sorted(earliest_s + (end - earliest_s) % period for _, end in self.taken)
+        after = sorted([earliest_s + (end - earliest_s) % period for _, end in self.taken])
         found = next((at for at in [earliest_s, *after] if self._free(at, seconds)), None)
         if found is None:
             return None
@@ -224,9 +229,10 @@ class _Ring:
         """Whether what is taken before it is over, and what comes after it begins later; around the ring both are the same."""
         period = self.period_s
         start, rounding = at % period, 1e-9 * period
-        if seconds > period + rounding:
+        least_s = seconds - rounding
+        if least_s > period:
             return False
-        return all(
-            (start - a) % period >= b - a - rounding and (a - start) % period >= seconds - rounding
-            for a, b in self.taken
-        )
+        for a, b in self.taken:  # a loop, for speed
+            if (start - a) % period < b - a - rounding or (a - start) % period < least_s:
+                return False
+        return True

@@ -15,7 +15,7 @@ from ahp.schedule.synthesis.merge import merged
 from ahp.schedule.synthesis.problem import Problem
 from ahp.schedule.synthesis.repeat import Part, fewer, repeated, steady_part
 from ahp.schedule.synthesis.replay import replay
-from ahp.schedule.synthesis.rules import along_the_way, rhythms
+from ahp.schedule.synthesis.rules import along_the_way, drawn_rhythms, rhythms
 from ahp.schedule.synthesis.swaps import swapped
 
 ROUNDS_TRIED = 1.5
@@ -61,6 +61,9 @@ IN_RHYTHM = ((0, 0.5), (1, 0.5), (0, 1.0))
 
 TURNS = 4
 """Rules of which one is of the kind that has found the longer schedule so far."""
+
+FURTHER_DRAWS, BEST_DRAWN = 6, 2
+"""How often rhythms are drawn again at most, and how many of each are tried. [Empirical] Of 80 problems 4 need it, one draw or two of these."""
 
 FIRST_RHYTHMS = 5
 """Rhythms that are tried with each of them before the next are."""
@@ -109,12 +112,26 @@ class Search:
         finalists = self.tried[:FINALISTS]
         finalists += [tried for tried in self.unsettled[:FINALISTS] if tried not in finalists]
         found = min((self._carried_out(tried) for tried in finalists), key=lambda made: made[1])
-        problem, times = self.problem, self.problem.times
         if self.for_swaps and not self.good(found[1]):
             tries = int(self.for_swaps / sum(map(len, found[0])))
-            found = swapped(problem, *found, self.random, tries, self.bound_s * (1 + GOOD_GAP))
-        if any(t.input_gradient_s + t.weight_gradient_s > t.backward_s for t in times) and self.tried[0].rule.weight_s:
-            return merged(problem, *found)
+            found = swapped(self.problem, *found, self.random, tries, self.bound_s * (1 + GOOD_GAP))
+        return self._merged(found) if self.tried[0].rule.weight_s else found
+
+    def better(self, found: tuple[Orders, float], enough_s: float) -> tuple[Orders, float]:
+        """``found``, or what further rhythms that are drawn give, until it ends by ``enough_s``."""
+        for _ in range(FURTHER_DRAWS):
+            if found[1] <= enough_s:
+                break
+            for rhythm in drawn_rhythms(self.problem, self.random, split=self.problem.split)[:BEST_DRAWN]:
+                tried = self._try(rhythm.rule(*IN_RHYTHM[0]))
+                if tried.score_s < found[1]:
+                    found = min(found, self._merged(self._carried_out(tried)), key=lambda made: made[1])
+        return found
+
+    def _merged(self, found: tuple[Orders, float]) -> tuple[Orders, float]:
+        """With whole backwards in the place of two parts that cost more, where nobody waits for them."""
+        if any(t.input_gradient_s + t.weight_gradient_s > t.backward_s for t in self.problem.times):
+            return merged(self.problem, *found)
         return found
 
     def good(self, end_s: float) -> bool:
