@@ -190,7 +190,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=2, help="sequences at a time (default: 2)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side in a round (default: 10)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side (default: 2)")
-    parser.add_argument("--cluster", help="what ahp probe wrote, or a name of the catalogue (default: probe it quickly now)")
+    parser.add_argument(
+        "--cluster", help="what ahp probe wrote, or a name of the catalogue (default: probe it quickly now)"
+    )
     options.add_output(parser, "a model of two thin layers; on a CPU where there is no GPU")
     arguments = parser.parse_args()
     if arguments.batch_size % arguments.micro_batch_size:

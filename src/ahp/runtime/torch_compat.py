@@ -230,10 +230,8 @@ def forget_meshes() -> None:
     ):
         if clear is not None:
             clear()
-    if torch.__version__ < (
-        2,
-        13,
-    ):  # the arguments of every sharding rule that was asked stay (pytorch/pytorch#181792), their mesh with them
+    # Before 2.13 the arguments of every sharding rule that was asked stay (pytorch/pytorch#181792), their mesh with them.
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         for mesh in (one for one in gc.get_objects() if type(one) is DeviceMesh):
             mesh._pg_registry = {
                 name: group for name, group in mesh._pg_registry.items() if group in distributed_c10d._world.pg_map
