@@ -12,19 +12,20 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(CI),--quiet,) --disable-pip-version-check
 CODE := $(wildcard src tests benchmarks .ci)
 
-.PHONY: help install dev train test test-gpu smoke exports lint docs clean
+.PHONY: help install dev train test test-gpu test-matrix smoke exports lint docs clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make train    install, then plan and train a small LLaMA on this machine (ARGS=... for ahp train)"
-	@echo "make test     install, then run the tests (ARGS=... for pytest)"
-	@echo "make test-gpu install, then run the tests that need a GPU"
-	@echo "make smoke    build a wheel, and run every command from it in an environment that has nothing else"
-	@echo "make exports  install accelerate, DeepSpeed and torchtitan into $(VENV)-exports, and train there what ahp export writes"
-	@echo "make lint     formatting, lint and types"
-	@echo "make docs     build the pages of docs/ into site/, every warning an error"
-	@echo "make install  only install, into $(VENV)"
-	@echo "make clean    remove $(VENV), $(VENV)-exports and caches; the runs stay"
+	@echo "make train       install, then plan and train a small LLaMA on this machine (ARGS=... for ahp train)"
+	@echo "make test        install, then run the tests (ARGS=... for pytest)"
+	@echo "make test-gpu    install, then run the tests that need a GPU"
+	@echo "make test-matrix run the tests that use torch on its oldest and newest release (ARGS=\"--torch 2.12.1 --python python3.13\")"
+	@echo "make smoke       build a wheel, and run every command from it in an environment that has nothing else"
+	@echo "make exports     install accelerate, DeepSpeed and torchtitan into $(VENV)-exports, and train there what ahp export writes"
+	@echo "make lint        formatting, lint and types"
+	@echo "make docs        build the pages of docs/ into site/, every warning an error"
+	@echo "make install     only install, into $(VENV)"
+	@echo "make clean       remove $(VENV), $(VENV)-exports, .venv-matrix and caches; the runs stay"
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -55,6 +56,10 @@ test: dev
 test-gpu: dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
+# Environments and logs: .venv-matrix.
+test-matrix:
+	$(PYTHON) .ci/matrix.py $(ARGS)
+
 smoke:
 	$(PYTHON) .ci/smoke.py $(ARGS)
 
@@ -83,5 +88,5 @@ docs: $(VENV)/.installed-docs
 	@echo "site/index.html is the first page"
 
 clean:
-	rm -rf $(VENV) $(VENV)-exports build dist site .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-exports .venv-matrix build dist site .cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
