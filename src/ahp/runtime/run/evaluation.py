@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping
+from inspect import isfunction
 from typing import Any
 
 from ahp.errors import BadInput, bad_input
@@ -21,12 +22,15 @@ def find(name: str) -> Evaluation:
     if not colon or not function.isidentifier() or not all(part.isidentifier() for part in path.split(".")):
         raise bad_input(KEY, name, "must name a function", ["pkg.mod:function"])
     try:
-        found = getattr(importlib.import_module(path), function)
+        module = importlib.import_module(path)
     except ModuleNotFoundError as error:
         where = "it must lie in the folder that the command starts in, be installed, or be on PYTHONPATH"
         raise BadInput(f"{KEY} = {name!r}: {error}; {where}") from error
-    except (ImportError, AttributeError) as error:
+    except ImportError as error:
         raise BadInput(f"{KEY} = {name!r}: {error}") from error
+    if (found := getattr(module, function, None)) is None:
+        its_own = [key for key, one in vars(module).items() if isfunction(one) and one.__module__ == module.__name__]
+        raise bad_input(KEY, name, f"{path} has no such function", [f"{path}:{key}" for key in its_own])
     if not callable(found):
         raise bad_input(KEY, name, f"it is of {type(found).__name__}, not a function of (parallel, step)")
     return found
