@@ -48,7 +48,7 @@ def test_the_next_forecast_is_what_the_run_took(tmp_path: Path, capsys: pytest.C
     assert run([run_folder(tmp_path / "run", plan, 1.3, earlier=4), "-o", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "9 steps" in shown
-    assert "measured is 30 % off" in shown
+    assert "measured is 1.3 times as long" in shown
     assert shown.splitlines()[-1] == f"Next: ahp plan tiny {out}"
     assert "; steps are forecast to take 1.3 times what its figures say, as measured in 9 steps" in confidence(
         Cluster.load(out)
@@ -191,4 +191,4 @@ def test_runs_on_a_mixed_cluster_say_together_what_each_group_takes(
     assert forecast(other).step_time_s == pytest.approx(real.step_time_s, rel=0.05)
     assert re.search(r"; times 1\.\d+ by 27 steps of 3 runs", Cluster.load(out).groups[1].device.source)
     assert run([*folders, "-o", str(out)]) == 0
-    assert "The groups are taken to compute so many times as long as they were: new 1." in capsys.readouterr().out
+    assert "From here on each group counts as slower by a factor: new 1." in capsys.readouterr().out

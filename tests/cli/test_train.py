@@ -113,7 +113,7 @@ def test_a_finished_run_shows_the_sample_that_it_has(
     monkeypatch.setattr(generation, "generate", lambda *_: pytest.fail("the model was loaded"))
     assert main.main(args(plan_file)) == 0
     out = capsys.readouterr().out
-    assert "has finished; more --job.steps continue it" in out
+    assert "is finished. Give more --job.steps, or another --run.folder" in out
     assert "  | def of_the_run():" in out
 
 

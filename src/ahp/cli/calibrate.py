@@ -67,7 +67,7 @@ def run(argv: list[str]) -> int:
         print(json.dumps(result))
     else:
         print("\n".join(_lines(cluster, found, ratios)))
-        print(f"\nwrote {arguments.output}\nNext: {following}")
+        print(f"\nWrote {arguments.output}\nNext: {following}")
     return 0
 
 
@@ -122,19 +122,19 @@ def _calibration(cluster: Cluster) -> dict[str, object]:
 
 
 def _lines(cluster: Cluster, found: list[PricedRun], ratios: dict[str, float]) -> list[str]:
-    from ahp.words import percent, seconds
+    from ahp.words import seconds
 
     lines = []
     for one in found:
         lines += [
             f"{one.run.folder}: {one.plan.parallelism.short()}, {one.run.steps} steps",
             f"  measured   {seconds(one.run.step_s)} a step (median)",
-            f"  forecast   {_told(one.before)}; measured is {percent(one.ratio - 1.0)} off",
+            f"  forecast   {_told(one.before)}; measured is {one.ratio:.3g} times as long",
             f"  calibrated {_told(one.after)}",
         ]
     if ratios:
         told = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items())
-        return [*lines, f"The groups are taken to compute so many times as long as they were: {told}."]
+        return [*lines, f"From here on each group counts as slower by a factor: {told}."]
     known = _calibration(cluster)
     lines.append(
         f"Forecasts on this cluster are multiplied by {known['step_ratio']:.3g} from here on ({known['source']})."

@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
         print(json.dumps(cluster.plain()))
         return 0
     print("\n".join(lines(cluster)))
-    print(f"\nwrote {arguments.output}")
+    print(f"\nWrote {arguments.output}")
     print(f"Next: ahp plan tiny {arguments.output}")
     return 0
 

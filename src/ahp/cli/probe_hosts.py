@@ -73,7 +73,7 @@ def run(arguments: Arguments, find: Callable[[], Place | None]) -> int:
         print(json.dumps(found.cluster.plain()))
         return 0
     print("\n".join(lines(found)))
-    print(f"\nwrote {arguments.output}")
+    print(f"\nWrote {arguments.output}")
     print(f"Next: ahp plan tiny {arguments.output}")
     return 0
 

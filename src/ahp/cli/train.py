@@ -262,9 +262,7 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
     steps = result["plan"]["job"]["steps"]
     lines = [""]
     if already_done:
-        lines.append(
-            f"{result['folder']} has finished; more --job.steps continue it, another --run.folder starts anew."
-        )
+        lines.append(f"{result['folder']} is finished. Give more --job.steps, or another --run.folder.")
     elif result["state"] != "done":
         lines.append(f"Interrupted ({result['cause']}) after step {result['step']} of {steps}; everything is saved.")
     if "last_loss" in result:
@@ -274,9 +272,7 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
         lines.append(f"Speed    {seconds(speed['median_s'])} a step{predicted}; {speed['tokens_per_s']:,.0f} tokens/s")
         if speed["in_band"] is False:
             ratio = speed["median_s"] / speed["predicted_s"]
-            lines.append(
-                f"         {ratio:.2g} times the prediction, outside its 90 % band; ahp calibrate corrects the next ones"
-            )
+            lines.append(f"         {ratio:.2g} times the prediction, outside its 90 % band (see ahp calibrate)")
         if "validation_loss" in result:
             lines.append(f"Held out {result['validation_loss']:.3f}, the loss on text that it was not trained on")
     if "sample" in result:
