@@ -51,7 +51,7 @@ def device_for(plan: Plan, num_local_workers: int) -> DeviceType:
         if device == "cpu" and names:
             raise HardwareMismatch(
                 f"the plan was made for {', '.join(names)} and needs {num_local_workers} of them on this node, which has "
-                f"{num_gpus()} GPUs. On several nodes start ahp train with torchrun on each; for this node plan again: "
+                f"{num_gpus()} GPUs. With several nodes run the same command on each, with --nodes; for this machine plan again: "
                 "ahp plan MODEL local"
             )
     refuse_without_fp8(plan, device)

@@ -46,7 +46,7 @@ def prepare_texts(plan: Plan) -> Texts:
     refuse_longer(module, job.sequence_length)
     if job.lora is not None and plan.init_from is None:
         say(
-            "job.lora: the weights beside the adapters are drawn from job.seed and stay so; init_from names trained ones"
+            "job.lora: only adapters are trained, and the other weights are random, from job.seed; init_from names trained weights"
         )
     masked = is_masked(module)
     if plan.init_from is not None:
