@@ -4,7 +4,7 @@ import math
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ahp.errors import BadInput
@@ -34,6 +34,7 @@ from benchmarks.schedule_problems import PLACEMENTS, placed, problem
     st.sampled_from((0.0, 0.1)),
     st.booleans(),
 )
+@example(5982, "any", 4, 7, 1.0, None, False, 0.0, False)  # its rule waits where the order need not
 def test_what_is_found_runs_fits_and_is_no_slower_than_a_pattern(
     seed, kind, p, m, ratio, memory, split, extra, streams
 ):

@@ -220,8 +220,8 @@ class Search:
         """What the rule makes of all micro-batches, by repeating or by a list schedule of all."""
         problem, m = self.problem, self.problem.num_micro_batches
         if self.m == m:
-            return tried.listed.orders, tried.listed.end_s
-        if tried.part:
+            orders = tried.listed.orders  # the rule may wait where its order need not
+        elif tried.part:
             orders = repeated(tried.listed.orders, tried.part, m - self.m)
         else:
             orders = list_schedule(problem, tried.rule, m).orders
