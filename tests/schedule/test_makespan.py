@@ -25,8 +25,10 @@ seconds = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
 
 def random_times(data):
     """Of a stage."""
-    reduced = {"reduce_s": data.draw(seconds), "reduce_slows": data.draw(st.sampled_from([0.0, 0.3]))}
-    return StageTimes(*(data.draw(seconds) for _ in range(8)), **reduced)
+    beside = {"gathered_s": data.draw(seconds), "reduce_s": data.draw(seconds)}
+    return StageTimes(
+        *(data.draw(seconds) for _ in range(8)), **beside, reduce_slows=data.draw(st.sampled_from([0.0, 0.3]))
+    )
 
 
 def same(name, p, v, m, times):
@@ -37,6 +39,7 @@ def same(name, p, v, m, times):
     assert fast.busy_s == pytest.approx(timeline.busy_s, rel=1e-9, abs=nothing_s)
     assert fast.ends_s == pytest.approx([timeline.end_s(rank) for rank in range(p)], rel=1e-9, abs=nothing_s)
     assert (fast.reducing_s or (0.0,) * p) == pytest.approx(timeline.reducing_s, rel=1e-9, abs=nothing_s * 1e3)
+    assert (fast.gathering_s or (0.0,) * p) == pytest.approx(timeline.gathering_s, rel=1e-9, abs=nothing_s * 1e3)
     assert (fast.slowed_s or (0.0,) * p) == pytest.approx(timeline.slowed_s, rel=1e-9, abs=nothing_s * 1e3)
     assert fast.idle_s == pytest.approx(timeline.idle_s, rel=1e-9, abs=1e-9 * (1.0 + timeline.makespan_s))
 
@@ -71,6 +74,7 @@ def test_many_micro_batches_of_a_model(name, p, v, m, send_s):
             send_s,
             0.5,
             0.3,
+            gathered_s=2.0 + 3.0 * (s >= p),
             reduce_s=4.0,
             reduce_slows=0.2,
         )

@@ -75,8 +75,10 @@ seconds = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
 
 def random_times(data):
     """Of a stage."""
-    reduced = {"reduce_s": data.draw(seconds), "reduce_slows": data.draw(st.sampled_from([0.0, 0.3]))}
-    return StageTimes(*(data.draw(seconds) for _ in range(8)), **reduced)
+    beside = {"gathered_s": data.draw(seconds), "reduce_s": data.draw(seconds)}
+    return StageTimes(
+        *(data.draw(seconds) for _ in range(8)), **beside, reduce_slows=data.draw(st.sampled_from([0.0, 0.3]))
+    )
 
 
 def orders(name, p, v, m):

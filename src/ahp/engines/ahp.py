@@ -122,7 +122,7 @@ class AhpEngine(Engine):
                 element_bytes=4,
                 whole=not every,
             ),
-            gather=fsdp2.gathers(zero, pipelined=pipelined),
+            gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(beside_stages=True),
             reduce=ReduceTraits(
                 element_bytes=4,
                 overlap=0.0 if pipelined else 1.0,

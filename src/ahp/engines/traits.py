@@ -88,6 +88,9 @@ class GatherTraits(NamedTuple):
     at_start: bool = False
     """Whether all ranks gather their weights as the step begins, so that of a pipeline only the first stage waits for them; else
     each stage when its first micro-batch is there."""
+    beside_stages: bool = False
+    """Whether a rank's weights that are gathered once a step are on their way from its start on, where the schedule lets them
+    (``PipelineSchedule.gathers_ahead``), and each stage waits for its own."""
     each_weight: bool = False
     """Whether sharded weights are gathered and their gradients reduced one tensor at a time, not a unit at once."""
 

@@ -14,11 +14,10 @@ from ahp.forecast.pricer import Pricer
 from ahp.plan import Parallelism
 from ahp.schedule.actions import Schedule
 from ahp.schedule.orders import SYNTHESIZED, any_order, apart, order_text, ranks_of_stages, whole
-from ahp.schedule.registry import get as get_schedule
 from ahp.schedule.simulate import StageTimes
 from ahp.schedule.synthesis.bound import LowerBound, lower_bound
 from ahp.schedule.synthesis.find import Synthesized, synthesize
-from ahp.schedule.synthesis.problem import Problem
+from ahp.schedule.synthesis.problem import ROUNDING, Problem
 from ahp.schedule.synthesis.search import actions_tried
 from ahp.words import percent
 
@@ -38,13 +37,11 @@ class FoundOrder:
     found: Synthesized
     bound: LowerBound
     """What no schedule of the layout is faster than, with backwards whole or in two parts."""
-    rival_s: float
-    """Seconds of a step under the pattern that the layout had (``ToOrder.rival_s``)."""
 
     @property
     def gain(self) -> float:
-        """Part of that step that it saves."""
-        return 1.0 - self.priced.forecast.step_time_s / self.rival_s
+        """Part of the step under the pattern that the layout had that it saves."""
+        return 1.0 - self.priced.forecast.step_time_s / self.before.forecast.step_time_s
 
     @property
     def gap(self) -> float:
@@ -78,7 +75,7 @@ class ToOrder:
 
     @cached_property
     def as_order(self) -> Priced:
-        """The layout with its pattern's order as its own, so that weights are gathered as for every order."""
+        """The layout with its pattern's order as its own."""
         return self.pricer.price(
             self._with_orders([one.span.timeline.schedule for one in self._pipelines(self.before)])
         )
@@ -93,15 +90,6 @@ class ToOrder:
             except AhpError:  # compiled blocks in fp8 have whole backwards alone
                 continue
         return found
-
-    @property
-    def rival_s(self) -> float:
-        """Seconds of a step that an order has to beat: under its pattern, with the weights gathered as for an order where torch's runtime
-        does so for both. 1F1B and GPipe it runs otherwise (torch 2.13, ``PipelineScheduleSingle``)."""
-        own_s, name = self.before.forecast.step_time_s, self.before.parallelism.pipeline_parallel_schedule
-        if name == SYNTHESIZED or get_schedule(name).most_virtual == 1:
-            return own_s
-        return min(own_s, self.as_order.forecast.step_time_s)
 
     @cached_property
     def rooms(self) -> list[tuple[float, ...]]:
@@ -147,7 +135,7 @@ class ToOrder:
             one = self._fitting(split, seed, effort)
             if one is not None and (best is None or one.gain > best.gain):
                 best = one
-        return best if best is not None and best.gain > 0.0 else None
+        return best if best is not None and best.gain > ROUNDING else None
 
     def _fitting(self, split: bool, seed: int, effort: float) -> FoundOrder | None:
         for part in LESS_MEMORY:
@@ -162,7 +150,7 @@ class ToOrder:
                 return None
             if priced.forecast.fits or not self.before.forecast.fits:
                 slowest = max(orders.values(), key=lambda one: one.makespan_s)
-                return FoundOrder(priced, self.before, slowest, self.bound, self.rival_s)
+                return FoundOrder(priced, self.before, slowest, self.bound)
         return None
 
     @property

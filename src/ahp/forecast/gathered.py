@@ -1,8 +1,8 @@
-"""Weights that are gathered beside the computation, where a plan brings its own order of actions.
+"""Weights that are gathered beside the computation, while the pipeline fills.
 
-torch's pipeline runtime then asks for the weights of a rank's stages as the step begins, the stage that comes first first, and a
-stage waits for all of its own before its first forward (torch 2.13, pipelining/schedules.py: ``_add_unshard_reshard``,
-``_assert_unsharded``). Gradients: ``reduced``.
+torch's pipeline runtime asks for the weights of a rank's stages as the step begins, the stage that comes first first, and a stage waits
+for all of its own before its first forward (torch 2.13, pipelining/schedules.py: ``_add_unshard_reshard``, ``_assert_unsharded``): for
+an order that is given, and for the patterns that may have several stages on a rank. Gradients: ``reduced``.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ahp.engines.traits import Traits
+import numpy as np
+
+from ahp.arrays import Floats, Ints
 from ahp.forecast.communication import Times
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.sharing import SharedWeights, StageUnits
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_table import StageTable
+from ahp.forecast.states import TraitColumns
 from ahp.forecast.units import Units
 from ahp.plan import Parallelism
+from ahp.schedule.descriptor import PipelineSchedule
 from ahp.schedule.orders import given_order
+from ahp.schedule.registry import of_ranks
 from ahp.schedule.simulate import StageTimes
 
 MOST_STAGES = 3
@@ -58,14 +63,43 @@ class Gathers:
         return found
 
 
-def gathers_beside(parallelism: Parallelism, traits: Traits, data: DataParallel) -> bool:
+def gathers_beside(parallelism: Parallelism, data: DataParallel) -> bool:
     """Whether stages gather their weights once a step, beside the computation from its start on."""
-    gather = traits.gather
-    hides = data.overlap * gather.overlap == 1.0 and gather.forward == "per_step" and not gather.at_start
-    return hides and given_order(parallelism) is not None and parallelism.virtual_stages_per_rank <= MOST_STAGES
+    gather, v = data.traits.gather, parallelism.virtual_stages_per_rank
+    if gather.forward != "per_step" or data.overlap * gather.overlap != 1.0 or not gather.beside_stages:
+        return False
+    if given_order(parallelism) is not None:
+        return v <= MOST_STAGES
+    p = parallelism.pipeline_parallel_degree
+    return p > 1 and gathers_ahead(of_ranks(parallelism.pipeline_parallel_schedule, p), v)
+
+
+def gathers_ahead(schedule: PipelineSchedule, virtual: int) -> bool:
+    """Whether torch's runtime gathers all weights of so many stages of a rank as the step begins."""
+    return schedule.gathers_ahead and virtual <= MOST_STAGES
+
+
+def share_ahead(traits: TraitColumns, overlap: float) -> Floats:
+    """[N, 1] Of weights that are gathered once a step, the share that is on its way from its start on where the schedule lets it: 1 or 0.
+
+    ``overlap``: 1 where collectives can run beside computation, else 0.
+    """
+    return traits.gather.beside_stages * (traits.gather.overlap == 1.0) * (overlap == 1.0)
+
+
+def gathered_columns_s(each_s: Floats, own: Ints, host_s: Floats) -> tuple[Floats, Floats]:
+    """[N, S] each, of many layouts: when the weights of each stage are there, and what gathers slow its rank down by.
+
+    ``each_s``, ``host_s``: [N, S] of each stage what it gathers, and what its forward waits for the host; ``own``: [p, v] the stages of each rank.
+    """
+    there, slowed = np.zeros(each_s.shape), np.zeros(each_s.shape)
+    of_ranks_s = each_s[:, own]
+    there[:, own] = np.cumsum(of_ranks_s, axis=-1)
+    slowed[:, own[:, 1:]] = CONTENTION * of_ranks_s[..., 1:]
+    return (there - host_s).clip(0.0), slowed
 
 
 def gathers_s(units: Units, table: StageTable, data: DataParallel, network: Times) -> list[float]:
     """Seconds in which each stage's weights are gathered, one collective after the other."""
-    found = SharedWeights.of(StageUnits.of(units, data.traits, table), data, network).gathers
-    return (found.before[0] + (table.counts * found.kinds[0]).sum(axis=-1) + found.after[0]).tolist()
+    shared = SharedWeights.of(StageUnits.of(units, data.traits, table), data, network)
+    return shared.gathered_s(table)[0].tolist()

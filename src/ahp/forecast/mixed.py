@@ -138,9 +138,7 @@ class MixedPricer:
     def stage_times(self, parallelism: Parallelism, replica: int = 0) -> list[StageTimes]:
         """What each stage of one replica of a legal layout takes, without the schedule and without memory."""
         layout = self._layout(parallelism)
-        stages, cells = self._stages(layout, replica), layout.placement.cells[replica]
-        reductions = self._reductions(layout, cells, stages)
-        return reductions.times(self._times(layout, cells, reductions.stages(stages)))
+        return self._timed(layout, replica)[1]
 
     def cells_fit(self, parallelism: Parallelism) -> Callable[[int, Sequence[int]], list[bool]]:
         """Of a layout, whether each cell of a replica fits where its stages recompute so many layers; without the schedule.
@@ -251,14 +249,18 @@ class MixedPricer:
             own = p.recomputed_layers(replica), order_lines(p, replica)
             key = (count, *own, *(cell.group for cell in cells), *on_node)
             if key not in made:
-                gathers, stages = self._gathers(layout, cells), self._stages(layout, replica)
-                reductions = self._reductions(layout, cells, stages)
-                stages = reductions.stages(gathers.stages(stages))
-                times = reductions.times(gathers.times(self._times(layout, cells, stages), stages))
+                stages, times = self._timed(layout, replica)
                 span = pipeline_span(p, count, times, replica)
                 made[key] = Replica(cells, stages, span, self._stage_memory(layout, replica))
             replicas.append(replace(made[key], cells=cells))
         return replicas
+
+    def _timed(self, layout: _Layout, replica: int) -> tuple[tuple[StageCost, ...], list[StageTimes]]:
+        """The stages of a replica with what they wait for alone, and their times with what runs beside them."""
+        cells, stages = layout.placement.cells[replica], self._stages(layout, replica)
+        gathers, reductions = self._gathers(layout, cells), self._reductions(layout, cells, stages)
+        stages = reductions.stages(gathers.stages(stages))
+        return stages, reductions.times(gathers.times(self._times(layout, cells, stages), stages))
 
     def _stages(self, layout: _Layout, replica: int, recomputed: Sequence[int] | None = None) -> tuple[StageCost, ...]:
         """``recomputed``: layers of each stage, None = as the layout says."""
@@ -274,7 +276,7 @@ class MixedPricer:
         for stage, rank in enumerate(layout.stage_rank):
             group, p, traits = self.groups[cells[rank].group], layout.own[rank], layout.traits[rank]
             data, layers = group.data_parallel(p, traits), group.ranges(p)[stage]
-            if not gathers_beside(p, traits, data):
+            if not gathers_beside(p, data):
                 return Gathers()
             table = group.table([(layers.start, layers.stop, stage == 0, stage == last)])
             each_s += gathers_s(group.units(p), table, data, self.network.times(group.network))

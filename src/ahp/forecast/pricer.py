@@ -130,10 +130,7 @@ class Pricer:
 
     def _price(self, parallelism: Parallelism) -> Priced:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
-        stages, units = self._stages(parallelism, traits)
-        gathers, reductions = self._gathers(parallelism, traits, units), self._reductions(parallelism, traits, stages)
-        stages = reductions.stages(gathers.stages(stages))
-        times = reductions.times(gathers.times(self._stage_times(parallelism, traits, stages, units), stages))
+        stages, times, units = self._timed(parallelism, traits)
         stages, span = self._run(parallelism, stages, times)
         stage_memory = self.stage_memory(parallelism, traits)
         update_s, offload_s = self._optimizer_s(parallelism, traits, span, stage_memory)
@@ -183,9 +180,15 @@ class Pricer:
     def stage_times(self, parallelism: Parallelism) -> list[StageTimes]:
         """What each stage of a legal layout takes, without the schedule and without memory."""
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
+        return self._timed(parallelism, traits)[1]
+
+    def _timed(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], list[StageTimes], Units]:
+        """The stages with what they wait for alone, their times with what runs beside them, and the units of both."""
         stages, units = self._stages(parallelism, traits)
-        reductions = self._reductions(parallelism, traits, stages)
-        return reductions.times(self._stage_times(parallelism, traits, reductions.stages(stages), units))
+        gathers, reductions = self._gathers(parallelism, traits, units), self._reductions(parallelism, traits, stages)
+        stages = reductions.stages(gathers.stages(stages))
+        times = self._stage_times(parallelism, traits, stages, units)
+        return stages, reductions.times(gathers.times(times, stages)), units
 
     def units(self, parallelism: Parallelism) -> Units:
         """The model's blocks and ends, priced for one rank of the layout and one micro-batch; at least, where the layout leaves
@@ -224,7 +227,7 @@ class Pricer:
 
     def _gathers(self, parallelism: Parallelism, traits: Traits, units: Units) -> Gathers:
         data = self.data_parallel(parallelism, traits)
-        if not gathers_beside(parallelism, traits, data):
+        if not gathers_beside(parallelism, data):
             return Gathers()
         each_s = gathers_s(units, self._table(parallelism, None), data, self.network)
         return Gathers(tuple(each_s), ranks_of_stages(parallelism))

@@ -113,6 +113,11 @@ class SharedWeights:
     copied_bytes: Floats
     """[J] The same to copy gradients."""
 
+    def gathered_s(self, table: StageTable) -> Floats:
+        """[J, S] What each stage gathers, one collective after the other."""
+        gathers = self.gathers
+        return gathers.before + (table.counts * gathers.kinds).sum(axis=-1) + gathers.after
+
     @classmethod
     def of(cls, units: StageUnits, data: DataParallel, network: Times) -> SharedWeights:
         """Of one layout."""

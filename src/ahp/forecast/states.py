@@ -56,6 +56,7 @@ class GatherColumns(NamedTuple):
     in_each_forward: Floats
     in_each_backward: Floats
     overlap: Floats
+    beside_stages: Floats
 
 
 class ReduceColumns(NamedTuple):

@@ -32,6 +32,7 @@ class TimeColumns:
     first_forward_extra_s: Floats
     last_backward_extra_s: Floats
     reduce_s: Floats
+    gathered_s: Floats
 
     @classmethod
     def of(cls, *layouts: Sequence[StageTimes]) -> TimeColumns:
@@ -121,7 +122,8 @@ class _Paths:
         self.split: Ints = np.array([self.schedule.num_split(stage, p, m) for stage in range(p * v)])
         self.gradient_s = self._least_gradient_s()
         each = times.forward_s + times.first_forward_extra_s + times.send_forward_s
-        self.fill_s = np.cumsum(each, axis=-1) - each
+        fill_s = np.cumsum(each, axis=-1) - each
+        self.fill_s = fill_s + np.maximum.accumulate((times.gathered_s - fill_s).clip(0.0), axis=-1)
         """[N, S] Seconds before a stage's first forward."""
         rest_s = times.last_backward_extra_s + times.reduce_s
         if self.split.any():

@@ -59,6 +59,12 @@ class PipelineSchedule(ABC):
         """How the rows of the table repeat; None = the order of more micro-batches may be quite another one."""
         return None
 
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether torch's runtime asks for all weights of a rank as the step begins, not when a stage's first forward comes: it does so for
+        all schedules that may have several stages on a rank (``_PipelineScheduleRuntime``)."""
+        return self.most_virtual != 1
+
     # -- what is legal ----------------------------------------------------------------------------------------------
 
     def depths(self, free: Iterable[int]) -> list[int]:

@@ -8,7 +8,7 @@ so until the first stage runs out of micro-batches, and the periods between are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -100,12 +100,15 @@ def makespan(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> 
         BadInput: there is no such schedule (``patterns.illegal``).
     """
     refuse_illegal(name, p, v, m)
+    if get(name).all_forwards_first and any(t.gathered_s for t in times):
+        return replace(makespan_of_order(make(name, p, v, m), times), order=None)
     ran = _all_forwards_first(m, times) if get(name).all_forwards_first else _run(name, p, v, m, times)
     ends = tuple(map(max, ran.ends_s, ran.reduced_s))
+    gathering = tuple(ran.gathering_s) if any(ran.gathering_s) else ()
     reducing = tuple(end - own for end, own in zip(ends, ran.ends_s, strict=True)) if any(ran.reduced_s) else ()
     slowed = tuple(ran.slowed_s) if any(ran.slowed_s) else ()
     busy = tuple(ran.busy_s)
-    return Makespan(name, p, v, m, tuple(times), max(ends), busy, ends, reducing_s=reducing, slowed_s=slowed)
+    return Makespan(name, p, v, m, tuple(times), max(ends), busy, ends, None, gathering, reducing, slowed)
 
 
 def makespan_of_order(order: Schedule, times: Sequence[StageTimes]) -> Makespan:
@@ -154,12 +157,16 @@ class _Ran(NamedTuple):
     reduced_s: list[float]
     """When the gradients that it reduces beside its actions are reduced; 0 where there are none."""
     slowed_s: list[float]
+    gathering_s: list[float]
 
 
 def _all_forwards_first(m: int, times: Sequence[StageTimes]) -> _Ran:
+    """Of stages that gather no weights beside the computation."""
     busy = [m * (t.forward_s + t.backward_s) + t.first_forward_extra_s + t.last_backward_extra_s for t in times]
     ends, none = gpipe_ends_s(m, times), [0.0] * len(times)
-    return _Ran(busy, ends, [(end + t.reduce_s) * (t.reduce_s > 0) for end, t in zip(ends, times, strict=True)], none)
+    return _Ran(
+        busy, ends, [(end + t.reduce_s) * (t.reduce_s > 0) for end, t in zip(ends, times, strict=True)], none, none
+    )
 
 
 def _fewer(name: str, p: int, v: int, m: int, rounds: int) -> int:
@@ -211,11 +218,26 @@ class _Run:
         self.done = 0
         """Rows that have been run."""
         self.times = times
-        self.reduced_s, self.slowed_s = np.zeros((2, work.shape[1]))
-        """When the gradients of each rank are reduced, and what it computes longer meanwhile."""
+        self.reduced_s, self.slowed_s, self.gathering_s = np.zeros((3, work.shape[1]))
+        """When the gradients of each rank are reduced, what it computes longer meanwhile, and what it waited for weights."""
         if shorter is not None:
             self.done = shorter.done
             self.idle_s[: self.done + 1] = shorter.idle_s[: self.done + 1]
+            self.gathering_s = shorter.gathering_s
+        elif any(t.gathered_s for t in times):
+            self._begin()
+
+    def _begin(self) -> None:
+        """Run the rows until every stage has begun, each when its weights are there."""
+        gathered_s = np.array([t.gathered_s for t in self.times])
+        first_row, rank = np.divmod(self.table.first, self.idle_s.shape[1])
+        for row in np.unique(first_row).tolist():
+            self.advance(row + 1)
+            begin = np.flatnonzero(first_row == row)
+            start_s = (self.idle_s[row + 1] + self.work_s[row])[rank[begin]]
+            waited_s = (gathered_s[begin] - start_s).clip(0.0)
+            self.idle_s[row + 1, rank[begin]] += waited_s
+            self.gathering_s[rank[begin]] += waited_s
 
     def advance(self, stop: int) -> None:
         """Run the rows until ``stop`` (not included)."""
@@ -293,4 +315,5 @@ class _Run:
     def result(self) -> _Ran:
         """When all rows have been run."""
         busy_s, ends_s = self.work_s[-1] + self.added_s + self.slowed_s, self.idle_s[-1] + self.work_s[-1]
-        return _Ran(busy_s.tolist(), ends_s.tolist(), self.reduced_s.tolist(), self.slowed_s.tolist())
+        gradients = self.reduced_s.tolist(), self.slowed_s.tolist()
+        return _Ran(busy_s.tolist(), ends_s.tolist(), *gradients, self.gathering_s.tolist())

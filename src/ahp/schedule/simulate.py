@@ -35,7 +35,7 @@ class StageTimes:
     what the backward sends does not wait for it."""
     gathered_s: float = 0.0
     """When its weights are there, which are gathered beside the computation from the start of the step on: the forward of micro-batch 0
-    starts no earlier. Only orders that are given or found have it."""
+    starts no earlier."""
     reduce_s: float = 0.0
     """Seconds in which its gradients are reduced beside the computation once it is done with its last backward or weight gradient, and what
     ``last_backward_extra_s`` adds to that. A rank reduces those of one stage after the other."""

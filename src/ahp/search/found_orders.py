@@ -74,7 +74,7 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     if not found:
         return _told(ranking, reasons[0]) if reasons and best in waiting else ranking
     plan, order = min(found, key=lambda one: one[1].priced.forecast.step_time_s)
-    own = _own_order(order, _rival_s(asked, ranking.fastest))
+    own = _own_order(order, _step_s(ranking.fastest))
     if own.gain <= TIED:
         return _told(replace(ranking, own_order=own), _less_than_tied(plan, own)) if best in waiting else ranking
     first = _entry(plan, order)
@@ -96,7 +96,7 @@ def _of_all(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     entries.sort(key=lambda entry: entry.forecast.step_time_s)
     first = orders.get(id(entries[0].plan))
     if first is not None:
-        own = _own_order(first, _rival_s(asked, ranking.fastest))
+        own = _own_order(first, _step_s(ranking.fastest))
         ranking = replace(ranking, own_order=replace(own, leads=True))
     return _ranked(asked, replace(ranking, notes=(*ranking.notes, *dict.fromkeys(reasons))), entries, keep)
 
@@ -121,14 +121,6 @@ def _able(asked: Problem, plans: list[Plan]) -> tuple[list[tuple[Plan, ToOrder]]
 def _effort(to_order: ToOrder) -> float:
     """So much that the tries of both kinds of backward stay below ``TRIES``."""
     return min(1.0, TRIES / (2 * to_order.tried))
-
-
-def _rival_s(asked: Problem, fastest: Plan) -> float:
-    """Seconds of a step that an order has to beat: what the fastest takes, its weights gathered as for an order where they are."""
-    if not _has_pipeline(fastest) or _actions(fastest) > MOST_ACTIONS:
-        return _step_s(fastest)
-    to_order = ToOrder.of(_pricer(asked, fastest), fastest.parallelism)
-    return _step_s(fastest) if to_order is None else to_order.rival_s
 
 
 def _own_order(order: FoundOrder, fastest_s: float) -> OwnOrder:

@@ -35,6 +35,9 @@ from ahp.forecast.stage_table import StageTable
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 
+BESIDE = ("first_gather", "gathered", "host")
+"""Seconds that a stage's first forward waits for weights, in which all of them are gathered, and that each forward waits for the host."""
+
 
 class LayerColumns:
     """The layers of a model, priced for the axes and the micro-batch of some blocks, cut into stages in any way."""
@@ -151,8 +154,8 @@ class LayerColumns:
         backward = self.first_backward_of_kinds
         inputs = (backward - self.weight_gradient_of_kinds).min(initial=np.inf)
         if not self.units.blocks:
-            return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self.head_s
-        return self.least_forward_s, float(backward.min()), float(inputs), 0.0, 0.0, 0.0, self.head_s
+            return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self.head_s
+        return self.least_forward_s, float(backward.min()), float(inputs), 0.0, 0.0, 0.0, 0.0, self.head_s
 
     @cached_property
     def least_forward_s(self) -> float:
@@ -209,11 +212,14 @@ class LayerColumns:
         passes_behind: Ints,
         bytes_per_s: float,
     ) -> dict[str, Floats]:
-        """What stages take, ``StageCosts.seconds``, with some ways to share states that have equal traits and ``m`` micro-batches: at
+        """What stages take, ``StageCosts.seconds`` and what of that ``BESIDE`` tells apart, with some ways to share states that have equal traits and ``m`` micro-batches: at
         or below the forecast, since collectives for several units are as large as any may be.
 
         ``passes_behind``: as ``stage_costs`` takes them, at most.
         """
         data = shardings.data(which[0], m)
         shared = shardings.shared(StageUnits.of(self.units, data.traits, stages), which, m)
-        return stage_costs(self.units, stages, self._timed, data, shared, bytes_per_s, passes_behind).seconds()
+        costs = stage_costs(self.units, stages, self._timed, data, shared, bytes_per_s, passes_behind)
+        waited = costs.first_forward.get("weight_gather", np.zeros((1, 1, 1)))
+        beside = waited, shared.gathered_s(stages)[:, None], costs.forward["host"]
+        return costs.seconds() | dict(zip(BESIDE, beside, strict=True))

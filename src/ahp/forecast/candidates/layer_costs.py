@@ -31,6 +31,8 @@ class LayerCosts:
     input_gradient: Floats
     """Of the backward pass, all but what makes weight gradients."""
     first_forward: Floats
+    """But for what is gathered then."""
+    first_gather: Floats
     last_backward: Floats
 
     def part(self, rows: slice) -> LayerCosts:
@@ -46,7 +48,8 @@ class LayerCosts:
 
     @property
     def _parts(self) -> tuple[Floats, ...]:
-        return self.forward, self.backward, self.input_gradient, self.first_forward, self.last_backward
+        first = self.first_forward, self.first_gather
+        return self.forward, self.backward, self.input_gradient, *first, self.last_backward
 
 
 def layer_costs(
@@ -83,9 +86,10 @@ def layer_costs(
 
     overlap = any_layers.overlap * traits.gather.overlap[..., None]
     shown = least_of_one_ahead_s(gather, window_forward_s.max(axis=-1, keepdims=True), overlap)
-    gathered = casts + traits.gather.is_waited_for[..., None] * shown
+    gathered = traits.gather.is_waited_for[..., None] * shown
     in_each = traits.gather.in_each_forward[..., None]
-    forward, first = forward_s + in_each * gathered, (1.0 - in_each) * gathered
+    forward = forward_s + in_each * (casts + gathered)
+    first = (1.0 - in_each) * casts, (1.0 - in_each) * gathered
     shown = least_of_one_ahead_s(gather, windows_s.max(axis=-1, keepdims=True), overlap)
     again = traits.gather.in_each_backward[..., None] * (shown + casts)
 
@@ -102,5 +106,5 @@ def layer_costs(
     if any_layers.host_is_device:
         own_s = traits.host.operators_per_unit[..., None] / 2 * any_layers.operator_s
         forward, backward = forward + own_s, backward + own_s
-    parts = forward, backward, backward - each("weight_gradient_of_kinds")[:, None], first, last
+    parts = forward, backward, backward - each("weight_gradient_of_kinds")[:, None], *first, last
     return LayerCosts(*(np.broadcast_to(part, backward.shape) for part in parts))

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ahp.schedule.makespan import makespan, peak_kept
-from ahp.schedule.patterns import illegal, make, stage_ranks
+from ahp.schedule.patterns import illegal, stage_ranks
 from ahp.schedule.registry import SCHEDULES
-from ahp.schedule.synthesis.codes import as_orders
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
-from ahp.schedule.synthesis.replay import replay
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,5 @@ def best_fixed(problem: Problem) -> Fixed | None:
             continue
         peaks = peak_kept(name, p, v, m, problem.kept_bytes, problem.freed_bytes)
         if all(peak <= memory * (1 + ROUNDING) for peak, memory in zip(peaks, problem.memory_bytes, strict=True)):
-            found.append(Fixed(name, _makespan_s(problem, name, p, v, m)))
+            found.append(Fixed(name, makespan(name, p, v, m, problem.times).makespan_s))
     return min(found, key=lambda fixed: fixed.makespan_s, default=None)
-
-
-def _makespan_s(problem: Problem, name: str, p: int, v: int, m: int) -> float:
-    if any(t.gathered_s for t in problem.times):
-        return replay(problem, as_orders(make(name, p, v, m))).end_s
-    return makespan(name, p, v, m, problem.times).makespan_s

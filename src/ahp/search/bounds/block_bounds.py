@@ -61,7 +61,7 @@ def block_bounds_s(asked: Problem, space: Space, pipelines: Pipelines, which: In
     fill_s = (pipeline - 1) / 2 * shortest * forward_s
     work_s = products_s + m * per_layer * layers / pipeline
     bound = np.maximum(work_s, (fill_s + work_s) * least_share(asked.pricer.turns, pipeline)) * asked.pricer.stretch
-    layer_s = np.outer(blocks.micro_batch / per_replica, (*found.layer_products_s(), 0.0, 0.0, 0.0, 0.0))
+    layer_s = np.outer(blocks.micro_batch / per_replica, (*found.layer_products_s(), 0.0, 0.0, 0.0, 0.0, 0.0))
     beside_s = per_layer if len(asked.graph.blocks) == 1 else np.zeros(len(which))  # of the cheapest kind of several
     return bound, np.maximum(bound, schedule_bounds_s(asked, space, pipelines, which, layer_s, beside_s))
 

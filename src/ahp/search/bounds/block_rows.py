@@ -12,8 +12,9 @@ import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.assembly import received_bytes
-from ahp.forecast.candidates.layer_columns import LayerColumns
+from ahp.forecast.candidates.layer_columns import BESIDE, LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
+from ahp.forecast.gathered import gathered_columns_s, gathers_ahead, share_ahead
 from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.reduced import share_beside
 from ahp.forecast.stage import StageCosts
@@ -97,9 +98,9 @@ class BlockRows:
         return self.pipelines.cut(self.p, tuple(dict.fromkeys(pipe.virtual for pipe in self.rows.pipes)))
 
     def _pass_times(self, splits: Ints) -> dict[str, Floats]:
-        """[J, R, U] each, of these splits: what ``StageCosts.seconds`` has."""
+        """[J, R, U] each, of these splits: what ``LayerColumns.seconds`` has."""
         shape = len(self.splits.layouts), len(self.recompute), len(self._cut.stages.start)
-        found = {field.name: np.zeros(shape) for field in fields(StageCosts)}
+        found = {name: np.zeros(shape) for name in (*(field.name for field in fields(StageCosts)), *BESIDE)}
         wanted = set(splits.tolist())
         for alike in self.splits.alike.values():
             at = [split for split in alike if split in wanted]
@@ -117,12 +118,19 @@ class BlockRows:
         split, kind = np.nonzero(rows)
         stages = self._cut.of[virtual]
         beside = share_beside(virtual, self.splits.columns.traits, self.stages.overlap)[split]
+        ahead = share_ahead(self.splits.columns.traits, self.stages.overlap)[split]
         of_rows = {name: seconds[split[:, None], kind[:, None], stages] for name, seconds in passes.items()}
         for index in pipes:
             pipe = self.rows.pipes[index]
             schedule = self._schedule(pipe)
             sends = self._sends(pipe.virtual, schedule.placement)
             last_s = of_rows["last_weight_gradient" if schedule.splits_backward else "last_backward"]
+            first_s, gathered_s = of_rows["first_forward"], np.zeros(1)
+            if gathers_ahead(schedule, virtual):
+                own = self._own(virtual, schedule.placement)
+                there_s, slowed_s = gathered_columns_s(of_rows["gathered"], own, of_rows["host"])
+                gathered_s = ahead * there_s
+                first_s = first_s + ahead * (slowed_s - of_rows["first_gather"])
             columns = TimeColumns(
                 forward_s=of_rows["forward"],
                 backward_s=of_rows["backward"],
@@ -130,7 +138,8 @@ class BlockRows:
                 weight_gradient_s=of_rows["weight_gradient"],
                 send_forward_s=sends[0],
                 send_backward_s=sends[1],
-                first_forward_extra_s=of_rows["first_forward"],
+                first_forward_extra_s=first_s,
+                gathered_s=gathered_s,
                 last_backward_extra_s=(1.0 - beside) * last_s,
                 reduce_s=beside * last_s,
             )

@@ -20,6 +20,7 @@ from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.layer_costs import LayerCosts, layer_costs
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.candidates.shardings import CollectiveTimes, Shardings
+from ahp.forecast.gathered import gathers_ahead, share_ahead
 from ahp.forecast.reduced import share_beside
 from ahp.forecast.states import RankWeights
 from ahp.forecast.turns import least_share
@@ -105,7 +106,9 @@ class LayerBounds:
         head_s = np.broadcast_to(self._column("head_s")[of], layer.forward.shape)
         beside = self._beside[rows]
         last = (1.0 - beside) * layer.last_backward, beside * layer.last_backward
-        parts = layer.forward, layer.backward, layer.input_gradient, layer.first_forward, *last, head_s
+        ahead = share_ahead(self.ways.part(rows).traits, self.blocks[0].stages.overlap)
+        once = layer.first_forward + (1.0 - ahead) * layer.first_gather, ahead * layer.first_gather
+        parts = layer.forward, layer.backward, layer.input_gradient, *once, *last, head_s
         paths = np.array([self._fronts(block).paths for block in range(first, int(of[-1]) + 1)], dtype=float)
         paths_s = paths[of - first] @ np.stack(parts, axis=1)[:, None]  # [rows, L, C, R]
         return paths_s.max(axis=1)
@@ -179,7 +182,8 @@ class LayerBounds:
             backward = backward - self._of_stages("again_of_kinds") @ self._shares
             drain_s = drain_s.min(axis=1, keepdims=True)
         each = (self.asked.graph.num_layers / p)[of]
-        work_s = each * (m * (mean.forward + backward) + mean.first_forward)
+        first_s = mean.first_forward + (1.0 - self._ahead) * mean.first_gather
+        work_s = each * (m * (mean.forward + backward) + first_s)
         last_s = (
             each * mean.last_backward * (1.0 - self._beside)
         )  # in some cut the stage that ends last may have nothing to reduce
@@ -212,6 +216,14 @@ class LayerBounds:
         return found
 
     # What layers take.
+
+    @cached_property
+    def _ahead(self) -> Floats:
+        """[N, 1] Of the weights that are gathered once a step, the share that is on its way from its start on in some pipeline."""
+        some = [
+            any(gathers_ahead(get(pipe.schedule), pipe.virtual) for pipe in block.rows.pipes) for block in self.blocks
+        ]
+        return np.array(some)[self._of, None] * share_ahead(self.ways.traits, self.blocks[0].stages.overlap)
 
     @cached_property
     def _beside(self) -> Floats:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ahp.arrays import Ints, Mask
+from ahp.forecast.gathered import gathers_ahead
 from ahp.schedule.bounds import in_flight
 from ahp.schedule.descriptor import PipelineSchedule
 
@@ -29,7 +30,8 @@ class Path(NamedTuple):
     """Whole backward passes, or both halves."""
     input_gradient: int = 0
     first_forward: int = 0
-    """What comes once, with the first forward."""
+    """What comes once, with the first forward; and of that, weights that a stage gathers then even where the engine can ahead."""
+    first_waited: int = 0
     last_backward: int = 0
     """What comes once, with the last backward of each stage; and where others are computed beside it, of the stage that ends last."""
     last_stage: int = 0
@@ -45,10 +47,12 @@ def longest_paths(schedule: PipelineSchedule, p: int, v: int, m: int, edges: Edg
     before, layers, head = cut[:p], sizes[own].sum(axis=1), own[:, -1] == p * v - 1
     back = "input_gradient" if schedule.splits_backward else "backward"
     total, longest = edges[-1], int(sizes.max())
-    found = [Path(forward=total, first_forward=total)._replace(**{back: total})]
+    waits = not gathers_ahead(schedule, v)
+    found = [Path(forward=total, first_forward=total, first_waited=waits * total)._replace(**{back: total})]
     for rank in _longest(layers, head, before):
         count, ahead = int(layers[rank]), int(before[rank])
-        all_work = Path(ahead + m * count, m * count, 0, ahead + count, head=m * int(head[rank]))
+        first = ahead + count
+        all_work = Path(ahead + m * count, m * count, 0, first, waits * first, head=m * int(head[rank]))
         stages = sizes[own[rank]]  # with whole backwards the lowest ends last
         last = int(stages.min() if schedule.splits_backward else stages[0])
         found.append(all_work._replace(last_backward=count, last_stage=last))
@@ -56,10 +60,11 @@ def longest_paths(schedule: PipelineSchedule, p: int, v: int, m: int, edges: Edg
             found.append(all_work._replace(backward=m * count + ahead))
     if schedule.all_forwards_first:
         passes = total + (m - 1) * longest
-        found.append(Path(passes, passes, 0, total))
+        found.append(Path(passes, passes, 0, total, waits * total))
     forwards = schedule.forwards_before_gradient(p, v, m) if p > 1 else None
     if forwards is not None:
-        found.append(_after_first_gradient(schedule, own, m, cut, forwards))
+        path = _after_first_gradient(schedule, own, m, cut, forwards)
+        found.append(path._replace(first_waited=waits * path.first_forward))
     return tuple(found)
 
 
