@@ -32,17 +32,21 @@ def layers_before(asked: Problem, p: Floats | Ints | int) -> Any:
     return (p - 1) / 2 - (asked.stage_ends != "hold_layers") * (p - 1) / p
 
 
-def work_bounds_s(asked: Problem, space: Space, which: Ints, stages: Sequence[LayerColumns]) -> Floats:
-    """Seconds that every layout of some blocks takes at least, [number of these]; ``stages``: of each."""
+def work_bounds_s(
+    asked: Problem, space: Space, which: Ints, stages: Sequence[LayerColumns], copies_s: Floats
+) -> Floats:
+    """Seconds that every layout of some blocks takes at least, [number of these]; ``stages``, ``copies_s``: of each."""
     blocks = space.blocks.at(which)
     p, m = blocks.pipeline, blocks.micro_batches
     forward_s, micro_batch_s = np.array([(of.least_forward_s, of.micro_batch_s) for of in stages]).reshape(-1, 2).T
-    before_s, work_s = layers_before(asked, p) * forward_s, m * micro_batch_s / p
+    before_s, work_s = layers_before(asked, p) * forward_s, m * (micro_batch_s + asked.graph.num_layers * copies_s) / p
     pricer = asked.pricer
     return np.maximum(work_s, (before_s + work_s) * least_share(pricer.turns, p)) * pricer.stretch
 
 
-def block_bounds_s(asked: Problem, space: Space, pipelines: Pipelines, which: Ints) -> tuple[Floats, Floats]:
+def block_bounds_s(
+    asked: Problem, space: Space, pipelines: Pipelines, which: Ints, copies_s: Floats
+) -> tuple[Floats, Floats]:
     """The same before the layers are priced; and of every row, whose stages are cut as rows are."""
     found, layers = LeastLayers(asked.pricer), asked.graph.num_layers
     blocks = space.blocks.at(which)
@@ -53,6 +57,7 @@ def block_bounds_s(asked: Problem, space: Space, pipelines: Pipelines, which: In
     per_layer = np.array([found.beside_products_s(*key) for key in keys.tolist()], dtype=float)[at]
     keys, at = unique_rows(*columns, *space.local(blocks.mesh).T)
     per_layer += np.array([found.collectives_s(*key) for key in keys.tolist()])[at]
+    per_layer += copies_s
     products_s = found.products_s() / asked.cluster.num_devices
     # Mean over the ranks: work, and the forwards of the stages before, each with as few layers as any cut leaves it.
     shortest = layers // (pipeline * np.maximum(asked.most_stages // pipeline, 1))
@@ -90,10 +95,33 @@ def block_needs_bytes(asked: Problem, space: Space, which: Ints, splits: Callabl
         return np.zeros(0)
     # Where ranks lie changes no memory.
     columns = of.tensor, of.context, of.pipeline, of.expert, of.sequence_parallel, of.data, of.micro_batch
+    at, first = _first_of(*columns)
+    return _needs_bytes(asked, space, which[first], [splits(block) for block in which[first].tolist()])[at]
+
+
+def copies_s(asked: Problem, space: Space, splits: Callable[[int], Shardings]) -> Floats:
+    """[blocks] Seconds of a micro-batch to copy the gradients of a layer, of the way to share states that copies the least.
+
+    ``splits``: those of a block and of all that differ from it in where ranks lie.
+    """
+    of = space.blocks
+    if not len(of):
+        return np.zeros(0)
+    columns = of.tensor, of.context, of.pipeline, of.expert, of.sequence_parallel, of.data, of.micro_batches
+    at, first = _first_of(*columns)
+    each = [splits(block) for block in first.tolist()]
+    states = _States({id(one): one for one in each}.values(), *LeastLayers(asked.pricer).parameters)
+    rows, block, starts = states.rows(each)
+    copied = states.copied_bytes(rows, of.micro_batches[first][block])
+    return np.minimum.reduceat(copied, starts)[at] / asked.pricer.unit_pricer.rates.bytes_per_s
+
+
+def _first_of(*columns: Ints) -> tuple[Ints, Ints]:
+    """Of rows of columns: which of those that differ each is, and the first of each."""
     keys, at = unique_rows(*columns)
     first = np.zeros(len(keys), dtype=np.int64)
-    first[at[::-1]] = np.arange(len(of))[::-1]
-    return _needs_bytes(asked, space, which[first], [splits(block) for block in which[first].tolist()])[at]
+    first[at[::-1]] = np.arange(len(at))[::-1]
+    return at, first
 
 
 @lru_cache(maxsize=1 << 12)
@@ -143,6 +171,7 @@ class _States:
         self._columns = ShardingColumns.joined([one.columns for one in each])
         own = [(int(dense / one.tensor), int(experts / one.ranks_of_an_expert)) for one in each]
         of_rank = np.repeat(np.array(own, dtype=float), counts, axis=0)
+        self._parameters = of_rank.sum(axis=1)
         # Of the number of micro-batches a rank's states ask only whether there are several.
         self._of_layer = [self._columns.states_of_layer(of_rank[:, :1], of_rank[:, 1:], m) for m in (1, 2)]
 
@@ -153,6 +182,11 @@ class _States:
         starts = np.cumsum(counts) - counts
         rows = np.repeat(self._starts[numbers] - starts, counts) + np.arange(counts.sum())
         return rows, np.repeat(np.arange(len(splits)), counts), starts
+
+    def copied_bytes(self, rows: Ints, micro_batches: Ints) -> Floats:
+        """[rows] Moved for each of so many micro-batches [rows] to copy the gradients of a layer."""
+        _, copied = self._columns.part(rows).moved_bytes(micro_batches[:, None])
+        return copied[:, 0] * self._parameters[rows]
 
     def needs_bytes(self, rows: Ints, kept: Floats, in_flight: Ints, micro_batches: int, num_layers: int) -> Floats:
         """[rows] Bytes that the fullest rank needs at least; ``kept`` [rows]: of activations of a layer and a micro-batch."""

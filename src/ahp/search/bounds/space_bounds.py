@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ahp.arrays import Floats, Ints
 from ahp.forecast import memory
-from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes, schedule_bounds_s, work_bounds_s
+from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes, copies_s, schedule_bounds_s, work_bounds_s
 from ahp.search.bounds.block_layers import BlockLayers
 from ahp.search.bounds.block_rows import BlockRows, RowBounds
 from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock, Ways
@@ -69,15 +69,18 @@ class Bounds:
         """Seconds that every layout of some blocks takes at least, whether it fits or not, whatever it does beside its units' work and
         however its layers are cut into stages. Prices the units."""
         layers = [self._layers.of(block) for block in blocks]
-        found = work_bounds_s(self.problem, self.space, np.array(blocks, dtype=np.int64), layers)
+        which = np.array(blocks, dtype=np.int64)
+        found = work_bounds_s(self.problem, self.space, which, layers, self._copies_s[which])
         self._work.update(zip(blocks, found.tolist(), strict=True))
         return found
 
     def scheduled_s(self, blocks: list[int]) -> Floats:
         """The same of every row of some blocks, with what its schedule leaves no rank to do."""
         layer_s = np.array([self._layers.of(block).least_s for block in blocks])
-        which, none = np.array(blocks, dtype=np.int64), np.zeros(len(blocks))
-        scheduled_s = schedule_bounds_s(self.problem, self.space, self._pipelines, which, layer_s, none)
+        which = np.array(blocks, dtype=np.int64)
+        scheduled_s = schedule_bounds_s(
+            self.problem, self.space, self._pipelines, which, layer_s, self._copies_s[which]
+        )
         return np.maximum(self.work_s(blocks), scheduled_s)
 
     def _of_layers(
@@ -104,6 +107,10 @@ class Bounds:
         after = self.problem.pricer.after_s(splits.layouts[0], stages.units)
         return PricedBlock(rows, splits, stages, int(of.pipeline[block]), m, after)
 
+    @cached_property
+    def _copies_s(self) -> Floats:
+        return copies_s(self.problem, self.space, self._shardings.states)
+
     def first_s(self) -> Floats:
         """Seconds that every row of each block takes at least before its layers are priced; infinite where none fits."""
         return self._first_s[1]
@@ -114,7 +121,7 @@ class Bounds:
         found, which = np.full((2, len(self.space.blocks)), np.inf), np.arange(len(self.space.blocks))
         if self._ceiling_s == np.inf:  # else their times are known sooner
             which = which[self._bytes(which) <= self.most_that_fits_bytes()]
-        found[:, which] = block_bounds_s(self.problem, self.space, self._pipelines, which)
+        found[:, which] = block_bounds_s(self.problem, self.space, self._pipelines, which, self._copies_s[which])
         if self._ceiling_s < np.inf:
             wanted = np.flatnonzero(found[1] < self._ceiling_s)
             found[:, wanted[self._bytes(wanted) > self.most_that_fits_bytes()]] = np.inf
@@ -179,7 +186,8 @@ class Bounds:
 
     def blocks_s(self) -> Floats:
         """Seconds that every row of each block takes at least, whether it fits or not."""
-        return block_bounds_s(self.problem, self.space, self._pipelines, np.arange(len(self.space.blocks)))[1]
+        which = np.arange(len(self.space.blocks))
+        return block_bounds_s(self.problem, self.space, self._pipelines, which, self._copies_s[which])[1]
 
     def blocks_bytes(self) -> Floats:
         """Bytes that every row of each block needs at least."""
