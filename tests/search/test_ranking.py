@@ -190,10 +190,10 @@ def test_with_devices_takes_whole_nodes_or_a_part_of_one() -> None:
         (
             "8xH100-SXM-80GB",
             {"data_parallel_shard_degree": 2, "micro_batch_size": 3},
-            r"by data_parallel_shard_degree x micro_batch_size = 6 at least \(valid: 12, 18\)",
+            r"and so of data_parallel_shard_degree x micro_batch_size = 6 \(valid: 12, 18\)",
         ),
         ("8xH100-SXM-80GB", {"tensor_degree": 2}, r"tensor_degree: unknown key"),
-        ("8xH100-SXM-80GB", {"micro_batch_size": 5}, r"global_batch_size 16 must divide by"),
+        ("8xH100-SXM-80GB", {"micro_batch_size": 5}, r"global_batch_size 16 must be a multiple of"),
     ],
     ids=str,
 )

@@ -253,7 +253,7 @@ class _Counted:
         graph, batch = asked.graph, asked.job.global_batch_size
         self._count(
             "batch",
-            f"global_batch_size {batch} must divide by data-parallel degree x micro_batch_size{self._nearest(batch)}",
+            f"global_batch_size {batch} must be a multiple of data-parallel degree x micro_batch_size{self._nearest(batch)}",
             int(((self.micro_batches == 0) * self.per_micro_batch[:, None]).sum()),
         )
         self._of_mesh(
@@ -315,7 +315,7 @@ class _Counted:
             return ""
         below = batch // step * step
         valid = ", ".join(str(count) for count in (below, below + step) if count)
-        return f", by {' x '.join(given)} = {step} at least (valid: {valid})"
+        return f", and so of {' x '.join(given)} = {step} (valid: {valid})"
 
     def rules(self) -> Iterator[Rule]:
         for name, (says, broken) in self.found.items():

@@ -349,7 +349,7 @@ class MixedSpace:
         size = alone + piped
         self.size += size
         if batch % (alike.shard * alike.micro_batch):
-            rule = f"global_batch_size {batch} must divide by data_parallel_shard_degree x micro_batch_size"
+            rule = f"global_batch_size {batch} must be a multiple of data_parallel_shard_degree x micro_batch_size"
             return self._breaks("batch", rule, size)
         layout = layout_of(alike, 1)
         for name, says in (
