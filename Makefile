@@ -63,10 +63,11 @@ test-matrix:
 smoke:
 	$(PYTHON) .ci/smoke.py $(ARGS)
 
-# The releases whose keys are exported (docs/export.md): apart from $(VENV), which must not depend on them.
-$(VENV)-exports/.installed: pyproject.toml
+# The releases whose keys are exported (docs/export.md): apart from $(VENV), which must not depend on them. torchtitan imports triton,
+# which torch for GPUs brings and torch for processor cores does not.
+$(VENV)-exports/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)-exports
-	$(VENV)-exports/bin/python -m pip install --disable-pip-version-check --editable . accelerate==1.15.0 deepspeed==0.19.8 torchtitan==0.2.2 ninja
+	$(VENV)-exports/bin/python -m pip install --disable-pip-version-check --editable . accelerate==1.15.0 deepspeed==0.19.8 torchtitan==0.2.2 ninja "triton; sys_platform == 'linux'"
 	@touch $@
 
 # DeepSpeed compiles its AdamW for processor cores with the ninja of that environment.
