@@ -13,7 +13,13 @@ from ahp.plan import Parallelism
 from ahp.runtime.compute.loss import Loss
 from ahp.runtime.pipeline.borders import Border, Place, pieces
 from ahp.runtime.pipeline.cut import Stage
-from ahp.runtime.pipeline.torch_compat import give_peers, pipeline_of_steps, reduce_beside, reduce_units_at_once
+from ahp.runtime.pipeline.torch_compat import (
+    give_peers,
+    greet_others_alone,
+    pipeline_of_steps,
+    reduce_beside,
+    reduce_units_at_once,
+)
 from ahp.runtime.ranks.mesh import STAGE_AXES, Mesh
 from ahp.runtime.shard.fsdp import Sharding
 from ahp.runtime.torch_compat import accumulate_in_reduce_dtype
@@ -190,6 +196,7 @@ class Pipeline:
             stage, index, self.num_stages, mesh.device, group=mesh.whole.get_group("pp"), **settings
         )  # of this rank alone where stages are of unlike width
         if len(self.stages) > 1:
+            greet_others_alone(made)
             reduce_beside(made, self.waits)
         if self.unlike:
             give_peers(

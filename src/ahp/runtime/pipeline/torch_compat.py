@@ -87,6 +87,13 @@ def _with_messages_of(steps: list[Any], lowered: list[Any]) -> list[Any]:
     return found
 
 
+def greet_others_alone(stage: Any) -> None:
+    """Let torch's PipelineStage send its first message to other ranks alone. Before 2.13 torch has each stage greet both neighbours, where
+    one is on the same rank too, and gloo has no connection of a rank with itself."""
+    greetings = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda: [one for one in greetings() if one.group_peer != stage.group_rank]
+
+
 def reduce_units_at_once(stage: nn.Module) -> None:
     """Let the reductions of a stage's units be on their way together, before its first forward. Their buffers lie where the gradients lay.
 
