@@ -16,7 +16,7 @@ from ahp.arrays import Floats, Ints
 from ahp.forecast.communication import Times
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.overlap import CONTENTION
-from ahp.forecast.sharing import SharedWeights, StageUnits
+from ahp.forecast.sharing import StageUnits, UnitTimes
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import TraitColumns
@@ -101,5 +101,7 @@ def gathered_columns_s(each_s: Floats, own: Ints, host_s: Floats) -> tuple[Float
 
 def gathers_s(units: Units, table: StageTable, data: DataParallel, network: Times) -> list[float]:
     """Seconds in which each stage's weights are gathered, one collective after the other."""
-    shared = SharedWeights.of(StageUnits.of(units, data.traits, table), data, network)
-    return shared.gathered_s(table)[0].tolist()
+    found = UnitTimes.of(
+        StageUnits.of(units, data.traits, table), lambda unit, stage: data.gather_s(unit, network, stage)
+    )
+    return found.of_stages(table)[0].tolist()

@@ -86,6 +86,9 @@ class StageUnits:
         return [StageParameters(dense, experts, bool(first)) for dense, experts, first in each]
 
 
+SecondsOfUnit = Callable[[CommUnit, StageParameters], float]
+
+
 @dataclass(frozen=True)
 class UnitTimes:
     """Seconds of one kind of collective of the units."""
@@ -96,6 +99,24 @@ class UnitTimes:
     """[J, S]"""
     after: Floats
     """[J, S]"""
+
+    @classmethod
+    def of(cls, units: StageUnits, seconds: SecondsOfUnit) -> UnitTimes:
+        """Of one layout; ``seconds``: of a unit in a stage."""
+        held, has = units.held(), units.table.counts > 0
+        ends = units.before.tolist(), units.after.tolist()
+        kinds = [
+            [seconds(unit, stage) if there else 0.0 for unit, there in zip(units.kinds, own, strict=True)]
+            for stage, own in zip(held, has.tolist(), strict=True)
+        ]
+        return cls(
+            np.array(kinds, dtype=float).reshape(1, len(held), len(units.kinds)),
+            *(np.array([[seconds(CommUnit(count), at) for count, at in zip(end, held, strict=True)]]) for end in ends),
+        )
+
+    def of_stages(self, table: StageTable) -> Floats:
+        """[J, S] One after the other."""
+        return self.before + (table.counts * self.kinds).sum(axis=-1) + self.after
 
     def __add__(self, other: UnitTimes) -> UnitTimes:
         return UnitTimes(self.kinds + other.kinds, self.before + other.before, self.after + other.after)
@@ -113,30 +134,12 @@ class SharedWeights:
     copied_bytes: Floats
     """[J] The same to copy gradients."""
 
-    def gathered_s(self, table: StageTable) -> Floats:
-        """[J, S] What each stage gathers, one collective after the other."""
-        gathers = self.gathers
-        return gathers.before + (table.counts * gathers.kinds).sum(axis=-1) + gathers.after
-
     @classmethod
     def of(cls, units: StageUnits, data: DataParallel, network: Times) -> SharedWeights:
         """Of one layout."""
-        held, has = units.held(), units.table.counts > 0
-        ends = units.before.tolist(), units.after.tolist()
 
-        def times(seconds: Callable[[CommUnit, StageParameters], float]) -> UnitTimes:
-            kinds = [
-                [seconds(unit, stage) if there else 0.0 for unit, there in zip(units.kinds, own, strict=True)]
-                for stage, own in zip(held, has.tolist(), strict=True)
-            ]
-            shape = 1, len(held), len(units.kinds)
-            return UnitTimes(
-                np.array(kinds, dtype=float).reshape(shape),
-                *(
-                    np.array([[seconds(CommUnit(count), at) for count, at in zip(end, held, strict=True)]])
-                    for end in ends
-                ),
-            )
+        def times(seconds: SecondsOfUnit) -> UnitTimes:
+            return UnitTimes.of(units, seconds)
 
         cast, copied, _ = data.copied_bytes
         return cls(

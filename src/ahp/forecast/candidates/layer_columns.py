@@ -221,5 +221,5 @@ class LayerColumns:
         shared = shardings.shared(StageUnits.of(self.units, data.traits, stages), which, m)
         costs = stage_costs(self.units, stages, self._timed, data, shared, bytes_per_s, passes_behind)
         waited = costs.first_forward.get("weight_gather", np.zeros((1, 1, 1)))
-        beside = waited, shared.gathered_s(stages)[:, None], costs.forward["host"]
+        beside = waited, shared.gathers.of_stages(stages)[:, None], costs.forward["host"]
         return costs.seconds() | dict(zip(BESIDE, beside, strict=True))

@@ -12,6 +12,7 @@ import numpy as np
 
 from ahp.arrays import Ints, Mask
 from ahp.forecast.gathered import gathers_ahead
+from ahp.forecast.overlap import CONTENTION
 from ahp.schedule.bounds import in_flight
 from ahp.schedule.descriptor import PipelineSchedule
 
@@ -30,8 +31,8 @@ class Path(NamedTuple):
     """Whole backward passes, or both halves."""
     input_gradient: int = 0
     first_forward: int = 0
-    """What comes once, with the first forward; and of that, weights that a stage gathers then even where the engine can ahead."""
-    first_waited: int = 0
+    """What comes once, with the first forward; and layers whose weights are waited for even where the engine gathers ahead."""
+    first_waited: float = 0.0
     last_backward: int = 0
     """What comes once, with the last backward of each stage; and where others are computed beside it, of the stage that ends last."""
     last_stage: int = 0
@@ -47,24 +48,25 @@ def longest_paths(schedule: PipelineSchedule, p: int, v: int, m: int, edges: Edg
     before, layers, head = cut[:p], sizes[own].sum(axis=1), own[:, -1] == p * v - 1
     back = "input_gradient" if schedule.splits_backward else "backward"
     total, longest = edges[-1], int(sizes.max())
-    waits = not gathers_ahead(schedule, v)
-    found = [Path(forward=total, first_forward=total, first_waited=waits * total)._replace(**{back: total})]
+    # Gathered ahead: those of the first stage; those of a rank's later stages slow it down.
+    ahead = gathers_ahead(schedule, v)
+    waited = sizes[0] + CONTENTION * sizes[p:].sum() if ahead else total
+    found = [Path(forward=total, first_forward=total, first_waited=waited)._replace(**{back: total})]
     for rank in _longest(layers, head, before):
-        count, ahead = int(layers[rank]), int(before[rank])
-        first = ahead + count
-        all_work = Path(ahead + m * count, m * count, 0, first, waits * first, head=m * int(head[rank]))
-        stages = sizes[own[rank]]  # with whole backwards the lowest ends last
-        last = int(stages.min() if schedule.splits_backward else stages[0])
+        count, filling = int(layers[rank]), int(before[rank])
+        first, stages = filling + count, sizes[own[rank]]
+        own_waited = sizes[0] + CONTENTION * (count - stages[0]) if ahead else first
+        all_work = Path(filling + m * count, m * count, 0, first, own_waited, head=m * int(head[rank]))
+        last = int(stages.min() if schedule.splits_backward else stages[0])  # with whole backwards the lowest ends last
         found.append(all_work._replace(last_backward=count, last_stage=last))
         if not schedule.splits_backward:  # else weight gradients may fill the time in which gradients drain
-            found.append(all_work._replace(backward=m * count + ahead))
+            found.append(all_work._replace(backward=m * count + filling))
     if schedule.all_forwards_first:
         passes = total + (m - 1) * longest
-        found.append(Path(passes, passes, 0, total, waits * total))
+        found.append(Path(passes, passes, 0, total, waited))
     forwards = schedule.forwards_before_gradient(p, v, m) if p > 1 else None
     if forwards is not None:
-        path = _after_first_gradient(schedule, own, m, cut, forwards)
-        found.append(path._replace(first_waited=waits * path.first_forward))
+        found.append(_after_first_gradient(schedule, own, m, cut, forwards)._replace(first_waited=waited))
     return tuple(found)
 
 

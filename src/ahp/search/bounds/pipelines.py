@@ -42,7 +42,7 @@ class Cut:
 class Fronts:
     """Of some pipelines: the ways through each that may take longest, and the ranks whose memory is bounded."""
 
-    paths: Ints
+    paths: Floats
     """[L, C, parts of a ``Path``] Pipelines that have fewer repeat their last."""
     most_layers: Ints
     """[C] Layers of a rank, at most."""
@@ -57,7 +57,7 @@ class Fronts:
         """[N] Of the pipeline that takes least the way that takes longest, of layers that take ``layer_s`` [N, parts of a ``Path``], and
         ``either_s`` [N] in the forward or in the backward pass."""
         both = self.paths[..., :2].min(axis=-1, keepdims=True)
-        counts = np.concatenate([self.paths, both], axis=-1).astype(float)
+        counts = np.concatenate([self.paths, both], axis=-1)
         paths_s = counts @ np.column_stack([layer_s, either_s]).T  # [L, C, N]
         return paths_s.max(axis=0).min(axis=0)
 
@@ -108,7 +108,7 @@ class Pipelines:
         each = [longest_paths(schedule, p, virtual, m, self._cut_at(p, virtual)) for schedule, virtual in found]
         ranks = [fullest_ranks(schedule, p, virtual, m, self._cut_at(p, virtual)) for schedule, virtual in found]
         longest = range(max(map(len, each)))
-        paths = np.array([[own[min(at, len(own) - 1)] for own in each] for at in longest], dtype=np.int64)
+        paths = np.array([[own[min(at, len(own) - 1)] for own in each] for at in longest], dtype=float)
         layers, held, received = np.moveaxis(np.array(ranks, dtype=np.int64), -1, 0)
         return Fronts(paths, layers[:, 2], layers[:, :2], held[:, :2], received[:, :2])
 
