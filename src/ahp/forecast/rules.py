@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -178,12 +179,15 @@ def tensor(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engine
     def divides(key: str, degree: int) -> bool:
         return facts[key] % degree == 0 or (few and key == KEY_HEADS and degree % facts[key] == 0)
 
-    valid = [d for d in range(1, min(2 * degree, MOST_TRIED) + 1) if all(divides(key, d) for key in facts)]
-    for key, size in facts.items():
-        if not divides(key, degree):
-            rule = f"neither divides {key} {size} nor is a multiple of it" if few and key == KEY_HEADS else None
-            return _broken("tensor_parallel_degree", degree, rule or f"does not divide {key} {size}", valid)
-    return None
+    key = next((key for key in facts if not divides(key, degree)), None)
+    if key is None:
+        return None
+    rule = f"neither divides {key} {facts[key]} nor is a multiple of it" if few and key == KEY_HEADS else None
+    most = min(2 * degree, MOST_TRIED)
+    common = math.gcd(*(size for name, size in facts.items() if name != KEY_HEADS))
+    tried = divisors(common) if common else range(1, most + 1)  # what divides all divides what they have in common
+    valid = [d for d in tried if d <= most and all(divides(name, d) for name in facts)]
+    return _broken("tensor_parallel_degree", degree, rule or f"does not divide {key} {facts[key]}", valid)
 
 
 def whole_attention(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
@@ -224,7 +228,6 @@ def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
         sizes = {size for _, size in _layers_in_8_bits(graph, degree, few) if size is not None}
         return all(size % (degree * FP8_MULTIPLE) == 0 for size in sizes)
 
-    valid = [d for d in range(1, min(2 * degree, MOST_TRIED) + 1) if can(d)]
     if degree == 1 or can(degree):
         return None
     name, size = next((name, size) for name, size in layers if size is not None and size % (degree * FP8_MULTIPLE))
@@ -232,9 +235,9 @@ def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
         f"would cut the {size} of {name} into parts of {size / degree:g}, and with precision fp8 they must be multiples of "
         f"{FP8_MULTIPLE}"
     )
-    return _broken(
-        "tensor_parallel_degree", degree, rule, [d for d in valid if not tensor(graph, job, _cut(d), engine)]
-    )
+    tried = range(1, min(2 * degree, MOST_TRIED) + 1)
+    valid = [d for d in tried if can(d) and not tensor(graph, job, _cut(d), engine)]
+    return _broken("tensor_parallel_degree", degree, rule, valid)
 
 
 def _moments(graph: ModelGraph, job: Job, parallelism: Parallelism) -> str | None:
