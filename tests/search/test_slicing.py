@@ -10,6 +10,7 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.graph.capture import capture
+from ahp.graph.kept import analyze
 from ahp.search.slicing.conversion import Permission
 from ahp.search.slicing.model import slice_model, slicing
 from ahp.search.slicing.placement import Placement, R, Split
@@ -178,3 +179,9 @@ def test_a_given_placement_is_kept() -> None:
     assert isinstance(found.weights["self_attn.q_proj.weight"], Split)
     with pytest.raises(BadInput, match="given placements"):
         solve(captured, 2, {"mlp.up_proj.weight": Split(1, (32,))})
+
+
+def test_a_model_by_its_name_is_split_as_its_graph_is() -> None:
+    assert slicing("tiny", 2) == slicing(analyze("tiny", {"sequence_length": 64}), 2)
+    with pytest.raises(BadInput, match=r"model = 'tini': .*nearest names: tiny"):
+        slicing("tini", 2)

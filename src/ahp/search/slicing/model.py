@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import nn
 
 from ahp.errors import BadInput, bad_input
 from ahp.graph.capture import Capture
+from ahp.graph.operators import ModelGraph
 from ahp.graph.outline import Outline, outline
 from ahp.job import Lora
 from ahp.search.slicing.placement import Split, shape_of
 from ahp.search.slicing.solve import SPARING, Slicing, solve
 from ahp.search.slicing.words import module_of
-
-if TYPE_CHECKING:
-    from ahp.graph.operators import ModelGraph
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,11 @@ class ModelSlicing:
         return words
 
 
-def slice_model(model: ModelGraph | nn.Module, degree: int, *, enable_sequence_parallel: bool = False) -> ModelSlicing:
+def slice_model(model: Any, degree: int, *, enable_sequence_parallel: bool = False) -> ModelSlicing:
     """Solve every kind of block of a model. Raises BadInput when a block cannot be traced or nothing can be split."""
     if degree < 2:
         raise bad_input("tensor_parallel_degree", degree, "slicing needs at least 2 ranks")
-    module = model if isinstance(model, nn.Module) else _module_of(model)
+    module = _module_of(model)
     sequence = math.lcm(16, degree)
     found = outline(module, batch_size=2, sequence_length=sequence)
     return slice_outline(found, degree, enable_sequence_parallel=enable_sequence_parallel)
@@ -106,19 +104,21 @@ def _vocabulary(found: Outline, degree: int) -> tuple[str, ...]:
     return (found.token_embedding, found.head)
 
 
-def _module_of(graph: ModelGraph) -> nn.Module:
+def _module_of(model: Any) -> nn.Module:
     from ahp.graph.lora import with_adapters
     from ahp.graph.models import build_model
 
-    if graph.model is None:
+    if not isinstance(model, ModelGraph):
+        return build_model(model)
+    if model.model is None:
         raise BadInput("model: this graph was made from a live module; give the module itself to slicing")
-    return with_adapters(build_model(graph.model), None if graph.lora is None else Lora(**graph.lora))
+    return with_adapters(build_model(model.model), None if model.lora is None else Lora(**model.lora))
 
 
-def slicing(
-    graph: ModelGraph | nn.Module, tensor_parallel_degree: int, *, enable_sequence_parallel: bool = False
-) -> dict[str, str]:
+def slicing(model: Any, tensor_parallel_degree: int, *, enable_sequence_parallel: bool = False) -> dict[str, str]:
     """How every weight matrix and embedding of a model is split, by module name; ``*`` stands for the layer numbers.
+
+    ``model``: what ``ahp.analyze`` takes, or the graph that it gives.
 
     Values: ``column`` (n), ``row`` (k), ``batch``, ``sequence`` (m), ``replicated``. Matrices that are bare parameters
     (stacked experts) go by their own name. With ``enable_sequence_parallel`` the hidden states between the products are
@@ -127,8 +127,8 @@ def slicing(
 
     Example:
         >>> import ahp
-        >>> split = ahp.slicing(ahp.analyze("tiny", {"sequence_length": 64}), 2)
+        >>> split = ahp.slicing("tiny", 2)
         >>> split["model.layers.*.mlp.up_proj"], split["model.layers.*.mlp.down_proj"]
         ('column', 'row')
     """
-    return slice_model(graph, tensor_parallel_degree, enable_sequence_parallel=enable_sequence_parallel).by_module()
+    return slice_model(model, tensor_parallel_degree, enable_sequence_parallel=enable_sequence_parallel).by_module()
