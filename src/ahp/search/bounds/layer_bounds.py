@@ -184,9 +184,8 @@ class LayerBounds:
         each = (self.asked.graph.num_layers / p)[of]
         first_s = mean.first_forward + (1.0 - self._ahead) * mean.first_gather
         work_s = each * (m * (mean.forward + backward) + first_s)
-        last_s = (
-            each * mean.last_backward * (1.0 - self._beside)
-        )  # in some cut the stage that ends last may have nothing to reduce
+        # In some cut the stage that ends last may have nothing to reduce.
+        last_s = each * mean.last_backward * (1.0 - self._beside)
         work_s += np.maximum(last_s, drain_s) + m * (self._column("ends_s") / p)[of]
         return before * least.forward + work_s + self._updates_s(slice(None), each)
 
