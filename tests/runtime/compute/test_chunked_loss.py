@@ -83,21 +83,25 @@ def test_chunks_equal_one_process(pool: Pool, plain_run: Callable[..., dict[str,
         assert_same_curve(found, expected)
 
 
-def test_logits_are_never_whole(pool: Pool) -> None:
-    """Alone, where no weight has a dim as long as the vocabulary but the embedding and the head, of 32 columns."""
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One process with whole logits, and with chunks of them."""
     layout = {"micro_batch_size": BATCH // 2}
-    (whole,) = pool.run(train, 1, "llama", layout, None)
-    (chunked,) = pool.run(train, 1, "llama", layout, 8)
+    (whole,), (chunked,) = (pool.run(train, 1, "llama", layout, chunk) for chunk in (None, 8))
+    return whole, chunked
+
+
+def test_logits_are_never_whole(alone: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Alone, where no weight has a dim as long as the vocabulary but the embedding and the head, of 32 columns."""
+    whole, chunked = alone
     width = 32  # rows of a transposed weight of the head
     assert whole["rows"] == BATCH // 2 * SEQUENCE
     assert chunked["rows"] == width
     assert chunked["held out"] == pytest.approx(whole["held out"], rel=1e-6)
 
 
-def test_a_chunk_makes_no_gradient_of_the_heads_size(pool: Pool) -> None:
-    layout = {"micro_batch_size": BATCH // 2}
-    (whole,) = pool.run(train, 1, "llama", layout, None)
-    (chunked,) = pool.run(train, 1, "llama", layout, 8)
+def test_a_chunk_makes_no_gradient_of_the_heads_size(alone: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    whole, chunked = alone
     assert whole["products"] == 2 * STEPS
     assert chunked["products"] == 0
 
