@@ -43,7 +43,7 @@ def test_another_folder_takes_the_same_measurement(
     (file,) = (tmp_path / "cache" / "machines").iterdir()
     assert f"kept for every run on this machine: {file}" in capsys.readouterr().err
     assert measured(2, tmp_path / "b", tmp_path / "cache") == first
-    assert f"probe number 1; kept in {file} (delete it to measure again)" in capsys.readouterr().err
+    assert f"probe number 1; delete {file} to measure it again" in capsys.readouterr().err
     assert probes == [2]
     assert measured(4, tmp_path / "b", tmp_path / "cache") != first
     file.unlink()

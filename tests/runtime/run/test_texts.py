@@ -51,4 +51,4 @@ def test_adapters_on_weights_that_nobody_trained_are_told(
     (tmp_path / "a.txt").write_text("plain words, some of them " * 400)
     job = {"sequence_length": 8, "global_batch_size": 1, "steps": 1, "data": str(tmp_path / "a.txt"), "lora": {"r": 2}}
     prepare_texts(validated(Plan, {"model": MODEL, "job": job, "parallelism": {}}, "plan"))
-    assert "init_from names trained ones" in capsys.readouterr().err
+    assert "init_from names trained weights" in capsys.readouterr().err
