@@ -116,12 +116,14 @@ def _unvectorized(ops: Iterable[Operator]) -> frozenset[int]:
 
 def _is_unvectorized(op: Operator) -> bool:
     """Whether what an element-wise operator writes is wider than something it reads as much of, or repeats something that it
-    reads. A type made narrower has a kernel of its own."""
+    reads. A type made narrower has a kernel of its own, and masks are read as they are."""
     made = op.outputs[0]
     if "slice_backward" in op.name or "pad" in op.name:
         return False
     return any(
-        spec.bytes < made.bytes if spec.numel == made.numel else 1 < spec.numel < made.numel for spec in op.inputs
+        spec.bytes < made.bytes if spec.numel == made.numel else 1 < spec.numel < made.numel
+        for spec in op.inputs
+        if spec.dtype != "bool"
     )
 
 
