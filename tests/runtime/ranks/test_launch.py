@@ -23,7 +23,7 @@ from ahp.job import Job
 from ahp.plan import Parallelism, Plan
 from ahp.run_files import Status
 from ahp.runtime.data.tokenizer import tokenizer_of
-from ahp.runtime.ranks import launch, watch
+from ahp.runtime.ranks import launch, ranks, watch
 from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
 from ahp.runtime.ranks.watch import Quiet, Watch
@@ -362,3 +362,14 @@ def test_workers_that_show_any_sign_of_work_do_not_hang() -> None:
         [(5.0, 10.0 - second // 3, 10**6) for second in range(9)],  # a process that helped has ended
     ):
         assert not any(polls(*working))
+
+
+def test_the_allocator_is_told_what_torch_may_have_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing transformers is enough for torch to read the variable, once."""
+    told: list[str] = []
+    monkeypatch.setattr(ranks, "set_allocator", told.append)
+    for given in ({}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}):
+        monkeypatch.setattr(ranks.os, "environ", dict(given))
+        ranks.set_gpu_variables()
+        assert (ranks.os.environ == given) == bool(given)
+    assert told == ["expandable_segments:True"]
