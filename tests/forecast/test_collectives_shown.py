@@ -9,7 +9,7 @@ from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.pricer import slowest_share
 from ahp.forecast.rules import asynchronous
-from ahp.forecast.states import UNALIKE
+from ahp.forecast.states import UNALIKE_CAST, UNALIKE_SUM
 from ahp.forecast.step import price
 from ahp.forecast.units import UnitPricer
 from ahp.graph.kept import analyze
@@ -183,7 +183,7 @@ def test_the_slowest_of_many_is_the_expected_maximum():
     [
         ("megatron", "bf16", {}, 0, 0),  # products add to fp32 by themselves
         ("megatron", "fp16", {}, 0, 6),  # autograd keeps the first, reads two and writes one
-        ("torchtitan", "bf16", {"data_parallel_shard_degree": 2, "zero_stage": 1}, 6 * UNALIKE, 10 * UNALIKE),
+        ("torchtitan", "bf16", {"data_parallel_shard_degree": 2, "zero_stage": 1}, 6 * UNALIKE_CAST, 10 * UNALIKE_SUM),
         ("ahp", "fp32", {}, 0, 12),
     ],
 )
