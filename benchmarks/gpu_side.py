@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -243,12 +244,8 @@ def _memory(device: str) -> dict[str, int | None]:
 
 def main(side: str, plain: dict[str, Any]) -> None:
     """Imports what takes seconds, and begins when its standard input says so: the processes of a row are started together."""
-    import torch
-    import transformers
-
-    import ahp.runtime.parallel
-
-    assert all((torch, transformers, ahp))
+    for name in ("torch", "transformers", "ahp.runtime.parallel"):
+        importlib.import_module(name)
     sys.stdin.readline()
     case = Case(**{**plain, "variant": Variant(**plain["variant"])})
     steps = {"ahp": ahp_step, "plain": plain_step}

@@ -205,9 +205,8 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
     wanted = request.plan or train_plan.without_layout(config or Config())
     if request.run.profile is not None:
         request.run.profile.check(wanted.job.steps)
-    if (
-        wanted.init_from is not None and not Path(wanted.init_from).expanduser().is_dir()
-    ):  # its model is missing then, which nobody gave
+    # Before the model is built from that folder: else the error would name the key model, which nobody gave.
+    if wanted.init_from is not None and not Path(wanted.init_from).expanduser().is_dir():
         raise bad_input("init_from", wanted.init_from, "no such folder; give a folder as save_pretrained writes it")
     check_same_job(folder, wanted, extend=request.run.extend)
     found = train_plan.earlier(config, folder, workers) if config is not None else None

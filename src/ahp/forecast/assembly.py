@@ -33,7 +33,7 @@ NORMAL_90 = 1.645
 
 def flop_convention(job: Job) -> str:
     """What counts as a step's model FLOPs."""
-    whole = "the traced forward FLOPs (matrix products and attention, the whole square of a causal mask), recompute not counted"
+    whole = "the traced forward FLOPs (matrix products and attention, all S x S scores of causal attention), recompute not counted"
     return f"3 x {whole}" if job.lora is None else f"2 x {whole}: frozen weights have no gradient"
 
 

@@ -92,7 +92,7 @@ class SegmentTimes:
 def is_causal(graph: ModelGraph) -> bool:
     """Whether attention's kernel leaves out what lies ahead: a model whose loss shifts the labels predicts the next token.
 
-    torch counts the FLOPs of fused attention over the whole square of scores; a causal kernel does half of them, one that reads a
+    torch counts the FLOPs of fused attention over all S x S scores; a causal kernel does half of them, one that reads a
     mask all.
     """
     return not graph.document_mask and any(

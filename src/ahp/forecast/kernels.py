@@ -119,7 +119,7 @@ def _is_unvectorized(op: Operator) -> bool:
     reads. A type made narrower has a kernel of its own, and masks are read as they are."""
     made = op.outputs[0]
     if "slice_backward" in op.name or "pad" in op.name:
-        return False
+        return False  # zeros, and a copy into them; joined parts (cat) are copied with an address each
     return any(
         spec.bytes < made.bytes if spec.numel == made.numel else 1 < spec.numel < made.numel
         for spec in op.inputs

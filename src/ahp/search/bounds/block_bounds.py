@@ -99,7 +99,7 @@ def block_needs_bytes(asked: Problem, space: Space, which: Ints, splits: Callabl
     return _needs_bytes(asked, space, which[first], [splits(block) for block in which[first].tolist()])[at]
 
 
-def copies_s(asked: Problem, space: Space, splits: Callable[[int], Shardings]) -> Floats:
+def least_copies_s(asked: Problem, space: Space, splits: Callable[[int], Shardings]) -> Floats:
     """[blocks] Seconds of a micro-batch to copy the gradients of a layer, of the way to share states that copies the least.
 
     ``splits``: those of a block and of all that differ from it in where ranks lie.

@@ -1,6 +1,6 @@
 """Lower bounds of step time and memory for every row of the space, from the forecast's own unit costs.
 
-Four levels. Of a whole block, before its layers are priced: what they take at least on the ways through its schedules
+Four levels. Of a whole block, before its layers are priced: what they and the copies of their gradients take at least on the ways through its schedules
 (``block_bounds``, ``pipelines``). The same from its priced layers. Then what the cheapest of them takes with each recompute that may fit, and
 with what each split gathers and reduces (``layer_bounds``). Of each row: its stages cost what the forecast says (``forecast.candidates``), and
 its schedule takes at least the closed form of ``ahp.schedule.bounds`` (``block_rows``). Memory counts states and the activations kept at
@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 
 from ahp.arrays import Floats, Ints
 from ahp.forecast import memory
-from ahp.search.bounds.block_bounds import block_bounds_s, block_needs_bytes, copies_s, schedule_bounds_s, work_bounds_s
+from ahp.search.bounds.block_bounds import (
+    block_bounds_s,
+    block_needs_bytes,
+    least_copies_s,
+    schedule_bounds_s,
+    work_bounds_s,
+)
 from ahp.search.bounds.block_layers import BlockLayers
 from ahp.search.bounds.block_rows import BlockRows, RowBounds
 from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock, Ways
@@ -109,7 +115,7 @@ class Bounds:
 
     @cached_property
     def _copies_s(self) -> Floats:
-        return copies_s(self.problem, self.space, self._shardings.states)
+        return least_copies_s(self.problem, self.space, self._shardings.states)
 
     def first_s(self) -> Floats:
         """Seconds that every row of each block takes at least before its layers are priced; infinite where none fits."""
