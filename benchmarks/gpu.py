@@ -1,4 +1,4 @@
-"""LLaMA layers of 1 B to 8 B on one GPU: AHP beside plain PyTorch and transformers' Trainer, and the forecast beside all of it.
+"""Layers of LLaMA and of Qwen3's experts on one GPU: AHP beside plain PyTorch and transformers' Trainer, and the forecast beside all of it.
 
     python benchmarks/gpu.py                            every size and variant, about half an hour on an H100
     python benchmarks/gpu.py --sizes 1B --only eager compile
@@ -30,13 +30,20 @@ from page import require, table
 MARKER = "gpu"
 SIDES: tuple[Side, ...] = ("ahp", "plain", "trainer")
 
-SIZES: dict[str, dict[str, int]] = {
-    # Widths of Llama 3.2 1B and 3B and of Llama 3 8B (their config.json); as many layers as leave room for fp32 states on 80 GB.
-    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "heads": 32, "kv_heads": 8, "layers": 16},
-    "3B": {"hidden_size": 3072, "intermediate_size": 8192, "heads": 24, "kv_heads": 8, "layers": 12},
-    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "heads": 32, "kv_heads": 8, "layers": 6},
-    "smoke": {"hidden_size": 64, "intermediate_size": 128, "heads": 4, "kv_heads": 2, "layers": 2},
-}
+SIZES: dict[str, dict[str, Any]] = {
+    # Widths of Llama 3.2 1B and 3B, of Llama 3 8B and of Qwen3-30B-A3B (their config.json); as many layers as leave room for fp32
+    # states on 80 GB.
+    "1B": {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
+           "num_hidden_layers": 16},
+    "3B": {"model_type": "llama", "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "num_key_value_heads": 8,
+           "num_hidden_layers": 12},
+    "8B": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+           "num_hidden_layers": 6},
+    "30B-A3B": {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+                "num_experts_per_tok": 8, "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 3},
+    "smoke": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "num_hidden_layers": 2},
+}  # fmt: skip
 
 VARIANTS = {
     "eager": Variant(),
@@ -106,7 +113,7 @@ def measure(case: Case, sides: tuple[Side, ...], rounds: int, cluster: Any, name
 
     job = ahp.Job.model_validate(case.job())
     forecast = ahp.simulate(
-        model={"model_type": "llama", **case.model_keys()}, cluster=cluster, job=job,
+        model=case.model_keys(), cluster=cluster, job=job,
         parallelism=case.parallelism(), engine={"name": "ahp", **case.engine()},
     )  # fmt: skip
     found: dict[Side, list[dict[str, Any]]] = {side: [] for side in sides}

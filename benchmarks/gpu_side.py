@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
-    from transformers import LlamaForCausalLM
 
 Side = Literal["ahp", "plain", "trainer"]
 VOCABULARY = 128256
@@ -37,7 +36,8 @@ class Variant:
 class Case:
     """A model, a variant and a batch."""
 
-    size: dict[str, int]
+    size: dict[str, Any]
+    """``model_type`` and sizes, named as transformers' config of it names them."""
     variant: Variant
     device: str
     sequence_length: int
@@ -50,27 +50,24 @@ class Case:
         return SMOKE_VOCABULARY if self.size["hidden_size"] < 1024 else VOCABULARY
 
     def model_keys(self) -> dict[str, Any]:
-        """The keys of transformers' LlamaConfig."""
+        """The keys of transformers' config."""
         return {
+            **self.size,
             "vocab_size": self.vocabulary,
-            "hidden_size": self.size["hidden_size"],
-            "intermediate_size": self.size["intermediate_size"],
-            "num_hidden_layers": self.size["layers"],
-            "num_attention_heads": self.size["heads"],
-            "num_key_value_heads": self.size["kv_heads"],
             "max_position_embeddings": max(4096, self.sequence_length),
             "tie_word_embeddings": False,
         }
 
-    def build(self) -> LlamaForCausalLM:
+    def build(self) -> Any:
         """In fp32 on the device, alike for every side."""
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        config = LlamaConfig(**self.model_keys(), use_cache=False, attn_implementation="sdpa")
+        keys = self.model_keys()
+        config = AutoConfig.for_model(keys.pop("model_type"), **keys, use_cache=False)
         with torch.device(self.device):
-            return LlamaForCausalLM(config).train()
+            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).train()
 
     def batch(self, step: int) -> torch.Tensor:
         """Token ids int64 [batch, sequence]; all of them are scored."""

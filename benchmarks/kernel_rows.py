@@ -163,23 +163,25 @@ def _passes_s(gpu: Gpu, forward: float, of: dict[str, Any], s: int) -> float:
     return sum(gpu.attention_s(n * forward, s, of["head_dim"], "bf16", backward=n > 1, **how) for n in passes)
 
 
+OWN_DEVICES = {"kernels_h100.json": "H100-SXM-80GB", "kernels_h200.json": "H200-SXM-141GB"}
+
+
 def own_rows() -> list[Row]:
-    """What gpu_kernels.py wrote on an H200, without what waited for the host."""
-    data = json.loads((Path(__file__).parent / "kernels_h200.json").read_text(encoding="utf-8"))
-    host_s = {row["operator"]: row["seconds"] for row in data["launches"]}
+    """What gpu_kernels.py wrote on an H100 and an H200, without what waited for the host."""
     found = []
-    for section, of in OWN_SECTIONS.items():
-        slowest_s = HOST_BOUND * host_s["linear" if section in ("products", "eight_bit", "grouped") else "mul"]
-        for number, raw in enumerate(data[section]):
-            if raw["seconds"] > slowest_s and (row := of(f"h200-{section}-{number}", raw)) is not None:
-                found.append(row)
+    for file, device in OWN_DEVICES.items():
+        data = json.loads((Path(__file__).parent / file).read_text(encoding="utf-8"))
+        host_s = {row["operator"]: row["seconds"] for row in data["launches"]}
+        for section, of in OWN_SECTIONS.items():
+            slowest_s = HOST_BOUND * host_s["linear" if section in ("products", "eight_bit", "grouped") else "mul"]
+            for number, raw in enumerate(data[section]):
+                name = f"{device}-{section}-{number}"
+                if raw["seconds"] > slowest_s and (row := of(name, device, raw)) is not None:
+                    found.append(row)
     return found
 
 
-OWN_DEVICE = "H200-SXM-141GB"
-
-
-def _own_product(name: str, raw: dict[str, Any]) -> Row | None:
+def _own_product(name: str, device: str, raw: dict[str, Any]) -> Row | None:
     precision = raw.get("dtype", "fp8")
     if precision == "tf32":
         return None
@@ -188,27 +190,25 @@ def _own_product(name: str, raw: dict[str, Any]) -> Row | None:
     if not raw.get("fast_accumulate", True):
         detail += ", fp32 sums"
     detail += f", {'long' if raw['seconds'] > LONG_S else 'short'}"
-    return Row(
-        name, OWN_DEVICE, f"{OWN}product", detail, raw["seconds"], lambda gpu: gpu.product_s(1, *sides, precision)
-    )
+    return Row(name, device, f"{OWN}product", detail, raw["seconds"], lambda gpu: gpu.product_s(1, *sides, precision))
 
 
-def _own_group(name: str, raw: dict[str, Any]) -> Row:
+def _own_group(name: str, device: str, raw: dict[str, Any]) -> Row:
     m, n, k = raw["m"], raw["n"], raw["k"]
     sides = {"fwd": (m, n, k), "bwd_grad_act": (m, k, n), "bwd_grad_w": (n, k, m)}[raw["stage"]]
     predict = lambda gpu: gpu.grouped_s(raw["groups"], *sides, "bf16", kernel="torch")  # noqa: E731
     detail = f"{raw['stage']}, {'even' if raw['even'] else 'uneven'}"
-    return Row(name, OWN_DEVICE, f"{OWN}grouped product", detail, raw["seconds"], predict)
+    return Row(name, device, f"{OWN}grouped product", detail, raw["seconds"], predict)
 
 
-def _own_attention(name: str, raw: dict[str, Any]) -> Row | None:
+def _own_attention(name: str, device: str, raw: dict[str, Any]) -> Row | None:
     if raw["kernel"] == "efficient":
         return None
     s, d, backward, causal = raw["sequence"], raw["head_dim"], raw["phase"] == "backward", raw["causal"]
     flops = 4.0 * raw["batch"] * raw["heads"] * s * s * d * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
     how = {"backward": backward, "kernel": raw["kernel"], "causal": causal}
     predict = lambda gpu: gpu.attention_s(flops, s, d, "bf16", **how)  # noqa: E731
-    return Row(name, OWN_DEVICE, f"{OWN}attention", f"{raw['kernel']} {raw['phase']}, {d}", raw["seconds"], predict)
+    return Row(name, device, f"{OWN}attention", f"{raw['kernel']} {raw['phase']}, {d}", raw["seconds"], predict)
 
 
 OWN_KINDS: dict[str, ElementWiseKind] = {
@@ -220,17 +220,17 @@ OWN_KINDS: dict[str, ElementWiseKind] = {
 UNVECTORIZED = ("bf16 to fp32", "logits to fp32")
 
 
-def _own_element_wise(name: str, raw: dict[str, Any]) -> Row | None:
+def _own_element_wise(name: str, device: str, raw: dict[str, Any]) -> Row | None:
     kernel = raw["kernel"]
     if kernel.startswith("cross_entropy") or kernel == "AdamW foreach":
         return None
     predict = lambda gpu: gpu.element_wise_s(raw["bytes"], kind=OWN_KINDS.get(kernel, "stream"))  # noqa: E731
     if kernel in UNVECTORIZED:
         predict = lambda gpu: gpu.unvectorized_s(raw["bytes"] / 6)  # noqa: E731
-    return Row(name, OWN_DEVICE, f"{OWN}element-wise", kernel, raw["seconds"], predict)
+    return Row(name, device, f"{OWN}element-wise", kernel, raw["seconds"], predict)
 
 
-OWN_SECTIONS: dict[str, Callable[[str, dict[str, Any]], Row | None]] = {
+OWN_SECTIONS: dict[str, Callable[[str, str, dict[str, Any]], Row | None]] = {
     "products": _own_product, "eight_bit": _own_product, "grouped": _own_group, "attention": _own_attention,
     "element_wise": _own_element_wise,
 }  # fmt: skip

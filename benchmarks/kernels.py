@@ -8,7 +8,7 @@
 
 Rows whose ``kind`` starts with ``per_shape_`` are one kernel each with its shape; ``max_achievable_matmul`` is the best
 product of a device, compared with the burst rate. The bars of attention_h100.yaml are added, what attention_unseen.yaml has,
-which nothing is derived from, and what gpu_kernels.py measured on an H200 (kernels_h200.json). An error is predicted time /
+which nothing is derived from, and what gpu_kernels.py measured on an H100 and an H200 (kernels_h100.json, kernels_h200.json). An error is predicted time /
 measured time - 1. A product that takes over a millisecond has the power controller's answer in it, a shorter one has not;
 a training step has, and so has the forecast, so that the short ones of B200 come out slower than measured.
 """
