@@ -1,5 +1,9 @@
 """Bytes of a rank: activations from the graph, states by ZeRO stage, and the probability that all of it fits."""
 
+import importlib
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +15,9 @@ from ahp.forecast.activations import segment_memory
 from ahp.forecast.assembly import num_groups
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
-from ahp.forecast.memory import Outside, fit_probability, ranks_memory, while_training
+from ahp.forecast.memory import Outside, Peak, fit_probability, pooled_bytes, ranks_memory, while_training
 from ahp.forecast.split import split
-from ahp.forecast.states import RankWeights, Shards, state_bytes
+from ahp.forecast.states import RankWeights, Shards, UnitBytes, state_bytes, unit_bytes
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -81,7 +85,9 @@ def traits(zero, precision="bf16", **kwargs):
     return AhpEngine().traits(Job(precision=precision), layout, EngineChoice())
 
 
-WEIGHTS = RankWeights(total=1000, largest_block=100, outside_blocks=200)
+WEIGHTS = RankWeights(total=1000, largest_block=100, outside_blocks=200, head=120)
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+NO_UNITS = UnitBytes(*[0.0] * 6)
 
 
 def state(zero, precision="bf16", micro_batches=4, **kwargs):
@@ -95,7 +101,7 @@ def state(zero, precision="bf16", micro_batches=4, **kwargs):
         (0, 4000, 8000, 2000, 4000),
         (1, 1000, 2000, 2000, 4000),
         (2, 1000, 2000, 2000, 1000),
-        (3, 1000, 2000, 2 * (200 + 2 * 100), 1000),
+        (3, 1000, 2000, 0, 1000),
     ],
 )
 def test_zero_divides_what_it_says(zero, parameters, states, gathered, gradients):
@@ -104,6 +110,83 @@ def test_zero_divides_what_it_says(zero, parameters, states, gathered, gradients
     assert parts["optimizer_states"] == states
     assert parts["gathered_weights"] == gathered
     assert parts["gradients"] == gradients
+
+
+def units(zero, precision="bf16", micro_batches=4, **kwargs):
+    return unit_bytes(WEIGHTS, traits(zero, precision, **kwargs), Shards.among(4 if zero else 1), micro_batches)
+
+
+def test_units_of_zero_3_are_there_while_they_are_needed():
+    found = units(3)
+    assert found.at_head == 2 * 120
+    assert found.gathered == 2 * 100
+    assert found.reduced == 4 * 120 + 2 * 100  # the head's sums, and the gradients of the layer behind it
+    assert found.last == (4 + 2) * 120
+    assert units(2) == found._replace(at_head=0, gathered=0)  # all of them stay
+
+
+def test_units_of_one_rank_are_not_gathered_and_those_of_buckets_not_reduced():
+    assert units(0, micro_batches=1).pooled == 0
+    assert units(0, "fp32", data_parallel_replicate_degree=2) == NO_UNITS
+    assert units(1, "fp32").reduced == 4 * 120 + 4 * 100
+
+
+def test_streams_keep_what_they_got():
+    gathering = 2 * (120 + 100) * 5 / 4
+    single = units(3, micro_batches=1)
+    assert (single.pooled, single.grown) == (gathering, 1000)
+    assert pooled_bytes(single, 10**6) == gathering + 1000  # all gradients, which come when the activations go
+    assert pooled_bytes(single, 400) == gathering + 400  # the gradients are the larger: what the activations had
+    assert (
+        units(3).pooled == gathering + 4 * 120 / 4
+    )  # of several the gradients are counted, and the next one's come beside them
+    assert units(1).pooled == gathering + 1000  # whole gradients wait elsewhere
+    assert units(0).pooled == 4000
+    for name in ("megatron", "deepspeed"):
+        of = get(name).traits(Job(precision="bf16"), Parallelism(data_parallel_shard_degree=4), EngineChoice(name=name))
+        assert unit_bytes(WEIGHTS, of, Shards.among(4), 1) == NO_UNITS
+
+
+def test_the_peak_is_at_the_head_or_in_the_layers():
+    states = {"optimizer_states": 0.0, "gathered_weights": 0.0, "gradients": 40.0, "reduce_buffers": 0.0}
+    found = UnitBytes(at_head=5.0, gathered=7.0, reduced=11.0, last=200.0, pooled=0.0, grown=0.0)
+
+    def parts(in_layers, at_head, activations=300.0):
+        one = while_training(states, found, activations, Peak.of(found, in_layers, at_head), 0.0, micro_batches=4)
+        return {name: float(one[name]) for name in ("temporaries", "gathered_weights", "reduce_buffers", "activations")}
+
+    assert parts(10.0, 30.0) == {"temporaries": 30, "gathered_weights": 5, "reduce_buffers": 0, "activations": 300}
+    assert parts(20.0, 30.0) == {"temporaries": 20, "gathered_weights": 7, "reduce_buffers": 11, "activations": 300}
+    # The last unit needs more than all that is gone by then: 100 and 20 and 7 + 11.
+    assert parts(20.0, 30.0, activations=100.0)["reduce_buffers"] == 11 + 200 - 138
+
+
+def test_a_gap_counts_where_it_is_larger_than_the_usual_share():
+    gpu = make_cluster().groups[0].device
+
+    def reserved(**more):
+        return ranks_memory({"parameters": 1000}, Outside.of(gpu, 0), **more).of(0).reserved
+
+    assert reserved(gap=20.0) == reserved() == 1038
+    assert reserved(gap=50.0) == 1050
+    assert reserved(gap=50.0, pooled=7.0) == 1057
+
+
+def test_the_head_leaves_a_gap_where_its_logits_are_cast(mlp_block):
+    x, wide = 64 * 32 * 2, 64 * 128 * 2
+    memory = of_rank(mlp_block)
+    assert memory.freed == x  # down's result, beside which up's stands; up's is the largest
+    assert of_rank(mlp_block, tensor=2).freed == x
+    assert wide > x
+
+
+def test_memory_that_fsdp2_needed_on_an_h100(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    forecast = importlib.import_module("gpu_ranks").forecast
+    for row in json.loads((BENCHMARKS / "ranks_h100.json").read_text()):
+        found = forecast(row)
+        assert found.memory_allocated_bytes == pytest.approx(row["allocated_bytes"], rel=0.012), row
+        assert found.memory_reserved_bytes == pytest.approx(row["reserved_bytes"], rel=0.025), row
 
 
 def test_muon_keeps_one_state_of_a_matrix_in_a_block_and_two_of_the_rest():
@@ -123,8 +206,8 @@ def test_fp32_alone_needs_no_second_copy():
 def test_only_what_is_sent_or_cast_is_copied():
     assert state(0, "fp32")["reduce_buffers"] == 0
     assert state(0, "fp32", data_parallel_replicate_degree=2)["reduce_buffers"] == 4 * 1000  # all that fits in a bucket
-    assert state(0, "bf16")["reduce_buffers"] == (2 + 4) * 200
-    assert state(2, "fp32")["reduce_buffers"] == (4 + 4) * 200
+    assert state(0, "bf16")["reduce_buffers"] == state(2, "fp32")["reduce_buffers"] == 0  # units, one by one
+    assert units(0, "fp32").reduced == 0
 
 
 @pytest.mark.parametrize(
@@ -185,7 +268,7 @@ def test_no_other_engine_has_any():
         traits = get(name).traits(Job(precision="bf16"), Parallelism(), EngineChoice(name=name))
         states = state_bytes(RankWeights(total=10**9), traits, Shards.among(1), 4)
         assert states["flat_copies"] == 0
-        assert "flat_copies" not in while_training(states, 0.0, 0.0, 0.0, micro_batches=4)
+        assert "flat_copies" not in while_training(states, NO_UNITS, 0.0, Peak(0.0, 0.0, 0.0), 0.0, micro_batches=4)
 
 
 def test_buckets_of_distributed_data_parallel_lie_beside_the_gradients():
@@ -194,10 +277,11 @@ def test_buckets_of_distributed_data_parallel_lie_beside_the_gradients():
     def buffers(**degrees):
         layout = Parallelism(**degrees)
         traits = get("accelerate").traits(Job(precision="fp32"), layout, EngineChoice(name="accelerate"))
-        return state_bytes(weights, traits, Shards.among(layout.weight_shards), 4)["reduce_buffers"]
+        shards = Shards.among(layout.weight_shards)
+        return state_bytes(weights, traits, shards, 4)["reduce_buffers"], unit_bytes(weights, traits, shards, 4).last
 
-    assert buffers(data_parallel_replicate_degree=2) == 4 * 10**9
-    assert buffers(data_parallel_shard_degree=2, zero_stage=3) == (4 + 4) * 200
+    assert buffers(data_parallel_replicate_degree=2) == (4 * 10**9, 0)
+    assert buffers(data_parallel_shard_degree=2, zero_stage=3) == (0, (4 + 4) * 200)
 
 
 def test_experts_that_one_rank_has_alone_are_neither_gathered_nor_sent():
@@ -211,11 +295,12 @@ def test_experts_that_one_rank_has_alone_are_neither_gathered_nor_sent():
             expert_parallel_degree=2,
         )
         traits = AhpEngine().traits(Job(precision=precision), layout, EngineChoice())
-        parts = state_bytes(weights, traits, Shards.among(shards, 2), 4)
-        return parts["gathered_weights"], parts["reduce_buffers"]
+        among = Shards.among(shards, 2)
+        units = unit_bytes(weights, traits, among, 4)
+        return state_bytes(weights, traits, among, 4)["gathered_weights"] + units.gathered, units.reduced
 
-    assert gathered(1, "fp32", 2) == (4 * (1000 - 320), 8 * 200)
-    assert gathered(3, "fp32", 2) == (4 * (200 + 2 * 80), 8 * 200)
+    assert gathered(1, "fp32", 2) == (4 * (1000 - 320), 8 * 80)
+    assert gathered(3, "fp32", 2) == (4 * 80, 8 * 80)
     for shared in (gathered(1, "fp32", 4), gathered(1, "fp32", 2, replicas=2)):
         assert shared == (4 * 1000, 8 * 400)
     assert gathered(1, "bf16", 2) == (2 * 1000, 6 * 400)

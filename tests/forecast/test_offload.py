@@ -80,13 +80,14 @@ def test_never_faster_and_never_fuller(model: str, cluster: str, data: st.DataOb
 
 
 def test_what_visits_the_device_counts_where_it_is_more_than_what_backward_freed() -> None:
-    layout = {"data_parallel_shard_degree": 8, "activation_checkpoint": "full"}
-    few = {"sequence_length": 16, "global_batch_size": 8}
-    here, away = both(model="llama3-8b", cluster="8xH100-SXM-80GB", job=few, parallelism=layout)
-    of_backward = max(here.memory["activations"], here.memory["gradients"]) + here.memory["temporaries"]
-    gradients = here.memory["parameters"]  # as many bytes, and there when the moments come
-    assert away.memory["optimizer_states"] == pytest.approx(gradients + OFFLOAD_BUCKET_BYTES - of_backward, abs=MIB)
-    assert 0 < away.memory["optimizer_states"] < here.memory["optimizer_states"] / 10
+    few = {"sequence_length": 16, "global_batch_size": 1}
+    here, away = both(model="gpt2", cluster="1xH100-SXM-80GB", job=few, parallelism={"activation_checkpoint": "full"})
+    assert here.memory["activations"] == here.memory["temporaries"] == 0  # of few tokens the gradients are more
+    # The head's gradients were reduced beside those of the last block.
+    vocabulary, block = 50257 * 768, 12 * 768**2 + 13 * 768
+    freed = 4 * vocabulary + 2 * block
+    assert away.memory["optimizer_states"] == pytest.approx(OFFLOAD_BUCKET_BYTES - freed, abs=MIB)
+    assert 0 < away.memory["optimizer_states"] < here.memory["optimizer_states"] / 5
 
 
 @pytest.mark.parametrize(("expert_ranks", "parameters"), [(1, 1_000), (4, 250 + 3_000)])

@@ -159,7 +159,7 @@ def test_passes_that_come_after_the_last_of_a_stage(schedule, virtual, passes):
 def test_tied_weights_are_one_unit_where_one_stage_has_both_ends(hand_graph):
     nodes = make_cluster(per_node=1).groups[0]
     apart = get("ahp").traits(Job(), Parallelism(), EngineChoice())
-    one = replace(apart, ends_apart=False)
+    one = replace(apart, gather=apart.gather._replace(ends_apart=False))
     pricer = UnitPricer(hand_graph, nodes, Network(nodes), "bf16")
     units = replace(pricer.units(1, axes_of(Parallelism(), 1), one), tied_parameters=0)
     embedding, head = units.embedding.parameters, units.head.parameters

@@ -236,7 +236,7 @@ def test_nothing_fits_names_the_nearest_miss_and_checked_remedies() -> None:
         search(graph, cluster, JOB)
     text = str(missed.value)
     assert missed.value.exit_code == 3
-    assert re.search(r"nearest miss, dp1x1 zero0 mb1 full, needs 2\d\.\d of 12\.0 GiB", text)
+    assert re.search(r"nearest miss, dp1x1 zero0 mb16 full, needs 2\d\.\d of 12\.0 GiB", text)
     assert "too much (most of it: " in text
     remedies = re.findall(r"would fit: (\d+) nodes", text)
     assert remedies

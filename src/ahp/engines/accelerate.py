@@ -62,6 +62,7 @@ class AccelerateEngine(Engine):
                 forward="never" if zero == 0 else "per_micro_batch",
                 backward="per_micro_batch" if zero == 3 else "never",
                 keeps_weights=zero < 3,
+                ends_apart=not sharded,
             ),
             reduce=ReduceTraits(
                 element_bytes=2 if half and sharded else 4,
@@ -70,6 +71,7 @@ class AccelerateEngine(Engine):
                 copies=True,
                 bucket_elements=BUCKET_BYTES // 4 if ddp else 0,
                 keeps_buckets=ddp,
+                on_own_stream=not ddp,
             ),
             kernels=KernelTraits(
                 fusion="fused" if choice.compile else "modules",
@@ -80,6 +82,5 @@ class AccelerateEngine(Engine):
                 operators_per_unit=0,
                 launches_per_operator=host.value("eager_launches"),
             ),
-            ends_apart=not sharded,
             source="accelerate 16cb6eb: utils/dataclasses.py FullyShardedDataParallelPlugin; FSDP and DistributedDataParallel of torch",
         )

@@ -122,7 +122,9 @@ class AhpEngine(Engine):
                 element_bytes=4,
                 whole=not every,
             ),
-            gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(beside_stages=True),
+            gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(
+                beside_stages=True
+            ),  # the ends apart: runtime/shard/ends.py
             reduce=ReduceTraits(
                 element_bytes=4,
                 overlap=0.0 if pipelined else 1.0,
@@ -133,6 +135,7 @@ class AhpEngine(Engine):
                 gradients_in_buckets=buckets,
                 # runtime/pipeline/torch_compat.py, reduce_beside; buckets of replicas are summed when all gradients are there
                 beside_stages=not buckets,
+                on_own_stream=not buckets,
             ),
             tensor=TensorTraits(
                 gathers_inputs_again=False,  # autograd keeps what the product read
@@ -165,7 +168,6 @@ class AhpEngine(Engine):
                 operators_per_unit=host_operators,
                 launches_per_operator=host.value("eager_launches"),
             ),
-            ends_apart=True,  # runtime/shard/ends.py
             fp8=FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )

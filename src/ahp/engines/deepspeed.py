@@ -98,6 +98,7 @@ class DeepSpeedEngine(Engine):
                 backward="per_micro_batch" if zero == 3 else "never",
                 at_start=zero in (1, 2),  # all-gathered at the end of the optimizer's step
                 keeps_weights=zero < 3,
+                ends_apart=True,
                 bucket_elements=PREFETCH_BUCKET_ELEMENTS if zero == 3 else ALLGATHER_BUCKET_ELEMENTS,
                 ahead_elements=LIVE_ELEMENTS if zero == 3 else 0,
             ),
@@ -123,6 +124,5 @@ class DeepSpeedEngine(Engine):
                 operators_per_unit=0,
                 launches_per_operator=steps.value("host_launches"),
             ),
-            ends_apart=True,
             source="DeepSpeed edaa722: runtime/engine.py, runtime/zero, runtime/pipe",
         )

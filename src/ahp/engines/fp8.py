@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 Pair = tuple[float, float]
+Kept = Literal["in_8_bits", "in_16_bits", "made_again"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,8 @@ class Fp8Recipe:
     """Bytes of memory for one element of the largest operand while it is cast."""
     gathers_in_8_bits: bool
     """Whether sequence parallelism gathers what products read in 8 bits; else in 16."""
-    keeps_in_8_bits: bool
-    """Whether it is kept for weight gradients in 8 bits; else in 16."""
+    keeps: Kept
+    """How it is kept for weight gradients: in 8 bits, in 16, or not at all where an element-wise kernel made it of what is kept."""
     experts: bool
     """Whether products of stacked experts are among them."""
     shares_scales: bool
@@ -34,20 +36,21 @@ class Fp8Recipe:
 
 
 NVIDIAS_FP8 = Fp8Recipe(
-    (4, 0), (4, 0), (0, 0), 0, gathers_in_8_bits=True, keeps_in_8_bits=True, experts=True, shares_scales=False
+    (4, 0), (4, 0), (0, 0), 0, gathers_in_8_bits=True, keeps="in_8_bits", experts=True, shares_scales=False
 )
 """Activations and gradients are cast once by a fused kernel, which writes the transpose for the weight gradient with them."""
 
 EAGER_TORCHAO_FP8 = Fp8Recipe(
-    (33, 33), (33, 29), (2, 29), 9, gathers_in_8_bits=False, keeps_in_8_bits=False, experts=False, shares_scales=True
+    (33, 33), (33, 29), (2, 29), 9, gathers_in_8_bits=False, keeps="in_16_bits", experts=False, shares_scales=True
 )
 """torchao's casts, kernel by kernel: |x| and its maximum move 6 bytes of a 16-bit element; in fp32, scaled, clamped and rounded 27; a
 transpose of 8 bits 2. Scales are found once, casts of the input and the weight done again in backward (runtime/compute/fp8_product.py).
 Two fp32 copies and the result lie in memory at once."""
 FUSED_TORCHAO_FP8 = Fp8Recipe(
-    (5, 5), (6, 4), (0, 4), 2, gathers_in_8_bits=False, keeps_in_8_bits=False, experts=False, shares_scales=True
+    (5, 5), (6, 4), (0, 4), 2, gathers_in_8_bits=False, keeps="made_again", experts=False, shares_scales=True
 )
-"""The same where a compiler makes one kernel of the maximum and one of the cast, with its transpose."""
+"""The same where a compiler makes one kernel of the maximum and one of the cast, with its transpose. What it casts it makes again rather than
+keep it: on an H100 a LLaMA block keeps neither the results of its norms nor that of its activation (torch 2.11, torchao 0.18)."""
 
 EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_OPERATORS = 336, 70
 """Operators beside the products, forward and backward, of a block with seven of them: 48 and about 10 for each (counted on torchao 0.18)."""

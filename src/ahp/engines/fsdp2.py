@@ -16,4 +16,5 @@ def gathers(zero: int, *, pipelined: bool) -> GatherTraits:
         forward="never" if zero == 0 else "per_micro_batch" if zero == 3 and not pipelined else "per_step",
         backward="per_micro_batch" if zero == 3 else "never",
         keeps_weights=zero < 3 or pipelined,
+        ends_apart=True,
     )

@@ -98,6 +98,7 @@ class MegatronEngine(Engine):
             ),
             gather=GatherTraits(
                 each_weight=one_by_one,
+                ends_apart=True,
                 overlap=1.0 if overlaps else 0.0,
                 bucket_elements=bucket,
                 block_bytes=1 if fp8 else 0,
@@ -139,7 +140,6 @@ class MegatronEngine(Engine):
                 launches_per_operator=steps.value("host_launches"),
                 experts_operators=grouped if has("dropless_experts") else (0.0, 0.0),
             ),
-            ends_apart=True,
             source=(
                 "Megatron-LM d98e8a6: core/distributed, core/tensor_parallel/layers.py, core/optimizer; Transformer Engine: "
                 "pytorch/module/base.py initialize_ub, pytorch/attention (AttnFuncWithCPAndKVP2P)"

@@ -66,12 +66,14 @@ class TorchtitanEngine(Engine):
                 element_bytes=4,
                 whole=not every,
             ),
-            gather=fsdp2.gathers(zero, pipelined=pipelined),
+            # distributed/fsdp.py, apply_fsdp_to_decoder; tied weights are one unit
+            gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(ends_apart=has("ends_apart")),
             reduce=ReduceTraits(
                 element_bytes=4,
                 overlap=0.0 if pipelined else 1.0,
                 every_micro_batch=every,
                 copies=True,
+                on_own_stream=zero > 0,
             ),
             tensor=TensorTraits(
                 # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
@@ -108,7 +110,6 @@ class TorchtitanEngine(Engine):
                 operators_per_unit=casts if job.precision == "fp8" else 0,
                 launches_per_operator=host.value("eager_launches"),
             ),
-            ends_apart=True,  # distributed/fsdp.py, apply_fsdp_to_decoder; tied weights are one unit
             fp8=replace(recipe, gathers_in_8_bits=True),  # 0.2.2, models/llama3/infra/parallelize.py: tensorwise scales
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",
         )

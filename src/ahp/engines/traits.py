@@ -91,6 +91,9 @@ class GatherTraits(NamedTuple):
     beside_stages: bool = False
     """Whether a rank's weights that are gathered once a step are on their way from its start on, where the schedule lets them
     (``PipelineSchedule.gathers_ahead``), and each stage waits for its own."""
+    ends_apart: bool = False
+    """Whether the embedding and the head are units of their own, gathered when they are needed and sent when their gradients are
+    there; else what is in no block is one unit, gathered first and sent last."""
     each_weight: bool = False
     """Whether sharded weights are gathered and their gradients reduced one tensor at a time, not a unit at once."""
 
@@ -135,6 +138,9 @@ class ReduceTraits(NamedTuple):
     """Whether gradients of which each rank needs a part are summed whole on every rank."""
     beside_stages: bool = False
     """Whether a rank of several stages computes the others while the gradients of one are reduced, and waits for all after its last action."""
+    on_own_stream: bool = False
+    """Whether units are gathered and reduced one by one on streams of their own (FSDP): what is allocated there, the allocator gives to
+    no other stream."""
 
 
 class TensorTraits(NamedTuple):
@@ -266,7 +272,4 @@ class Traits:
     pipeline: PipelineTraits = field(default=PipelineTraits())
     recompute: RecomputeTraits = field(default=RecomputeTraits())
     experts: ExpertTraits = field(default=ExpertTraits())
-    ends_apart: bool = False
-    """Whether the embedding and the head are units of their own, gathered when they are needed and sent when their gradients are
-    there; else what is in no block is one unit, gathered first and sent last."""
     fp8: Fp8Recipe = field(default=NVIDIAS_FP8, hash=False)  # an engine has one or two, and its own hash takes long

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ahp.arrays import Floats
+from ahp.engines.fp8 import Kept
 from ahp.forecast.compute import core_attention
 from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.kernels import Kernels, owners
@@ -49,20 +50,30 @@ class SegmentMemory:
     """At the peak of its forward pass, beyond what it keeps."""
     backward_extra: int
     """At the peak of its backward pass, beyond what it kept."""
+    freed: int = 0
+    """Of what the forward pass makes and frees, the largest tensor that is smaller than the largest one: a gap, where all that is allocated
+    next is larger."""
 
 
 def segment_memory(
-    segment: Segment, kernels: Kernels, division: Division, *, fp8: bool = False, keeps_gathered: bool = False
+    segment: Segment,
+    kernels: Kernels,
+    division: Division,
+    *,
+    in_8_bits: Kept | None = None,
+    keeps_gathered: bool = False,
 ) -> SegmentMemory:
     """What one rank of the groups that ``division`` describes holds of a segment; see ``ActivationLiveness``."""
-    return ActivationLiveness(segment, kernels, division.split, fp8=fp8).on(division, keeps_gathered=keeps_gathered)
+    return ActivationLiveness(segment, kernels, division.split, in_8_bits=in_8_bits).on(
+        division, keeps_gathered=keeps_gathered
+    )
 
 
 class ActivationLiveness:
     """A run through a segment's operators, tensor by tensor: made when its operator runs, freed after its last use.
 
-    Gradients of parameters are left out (they are counted with the parameters), gradients of what enters are in. ``fp8``:
-    what weight products read is kept for their weight gradients in 8 bits.
+    Gradients of parameters are left out (they are counted with the parameters), gradients of what enters are in. ``in_8_bits``:
+    how what weight products read is kept for their weight gradients, where they compute in 8 bits.
 
     A rank holds the same share of every output of a kind (C kinds: contracted or divided products, weight gradients, the
     rest), so that bytes are counted by kind once for all divisions.
@@ -74,7 +85,7 @@ class ActivationLiveness:
         kernels: Kernels,
         split: TensorSplit,
         *,
-        fp8: bool = False,
+        in_8_bits: Kept | None = None,
         attention_again: bool = False,
     ) -> None:
         """``attention_again``: see ``Launched``."""
@@ -85,8 +96,8 @@ class ActivationLiveness:
         self._one_of = [segment.operators[of.index(kind)] for kind in range(len(kinds))]
         """An operator of each kind."""
         saved = dict(kernels.saved_bytes)
-        if fp8:
-            saved = {i: count * _in_8_bits(segment, owner, i) for i, count in saved.items()}
+        if in_8_bits in ("in_8_bits", "made_again"):
+            saved = {i: count * _share_kept(segment, owner, i, in_8_bits) for i, count in saved.items()}
         core = core_attention(segment)
         self._masks = _given_masks(segment)
 
@@ -105,6 +116,11 @@ class ActivationLiveness:
             for keeps in _policies(segment, one_graph=kernels.one_graph, attention_again=attention_again)
         ]
         """Of each policy, [C] bytes that it keeps, and that are made again."""
+        forward = [(op, kind) for op, kind in zip(segment.operators, of, strict=True) if op.phase == "forward"]
+        self._results = np.array(
+            [(_result_bytes(op, kernels), op.index not in saved, kind) for op, kind in forward]
+        ).reshape(-1, 3)
+        """[forward operators, 3] Bytes of what each makes on one device, whether the pass frees it, and its kind."""
         self._live = self._run(kernels, owner, saved, np.eye(len(kinds))[of] if of else np.zeros((0, 1)))
 
     def _run(self, kernels: Kernels, owner: dict[int, int], saved: dict[int, float], kind: Floats) -> dict[str, Floats]:
@@ -122,9 +138,7 @@ class ActivationLiveness:
             if op.phase != phase:
                 phase, held, live = op.phase, dict(saved), self._saved.copy()
             if owner[op.index] == op.index and (phase == "forward" or not _is_gradient(op, last_use)):
-                made = kernels.moved_bytes.get(op.index) and (op.flops > 0 or op.index in kernels.launched)
-                out_bytes = sum(spec.bytes for spec in op.outputs) if made else 0.0
-                held[op.index] = max(out_bytes, saved.get(op.index, 0.0))
+                held[op.index] = max(_result_bytes(op, kernels), saved.get(op.index, 0.0))
                 live = live + held[op.index] * kind[op.index]
             found[phase].append(live)
             for made_by in frees.get(op.index, ()):
@@ -154,7 +168,19 @@ class ActivationLiveness:
             masks=self._masks,
             forward_extra=round(max(0.0, forward - kept)),
             backward_extra=round(max(0.0, backward - kept)),
+            freed=round(self._freed_bytes(shares)),
         )
+
+    def _freed_bytes(self, shares: Floats) -> float:
+        made, freed, kind = self._results.T
+        made = made * shares[kind.astype(np.int64)]
+        return float((made * freed * (made < made.max(initial=0.0))).max(initial=0.0))
+
+
+def _result_bytes(op: Operator, kernels: Kernels) -> float:
+    """What a kernel writes; 0 of what none does."""
+    made = kernels.moved_bytes.get(op.index) and (op.flops > 0 or op.index in kernels.launched)
+    return float(sum(spec.bytes for spec in op.outputs)) if made else 0.0
 
 
 def _given_masks(segment: Segment) -> int:
@@ -186,12 +212,15 @@ def _is_gradient(op: Operator, last_use: dict[tuple[int, str], int]) -> bool:
     return is_weight_gradient(op) or last_use[op.index, "backward"] == op.index
 
 
-def _in_8_bits(segment: Segment, owner: dict[int, int], index: int) -> float:
-    """What is left of a kept 16-bit tensor when weight gradients read it in 8 bits: half, or half more for other readers."""
+def _share_kept(segment: Segment, owner: dict[int, int], index: int, how: Kept) -> float:
+    """What is left of a kept 16-bit tensor when weight gradients read it in 8 bits: half, or half more for other readers; nothing of what is
+    made again."""
     readers = [
         op for op in segment.phase("backward") if any(owner[i] == index for i in op.depends_on) and op.bytes_written
     ]
     by_weights = [is_weight_gradient(op) for op in readers]
     if not any(by_weights):
         return 1.0
+    if how == "made_again":
+        return 0.0 if all(by_weights) and segment.operators[index].flops == 0 else 1.0
     return 0.5 if all(by_weights) else 1.5

@@ -331,7 +331,7 @@ class _Segments:
         none = np.zeros(len(ENDS))
         places = (
             kept_beside_layers(self._units, self._ends), *self._received,
-            peak_bytes(self._units, np.full(len(none), least), self._ends),
+            np.maximum(*peak_bytes(self._units, np.full(len(none), least), self._ends)).clip(min=0),
         )  # fmt: skip
         return np.array([
             (both / share).min(initial=np.inf), self._head_s,

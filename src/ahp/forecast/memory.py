@@ -13,7 +13,7 @@ import numpy as np
 from ahp.cluster.model import Device
 from ahp.forecast import margins
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.states import Figures, Floats
+from ahp.forecast.states import Figures, Floats, UnitBytes
 
 
 class Outside(NamedTuple):
@@ -64,25 +64,51 @@ class RanksMemory:
         return RankMemory(parts, int(self.allocated[rank]), int(self.reserved[rank]))
 
 
-def ranks_memory(parts: Mapping[str, Figures], outside: Outside) -> RanksMemory:
-    """Add what the allocator keeps of these parts beyond them, and what lies outside of it."""
+def ranks_memory(
+    parts: Mapping[str, Figures], outside: Outside, pooled: Figures = 0.0, gap: Figures = 0.0
+) -> RanksMemory:
+    """Add what the allocator keeps of these parts beyond them, and what lies outside of it; see ``slack_bytes``."""
     allocated = np.atleast_1d(sum(parts.values()))
-    slack = slack_bytes(allocated)
+    slack = slack_bytes(allocated, pooled, gap)
     whole = {**parts, "allocator_slack": slack, **outside._asdict()}
     each = {part: np.broadcast_to(count, allocated.shape) for part, count in whole.items()}
     return RanksMemory(each, allocated, allocated + slack)
 
 
+class Peak(NamedTuple):
+    """What lies beside states and activations when a rank's memory is the fullest."""
+
+    temporaries: Figures
+    gathered: Figures
+    reduced: Figures
+
+    @classmethod
+    def of(cls, units: UnitBytes, in_layers: Figures, at_head: Figures) -> Peak:
+        """While layers run backward, or while the loss is computed; ``in_layers``, ``at_head``: temporaries then."""
+        is_head = np.greater_equal(at_head + units.at_head, in_layers + units.gathered + units.reduced)
+        return cls(
+            np.maximum(np.where(is_head, at_head, in_layers), 0.0),
+            np.where(is_head, units.at_head, units.gathered),
+            np.where(is_head, 0.0, units.reduced),
+        )
+
+    @property
+    def total(self) -> Figures:
+        return self.temporaries + self.gathered + self.reduced
+
+
 def while_training(
     states: Mapping[str, Figures],
+    units: UnitBytes,
     activations: Figures,
-    temporaries: Figures,
+    peak: Peak,
     pipeline_buffers: Figures,
     *,
     micro_batches: int,
     visiting: Figures = 0.0,
 ) -> dict[str, Figures]:
-    """All that ranks allocate, part by part. ``visiting``: what comes for the update, when the activations are gone."""
+    """All that ranks allocate, part by part. When the activations are gone, the last unit is reduced, and ``visiting`` comes for the
+    update."""
     gradients = states["gradients"]
     kept_gradients, kept_activations = gradients, activations
     if micro_batches == 1:
@@ -90,27 +116,36 @@ def while_training(
         at_start = np.greater_equal(activations, gradients)
         kept_gradients = np.where(at_start, 0.0, gradients)
         kept_activations = np.where(at_start, activations, 0.0)
-    gone = kept_activations + temporaries + kept_gradients - gradients
+    gone = kept_activations + kept_gradients - gradients + peak.total
     has_flat = np.any(states.get("flat_copies", 0.0))  # one engine alone has any
     return {
         **{part: count for part, count in states.items() if part != "flat_copies" or has_flat},
         "optimizer_states": states["optimizer_states"] + np.maximum(0.0, visiting - gone),
+        "gathered_weights": states["gathered_weights"] + peak.gathered,
         "gradients": kept_gradients,
+        "reduce_buffers": states["reduce_buffers"] + peak.reduced + np.maximum(0.0, units.last - gone),
         "activations": kept_activations,
-        "temporaries": temporaries,
+        "temporaries": peak.temporaries,
         "pipeline_buffers": pipeline_buffers,
     }
 
 
-def slack_bytes(allocated: Figures) -> Figures:
-    """What the allocator reserves beyond what is allocated."""
-    return np.rint(allocated * (margins.value("reserved_over_allocated") - 1))
+def pooled_bytes(units: UnitBytes, activations: Figures) -> Figures:
+    """What the allocator keeps for other streams. Of activations and the gradients that take their place the larger is counted elsewhere,
+    but each has memory of its own."""
+    return units.pooled + np.minimum(activations, units.grown)
 
 
-def device_bytes(allocated: Figures, outside: Outside) -> Figures:
+def slack_bytes(allocated: Figures, pooled: Figures = 0.0, gap: Figures = 0.0) -> Figures:
+    """What the allocator reserves beyond what is allocated. ``pooled``: what it keeps for other streams; ``gap``: free memory between
+    tensors into which nothing at the peak fits, where that is more than usual."""
+    return np.maximum(np.rint(allocated * (margins.value("reserved_over_allocated") - 1)), gap) + pooled
+
+
+def device_bytes(allocated: Figures, outside: Outside, pooled: Figures = 0.0, gap: Figures = 0.0) -> Figures:
     """What a device must have for so many bytes in tensors."""
     whole = np.floor(allocated)
-    return whole + slack_bytes(whole) + outside.total
+    return whole + slack_bytes(whole, pooled, gap) + outside.total
 
 
 def most_allocated(device_bytes: Figures, outside: Outside) -> Figures:
@@ -138,7 +173,8 @@ def most_that_fits(capacity_bytes: float) -> float:
 def activation_room(ranks: RanksMemory, capacity_bytes: float) -> Floats:
     """[W] What each rank may keep of its micro-batches and still fit, with all else that it has."""
     outside = Outside(ranks.parts["communicators"], ranks.parts["context"])
-    most = most_allocated(most_that_fits(capacity_bytes), outside)
+    pooled = ranks.parts["allocator_slack"] - slack_bytes(ranks.allocated)
+    most = most_allocated(most_that_fits(capacity_bytes) - pooled, outside)
     return np.maximum(0.0, np.asarray(ranks.parts["activations"] + most - ranks.allocated))
 
 

@@ -50,7 +50,7 @@ from ahp.forecast.segment import Recompute
 from ahp.forecast.stage import StageCost, layout_costs
 from ahp.forecast.stage_memory import StageMemory
 from ahp.forecast.stage_table import StageTable
-from ahp.forecast.states import Shards, state_bytes, visiting_bytes
+from ahp.forecast.states import Shards, state_bytes, unit_bytes, visiting_bytes
 from ahp.forecast.trained import on_graph
 from ahp.forecast.turns import share, turns
 from ahp.forecast.units import UnitPricer, Units
@@ -407,15 +407,19 @@ class Pricer:
             owners = places_of(parallelism, self.nodes.devices_per_node).owners
             counts = (self._layers_of_rank(parallelism, span, rank) for rank in range(span.p))
             visiting = np.array([self.muon.held_bytes(count, owners) for count in counts])
+        kept = np.rint(span.peak_kept(stages.kept.tolist()))
+        units = unit_bytes(weights, traits, shards, span.m)
         parts = memory.while_training(
             state_bytes(weights, traits, shards, span.m),
-            np.rint(span.peak_kept(stages.kept.tolist())),
-            stages.temporary[own].max(axis=1),
+            units,
+            kept,
+            memory.Peak.of(units, stages.in_layers[own].max(axis=1), stages.at_head[own].max(axis=1)),
             self._received_bytes(parallelism, traits, span, own),
             micro_batches=span.m, visiting=visiting,
         )  # fmt: skip
-        groups = num_groups(parallelism, traits.experts.folded)
-        return memory.ranks_memory(parts, memory.Outside.of(self.nodes.device, groups))
+        outside = memory.Outside.of(self.nodes.device, num_groups(parallelism, traits.experts.folded))
+        gap = stages.freed[own].max(axis=1) * traits.reduce.on_own_stream
+        return memory.ranks_memory(parts, outside, memory.pooled_bytes(units, kept), gap)
 
     def activation_bytes(self, priced: Priced) -> memory.Floats:
         """[1, p] What each pipeline rank may keep of its micro-batches and still fit; all replicas are alike."""

@@ -37,7 +37,7 @@ def outside_blocks(units: Units, traits: Traits, *, first: bool, last: bool) -> 
     head = units.head.parameters if last else 0
     tied = units.tied_parameters if last and not first else 0
     shared = first and last and units.tied_parameters > 0
-    return (embedding, head + tied) if traits.ends_apart and not shared else (embedding + head + tied, 0)
+    return (embedding, head + tied) if traits.gather.ends_apart and not shared else (embedding + head + tied, 0)
 
 
 @dataclass(frozen=True)

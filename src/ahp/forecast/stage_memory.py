@@ -55,22 +55,27 @@ class StageMemory:
     weights: StageWeights
     kept: Ints
     """Bytes of activations of one micro-batch between its forward and its backward."""
-    temporary: Ints
-    """Bytes at the peak of one backward pass, beyond those."""
+    in_layers: Ints
+    """Bytes at the peak of the layers' backward passes, beyond those; what the head keeps is free then."""
+    at_head: Ints
+    """Bytes at the peak of the head, beyond those."""
+    freed: Ints
+    """Bytes of the gap that the head leaves (``SegmentMemory``)."""
 
     @classmethod
     def of(cls, units: Units, recompute: Recompute, table: StageTable) -> StageMemory:
         return cls(
-            stage_weights(units, table), kept_bytes(units, recompute, table), temporary_bytes(units, recompute, table)
-        )
+            stage_weights(units, table), kept_bytes(units, recompute, table), *temporary_bytes(units, recompute, table),
+            units.head.memory.freed * table.last,
+        )  # fmt: skip
 
     @classmethod
     def on_devices(cls, each: Sequence[StageMemory], which: Sequence[int]) -> StageMemory:
         """Of a pipeline whose stages lie on several kinds of devices, from what all stages hold on each kind."""
         at = np.array(which, dtype=np.int64), np.arange(len(which))
         weights = (np.stack([getattr(one.weights, field.name) for one in each])[at] for field in fields(StageWeights))
-        kept, temporary = (np.stack([getattr(one, name) for one in each])[at] for name in ("kept", "temporary"))
-        return cls(StageWeights(*weights), kept, temporary)
+        others = (field.name for field in fields(cls)[1:])
+        return cls(StageWeights(*weights), *(np.stack([getattr(one, name) for one in each])[at] for name in others))
 
 
 def stage_weights(units: Units, table: StageTable) -> StageWeights:
@@ -110,8 +115,8 @@ def kept_bytes(units: Units, recompute: Recompute, table: StageTable) -> Ints:
     return kept + _largest(table.recomputed > 0, _of_kinds(u.memory.masks for u in units.blocks))
 
 
-def temporary_bytes(units: Units, recompute: Recompute, table: StageTable) -> Ints:
-    """[S] Bytes at the peak of one backward pass, beyond what is kept."""
+def temporary_bytes(units: Units, recompute: Recompute, table: StageTable) -> tuple[Ints, Ints]:
+    """[S] Bytes at the peak of the layers' backward passes and at that of the head, beyond what is kept."""
     in_block = np.maximum(
         _largest(table.counts > table.recomputed, needs_of_kinds(units, "none")),
         _largest(table.recomputed > 0, needs_of_kinds(units, recompute)),
@@ -125,11 +130,11 @@ def needs_of_kinds(units: Units, recompute: Recompute) -> Ints:
     return _of_kinds(u.memory.backward_extra + more for u, more in zip(units.blocks, again, strict=True))
 
 
-def peak_bytes(units: Units, in_block: Ints, table: StageTable) -> Ints:
+def peak_bytes(units: Units, in_block: Ints, table: StageTable) -> tuple[Ints, Ints]:
     """[S] Of stages whose layers need ``in_block`` at most: what the head keeps is free when they begin."""
     head = units.head.memory
     at_head = max(head.forward_extra, head.backward_extra) * table.last
-    return np.maximum(np.maximum(in_block - head.saved * table.last, at_head), 0)
+    return in_block - head.saved * table.last, at_head
 
 
 def _of_kinds(figures: Iterable[int]) -> Ints:

@@ -57,6 +57,7 @@ class GatherColumns(NamedTuple):
     in_each_backward: Floats
     overlap: Floats
     beside_stages: Floats
+    ends_apart: Floats
 
 
 class ReduceColumns(NamedTuple):
@@ -71,6 +72,7 @@ class ReduceColumns(NamedTuple):
     every_micro_batch: Floats
     overlap: Floats
     beside_stages: Floats
+    on_own_stream: Floats
 
 
 class ExpertColumns(NamedTuple):
@@ -201,13 +203,17 @@ def _communicated(weights: RankWeights, of: Behaviour) -> tuple[Figures, Figures
 
 
 def _gathered_bytes(outside: Figures, sent: Figures, block: Figures, of: Behaviour, shards: Shards) -> Figures:
-    # FSDP2 holds the block it computes and the one it prefetches.
-    in_use = np.maximum(outside + 2 * block, of.gather.ahead_elements)
+    # The block that computes and the one that is gathered ahead.
+    in_use = np.maximum(outside + 2 * block, of.gather.ahead_elements) * np.logical_not(of.reduce.on_own_stream)
     gathered = np.minimum(np.where(of.gather.keeps_weights, sent, in_use), sent)
+    return gathered * _gathered_element_bytes(of, shards)
+
+
+def _gathered_element_bytes(of: Behaviour, shards: Shards) -> Figures:
     is_copy = np.logical_or(
         np.greater(shards.dense, 1), np.not_equal(of.states.compute_weight_bytes, of.states.master_weight_bytes)
     )
-    return np.where(is_copy, gathered * of.states.compute_weight_bytes, 0.0)
+    return np.where(is_copy, of.states.compute_weight_bytes, 0.0)
 
 
 def _reduce_buffer_bytes(weights: RankWeights, sent: Figures, block: Figures, of: Behaviour) -> Figures:
@@ -216,9 +222,52 @@ def _reduce_buffer_bytes(weights: RankWeights, sent: Figures, block: Figures, of
     in_buckets = (copied + bucket * of.reduce.collects_in_bucket) * of.reduce.element_bytes
     # A unit's gradient in the compute copy's type, where there is one, and the flat buffer it is reduced in.
     of_unit = np.maximum(block, weights.outside_blocks) * (of.states.compute_weight_bytes + of.reduce.element_bytes)
+    of_unit = of_unit * np.logical_not(of.reduce.on_own_stream)
     buffers = np.where(np.greater(bucket, 0), in_buckets, of_unit) * of.reduce.copies
     # One for each shape of weight, kept from layer to layer (Transformer Engine, get_dummy_wgrad).
     return buffers + (weights.shapes + weights.head) * of.states.compute_weight_bytes * of.gradients.fused_accumulation
+
+
+class UnitBytes(NamedTuple):
+    """What whole units of weights and gradients take for a while, beyond ``state_bytes``, where they are gathered and reduced one by one
+    on streams of their own (``ReduceTraits.on_own_stream``); else 0."""
+
+    at_head: Figures
+    """Gathered while the loss is computed: the head."""
+    gathered: Figures
+    """While layers run backward: the one that computes. The next one is on the gathers' stream."""
+    reduced: Figures
+    """Then: the gradients of that layer, and the buffer in which those of the unit before it are reduced, such as the head."""
+    last: Figures
+    """Of the last unit that is reduced, when all activations are gone."""
+    pooled: Figures
+    """On the streams: of gathers what the two largest units that follow one another took, with the rank's shards of them; of reductions
+    what is beyond the gradients that ``state_bytes`` counts."""
+    grown: Figures
+    """On the stream of reductions, where gradients grow as activations go (one micro-batch): all gradients."""
+
+
+def unit_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batches: int | Ints) -> UnitBytes:
+    """Seen in ``memory_snapshot()`` of FSDP2 as one of 8 and of 128 ranks (torch 2.11; docs/forecast/memory.md)."""
+    sent, block = _communicated(weights, of)
+    apart, outside, head = of.gather.ends_apart, weights.outside_blocks, weights.head
+    largest = np.maximum(block, np.where(apart, np.maximum(head, outside - head), outside))
+    element = _gathered_element_bytes(of, shards) * of.reduce.on_own_stream
+    freed = element * np.logical_not(of.gather.keeps_weights)
+    sums, made, trained = of.reduce.element_bytes, of.states.compute_weight_bytes, of.states.trained_share
+    in_buffers = trained * of.reduce.copies * of.reduce.on_own_stream * np.equal(of.reduce.bucket_elements, 0)
+    gathering = (largest + block) * element * np.greater(shards.dense, 1) * (1 + 1 / shards.dense)
+    gradients = np.ceil(trained * weights.updated(shards) * of.gradients.element_bytes) * of.reduce.on_own_stream
+    next_one = in_buffers * largest * of.gradients.element_bytes / shards.dense
+    is_single = np.equal(micro_batches, 1)
+    return UnitBytes(
+        at_head=np.minimum(np.where(apart, head, outside), sent) * freed,
+        gathered=np.minimum(np.where(apart, 0.0, outside) + block, sent) * freed,
+        reduced=in_buffers * (np.maximum(block, np.where(apart, head, 0.0)) * sums + block * made),
+        last=in_buffers * largest * (sums + made),
+        pooled=np.rint(gathering + np.where(is_single, 0.0, np.where(of.gradients.whole, gradients, next_one))),
+        grown=np.where(is_single, gradients, 0.0),
+    )
 
 
 def layer_state_bytes(

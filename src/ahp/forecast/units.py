@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
-from ahp.engines.fp8 import Fp8Recipe
+from ahp.engines.fp8 import Fp8Recipe, Kept
 from ahp.engines.traits import ContextWay, Traits
 from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.axes import Axes
@@ -74,7 +74,7 @@ class _Run:
     segment: Segment
     split: TensorSplit
     kernels: Kernels
-    in_8_bits: bool
+    in_8_bits: Kept | None
     attention_again: bool
     fused_permutation: bool
 
@@ -86,7 +86,9 @@ class _Run:
     @cached_property
     def held(self) -> ActivationLiveness:
         again = self.attention_again
-        return ActivationLiveness(self.segment, self.kernels, self.split, fp8=self.in_8_bits, attention_again=again)
+        return ActivationLiveness(
+            self.segment, self.kernels, self.split, in_8_bits=self.in_8_bits, attention_again=again
+        )
 
     @cached_property
     def num_unread(self) -> int:
@@ -299,7 +301,7 @@ class UnitPricer:
             fp8 = how.fp8 if role == "block" else None
             run = kernels(segment, how.fusion, fused_loss=how.fused_loss, grouped=how.grouped)
             self._kernels[alike] = _Run(
-                segment, parts, run, fp8 is not None and fp8.keeps_in_8_bits, how.attention_again, how.fused_permutation
+                segment, parts, run, fp8.keeps if fp8 else None, how.attention_again, how.fused_permutation
             )
         return self._kernels[alike]
 

@@ -200,8 +200,12 @@ class LayerColumns:
         return np.array([kept_bytes(self.units, kind, stages) for kind in self.recompute], dtype=float)
 
     def temporary_bytes(self, stages: StageTable) -> Floats:
-        """[R, S] Bytes at the peak of one backward pass beyond what is kept."""
-        return np.array([temporary_bytes(self.units, kind, stages) for kind in self._timed], dtype=float)
+        """[2, R, S] Bytes at the peak of the layers' backward passes and at that of the head, beyond what is kept."""
+        return np.array([temporary_bytes(self.units, kind, stages) for kind in self._timed], dtype=float).swapaxes(0, 1)
+
+    def freed_bytes(self, stages: StageTable) -> Ints:
+        """[S] The gap that the head leaves."""
+        return self.units.head.memory.freed * stages.last
 
     def seconds(
         self,

@@ -20,11 +20,13 @@ from ahp.forecast.states import (
     RankWeights,
     Shards,
     TraitColumns,
+    UnitBytes,
     cast_bytes,
     gradient_copy_bytes,
     layer_state_bytes,
     state_bytes,
     trait_figures,
+    unit_bytes,
 )
 
 
@@ -73,6 +75,11 @@ class ShardingColumns:
         parts = state_bytes(weights, self.traits, self.shards, micro_batches)
         return np.asarray(sum(parts.values())), np.where(np.equal(micro_batches, 1), parts["gradients"], 0.0)
 
+    def units(self, weights: RankWeights, micro_batches: int) -> UnitBytes:
+        """[N, W, 1] each: what units of weights and gradients take beside that."""
+        found = unit_bytes(weights, self.traits, self.shards, micro_batches)
+        return UnitBytes(*(np.asarray(count)[..., None] for count in found))
+
     def updated(self, weights: RankWeights) -> Floats:
         """[N, W] Parameters that a rank updates."""
         return np.asarray(weights.updated(self.shards))
@@ -86,7 +93,10 @@ class ShardingColumns:
         """[N, 1] Bytes in tensors that a device with so many may have at most."""
         return np.asarray(memory.most_allocated(device_bytes, self.outside))
 
-    def device_bytes(self, allocated: Floats) -> Floats:
-        """[N, ...] What a device must have for so many bytes in tensors; ``allocated``: [N, ...]."""
+    def device_bytes(self, allocated: Floats, pooled: Figures = 0.0, freed: Figures = 0.0) -> Floats:
+        """[N, ...] What a device must have for so many bytes in tensors; ``allocated``, ``pooled``: [N, ...]; ``freed``: [...] what a head
+        leaves free."""
         shape = (-1, *(1,) * (allocated.ndim - 1))
-        return np.asarray(memory.device_bytes(allocated, Outside(*(np.reshape(part, shape) for part in self.outside))))
+        outside = Outside(*(np.reshape(part, shape) for part in self.outside))
+        gap = freed * np.reshape(self.traits.reduce.on_own_stream, shape)
+        return np.asarray(memory.device_bytes(allocated, outside, pooled, gap))

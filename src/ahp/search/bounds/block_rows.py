@@ -15,10 +15,12 @@ from ahp.forecast.assembly import received_bytes
 from ahp.forecast.candidates.layer_columns import BESIDE, LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.gathered import gathered_columns_s, gathers_ahead, share_ahead
+from ahp.forecast.memory import Peak, pooled_bytes
 from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.reduced import share_beside
 from ahp.forecast.stage import StageCosts
 from ahp.forecast.stage_memory import StageWeights
+from ahp.forecast.states import UnitBytes
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s
 from ahp.schedule.descriptor import PipelineSchedule
 from ahp.schedule.placement import Placement
@@ -48,8 +50,14 @@ class Beside:
     """[J, W]"""
     gradients: Floats
     """[J, W] Of them, what activations may replace."""
-    others: Floats
-    """[W, R] Temporaries and what is received from other stages."""
+    peak: Floats
+    """[J, W, R] Temporaries, and units that are gathered and reduced."""
+    units: UnitBytes
+    """[J, W, 1]"""
+    received: Ints
+    """[W, 1] From other stages."""
+    freed: Ints
+    """[W, 1] The gap that the head leaves."""
 
 
 class BlockRows:
@@ -196,20 +204,27 @@ class BlockRows:
         counts = in_flight(schedule.name, self.p, pipe.virtual, self.m)[beside.ranks]
         own = self._cut.of[pipe.virtual][self._own(pipe.virtual, schedule.placement)[beside.ranks]]
         held = (counts * kept[:, own]).sum(axis=-1).T  # [W, R]
-        allocated = beside.states[..., None] + np.maximum(held - beside.gradients[..., None], 0.0) + beside.others
-        return self.splits.columns.device_bytes(allocated.max(axis=1))
+        at_peak = np.maximum(held - beside.gradients[..., None], 0.0) + beside.peak
+        allocated = beside.states[..., None] + np.maximum(at_peak, beside.units.last) + beside.received
+        pooled = pooled_bytes(beside.units, held)
+        return self.splits.columns.device_bytes(allocated, pooled, beside.freed).max(axis=1)
 
     def _beside_activations(self, virtual: int, placement: Placement) -> Beside:
         ranks = np.array(sorted({0, min(1, self.p - 1), self.p - 1}))
         own = self._own(virtual, placement)[ranks]
         at = self._cut.of[virtual][own]
-        temporary = self.stages.temporary_bytes(self._cut.stages)[:, at].max(axis=-1).T
-        states, gradients = self.splits.columns.states(self._weights.of_ranks(at), self.m)
+        in_layers, at_head = self.stages.temporary_bytes(self._cut.stages)[:, :, at].max(axis=-1).swapaxes(1, 2)
+        weights = self._weights.of_ranks(at)
+        states, gradients = self.splits.columns.states(weights, self.m)
+        units = self.splits.columns.units(weights, self.m)
         every = self.splits.traits[0].pipeline.in_torch
         received = received_bytes(own, self.p, self.units.hidden_bytes, self.m, torch_pipeline=every)
         return Beside(
             ranks,
             states,
             gradients,
-            temporary + received[:, None],
+            np.asarray(Peak.of(units, in_layers, at_head).total),
+            units,
+            received[:, None],
+            self.stages.freed_bytes(self._cut.stages)[at].max(axis=-1)[:, None],
         )
