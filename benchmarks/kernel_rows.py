@@ -204,9 +204,10 @@ def _own_group(name: str, device: str, raw: dict[str, Any]) -> Row:
 def _own_attention(name: str, device: str, raw: dict[str, Any]) -> Row | None:
     if raw["kernel"] == "efficient":
         return None
+    kernel = "cudnn_9_19" if raw["kernel"] == "cudnn" else raw["kernel"]
     s, d, backward, causal = raw["sequence"], raw["head_dim"], raw["phase"] == "backward", raw["causal"]
     flops = 4.0 * raw["batch"] * raw["heads"] * s * s * d * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
-    how = {"backward": backward, "kernel": raw["kernel"], "causal": causal}
+    how = {"backward": backward, "kernel": kernel, "causal": causal}
     predict = lambda gpu: gpu.attention_s(flops, s, d, "bf16", **how)  # noqa: E731
     return Row(name, device, f"{OWN}attention", f"{raw['kernel']} {raw['phase']}, {d}", raw["seconds"], predict)
 

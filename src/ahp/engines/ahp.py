@@ -163,6 +163,7 @@ class AhpEngine(Engine):
                 attention="masked" if job.document_mask else None,
                 fusion="fused" if choice.compile else "eager",
                 loss_chunk_tokens=choice.loss_chunk_tokens,
+                recent_cudnn=True,  # torch 2.11, the oldest that the runtime takes, brings cuDNN 9.19
             ),
             host=HostTraits(
                 operators_per_unit=host_operators,

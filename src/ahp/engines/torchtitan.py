@@ -105,6 +105,7 @@ class TorchtitanEngine(Engine):
                     )
                     if not has(feature)
                 ),
+                recent_cudnn=has("recent_cudnn"),
             ),
             host=HostTraits(
                 operators_per_unit=casts if job.precision == "fp8" else 0,

@@ -233,6 +233,8 @@ class KernelTraits(NamedTuple):
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
     flash2_on: tuple[str, ...] = ()
     """Generations of GPUs (forecast/kernels.yaml) on which it is FlashAttention-2, whatever torch takes."""
+    recent_cudnn: bool = False
+    """Whether cuDNN is 9.19 or later, where attention is cuDNN's."""
     fused_loss: bool = False
     """Whether cross-entropy is one kernel that keeps nothing beside the logits."""
     loss_chunk_tokens: int | None = None

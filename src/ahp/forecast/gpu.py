@@ -20,9 +20,9 @@ from typing import Any, Literal
 from ahp.cluster.model import Device
 from ahp.shipped import shipped
 
-AttentionKernel = Literal["flash1", "flash2", "cudnn", "masked"]
+AttentionKernel = Literal["flash1", "flash2", "cudnn", "cudnn_9_19", "masked", "recent"]
 """FlashAttention-2 (torch's flash backend), or the vendor's own (cuDNN; FlashAttention-3 on Hopper is 4-17 % faster). masked: what
-torch takes that reads a mask."""
+torch takes that reads a mask; recent: what it takes with cuDNN 9.19 or later."""
 
 EFFICIENT: AttentionKernel = "flash1"
 """torch's efficient kernel is of the speed of FlashAttention's first generation (arXiv 2307.08691)."""
@@ -150,8 +150,9 @@ class Gpu:
         """
         data = self._data["attention"]
         phase = data["backward" if backward else "forward"]
-        if kernel is None or kernel == "masked":
-            kernel = self.torch_kernel(precision, head_dim, masked=kernel == "masked")
+        if kernel is None or kernel in ("masked", "recent"):
+            taken = self.torch_kernel(precision, head_dim, masked=kernel == "masked")
+            kernel = "cudnn_9_19" if taken == "cudnn" and kernel == "recent" else taken
         rate = self._attention_rate(kernel, head_dim, precision, backward=backward)
         width = head_dim + (value_dim or head_dim)
         keys = sequence / 2 if causal else sequence

@@ -67,7 +67,9 @@ class KernelOptions(NamedTuple):
         return cls(
             fusion=fusion,
             fused_loss=traits.kernels.fused_loss,
-            attention="flash2" if flash2 else traits.kernels.attention,
+            attention="flash2"
+            if flash2
+            else traits.kernels.attention or ("recent" if traits.kernels.recent_cudnn else None),
             attention_again=not (flash2 or traits.recompute.keeps_cudnn_attention) and takes_cudnn(generation),
             accumulates=traits.gradients.fused_accumulation,
             tensor_in_pieces=traits.tensor.in_pieces and not on_cpu,
