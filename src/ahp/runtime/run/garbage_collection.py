@@ -1,6 +1,8 @@
 """Python's garbage collector, at the same steps on every rank.
 
-Left alone it runs when a rank has made so many objects, on each rank at another moment, and all others wait in the next collective.
+Left alone it runs when a rank has made so many objects, on each rank at another moment, and all others wait in the next collective. Before the
+first step it goes again and again through the modules of torch and transformers, which stay. [Empirical] 0.9 of the 5.5 s of processor time
+that their imports take.
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ EVERY_STEPS = 50
 
 
 class GarbageCollection:
-    """While this is open, garbage is collected after the first step and after every fiftieth, and at no other time.
+    """While this is open, garbage is collected after the first step and after every fiftieth, and at no other time. What was never opened does
+    nothing.
 
     What is there after the first step (modules, hooks, compiled code) stays until the end and is not looked through again. Where
     the program has turned the collector off, or frozen objects itself, nothing is changed.
     """
 
+    def __init__(self) -> None:
+        self.steers = self.began = False
+
     def __enter__(self) -> Self:
         self.steers = gc.isenabled() and not gc.get_freeze_count()
-        self.began = False
         if self.steers:
             gc.disable()
         return self

@@ -142,6 +142,8 @@ class Loop:
     validation: Callable[[int, range], dict[str, Tensor]] | None = None
     """As ``batches``, of text that is not trained on."""
     on_step: Callable[[dict[str, Any]], None] = lambda record: None
+    garbage: GarbageCollection = field(default_factory=GarbageCollection)
+    """Opened by the caller, where it is to be steered."""
     steps_ahead: int = 0
     """Steps that are queued before the numbers of the first are read. 1 on a GPU; a CPU's step is over when it has been called."""
     done: int = field(default=0, init=False)
@@ -169,7 +171,6 @@ class Loop:
         self.profile = StepProfile(
             self.settings.profile_steps, self.folder.profile_folder, self.ranks.rank, self.ranks.device
         )
-        self.garbage = GarbageCollection()
         self.notices = Notices(self.plan, self.folder, self.ranks)
         if self.settings.checkpoint_every is None and self.settings.checkpoint_every_s is None:
             self.best = BestInterval(self.settings.failures_per_s)
@@ -190,7 +191,7 @@ class Loop:
         self.checkpoints.started_at_s = self.ended_s = time.perf_counter()
         steps = self.plan.job.steps
         prefetch = Prefetch(self.batches, self.rows, num_steps=steps, device=self.ranks.device)
-        with prefetch, self.profile, self.garbage, self.notices:
+        with prefetch, self.profile, self.notices:
             while self.done < steps:
                 self._queue(prefetch)
                 self.due = self.due or self._is_multiple(self.settings.checkpoint_every)

@@ -20,6 +20,7 @@ from ahp.plan import Plan
 from ahp.run_files import Status
 from ahp.runtime.run import failure
 from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.garbage_collection import GarbageCollection
 from ahp.runtime.run.stop_signal import StopRequest
 
 if TYPE_CHECKING:
@@ -66,25 +67,26 @@ def run_rank(
 
     Errors are left in the folder (``ahp.runtime.run.failure``) and raised.
     """
-    import torch
+    with GarbageCollection() as garbage:
+        import torch
 
-    from ahp.graph.models import build_model
-    from ahp.runtime.ranks.ranks import joined
+        from ahp.graph.models import build_model
+        from ahp.runtime.ranks.ranks import joined
 
-    try:
-        if order.gpus is not None:
-            torch.cuda.set_device(order.gpus[int(os.environ["LOCAL_RANK"])])
-        # Before ranks join: one that has planned for all has imported transformers, and would wait for the imports of the others in a collective.
-        module = build_model(plan.model, device="meta", attention=plan.engine.attention)
-        with (
-            joined(order.device, plan, collective_timeout_s=order.collective_timeout_s) as ranks,
-            folder.held_by_workers() if ranks.is_first else nullcontext(),
-            folder.beating() if ranks.is_first else nullcontext(),
-        ):
-            return _train(plan, module, folder, order, stop, on_step, ranks)
-    except BaseException as error:
-        failure.record(folder, int(os.environ["RANK"]), error)
-        raise
+        try:
+            if order.gpus is not None:
+                torch.cuda.set_device(order.gpus[int(os.environ["LOCAL_RANK"])])
+            # Before ranks join: one that has planned for all has imported transformers, and would wait for the imports of the others in a collective.
+            module = build_model(plan.model, device="meta", attention=plan.engine.attention)
+            with (
+                joined(order.device, plan, collective_timeout_s=order.collective_timeout_s) as ranks,
+                folder.held_by_workers() if ranks.is_first else nullcontext(),
+                folder.beating() if ranks.is_first else nullcontext(),
+            ):
+                return _train(plan, module, folder, order, stop, on_step, ranks, garbage)
+        except BaseException as error:
+            failure.record(folder, int(os.environ["RANK"]), error)
+            raise
 
 
 def _train(
@@ -95,6 +97,7 @@ def _train(
     stop: StopRequest,
     on_step: Callable[[dict[str, Any]], None],
     ranks: Ranks,
+    garbage: GarbageCollection,
 ) -> Status:
     from ahp.graph.models import is_masked
     from ahp.runtime.data import corpus as corpora
@@ -135,6 +138,7 @@ def _train(
         model_described=model_described,
         validation=validation,
         on_step=tell,
+        garbage=garbage,
         steps_ahead=1 if order.device == "cuda" else 0,
     )
     if ranks.is_first:
