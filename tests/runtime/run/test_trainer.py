@@ -253,17 +253,6 @@ def kill_a_worker(folder: Path, after: int, addresses: set[str]) -> None:
         worker.resume()
 
 
-def stop_after(folder: RunFolder, step: int) -> None:
-    def stop() -> None:
-        time.sleep(1)
-        wait_for_steps(folder, step)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    # The next start first cuts metrics.jsonl back to its checkpoint; only what comes after that is waited for.
-    folder.truncate_metrics(folder.checkpoints()[-1].step)
-    threading.Thread(target=stop, daemon=True).start()
-
-
 def wait_for_steps(folder: RunFolder, step: int) -> None:
     while len(folder.metrics()) < step:
         time.sleep(0.02)
