@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(CI),--quiet,) --disable-pip-version-check
 CODE := $(wildcard src tests benchmarks .ci)
 
+# Tests start a hundred processes: without bytecode each of them would compile all of AHP again, half a second of processor time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install dev train test test-gpu test-matrix smoke exports lint docs clean
 .DELETE_ON_ERROR:
 

@@ -39,6 +39,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """pytest looks for garbage twice more before it ends, which takes a second each time through all that is left here."""
+    gc.freeze()
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One for each core where all tests run, and one more where slow ones do; none beside this one where files or tests are named, which
     so start at once."""
