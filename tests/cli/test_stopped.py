@@ -52,7 +52,8 @@ def test_a_signal_while_the_machine_is_measured_leaves_nothing(tmp_path: Path) -
     assert told.endswith("stopped by SIGTERM\n")
     _, left = psutil.wait_procs(workers, timeout=10)  # whoever has taken them over may need a moment
     assert left == []
-    assert list(aside.iterdir()) == []
+    # torch makes a folder for compiled kernels when a worker imports it, and leaves it.
+    assert [path for path in aside.iterdir() if not path.name.startswith("torchinductor_")] == []
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["step"], status["exit_code"]) == ("interrupted", 0, 143)
     assert status["cause"] == "stopped by SIGTERM before training began"
