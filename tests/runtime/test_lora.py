@@ -120,7 +120,7 @@ def steps_of(parallel: Any, steps: range) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "first", "second"),
-    [("llama", "zero3-x-tp-x-interleaved", "zero1"), ("gpt2", "tp+1f1b", "one")],
+    [("llama", "zero3+tp", "zero1"), ("gpt2", "tp+1f1b", "one")],
 )
 def test_from_given_weights_to_files_that_peft_loads(
     pool: Pool, tmp_path: Path, model: str, first: str, second: str
@@ -167,7 +167,7 @@ def kinds(rank: int, world: int, layout: dict[str, Any]) -> dict[bool, set[torch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "zero3-x-tp-x-interleaved"])
+@pytest.mark.parametrize("layout", ["one", "zero3+tp"])
 def test_only_what_is_trained_has_a_copy_in_fp32(pool: Pool, layout: str) -> None:
     for found in pool.run(kinds, world_size(LAYOUTS[layout]), LAYOUTS[layout]):
         assert found == {True: {torch.float32}, False: {torch.bfloat16}}

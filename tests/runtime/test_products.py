@@ -62,7 +62,7 @@ PRODUCTS = {
 }  # fmt: skip
 WIDE = (
     "fp16-heads-x-zero3", "fp16-experts-x-ring", "uneven-heads-zero1", "chunks-fp16-tp-x-1f1b-tied", "balance-tp-x-heads-x-zbv",
-    "fp16-overflow-experts", "uneven-sequence-x-zero3",
+    "fp16-overflow-experts", "uneven-sequence-x-zero3", "balance-tp-x-ring-x-1f1b",
 )  # fmt: skip
 
 

@@ -21,10 +21,10 @@ from tests.runtime.restarts import Refused, Restart, check
 from tests.runtime.workers import Pool
 
 SEED = os.environ.get("AHP_TEST_SEED", "0")
-ALWAYS = (1713, 3406, 3061, 1797, 2787, 237, 2263)
-"""In every run: of all choices from the first dozen of ``SOME`` in which each item is twice the one that takes the least time."""
+ALWAYS = (3406, 2787, 237)
+"""In every run: of all choices from the first dozen of ``SOME`` in which each item is there the one that takes the least time."""
 SOME = (
-    *ALWAYS, 3307, 2895, 2251, 897, 1049, 3000, 1167, 2240, 3893, 513, 788, 858, 956,
+    *ALWAYS, 1713, 3061, 1797, 2263, 3307, 2895, 2251, 897, 1049, 3000, 1167, 2240, 3893, 513, 788, 858, 956,
     1553, 1613, 1674, 1886, 2141, 2309, 2414, 2859,
 )  # fmt: skip
 """Of the first draws of seeds 0-little-0 to 0-little-3999 those with little work that try the most of what few others do."""
@@ -70,8 +70,8 @@ def test_every_item_is_drawn() -> None:
     counts = Counter(item for restart in drawn for item in items(restart))
     print("\n".join(f"{counts[item]:3} of {len(drawn)}: {item}" for item in ITEMS))
     assert set(counts) <= set(ITEMS)
-    assert min(counts[item] for item in ITEMS) >= 2
-    assert counts["another layout"] >= 5
+    assert all(counts[item] for item in ITEMS)
+    assert counts["another layout"] >= 2
 
 
 @pytest.mark.wide

@@ -62,7 +62,6 @@ CASES = [
     ("ring-sequence", "qwen3_moe"), ("ep2-sequence", "qwen3_moe"),
 ]  # fmt: skip
 WIDE = {
-    ("ring-sequence", "qwen3_moe"),
     ("ep2", "qwen3_moe"),
     ("zero1", "qwen2_moe"),
     ("1f1b", "qwen3_moe"),

@@ -48,7 +48,7 @@ RUN = (
     "dp-x-tp-x-pp",
     "zero1+interleaved",
 )
-WIDE = ("one", "zero0", "1f1b", "zero3-8-ways", "sequence+zero3", "zero1+interleaved")
+WIDE = ("one", "zero0", "zero3", "tp", "1f1b", "zero3-8-ways", "sequence+zero3", "zero1+interleaved")
 
 
 def llama() -> nn.Module:

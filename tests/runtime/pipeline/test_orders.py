@@ -17,7 +17,7 @@ from ahp.schedule.simulate import StageTimes
 from ahp.schedule.synthesis.find import synthesize
 from ahp.schedule.synthesis.problem import Problem
 from tests.runtime.models import BATCH, BUILDERS, JOB, batch
-from tests.runtime.test_equality import FEWEST_STEPS, assert_same_curve, assert_same_weights, train, world_size
+from tests.runtime.test_equality import FEWER_STEPS, assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.workers import Pool
 from tests.schedule.random_orders import random_order, with_losses_in_order
 
@@ -80,8 +80,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_found_order_equals_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str) -> None:
     model, keys = LAYOUTS[layout]
-    results = pool.run(train, world_size(keys), model, keys, FEWEST_STEPS, JOB)
-    expected = plain_run(model, FEWEST_STEPS)
+    results = pool.run(train, world_size(keys), model, keys, FEWER_STEPS, JOB)
+    expected = plain_run(model, FEWER_STEPS)
     for result in results:
         assert result["losses"] == results[0]["losses"], "ranks disagree about the loss"
         assert result["norms"] == results[0]["norms"], "ranks disagree about the gradient norm"
@@ -156,7 +156,7 @@ def test_dozens_of_random_orders_run_and_equal_one_process(
 ) -> None:
     random = Random(ranks)
     layouts = [drawn(random, ranks) for _ in range(ORDERS // 2)]
-    expected = plain_run("custom", FEWEST_STEPS)
+    expected = plain_run("custom", FEWER_STEPS)
     results = pool.run(one_step_each, ranks, layouts)
     for result in results:
         assert len(result) == len(layouts)

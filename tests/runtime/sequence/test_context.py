@@ -178,7 +178,7 @@ CASES = [(layout, model) for layout in LAYOUTS for model in MODELS_OF.get(layout
 WIDE = {
     ("ring", "gpt2"), ("ring", "family mixtral"), ("all-to-all", "llama"), ("all-to-all", "custom"), ("all-to-all", "family bert"),
     ("ring+zero0", "llama"), ("ring+replicate-x-zero1", "llama"), ("ring+tp", "gpt2"),
-    ("all-to-all-recompute", "llama"), ("all-to-all+1f1b", "biased"), ("ring+zero1-in-another-order", "llama"),
+    ("all-to-all-recompute", "llama"), ("all-to-all+zero3-x-tp-x-1f1b", "llama"), ("ring+zero1-in-another-order", "llama"),
 }  # fmt: skip
 """Layouts whose parts others have too, and models that tests/runtime/test_families.py takes through context parallelism."""
 
