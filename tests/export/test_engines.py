@@ -164,7 +164,7 @@ def a_plan(folder: Path, engine_name: str, **changes: Any) -> str:
             "torchtitan",
             {"data_parallel_replicate_degree": 8, "tensor_parallel_degree": 2, "enable_sequence_parallel": True},
             {},
-            "data_parallel_replicate_degree = 8",
+            "zero_stage = 0: nothing is sharded",
         ),
         (
             "torchtitan",
@@ -216,7 +216,7 @@ def a_plan(folder: Path, engine_name: str, **changes: Any) -> str:
             "accelerate",
             {"tensor_parallel_degree": 16},
             {},
-            "tensor_parallel_degree = 16: accelerate launch has it with FSDP alone",
+            "zero_stage = 0: .* accelerate launch has tensor and context parallelism with FSDP alone",
         ),
         ("accelerate", {"data_parallel_shard_degree": 16, "zero_stage": 1}, {}, "zero_stage = 1"),
     ],

@@ -41,6 +41,19 @@ class AccelerateEngine(Engine):
         """The reason why it cannot run the layout (key, value, rule), or None."""
         return SUPPORT.refuses(self.name, job, parallelism, choice)
 
+    def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """Why the launcher's YAML does not say the layout (key, value, rule), or None; the caller has asked ``refuses`` first."""
+        p = parallelism
+        if p.tensor_parallel_degree == 1 == p.context_parallel_degree:
+            return None
+        if p.weight_shards == 1:
+            rule = "nothing is sharded, and accelerate launch has tensor and context parallelism with FSDP alone"
+            return f"zero_stage = {p.zero_stage}: {rule} (valid: 2, 3, with data_parallel_shard_degree above 1)"
+        if p.data_parallel_replicate_degree > 1 == p.data_parallel_shard_degree:
+            rule = "with tensor or context parallelism accelerate replicates what is sharded over data ranks alone"
+            return f"data_parallel_shard_degree = 1: {rule} (valid: above 1, or data_parallel_replicate_degree 1)"
+        return None
+
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
         sharded = parallelism.weight_shards > 1

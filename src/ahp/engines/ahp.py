@@ -90,6 +90,10 @@ class AhpEngine(Engine):
             return f"job.optimizer.name = {job.optimizer.name!r}: {rule}; engine.offload_optimizer is for adamw (valid: adamw)"
         return _refuses_compiled(job, p, choice) if choice.compile else None
 
+    def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """None: plan.yaml says all of a layout."""
+        return None
+
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
         sharded = parallelism.weight_shards > 1

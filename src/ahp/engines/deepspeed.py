@@ -61,6 +61,13 @@ class DeepSpeedEngine(Engine):
         """The reason why it cannot run the layout (key, value, rule), or None."""
         return SUPPORT.refuses(self.name, job, parallelism, choice) or self._refuses_replicas(job, parallelism)
 
+    def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """Why its JSON does not say the layout (key, value, rule), or None; the caller has asked ``refuses`` first."""
+        if parallelism.pipeline_parallel_degree == 1:
+            return None
+        rule = "DeepSpeed's pipeline is a PipelineModule of your script, and its JSON has no key for it"
+        return f"pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}: {rule} (valid: 1)"
+
     def _refuses_replicas(self, job: Job, p: Parallelism) -> str | None:
         if job.precision != "bf16" or p.pipeline_parallel_degree == 1 or p.weight_shards > 1 or p.weight_replicas == 1:
             return None

@@ -19,5 +19,13 @@ class Engine(ABC):
         """The reason why this engine cannot express the layout (key, value, rule), or None."""
 
     @abstractmethod
+    def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """Why no file of the program can say a layout that its code would run (key, value, rule), or None.
+
+        Such a layout is priced, searched where the user fixes that key, and refused by ``ahp export``; a search that leaves the
+        key open does not offer it. The caller has asked ``refuses`` first.
+        """
+
+    @abstractmethod
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast."""

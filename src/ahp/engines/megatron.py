@@ -22,9 +22,11 @@ from ahp.engines.traits import (
 from ahp.job import Job
 from ahp.plan import AXES, EngineChoice, Parallelism
 
+SCHEDULES_OF_ARGUMENTS = ("1F1B", "Interleaved1F1B")
+
 SUPPORT = Support(
     precisions=("fp32", "bf16", "fp16", "fp8"),
-    schedules=("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
+    schedules=(*SCHEDULES_OF_ARGUMENTS, "InterleavedZeroBubble"),
     zero_stages_in_pipeline=(1,),
     compile=False,
     async_tensor="always",
@@ -73,6 +75,14 @@ class MegatronEngine(Engine):
     def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The reason why it cannot run the layout (key, value, rule), or None."""
         return SUPPORT.refuses(self.name, job, parallelism, choice)
+
+    def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """Why no arguments of its own say the layout (key, value, rule), or None; the caller has asked ``refuses`` first."""
+        p = parallelism
+        if p.num_stages == 1 or p.pipeline_parallel_schedule in SCHEDULES_OF_ARGUMENTS:
+            return None
+        rule = "Megatron-LM itself has 1F1B and the interleaved one; zero-bubble is a fork (sail-sg/zero-bubble-pipeline-parallelism)"
+        return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} (valid: {', '.join(SCHEDULES_OF_ARGUMENTS)})"
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""

@@ -33,6 +33,8 @@ SUPPORT = Support(
 """torchtitan b5bcd76: all of torch's schedules; ``TrainingConfig.dtype`` is bfloat16 or float32, fp16 was closed (#2363).
 Stages 1 and 2 are FSDP2 with ``reshard_after_forward`` never, without and with a reduction for every micro-batch."""
 
+ALWAYS_SEQUENCE_PARALLEL = "torchtitan 0.2.2 has it on with tensor parallelism (valid: True)"
+
 
 class TorchtitanEngine(Engine):
     """What torchtitan can run, and how it behaves: FSDP2 with bf16 gathers and fp32 reductions."""
@@ -42,6 +44,25 @@ class TorchtitanEngine(Engine):
     def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The reason why it cannot run the layout (key, value, rule), or None."""
         return SUPPORT.refuses(self.name, job, parallelism, choice)
+
+    def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
+        """Why no configuration of its own says the layout (key, value, rule), or None; the caller has asked ``refuses`` first."""
+        p = parallelism
+        stage = f"zero_stage = {p.zero_stage}"
+        if p.context_parallel_degree > 1 and p.zero_stage == 0:
+            return f"{stage}: torchtitan shards weights over context ranks (valid: 2, 3)"
+        if p.weight_shards == 1 and p.data_parallel_replicate_degree not in (1, p.world_size):
+            rule = "nothing is sharded, and torchtitan replicates that on all ranks alone (DDP of one axis)"
+            return f"{stage}: {rule} (valid: 2, 3, with data_parallel_shard_degree above 1)"
+        if p.weight_shards > 1 and p.zero_stage == 1 and p.pipeline_parallel_degree == 1:
+            rule = (
+                "without a pipeline torchtitan reduces gradients after every micro-batch, so that they are sharded too"
+            )
+            return f"{stage}: {rule} (valid: 2, 3)"
+        old = choice.version == "0.2.2" or job.precision == "fp8"  # which has no key from 0.3.0 on
+        if old and p.tensor_parallel_degree > 1 and not p.enable_sequence_parallel:
+            return f"enable_sequence_parallel = False: {ALWAYS_SEQUENCE_PARALLEL}"
+        return None
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behaviour for the forecast; the caller has asked ``refuses`` first."""

@@ -9,8 +9,22 @@ import yaml
 
 from ahp.errors import BadInput, NotExpressible
 from ahp.export.engine_target import EngineTarget, Format, commented
-from ahp.export.table import Dialect, Fields, Rule, Settings, Subject, Unreadable, flat, mapping, nested, whole
+from ahp.export.table import (
+    NOTICE,
+    Dialect,
+    Fields,
+    Rule,
+    Settings,
+    Subject,
+    Unreadable,
+    flat,
+    mapping,
+    nested,
+    refuse_what_has_no_key,
+    whole,
+)
 from ahp.export.target import Shape
+from ahp.plan import Parallelism
 from ahp.yaml_text import parse_yaml
 
 P = "parallelism."
@@ -31,18 +45,10 @@ STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD"
 
 
 def _write_layout(s: Subject) -> Settings:
+    refuse_what_has_no_key(s)
     p = s.p
     if p.weight_shards == 1:
-        _refuse_unsharded(s)
-        return {KIND: "MULTI_GPU" if p.world_size > 1 else "NO", PROCESSES: p.world_size}
-    if (
-        p.tensor_parallel_degree * p.context_parallel_degree > 1
-        and p.data_parallel_replicate_degree > 1 == p.data_parallel_shard_degree
-    ):
-        rule = "with tensor or context parallelism accelerate replicates what is sharded over data ranks alone"
-        raise NotExpressible(
-            f"data_parallel_replicate_degree = {p.data_parallel_replicate_degree}: {rule} (valid: 1, or data_parallel_shard_degree above 1)"
-        )
+        return {KIND: "MULTI_GPU" if p.world_size > 1 else "NO", PROCESSES: p.world_size, **_recompute_unsharded(p)}
     return {
         KIND: "FSDP",
         PROCESSES: p.world_size,
@@ -55,17 +61,12 @@ def _write_layout(s: Subject) -> Settings:
     }
 
 
-def _refuse_unsharded(s: Subject) -> None:
-    p, why = s.p, "accelerate launch has it with FSDP alone, and nothing is sharded"
-    for name in ("tensor_parallel_degree", "context_parallel_degree"):
-        if getattr(p, name) > 1:
-            raise NotExpressible(
-                f"{name} = {getattr(p, name)}: {why} (valid: 1, or data_parallel_shard_degree above 1 with zero_stage 2 or 3)"
-            )
-    if p.activation_checkpoint != "none":
-        raise NotExpressible(
-            f"activation_checkpoint = {p.activation_checkpoint!r}: {why} (valid: none, or data_parallel_shard_degree above 1)"
-        )
+def _recompute_unsharded(p: Parallelism) -> Settings:
+    """The launcher hands FSDP's switch on to FSDP alone; it is written all the same, so that the file says the whole layout."""
+    if p.activation_checkpoint == "none":
+        return {}
+    told = f"activation_checkpoint = {p.activation_checkpoint!r}: nothing is sharded, so your model must call it (model.gradient_checkpointing_enable())"
+    return {RECOMPUTE: True, f"{NOTICE}recompute": told}
 
 
 def _read_layout(settings: Settings) -> Fields:
@@ -74,16 +75,16 @@ def _read_layout(settings: Settings) -> Fields:
     if kind != "FSDP":
         if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
             raise Unreadable(f"{KIND} = {kind!r}: AHP reads FSDP, MULTI_GPU and NO")
-        return found | {P + "data_parallel_replicate_degree": ranks, P + "zero_stage": 0}
+        return found | {P + "data_parallel_replicate_degree": ranks, P + "zero_stage": 0, **_read_recompute(settings)}
     if any(key in settings for key in SIZES):
         found |= {P + name: whole(settings.get(key, 1), key) for key, name in SIZES.items()}
     else:
         found[P + "data_parallel_shard_degree"] = ranks
-    return (
-        found
-        | _sharding(settings, ranks)
-        | {P + "activation_checkpoint": "full" if settings.get(RECOMPUTE) else "none"}
-    )
+    return found | _sharding(settings, ranks) | _read_recompute(settings)
+
+
+def _read_recompute(settings: Settings) -> Fields:
+    return {P + "activation_checkpoint": "full" if settings.get(RECOMPUTE) else "none"}
 
 
 def _sharding(settings: Settings, ranks: int) -> Fields:

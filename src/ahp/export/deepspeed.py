@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from ahp.errors import BadInput, NotExpressible
+from ahp.errors import BadInput
 from ahp.export.engine_target import EngineTarget, Format
 from ahp.export.table import (
     NOTICE,
@@ -21,6 +21,7 @@ from ahp.export.table import (
     flat,
     mapping,
     nested,
+    refuse_what_has_no_key,
     same,
     whole,
 )
@@ -35,10 +36,8 @@ CLIP, RATE = "gradient_clipping", "scheduler.params."
 
 
 def _write_data(s: Subject) -> Settings:
+    refuse_what_has_no_key(s)
     p, number = s.p, s.p.num_micro_batches(s.job)
-    if p.pipeline_parallel_degree > 1:
-        rule = "DeepSpeed's pipeline is a PipelineModule of your script, and its JSON has no key for it"
-        raise NotExpressible(f"pipeline_parallel_degree = {p.pipeline_parallel_degree}: {rule} (valid: 1)")
     stage = p.zero_stage if p.weight_shards > 1 else 0
     return {BATCH: s.job.global_batch_size, MICRO: p.micro_batch_size, ACCUMULATION: number, STAGE: stage}
 

@@ -12,7 +12,18 @@ from ahp.engines.megatron import SUPPORT
 from ahp.errors import NotExpressible
 from ahp.export.megatron_job import RULES as OPTIMIZER_RULES
 from ahp.export.megatron_model import LAYERS
-from ahp.export.table import Dialect, Fields, Rule, Settings, Subject, Unreadable, cut_of, same, whole
+from ahp.export.table import (
+    Dialect,
+    Fields,
+    Rule,
+    Settings,
+    Subject,
+    Unreadable,
+    cut_of,
+    refuse_what_has_no_key,
+    same,
+    whole,
+)
 from ahp.plan import DEGREE
 from ahp.schedule.stages import layers_of_stages
 
@@ -117,11 +128,7 @@ def _write_stages(s: Subject) -> Settings:
     p = s.p
     if p.num_stages == 1:
         return {}
-    if p.pipeline_parallel_schedule not in ("1F1B", "Interleaved1F1B"):
-        rule = "Megatron-LM itself has 1F1B and the interleaved one; zero-bubble is a fork (sail-sg/zero-bubble-pipeline-parallelism)"
-        raise NotExpressible(
-            f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} (valid: 1F1B, Interleaved1F1B)"
-        )
+    refuse_what_has_no_key(s)
     layers = layers_of_stages(p, s.layers, ends="may_be_empty")
     if len(set(layers)) > 1:
         return {LAYOUT: layout(layers)}

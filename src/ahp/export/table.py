@@ -104,6 +104,9 @@ class Dialect:
         p, choice = subject.p, subject.plan.engine
         if reason := registry.get(self.engine).refuses(subject.job, p, choice):
             raise NotExpressible(reason)
+        found: Settings = {}
+        for rule in self.rules:
+            found.update(rule.write(subject))
         covered = {name for rule in self.rules for name in rule.fields} | set(self.beside) | set(UNIFORM)
         for record, root in ((p, "parallelism"), (choice, "engine")):
             for name, value in record:
@@ -117,9 +120,6 @@ class Dialect:
                     raise NotExpressible(
                         f"{name} = {value!r}: {self.name} {self.version} has no key for it in its file"
                     )
-        found: Settings = {}
-        for rule in self.rules:
-            found.update(rule.write(subject))
         told = [text for key, text in found.items() if key.startswith(NOTICE)]
         kept = {key: value for key, value in found.items() if not key.startswith(NOTICE)}
         return kept, (*told, *self._left(subject, covered))
@@ -151,6 +151,13 @@ class Dialect:
                 unread.append((f"{given}: not a value that {self.name} takes", rule.fields))
         told += [why for why, _ in unread]
         return Read(fields, tuple(dict.fromkeys(told)), tuple(unread))
+
+
+def refuse_what_has_no_key(s: Subject) -> None:
+    """For a rule of an engine's own files. Raises NotExpressible for a layout that none of them can say."""
+    engine = s.plan.engine
+    if reason := registry.get(engine.name).no_key_for(s.job, s.p, engine):
+        raise NotExpressible(reason)
 
 
 def plan_of(dialect: Dialect, fields: Fields, model: str | dict[str, Any], cluster: dict[str, Any] | None) -> Plan:

@@ -9,8 +9,21 @@ from __future__ import annotations
 import math
 import re
 
+from ahp.engines.torchtitan import ALWAYS_SEQUENCE_PARALLEL
 from ahp.errors import NotExpressible
-from ahp.export.table import Dialect, Fields, Rule, Settings, Subject, Unreadable, cut_of, same, understood, whole
+from ahp.export.table import (
+    Dialect,
+    Fields,
+    Rule,
+    Settings,
+    Subject,
+    Unreadable,
+    cut_of,
+    refuse_what_has_no_key,
+    same,
+    understood,
+    whole,
+)
 from ahp.export.torchtitan_job import RULES as OPTIMIZER
 from ahp.export.torchtitan_job import precision
 from ahp.schedule.registry import SCHEDULES
@@ -54,19 +67,10 @@ def _degrees() -> list[Rule]:
 
 
 def _write_sharding(s: Subject) -> Settings:
-    p = s.p
-    if p.context_parallel_degree > 1 and p.zero_stage == 0:
-        raise NotExpressible("zero_stage = 0: torchtitan shards weights over context ranks (valid: 2, 3)")
-    if p.weight_shards == 1:
-        if p.data_parallel_replicate_degree not in (1, p.world_size):
-            key = f"data_parallel_replicate_degree = {p.data_parallel_replicate_degree}"
-            rule = "torchtitan replicates what is not sharded on all ranks alone (DDP of one axis)"
-            raise NotExpressible(f"{key}: {rule} (valid: 1, with data_parallel_shard_degree and zero_stage 2 or 3)")
+    refuse_what_has_no_key(s)
+    if s.p.weight_shards == 1:
         return {}
-    if p.zero_stage == 1 and p.pipeline_parallel_degree == 1:
-        rule = "without a pipeline torchtitan reduces gradients after every micro-batch, so that they are sharded too"
-        raise NotExpressible(f"zero_stage = 1: {rule} (valid: 2, 3; plan again with --parallelism.zero-stage 2)")
-    return {FSDP: "always" if p.zero_stage == 3 else "never"}
+    return {FSDP: "always" if s.p.zero_stage == 3 else "never"}
 
 
 def _read_sharding(settings: Settings) -> Fields:
@@ -86,9 +90,7 @@ def sequence(*, always: bool) -> Rule:
         if s.p.tensor_parallel_degree == 1:
             return {}
         if always and not s.p.enable_sequence_parallel:
-            raise NotExpressible(
-                "enable_sequence_parallel = False: torchtitan 0.2.2 has it on with tensor parallelism (valid: True)"
-            )
+            raise NotExpressible(f"enable_sequence_parallel = False: {ALWAYS_SEQUENCE_PARALLEL}")
         return {} if always else {SP: s.p.enable_sequence_parallel}
 
     def read(settings: Settings) -> Fields:

@@ -58,11 +58,20 @@ class Shared(NamedTuple):
     """2 for any number of pipeline ranks above 1."""
     context: int
     """Ranks of the context axis, which share states too: how many where there are experts to share, else 2 for any number of them."""
+    tensor: int = 1
+    """2 for any number of tensor-parallel ranks above 1."""
+    sequence_parallel: int = 0
+
+    @property
+    def of_states(self) -> Shared:
+        """Without what decides only whether a file can say it."""
+        return self._replace(tensor=1, sequence_parallel=0)
 
 
-def shared(expert: int, pipeline: int, context: int) -> Shared:
+def shared(expert: int, pipeline: int, context: int, tensor: int, sequence_parallel: int) -> Shared:
     """What the degrees of a block say of that."""
-    return Shared(expert, min(pipeline, 2), context if expert > 1 else min(context, 2))
+    ranks = context if expert > 1 else min(context, 2)
+    return Shared(expert, min(pipeline, 2), ranks, min(tensor, 2), sequence_parallel)
 
 
 class Mesh(NamedTuple):
@@ -80,7 +89,7 @@ class Mesh(NamedTuple):
 
     @property
     def shared(self) -> Shared:
-        return shared(self.expert, self.pipeline, self.context)
+        return shared(self.expert, self.pipeline, self.context, self.tensor, self.sequence_parallel)
 
 
 class Choices:
@@ -109,6 +118,8 @@ class Choices:
         self.refused_experts = cache(self._refused_experts)
         self._sharing = cache(self._shared)
         self.bad_split = cache(self._bad_split)
+        self.refused_sharing = cache(self._refused_sharing)
+        self.bad_depth = cache(self._bad_depth)
         self.traits = cache(self._traits)
         self.bad_stages = cache(self._bad_stages)
         self.bad_schedule = cache(self._bad_schedule)
@@ -232,7 +243,7 @@ class Choices:
         found: dict[Traits, int] = {}
         for zero in self._zero_stages(shard, mesh.context > 1):
             if not self.bad_split((replicate, shard, zero), mesh):
-                found.setdefault(self.traits((replicate, shard, zero), mesh), zero)
+                found.setdefault(self.traits((replicate, shard, zero), mesh.of_states), zero)
         return tuple(found.values())
 
     def _legal_states(
@@ -241,7 +252,7 @@ class Choices:
         found: dict[tuple[int, int, int], ShardingChoice] = {}
         folded = self.folded(tensor, expert, sequence, data * context)
         for _, splits in self.lying(tensor, context, pipeline, expert, data, folded):
-            for split in self.legal_splits(splits, shared(expert, pipeline, context)):
+            for split in self.legal_splits(splits, shared(expert, pipeline, context, tensor, sequence)):
                 found.setdefault(split[:3], split)
         return tuple(found.values())
 
@@ -286,6 +297,10 @@ class Choices:
         return self.asked.refused(Parallelism(**keys))
 
     def _bad_split(self, split: tuple[int, int, int], mesh: Shared) -> str | None:
+        """Why the engine cannot share states so, or cannot be told to."""
+        return self.refused_sharing(split, mesh.of_states) or self.asked.untold(self._sharing(split, mesh))
+
+    def _refused_sharing(self, split: tuple[int, int, int], mesh: Shared) -> str | None:
         return self.asked.refused(self._sharing(split, mesh))
 
     def _traits(self, split: tuple[int, int, int], mesh: Shared) -> Traits:
@@ -302,12 +317,14 @@ class Choices:
             zero_stage=split[2],
             context_parallel_degree=context,
             expert_parallel_degree=1 if self.refused_experts(mesh.expert, 1, 1) else mesh.expert,
-            pipeline_parallel_degree=1 if self.refused(pipeline_parallel_degree=mesh.pipeline) else mesh.pipeline,
+            pipeline_parallel_degree=1 if self.bad_depth(mesh.pipeline) else mesh.pipeline,
+            tensor_parallel_degree=1 if self.refused(tensor_parallel_degree=mesh.tensor) else mesh.tensor,
+            enable_sequence_parallel=bool(mesh.sequence_parallel),
         )
 
     def refused_pipe(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
-        """Why the engine cannot run a schedule."""
-        if self.refused(pipeline_parallel_degree=pipeline):
+        """Why the engine cannot run a schedule, or cannot be told to."""
+        if self.bad_depth(pipeline):
             return None
         keys: dict[str, Any] = {
             "pipeline_parallel_degree": pipeline,
@@ -317,7 +334,12 @@ class Choices:
         some = self.given.get("recomputed_layers_per_stage")
         if some is not None and len(some) == pipeline * pipe.virtual:
             keys |= {"recomputed_layers_per_stage": some, "activation_checkpoint": self.recompute[-1]}
-        return self.refused(**keys)
+        return self.refused(**keys) or self.asked.untold(Parallelism(**keys))
+
+    def _bad_depth(self, pipeline: int) -> str | None:
+        """Why the engine cannot have so many pipeline ranks, or cannot be told to."""
+        layout = Parallelism(pipeline_parallel_degree=pipeline)
+        return self.asked.refused(layout) or self.asked.untold(layout)
 
     def _bad_stages(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
         """Whether the layers go round."""

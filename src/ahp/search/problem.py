@@ -62,7 +62,7 @@ class Problem:
         own = engine.traits(self.job, layout, self.engine)
         for stage in range(1, layout.zero_stage):
             other = layout.model_copy(update={"zero_stage": stage})
-            if not self.refused(other) and engine.traits(self.job, other, self.engine) == own:
+            if self.offers(other) and engine.traits(self.job, other, self.engine) == own:
                 return other
         return layout
 
@@ -72,7 +72,7 @@ class Problem:
             return []
         others = (layout.model_copy(update={"zero_stage": stage}) for stage in (1, 2, 3) if stage != layout.zero_stage)
         own = self.price(layout)
-        return [other.zero_stage for other in others if not self.refused(other) and self.price(other) == own]
+        return [other.zero_stage for other in others if self.offers(other) and self.price(other) == own]
 
     def priced(self, parallelism: Parallelism) -> Priced:
         """The same with everything that it was made from, on a mixed cluster too."""
@@ -136,6 +136,16 @@ class Problem:
     def refused(self, parallelism: Parallelism) -> str | None:
         """Why the engine cannot express a layout, or None."""
         return get(self.engine.name).refuses(self.job, parallelism, self.engine)
+
+    def untold(self, parallelism: Parallelism) -> str | None:
+        """Why no file of the engine's program can say a layout that it would run; None where one can, or where the user has fixed
+        the key that is at fault: what is given is kept, and ``Ranking.notes`` say it."""
+        reason = get(self.engine.name).no_key_for(self.job, parallelism, self.engine)
+        return None if reason is None or reason.partition(" = ")[0] in self.constraints.given else reason
+
+    def offers(self, parallelism: Parallelism) -> bool:
+        """Whether the engine can run a layout, and be told of it."""
+        return not (self.refused(parallelism) or self.untold(parallelism))
 
     def refused_experts(self, degree: int, **keys: Any) -> str | None:
         """Why the engine cannot share experts among so many ranks, however they share other weights; or None."""

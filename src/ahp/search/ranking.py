@@ -8,6 +8,7 @@ from typing import Any
 
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
+from ahp.engines.registry import get
 from ahp.errors import bad_input
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -81,21 +82,29 @@ def search(
     if not aim.may_use_fewer:
         ranking = _with_proof(with_own_orders(asked, ranking_with_any_kernels(asked, keep, current, by, TIED), keep))
         scale = Scale(aim, asked)
-        return _beside_today(
-            replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
-        )
+        ranking = replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
+        return _beside_today(_with_refused_export(ranking))
     if asked.own_order:
         rule = f"the objective {aim.name} compares layouts under fixed patterns"
         raise bad_input("parallelism.pipeline_parallel_schedule", SYNTHESIZED, rule, [None])
     if by.name != "exact":
         raise bad_input("method", by.name, f"the objective {aim.name} is searched exactly", ["exact"])
-    return _beside_today(_by_objective(asked, aim, keep, current))
+    return _beside_today(_with_refused_export(_by_objective(asked, aim, keep, current)))
 
 
 def _with_proof(ranking: Ranking) -> Ranking:
     """The ranking whose first plan keeps what is proven of it, after what it takes."""
     first, *rest = ranking.best.why
     return ranking.told((first, *ranking.proof, *rest))
+
+
+def _with_refused_export(ranking: Ranking) -> Ranking:
+    """The ranking with a note where no file can say the first plan: the user has fixed the key that is at fault."""
+    best = ranking.best
+    reason = get(best.engine.name).no_key_for(best.job, best.parallelism, best.engine)
+    if reason is None:
+        return ranking
+    return replace(ranking, notes=(*ranking.notes, f"ahp export {best.engine.name} refuses the first plan: {reason}"))
 
 
 def _beside_today(ranking: Ranking) -> Ranking:

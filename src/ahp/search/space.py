@@ -22,7 +22,7 @@ from ahp.forecast import rules
 from ahp.forecast.axes import Axes
 from ahp.forecast.group import Group
 from ahp.plan import Parallelism
-from ahp.search.choices import Choices, Mesh, ScheduleChoice, ShardingChoice
+from ahp.search.choices import Choices, Mesh, ScheduleChoice, ShardingChoice, Shared
 from ahp.search.problem import Problem
 from ahp.search.unique_rows import unique_rows
 
@@ -284,8 +284,13 @@ class _Counted:
         ranks = ("data_parallel_replicate_degree", "context_parallel_degree")
         over = tensor_too if self.choices.folds else ()
         self._of_mesh("experts", self._bad_experts, "expert_parallel_degree", *ranks, *over)
-        for key in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
+        for key in ("tensor_parallel_degree", "context_parallel_degree"):
             self._of_mesh(f"engine: {key}", asked.refused, key)
+        self._of_mesh(
+            "engine: pipeline_parallel_degree",
+            lambda layout: self.choices.bad_depth(layout.pipeline_parallel_degree),
+            "pipeline_parallel_degree",
+        )
         self._of_mesh(
             "engine: expert_parallel_degree",
             lambda layout: self.choices.refused_experts(
@@ -364,21 +369,24 @@ class _Counted:
     def _good_splits(self) -> tuple[Ints, Ints]:
         """[M] Ways to share states that the engine can express, those that it runs alike once; and how often it runs one alike."""
         each = self.num_recompute * self.micro_batches.shape[1]
-        rows: dict[int, int] = {}
-        first: dict[int, Mesh] = {}
-        for mesh, pipes in zip(self.meshes, self.num_pipes.tolist(), strict=True):
-            key = id(mesh.splits)  # meshes that have these in common have all else that decides
+        rows: dict[tuple[int, Shared], int] = {}
+        first: dict[tuple[int, Shared], Mesh] = {}
+        keys = [
+            (id(mesh.splits), mesh.shared) for mesh in self.meshes
+        ]  # meshes that have these in common have all that decides
+        for key, mesh, pipes in zip(keys, self.meshes, self.num_pipes.tolist(), strict=True):
             rows[key] = rows.get(key, 0) + pipes * each
             first.setdefault(key, mesh)
         found = {}
         for key, mesh in first.items():
-            good, refused = len(self.choices.legal_splits(mesh.splits, mesh.shared)), 0
+            shared = key[1]
+            good, refused = len(self.choices.legal_splits(mesh.splits, shared)), 0
             if good < len(mesh.splits):
-                for text in filter(None, (self.choices.refused_split(split, mesh.shared) for split in mesh.splits)):
+                for text in filter(None, (self.choices.refused_split(split, shared) for split in mesh.splits)):
                     self._count(f"engine: {text.split(' = ')[0]}", text, rows[key])
                     refused += 1
             found[key] = good, len(mesh.splits) - refused - good
-        good, alike = np.array([found[id(mesh.splits)] for mesh in self.meshes]).T
+        good, alike = np.array([found[key] for key in keys]).T
         return good, alike
 
     def _good_pipes(self) -> Ints:
