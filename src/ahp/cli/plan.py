@@ -28,6 +28,7 @@ from rich.console import Console, Group
 from ahp.cli.following import RUNS, after, default_data_words, show_next
 from ahp.cli.layout_words import layout_of
 from ahp.cli.overrides import split_overrides
+from ahp.cli.plan_measured import by_measurement
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
 from ahp.cli.waiting import waiting
 from ahp.cluster.model import Cluster, NodeGroup
@@ -198,19 +199,13 @@ def find(
 def measured(found: Found, count: int) -> Found:
     """The same with the first ``count`` plans in the order of what they really take, each saying so."""
     from ahp.runtime.check.measure import measure
+    from ahp.search.problem import problem
 
-    ranking = found.ranking
+    ranking, best = found.ranking, found.ranking.best
     results = measure(ranking.plans[:count], say=lambda text: print(text, file=sys.stderr))
-    best = results[0]
-    why = best.plan.why
-    if best.plan is not ranking.best:
-        why = (f"the forecast had {ranking.best.parallelism.short()} first", *why)
-    first = [best.plan.model_copy(update={"why": (best.words(), *why), "current": ranking.best.current})]
-    first += [one.plan.model_copy(update={"why": (one.words(against=best),)}) for one in results[1:]]
-    worth = dict(zip((plan.parallelism for plan in ranking.plans), ranking.worth, strict=True))
-    plans = (*first, *ranking.plans[count:])
-    ordered = tuple(worth[plan.parallelism] for plan in plans)
-    return replace(found, ranking=replace(ranking, plans=plans, worth=ordered, families=()), top=0)
+    assert best.cluster is not None, "plans of a search have one"
+    used = problem(found.graph, best.cluster, found.job, None, best.engine)
+    return replace(found, ranking=by_measurement(ranking, results, used), top=0)
 
 
 def show(found: Found, out: str, *, wide: bool = False) -> None:

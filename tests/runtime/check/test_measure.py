@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from ahp.cli import plan as plan_command
+from ahp.cli.plan_measured import by_measurement
 from ahp.cluster.model import Cluster
 from ahp.errors import AhpError, BadInput, HardwareMismatch
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
 from ahp.runtime.check.measure import Measured, measure
+from ahp.search.problem import problem
+from ahp.search.ranking import search
 
 SMALL = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -89,10 +93,41 @@ def test_the_command_writes_the_plan_that_was_fastest(
     assert best.parallelism != forecast_first
     assert best.why[0].startswith("measured here: 1.00 s a step")
     assert best.why[1] == f"the forecast had {forecast_first.short()} first"
-    assert "measured here: 3.00 s a step" in capsys.readouterr().out.replace("\n", " ")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "measured here: 3.00 s a step" in shown
+    assert best.current.reason.startswith("not measured; ")
+    assert f"Today {best.current.parallelism.short()}" in shown
+    assert {loser.parallelism for loser in best.rejected if loser.reason.startswith("measured here")} >= {
+        forecast_first
+    }
+    assert all(loser.reason.startswith(("measured here", "not measured; ", "does not fit")) for loser in best.rejected)
 
 
 def test_a_budget_without_a_solver_is_refused() -> None:
     for option in (["--budget", "7"], ["--seed", "3"]):
         with pytest.raises(BadInput, match="the exact search has none"):
             plan_command.run(["tiny", "local", *option])
+
+
+def test_today_is_compared_with_the_plan_that_was_fastest() -> None:
+    job = Job(sequence_length=64, global_batch_size=8, precision="bf16")
+    graph = analyze(SMALL, job)
+    today = search(graph, "2xH100-SXM-80GB", job).plans[2].parallelism
+    ranking = search(graph, "2xH100-SXM-80GB", job, current=today)
+    asked = problem(graph, "2xH100-SXM-80GB", job, None, ranking.best.engine)
+
+    def told(*order: int) -> str:
+        """``order``: of the first plans, the fastest first."""
+        results = [Measured(ranking.plans[number], (1.0 + at,)) for at, number in enumerate(order)]
+        found = by_measurement(ranking, results, asked)
+        assert found.current is not None
+        assert found.best.current == found.current.lost()
+        assert found.best.parallelism == ranking.plans[order[0]].parallelism
+        assert [plan.parallelism for plan in found][len(order) :] == [plan.parallelism for plan in ranking][
+            len(order) :
+        ]
+        return found.current.against_best
+
+    assert told(2, 0, 1) == "it is the best"
+    assert told(1, 2, 0).startswith("measured here: 2.00 s a step (2.00 s .. 2.00 s), 100 % slower")
+    assert told(1, 0).startswith("not measured; ")

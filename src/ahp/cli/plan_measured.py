@@ -1,0 +1,87 @@
+"""``ahp plan --measure``: a ranking whose first plans stand in the order of what they took on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ahp.plan import Plan, Rejected
+from ahp.words import percent
+
+if TYPE_CHECKING:
+    from ahp.runtime.check.measure import Measured
+    from ahp.search.current import Current
+    from ahp.search.problem import Problem
+    from ahp.search.result import Ranking
+
+
+def by_measurement(ranking: Ranking, results: Sequence[Measured], used: Problem) -> Ranking:
+    """The ranking with its first plans as ``results`` has them, the fastest first; everything else, today's layout too, is compared with that one.
+
+    ``used``: the problem on the devices of the plans.
+    """
+    best, *others = results
+    today, first = _today(ranking, results, used), best.plan
+    why = (
+        first.why
+        if first is ranking.best
+        else (f"the forecast had {ranking.best.parallelism.short()} first", *first.why)
+    )
+    slower = [one.plan.model_copy(update={"why": (one.words(against=best),)}) for one in others]
+    rest = [_unmeasured(plan, first) for plan in ranking.plans[len(results) :]]
+    ranked = [plan.parallelism for plan in ranking.plans]
+    rejected = (
+        *map(_lost, slower),
+        *map(_lost, rest),
+        *(_beside(loser, first) for loser in ranking.best.rejected if loser.parallelism not in ranked),
+    )
+    update = {"why": (best.words(), *why), "rejected": rejected, "current": None if today is None else today.lost()}
+    plans = (first.model_copy(update=update), *slower, *rest)
+    worth = dict(zip((plan.parallelism for plan in ranking.plans), ranking.worth, strict=True))
+    return replace(
+        ranking,
+        plans=plans,
+        worth=tuple(worth[plan.parallelism] for plan in plans),
+        families=(),
+        current=today,
+    )
+
+
+def _today(ranking: Ranking, results: Sequence[Measured], used: Problem) -> Current | None:
+    """What runs today, with what it took where it was measured, else with what the forecast says of it beside the fastest."""
+    from ahp.search.current import compared
+
+    today, best = ranking.current, results[0]
+    if today is None or today.forecast is None:
+        return today
+    alike = (today.parallelism, used.first_alike(today.parallelism))
+    for one in results:
+        if used.decided(one.plan.parallelism) in alike:
+            return replace(today, against_best="it is the best" if one is best else one.words(against=best))
+    assert best.plan.forecast is not None, "plans of a search have one"
+    by_forecast = compared(today, (best.plan.parallelism, best.plan.forecast), used).against_best
+    return replace(today, against_best=f"not measured; {by_forecast}")
+
+
+def _unmeasured(plan: Plan, first: Plan) -> Plan:
+    from ahp.search.reasons import slower_because
+
+    assert plan.forecast is not None, "plans of a search have one"
+    assert first.forecast is not None, "plans of a search have one"
+    return plan.model_copy(update={"why": (f"not measured; {slower_because(plan.forecast, first.forecast)}",)})
+
+
+def _beside(loser: Rejected, first: Plan) -> Rejected:
+    """A layout that is no plan of the ranking; its reason was about the forecast's first plan. One that does not fit keeps it."""
+    assert first.forecast is not None, "plans of a search have one"
+    if loser.step_time_s is None or not loser.fits:
+        return loser
+    share = loser.step_time_s / first.forecast.step_time_s - 1
+    words = f"{percent(abs(share))} {'slower' if share >= 0 else 'faster'} by the forecast"
+    return loser.model_copy(update={"reason": f"not measured; {words}"})
+
+
+def _lost(plan: Plan) -> Rejected:
+    assert plan.forecast is not None, "plans of a search have one"
+    return Rejected.of(plan.parallelism, plan.forecast, plan.why[0])
