@@ -51,6 +51,7 @@ def main() -> None:
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
     tell(losses, norms, _layout(accelerator, model))
+    accelerator.end_training()  # leaves the process group: threads of gloo's that outlive main can abort the process
 
 
 def _on_cores(state: PartialState) -> None:
