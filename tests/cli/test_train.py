@@ -52,7 +52,7 @@ def no_real_work(monkeypatch: pytest.MonkeyPatch) -> None:
         return trainer.Outcome(folder.path, status)
 
     monkeypatch.setattr(trainer.Trainer, "run", run)
-    monkeypatch.setattr(texts, "prepare_texts", lambda plan: texts.Texts(("corpus",), None, "the same"))
+    monkeypatch.setattr(texts, "prepare_texts", lambda plan, run: texts.Texts(("corpus",), None, "the same"))
     monkeypatch.setattr(
         generation, "generate", lambda folder, prompt, sampling: prompt + f"seed{sampling.seed}():\n  pass"
     )

@@ -199,6 +199,7 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
         workers: ranks that a launcher has started already; None = as many as the plan wants.
     """
     from ahp.cli import train_plan
+    from ahp.runtime.run.given import with_kept_model
     from ahp.runtime.run.same_job import check_same_job
 
     config = request.config
@@ -206,15 +207,17 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
     if request.run.profile is not None:
         request.run.profile.check(wanted.job.steps)
     # Before the model is built from that folder: else the error would name the key model, which nobody gave.
-    if wanted.init_from is not None and not Path(wanted.init_from).expanduser().is_dir():
+    is_gone = wanted.init_from is not None and not Path(wanted.init_from).expanduser().is_dir()
+    if is_gone and not folder.checkpoints():
         raise bad_input("init_from", wanted.init_from, "no such folder; give a folder as save_pretrained writes it")
+    wanted = with_kept_model(wanted, folder)
     check_same_job(folder, wanted, extend=request.run.extend)
     found = train_plan.earlier(config, folder, workers) if config is not None else None
     if folder.finished(wanted.job) is not None and (found or request.plan or workers is None):
         return Prepared(request.plan or found or Plan.load(folder.plan_file), None)
     texts = train_plan.prepare(wanted, config, folder, workers)
     if request.plan is not None:
-        return Prepared(train_plan.check(request.plan, folder), texts)
+        return Prepared(train_plan.check(wanted, folder), texts)
     if found is not None:
         print(f"using the plan in {folder.plan_file}: {found.parallelism.short()}", file=sys.stderr)
         return Prepared(found, texts)

@@ -63,7 +63,7 @@ def prepare(plan: Plan, config: Config | None, folder: RunFolder, workers: int |
         _refuse_here(plan, config)
     elif config is not None:
         config.run.elastic.refuse_more(workers, "the launcher's processes")
-    texts = prepare_texts(plan)
+    texts = prepare_texts(plan, folder)
     check_same_text(folder, plan, texts.fingerprint)
     return texts
 
@@ -96,8 +96,10 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     from ahp.graph.kept import analyze
     from ahp.report import tables
     from ahp.runtime.files import write_aside
+    from ahp.runtime.run.given import with_kept_model
     from ahp.search.ranking import search as ranked
 
+    asked, config = config, with_kept_model(config, folder)
     engine, note = _engine(config)
     _say(f"analyzing {config.model if isinstance(config.model, str) else config.model.get('model_type', 'the model')}")
     graph = analyze(config.model, config.job, attention=engine.attention)
@@ -114,7 +116,7 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     best = ranking.best.model_copy(update={"init_from": config.init_from, "why": (*ranking.best.why, *note)})
     timeline.write(price(graph, cluster, config.job, best.parallelism, best.engine), folder.trace_file)
     best.save(folder.plan_file)
-    write_aside(folder.config_file, json.dumps(_plain(config), indent=1) + "\n")
+    write_aside(folder.config_file, json.dumps(_plain(asked), indent=1) + "\n")
     return best
 
 

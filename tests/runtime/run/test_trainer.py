@@ -23,7 +23,7 @@ import pytest
 import torch
 import yaml
 
-from ahp.errors import AhpError
+from ahp.errors import AhpError, BadInput
 from ahp.graph.models import build_model
 from ahp.job import Job
 from ahp.plan import Parallelism, Plan
@@ -36,6 +36,8 @@ from ahp.runtime.run.checkpoint_store import CheckpointStore
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.generate import Sampling, generate
+from ahp.runtime.run.given import with_kept_model
+from ahp.runtime.run.same_job import check_same_job
 from ahp.runtime.run.trainer import Outcome, Trainer
 from tests.runtime import hanging
 from tests.runtime.weights.test_initial import Drawing
@@ -169,7 +171,7 @@ def test_weights_are_drawn_once_in_a_run_and_not_when_it_goes_on(pool: Pool, tex
 
 
 def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, tmp_path: Path, text: Path) -> None:
-    """From a folder of transformers to a folder of transformers, the chat template with it."""
+    """From a folder of transformers to a folder of transformers, the chat template with it; once there is a checkpoint, without the first."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     given, talks = tmp_path / "given", tmp_path / "talks.jsonl"
@@ -186,8 +188,18 @@ def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, t
          "precision": "fp32", "optimizer": {"learning_rate": 2e-2, "warmup_steps": 5}}
     )  # fmt: skip
     tuned = Plan(model=str(given), init_from=str(given), job=job, parallelism=SHARDED)
-    assert join(pool, tuned, tmp_path / "run", checkpoint_every=60) == ("done", 0, "")
-    folder = RunFolder(tmp_path / "run").weights_folder
+    run = RunFolder(tmp_path / "run")
+    assert join(pool, tuned, run.path, checkpoint_every=40) == ("done", 0, "")
+    first = run.metrics()
+    for gone in (given, run.checkpoints()[-1].path, run.weights_folder):
+        shutil.rmtree(gone)
+    assert join(pool, tuned, run.path, checkpoint_every=40) == ("done", 0, "")
+    assert [record["loss"] for record in run.metrics()] == [record["loss"] for record in first]
+    assert run.checkpoints()[-1].meta()["model"] == str(run.given_folder)
+    assert check_same_job(run, with_kept_model(tuned, run)) is None
+    with pytest.raises(BadInput, match="init_from = 'elsewhere'"):
+        check_same_job(run, tuned.model_copy(update={"init_from": "elsewhere"}))
+    folder = run.weights_folder
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(talk[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
     written = model.generate(**prompt, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=0)[

@@ -71,9 +71,12 @@ def load(file: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_of(plan: Plan) -> Path | None:
-    """The tokenizer.json that lies with the given weights, else in the model's folder; None when there is none."""
-    for place in (plan.init_from, plan.model):
+def tokenizer_of(plan: Plan, kept: Path | None = None) -> Path | None:
+    """The tokenizer.json that lies with the given weights, else in the model's folder; None when there is none.
+
+    ``kept``: what a run keeps beside its given weights, for where their folder is gone.
+    """
+    for place in (plan.init_from, None if kept is None else str(kept), plan.model):
         if isinstance(place, str):
             path = Path(place).expanduser()
             file = (path if path.is_dir() else path.parent) / "tokenizer.json"

@@ -29,7 +29,7 @@ ROOM = 1.2
 
 def publish(run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step: int) -> Path:
     """Complete a folder of safetensors and put it in the place of the run's older one."""
-    published = tokenizer_of(plan)
+    published = tokenizer_of(plan, run.given_folder)
     if published is not None:
         copy_for_transformers(published, aside)
     else:

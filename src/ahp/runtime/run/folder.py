@@ -87,6 +87,8 @@ class RunFolder:
         self.status_file = self.path / "status.json"
         self.history_file = self.path / "starts.jsonl"
         self.tokenizer_file = self.path / "tokenizer.json"
+        self.given_folder = self.path / "init_from"
+        """Of the folder that init_from names, all but the weights (runtime/run/given.py)."""
         self.trace_file = self.path / "trace.json"
         self.checkpoints_folder = self.path / "checkpoints"
         self.weights_folder = self.path / "hf"

@@ -9,6 +9,7 @@ from ahp.job import Job, Optimizer
 from ahp.plan import Plan
 from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.run.folder import Checkpoint, RunFolder
+from ahp.runtime.run.given import named_model
 from ahp.runtime.run.same_model import described, key_differences, model_differences
 
 MAY_CHANGE = (
@@ -49,9 +50,13 @@ def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> st
         told = f"the steps from {before['step'] + 1} on have {', '.join(changed.values())}"
     if told is not None and not extend:
         differ = [f"{told}; --run.extend true allows it"]
-    for key, now in (("init_from", plan.init_from), ("model", plan.model)):
-        if before.get(key) != now:
-            differ.insert(0, f"{key} = {now!r} (the run has {before.get(key)!r})")
+    model_before = named_model(before.get("model"), before.get("init_from"), folder)
+    for key, now, was in (
+        ("init_from", plan.init_from, before.get("init_from")),
+        ("model", named_model(plan.model, plan.init_from, folder), model_before),
+    ):
+        if was != now:
+            differ.insert(0, f"{key} = {now!r} (the run has {was!r})")
     if not differ and before.get("model_described") is not None:
         differ = list(model_differences(before["model_described"], described(plan.model)))
     if differ:

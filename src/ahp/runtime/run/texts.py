@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ahp.errors import bad_input
 from ahp.plan import Plan
 from ahp.runtime.data.corpus import Corpus, prepare, read
 from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.run.progress import progress, say
+
+if TYPE_CHECKING:
+    from ahp.runtime.run.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ class Texts:
                 read(Path(folder), verify=verify)
 
 
-def prepare_texts(plan: Plan) -> Texts:
-    """Tokenise the text of a plan's job, or find it in the cache. Of the plan its model, weights and job are looked at, not its layout.
+def prepare_texts(plan: Plan, run: RunFolder | None = None) -> Texts:
+    """Tokenise the text of a plan's job, or find it in the cache. Of the plan its model, weights and job are looked at, not its layout;
+    the weights not where ``run`` goes on from a checkpoint.
 
     Raises BadInput for all that would only be told by a worker: weights of another model, sequences longer than the model takes, text
     that cannot be read, or is less than a batch.
@@ -49,9 +53,9 @@ def prepare_texts(plan: Plan) -> Texts:
             "job.lora: only adapters are trained, and the other weights are random, from job.seed; init_from names trained weights"
         )
     masked = is_masked(module)
-    if plan.init_from is not None:
+    if plan.init_from is not None and not (run and run.checkpoints()):
         check_folder(plan.init_from, module)
-    given, corpora = tokenizer_of(plan), list[Corpus]()
+    given, corpora = tokenizer_of(plan, run.given_folder if run else None), list[Corpus]()
     for text in job.texts:
         corpora.append(_prepared(plan, "job.data", text, masked, given))
         given = given or corpora[0].folder / "tokenizer.json"

@@ -30,6 +30,7 @@ from ahp.runtime.run.checkpoint_store import CheckpointStore
 from ahp.runtime.run.evaluation import find as find_evaluation
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.given import keep, with_kept_model
 from ahp.runtime.run.progress import Display, following, say
 from ahp.runtime.run.restarts import SAME_FAILURES, Restarts, gpus_left
 from ahp.runtime.run.same_job import check_same_job
@@ -292,6 +293,7 @@ class Trainer:
             finished = workers.decided_by_first(lambda: self._begin(kept), Outcome | None)
             if finished is not None:
                 return finished
+            self.plan = with_kept_model(self.plan, self.folder)  # on the other ranks too
             order = self._as_it_failed(self._order(device, self._texts_of(workers)))
         set_gpu_variables(self.folder.log_folder)
         stop = StopRequest()
@@ -316,6 +318,7 @@ class Trainer:
         kept.enter_context(self.folder.held())
         if self.stored is not None:
             self.stored.fetch()
+        self.plan = with_kept_model(self.plan, self.folder)
         extended = check_same_job(self.folder, self.plan, extend=self.extend)
         if self.stored is not None:  # of a run that is done too, whose last checkpoint the store may not have taken
             kept.enter_context(self.stored.kept_up())
@@ -442,14 +445,16 @@ class Trainer:
                 # One worker of a node reads every byte; the first of all has.
                 found.check(verify=not workers.is_first and os.environ.get("LOCAL_RANK", "0") == "0")
             except BadInput:
-                return prepare_texts(self.plan)
+                return prepare_texts(self.plan, self.folder)
             return found
 
         return workers.done_by_all(seen)
 
     def _texts(self) -> Texts:
         """Checked against the job, so that nothing is refused after the workers were started."""
-        return self.texts or prepare_texts(self.plan)
+        texts = self.texts or prepare_texts(self.plan, self.folder)
+        keep(self.plan, self.folder)
+        return texts
 
     def _display(self) -> Display:
         forecast = self.plan.forecast

@@ -23,12 +23,12 @@ class StartingValues:
         """Gives a module on the meta device its buffers, in place. Raises BadInput when the weights given are not its own, or it
         cannot be initialised.
 
-        ``initialize``: False where a checkpoint is read next, so that its parameters are neither drawn nor read from ``init_from``.
+        ``initialize``: False where a checkpoint is read next: its parameters are neither drawn nor read from ``init_from``, whose folder
+        need not be there.
         """
-        self._initialize = initialize
         self.streamed = is_meta(module)
         """Whether parameters get memory only once they are cut, so that no rank ever holds the whole model."""
-        self._given = Pretrained(plan.init_from) if plan.init_from is not None else None
+        self._given = Pretrained(plan.init_from) if initialize and plan.init_from is not None else None
         self._stored: dict[str, InFiles] = {}
         """Of ``plan.init_from``, by the names of the model without adapters, as what comes next is."""
         self._initial: list[InitialWeights] = []
@@ -49,7 +49,7 @@ class StartingValues:
             fill_initial(layout, initial)
         if self._given is None:
             return 0
-        parameters = {name: p for name, p in layout.parameters.items() if self._initialize and not is_adapter(name)}
+        parameters = {name: p for name, p in layout.parameters.items() if not is_adapter(name)}
         fill(
             parameters,
             layout,

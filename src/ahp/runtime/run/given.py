@@ -1,0 +1,40 @@
+"""What a run keeps of the folder of its given weights (``init_from``): once there is a checkpoint, it goes on without that folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TypeVar
+
+from ahp.config import Config
+from ahp.plan import Plan
+from ahp.runtime.data.tokenizer import BESIDE
+from ahp.runtime.run.folder import RunFolder
+
+Asked = TypeVar("Asked", Plan, Config)
+KEPT = ("config.json", "tokenizer.json", *BESIDE)
+
+
+def keep(plan: Plan, run: RunFolder) -> None:
+    """Copy everything but the weights into the run's folder, before its first step."""
+    if plan.init_from is None or run.checkpoints():
+        return
+    run.given_folder.mkdir(exist_ok=True)
+    for name in KEPT:
+        file = Path(plan.init_from).expanduser() / name
+        if file.is_file():
+            shutil.copyfile(file, run.given_folder / name)
+
+
+def with_kept_model(asked: Asked, run: RunFolder) -> Asked:
+    """The same with the model of the run's copy, where it is that of given weights whose folder is gone."""
+    folder = asked.init_from
+    if folder is None or asked.model != folder or Path(folder).expanduser().is_dir() or not run.checkpoints():
+        return asked
+    return asked.model_copy(update={"model": str(run.given_folder)}) if run.given_folder.is_dir() else asked
+
+
+def named_model(model: object, init_from: str | None, run: RunFolder) -> object:
+    """A model under the name that the user gave it, where it is the run's copy."""
+    is_kept = init_from is not None and isinstance(model, str) and Path(model).name == run.given_folder.name
+    return init_from if is_kept else model
