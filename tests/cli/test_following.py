@@ -13,7 +13,7 @@ from ahp.cli.main import COMMANDS, main
 
 def test_train_runs_plans_of_ahp_alone() -> None:
     assert after("my plan.yaml", "ahp", "explain") == ["ahp explain 'my plan.yaml'", "ahp train 'my plan.yaml'"]
-    assert after("p.yaml", "torchtitan", "explain") == ["ahp explain p.yaml", "ahp report p.yaml"]
+    assert after("p.yaml", "torchtitan", "explain") == ["ahp explain p.yaml", "ahp export torchtitan p.yaml"]
 
 
 @pytest.mark.slow
@@ -25,14 +25,14 @@ def test_a_plan_for_another_engine_is_never_sent_to_train(
     job = ["--job.sequence-length", "128", "--job.global-batch-size", "16"]
     assert main(["plan", "tiny", "1x2xH100-SXM-80GB", *job, *engine, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["next"]
-    assert told == ["ahp explain plan.yaml", "ahp simulate plan.yaml", "ahp report plan.yaml"]
+    assert told == ["ahp explain plan.yaml", "ahp simulate plan.yaml", "ahp export torchtitan plan.yaml"]
     lines = []
     for words in (["explain"], ["simulate"], ["report"]):
         assert main([*words, "plan.yaml"]) == 0
         lines.append(capsys.readouterr().out.rstrip().splitlines()[-1])
     assert lines == [
-        "Next: ahp simulate plan.yaml --trace trace.json    ahp report plan.yaml",
-        "Next: ahp explain plan.yaml    ahp report plan.yaml",
+        "Next: ahp simulate plan.yaml --trace trace.json    ahp export torchtitan plan.yaml",
+        "Next: ahp explain plan.yaml    ahp export torchtitan plan.yaml",
         "Next: open it in a browser    ahp simulate plan.yaml --trace trace.json",
     ]
     named = [part.split()[1] for part in told] + [

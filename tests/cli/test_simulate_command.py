@@ -114,7 +114,7 @@ def test_next_runs_only_what_ahp_runs(plan_file: Path, capsys: pytest.CaptureFix
     Plan.model_validate({**plan.model_dump(), "engine": {"name": "torchtitan"}}).save(plan_file)
     assert run([str(plan_file)]) == 0
     commands = next_commands(capsys.readouterr().out)
-    assert commands == [f"ahp explain {plan_file}", f"ahp report {plan_file}"]
+    assert commands == [f"ahp explain {plan_file}", f"ahp export torchtitan {plan_file}"]
     assert all(command.split()[1] in COMMANDS for command in commands)
 
 

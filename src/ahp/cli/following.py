@@ -26,8 +26,8 @@ def default_data_words(job: Job) -> str | None:
 
 
 def after(path: str, engine: str, *first: str) -> list[str]:
-    """Commands about the plan in ``path``: ``first`` by their names, then what runs it, or shows it where AHP does not."""
-    last = "train" if engine == RUNS else "report"
+    """Commands about the plan in ``path``: ``first`` by their names, then what runs it, or writes it for the engine that does."""
+    last = "train" if engine == RUNS else f"export {engine}"
     return [f"ahp {command} {shlex.quote(path)}" for command in (*first, last)]
 
 
