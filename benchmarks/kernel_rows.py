@@ -204,7 +204,7 @@ def _own_group(name: str, device: str, raw: dict[str, Any]) -> Row:
 def _own_attention(name: str, device: str, raw: dict[str, Any]) -> Row | None:
     if raw["kernel"] == "efficient":
         return None
-    kernel = "cudnn_9_19" if raw["kernel"] == "cudnn" else raw["kernel"]
+    kernel = {"cudnn": "cudnn_9_19", "flash2": "torch_flash2"}[raw["kernel"]]
     s, d, backward, causal = raw["sequence"], raw["head_dim"], raw["phase"] == "backward", raw["causal"]
     flops = 4.0 * raw["batch"] * raw["heads"] * s * s * d * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
     how = {"backward": backward, "kernel": kernel, "causal": causal}

@@ -170,6 +170,21 @@ def test_attention_of_few_heads_waits_for_its_last_block():
     assert attention(A100, 4096, heads=4) < 0.5 * attention(A100, 4096, heads=64)
 
 
+def test_torchs_copy_of_flash_attention_is_slower_backward():
+    def seconds(kernel, sequence, backward):
+        return H100.attention_s(1e12, sequence, 128, "bf16", backward=backward, kernel=kernel)
+
+    assert seconds("torch_flash2", 4096, False) == seconds("flash2", 4096, False)
+    slower = [seconds("torch_flash2", n, True) / seconds("flash2", n, True) for n in (512, 4096, 32768)]
+    assert slower == sorted(slower, reverse=True)
+    assert 1.05 < slower[-1] < slower[0] < 1.6
+
+
+def test_sums_in_fp32_cost_hopper_alone():
+    assert H100.fp32_sums == 1.05
+    assert Gpu(find("B200").device).fp32_sums == Gpu(find("A100").device).fp32_sums == 1.0
+
+
 def test_recent_is_torchs_choice_with_a_newer_cudnn():
     def seconds(gpu, kernel, precision="bf16"):
         return gpu.attention_s(1e12, 4096, 128, precision, backward=False, kernel=kernel)
@@ -284,7 +299,11 @@ def test_the_benchmark_prices_every_kind_of_row(tmp_path):
     assert len(own) == 3
     assert all(line.strip().startswith(("+0%", "-0%")) for line in own)
     # The published bars on H100, which come with the script.
-    published = [line.split() for line in result.stdout.splitlines() if line.startswith("H100") and " all " in line and "own " not in line]
+    published = [
+        line.split()
+        for line in result.stdout.splitlines()
+        if line.startswith("H100") and " all " in line and "own " not in line
+    ]
     assert [int(line[-5]) for line in published] == [96, 48]  # what constants are derived from, and what they are not
     assert all(float(line[-4].rstrip("%")) < limit for line, limit in zip(published, (7, 10), strict=True))
 

@@ -232,7 +232,7 @@ class KernelTraits(NamedTuple):
     attention: Literal["flash1", "flash2", "cudnn", "masked"] | None = None
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
     flash2_on: tuple[str, ...] = ()
-    """Generations of GPUs (forecast/kernels.yaml) on which it is FlashAttention-2, whatever torch takes."""
+    """Generations of GPUs (forecast/kernels.yaml) on which it is torch's FlashAttention-2, whatever torch takes now."""
     recent_cudnn: bool = False
     """Whether cuDNN is 9.19 or later, where attention is cuDNN's."""
     fused_loss: bool = False

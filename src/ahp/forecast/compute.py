@@ -317,12 +317,17 @@ def operator_s(
             busy_s = rates.grouped_s(*shape, named, kernel=kernels.grouped, **added)
             return max(busy_s, moved / rates.bytes_per_s) + host_s
         busy_s = rates.grouped_s(*shape, "fp8", kernel="fused" if fp8.fused_experts else kernels.grouped, **added)
+        busy_s *= _fp32_sums(op, rates)
         cast_bytes = 0.0 if fp8.fused_experts and reads_chain else _cast_bytes(op, shape, fp8)
         return max(busy_s, moved / 2 / rates.bytes_per_s) + cast_bytes / rates.bytes_per_s + host_s
     if fp8 is None or op.name in BATCHED:
         return max(rates.matmul_s(*shape, named, **added), moved / rates.bytes_per_s) + host_s
-    busy_s = max(rates.matmul_s(*shape, "fp8", **added), moved / 2 / rates.bytes_per_s)
+    busy_s = max(rates.matmul_s(*shape, "fp8", **added) * _fp32_sums(op, rates), moved / 2 / rates.bytes_per_s)
     return busy_s + _cast_bytes(op, shape, fp8) / rates.bytes_per_s + host_s
+
+
+def _fp32_sums(op: Operator, rates: Rates) -> float:
+    return rates.gpu.fp32_sums if rates.gpu is not None and op.phase == "backward" else 1.0
 
 
 def _cast_bytes(op: Operator, shape: tuple[float, float, float, float], fp8: Fp8Recipe) -> float:

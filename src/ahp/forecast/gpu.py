@@ -20,9 +20,9 @@ from typing import Any, Literal
 from ahp.cluster.model import Device
 from ahp.shipped import shipped
 
-AttentionKernel = Literal["flash1", "flash2", "cudnn", "cudnn_9_19", "masked", "recent"]
-"""FlashAttention-2 (torch's flash backend), or the vendor's own (cuDNN; FlashAttention-3 on Hopper is 4-17 % faster). masked: what
-torch takes that reads a mask; recent: what it takes with cuDNN 9.19 or later."""
+AttentionKernel = Literal["flash1", "flash2", "torch_flash2", "cudnn", "cudnn_9_19", "masked", "recent"]
+"""FlashAttention-2, of its own library or torch's copy of it, or the vendor's own (cuDNN; FlashAttention-3 on Hopper is 4-17 % faster).
+masked: what torch takes that reads a mask; recent: what it takes with cuDNN 9.19 or later."""
 
 EFFICIENT: AttentionKernel = "flash1"
 """torch's efficient kernel is of the speed of FlashAttention's first generation (arXiv 2307.08691)."""
@@ -114,6 +114,11 @@ class Gpu:
         persistent = self.generation in self._data["products"]["persistent"]
         return self._product_s(batch, m, n, k, precision, output_bytes, accumulate, persistent)
 
+    @property
+    def fp32_sums(self) -> float:
+        """Time of a product in 8 bits with sums in fp32, as backward passes have it, over that of one without."""
+        return self._data["eight_bits"]["fp32_sums"].get(self.generation, 1.0)
+
     def grouped_s(
         self,
         groups: float,
@@ -159,7 +164,8 @@ class Gpu:
         heads = flops / ((5 if backward else 2) * sequence * keys * width)
         rows = data["block_queries"].get(self.generation, data["block_queries"][kernel])
         blocks = max(1.0, heads * math.ceil(sequence / rows))
-        extra = phase["prologue_keys"] + (phase["diagonal_keys"] if causal else 0)
+        extra = phase.get("prologue_keys_of", {}).get(kernel, phase["prologue_keys"])
+        extra += phase["diagonal_keys"] if causal else 0
         work_s = flops * (2 * head_dim / width) * (keys + extra) / keys / rate
         block_s = work_s * self._sms / blocks
         longest_s = (2 if causal else 1) * block_s

@@ -67,7 +67,7 @@ class KernelOptions(NamedTuple):
         return cls(
             fusion=fusion,
             fused_loss=traits.kernels.fused_loss,
-            attention="flash2"
+            attention="torch_flash2"
             if flash2
             else traits.kernels.attention or ("recent" if traits.kernels.recent_cudnn else None),
             attention_again=not (flash2 or traits.recompute.keeps_cudnn_attention) and takes_cudnn(generation),
