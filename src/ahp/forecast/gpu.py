@@ -235,7 +235,11 @@ class Gpu:
         moved = batch * (m * k + k * n) * element + written
         memory_s = moved / (self._data["products"]["memory_share"] * self.device.memory_bandwidth_bytes_per_s)
         tiles_s = self._tiles_s(batch, m, n, k, reach.burst / self._sms, written, persistent)
-        return max(tiles_s, memory_s, 2.0 * batch * m * n * k / reach.sustained)
+        held_s = 2.0 * batch * m * n * k / reach.sustained
+        if persistent:
+            share = self._data["products"]["persistent_output_share"].get(self.generation, 0.0)
+            held_s += share * written / self.device.memory_bandwidth_bytes_per_s
+        return max(tiles_s, memory_s, held_s)
 
     def _tiles_s(
         self, batch: float, m: float, n: float, k: float, sm_flops_per_s: float, written: float, persistent: bool
