@@ -75,6 +75,10 @@ def test_devices_that_are_no_whole_nodes_are_refused_with_the_nearest() -> None:
         Cluster.parse("20xA100")
 
 
+def test_this_machine_is_timed_once() -> None:
+    assert Cluster.parse("2xcpu") == Cluster.parse("2xcpu")
+
+
 @settings(deadline=None)
 @given(st.integers(1, 4096), st.integers(1, 128), st.sampled_from([n for n in catalogue.names() if n != "cpu"]))
 def test_short_form_counts(nodes: int, devices: int, name: str) -> None:

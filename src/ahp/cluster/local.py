@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -150,8 +151,9 @@ def _hertz() -> float:
     return 2.5e9
 
 
+@cache
 def _copy_bytes_per_s() -> float:
-    """Bytes read and written per second by one core that copies more than its caches hold."""
+    """Bytes read and written per second by one core that copies more than its caches hold; measured once in a process."""
     import numpy as np
 
     cache = sense.last_level_cache_bytes()
