@@ -162,6 +162,7 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
     assert not Path("plan.yaml").exists()
 
 
+@pytest.mark.slow
 def test_explain_shows_bars_and_what_would_move_it(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["explain", str(plan_file), "--why-not", "tp=2 mb=1"]) == 0

@@ -133,6 +133,7 @@ def kept_bytes(
     return sum(event.self_cpu_memory_usage for event in run.key_averages())
 
 
+@pytest.mark.slow
 def test_selective_keeps_less_than_nothing_recomputed_and_more_than_full() -> None:
     none, selective, full = map(kept_bytes, KINDS)
     assert full < 0.8 * selective
@@ -160,6 +161,7 @@ def memories(name: str, fusion: Fusion, tensor: int = 1, **job: Any) -> tuple[li
     return [of_kinds[kind] for kind in graph.layers], graph.blocks[0].output.bytes
 
 
+@pytest.mark.slow
 def test_selective_keeps_what_the_forecast_says() -> None:
     kept = sum(memory.beside_products.kept for memory in memories("llama", "traced")[0])
     assert kept_bytes("selective") - kept_bytes("full") == kept
