@@ -52,8 +52,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if named or num_cores() == 1 else min(num_cores() + waiting, MOST_PROCESSES)
 
 
-LONGEST = ("test_failures.py", "test_probed_hosts.py", "test_probe_hosts.py", "test_benchmarks.py")
-"""They start many processes one after the other, and wait for most of their time."""
+LONGEST = (
+    "test_failures.py", "test_probed_hosts.py", "test_probe_hosts.py", "test_benchmarks.py", "test_changing_nodes.py", "test_preparation.py",
+    "test_nodes.py", "test_gone.py", "test_saving_first.py", "test_stopped.py",
+)  # fmt: skip
+"""They start many processes one after the other, and wait for most of their time, while the other processes of the tests compute.
+[Empirical] On a busy machine tests/runtime/ranks/test_changing_nodes.py took 78 s, and 11 s of processor time."""
 
 
 @pytest.hookimpl(tryfirst=True)
