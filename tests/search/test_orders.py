@@ -66,7 +66,8 @@ def test_no_order_is_lost_and_none_stands_twice(degrees: tuple[int, ...], per_no
 @given(st.tuples(*[st.sampled_from([1, 1, 2, 3, 4, 6, 8])] * 5), st.sampled_from([2, 3, 4, 6, 8]), st.data())
 def test_no_order_is_lost_where_axes_fill_no_node(degrees: tuple[int, ...], per_node: int, data: st.DataObject) -> None:
     sharded = degrees[2] * degrees[3]
-    ranks = sharded if sharded > 1 else degrees[1]  # which share the experts: rules.py refuses what does not divide them
+    # These share the experts: rules.py refuses what does not divide them.
+    ranks = sharded if sharded > 1 else degrees[1]
     expert = data.draw(st.sampled_from([e for e in (1, 2, 4, 8) if ranks % e == 0]))
     equals_all_orders(dict(zip(AXES, degrees, strict=True)), expert, per_node, even=False)
 
