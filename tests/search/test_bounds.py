@@ -266,9 +266,9 @@ def test_rows_that_do_not_fit_are_not_timed() -> None:
     assert np.isfinite(rows.needs_bytes).all()
 
 
-LEVELS = {"first": 0.87, "work": 0.94, "block": 0.95, "rows": 0.999}
+LEVELS = {"first": 0.865, "work": 0.94, "block": 0.95, "rows": 0.999}
 """What each level of bounds knows at least of the time of a block's fastest row, as the median over blocks. The first three do not count copies of
-gradients of the embedding and the head."""
+gradients of the embedding and the head, and the first not what products of weight gradients write."""
 
 
 @pytest.mark.slow

@@ -78,6 +78,10 @@ class Rates:
             return float("inf") if attention else float(samples[1].max())
         return self.gpu.reach(precision).sustained if self.gpu is not None else self.peak(precision) * CPU_PRODUCT
 
+    def output_s(self, written: float) -> float:
+        """What a product that was not measured does not hide of its output, at least."""
+        return 0.0 if self.gpu is None or self._samples else self.gpu.output_s(written)
+
     def matmul_s(
         self,
         batch: float,

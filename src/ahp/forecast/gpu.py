@@ -237,9 +237,13 @@ class Gpu:
         tiles_s = self._tiles_s(batch, m, n, k, reach.burst / self._sms, written, persistent)
         held_s = 2.0 * batch * m * n * k / reach.sustained
         if persistent:
-            share = self._data["products"]["persistent_output_share"].get(self.generation, 0.0)
-            held_s += share * written / self.device.memory_bandwidth_bytes_per_s
+            held_s += self.output_s(written)
         return max(tiles_s, memory_s, held_s)
+
+    def output_s(self, written: float) -> float:
+        """What a persistent kernel does not hide of so many bytes of output, where power limits it."""
+        share = self._data["products"]["persistent_output_share"].get(self.generation, 0.0)
+        return share * written / self.device.memory_bandwidth_bytes_per_s
 
     def _tiles_s(
         self, batch: float, m: float, n: float, k: float, sm_flops_per_s: float, written: float, persistent: bool

@@ -28,6 +28,9 @@ from ahp.forecast.tables import PRECISION_OF
 from ahp.graph.operators import Operator, TensorSpec
 from ahp.plan import Parallelism
 
+LEAST_WRITTEN = 2
+"""Bytes of an element that a product writes, at least: of one in 8 bits as well."""
+
 
 class LeastLayers:
     """Of one model, job and engine on one kind of nodes."""
@@ -102,7 +105,10 @@ class LeastLayers:
         precision = PRECISION_OF.get(op.inputs[0].dtype, "fp32")
         fused = "attention" in op.name
         rates = [self._rates.fastest(name, attention=fused) for name in {precision, self._job.precision}]
-        return op.flops * (0.5 if fused and self._causal else 1.0) / max(rates)
+        seconds = op.flops * (0.5 if fused and self._causal else 1.0) / max(rates)
+        # A weight's gradient is written once for however many sequences, and experts' kernels hide what they write.
+        is_hidden = fused or op.name in GROUPED or is_weight_gradient(op)
+        return seconds if is_hidden else seconds + self._rates.output_s(LEAST_WRITTEN * op.outputs[0].numel)
 
     def beside_products_s(
         self, tensor: int, context: int, expert: int, sequence: int, folded: int, micro_batch: int
