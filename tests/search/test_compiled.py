@@ -83,8 +83,8 @@ def equals_brute_force(asked: Problem) -> None:
         assert used.price(plan.parallelism) == plan.forecast
     alone = fastest(asked)
     if alone is not None and alone.best is not None:
-        assert alone.problem.engine == ranking.fastest.engine
-        assert alone.best[1].step_time_s == pytest.approx(certificate.found_s, rel=1e-12)  # under a fixed pattern
+        # It cuts one layout anew, the ranking three: another of these may be the faster one then.
+        assert certificate.found_s * (1 - 1e-12) <= alone.best[1].step_time_s <= best_s * (1 + 1e-12)
 
 
 @pytest.mark.slow

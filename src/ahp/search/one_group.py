@@ -11,7 +11,7 @@ from ahp.search.lighten import lighten
 from ahp.search.method import Method, find
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
-from ahp.search.recut import LAYOUTS, recut
+from ahp.search.recut import recut
 from ahp.search.space import Space, build
 
 
@@ -41,7 +41,7 @@ def fastest_row(
 ) -> tuple[Fastest, Outcome, tuple[int, int]]:
     """The fastest in a space that has legal rows; with what was looked at, and the forecasts of other cuts into stages and of fewer
     layers recomputed."""
-    found = find(asked, bounds, space, Method(), LAYOUTS, ceiling_s, slack=slack)
+    found = find(asked, bounds, space, Method(), 1, ceiling_s, slack=slack)
     left_s = float("inf") if found.lowest_bound_left_s is None else found.lowest_bound_left_s
     if not found.fitting:
         return Fastest(asked, None, left_s), found, (0, 0)
