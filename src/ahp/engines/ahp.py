@@ -126,9 +126,8 @@ class AhpEngine(Engine):
                 element_bytes=4,
                 whole=not every,
             ),
-            gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(
-                beside_stages=True
-            ),  # the ends apart: runtime/shard/ends.py
+            # Embedding and head are units of their own: runtime/shard/ends.py.
+            gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(beside_stages=True),
             reduce=ReduceTraits(
                 element_bytes=4,
                 overlap=0.0 if pipelined else 1.0,
