@@ -24,6 +24,7 @@ from ahp.search.choices import ScheduleChoice, divisors
 from ahp.search.fastest import fastest
 from ahp.search.mixed.balance import share
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome, Queue
+from ahp.search.mixed.floors import Shapes
 from ahp.search.mixed.matrices import families, matrices
 from ahp.search.mixed.over_groups import BRIEFLY
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of, shape_of
@@ -298,6 +299,31 @@ def known_floors(finder: Finder, limit_s: float) -> dict[Shape, float]:
             assert floor_s >= before_s
             found[shape] = before_s = floor_s
     return found
+
+
+class _AtTheLimit:
+    """Floors of one shape: a low one by work, and by all replicas whatever is asked for, less one rounding error."""
+
+    calls = 0
+
+    def by_work(self, kind: str, limit_s: float) -> Shapes:
+        number = np.array([0])
+        return Shapes(number, number, number + 2, number + 1, np.array([1.12]), np.array([10.0]))
+
+    def by_memory(self, kind: str, of: Shapes) -> Shapes:
+        return of
+
+    def by_replicas(self, kind: str, of: Shapes, limit_s: float) -> Shapes:
+        self.calls += 1
+        assert self.calls < 20, "the same floor again and again"
+        return of._replace(floor_s=np.maximum(of.floor_s, np.nextafter(limit_s, 0.0)))
+
+
+@pytest.mark.parametrize("limit_s", [10.1, 12.0, 20.551424261575367])
+def test_the_queue_ends_where_a_floor_is_a_rounding_error_below_the_limit(limit_s: float) -> None:
+    """Three groups of 256 devices were searched for ever: such a floor was computed again and again."""
+    queue = Queue(_AtTheLimit(), "piped", limit_s, closest=True)  # type: ignore[arg-type]
+    assert queue.pop(limit_s) is None
 
 
 @pytest.mark.slow

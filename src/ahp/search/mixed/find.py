@@ -64,6 +64,10 @@ REACHED = 2
 """By so many steps of that, at most."""
 
 
+AT_LIMIT = 1 - 1e-9
+"""A floor above this share of a limit is at the limit: floors are divided by the share of the slowest device and multiplied with it again."""
+
+
 REACH = (4.0, 32.0, 256.0, float("inf"))
 """So many times the least that any shape may take they are looked for, one after another, until a time is known."""
 
@@ -125,10 +129,10 @@ class Queue:
         of, self._open = self._open.split(FURTHER * lowest_s)
         limit_s = min(below_s, FURTHER**REACHED * lowest_s)
         of = self._floors.by_replicas(self._kind, of.where(of.floor_s < below_s), limit_s)
-        known = of.floor_s < limit_s * (1 - 1e-9)
+        known = of.floor_s < limit_s * AT_LIMIT
         self._push(of.where(known))
-        later = of.where(~known)
-        self._open = Shapes.all([self._open, later.where(later.floor_s < below_s)]).sorted()
+        # What is at ``below_s`` but for rounding must not stay: it would come up again for ever.
+        self._open = Shapes.all([self._open, of.where(~known & (of.floor_s < below_s * AT_LIMIT))]).sorted()
 
     def _push(self, of: Shapes) -> None:
         for at, floor_s in enumerate(of.floor_s.tolist()):
