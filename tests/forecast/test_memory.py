@@ -15,7 +15,7 @@ from ahp.forecast.activations import segment_memory
 from ahp.forecast.assembly import num_groups
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
-from ahp.forecast.memory import Outside, Peak, fit_probability, pooled_bytes, ranks_memory, while_training
+from ahp.forecast.memory import Outside, Peak, device_bytes, fit_probability, pooled_bytes, ranks_memory, while_training
 from ahp.forecast.split import split
 from ahp.forecast.states import RankWeights, Shards, UnitBytes, state_bytes, unit_bytes
 from ahp.job import Job
@@ -170,6 +170,13 @@ def test_a_gap_counts_where_it_is_larger_than_the_usual_share():
     assert reserved(gap=20.0) == reserved() == 1038
     assert reserved(gap=50.0) == 1050
     assert reserved(gap=50.0, pooled=7.0) == 1057
+
+
+def test_processors_have_no_streams_to_keep_memory_for():
+    cpu = Outside.of(make_cluster(name="cpu").groups[0].device, 0)
+    one = ranks_memory({"parameters": 1000}, cpu, gap=50.0, pooled=7.0).of(0)
+    assert one.reserved == ranks_memory({"parameters": 1000}, cpu).of(0).reserved
+    assert device_bytes(1000.0, cpu, gap=50.0, pooled=7.0) == one.total
 
 
 def test_the_head_leaves_a_gap_where_its_logits_are_cast(mlp_block):

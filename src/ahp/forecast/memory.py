@@ -17,10 +17,12 @@ from ahp.forecast.states import Figures, Floats, UnitBytes
 
 
 class Outside(NamedTuple):
-    """Bytes of a device that lie outside the allocator."""
+    """Bytes of a device that lie outside the allocator, and what kind of allocator it has."""
 
     communicators: Figures
     context: Figures
+    by_stream: Figures = 1.0
+    """1 where the allocator keeps what a stream has freed for this stream alone, as on GPUs; 0 on processors, which have no streams."""
 
     @property
     def total(self) -> Figures:
@@ -29,8 +31,9 @@ class Outside(NamedTuple):
     @classmethod
     def of(cls, device: Device, num_groups: Figures) -> Outside:
         """With the communicators of so many process groups."""
-        each = 0.0 if is_cpu(device) else margins.value("communicator_bytes")
-        return cls(np.rint(num_groups * each), device.reserved_memory_bytes)
+        by_stream = 0.0 if is_cpu(device) else 1.0
+        each = by_stream * margins.value("communicator_bytes")
+        return cls(np.rint(num_groups * each), device.reserved_memory_bytes, by_stream)
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,10 @@ def ranks_memory(
 ) -> RanksMemory:
     """Add what the allocator keeps of these parts beyond them, and what lies outside of it; see ``slack_bytes``."""
     allocated = np.atleast_1d(sum(parts.values()))
-    slack = slack_bytes(allocated, pooled, gap)
-    whole = {**parts, "allocator_slack": slack, **outside._asdict()}
+    slack = slack_bytes(allocated, pooled * outside.by_stream, gap * outside.by_stream)
+    whole = {
+        **parts, "allocator_slack": slack, "communicators": outside.communicators, "context": outside.context
+    }  # fmt: skip
     each = {part: np.broadcast_to(count, allocated.shape) for part, count in whole.items()}
     return RanksMemory(each, allocated, allocated + slack)
 
@@ -145,7 +150,7 @@ def slack_bytes(allocated: Figures, pooled: Figures = 0.0, gap: Figures = 0.0) -
 def device_bytes(allocated: Figures, outside: Outside, pooled: Figures = 0.0, gap: Figures = 0.0) -> Figures:
     """What a device must have for so many bytes in tensors."""
     whole = np.floor(allocated)
-    return whole + slack_bytes(whole, pooled, gap) + outside.total
+    return whole + slack_bytes(whole, pooled * outside.by_stream, gap * outside.by_stream) + outside.total
 
 
 def most_allocated(device_bytes: Figures, outside: Outside) -> Figures:

@@ -56,11 +56,11 @@ class ShardingColumns:
 
     @cached_property
     def outside(self) -> Outside:
-        return Outside(*self.figures[2:4, :, None])
+        return Outside(*self.figures[2:5, :, None])
 
     @cached_property
     def traits(self) -> TraitColumns:
-        return TraitColumns.of_figures(self.figures[4:])
+        return TraitColumns.of_figures(self.figures[5:])
 
     def moved_bytes(self, micro_batches: int | Ints) -> tuple[Floats, Floats]:
         """[N, 1] each: moved for each parameter of a micro-batch, to make the compute copy and to copy its gradient.
