@@ -11,7 +11,19 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "ahp"
 
 FLOORS: list[set[str]] = [
-    {"about", "arrays", "cache", "divisors", "errors", "run_files", "run_history", "shipped", "words", "yaml_text"},
+    {
+        "about",
+        "arrays",
+        "cache",
+        "divisors",
+        "errors",
+        "optional",
+        "run_files",
+        "run_history",
+        "shipped",
+        "words",
+        "yaml_text",
+    },
     {"job"},
     {"violations", "stage_place", "step_forecast"},
     {"plan"},

@@ -202,7 +202,7 @@ import sys
 from ahp.cli.main import main
 for command in sys.argv[1:]:
     assert main(command.split()) == 0, command
-    print("imported", command, sorted({"torch", "transformers", "scipy", "pandas", "sympy"}.intersection(sys.modules)))
+    print("imported", command, sorted({"torch", "transformers", "scipy", "pandas", "sympy", "typeguard"}.intersection(sys.modules)))
 print("modules", len(sys.modules))
 """
 

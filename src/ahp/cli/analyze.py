@@ -18,6 +18,7 @@ from ahp.cli.following import show_next
 from ahp.cli.planning_job import LONGEST_DEFAULT_SEQUENCE
 from ahp.errors import BadInput
 from ahp.job import Job, Precision
+from ahp.optional import OptionalNumber
 from ahp.plan import validated
 from ahp.words import count, percent
 
@@ -36,7 +37,7 @@ TOP = 8
 class Arguments:
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Catalogue name, folder or file of a Hugging Face config.json, or pkg.mod:factory."""
-    sequence_length: int | None = None
+    sequence_length: OptionalNumber = None
     """Tokens of one sequence; not given: the model's context, at most 8192."""
     micro_batch_size: int = 1
     """Sequences of one micro-batch."""

@@ -18,6 +18,7 @@ import tyro
 from ahp.cli.overrides import split_overrides
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.export.table import Settings, Unreadable
+from ahp.optional import OptionalText
 from ahp.plan import EngineChoice, Forecast, Parallelism, Plan, validated
 from ahp.words import percent, seconds
 
@@ -44,11 +45,11 @@ class Arguments:
     """The engine's configuration, or the script that starts it."""
     cluster: Annotated[str, tyro.conf.arg(metavar="CLUSTER")]
     """What it runs on: 8x8xH100, or a cluster.yaml."""
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model: Annotated[OptionalText, tyro.conf.arg(metavar="MODEL")] = None
     """Catalogue name or config.json, where the file does not say it."""
-    engine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    engine: Annotated[OptionalText, tyro.conf.arg(metavar="NAME")] = None
     """torchtitan, megatron, deepspeed, accelerate, accelerate-megatron, nanotron, maxtext, nemo or bridge, where the file's ending and keys do not say it."""
-    target_version: Annotated[str | None, tyro.conf.arg(metavar="VERSION")] = None
+    target_version: Annotated[OptionalText, tyro.conf.arg(metavar="VERSION")] = None
     """Release of the engine; without it the one whose keys the file has."""
     json: bool = False
     """Print one JSON object."""

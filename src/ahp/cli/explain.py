@@ -21,6 +21,7 @@ from ahp.cli.layout_words import constraints_of
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
+from ahp.optional import OptionalText
 from ahp.plan import Forecast, Parallelism, Plan, Rejected, validated
 from ahp.words import percent, seconds
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 class Arguments:
     plan: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAN")]
     """plan.yaml, or a run's folder."""
-    why_not: Annotated[str | None, tyro.conf.arg(metavar="KEYS")] = None
+    why_not: Annotated[OptionalText, tyro.conf.arg(metavar="KEYS")] = None
     """Another layout to price beside the plan's, such as "tp=8 pp=1"."""
     json: bool = False
     """Print one JSON object."""

@@ -26,6 +26,7 @@ import tyro
 
 from ahp.cli.following import next_words
 from ahp.errors import BadInput
+from ahp.optional import OptionalText
 from ahp.report.tables import console
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 class Arguments:
     plan: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAN|CONFIG")]
     """A plan.yaml, a run's folder, or a config.yaml."""
-    out: Annotated[str | None, tyro.conf.arg(name="out", aliases=["-o"])] = None
+    out: Annotated[OptionalText, tyro.conf.arg(name="out", aliases=["-o"])] = None
     """The file; without it the plan's name with another end; - for stdout."""
     json: bool = False
     """Print what was written as one JSON object."""

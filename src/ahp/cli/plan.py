@@ -36,6 +36,7 @@ from ahp.cluster.parse import width_words
 from ahp.config import Constraints, set_dotted
 from ahp.errors import bad_input
 from ahp.job import Job
+from ahp.optional import OptionalText
 from ahp.plan import EngineChoice, Parallelism, Plan, validated
 from ahp.words import count
 
@@ -60,7 +61,7 @@ class Arguments:
     """Plans that are shown, of each family the best; --json has as many without regard to families."""
     objective: Literal["speed", "cost", "tokens-per-day", "fewest-devices"] = "speed"
     """What to optimise."""
-    current: str | None = None
+    current: OptionalText = None
     """What runs today, shown beside the winner: "tp=8 dp_shard=8 zero=1" (as ahp explain --why-not), or a plan.yaml."""
     measure: int = 0
     """Train the first so many plans for a few steps on this machine, and take the one that is fastest when measured."""

@@ -19,6 +19,7 @@ from ahp.cli.following import after, show_next
 from ahp.cli.overrides import split_overrides
 from ahp.config import set_dotted
 from ahp.errors import BadInput, NotExpressible, bad_input
+from ahp.optional import OptionalText
 from ahp.plan import Plan, validated
 from ahp.words import part_words
 
@@ -43,7 +44,7 @@ MOST_IN_VAIN = 5
 class Arguments:
     plan: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAN")]
     """plan.yaml, or a run's folder."""
-    trace: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    trace: Annotated[OptionalText, tyro.conf.arg(metavar="FILE")] = None
     """Write the timeline to this file."""
     all_ranks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Draw every rank in the timeline, not one of those that do the same."""

@@ -11,12 +11,13 @@ import tyro
 from ahp.errors import BadInput, bad_input
 from ahp.export.table import Dialect, Settings, Subject
 from ahp.export.target import Exported, Shape, Source, shape_of_plan
+from ahp.optional import OptionalText
 from ahp.plan import EngineChoice, Plan
 
 
 @dataclass(frozen=True)
 class Options:
-    target_version: Annotated[str | None, tyro.conf.arg(metavar="VERSION")] = None
+    target_version: Annotated[OptionalText, tyro.conf.arg(metavar="VERSION")] = None
     """Release of the engine whose keys are written; without it that of engine.version, or the newest release known."""
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from ahp.errors import BadInput, bad_input
 from ahp.export.target import Exported, Shape, Source, shape_of
+from ahp.optional import OptionalNumber, OptionalText
 
 API = "trainer.kubeflow.org/v1alpha1"
 GRACE_S = 300
@@ -33,17 +34,17 @@ DEVICES = {"MI": "amd.com/gpu"}
 
 @dataclass(frozen=True)
 class Options:
-    image: str | None = None
+    image: OptionalText = None
     """Needed: an image with Python, torch and ahp, which your cluster can pull."""
-    claim: str | None = None
+    claim: OptionalText = None
     """Needed: a PersistentVolumeClaim that all nodes may write (ReadWriteMany): the run's folder, and what job.data names."""
-    name: str | None = None
+    name: OptionalText = None
     """Of the TrainJob; without it the file's."""
-    namespace: str | None = None
+    namespace: OptionalText = None
     """Without it that of kubectl."""
-    nodes: str | None = None
+    nodes: OptionalText = None
     """Nodes, with a config.yaml; a plan says how many it is for."""
-    workers_per_node: int | None = None
+    workers_per_node: OptionalNumber = None
     """With a config.yaml whose cluster is kubernetes or local: GPUs of each node, one for each worker."""
     grace_s: int = GRACE_S
     """Seconds that a pod has to save after SIGTERM."""

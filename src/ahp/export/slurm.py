@@ -11,6 +11,7 @@ import tyro
 
 from ahp.errors import HardwareMismatch, bad_input
 from ahp.export.target import UNKNOWN, Exported, Shape, Source, shape_of
+from ahp.optional import OptionalNumber, OptionalText
 
 GRACE_S = 300
 """[Empirical] To finish a step and write a checkpoint; of large models on a slow file system it takes longer."""
@@ -19,17 +20,17 @@ KNOWN_THERE = {"slurm": "the allocation"}
 
 @dataclass(frozen=True)
 class Options:
-    nodes: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX")] = None
+    nodes: Annotated[OptionalText, tyro.conf.arg(metavar="N|MIN:MAX")] = None
     """Nodes to ask for, with a config.yaml; a plan says how many it is for. MIN:MAX: Slurm gives what it has, and ahp train plans for that."""
-    workers_per_node: int | None = None
+    workers_per_node: OptionalNumber = None
     """With a config.yaml whose cluster is slurm or local: GPUs to ask for on each node, one for each worker."""
     cpu: bool = False
     """Workers compute on cores: ask for no GPUs. Needed where the config's cluster is slurm or local."""
-    time: str | None = None
+    time: OptionalText = None
     """Limit, in Slurm's words: 2-00:00:00. Without it the partition's own."""
-    partition: str | None = None
+    partition: OptionalText = None
     """Without it the cluster's default."""
-    account: str | None = None
+    account: OptionalText = None
     """Whose time it is."""
     grace_s: int = GRACE_S
     """Seconds before the limit at which Slurm tells the run to save and leave."""

@@ -18,6 +18,7 @@ from ahp.export.engine_target import Options as EngineOptions
 from ahp.export.table import Settings, Subject, flat
 from ahp.export.target import Shape
 from ahp.export.torchtitan_keys import MODEL_KEYS, PYTHON_030, PYTHON_MAIN, TOML_022
+from ahp.optional import OptionalText
 from ahp.plan import Plan
 
 MODELS = {
@@ -34,7 +35,7 @@ RECOMPUTE = {"none": None, "selective": "SelectiveAC", "full": "FullAC"}
 
 @dataclass(frozen=True)
 class Options(EngineOptions):
-    model: Annotated[str | None, tyro.conf.arg(name="model", metavar="NAME/FLAVOR")] = None
+    model: Annotated[OptionalText, tyro.conf.arg(name="model", metavar="NAME/FLAVOR")] = None
     """The model in torchtitan, where it is not one of AHP's catalogue: llama3/8B; from 0.3.0 on module and function, llama3/llama3_8b."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,6 +76,14 @@ CLIP_BYTES = 12
 """Bytes moved per gradient element by clipping in fp32: one read for the norm, one read and write for the scale."""
 
 
+class _Shared(NamedTuple):
+    """What all cuts of a layout into stages have in common."""
+
+    traits: Traits
+    units: Units
+    data: DataParallel
+
+
 class Pricer:
     """Forecasts for one model, cluster, job and engine."""
 
@@ -130,7 +139,9 @@ class Pricer:
 
     def _price(self, parallelism: Parallelism) -> Priced:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
-        stages, times, units = self._timed(parallelism, traits)
+        shared = self._shared(parallelism, traits)
+        units = shared.units
+        stages, times = self._timed(parallelism, shared)
         stages, span = self._run(parallelism, stages, times)
         stage_memory = self.stage_memory(parallelism, traits)
         update_s, offload_s = self._optimizer_s(parallelism, traits, span, stage_memory)
@@ -177,18 +188,23 @@ class Pricer:
             return parallelism
         return parallelism.model_copy(update={"pipeline_parallel_degree": 1, "data_parallel_replicate_degree": 1})
 
-    def stage_times(self, parallelism: Parallelism) -> list[StageTimes]:
-        """What each stage of a legal layout takes, without the schedule and without memory."""
-        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
-        return self._timed(parallelism, traits)[1]
+    def stage_times(self, parallelism: Parallelism, cuts: Sequence[tuple[int, ...]]) -> list[list[StageTimes]]:
+        """What each stage of a legal layout takes, without the schedule and without memory; of each cut into stages of so many layers."""
+        shared = self._shared(parallelism, get(self.choice.name).traits(self.job, parallelism, self.choice))
+        return [self._timed(parallelism.model_copy(update={"layers_per_stage": layers}), shared)[1] for layers in cuts]
 
-    def _timed(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], list[StageTimes], Units]:
-        """The stages with what they wait for alone, their times with what runs beside them, and the units of both."""
-        stages, units = self._stages(parallelism, traits)
-        gathers, reductions = self._gathers(parallelism, traits, units), self._reductions(parallelism, traits, stages)
+    def _shared(self, parallelism: Parallelism, traits: Traits) -> _Shared:
+        units = self.unit_pricer.units(parallelism.micro_batch_size, self._axes(parallelism, traits), traits)
+        return _Shared(traits, units, self.data_parallel(parallelism, traits))
+
+    def _timed(self, parallelism: Parallelism, shared: _Shared) -> tuple[tuple[StageCost, ...], list[StageTimes]]:
+        """The stages with what they wait for alone, and their times with what runs beside them."""
+        stages = self._stages(parallelism, shared)
+        gathers, reductions = self._gathers(parallelism, shared), self._reductions(parallelism, shared, stages)
         stages = reductions.stages(gathers.stages(stages))
-        times = self._stage_times(parallelism, traits, stages, units)
-        return stages, reductions.times(gathers.times(times, stages)), units
+        sends_s = self._sends_s(parallelism, message_bytes(parallelism, shared.traits, shared.units))
+        times = stage_times(parallelism, stages, sends_s)
+        return stages, reductions.times(gathers.times(times, stages))
 
     def units(self, parallelism: Parallelism) -> Units:
         """The model's blocks and ends, priced for one rank of the layout and one micro-batch; at least, where the layout leaves
@@ -203,9 +219,8 @@ class Pricer:
         method = self.price(parallelism).parallelism.context_parallel_method
         return parallelism.model_copy(update={"context_parallel_method": method})
 
-    def _stages(self, parallelism: Parallelism, traits: Traits) -> tuple[tuple[StageCost, ...], Units]:
-        units = self.units(parallelism)
-        data = self.data_parallel(parallelism, traits)
+    def _stages(self, parallelism: Parallelism, shared: _Shared) -> tuple[StageCost, ...]:
+        traits, units, data = shared
         ranges = self.ranges(parallelism)
         recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
         made = self._made.setdefault((units, data, recompute), {})
@@ -223,18 +238,16 @@ class Pricer:
             behind = np.array([key[-1] for key in new], dtype=np.int64)
             table = self.table(list(new.values()), recomputed)
             made |= zip(new, self.stage_costs(units, table, data, recompute, passes_behind=behind), strict=True)
-        return tuple(made[key] for key in keys), units
+        return tuple(made[key] for key in keys)
 
-    def _gathers(self, parallelism: Parallelism, traits: Traits, units: Units) -> Gathers:
-        data = self.data_parallel(parallelism, traits)
-        if not gathers_beside(parallelism, data):
+    def _gathers(self, parallelism: Parallelism, shared: _Shared) -> Gathers:
+        if not gathers_beside(parallelism, shared.data):
             return Gathers()
-        each_s = gathers_s(units, self._table(parallelism, None), data, self.network)
+        each_s = gathers_s(shared.units, self._table(parallelism, None), shared.data, self.network)
         return Gathers(tuple(each_s), ranks_of_stages(parallelism))
 
-    def _reductions(self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...]) -> Reductions:
-        beside = reduces_beside(parallelism, self.data_parallel(parallelism, traits))
-        return Reductions.of(parallelism, stages) if beside else Reductions()
+    def _reductions(self, parallelism: Parallelism, shared: _Shared, stages: tuple[StageCost, ...]) -> Reductions:
+        return Reductions.of(parallelism, stages) if reduces_beside(parallelism, shared.data) else Reductions()
 
     def data_parallel(self, parallelism: Parallelism, traits: Traits) -> DataParallel:
         """How the ranks of these nodes share the weights of a layout."""
@@ -267,11 +280,6 @@ class Pricer:
         if key not in self._ranges:
             self._ranges[key] = layer_ranges(layers_of_stages(parallelism, self.graph.num_layers, ends=self._ends))
         return self._ranges[key]
-
-    def _stage_times(
-        self, parallelism: Parallelism, traits: Traits, stages: tuple[StageCost, ...], units: Units
-    ) -> list[StageTimes]:
-        return stage_times(parallelism, stages, self._sends_s(parallelism, message_bytes(parallelism, traits, units)))
 
     def _sends_s(self, parallelism: Parallelism, num_bytes: float) -> list[float]:
         """Seconds to hand so many bytes from each stage to the next; made once for all cuts."""

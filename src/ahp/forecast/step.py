@@ -9,6 +9,7 @@ from typing import Any
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.errors import bad_input
+from ahp.forecast.identity import Same
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.priced import Priced
 from ahp.forecast.pricer import Pricer
@@ -45,7 +46,7 @@ def pricer(
 
     Raises BadInput for what nothing is known of that a price could rest on.
     """
-    return _pricer(_Same(graph), _Same(cluster), job.model_dump_json(), engine.model_dump_json())
+    return _pricer(Same(graph), Same(cluster), job.model_dump_json(), engine.model_dump_json())
 
 
 def simulate(
@@ -90,21 +91,8 @@ def simulate(
     return forecast(_graph(model, contract, choice), _cluster(cluster), contract, layout, choice)
 
 
-class _Same:
-    """Hashes an object by its identity, and keeps it alive so that the identity stays its own."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-
 @lru_cache(maxsize=32)
-def _pricer(graph: _Same, cluster: _Same, job: str, engine: str, in_cells: bool = False) -> Pricer | MixedPricer:
+def _pricer(graph: Same, cluster: Same, job: str, engine: str, in_cells: bool = False) -> Pricer | MixedPricer:
     of, on = Job.model_validate_json(job), cluster.value
     choice: EngineChoice = EngineChoice.model_validate_json(engine)
     if not on.is_mixed:
@@ -113,7 +101,7 @@ def _pricer(graph: _Same, cluster: _Same, job: str, engine: str, in_cells: bool 
         if group.calibration is not None:
             rule = f"the steps of a mixed cluster do not say which of its groups took longer: leave it out of {group.name!r}"
             raise bad_input("cluster.groups.calibration", group.calibration.step_ratio, rule, ["null"])
-    alone = [_Same(Cluster(groups=(group,), source=on.source)) for group in on.groups]
+    alone = [Same(Cluster(groups=(group,), source=on.source)) for group in on.groups]
     found = [_pricer(graph, part, job, engine, True) for part in alone]
     groups = {part.nodes.name: part for part in found if isinstance(part, Pricer)}
     return MixedPricer(graph.value, on, of, choice, groups)

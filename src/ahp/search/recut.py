@@ -14,7 +14,6 @@ from ahp.forecast.unit import Unit
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.bounds import TimeColumns, lower_bounds_s
 from ahp.schedule.orders import splits_backward
-from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
@@ -85,9 +84,6 @@ class LayoutCosts:
     def _with(self, cut: Cut) -> Parallelism:
         return self.layout.model_copy(update={"layers_per_stage": cut})
 
-    def _times(self, cut: Cut) -> list[StageTimes]:
-        return self.pricer.stage_times(self._with(cut))
-
     def bounds_s(self, found: Sequence[Cut]) -> list[float]:
         """Of each, the longest path through the schedule that has a closed form."""
         name, p, v = (
@@ -95,13 +91,15 @@ class LayoutCosts:
             self.layout.pipeline_parallel_degree,
             self.layout.virtual_stages_per_rank,
         )
-        times = TimeColumns.of(*map(self._times, found))
+        times = TimeColumns.of(*self.pricer.stage_times(self.layout, found))
         bounds_s = lower_bounds_s(name, p, v, self.m, times, turns=self.pricer.turns)
         return (bounds_s * self.pricer.stretch).tolist()
 
     def stage_s(self, cut: Cut) -> NDArray[np.float64]:
         """[S] Seconds of each stage on one micro-batch, forward and backward."""
-        return np.array([times.forward_s + times.backward_s for times in self._times(cut)])
+        return np.array(
+            [times.forward_s + times.backward_s for times in self.pricer.stage_times(self.layout, [cut])[0]]
+        )
 
     def price(self, cut: Cut) -> Forecast | None:
         """The forecast; None where the cut does not fit or is refused."""

@@ -48,7 +48,7 @@ class LeastLayers:
         self._share = share.tolist()
         """Of all layers, those of each kind."""
         self._traits, self._how = cache(self._traits_of), cache(self._how_of)
-        self._beside_products = cache(pricer.unit_pricer.beside_products_s)
+        self._beside_products_s = pricer.unit_pricer.segments.beside_products_s
         self._of_tensor, self._of_context, self._of_experts = map(
             cache, (self._tensor_s, self._contexts_s, self._experts_s)
         )
@@ -115,7 +115,7 @@ class LeastLayers:
     ) -> float:
         """Seconds of all that a layer of average kind computes beside products, for one micro-batch."""
         how = self._how(tensor, context, expert, sequence, folded)
-        each = self._beside_products(micro_batch, tensor, bool(sequence) and tensor > 1, context, how)
+        each = self._beside_products_s(micro_batch, tensor, bool(sequence) and tensor > 1, context, how)
         return self._of_kinds(each.__getitem__)
 
     def collectives_s(

@@ -1,0 +1,208 @@
+"""What segments take when degrees divide them, on one kind of device, whatever groups they communicate in.
+
+Clusters of the same devices, and engines with the same kernels, share it: a search prices kernels once, and so do its questions about fewer
+devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+from typing import NamedTuple
+
+from ahp.cluster.model import Device, Measurements, NodeGroup
+from ahp.engines.fp8 import Fp8Recipe, Kept
+from ahp.forecast.activations import ActivationLiveness, SegmentMemory
+from ahp.forecast.axes import Axes
+from ahp.forecast.compute import Launched, SegmentTimes, is_causal
+from ahp.forecast.division import GROUPED, Division, expert_parameters
+from ahp.forecast.efficiency import Rates
+from ahp.forecast.identity import Same
+from ahp.forecast.kernel_options import KernelOptions
+from ahp.forecast.kernels import Kernels, kernels
+from ahp.forecast.selective import last_read
+from ahp.forecast.split import KeysWay, Role, TensorSplit, is_weight_product, split, way_of_keys
+from ahp.graph.operators import ModelGraph, Operator, Segment
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What of a segment no division changes."""
+
+    segment: Segment
+    split: TensorSplit
+    kernels: Kernels
+    in_8_bits: Kept | None
+    attention_again: bool
+    fused_permutation: bool
+
+    @cached_property
+    def launched(self) -> Launched:
+        again, fused = self.attention_again, self.fused_permutation
+        return Launched(self.segment, self.kernels, attention_again=again, fused_permutation=fused)
+
+    @cached_property
+    def held(self) -> ActivationLiveness:
+        again = self.attention_again
+        return ActivationLiveness(
+            self.segment, self.kernels, self.split, in_8_bits=self.in_8_bits, attention_again=again
+        )
+
+    @cached_property
+    def num_unread(self) -> int:
+        """Sums over tensor ranks that come after the last result that the backward pass reads."""
+        last = last_read(self.segment)
+        return sum(index > last for index in self.split.row)
+
+    @cached_property
+    def stacked(self) -> frozenset[str]:
+        """Weights of experts."""
+        return expert_parameters(self.segment)
+
+
+class Held(NamedTuple):
+    """Weights that a rank holds, in elements: ``Unit`` says which."""
+
+    tensors: tuple[int, ...]
+    parameters: int
+    experts: int
+    shapes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """What of a segment its degrees decide, wherever the groups lie on nodes and however context ranks see tokens."""
+
+    division: Division
+    times: SegmentTimes
+    memory: SegmentMemory
+    weights: Held
+    attention: tuple[Operator, ...]
+    """Fused attention of the forward pass."""
+    grouped: Operator | None
+    """The first product with stacked weights of experts."""
+    num_unread: int
+    """Of the sums over tensor ranks, those at the end that nothing in the backward pass reads."""
+
+
+class SegmentPricer:
+    """Prices the segments of one model on one kind of device; keeps what it has priced."""
+
+    def __init__(self, graph: ModelGraph, rates: Rates) -> None:
+        self._graph, self.rates = graph, rates
+        self._causal = is_causal(graph)
+        self._graphs = {graph.micro_batch_size: graph}
+        self.beside_products_s = cache(self._beside_products_s)
+        self.forward_flops = cache(lambda micro_batch_size: self.at(micro_batch_size).flops("forward"))
+        self._runs: dict[tuple[int, Role, int, int, KeysWay], _Run] = {}
+        self._divided: dict[tuple[object, ...], Divided] = {}
+        numbers: dict[KernelOptions, int] = {}
+        self._number = cache(lambda how: numbers.setdefault(how._replace(context="ring"), len(numbers)))
+        """Of kernels, the same however context ranks see tokens."""
+
+    @classmethod
+    def of(cls, graph: ModelGraph, nodes: NodeGroup) -> SegmentPricer:
+        """The same one for the same graph object and equal devices."""
+        measured = nodes.measured.model_dump_json() if nodes.measured else None
+        # How many compute on a node matters to what was measured on nodes alone.
+        return _segment_pricer(
+            Same(graph), nodes.device.model_dump_json(), measured, nodes.devices_per_node if measured else 1
+        )
+
+    def at(self, micro_batch_size: int) -> ModelGraph:
+        """The model's graph for a micro-batch of so many sequences."""
+        if micro_batch_size not in self._graphs:
+            self._graphs[micro_batch_size] = self._graph.at(micro_batch_size)
+        return self._graphs[micro_batch_size]
+
+    def _beside_products_s(
+        self, micro_batch_size: int, tensor: int, sequence_parallel: bool, context: int, how: KernelOptions
+    ) -> tuple[float, ...]:
+        """Of each kind of block, device seconds of both passes but for products: a part of what its unit has, soon known."""
+        graph, found = self.at(micro_batch_size), []
+        for number, block in enumerate(graph.blocks):
+            run = self._run(graph, block, "block", number, how, tensor)
+            division = Division(run.split, tensor, sequence_parallel, context)
+            found.append(
+                run.launched.beside_products_s(
+                    division, self.rates, causal=self._causal, fp8=how.fp8, kernel=how.attention
+                )
+            )
+        return tuple(found)
+
+    def _run(
+        self, graph: ModelGraph, segment: Segment, role: Role, number: int, how: KernelOptions, tensor: int
+    ) -> _Run:
+        way: KeysWay = "parts" if role != "block" else way_of_keys(segment, tensor, how.few_keys)
+        alike = graph.micro_batch_size, role, number, self._number(how), way
+        if alike not in self._runs:
+            experts = {"whole_biased_experts": how.whole_biased_experts, "folded_experts": how.folded_experts}
+            parts = split(segment, role, way_of_keys=way, **experts)
+            fp8 = how.fp8 if role == "block" else None
+            run = kernels(segment, how.fusion, fused_loss=how.fused_loss, grouped=how.grouped)
+            self._runs[alike] = _Run(
+                segment, parts, run, fp8.keeps if fp8 else None, how.attention_again, how.fused_permutation
+            )
+        return self._runs[alike]
+
+    def divided(
+        self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: KernelOptions
+    ) -> Divided:
+        """A segment of one micro-batch divided by the degrees of the axes; ``number``: of its kind of block."""
+        run = self._run(graph, segment, role, number, how, axes.tensor.size)
+        degree, context, experts = axes.tensor.size, axes.context.size, axes.expert.size if run.stacked else 1
+        sequence_parallel = axes.sequence_parallel and degree > 1
+        key = graph.micro_batch_size, role, number, self._number(how), degree, sequence_parallel, context, experts
+        if key in self._divided:
+            return self._divided[key]
+        fp8 = how.fp8 if role == "block" else None
+        parts, stacked = run.split, run.stacked
+        division = Division(parts, degree, sequence_parallel, context, experts)
+        held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}
+        held = {name: -(-count // experts) if name in stacked else count for name, count in held.items()}
+        one = {p.name: held[p.name] // max(1, p.shape[0] // experts) for p in segment.parameters if p.name in stacked}
+        times = run.launched.times(
+            division,
+            self.rates,
+            causal=self._causal,
+            fp8=fp8,
+            kernel=how.attention,
+            accumulates=how.accumulates,
+        )
+        if stacked:
+            times = times.launching(*how.expert_operators)
+        if how.one_graph:
+            times = times.in_a_graph()
+        on = run.held.on(division, keeps_gathered=not how.gathers_again)
+        weights = Held(
+            tensors=tuple(held.values()),
+            parameters=sum(held.values()),
+            experts=sum(count for name, count in held.items() if name in one),
+            shapes=sum((held | one).values()),
+        )
+        forward = list(segment.phase("forward"))
+        attention = tuple(op for op in forward if "attention" in op.name)
+        grouped = next((op for op in forward if op.name in GROUPED), None)
+        on = _with_casts(on, segment, division, fp8)
+        self._divided[key] = Divided(division, times, on, weights, attention, grouped, run.num_unread)
+        return self._divided[key]
+
+
+@lru_cache(maxsize=16)
+def _segment_pricer(graph: Same, device: str, measured: str | None, workers: int) -> SegmentPricer:
+    known = None if measured is None else Measurements.model_validate_json(measured)
+    return SegmentPricer(graph.value, Rates(Device.model_validate_json(device), known, workers))
+
+
+def _with_casts(memory: SegmentMemory, segment: Segment, division: Division, fp8: Fp8Recipe | None) -> SegmentMemory:
+    """And what the casts of the largest operand of a product in 8 bits need beside it."""
+    if fp8 is None or not fp8.temporary_bytes:
+        return memory
+    shapes = [division.product(op) for op in segment.operators if is_weight_product(op) and op.name not in GROUPED]
+    largest = max((max(m * k, k * n) for _, m, n, k in shapes), default=0.0)
+    more = round(largest * fp8.temporary_bytes)
+    return replace(memory, forward_extra=memory.forward_extra + more, backward_extra=memory.backward_extra + more)
+
+
+def _held(numel: int, parts: TensorSplit, name: str, degree: int) -> int:
+    return -(-numel // degree) if name in parts.parameters else numel
