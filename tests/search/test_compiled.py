@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ahp.cluster.model import Cluster
 from ahp.engines.ahp import AhpEngine
 from ahp.engines.traits import Traits
-from ahp.errors import AhpError, NothingFits
+from ahp.errors import AhpError, BadInput, NothingFits
 from ahp.plan import Parallelism, Plan
 from ahp.search.compiled import ways
 from ahp.search.fastest import fastest
@@ -183,6 +183,13 @@ def test_every_number_of_devices_has_its_own_blocks() -> None:
         used = with_compile(asked, True).on(Cluster.resolve(plan.cluster or {}))
         assert used.price(plan.parallelism) == plan.forecast
     assert why(ranking.best).startswith("compiled blocks: ")
+
+
+def test_where_no_layout_over_groups_is_legal_the_reason_is_told() -> None:
+    groups = [{"name": name, "device": name, "devices_per_node": 2} for name in ("H100-SXM-80GB", "A100-SXM-40GB")]
+    asked = left_open(small(cluster=Cluster.from_dict({"groups": groups}), batch=4))
+    with pytest.raises(BadInput, match="global_batch_size 4 must be a multiple of"):
+        search(asked.graph, asked.cluster, asked.job, constraints={"micro_batch_size": 3}, engine=asked.engine)
 
 
 @pytest.mark.slow

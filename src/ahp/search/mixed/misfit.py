@@ -67,7 +67,7 @@ def that_fits(changed: Problem) -> str | None:
         if (only := given_widths(changed)) is not None:
             return only.short() if changed.price(only).fits else None
         space = MixedSpace(changed)
-        if space.refusal() is not None:
+        if space.refusal() is not None or not space.alike:
             return None
         outcome = Finder(changed, space, FEW, float("inf")).run(1)
     except AhpError:
