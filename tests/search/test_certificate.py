@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -60,6 +61,13 @@ def test_what_is_not_proven_is_not_claimed(ranking: Ranking) -> None:
     _, _, open_cuts = words(replace(ranking, certificate=replace(of, any_cut_s=of.found_s / 2, any_part_s=of.found_s)))
     assert "; not proven: uneven pipeline stages (at least " in open_cuts
     assert "; no faster with other layers recomputed; " in open_cuts
+
+
+def test_of_what_cannot_be_nothing_is_claimed_and_its_json_has_no_infinity() -> None:
+    alone = search(analyze("tiny", JOB), "1xH100-SXM-80GB", JOB)
+    assert alone.certificate.any_cut_s is None
+    assert "pipeline stages" not in words(alone)[2]
+    json.dumps(alone.certificate.plain(), allow_nan=False)
 
 
 def test_a_solver_with_a_budget_proves_nothing() -> None:

@@ -41,10 +41,10 @@ class Certificate:
     """Whether no other row can be faster than the best, by this forecast."""
     any_cut_s: float | None
     """No layout with a pipeline that recomputes all layers or none can take less than this, however they are cut; None where the
-    cut is fixed."""
+    cut is fixed, or there is no such layout that fits."""
     any_part_s: float | None
     """No layout that recomputes a part of its layers can take less than this, however they are cut; None where what is recomputed
-    is fixed, or the engine has all or nothing."""
+    is fixed, the engine has all or nothing, or there is no such layout that fits."""
     found_s: float
     """Of the best found, also among other cuts and with fewer layers recomputed."""
     search_s: float
@@ -128,7 +128,8 @@ def certified(
     search_s: float,
     solver: str = "exact",
 ) -> Certificate:
-    """``tried``: forecasts of other cuts, and with fewer layers recomputed; ``floors_s``: under all of either."""
+    """``tried``: forecasts of other cuts, and with fewer layers recomputed; ``floors_s``: under all of either, infinite where none fits."""
+    any_cut_s, any_part_s = (None if floor_s == float("inf") else floor_s for floor_s in floors_s)
     return Certificate(
         rows=space.size,
         rules=space.rules,
@@ -143,8 +144,8 @@ def certified(
         best_s=found.fitting[0][1].step_time_s if found.fitting else float("inf"),
         lowest_bound_left_s=found.lowest_bound_left_s,
         proven=found.proven,
-        any_cut_s=floors_s[0],
-        any_part_s=floors_s[1],
+        any_cut_s=any_cut_s,
+        any_part_s=any_part_s,
         found_s=found_s,
         search_s=search_s,
         solver=solver,
