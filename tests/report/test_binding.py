@@ -58,6 +58,12 @@ def test_where_the_largest_part_stays_the_next_is_tried() -> None:
     assert told.neighbours[-1].verdict == "6.00 s a step, 20 % more; 60.0 of 80.0 GiB"
 
 
+def test_a_neighbour_that_takes_as_long_does_not_take_more_or_less() -> None:
+    layout = Parallelism(tensor_parallel_degree=4, data_parallel_shard_degree=2)
+    told, _ = found(layout, forecast(5.0, step=COMPUTE | {"tensor_parallel": 1.0}), others=forecast(5.0001))
+    assert told.neighbours[-1].verdict == "5.00 s a step, as long; 60.0 of 80.0 GiB"
+
+
 def test_what_is_larger_than_computation_binds() -> None:
     layout = Parallelism(pipeline_parallel_degree=4, micro_batch_size=2, layers_per_stage=(1, 1, 2, 4))
     told, asked = found(layout, forecast(16.0, step=COMPUTE | {"bubble": 9.0, "host": 1.0}))

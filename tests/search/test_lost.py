@@ -6,7 +6,7 @@ import pytest
 
 from ahp.cluster.model import Cluster
 from ahp.plan import Plan
-from ahp.search.lost import _still_there, _without_one, one_lost
+from ahp.search.lost import _compared, _still_there, _without_one, one_lost
 from ahp.search.problem import Problem, with_devices
 from ahp.search.ranking import search
 from tests.search.small import graph, small, with_memory
@@ -80,6 +80,11 @@ def test_of_a_mixed_cluster_a_node_of_the_largest_group_is_lost() -> None:
     assert last is not None
     assert [group.name for group in last.groups] == ["old"]
     assert last.links == ()
+
+
+@pytest.mark.parametrize(("loss", "told"), [(0.25, "25 % fewer"), (-0.02, "2.0 % more"), (-0.0004, "as many")])
+def test_what_is_left_is_as_fast_where_it_nearly_is(loss: float, told: str) -> None:
+    assert _compared(loss) == f"{told} tokens/s"
 
 
 @pytest.mark.parametrize("cluster", ["3x1xH100-SXM-80GB", "3xH100-SXM-80GB"])

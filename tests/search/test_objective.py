@@ -91,6 +91,15 @@ def test_failures_make_fewer_devices_the_better_choice() -> None:
     assert (seldom, often) == (4, 2)
 
 
+@pytest.mark.parametrize(
+    ("aim", "told"), [(AIMS[0], "as cheap, 1.00 times"), (AIMS[1], "as many tokens a day, 1.00 times")]
+)
+def test_what_is_worth_as_much_is_not_worth_more_or_less(aim: dict[str, Any], told: str) -> None:
+    scale = Scale(objective_of(aim), asked())
+    one, other = (scale.worth(asked().cluster, step_s) for step_s in (1.0, 1.0001))
+    assert scale.compared(other, one).startswith(told)
+
+
 def test_the_ranking_is_of_numbers_of_devices() -> None:
     ranking = search(
         graph("llama"), NODES, JOB, constraints=FIXED, objective=AIMS[0], current={"tensor_parallel_degree": 2}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, Plan, validated
-from ahp.report.tables import capacity_bytes, capacity_of, forecast_of
+from ahp.report.tables import LEAST_SHARE, capacity_bytes, capacity_of, forecast_of
 from ahp.schedule.orders import under_pattern
 from ahp.words import gib, of_gib, part_words, percent, seconds
 
@@ -186,7 +186,7 @@ def _tried(
         verdict = f"does not fit: {used}, probability {other.fit_probability:.2f}"
         return Neighbour(words, part, verdict, other, False)
     less = 1 - other.step_time_s / forecast.step_time_s
-    compared = f"{percent(abs(less))} {'less' if less > 0 else 'more'}"
+    compared = f"{percent(abs(less))} {'less' if less > 0 else 'more'}" if abs(less) >= LEAST_SHARE else "as long"
     helps = less > 0 or not forecast.fits
     return Neighbour(words, part, f"{seconds(other.step_time_s)} a step, {compared}; {used}", other, helps)
 

@@ -9,6 +9,7 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Plan
 from ahp.schedule.orders import under_pattern
 from ahp.search.problem import Problem
+from ahp.search.ties import WORTH_TELLING
 from ahp.words import percent
 
 TIMES = (2, 4, 8, 16)
@@ -44,8 +45,10 @@ def small_batch(asked: Problem, plan: Plan) -> str | None:
     if most < WORTH_SAYING * best.mfu:
         return None
     enough = next(batch for batch, mfu in found.items() if mfu >= MOST_OF_IT * most)
+    times = f"{found[enough] / best.mfu:.1f} times as much"
     return (
         f"{asked.job.global_batch_size:,} sequences a step are few for {plan.parallelism.world_size:,} devices: "
-        f"MFU {percent(best.mfu)}; the same layout with {enough:,} would reach {percent(found[enough])} "
+        f"MFU {percent(best.mfu)}; the same layout with {enough:,} would reach "
+        f"{percent(found[enough]) if best.mfu >= WORTH_TELLING else times} "
         "(job.global_batch_size; a larger batch may need more tokens for the same loss)"
     )

@@ -14,7 +14,7 @@ from ahp.search.misfit import nearest
 from ahp.search.one_group import Fastest
 from ahp.search.problem import Problem, with_devices
 from ahp.search.reasons import does_not_fit
-from ahp.search.ties import TIED
+from ahp.search.ties import TIED, WORTH_TELLING
 from ahp.words import percent, seconds
 
 MANY_DEVICES = 512
@@ -70,11 +70,16 @@ def one_lost(asked: Problem, best: Plan) -> Lost:
     if found is None or found.best is None:
         return Lost(what, left, None, None, _why_nothing(remains))
     layout, forecast = found.best
-    loss = 1 - assumed.step_time_s / forecast.step_time_s
-    compared = f"{percent(abs(loss))} {'fewer' if loss > 0 else 'more'} tokens/s"
+    compared = _compared(1 - assumed.step_time_s / forecast.step_time_s)
     used = "" if layout.world_size == left else f" on {layout.world_size} of the {left} devices left"
     verdict = f"{layout.short()}{used}, {seconds(forecast.step_time_s)} a step, {compared}{freed}"
     return Lost(what, left, layout, forecast.step_time_s, verdict)
+
+
+def _compared(loss: float) -> str:
+    if abs(loss) < WORTH_TELLING:
+        return "as many tokens/s"
+    return f"{percent(abs(loss))} {'fewer' if loss > 0 else 'more'} tokens/s"
 
 
 def _still_there(best: Plan, cluster: Cluster) -> bool:

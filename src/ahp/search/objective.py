@@ -19,6 +19,7 @@ from ahp.job import Record
 from ahp.plan import validated
 from ahp.search.checkpoint_cost import checkpoint_bytes, write_bytes_per_s
 from ahp.search.problem import Problem
+from ahp.search.ties import WORTH_TELLING
 from ahp.words import count, duration, percent
 
 ObjectiveName = Literal["speed", "cost", "tokens-per-day", "fewest-devices"]
@@ -150,11 +151,14 @@ class Scale:
         if self.objective.name == "fewest-devices":
             more = other.devices - best.devices
             return f"{more} device{'s' * (more > 1)} more, {speed}" if more > 0 else f"{speed}, which misses the target"
-        more = percent(other.score / best.score - 1)
+        more, lost = other.score / best.score - 1, 1 - best.score / other.score
         if self.objective.name == "cost":
-            return f"{more} dearer, {speed}"
-        lost = percent(1 - best.score / other.score)
-        return f"{lost} fewer tokens a day, {speed}"
+            return f"{percent(more)} dearer, {speed}" if more >= WORTH_TELLING else f"as cheap, {speed}"
+        return (
+            f"{percent(lost)} fewer tokens a day, {speed}"
+            if lost >= WORTH_TELLING
+            else f"as many tokens a day, {speed}"
+        )
 
     def why(self, worth: Worth) -> tuple[str, ...]:
         """The first plan's figures by the objective, in words."""
