@@ -22,6 +22,7 @@ from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.registry import SCHEDULES
 from ahp.search.choices import ScheduleChoice, divisors
 from ahp.search.fastest import fastest
+from ahp.search.lost import one_lost
 from ahp.search.mixed.balance import share
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome, Queue
 from ahp.search.mixed.floors import Shapes
@@ -461,9 +462,17 @@ def test_an_engine_that_cannot_place_stages_uses_one_group() -> None:
 
 
 def test_devices_without_the_precision_are_left_out() -> None:
-    asked = mixed(cluster_of(("V100-SXM-32GB", 1, 1), (A100, 1, 2), gbps=100))
-    ranking = ranking_of(asked)
+    cluster, fixed = cluster_of(("V100-SXM-32GB", 1, 1), (A100, 1, 2), gbps=100), {"micro_batch_size": 1}
+    asked = mixed(cluster, constraints=fixed)
+    there, options = (asked.graph, cluster, asked.job), {"constraints": fixed, "engine": asked.engine}
+    ranking = search(*there, **options)
     assert "a is left out: V100-SXM-32GB has no units for precision bf16" in ranking.notes
+    plain = search(asked.graph, "2xA100-SXM-40GB", asked.job, **options)
+    assert [plan.parallelism for plan in ranking] == [plan.parallelism for plan in plain], (
+        "the simplest of the tied first"
+    )
+    assert one_lost(asked, ranking.best).what == "one of 2 devices", "of those that can compute"
+    search(*there, **options, objective={"name": "cost", "price_per_device_hour": {"V100-SXM-32GB": 1.0, A100: 2.0}})
 
 
 @pytest.mark.slow

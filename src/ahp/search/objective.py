@@ -229,9 +229,10 @@ class Scale:
         given, names = self.objective.price_per_device_hour, [g.device.name for g in self.asked.cluster.groups]
         if not isinstance(given, dict):
             return dict.fromkeys(names, given or 0.0)
+        there = [*names, *(group.device.name for group in self.asked.left_out)]
         for name in given:
-            if name not in names:
-                raise bad_input("objective.price_per_device_hour", name, "the cluster has no such device", names)
+            if name not in there:
+                raise bad_input("objective.price_per_device_hour", name, "the cluster has no such device", there)
         if missing := [name for name in names if name not in given]:
             raise BadInput(f"objective.price_per_device_hour = {given}: no price for {', '.join(missing)}")
         return given

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ahp.cluster.model import Cluster
+from ahp.cluster.model import Cluster, NodeGroup
 from ahp.config import Constraints
 from ahp.engines.registry import get
 from ahp.engines.traits import Traits
@@ -18,7 +18,7 @@ from ahp.forecast.pricer import Pricer
 from ahp.forecast.step import pricer
 from ahp.forecast.trained import on_graph
 from ahp.graph.operators import ModelGraph
-from ahp.job import Job
+from ahp.job import Job, Precision
 from ahp.plan import AXES, DEGREE, Axis, ContextMethod, EngineChoice, Forecast, Parallelism, validated
 from ahp.schedule.orders import SYNTHESIZED, any_order
 from ahp.schedule.stages import Ends
@@ -36,6 +36,8 @@ class Problem:
     own_order: bool = False
     """Whether the user asks for schedules that are made for each layout's own stages (``Synthesized``). Layouts are compared under the
     fixed patterns also then; ``found_orders`` gives the best of them their order."""
+    left_out: tuple[NodeGroup, ...] = ()
+    """The user's groups that are not in ``cluster``: their devices cannot compute in the job's precision, and those of others can."""
 
     @cached_property
     def capacity_bytes(self) -> int:
@@ -238,9 +240,21 @@ def problem(
     own_order = fixed.pipeline_parallel_schedule == SYNTHESIZED
     if own_order:
         fixed = fixed.model_copy(update={"pipeline_parallel_schedule": None})
-    found = Problem(graph, where, on_graph(contract, graph), fixed, choice, own_order)
+    usable, left_out = _that_compute_in(contract.precision, where)
+    found = Problem(graph, usable, on_graph(contract, graph), fixed, choice, own_order, left_out)
     found.check()
     return found
+
+
+def _that_compute_in(precision: Precision, cluster: Cluster) -> tuple[Cluster, tuple[NodeGroup, ...]]:
+    """The groups whose devices have the precision, and the others; all of them where none has."""
+    can = tuple(group for group in cluster.groups if precision in group.device.peak_flops_per_s)
+    if len(can) in (0, len(cluster.groups)):
+        return cluster, ()
+    names = {group.name for group in can}
+    links = tuple(link for link in cluster.links if names.issuperset(link.between))
+    others = tuple(group for group in cluster.groups if group.name not in names)
+    return cluster.model_copy(update={"groups": can, "links": links}), others
 
 
 def with_devices(cluster: Cluster, count: int) -> Cluster:

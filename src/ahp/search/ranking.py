@@ -83,19 +83,29 @@ def search(
         ranking = _with_proof(with_own_orders(asked, ranking_with_any_kernels(asked, keep, current, by, TIED), keep))
         scale = Scale(aim, asked)
         ranking = replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
-        return _beside_today(_with_refused_export(ranking))
+        return _beside_today(_with_refused_export(_with_left_out(asked, ranking)))
     if asked.own_order:
         rule = f"the objective {aim.name} compares layouts under fixed patterns"
         raise bad_input("parallelism.pipeline_parallel_schedule", SYNTHESIZED, rule, [None])
     if by.name != "exact":
         raise bad_input("method", by.name, f"the objective {aim.name} is searched exactly", ["exact"])
-    return _beside_today(_with_refused_export(_by_objective(asked, aim, keep, current)))
+    return _beside_today(_with_refused_export(_with_left_out(asked, _by_objective(asked, aim, keep, current))))
 
 
 def _with_proof(ranking: Ranking) -> Ranking:
     """The ranking whose first plan keeps what is proven of it, after what it takes."""
     first, *rest = ranking.best.why
     return ranking.told((first, *ranking.proof, *rest))
+
+
+def _with_left_out(asked: Problem, ranking: Ranking) -> Ranking:
+    """The ranking with a note for each group of devices that cannot run the job."""
+    notes = tuple(
+        f"{group.name} is left out: {group.device.name} has no units for precision {asked.job.precision}"
+        for group in asked.left_out
+    )
+    told = ranking.told((*ranking.best.why, *notes))
+    return replace(told, notes=(*notes, *ranking.notes))
 
 
 def _with_refused_export(ranking: Ranking) -> Ranking:

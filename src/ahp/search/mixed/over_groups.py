@@ -101,7 +101,7 @@ class Alone:
 
 
 def mixed_ranking(
-    given: Problem,
+    asked: Problem,
     keep: int,
     current: Parallelism | Mapping[str, Any] | None,
     by: Method,
@@ -116,9 +116,6 @@ def mixed_ranking(
     start = perf_counter()
     if by.name != "exact":
         raise bad_input("method", by.name, "a cluster of several groups is searched by its own method", ["exact"])
-    asked, notes = _usable(given)
-    if not asked.cluster.is_mixed:
-        return _with_notes(plain(asked, remedies=remedies), notes)
     alone = _each_alone(asked, plain)
     found = [one.ranking.best for one in alone if one.ranking is not None]
     best_s = min((plan.forecast.step_time_s for plan in found if plan.forecast is not None), default=float("inf"))
@@ -141,7 +138,7 @@ def mixed_ranking(
     certificate = replace(
         _certificate(asked, over, alone, of_alike.step_time_s, perf_counter() - start), unlike=unlike.forecasts
     )
-    notes = (*notes, *mixed_explain.idle(asked, best.parallelism, best_of[0].cluster), *_not_spread(over, refusal))
+    notes = (*mixed_explain.idle(asked, best.parallelism, best_of[0].cluster), *_not_spread(over, refusal))
     lost = tuple(
         Rejected.of(plan.parallelism, plan.forecast, reasons.slower_because(plan.forecast, best.forecast))
         for plan in plans[1:]
@@ -160,14 +157,11 @@ def mixed_ranking(
     return Ranking((first, *others), certificate, (), lost[keep - 1 :], notes, told)
 
 
-def fastest_of_groups(given: Problem, ceiling_s: float, like: Parallelism | None = None) -> Fastest | None:
+def fastest_of_groups(asked: Problem, ceiling_s: float, like: Parallelism | None = None) -> Fastest | None:
     """The layout with the shortest step over several groups or on one alone, without a ranking; None where none is legal.
 
     ``ceiling_s``: layouts that take as long are not wanted; ``like``: one that is nearly the best, near which is looked first, and then ``BRIEFLY``.
     """
-    asked, _ = _usable(given)
-    if not asked.cluster.is_mixed:
-        return fastest_on_one_group(asked, ceiling_s)
     alone = []
     if not any(key in asked.constraints.given for key in OF_PLACEMENTS):
         alone = [one for used in _groups(asked) if (one := fastest_on_one_group(used, ceiling_s)) is not None]
@@ -182,25 +176,6 @@ def fastest_of_groups(given: Problem, ceiling_s: float, like: Parallelism | None
     least_s = min([over.floor_s, *(one.at_least_s for one in alone), *(pair[1].step_time_s for pair, _ in pairs)])
     best, used = min(pairs, key=lambda pair: pair[0][1].step_time_s, default=(None, asked))
     return Fastest(used, best, least_s)
-
-
-def _usable(asked: Problem) -> tuple[Problem, tuple[str, ...]]:
-    """The groups whose devices can compute in the job's precision."""
-    precision, groups = asked.job.precision, asked.cluster.groups
-    can = tuple(group for group in groups if precision in group.device.peak_flops_per_s)
-    cannot = [group for group in groups if group not in can]
-    if not cannot:
-        return asked, ()
-    names = {group.name for group in can}
-    links = tuple(link for link in asked.cluster.links if names.issuperset(link.between))
-    notes = tuple(
-        f"{group.name} is left out: {group.device.name} has no units for precision {precision}" for group in cannot
-    )
-    return asked.on(asked.cluster.model_copy(update={"groups": can, "links": links})), notes
-
-
-def _with_notes(ranking: Ranking, notes: tuple[str, ...]) -> Ranking:
-    return replace(ranking.told((*ranking.best.why, *notes)), notes=(*ranking.notes, *notes))
 
 
 def _groups(asked: Problem) -> list[Problem]:
