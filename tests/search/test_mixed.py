@@ -425,6 +425,15 @@ def test_what_is_fixed_is_kept() -> None:
     assert cut.given_layers == (3, 1)
 
 
+def test_a_layout_on_one_group_is_told_once() -> None:
+    fixed = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 1, "activation_checkpoint": "none"}
+    fixed |= {"pipeline_parallel_schedule": "GPipe", "micro_batch_size": 2}
+    ranking = ranking_of(mixed(cluster_of((H100, 1, 2), (A100, 1, 2)), batch=2, constraints=fixed))
+    told = [plan.forecast for plan in ranking]
+    assert all(one not in told[:at] for at, one in enumerate(told))
+    assert ranking.best.parallelism.stages is None, "of the group alone"
+
+
 def test_the_faster_device_gets_more() -> None:
     ranking = ranking_of(on_two(pipeline_parallel_degree=1, data_parallel_shard_degree=1, tensor_parallel_degree=1))
     shared: Counter[str] = Counter()

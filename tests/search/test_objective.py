@@ -21,6 +21,12 @@ from tests.search.small import SEQUENCE, graph, small
 NODES = "2x2xH100-SXM-80GB"
 BATCH, FIXED = 32, {"micro_batch_size": 2}
 """Small micro-batches, so that a model of this size takes longer on fewer devices."""
+ALONE = {
+    "micro_batch_size": 2,
+    "tensor_parallel_degree": 1,
+    "pipeline_parallel_degree": 1,
+    "activation_checkpoint": "none",
+}
 JOB = {"sequence_length": SEQUENCE, "global_batch_size": BATCH}
 OFTEN = {"failures_per_device_hour": 160.0, "checkpoint_blocks_s": 0.5, "restart_s": 3.0}
 """So often that devices beyond a few cost more than they bring."""
@@ -98,6 +104,19 @@ def test_what_is_worth_as_much_is_not_worth_more_or_less(aim: dict[str, Any], to
     scale = Scale(objective_of(aim), asked())
     one, other = (scale.worth(asked().cluster, step_s) for step_s in (1.0, 1.0001))
     assert scale.compared(other, one).startswith(told)
+
+
+@pytest.mark.parametrize("aim", [AIMS[0], AIMS[1], {"name": "fewest-devices", "target_tokens_per_s": 1.0}], ids=str)
+def test_of_a_mixed_cluster_each_part_is_told_once(aim: dict[str, Any]) -> None:
+    groups = [{"name": name, "device": name, "devices_per_node": 1} for name in ("H100-SXM-80GB", "A100-SXM-80GB")]
+    of = small(cluster=Cluster.from_dict({"groups": groups}), batch=2, constraints=ALONE)
+    choice = choose(of, objective_of(aim), 10)
+    assert [one.devices for one in (choice.first, *choice.others)] == [1, 1], "both together are slower than either"
+    assert choice.proven
+    assert "1 chosen of 2 parts of the cluster, 1, in " in choice.words()
+    assert "1 lost by its best plan (proven)" in choice.words()
+    told = choice.scale.compared(*(one.worth for one in (choice.others[0], choice.first) if one.worth))
+    assert "misses the target" not in told
 
 
 def test_the_ranking_is_of_numbers_of_devices() -> None:

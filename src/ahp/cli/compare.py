@@ -154,7 +154,7 @@ def _verdict(first: Side, second: Side) -> Iterator[str]:
     if devices[0] != devices[1]:
         each = second.forecast.tokens_per_s_per_device / first.forecast.tokens_per_s_per_device - 1
         yield (
-            f"B has {devices[1]} devices, A {devices[0]}: each of B's trains {percent(abs(each))} "
+            f"B has {devices[1]} device{'s' * (devices[1] > 1)}, A {devices[0]}: each of B's trains {percent(abs(each))} "
             f"{'more' if each >= 0 else 'fewer'} tokens per second."
         )
     if first.measured_s_per_token and second.measured_s_per_token:

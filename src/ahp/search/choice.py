@@ -57,6 +57,8 @@ class Choice:
         assert self.first.worth is not None, "the first has a plan"
         if self.scale.objective.name != "fewest-devices":
             return one.lowest_score >= self.first.worth.score
+        if one.devices == self.first.devices and one.lowest_score >= self.first.worth.score:
+            return True
         target_s = self.scale.asked.job.tokens_per_step / (self.scale.objective.target_tokens_per_s or 1.0)
         return one.devices > self.first.devices or one.found.at_least_s > target_s
 
@@ -67,13 +69,15 @@ class Choice:
         bounded = len(self.without) - too_small
         parts = [
             f"nothing fits on {too_small} of them" * (too_small > 0),
-            f"{len(self.others)} are behind by their best plan" * (len(self.others) > 0),
-            f"{bounded} by a lower bound" * (bounded > 0),
+            f"{len(self.others)} lost by {'its' if len(self.others) == 1 else 'their'} best plan"
+            * (len(self.others) > 0),
+            f"{bounded} lost by a lower bound" * (bounded > 0),
         ]
         told = ", ".join(filter(None, parts))
-        where = (
-            f"{len(settled)} numbers of devices, {settled[0]} to {settled[-1]}," if len(settled) > 1 else "one number"
-        )
+        where = "one number"
+        if len(settled) > 1:
+            what = "parts of the cluster" if self.scale.asked.cluster.is_mixed else "numbers of devices"
+            where = f"{len(settled)} {what}, {settled[0]}{f' to {settled[-1]}' * (settled[-1] > settled[0])},"
         end = "proven" if self.proven else "not proven: a better plan may be among those that were not priced"
         return f"{self.first.devices} chosen of {where} in {self.search_s:.1f} s{': ' if told else ''}{told} ({end})"
 

@@ -9,6 +9,7 @@ bounds of the space on that very number of devices are, and they end its search,
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from time import perf_counter
 
 from ahp.cluster.model import Cluster
@@ -72,6 +73,7 @@ def choose(asked: Problem, objective: Objective, keep: int) -> Choice:
         settled = _that_reach(scale, clusters, keep)
     else:
         settled = _best_of_each(scale, clusters if objective.name == "cost" else clusters[::-1], keep)
+    settled = _each_once(settled)
     with_plan = [one for one in settled if one.worth is not None]
     if not with_plan:
         raise _none(scale, settled)
@@ -99,6 +101,18 @@ def _best_of_each(scale: Scale, clusters: Iterable[Cluster], keep: int) -> list[
         if found is not None:
             settled.append(_settled(scale, found, weight))
     return settled
+
+
+def _each_once(settled: Iterable[Settled]) -> list[Settled]:
+    """Without those that say the same devices again: the best of a mixed cluster may lie on one of its groups, which is tried alone too."""
+    found: dict[tuple[tuple[str, int, int], ...], Settled] = {}
+    for one in settled:
+        groups = one.found.problem.cluster.groups
+        key = tuple((group.name, group.nodes, group.devices_per_node) for group in groups)
+        before = found.get(key, one)
+        better = one if before.worth is None else before
+        found[key] = replace(better, lowest_score=min(before.lowest_score, one.lowest_score))
+    return list(found.values())
 
 
 def _that_reach(scale: Scale, clusters: Iterable[Cluster], keep: int) -> list[Settled]:

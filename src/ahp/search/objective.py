@@ -150,7 +150,9 @@ class Scale:
         speed = f"{faster:.2f} times the speed"
         if self.objective.name == "fewest-devices":
             more = other.devices - best.devices
-            return f"{more} device{'s' * (more > 1)} more, {speed}" if more > 0 else f"{speed}, which misses the target"
+            if more < 0:
+                return f"{speed}, which misses the target"
+            return f"{more} device{'s' * (more > 1)} more, {speed}" if more else f"as many devices, {speed}"
         more, lost = other.score / best.score - 1, 1 - best.score / other.score
         if self.objective.name == "cost":
             return f"{percent(more)} dearer, {speed}" if more >= WORTH_TELLING else f"as cheap, {speed}"
@@ -179,7 +181,7 @@ class Scale:
         most = (
             f"most tokens a day: {count(of['tokens_per_day'])} {on}, which train {percent(of['goodput'])} of the time"
         )
-        every = f"best every {duration(of['checkpoint_interval_s'])} ({steps} steps)"
+        every = f"best every {duration(of['checkpoint_interval_s'])} ({steps:,} step{'s' * (steps > 1)})"
         stops = f"a checkpoint stops it for {duration(of['checkpoint_blocks_s'])}, {every}"
         return (
             most,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+from ahp.cluster.cells import place
 from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.step import pricer
@@ -33,6 +34,9 @@ from ahp.words import percent, seconds
 
 Plain = Callable[..., Ranking]
 """Of a problem, and ``remedies``: whether to say what would make it fit, where nothing does."""
+
+ROUNDING = 1e-9
+"""Share by which sums in another order may differ."""
 
 OF_PLACEMENTS = ("stages", "micro_batches_per_replica")
 """Keys that a group alone has no use for."""
@@ -230,10 +234,20 @@ def _priced_alone(asked: Problem, layout: Parallelism) -> tuple[MixedOutcome | N
 
 def _merged(asked: Problem, ranked: list[Pair], alone: list[Alone]) -> tuple[list[Plan], list[Problem]]:
     """Plans over several groups and of each alone, fastest first, and the problem of each."""
-    found = [(explain.plan(asked, pair, ()), asked) for pair in ranked]
+    found = [(explain.plan(asked, pair, ()), asked) for pair in ranked if not _told_by_its_group(asked, pair, alone)]
     found += [(plan, one.problem) for one in alone if one.ranking is not None for plan in one.ranking.plans]
     found.sort(key=lambda pair: pair[0].forecast.step_time_s if pair[0].forecast is not None else float("inf"))
     return [plan for plan, _ in found], [used for _, used in found]
+
+
+def _told_by_its_group(asked: Problem, pair: Pair, alone: list[Alone]) -> bool:
+    """Whether a layout lies on one group, whose own search has one of as many devices that is no slower."""
+    taken = place(asked.cluster, pair[0]).used
+    for one in alone:
+        best = None if one.ranking is None else one.ranking.fastest
+        if best is not None and best.forecast is not None and taken == {one.name: best.parallelism.world_size}:
+            return best.forecast.step_time_s <= pair[1].step_time_s * (1 + ROUNDING)
+    return False
 
 
 def _certificate(
