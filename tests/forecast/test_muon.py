@@ -9,6 +9,7 @@ from ahp.forecast.communication import Network
 from ahp.forecast.efficiency import Rates
 from ahp.forecast.group import Group
 from ahp.forecast.muon import Muon, Places, places_of
+from ahp.forecast.step import forecast
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -73,6 +74,23 @@ def optimizer_s(optimizer, **layout):
         parallelism=layout,
     )
     return forecast.step["optimizer"]
+
+
+def test_replicas_on_other_kinds_of_nodes_are_sent_their_parts_over_the_link_between_them(hand_graph):
+    """Either kind is one node, which has no network of its own."""
+    layout = Parallelism(data_parallel_replicate_degree=2)
+    job = Job.model_validate(
+        {"optimizer": "muon", "sequence_length": hand_graph.sequence_length, "global_batch_size": 2}
+    )
+
+    def update_s(gbps):
+        groups = [{"name": n, "device": n, "devices_per_node": 1} for n in ("H100-SXM-80GB", "A100-SXM-80GB")]
+        links = [{"between": ["H100-SXM-80GB", "A100-SXM-80GB"], "gbps": gbps}]
+        return forecast(hand_graph, Cluster.from_dict({"groups": groups, "links": links}), job, layout).step[
+            "optimizer"
+        ]
+
+    assert update_s(1) > update_s(100)
 
 
 @pytest.mark.slow

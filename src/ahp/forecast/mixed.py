@@ -83,6 +83,8 @@ class _Layout:
     placement: Placement
     stage_rank: tuple[int, ...]
     """The pipeline rank that holds each stage."""
+    replicated: tuple[Group, ...]
+    """Of each pipeline rank the ranks of all replicas that hold the same weights."""
     cost: Callable[[int, str, int, int | None], StageCost]
     """What a stage costs on a group's devices, for a replica of so many micro-batches that recomputes so many of its layers."""
 
@@ -237,7 +239,8 @@ class MixedPricer:
                 passes_behind=passes_behind(parallelism, stage) if traits[rank].reduce.overlap else 0,
             )  # fmt: skip
 
-        return _Layout(parallelism, own, traits, parallelism.widths, placement, stage_rank, cache(cost))
+        replicated = tuple(replicate for replicate, _ in sums)
+        return _Layout(parallelism, own, traits, parallelism.widths, placement, stage_rank, replicated, cache(cost))
 
     def _replicas(self, layout: _Layout) -> list[Replica]:
         """The pipeline of each replica; those that lie alike and compute as much are simulated once."""
@@ -357,10 +360,11 @@ class MixedPricer:
         each: list[tuple[float, float]] = []
         for replica in _distinct(replicas):
             kinds = layout.kinds(replica.cells)
-            on = {
-                kind: self.groups[kind[0]].ranks_optimizer_s(own, traits, replica.span, replica.memory)
-                for kind, (own, traits) in layout.each_kind(kinds).items()
-            }
+            on = {}
+            for kind, (own, traits) in layout.each_kind(kinds).items():
+                group = self.groups[kind[0]]
+                replicated = self.network.times(group.network), layout.replicated
+                on[kind] = group.ranks_optimizer_s(own, traits, replica.span, replica.memory, replicated)
             each += [on[kind][rank] for rank, kind in enumerate(kinds)]
         update_s, offload_s = max(each, key=sum)
         times = self.network.times(self.groups[replicas[0].cells[0].group].network)

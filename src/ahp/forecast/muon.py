@@ -7,12 +7,12 @@ this work as pipeline stages do, as far as the matrices go round.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from ahp.engines.traits import Traits
-from ahp.forecast.communication import Network
+from ahp.forecast.communication import Network, Times
 from ahp.forecast.division import product_bytes
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.group import Group
@@ -78,6 +78,10 @@ def places_of(parallelism: Parallelism, devices_per_node: int) -> Places:
     return Places(tensor, shard, within, replicas)
 
 
+Between = tuple[Times, Sequence[Group]] | None
+"""Of each pipeline rank the ranks of all replicas that hold the same weights, and what prices collectives of these."""
+
+
 class Muon:
     """Prices the updates of a model's blocks on one kind of node."""
 
@@ -87,8 +91,19 @@ class Muon:
         self._products = [sum(self.product_s(shape) for _, shape in matrices(block)) for block in graph.blocks]
         self._longest = lru_cache(maxsize=None)(self._longest_s)
 
-    def stage_s(self, layers: Mapping[int, int], places: Places, traits: Traits) -> float:
-        """Seconds of so many blocks of each kind, beyond what AdamW's element-wise pass over the rank's shard takes."""
+    def ranks_s(
+        self, layers: Sequence[Mapping[int, int]], places: Places, traits: Traits, between: Between = None
+    ) -> list[float]:
+        """``stage_s`` of each pipeline rank; ``between``: of their replicas, where some lie on other kinds of nodes."""
+        times, replicas = between or (self._network, [places.replicas] * len(layers))
+        return [
+            self.stage_s(own, places._replace(replicas=group), traits, times)
+            for own, group in zip(layers, replicas, strict=True)
+        ]
+
+    def stage_s(self, layers: Mapping[int, int], places: Places, traits: Traits, times: Times | None = None) -> float:
+        """Seconds of so many blocks of each kind, beyond what AdamW's element-wise pass over the rank's shard takes; ``times``: what prices the
+        exchange of replicas, None = the network of these nodes."""
         device, count, busy_s = self._rates.device, 0, self._longest(tuple(sorted(layers.items())), places.owners)
         part = sent = back = 0.0
         for kind, blocks in layers.items():
@@ -106,7 +121,7 @@ class Muon:
         busy_s += moved / self._rates.bytes_per_s
         launches = PART_LAUNCHES * count + LAUNCHES * -(-count // places.owners)
         exchanged_s = sum(self._network.time_s("all_to_all", SENT_BYTES * n, places.replica) for n in (sent, back))
-        exchanged_s += self._network.time_s("all_gather", SENT_BYTES * part, places.replicas)
+        exchanged_s += (times or self._network).time_s("all_gather", SENT_BYTES * part, places.replicas)
         if is_cpu(device):
             return busy_s + launches * device.kernel_launch_s + exchanged_s
         return max(busy_s, launches * device.kernel_launch_s * traits.host.launches_per_operator) + exchanged_s

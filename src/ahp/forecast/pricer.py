@@ -42,7 +42,7 @@ from ahp.forecast.gathered import Gathers, gathers_beside, gathers_s
 from ahp.forecast.group import strided_group
 from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
-from ahp.forecast.muon import Muon, places_of
+from ahp.forecast.muon import Between, Muon, places_of
 from ahp.forecast.place_memory import PlaceMemory
 from ahp.forecast.priced import Priced, faster_method, lightest_that_fits
 from ahp.forecast.reduced import Reductions, reduces_beside
@@ -317,7 +317,7 @@ class Pricer:
         return self._norm_s(parallelism) + self.tied_s(parallelism, units)
 
     def ranks_optimizer_s(
-        self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory
+        self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory, between: Between = None
     ) -> list[tuple[float, float]]:
         """Of each pipeline rank on one of these devices: norm, clipping and update, and the copies from and to host memory."""
         weights = stages.weights.of_ranks(own_stages(span))
@@ -325,8 +325,8 @@ class Pricer:
         updates_s = [self.update_s(count, traits) for count in parameters]
         if self.muon is not None:
             places = places_of(parallelism, self.nodes.devices_per_node)
-            for rank in range(span.p):
-                updates_s[rank] += self.muon.stage_s(self._layers_of_rank(parallelism, span, rank), places, traits)
+            layers = [self._layers_of_rank(parallelism, span, rank) for rank in range(span.p)]
+            updates_s = np.add(updates_s, self.muon.ranks_s(layers, places, traits, between)).tolist()
         return [(update_s, self.offload_s(n, traits)) for update_s, n in zip(updates_s, parameters, strict=True)]
 
     def _layers_of_rank(self, parallelism: Parallelism, span: Makespan, rank: int) -> Counter[int]:
