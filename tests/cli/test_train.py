@@ -20,7 +20,7 @@ from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism, Plan
 from ahp.report import page
 from ahp.run_files import Status
-from ahp.runtime.compute import compile
+from ahp.runtime import device_limits
 from ahp.runtime.ranks import device
 from ahp.runtime.run import generate as generation
 from ahp.runtime.run import texts, trainer
@@ -384,14 +384,14 @@ def test_the_engine_that_is_asked_for_is_that_of_the_plan(tmp_path: Path, monkey
 
 def test_blocks_are_left_eager_where_a_gpu_has_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "num_gpus", lambda: 8)
-    monkeypatch.setattr(compile, "find_spec", lambda name: None)
+    monkeypatch.setattr(device_limits, "find_spec", lambda name: None)
     engine, why = train_plan._engine(Config())
     assert engine.compile is False
     assert "the package triton" in why[0]
     with pytest.raises(HardwareMismatch, match=r"engine.compile = True: needs the package triton"):
         train_plan._engine(Config(engine=EngineChoice(compile=True)))
-    monkeypatch.setattr(compile, "find_spec", lambda name: name)
-    monkeypatch.setattr(compile.shutil, "which", lambda name: name)
+    monkeypatch.setattr(device_limits, "find_spec", lambda name: name)
+    monkeypatch.setattr(device_limits.shutil, "which", lambda name: name)
     assert train_plan._engine(Config()) == (EngineChoice(), ())
 
 

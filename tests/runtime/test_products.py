@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ahp.runtime.compute.compile import CPU_COMPILERS
+from ahp.runtime.device_limits import CPU_COMPILERS
 from tests.marks import cases
 from tests.runtime.draws import OVERFLOWING, experts, gpt2, llama
 from tests.runtime.graphs import no_kernels

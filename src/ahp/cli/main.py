@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -88,9 +89,15 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(message, type(error).__name__, INTERNAL, as_json="--json" in words)
 
 
+NEW_OBJECTS = 50_000
+"""After which Python looks for garbage, in place of 700. [Empirical] The imports and objects of ``ahp train`` cost its launcher 5.7 s of processor
+time, 1.1 of them for garbage that was not there, those of ``ahp plan`` 0.2 of 1.9; the peak of memory is 1 % higher."""
+
+
 def program() -> NoReturn:
     """The ``ahp`` program. A worker that failed ends at once: a thread of its may wait for a host that is gone (a checkpoint's collective), and
     Python would wait for the thread, while the launcher waits for the worker."""
+    gc.set_threshold(NEW_OBJECTS)
     code = main()
     if code and "RANK" in os.environ:
         sys.stdout.flush()

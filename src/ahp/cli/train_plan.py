@@ -144,8 +144,7 @@ def _engine(config: Config) -> tuple[EngineChoice, tuple[str, ...]]:
     import torch
 
     from ahp.engines.registry import get
-    from ahp.runtime.compute.compile import why_not_compiled
-    from ahp.runtime.limits import refuse_kernels
+    from ahp.runtime.device_limits import refuse_kernels, why_not_compiled
     from ahp.runtime.ranks.device import choose_device
 
     engine = config.engine

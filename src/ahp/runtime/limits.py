@@ -13,13 +13,12 @@ from ahp.forecast.mixed_rules import widths_of_ranks
 from ahp.graph.blocks import BlockList
 from ahp.graph.outline import Outline
 from ahp.graph.positions import refuse_longer
-from ahp.plan import ContextMethod, EngineChoice, Plan
-from ahp.runtime.compute.compile import refuse_without_compiler
+from ahp.plan import ContextMethod, Plan
 from ahp.runtime.compute.fp8 import check_linear
+from ahp.runtime.device_limits import refuse_kernels
 from ahp.runtime.experts.balance_loss import balance_of
 from ahp.runtime.experts.dispatch import check_experts
 from ahp.runtime.optimizer.eight_bit import refuse_without_torchao
-from ahp.runtime.optimizer.offload import refuse_without_host
 from ahp.runtime.tensor.sliced_dropout import drops_parts
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.slicing.model import ModelSlicing
@@ -43,14 +42,6 @@ def refuse_plan(plan: Plan, device: torch.device) -> None:
     if job.optimizer.name == "adamw8bit":
         refuse_without_torchao()
     refuse_kernels(plan.engine, device)
-
-
-def refuse_kernels(engine: EngineChoice, device: torch.device) -> None:
-    """Raises HardwareMismatch for what no plan can have on this device."""
-    if engine.compile:
-        refuse_without_compiler(device)
-    if engine.offload_optimizer:
-        refuse_without_host(device)
 
 
 def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | None, plan: Plan) -> None:

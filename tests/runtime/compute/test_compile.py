@@ -16,10 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 from ahp.errors import AhpError, BadInput, HardwareMismatch
 from ahp.graph.blocks import find_blocks
 from ahp.graph.call import call_model, logits_of
+from ahp.runtime import device_limits
 from ahp.runtime.compute import compile as compiled
-from ahp.runtime.compute.compile import CPU_COMPILERS, compile_block, refuse_without_compiler
+from ahp.runtime.compute.compile import compile_block
 from ahp.runtime.compute.recompute import recompute
 from ahp.runtime.compute.uncompiled import uncompiled
+from ahp.runtime.device_limits import CPU_COMPILERS, refuse_without_compiler
 from tests.marks import cases
 from tests.runtime.compute.test_fp8 import needs_torchao
 from tests.runtime.experts import test_dispatch as test_experts
@@ -301,8 +303,8 @@ def test_blocks_in_8_bits_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_host_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(compiled, "find_spec", lambda name: name)
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None if name == "no-such-compiler" else name)
+    monkeypatch.setattr(device_limits, "find_spec", lambda name: name)
+    monkeypatch.setattr(device_limits.shutil, "which", lambda name: None if name == "no-such-compiler" else name)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(HardwareMismatch, match=r"engine.compile = True.*no-such-compiler"):
         refuse_without_compiler(cpu)
@@ -313,7 +315,7 @@ def test_a_host_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(HardwareMismatch, match=r"Triton calls, and there is no no-such-compiler"):
         refuse_without_compiler(gpu)
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    monkeypatch.setattr(device_limits, "find_spec", lambda name: None)
     refuse_without_compiler(cpu)
     with pytest.raises(HardwareMismatch, match=r"the package triton .*not installed"):
         refuse_without_compiler(gpu)

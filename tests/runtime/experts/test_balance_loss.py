@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ahp.errors import BadInput
-from ahp.runtime.compute.compile import CPU_COMPILERS
+from ahp.runtime.device_limits import CPU_COMPILERS
 from ahp.runtime.experts.balance_loss import balance_of
 from tests.marks import cases
 from tests.runtime.graphs import no_kernels

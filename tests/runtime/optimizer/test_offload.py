@@ -180,7 +180,7 @@ def train(
 ) -> dict[str, Any]:
     from ahp.runtime.parallel import parallelize
 
-    with mock.patch("ahp.runtime.limits.refuse_without_host"):
+    with mock.patch("ahp.runtime.device_limits.refuse_without_host"):
         plan = {"job": JOB, "parallelism": layout, "engine": {"offload_optimizer": offload}}
         parallel = parallelize(BUILDERS["gpt2"](), plan)
     if load is not None:

@@ -10,7 +10,7 @@ import yaml
 
 from ahp.cli import main
 from ahp.plan import EngineChoice, Plan
-from ahp.runtime.compute.compile import CPU_COMPILERS
+from ahp.runtime.device_limits import CPU_COMPILERS
 from ahp.runtime.run.folder import RunFolder
 from tests.search.small import cpu_workers
 

@@ -9,7 +9,7 @@ import pytest
 
 from ahp.errors import BadInput
 from ahp.plan import Plan, validated
-from ahp.runtime.run.texts import prepare_texts
+from ahp.runtime.run.texts import prepare_texts, what_it_reads
 from tests.runtime.run.test_trainer import MODEL
 
 
@@ -52,3 +52,20 @@ def test_adapters_on_weights_that_nobody_trained_are_told(
     job = {"sequence_length": 8, "global_batch_size": 1, "steps": 1, "data": str(tmp_path / "a.txt"), "lora": {"r": 2}}
     prepare_texts(validated(Plan, {"model": MODEL, "job": job, "parallelism": {}}, "plan"))
     assert "init_from names trained weights" in capsys.readouterr().err
+
+
+def test_what_a_model_reads_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that starts again builds no model, which would import transformers; what is refused is so each time."""
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path))
+    masked = {
+        "model_type": "bert", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 32,
+    }  # fmt: skip
+    assert what_it_reads(MODEL, 16) == (False, 300)
+    assert what_it_reads(masked, 16) == (True, 50)
+    for _ in range(2):
+        with pytest.raises(BadInput, match=r"job\.sequence_length = 33: the model takes 32 positions"):
+            what_it_reads(masked, 33)
+    monkeypatch.setattr("ahp.graph.models.build_model", lambda *given, **more: pytest.fail("built again"))
+    assert what_it_reads(MODEL, 16) == (False, 300)
+    assert what_it_reads(masked, 16) == (True, 50)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput
-from ahp.runtime.compute.compile import CPU_COMPILERS
+from ahp.runtime.device_limits import CPU_COMPILERS
 from ahp.runtime.weights.allocate import initial_weights
 from tests.marks import cases
 from tests.runtime.averages import MICRO_BATCHES, Average, How, averaging

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from ahp.errors import BadInput, HardwareMismatch
+from ahp.errors import BadInput
 from ahp.runtime.compute.recompute import Context, keep_products, recompute
 from ahp.runtime.experts.router_outputs import RouterOutputsTaken
 from ahp.runtime.pipeline.compiled_weight_gradients import SplitGraph
@@ -27,31 +24,6 @@ Backend = Callable[[GraphModule, list[torch.Tensor]], Forward]
 
 BACKEND = "inductor"
 """torch.compile's own choice, by name for a graph that it has made already."""
-
-CPU_COMPILERS = ("g++", "clang++")
-"""What torch's compiler looks for beside the variable CXX (torch/_inductor/config.py, cpp.cxx)."""
-
-GPU_COMPILERS = ("gcc", "clang")
-"""What Triton builds its launchers with, beside the variable CC (triton/runtime/build.py)."""
-
-
-def why_not_compiled(device: torch.device) -> str | None:
-    """What is missing on this host for kernels of torch.compile; None where nothing is."""
-    on_cpu = device.type == "cpu"
-    variable, known = ("CXX", CPU_COMPILERS) if on_cpu else ("CC", GPU_COMPILERS)
-    wanted = (os.environ[variable],) if variable in os.environ else known
-    if not any(map(shutil.which, wanted)):
-        needs = "a C++ compiler on a CPU" if on_cpu else "a C compiler, which Triton calls"
-        return f"needs {needs}, and there is no {' or '.join(wanted)}"
-    if not on_cpu and find_spec("triton") is None:
-        return "needs the package triton on a GPU, which is not installed"
-    return None
-
-
-def refuse_without_compiler(device: torch.device) -> None:
-    """Raises HardwareMismatch where nothing can compile kernels for the device."""
-    if (reason := why_not_compiled(device)) is not None:
-        raise HardwareMismatch(f"engine.compile = True: {reason} (valid: False)")
 
 
 def compiled(forward: Forward) -> Forward:

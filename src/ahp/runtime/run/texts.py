@@ -41,37 +41,59 @@ def prepare_texts(plan: Plan, run: RunFolder | None = None) -> Texts:
     Raises BadInput for all that would only be told by a worker: weights of another model, sequences longer than the model takes, text
     that cannot be read, or is less than a batch.
     """
-    from ahp.graph.models import build_model, is_masked
-    from ahp.graph.positions import refuse_longer
     from ahp.runtime.data.job_batches import batches_for, fingerprint_of, validation_batches_for
-    from ahp.runtime.weights.pretrained import check_folder
 
-    job, module = plan.job, build_model(plan.model, device="meta")
-    refuse_longer(module, job.sequence_length)
+    job = plan.job
+    masked, words = what_it_reads(plan.model, job.sequence_length)
     if job.lora is not None and plan.init_from is None:
         say(
             "job.lora: only adapters are trained, and the other weights are random, from job.seed; init_from names trained weights"
         )
-    masked = is_masked(module)
     if plan.init_from is not None and not (run and run.checkpoints()):
-        check_folder(plan.init_from, module)
+        _check_weights(plan.model, plan.init_from)
     given, corpora = tokenizer_of(plan, run.given_folder if run else None), list[Corpus]()
     for text in job.texts:
-        corpora.append(_prepared(plan, "job.data", text, masked, given))
+        corpora.append(_prepared(plan, "job.data", text, words, masked, given))
         given = given or corpora[0].folder / "tokenizer.json"
     other = None
     if isinstance(job.validation, str):
-        other = _prepared(plan, "job.validation", job.validation, masked, given)
+        other = _prepared(plan, "job.validation", job.validation, words, masked, given)
     batches_for(job, corpora, masked=masked)
     validation_batches_for(job, corpora, other, masked=masked)
     folders = tuple(str(corpus.folder) for corpus in corpora)
     return Texts(folders, None if other is None else str(other.folder), fingerprint_of(corpora))
 
 
-def _prepared(plan: Plan, key: str, data: str, masked: bool, tokenizer_file: Path | None) -> Corpus:
+def what_it_reads(model: Any, sequence_length: int) -> tuple[bool, int]:
+    """Whether a model's labels are not shifted, and how many tokens it knows. Kept beside its graphs: whoever asks again, as the launcher of
+    a run that goes on, imports no transformers. Raises BadInput where the model cannot be built, or takes no sequences of that length."""
+    from ahp.graph.kept import kept
+
+    def found() -> tuple[bool, int]:
+        from ahp.graph.models import build_model, is_masked
+        from ahp.graph.positions import refuse_longer
+
+        module = build_model(model, device="meta")
+        refuse_longer(module, sequence_length)
+        return is_masked(module), vocabulary_size(model)
+
+    key = {"of": "what it reads", "sequence_length": sequence_length}
+    masked, words = kept(model, key, found, made_by=Path(__file__).parent)
+    return masked, words
+
+
+def _check_weights(model: Any, folder: str) -> None:
+    """Raises BadInput where the weights in a folder are another model's."""
+    from ahp.graph.models import build_model
+    from ahp.runtime.weights.pretrained import check_folder
+
+    check_folder(folder, build_model(model, device="meta"))
+
+
+def _prepared(plan: Plan, key: str, data: str, words: int, masked: bool, tokenizer_file: Path | None) -> Corpus:
     return prepare(
         data,
-        vocabulary_size(plan.model),
+        words,
         field=plan.job.data_field,
         key=key,
         masked=masked,

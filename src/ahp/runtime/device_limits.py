@@ -1,0 +1,46 @@
+"""What a host and its device cannot do, whatever the model and the layout. It imports no more of torch than the launcher of a run needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.util import find_spec
+
+import torch
+
+from ahp.errors import HardwareMismatch
+from ahp.plan import EngineChoice
+from ahp.runtime.optimizer.offload import refuse_without_host
+
+CPU_COMPILERS = ("g++", "clang++")
+"""What torch's compiler looks for beside the variable CXX (torch/_inductor/config.py, cpp.cxx)."""
+
+GPU_COMPILERS = ("gcc", "clang")
+"""What Triton builds its launchers with, beside the variable CC (triton/runtime/build.py)."""
+
+
+def refuse_kernels(engine: EngineChoice, device: torch.device) -> None:
+    """Raises HardwareMismatch for what no plan can have on this device."""
+    if engine.compile:
+        refuse_without_compiler(device)
+    if engine.offload_optimizer:
+        refuse_without_host(device)
+
+
+def refuse_without_compiler(device: torch.device) -> None:
+    """Raises HardwareMismatch where nothing can compile kernels for the device."""
+    if (reason := why_not_compiled(device)) is not None:
+        raise HardwareMismatch(f"engine.compile = True: {reason} (valid: False)")
+
+
+def why_not_compiled(device: torch.device) -> str | None:
+    """What is missing on this host for kernels of torch.compile; None where nothing is."""
+    on_cpu = device.type == "cpu"
+    variable, known = ("CXX", CPU_COMPILERS) if on_cpu else ("CC", GPU_COMPILERS)
+    wanted = (os.environ[variable],) if variable in os.environ else known
+    if not any(map(shutil.which, wanted)):
+        needs = "a C++ compiler on a CPU" if on_cpu else "a C compiler, which Triton calls"
+        return f"needs {needs}, and there is no {' or '.join(wanted)}"
+    if not on_cpu and find_spec("triton") is None:
+        return "needs the package triton on a GPU, which is not installed"
+    return None
