@@ -6,6 +6,7 @@ docs/runtime/models.md has the table of what was compared here; tests/runtime/co
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ from tests.marks import cases
 from tests.runtime.compute import test_bf16, test_fp8
 from tests.runtime.graphs import no_kernels
 from tests.runtime.models import BUILDERS, JOB, batch
-from tests.runtime.test_equality import assert_same_curve, assert_same_weights, world_size
+from tests.runtime.test_equality import FEWER_STEPS, assert_same_curve, assert_same_weights, world_size
 from tests.runtime.workers import Pool
 from tests.search.families import build
 
-STEPS = 10
+STEPS = 10 if "AHP_FAMILIES_PAGE" in os.environ else FEWER_STEPS
+"""Of the table, and of the test."""
 FAMILIES = (
     "bert", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3",
     "qwen2", "qwen3", "qwen3_moe",
@@ -110,7 +112,8 @@ def train_family(rank: int, world: int, name: str, technique: str) -> dict[str, 
     plan = {"job": job_of(asked), "parallelism": asked.layout, "engine": {"compile": asked.compiled}}
     with no_kernels() if asked.compiled else nullcontext({}) as counted:
         parallel = rehearse(BUILDERS[name](), validated(Plan, plan, "plan"), torch.device("cpu"))
-        results = [parallel.step(parallel.shard(batch(step))) for step in range(STEPS)]
+        steps = test_bf16.STEPS if technique in ROUNDED else STEPS
+        results = [parallel.step(parallel.shard(batch(step))) for step in range(steps)]
         graphs = counted.get("unique_graphs", 0)
     return {
         "losses": [r.loss for r in results],

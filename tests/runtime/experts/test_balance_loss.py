@@ -21,7 +21,7 @@ from tests.runtime.test_equality import assert_same_curve, assert_same_weights, 
 from tests.runtime.workers import Pool
 from tests.search.families import build
 
-STEPS, SIZE = 4, 2
+STEPS, SIZE = 3, 2
 """Steps, and sequences of a micro-batch: each has its own balance loss."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {

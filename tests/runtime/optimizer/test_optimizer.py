@@ -24,7 +24,7 @@ from tests.runtime.test_equality import assert_same_curve, world_size
 from tests.runtime.weights.test_checkpoint import PLANS
 from tests.runtime.workers import Pool
 
-STEPS = 5
+STEPS = 4
 LLAMA3_8B = {"q": (4096, 4096), "k": (1024, 4096), "up": (14336, 4096), "down": (4096, 14336)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "muon": {**OPTIMIZER, "name": "muon", "learning_rate": 5e-3, "weight_decay": 0.5},

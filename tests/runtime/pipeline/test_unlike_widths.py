@@ -20,11 +20,9 @@ from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB, batch
 from tests.runtime.ranks.test_device_order import plan
 from tests.runtime.shard import test_buffers
-from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train
+from tests.runtime.test_equality import FEWER_STEPS, assert_same_curve, assert_same_weights, train
 from tests.runtime.weights.test_checkpoint import AFTER, BEFORE, continue_from, save_after
 from tests.runtime.workers import Pool
-
-STEPS = 5
 
 
 def layout(*widths: tuple[int, int], layers: tuple[int, ...] = (), **others: Any) -> dict[str, Any]:
@@ -91,8 +89,8 @@ WIDE = {case for case in CASES if case[0] not in SLOW or case in CASES[len(LAYOU
 @pytest.mark.parametrize(("name", "model"), cases(dict.fromkeys(CASES), fast=FAST, wide=WIDE))
 def test_equals_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]], name: str, model: str) -> None:
     world = Parallelism(**LAYOUTS[name]).world_size
-    results = pool.run(train, world, model, LAYOUTS[name], STEPS, JOB)
-    expected = plain_run(model, STEPS)
+    results = pool.run(train, world, model, LAYOUTS[name], FEWER_STEPS, JOB)
+    expected = plain_run(model, FEWER_STEPS)
     for result in results:
         assert result["losses"] == results[0]["losses"], "ranks disagree about the loss"
         assert result["norms"] == results[0]["norms"], "ranks disagree about the gradient norm"

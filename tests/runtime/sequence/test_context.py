@@ -15,11 +15,10 @@ from ahp.runtime.sequence import partial_attention
 from ahp.runtime.sequence.partial_attention import Rule, hidden_value
 from tests.marks import cases
 from tests.runtime.models import BUILDERS, SEQUENCE, VOCABULARY, Block, batch
-from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train, world_size
+from tests.runtime.test_equality import FEWER_STEPS, assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.test_families import CALM, EPS
 from tests.runtime.workers import Pool
 
-STEPS = 5
 TWO = {"context_parallel_degree": 2, "micro_batch_size": 4}
 RING = {**TWO, "context_parallel_method": "ring"}
 HEADS = {**TWO, "context_parallel_method": "all-to-all"}
@@ -159,7 +158,7 @@ def run_in_chunks(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
 
     plan = {"job": CALM, "parallelism": layout, "engine": {"loss_chunk_tokens": 5}}
     parallel = parallelize(BUILDERS["llama"](), plan)
-    results = [parallel.step(parallel.shard(batch(step))) for step in range(STEPS)]
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(FEWER_STEPS)]
     return [r.loss for r in results] + [r.grad_norm for r in results]
 
 
@@ -187,8 +186,8 @@ WIDE = {
 def test_context_parallel_equals_one_process(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: str, model: str
 ) -> None:
-    results = pool.run(run, world_size(LAYOUTS[layout]), model, LAYOUTS[layout], STEPS)
-    expected = plain_run(model, STEPS, EPS)
+    results = pool.run(run, world_size(LAYOUTS[layout]), model, LAYOUTS[layout], FEWER_STEPS)
+    expected = plain_run(model, FEWER_STEPS, EPS)
     for result in results:
         assert result["losses"] == results[0]["losses"], "ranks disagree about the loss"
     assert_same_curve(results[0], expected)
@@ -196,7 +195,7 @@ def test_context_parallel_equals_one_process(
 
 
 def test_the_loss_of_own_tokens_in_chunks(pool: Pool, plain_run: Callable[..., dict[str, Any]]) -> None:
-    expected = plain_run("llama", STEPS, EPS)
+    expected = plain_run("llama", FEWER_STEPS, EPS)
     for found in pool.run(run_in_chunks, 4, {**RING, **ONE_F_ONE_B}):
         assert found == pytest.approx([*expected["losses"], *expected["norms"]], rel=1e-5)
 

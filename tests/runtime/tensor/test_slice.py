@@ -26,7 +26,7 @@ from tests.runtime.test_equality import assert_same_curve, assert_same_weights, 
 from tests.runtime.workers import Pool
 from tests.search.families import build
 
-STEPS = 4
+STEPS = 3
 
 
 def family(model_type: str, **more: Any) -> nn.Module:
