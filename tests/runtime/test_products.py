@@ -35,6 +35,9 @@ ZBV = {**PIPELINE, "pipeline_parallel_schedule": "ZBVZeroBubble", "virtual_stage
 FP16 = {"precision": "fp16"}
 FULL, SELECTIVE = ({"activation_checkpoint": kind} for kind in ("full", "selective"))
 
+SOME = 4
+"""Steps of the job that are made: the first two warm up."""
+
 
 def product(build: partial[Any], layout: dict[str, Any], **more: Any) -> Restart:
     """Two sequences at a time, on one process too: a micro-batch has a balance loss of its own."""
@@ -69,9 +72,9 @@ WIDE = (
 def train_with_engine(rank: int, world: int, restart: Restart, layout: dict[str, Any]) -> dict[str, Any]:
     """A model with dropout draws other numbers under another layout; compiled, it draws what it draws uncompiled."""
     if not restart.engine.get("compile"):
-        return run(rank, world, restart, layout, 0, STEPS, "", "")
+        return run(rank, world, restart, layout, 0, SOME, "", "")
     with no_kernels() as stats:
-        return {**run(rank, world, restart, layout, 0, STEPS, "", ""), "graphs": stats["unique_graphs"]}
+        return {**run(rank, world, restart, layout, 0, SOME, "", ""), "graphs": stats["unique_graphs"]}
 
 
 def curve(pool: Pool, restart: Restart, layout: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +135,7 @@ def train_on_kernels(rank: int, world: int, restart: Restart, layout: dict[str, 
 
     torch._dynamo.reset()
     counters.clear()
-    found = run(rank, world, restart, layout, 0, STEPS, "", "")
+    found = run(rank, world, restart, layout, 0, SOME, "", "")
     return {**found, "graphs": counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_hit"]}
 
 

@@ -160,14 +160,28 @@ def drawing(rank: int, world_size: int, *order: Any) -> tuple[str, int]:
     return state, drawing.numbers
 
 
-def test_weights_are_drawn_once_in_a_run_and_not_when_it_goes_on(pool: Pool, text: Path, tmp_path: Path) -> None:
-    order = SHARDED.world_size, plan(text, SHARDED), tmp_path / "run", HALF, os.environ["AHP_CACHE"]
-    first = pool.run(drawing, *order)
+def test_ranks_go_on_before_a_checkpoint_that_one_finds_damaged_and_draw_no_weights_again(
+    pool: Pool, text: Path, tmp_path: Path
+) -> None:
+    order = SHARDED.world_size, plan(text, SHARDED), tmp_path / "run", HALF // 2, os.environ["AHP_CACHE"]
+    first, run = pool.run(drawing, *order), RunFolder(tmp_path / "run")
     assert [state for state, _ in first] == ["done"] * 2
     assert all(numbers > 0 for _, numbers in first)
-    shutil.rmtree(RunFolder(tmp_path / "run").checkpoints()[-1].path)
-    assert RunFolder(tmp_path / "run").checkpoints()[-1].step == HALF
+    whole, (before, newer, last) = curve(run.path), run.checkpoints()
+    for folder in (last.path, run.weights_folder):
+        shutil.rmtree(folder)
+    second_ranks = newer.path / sorted(newer.meta()["crc32"])[1]  # each reads every second file
+    content = bytearray(second_ranks.read_bytes())
+    content[len(content) // 2] ^= 1
+    second_ranks.write_bytes(content)
     assert pool.run(drawing, *order) == [("done", 0)] * 2
+    assert curve(run.path) == whole
+    assert (
+        f"the checkpoint of step {newer.step} is damaged: {second_ranks.name} has changed" in run.notes_file.read_text()
+    )
+    assert [(each.step, each.damaged_file()) for each in run.checkpoints()] == [
+        (step, None) for step in (before.step, newer.step, last.step)
+    ]
 
 
 def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, tmp_path: Path, text: Path) -> None:
