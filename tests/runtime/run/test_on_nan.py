@@ -20,7 +20,7 @@ from tests.runtime.workers import Pool
 STEPS, BAD, SAVED = 8, 6, 4
 """The gradient of step 6 is no number; the checkpoint before it is that of step 4."""
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero3": {"data_parallel_shard_degree": 2, "zero_stage": 3},
+    "zero3": {"data_parallel_shard_degree": 2, "zero_stage": 3, "micro_batch_size": 4},
     "1f1b": {"pipeline_parallel_degree": 2, "micro_batch_size": 2},
 }
 CASES = [

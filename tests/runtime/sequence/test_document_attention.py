@@ -91,7 +91,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("case", cases(COMPILED, wide={"1f1b-recompute", "zero3-selective", "all-to-all"}))
+@pytest.mark.parametrize("case", cases(COMPILED, wide=set(COMPILED) - {"zero3"}))
 def test_compiled_blocks_attend_by_lengths(pool: Pool, case: str) -> None:
     model, layout = COMPILED[case]
     for found in pool.run(train, world_size(layout), model, layout, True):

@@ -24,16 +24,22 @@ BEFORE, AFTER = 2, 2
 """The last loss comes after two steps with the moments that were loaded."""
 
 PLANS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "zero0": {"data_parallel_replicate_degree": 2},
-    "zero1": {"data_parallel_shard_degree": 2, "zero_stage": 1},
+    "one": {"micro_batch_size": 4},
+    "zero0": {"data_parallel_replicate_degree": 2, "micro_batch_size": 2},
+    "zero1": {"data_parallel_shard_degree": 2, "zero_stage": 1, "micro_batch_size": 2},
     "zero3": {"data_parallel_shard_degree": 4},
-    "tp": {"tensor_parallel_degree": 2},
+    "tp": {"tensor_parallel_degree": 2, "micro_batch_size": 4},
     "1f1b": {"pipeline_parallel_degree": 2, "micro_batch_size": 2},
-    "interleaved": {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2},
-    "zero3-x-tp": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
-    "zero3-x-tp-x-pp": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2},
+    "interleaved": {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2, "micro_batch_size": 2},
+    "zero3-x-tp": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "micro_batch_size": 2},
+    "zero3-x-tp-x-pp": {
+        "data_parallel_shard_degree": 2,
+        "tensor_parallel_degree": 2,
+        "pipeline_parallel_degree": 2,
+        "micro_batch_size": 2,
+    },
 }
+"""Two micro-batches for each rank; four for a pipeline alone."""
 MOVES = [
     ("one", "zero3-x-tp-x-pp"), ("zero0", "tp"), ("zero1", "1f1b"), ("zero3", "interleaved"), ("tp", "one"),
     ("tp", "zero3-x-tp"), ("1f1b", "zero3"), ("interleaved", "tp"), ("zero3-x-tp", "zero0"), ("zero3-x-tp-x-pp", "zero1"),
