@@ -6,6 +6,9 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ahp.arrays import Ints, Mask
 from ahp.cluster.domains import joined
 from ahp.divisors import divisors
 from ahp.engines.registry import get
@@ -21,6 +24,9 @@ DEEPEST_UNEVEN_VIRTUAL = 8
 """Virtual stages per rank are tried up to here whatever the number of layers; beyond only where all stages are even.
 The bubble shrinks as 1/v while messages grow as v (arXiv 2104.04473, section 2.2): the gain is below 2 % of a step
 from v = 8 to v = 9 even when pipeline degree and micro-batches are equal."""
+
+NOWHERE = Within(1, 1, 1, (1, 0))
+"""Of degrees that no legal layout has: where their ranks would lie is not looked for."""
 
 RECOMPUTE = ("none", "selective", "full")
 DEGREES = (
@@ -72,6 +78,17 @@ def shared(expert: int, pipeline: int, context: int, tensor: int, sequence_paral
     """What the degrees of a block say of that."""
     ranks = context if expert > 1 else min(context, 2)
     return Shared(expert, min(pipeline, 2), ranks, min(tensor, 2), sequence_parallel)
+
+
+class MeshDegrees(NamedTuple):
+    """Degrees that multiply to the devices, with those that share some of these."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    expert: int
+    sequence_parallel: int
+    data: int
 
 
 class Mesh(NamedTuple):
@@ -128,8 +145,8 @@ class Choices:
     def _values(self, key: str, free: Any) -> tuple[Any, ...]:
         return (self.given[key],) if key in self.given else tuple(free)
 
-    def meshes(self) -> list[Mesh]:
-        """Those whose degrees multiply to the devices."""
+    def degrees(self) -> list[MeshDegrees]:
+        """Those that multiply to the devices."""
         for key in DEGREES:
             if key in self.given and self.world % self.given[key]:
                 rule = f"must divide the {self.world} devices"
@@ -141,19 +158,37 @@ class Choices:
         degrees = (self._values(key, divisors(self.world)) for key in (DEGREES[2], DEGREES[4], DEGREES[3]))
         shared = "context_parallel_method" in self.given
         found = [
-            Mesh(t, c, p, e, sequence, data, within, splits)
+            MeshDegrees(t, c, p, e, sequence, data)
             for t, c, p in product(*degrees)
             if c > 1 or not shared
             if self.world % (t * c * p) == 0 and self.splits(data := self.world // (t * c * p), c > 1)
             for e, sequence in product(experts, self._sequence_parallel(t))
-            for within, splits in self.lying(t, c, p, e, data, self.folded(t, e, sequence, data * c))
         ]
         if not found:
-            keys = (*DEGREES, "zero_stage", "context_parallel_method", "mesh_order")
-            fixed = {key: self.given[key] for key in keys if key in self.given}
-            words = ", ".join(f"{key} {value}" for key, value in fixed.items())
-            raise BadInput(f"parallelism: no layout of {self.world} devices has {words}; free one of them")
+            raise self._none_has()
         return found
+
+    def meshes(self, degrees: list[MeshDegrees], broken: Mask) -> tuple[list[Mesh], Ints]:
+        """Each way in which ranks of such degrees can lie on nodes, and which of the degrees each has; of ``broken`` ones, which no legal
+        layout has, the usual order stands for all."""
+        found, of, usual_alone = list[Mesh](), list[int](), "mesh_order" not in self.given
+        for number, (one, wrong) in enumerate(zip(degrees, broken.tolist(), strict=True)):
+            t, c, p, e, sequence, data = one
+            if wrong and usual_alone:
+                lying = ((NOWHERE, self.splits(data, c > 1)),)
+            else:
+                lying = self.lying(t, c, p, e, data, self.folded(t, e, sequence, data * c))
+            found += [Mesh(*one, within, splits) for within, splits in lying]
+            of += [number] * len(lying)
+        if not found:
+            raise self._none_has()
+        return found, np.array(of, dtype=np.int64)
+
+    def _none_has(self) -> BadInput:
+        keys = (*DEGREES, "zero_stage", "context_parallel_method", "mesh_order")
+        fixed = {key: self.given[key] for key in keys if key in self.given}
+        words = ", ".join(f"{key} {value}" for key, value in fixed.items())
+        return BadInput(f"parallelism: no layout of {self.world} devices has {words}; free one of them")
 
     def _sequence_parallel(self, tensor: int) -> tuple[int, ...]:
         return tuple(map(int, self._values("enable_sequence_parallel", (False, True) if tensor > 1 else (False,))))

@@ -10,21 +10,19 @@ share: rules are masks over their values, rows are counted by multiplication, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from ahp.arrays import Ints
-from ahp.forecast import rules
 from ahp.forecast.axes import Axes
 from ahp.forecast.group import Group
 from ahp.plan import Parallelism
 from ahp.search.choices import Choices, Mesh, ScheduleChoice, ShardingChoice, Shared
+from ahp.search.degree_rules import Broken, broken_degrees
 from ahp.search.problem import Problem
-from ahp.search.unique_rows import unique_rows
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Space:
         self._choices, self._meshes = choices, meshes
         self.blocks = blocks
         self.size = size
-        """Combinations whose degrees multiply to the number of devices, legal or not."""
+        """Combinations whose degrees multiply to the number of devices, legal or not; in one order of ranks where their degrees break a rule."""
         self.rules = broken
         self.num_alike = alike
         """Combinations that break no rule, but whose ZeRO stage the engine runs as a lower one: they are no rows."""
@@ -217,13 +215,18 @@ def build(asked: Problem) -> Space:
         BadInput: constraints that no number of devices, or not this one, can meet.
     """
     choices = Choices(asked)
-    meshes = choices.meshes()
-    table = np.array([mesh[:6] for mesh in meshes], dtype=np.int64)
+    degrees = choices.degrees()
+    broken = broken_degrees(choices, degrees)
+    wrong = np.zeros(len(degrees), dtype=bool)
+    for rule in broken:
+        wrong |= rule.rows
+    meshes, of = choices.meshes(degrees, wrong)
+    table = np.array(degrees, dtype=np.int64)[of]
     micro, batch = np.array(choices.micro_batch), asked.job.global_batch_size
     per_round = table[:, [5]] * micro
     micro_batches = np.where(batch % per_round == 0, batch // per_round, 0)
     counted = _Counted(choices, meshes, table, micro_batches)
-    legal = counted.legal()
+    legal = counted.legal([rule._replace(rows=rule.rows[of]) for rule in broken])
     mesh, size = np.nonzero(legal)
     columns = [mesh, *(table[mesh, i] for i in range(6)), micro[size], micro_batches[mesh, size], legal[mesh, size]]
     blocks = Blocks(*(np.ascontiguousarray(column) for column in columns))
@@ -242,70 +245,25 @@ class _Counted:
         self.per_micro_batch = self.num_splits * self.num_pipes * self.num_recompute
         """[M] Rows of a mesh and one micro-batch."""
         self.size = int(self.per_micro_batch.sum()) * micro_batches.shape[1]
-        self.wrong_mesh = np.zeros(len(meshes), dtype=bool)
         self.alike = 0
         """Rows that break none, but are run as another row is."""
         self.found: dict[str, tuple[str, int]] = {}
 
-    def legal(self) -> Ints:
-        """[M, K] Rows that break no rule; counts those that do."""
-        asked = self.choices.asked
-        graph, batch = asked.graph, asked.job.global_batch_size
+    def legal(self, broken: list[Broken]) -> Ints:
+        """[M, K] Rows that break no rule; counts those that do. ``broken``: rules of degrees, with the meshes [M] that break them."""
+        batch = self.choices.asked.job.global_batch_size
         self._count(
             "batch",
             f"global_batch_size {batch} must be a multiple of data-parallel degree x micro_batch_size{self._nearest(batch)}",
             int(((self.micro_batches == 0) * self.per_micro_batch[:, None]).sum()),
         )
-        self._of_mesh(
-            "tensor", lambda layout: rules.tensor(graph, asked.job, layout, asked.engine), "tensor_parallel_degree"
-        )
-        self._of_mesh(
-            "products in 8 bits",
-            lambda layout: rules.products(graph, asked.job, layout, asked.engine),
-            "tensor_parallel_degree",
-        )
-        self._of_mesh(
-            "sequence",
-            lambda layout: rules.sequence(graph, layout),
-            "tensor_parallel_degree",
-            "enable_sequence_parallel",
-        )
-        self._of_mesh(
-            "whole attention",
-            lambda layout: rules.whole_attention(graph, asked.job, layout, asked.engine),
-            "tensor_parallel_degree",
-            "enable_sequence_parallel",
-        )
-        tensor_too = ("tensor_parallel_degree", "enable_sequence_parallel")
-        self._of_mesh("asynchronous", lambda layout: rules.asynchronous(layout, asked.engine), *tensor_too)
-        self._of_mesh("context", lambda layout: rules.sequence(graph, layout), "context_parallel_degree")
-        both = ("tensor_parallel_degree", "context_parallel_degree")
-        self._of_mesh("attention", self._bad_attention, *both)
-        ranks = ("data_parallel_replicate_degree", "context_parallel_degree")
-        over = tensor_too if self.choices.folds else ()
-        self._of_mesh("experts", self._bad_experts, "expert_parallel_degree", *ranks, *over)
-        for key in ("tensor_parallel_degree", "context_parallel_degree"):
-            self._of_mesh(f"engine: {key}", asked.refused, key)
-        self._of_mesh(
-            "engine: pipeline_parallel_degree",
-            lambda layout: self.choices.bad_depth(layout.pipeline_parallel_degree),
-            "pipeline_parallel_degree",
-        )
-        self._of_mesh(
-            "engine: expert_parallel_degree",
-            lambda layout: self.choices.refused_experts(
-                layout.expert_parallel_degree, layout.tensor_parallel_degree, layout.context_parallel_degree
-            ),
-            "expert_parallel_degree",
-            "tensor_parallel_degree",
-            "context_parallel_degree",
-        )
-        self._of_mesh("engine: enable_sequence_parallel", self._refused_with_sequence, *tensor_too)
-        if "expert_tensor_parallel_degree" in self.choices.given:
-            self._of_mesh("engine: expert_tensor_parallel_degree", self._bad_expert_tensor, *tensor_too)
+        wrong = np.zeros(len(self.meshes), dtype=bool)
+        for name, says, rows in broken:
+            self._count(name, says, int(self.per_micro_batch[rows].sum()) * self.micro_batches.shape[1])
+            wrong |= rows
         pipes, recompute = self._good_pipes(), self._good_recompute()
         good, alike = (
-            np.where(self.micro_batches > 0, (splits * ~self.wrong_mesh * recompute)[:, None] * pipes, 0)
+            np.where(self.micro_batches > 0, (splits * ~wrong * recompute)[:, None] * pipes, 0)
             for splits in self._good_splits()
         )
         self.alike = int(alike.sum())
@@ -330,41 +288,6 @@ class _Counted:
         if says is not None and broken:
             before, already = self.found.get(name, (says, 0))
             self.found[name] = before, already + broken
-
-    def _of_mesh(self, name: str, reason: Callable[[Parallelism], str | None], *keys: str) -> None:
-        """A rule that looks at ``keys`` alone."""
-        order = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree",
-                 "expert_parallel_degree", "enable_sequence_parallel", "data_parallel_replicate_degree")  # fmt: skip
-        values, at = unique_rows(*(self.table[:, order.index(key)] for key in keys))
-        reasons = []
-        for value in values.tolist():
-            chosen: dict[str, Any] = dict(zip(keys, value, strict=True))
-            reasons.append(reason(Parallelism(**chosen)))
-        wrong = np.array([text is not None for text in reasons])[at]
-        broken = int(self.per_micro_batch[wrong].sum()) * self.micro_batches.shape[1]
-        self._count(name, next(filter(None, reasons), None), broken)
-        self.wrong_mesh |= wrong
-
-    def _bad_attention(self, layout: Parallelism) -> str | None:
-        asked = self.choices.asked
-        method = self.choices.given.get("context_parallel_method")
-        return rules.context(asked.graph, layout.model_copy(update={"context_parallel_method": method}), asked.engine)
-
-    def _bad_experts(self, layout: Parallelism) -> str | None:
-        asked, given = self.choices.asked, self.choices.given.get("expert_tensor_parallel_degree")
-        layout = layout.model_copy(update={"expert_tensor_parallel_degree": given})
-        return rules.experts(asked.graph, asked.job, layout, asked.engine)
-
-    def _bad_expert_tensor(self, layout: Parallelism) -> str | None:
-        given = self.choices.given.get("expert_tensor_parallel_degree")
-        reason = self.choices.asked.refused(layout.model_copy(update={"expert_tensor_parallel_degree": given}))
-        return reason if reason and reason.startswith("expert_tensor_parallel_degree") else None
-
-    def _refused_with_sequence(self, layout: Parallelism) -> str | None:
-        if not layout.enable_sequence_parallel:
-            return None
-        alone = self.choices.refused(tensor_parallel_degree=layout.tensor_parallel_degree)
-        return None if alone else self.choices.asked.refused(layout)
 
     def _good_splits(self) -> tuple[Ints, Ints]:
         """[M] Ways to share states that the engine can express, those that it runs alike once; and how often it runs one alike."""
