@@ -12,7 +12,7 @@ from ahp.forecast import margins
 from ahp.forecast.assembly import NORMAL_90, band_s
 from ahp.forecast.efficiency import Rates
 from ahp.forecast.pricer import slowest_share
-from ahp.forecast.step import forecast, price, simulate
+from ahp.forecast.step import forecast, price, pricer, simulate
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -39,6 +39,36 @@ LAYOUTS = [
 def price_on_one_node(graph, layout, job=JOB, **cluster):
     parallelism = Parallelism(**layout)
     return price(graph, make_cluster(per_node=parallelism.world_size, **cluster), job, parallelism)
+
+
+def test_the_same_devices_share_what_kernels_take(tiny):
+    """However many there are, and whatever the engine; but what was measured is about so many workers of a node."""
+
+    def segments(engine=None, **cluster):
+        return pricer(tiny, make_cluster(**cluster), JOB, engine or EngineChoice()).unit_pricer.segments
+
+    one = segments(per_node=8)
+    assert segments(per_node=7) is segments(nodes=3) is segments(EngineChoice(name="megatron")) is one
+    assert segments(memory_bytes=1) is not one
+    measured = segments(per_node=8, measured=Measurements())
+    assert measured is not one
+    assert segments(per_node=8, measured=Measurements()) is measured
+    assert segments(per_node=4, measured=Measurements()) is not measured
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: Parallelism(**layout).short())
+def test_what_is_shared_changes_no_forecast(tiny, layout):
+    for engine in (
+        EngineChoice(compile=True),
+        EngineChoice(compile=False),
+    ):  # the second finds the first one's kernels there
+        parallelism = Parallelism(**layout)
+        shared, fresh = (
+            price(graph, make_cluster(per_node=parallelism.world_size), JOB, parallelism, engine)
+            for graph in (tiny, replace(tiny))
+        )
+        assert shared.forecast.step_time_s == fresh.forecast.step_time_s
+        assert shared.forecast.memory == fresh.forecast.memory
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: Parallelism(**layout).short())

@@ -11,6 +11,7 @@ from ahp.config import Constraints
 from ahp.divisors import divisors
 from ahp.engines.registry import names
 from ahp.errors import BadInput
+from ahp.forecast import rules
 from ahp.forecast.rules import illegal
 from ahp.plan import Parallelism
 from ahp.search.choices import ShardingChoice
@@ -195,6 +196,19 @@ def test_a_large_table_is_counted_not_written_out() -> None:
     assert space.size > 500_000
     assert len(space.blocks) < 5_000
     assert np.all(space.blocks.rows > 0)
+
+
+def test_degrees_that_break_a_rule_are_laid_on_nodes_in_one_order() -> None:
+    """Six tensor ranks divide no four heads: nothing is looked for where no layout is legal."""
+    asked = small("llama", "3x4xH100-SXM-80GB", batch=12)
+    space = build(asked)
+    orders: dict[bool, set[bool]] = {True: set(), False: set()}
+    for mesh in space._meshes:
+        good = (
+            rules.tensor(asked.graph, asked.job, Parallelism(tensor_parallel_degree=mesh.tensor), asked.engine) is None
+        )
+        orders[good] |= {split.order is not None for split in mesh.splits}
+    assert orders == {True: {False, True}, False: {False}}
 
 
 def test_divisors() -> None:
