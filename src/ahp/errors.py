@@ -44,8 +44,13 @@ def bad_input(key: str, value: Any, rule: str, valid: Iterable[Any] | None = Non
     text = f"{key} = {value!r}: {rule}"
     choices = list(valid) if valid is not None else []
     if choices:
-        text += f" (valid: {', '.join(map(str, nearest(value, choices)))})"
+        text += f" (valid: {listed(nearest(value, choices))})"
     return BadInput(text)
+
+
+def listed(choices: Iterable[Any]) -> str:
+    """As a user would write them: null, and not None."""
+    return ", ".join("null" if choice is None else str(choice) for choice in choices)
 
 
 def nearest(value: Any, choices: list[Any], count: int = 5) -> list[Any]:

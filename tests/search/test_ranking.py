@@ -212,6 +212,11 @@ def test_a_graph_of_another_job_is_refused() -> None:
     [
         ({"expert_parallel_degree": 2}, {"name": "accelerate"}, "accelerate"),
         (
+            {"context_parallel_method": "ring"},
+            {"name": "megatron"},
+            r"context_parallel_method = 'ring': .*\(valid: null\)",
+        ),
+        (
             {"activation_checkpoint": "selective", "context_parallel_degree": 2, "context_parallel_method": "ring"},
             {"compile": True},
             r"activation_checkpoint = 'selective'",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ahp.engines import releases
-from ahp.errors import nearest
+from ahp.errors import listed, nearest
 from ahp.job import Job
 from ahp.plan import AXES, Axis, EngineChoice, Parallelism
 
@@ -166,4 +166,4 @@ def _refuses_placement(engine: str, p: Parallelism) -> str | None:
 
 def _cannot(engine: str, key: str, value: object, valid: Sequence[object]) -> str:
     near = nearest(value, list(valid)) or valid
-    return f"{key} = {value!r}: {engine} cannot run this (valid: {', '.join(map(str, near))})"
+    return f"{key} = {value!r}: {engine} cannot run this (valid: {listed(near)})"

@@ -11,7 +11,7 @@ from ahp.divisors import divisors
 from ahp.engines.ahp import FP8_MULTIPLE, needs_one_graph
 from ahp.engines.registry import get
 from ahp.engines.traits import FewKeys
-from ahp.errors import AhpError, nearest
+from ahp.errors import AhpError, listed, nearest
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.groups import num_expert_ranks
 from ahp.forecast.mixed_rules import illegal_placement
@@ -382,4 +382,4 @@ def schedule(name: str, p: int, v: int, m: int, *, in_torch: bool) -> str | None
 
 def _broken(key: str, value: object, rule: str, valid: Iterable[object]) -> str:
     choices = nearest(value, list(valid))
-    return f"{key} = {value!r}: {rule}" + (f" (valid: {', '.join(map(str, choices))})" if choices else "")
+    return f"{key} = {value!r}: {rule}" + (f" (valid: {listed(choices)})" if choices else "")

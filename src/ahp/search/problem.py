@@ -191,7 +191,7 @@ class Problem:
         if given.get("context_parallel_degree", 1) > 1:
             kept = (*kept, "context_parallel_method")
         layout = self._sharing_experts({key: given[key] for key in (*kept, *degrees) if key in given})
-        if reason := self.refused(layout):
+        if reason := self.refused(layout) or self._refused_method():
             raise NotExpressible(reason)
         reasons = []
         for group in self.cluster.groups:
@@ -200,6 +200,13 @@ class Problem:
             reasons.append(rules.illegal(self.graph, cluster, self.job, layout, self.engine))
         if all(reasons):
             raise BadInput(reasons[0] or "")
+
+    def _refused_method(self) -> str | None:
+        """Why the engine cannot compute attention over shared sequences as the user asks, on the fewest ranks that share one; or None."""
+        method, degree = self.constraints.context_parallel_method, self.constraints.context_parallel_degree or 2
+        if method is None or degree == 1:
+            return None
+        return self.refused(Parallelism(context_parallel_degree=degree, context_parallel_method=method))
 
     def on(self, cluster: Cluster) -> Problem:
         return replace(self, cluster=cluster)

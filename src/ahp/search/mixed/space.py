@@ -337,7 +337,7 @@ class MixedSpace:
         """A given key that layouts over several groups do not have, in words."""
         for key, value in self.given.items():
             if key not in PLACED and value is not None:
-                return f"{key} = {value!r}: layouts over several groups of devices do not have it (valid: None)"
+                return f"{key} = {value!r}: layouts over several groups of devices do not have it (valid: null)"
         return None
 
     def _legal(self, alike: Alike) -> bool:
