@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ahp.cli.compare import run
+from ahp.cli.compare import _word, run
 from ahp.cli.main import main
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
@@ -118,6 +118,13 @@ def test_other_batches_and_devices_are_compared_by_tokens(tmp_path: Path, capsys
     assert found["verdict"][1].startswith("B has 8 devices, A 4: each of B's trains ")
     assert found["settings"]["devices"] == ["4 x A100-SXM-80GB", "8 x A100-SXM-80GB"]
     assert ("more" if tokens[1] > tokens[0] else "fewer") in found["verdict"][1]
+
+
+def test_stages_on_groups_are_said_as_a_user_writes_them() -> None:
+    layout = Parallelism.model_validate(
+        {"stages": [{"group": ["a", "b"], "layers": 8}], "data_parallel_replicate_degree": 2}
+    )
+    assert _word(layout.model_dump(mode="json")["stages"]) == "{group: a b, layers: 8}"
 
 
 def test_what_does_not_fit_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -217,11 +217,13 @@ def _table(table: Any, titles: tuple[str, ...], rows: list[tuple[object, ...]]) 
 
 
 def _word(value: object) -> str:
-    """A setting as it is read: ``21 14``, ``yes``; nothing where a plan leaves it open."""
+    """A setting as it is read: ``21 14``, ``yes``, ``{group: a, layers: 8}``; nothing where a plan leaves it open."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_word(own)}' for key, own in value.items() if own is not None)}}}"
     return " ".join(_word(one) for one in value) if isinstance(value, (tuple, list)) else str(value)
 
 
