@@ -188,6 +188,13 @@ def test_a_target_out_of_reach_says_what_would_reach_it() -> None:
     assert reached.proven
 
 
+def test_a_target_out_of_reach_of_a_mixed_cluster() -> None:
+    groups = [{"name": name, "device": name, "devices_per_node": 1} for name in ("H100-SXM-80GB", "A100-SXM-80GB")]
+    of = small(cluster=Cluster.from_dict({"groups": groups}), batch=2, constraints=ALONE)
+    with pytest.raises(NothingFits, match="out of reach: the fastest layout of 2 devices"):
+        choose(of, objective_of({"name": "fewest-devices", "target_tokens_per_s": 1e12}), 1)
+
+
 def test_numbers_of_devices_that_are_tried() -> None:
     def sizes(text: str) -> list[int]:
         return [cluster.num_devices for cluster in smaller(Cluster.parse(text))]

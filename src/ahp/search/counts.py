@@ -14,13 +14,16 @@ from time import perf_counter
 
 from ahp.cluster.model import Cluster
 from ahp.errors import AhpError, BadInput, NothingFits
+from ahp.search.by_speed import ranking_with_any_kernels
 from ahp.search.choice import Choice, Settled
 from ahp.search.fastest import fastest
 from ahp.search.feasible_space import legal_rows
+from ahp.search.method import Method
 from ahp.search.misfit import more_nodes, nothing_fits
 from ahp.search.objective import Objective, Scale
 from ahp.search.one_group import Fastest, Pair
 from ahp.search.problem import Problem, with_devices
+from ahp.search.ties import WORTH_TELLING
 from ahp.words import duration, percent
 
 ALL_UP_TO = 16
@@ -139,10 +142,10 @@ def _settled(scale: Scale, found: Fastest, weight: float, wanted: bool = True) -
 
 def _none(scale: Scale, settled: list[Settled]) -> AhpError:
     """What to raise where no number of devices has a plan that will do."""
-    asked = legal_rows(scale.asked).problem
+    asked = scale.asked if scale.asked.cluster.is_mixed else legal_rows(scale.asked).problem
     found = fastest(asked)
     if found is None or found.best is None:
-        return nothing_fits(asked)
+        return _refusal_of_mixed(asked) if asked.cluster.is_mixed else nothing_fits(asked)
     if scale.objective.name == "fewest-devices":
         return _out_of_reach(scale, asked, found.best)
     apart = duration(1.0 / scale.failures(settled[0].found.problem.cluster).per_s)
@@ -152,12 +155,22 @@ def _none(scale: Scale, settled: list[Settled]) -> AhpError:
     return BadInput(f"objective.failures_per_device_hour = {scale.objective.failures_per_device_hour}: {rule}")
 
 
+def _refusal_of_mixed(asked: Problem) -> AhpError:
+    """Why there is no plan on a mixed cluster, on which a search for the shortest step finds none either."""
+    try:
+        ranking_with_any_kernels(asked, 1, None, Method())
+    except AhpError as refusal:
+        return refusal
+    raise AssertionError("called without a plan")
+
+
 def _out_of_reach(scale: Scale, asked: Problem, best: Pair) -> NothingFits:
     """The fastest that there is, by how much it misses the target, and how many more nodes would reach it."""
     target = scale.objective.target_tokens_per_s or 0.0
     speed = asked.job.tokens_per_step / best[1].step_time_s
     devices = asked.cluster.num_devices
-    missed = f"{best[0].short()}, makes {speed:,.0f} tokens/s, {percent(speed / target)} of it"
+    share = f", {percent(speed / target)} of it" if speed / target >= WORTH_TELLING else ""
+    missed = f"{best[0].short()}, makes {speed:,.0f} tokens/s{share}"
     rule = f"out of reach: the fastest layout of {devices} devices, {missed}"
     lines = [f"objective.target_tokens_per_s = {target:g}: {rule}"]
     for words, larger in more_nodes(asked):
