@@ -214,9 +214,11 @@ MOST_MODULES = 1000
 def test_planning_on_what_is_known_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     words = [sys.executable, "-c", RUN, *COMMANDS]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    runs = [  # where the shipped graphs are for other releases, the first run traces
-        subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True) for _ in range(2)
-    ]
-    told = [line for line in runs[1].stdout.splitlines() if line.startswith("imported ")]
-    assert told == [f"imported {command} []" for command in COMMANDS], runs[1].stderr
-    assert int(runs[1].stdout.split("modules ")[-1]) <= MOST_MODULES
+    wanted = [f"imported {command} []" for command in COMMANDS]
+    for _ in range(2):  # where the shipped graphs are for other releases, the first run traces
+        run = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        told = [line for line in run.stdout.splitlines() if line.startswith("imported ")]
+        if told == wanted:
+            break
+    assert told == wanted, run.stderr
+    assert int(run.stdout.split("modules ")[-1]) <= MOST_MODULES

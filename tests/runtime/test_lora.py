@@ -174,8 +174,7 @@ def test_only_what_is_trained_has_a_copy_in_fp32(pool: Pool, layout: str) -> Non
         assert found == {True: {torch.float32}, False: {torch.bfloat16}}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zero3", "tp", "1f1b"])
+@pytest.mark.parametrize("layout", cases(["zero3", "tp", "1f1b"], wide=["zero3", "1f1b"]))
 def test_layouts_in_bf16_stay_within_rounding(pool: Pool, layout: str) -> None:
     parallelism = {**LAYOUTS[layout], "micro_batch_size": test_bf16.MICRO}
     optimizer = {**JOB["optimizer"], "learning_rate": test_bf16.RATE}

@@ -14,7 +14,12 @@ from tests.runtime.test_equality import assert_same_curve, assert_same_weights
 from tests.runtime.workers import Pool
 
 STEPS, SAVED = 4, 2
-DEGREES = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}
+DEGREES = {
+    "data_parallel_shard_degree": 2,
+    "tensor_parallel_degree": 2,
+    "pipeline_parallel_degree": 2,
+    "micro_batch_size": 2,
+}
 ORDER = ("tp", "dp_shard", "pp")
 """The usual one turned round: neighbouring ranks are stages of one pipeline."""
 

@@ -112,6 +112,7 @@ def whole(pool: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 def test_resumed_run_is_the_same_to_the_last_digit(text: Path, whole: Path, tmp_path: Path) -> None:
     folder = stopped_half_way(whole, tmp_path / "run")
     outcome = train(plan(text), folder)
@@ -121,6 +122,7 @@ def test_resumed_run_is_the_same_to_the_last_digit(text: Path, whole: Path, tmp_
     assert (folder / weights).read_bytes() == (whole / weights).read_bytes()
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 def test_extended_run_keeps_what_was_done_and_goes_on_with_the_longer_jobs_rates(
     pool: Pool, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -364,6 +366,7 @@ def test_torchrun_joins_and_gives_the_same_curve(text: Path, whole: Path, tmp_pa
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 def test_a_run_whose_folder_is_lost_goes_on_from_the_object_store(text: Path, whole: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/bucket/run"
     half, last = RunFolder(whole).checkpoints()
