@@ -15,6 +15,10 @@ def probe(**_: Any) -> Cluster:
     return Cluster(groups=(host("here").nodes,))
 
 
-if __name__ == "__main__":
+def run(words: list[str]) -> int:
     with mock.patch("ahp.cluster.measure.probe", probe):
-        sys.exit(main(sys.argv[1:]))
+        return main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

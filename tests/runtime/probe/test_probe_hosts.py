@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -26,7 +27,10 @@ from ahp.runtime.probe import hosts, meeting
 from ahp.runtime.probe.meeting import Meeting, Place
 from ahp.runtime.ranks import slurm
 from ahp.runtime.ranks.meeting import NoAnswer
+from ahp.runtime.ranks.own_store import store_on
 from tests.cluster.test_hosts import host
+from tests.runtime import workers
+from tests.runtime.probe import given
 from tests.runtime.workers import free_port
 
 own = threading.local()
@@ -224,9 +228,29 @@ def test_three_processes_over_the_loopback_write_one_cluster(tmp_path: Path) -> 
     assert len(cluster.links) == len(cluster.groups) * (len(cluster.groups) - 1) // 2
 
 
-@pytest.mark.slow
-def test_two_nodes_of_torchrun_are_two_hosts_with_two_workers_each(tmp_path: Path) -> None:
+def as_launched(rank: int, world_size: int, folder: str, port: int) -> int:
+    """In each worker, as torchrun starts the second of two on a node."""
+    dist.destroy_process_group()
+    node, local = divmod(rank, 2)
+    variables = {
+        **workers.place(rank, world_size, port), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    with mock.patch.dict(os.environ, variables):
+        return given.run(["probe", "--quick", "--workers", "1", "-o", f"{folder}/{node}.yaml"])
+
+
+def test_the_first_of_each_nodes_workers_measures_for_it(pool: workers.Pool, tmp_path: Path) -> None:
     """What a host measures of itself is given: tests/hosts measures it on two that differ."""
+    store = store_on("127.0.0.1", 0, option="the launcher's store")
+    assert pool.run(as_launched, 4, str(tmp_path), store.port) == [0] * 4
+    [file] = tmp_path.glob("*.yaml")
+    assert file.name == "0.yaml"
+    assert Cluster.load(file).num_devices == 2
+
+
+@pytest.mark.wide  # as the test above, and as tests/runtime/run/test_nodes.py starts ahp train
+def test_two_nodes_of_torchrun_are_two_hosts_with_two_workers_each(tmp_path: Path) -> None:
     port = free_port()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
