@@ -16,8 +16,8 @@ from tests.runtime.models import BUILDERS, JOB, VOCABULARY, batch
 from tests.runtime.test_equality import world_size
 from tests.runtime.workers import Pool, free_port, script_as_rank
 
-STEPS = 4
-TENSOR = {"tensor_parallel_degree": 2}
+STEPS = 3
+TENSOR = {"tensor_parallel_degree": 2, "micro_batch_size": 4}
 
 
 def gpt2_with_dropout() -> torch.nn.Module:
@@ -64,13 +64,13 @@ LAYOUTS = {
     "sequence": {**TENSOR, "enable_sequence_parallel": True},
     "replicas": {"data_parallel_replicate_degree": 2},
     "tp-x-pp": {**TENSOR, "pipeline_parallel_degree": 2, "micro_batch_size": 2},
-    "tp-x-zero3": {**TENSOR, "data_parallel_shard_degree": 2, "zero_stage": 3},
-    "tp-x-replicas": {**TENSOR, "data_parallel_replicate_degree": 2},
-    "tp-x-full-recompute": {**TENSOR, "activation_checkpoint": "full", "micro_batch_size": 2},
+    "tp-x-zero3": {**TENSOR, "data_parallel_shard_degree": 2, "zero_stage": 3, "micro_batch_size": 2},
+    "tp-x-replicas": {**TENSOR, "data_parallel_replicate_degree": 2, "micro_batch_size": 2},
+    "tp-x-full-recompute": {**TENSOR, "activation_checkpoint": "full"},
 }
 
 
-@pytest.mark.parametrize("layout", cases(LAYOUTS, wide=("sequence", "tp-x-zero3")))
+@pytest.mark.parametrize("layout", cases(LAYOUTS, wide=("tp", "sequence", "tp-x-zero3")))
 def test_ranks_with_seeds_of_their_own_keep_shared_weights_equal(pool: Pool, layout: str) -> None:
     results = pool.run(train, world_size(LAYOUTS[layout]), LAYOUTS[layout], 100)
     held: dict[Any, torch.Tensor] = {}

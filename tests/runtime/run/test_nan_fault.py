@@ -56,7 +56,7 @@ def spoiled(rank: int, world: int, kind: str, layout: dict[str, Any]) -> tuple[s
     [
         ("weight", "1f1b"),
         ("gradient", "1f1b"),
-        pytest.param("weight", "zero3-x-tp", marks=pytest.mark.slow),
+        pytest.param("weight", "zero3-x-tp", marks=pytest.mark.wide),
         pytest.param("gradient", "zero3-x-tp", marks=pytest.mark.slow),
         pytest.param("weight", "zero3-x-tp-x-pp", marks=pytest.mark.slow),
     ],

@@ -94,8 +94,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-REPLICAS = Parallelism(data_parallel_replicate_degree=2)
-UNEVEN = Parallelism(pipeline_parallel_degree=2, layers_per_stage=(1, 2))
+REPLICAS = Parallelism(data_parallel_replicate_degree=2, micro_batch_size=2)
+UNEVEN = Parallelism(pipeline_parallel_degree=2, micro_batch_size=2, layers_per_stage=(1, 2))
 
 
 def found(
@@ -119,7 +119,7 @@ def found(
 
 @pytest.mark.slow
 def test_a_rank_that_computes_longer_is_named(pool: Pool, text: Path, tmp_path: Path) -> None:
-    (one,), said = found(pool, text, tmp_path / "run", REPLICAS.model_copy(update={"micro_batch_size": 2}), more=4.0)
+    (one,), said = found(pool, text, tmp_path / "run", REPLICAS, more=4.0)
     assert (one["rank"], one["host"], one["reason"], one["since_step"]) == (1, socket.gethostname(), "processor", 1)
     assert one["ratio"] > 1.3
     assert f"step 20: rank 1 on {socket.gethostname()} is slow (processor): {one['ratio']:.2f} times its like" in said
@@ -127,8 +127,7 @@ def test_a_rank_that_computes_longer_is_named(pool: Pool, text: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_a_rank_whose_data_comes_late_is_named(pool: Pool, text: Path, tmp_path: Path) -> None:
-    layout = REPLICAS.model_copy(update={"micro_batch_size": 2})
-    (one,), said = found(pool, text, tmp_path / "run", layout, slow_data=True)
+    (one,), said = found(pool, text, tmp_path / "run", REPLICAS, slow_data=True)
     assert (one["rank"], one["reason"]) == (1, "data")
     assert "is slow (data): " in said
     assert "it waits for its data" in said
