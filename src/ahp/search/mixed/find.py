@@ -53,7 +53,7 @@ SLACK = 1.15
 
 
 WINDOW = 512
-"""So many shapes of the lowest floors are looked at together: which of them promise more is not said by their floors."""
+"""So many pipelines of the lowest floors are looked at together: which of them promise more is not said by their floors."""
 
 
 FURTHER = 1.06
@@ -78,7 +78,7 @@ class Queue:
 
     def __init__(self, floors: ShapeFloors, kind: Kind, limit_s: float, *, closest: bool = False) -> None:
         self._floors, self._closest = floors, closest and kind != "alone"
-        self._kind: Kind = kind
+        self.kind: Kind = kind
         self._rough, self._open = floors.by_work(kind, limit_s), Shapes.all([])
         """By work and speed, and by memory, the lowest first."""
         self.number = count()  # of equal floors the first
@@ -101,8 +101,8 @@ class Queue:
                 return floor_s, shape
             if some_s <= min(open_s, rough_s):
                 floor_s, _, of, at = heapq.heappop(self._some)
-                for shape in self._floors.shapes(self._kind, of, at):
-                    closer_s = self._floors.closer_s(shape) if self._kind == "alone" else floor_s
+                for shape in self._floors.shapes(self.kind, of, at):
+                    closer_s = self._floors.closer_s(shape) if self.kind == "alone" else floor_s
                     heapq.heappush(self._each, (max(floor_s, closer_s), next(self.number), shape))
             elif open_s <= rough_s:
                 self._by_replicas(below_s)
@@ -116,7 +116,7 @@ class Queue:
 
     def _by_memory(self, below_s: float) -> None:
         of, self._rough = self._rough.split(FURTHER * self._rough.lowest_s)
-        of = self._floors.by_memory(self._kind, of.where(of.floor_s < below_s))
+        of = self._floors.by_memory(self.kind, of.where(of.floor_s < below_s))
         self.too_large += int((of.floor_s == np.inf).sum())
         near = of.where(of.floor_s < below_s)
         if self._closest:
@@ -128,7 +128,7 @@ class Queue:
         lowest_s = self._open.lowest_s
         of, self._open = self._open.split(FURTHER * lowest_s)
         limit_s = min(below_s, FURTHER**REACHED * lowest_s)
-        of = self._floors.by_replicas(self._kind, of.where(of.floor_s < below_s), limit_s)
+        of = self._floors.by_replicas(self.kind, of.where(of.floor_s < below_s), limit_s)
         known = of.floor_s < limit_s * AT_LIMIT
         self._push(of.where(known))
         # What is at ``below_s`` but for rounding must not stay: it would come up again for ever.
@@ -235,11 +235,11 @@ class Finder:
     def _place_from(self, queue: Queue, limit_s: float, keep: int, hard: int) -> tuple[int, float]:
         """Place what is in a queue; how many shapes had too many placements, with ``hard`` before, and the lowest floor of what came up
         and was not placed."""
-        window = list[tuple[float, float, int, Shape]]()
+        window, size = list[tuple[float, float, int, Shape]](), 1 if queue.kind == "alone" else WINDOW
         while hard < self.budget.shapes and self.outcome.forecasts < self.budget.exact:
             below_s = min(self._limit_s(keep), limit_s)
             if not window:
-                for floor_s, shape in islice(queue.popped(below_s), WINDOW):
+                for floor_s, shape in islice(queue.popped(below_s), size):
                     heapq.heappush(window, (self._promise_s(floor_s, shape), floor_s, next(queue.number), shape))
             if not window:
                 break
