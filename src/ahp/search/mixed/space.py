@@ -171,6 +171,7 @@ class MixedSpace:
         self.grid = cache(self._grid)
         self._count = cache(self._counted)
         self._rules = cache(self._ruled)
+        self._verdict = cache(self._judged)
         self._twins = cache(self._twin)
         self.allowed = cache(self._allowed)
         self.pipes = cache(self._pipes)
@@ -343,7 +344,8 @@ class MixedSpace:
     def _legal(self, alike: Alike) -> bool:
         batch = self.asked.job.global_batch_size
         alone, piped, wrong = self._count(alike.width, max(self.micro_batches(alike), 1))
-        if self.is_twin(alike):
+        is_twin, broken = self._verdict(alike._replace(micro_batch=1))
+        if is_twin:
             self.twins += piped
             piped = wrong = 0
         size = alone + piped
@@ -351,17 +353,17 @@ class MixedSpace:
         if batch % (alike.shard * alike.micro_batch):
             rule = f"global_batch_size {batch} must be a multiple of data_parallel_shard_degree x micro_batch_size"
             return self._breaks("batch", rule, size)
-        layout = layout_of(alike, 1)
-        for name, says in (
-            *self._rules(alike._replace(micro_batch=1, recompute="none")),
-            ("engine", self.asked.refused(layout)),
-        ):
-            if says is not None:
-                return self._breaks(name, says, size)
+        if broken is not None:
+            return self._breaks(*broken, size)
         if wrong:
             self._breaks("schedule", "1F1B needs a micro-batch for each pipeline rank of every replica", wrong)
         self.legal += size - wrong
         return True
+
+    def _judged(self, alike: Alike) -> tuple[bool, tuple[str, str] | None]:
+        """Whether it is a twin, and the first rule that it breaks with what this says; the same for any micro-batch."""
+        rules_of = (*self._rules(alike._replace(recompute="none")), ("engine", self.asked.refused(layout_of(alike, 1))))
+        return self.is_twin(alike), next(((name, says) for name, says in rules_of if says is not None), None)
 
     def _ruled(self, alike: Alike) -> tuple[tuple[str, str | None], ...]:
         """Rules of the degrees, each with what it says against them."""
