@@ -93,6 +93,20 @@ def test_replicas_on_other_kinds_of_nodes_are_sent_their_parts_over_the_link_bet
     assert update_s(1) > update_s(100)
 
 
+def test_only_the_kind_that_has_a_stage_sends_its_matrices(hand_graph):
+    """Stage 0 lies on two nodes, stage 1 on one, which has no network."""
+    layout = Parallelism(data_parallel_replicate_degree=2, pipeline_parallel_degree=2)
+    job = Job.model_validate(
+        {"optimizer": "muon", "sequence_length": hand_graph.sequence_length, "global_batch_size": 4}
+    )
+    groups = [
+        {"name": "many", "device": "H100-SXM-80GB", "nodes": 2, "devices_per_node": 1, "inter_node_gbps": 100},
+        {"name": "one", "device": "A100-SXM-80GB", "devices_per_node": 2},
+    ]
+    cluster = Cluster.from_dict({"groups": groups})
+    assert forecast(hand_graph, cluster, job, layout).step["optimizer"] > 0
+
+
 @pytest.mark.slow
 def test_stages_and_shards_share_the_work():
     layouts = ({"data_parallel_shard_degree": 8}, {"pipeline_parallel_degree": 8})

@@ -425,6 +425,12 @@ def test_what_is_fixed_is_kept() -> None:
     assert cut.given_layers == (3, 1)
 
 
+def test_a_schedule_for_which_there_are_too_few_micro_batches() -> None:
+    fixed = {"pipeline_parallel_schedule": "DualPipeV", "activation_checkpoint": "none", "tensor_parallel_degree": 1}
+    ranking = ranking_of(mixed(cluster_of((H100, 1, 2), (A100, 1, 2)), batch=2, constraints=fixed))
+    assert ranking.best.parallelism.pipeline_parallel_degree == 1
+
+
 def test_a_layout_on_one_group_is_told_once() -> None:
     fixed = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 1, "activation_checkpoint": "none"}
     fixed |= {"pipeline_parallel_schedule": "GPipe", "micro_batch_size": 2}

@@ -363,8 +363,9 @@ class MixedPricer:
             on = {}
             for kind, (own, traits) in layout.each_kind(kinds).items():
                 group = self.groups[kind[0]]
-                replicated = self.network.times(group.network), layout.replicated
-                on[kind] = group.ranks_optimizer_s(own, traits, replica.span, replica.memory, replicated)
+                here = [of if its == kind else ALONE for of, its in zip(layout.replicated, kinds, strict=True)]
+                between = self.network.times(group.network), here
+                on[kind] = group.ranks_optimizer_s(own, traits, replica.span, replica.memory, between)
             each += [on[kind][rank] for rank, kind in enumerate(kinds)]
         update_s, offload_s = max(each, key=sum)
         times = self.network.times(self.groups[replicas[0].cells[0].group].network)

@@ -156,11 +156,14 @@ def balance(
     splits: bool,
     fixed: tuple[int, ...] | None = None,
 ) -> Balanced | None:
-    """Layers and micro-batches in turn, until neither gets better. None where no cut fits the devices, or too few are left.
+    """Layers and micro-batches in turn, until neither gets better. None where no cut fits the devices, too few are left, or no number of
+    micro-batches is allowed.
 
     How many layers a stage recomputes follows from its layers and micro-batches. ``allowed``: [M + 1] micro-batches that a
     replica may have; ``fixed``: the layers of each stage where they are given.
     """
+    if not allowed.any():
+        return None
     least = int(allowed.argmax())
     numbers = np.arange(least, total - least * (sum(counts) - 1) + 1)
     at = np.array(kinds)
