@@ -10,6 +10,7 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.plan import Plan
 from ahp.search import reasons
 from ahp.search.problem import Problem
+from ahp.search.ties import WORTH_TELLING
 from ahp.words import percent, seconds
 
 ON_CPU = (
@@ -55,11 +56,17 @@ def why_compiled(best: Plan, asked: Problem) -> str:
     used = asked if best.cluster == asked.cluster.plain() else asked.on(Cluster.resolve(best.cluster))
     eager = replace(used, engine=best.engine.model_copy(update={"compile": False}))
     other = eager.priced(best.parallelism).forecast
-    gain = percent(1 - best.forecast.step_time_s / other.step_time_s)
-    against = f"{gain} faster than the same layout with eager ones, {seconds(other.step_time_s)} a step"
+    gain = _gain(1 - best.forecast.step_time_s / other.step_time_s)
+    against = f"{gain} the same layout with eager ones, {seconds(other.step_time_s)} a step"
     if not other.fits:
         against += f", which {reasons.does_not_fit(other, eager.capacity_bytes)}"
     return f"compiled blocks: {against}; {NOT_COUNTED}"
+
+
+def _gain(share: float) -> str:
+    if abs(share) < WORTH_TELLING:
+        return "as fast as"
+    return f"{percent(abs(share))} {'faster' if share > 0 else 'slower'} than"
 
 
 def why_eager(best: Plan, compiled: Plan) -> str:
