@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -119,7 +120,8 @@ class Pool:
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self.context.Pipe()
         process = self.context.Process(target=_serve, args=(theirs, self.threads), daemon=True)
-        variables = {"OMP_NUM_THREADS": str(self.threads), **COMPUTE}
+        # Of what this process imports from, the server is told nothing (Python 3.11), and passes over what it does not find.
+        variables = {"OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": os.pathsep.join(sys.path), **COMPUTE}
         if Path("/sys/class/net/lo").exists() and "GLOO_SOCKET_IFNAME" not in os.environ:
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         with _environment(variables):
