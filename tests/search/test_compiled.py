@@ -88,13 +88,6 @@ def equals_brute_force(asked: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=3, deadline=None)
-@given(problems(FEW, constrained=True, engines=["ahp"]))
-def test_the_best_is_the_best_of_both_kinds_of_blocks(asked: Problem) -> None:
-    equals_brute_force(left_open(asked))
-
-
-@pytest.mark.slow
 @settings(max_examples=many(30), deadline=None)
 @given(problems(FEW, constrained=True, engines=["ahp"]))
 def test_the_best_of_many_is_the_best_of_both_kinds_of_blocks(asked: Problem) -> None:
