@@ -221,3 +221,9 @@ def test_a_terminal_without_unicode_has_bars_too() -> None:
     Console(file=page, width=80).print(tables.time_bar(forecast()))
     page.seek(0)
     assert page.read().splitlines()[1].endswith("  " + "-" * 22)
+
+
+def test_parts_that_differ_by_rounding_do_not_differ() -> None:
+    one = forecast()
+    other = forecast(step=one.step | {"bubble": one.step["bubble"] * (1 + 1e-15)})
+    assert not re.search(r"e-\d", drawn(tables.part_by_part(other, one)))

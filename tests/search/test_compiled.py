@@ -189,7 +189,9 @@ def test_compiled_blocks_may_gain_nothing(share: float, told: str) -> None:
 def test_where_no_layout_over_groups_is_legal_the_reason_is_told() -> None:
     groups = [{"name": name, "device": name, "devices_per_node": 2} for name in ("H100-SXM-80GB", "A100-SXM-40GB")]
     asked = left_open(small(cluster=Cluster.from_dict({"groups": groups}), batch=4))
-    with pytest.raises(BadInput, match="global_batch_size 4 must be a multiple of"):
+    with pytest.raises(
+        BadInput, match=r"(?s)over the groups.*global_batch_size 4 must be .*alone: .*micro_batch_size = 3"
+    ):
         search(asked.graph, asked.cluster, asked.job, constraints={"micro_batch_size": 3}, engine=asked.engine)
 
 

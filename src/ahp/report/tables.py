@@ -133,7 +133,8 @@ def part_by_part(other: Forecast, forecast: Forecast, titles: Titles = TITLES) -
     rows = [(part, forecast.step.get(part, 0.0), other.step.get(part, 0.0)) for part in parts]
     for part, mine_s, its_s in sorted(rows, key=lambda row: -abs(row[2] - row[1])):
         if max(mine_s, its_s) > ROUNDING * forecast.step_time_s:
-            table.add_row(part_words(part), seconds(mine_s), seconds(its_s), _signed(its_s - mine_s))
+            more_s = its_s - mine_s if abs(its_s - mine_s) > ROUNDING * forecast.step_time_s else 0.0
+            table.add_row(part_words(part), seconds(mine_s), seconds(its_s), _signed(more_s))
     whole = (seconds(forecast.step_time_s), seconds(other.step_time_s))
     table.add_row("step", *whole, _signed(other.step_time_s - forecast.step_time_s), style="bold")
     return table

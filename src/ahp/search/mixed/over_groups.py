@@ -127,7 +127,8 @@ def mixed_ranking(
     over, refusal = _over_groups(asked, seeds, best_s, keep, Budget())
     if over is None and all(one.ranking is None for one in alone):
         assert refusal is not None, "without a shape there is a reason"
-        raise refusal
+        each = (f"{one.name} alone: {one.refusal.splitlines()[0]}" for one in alone)
+        raise type(refusal)("\n  ".join([str(refusal), *each]))
     today = today_of(asked, current)
     alike = with_candidate([] if over is None else over.fitting, today, asked)
     times = [best_s, *(forecast.step_time_s for _, forecast in alike[:1])]
