@@ -393,12 +393,12 @@ class EngineChoice(Record):
         """The same with eager blocks where it says nothing of them."""
         return self.model_copy(update={"compile": bool(self.compile)})
 
-    def words(self) -> str:
-        """One line for people: ``ahp, flash attention, compiled blocks``."""
+    def words(self, *, fused: bool = True) -> str:
+        """One line for people: ``ahp, flash attention, compiled blocks``; ``fused``: whether the model has attention in one operator."""
         chunks, moments = self.loss_chunk_tokens, self.offload_optimizer
         found = (
             " ".join(filter(None, (self.name, self.version))),
-            f"{self.attention} attention",
+            f"{self.attention} attention" if fused or self.attention != "flash" else "no fused attention",
             "compiled blocks" if self.compile else "",
             f"loss in chunks of {count(chunks)} tokens" if chunks else "",
             "optimizer states in host memory" if moments else "",

@@ -91,6 +91,15 @@ def test_output_fits_the_terminal_and_no_figure_loses_its_unit(
     assert not any(line.startswith("All rows: ") for line in wide)
 
 
+def test_a_model_without_fused_attention_is_said_to_have_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever kernel is asked for: transformers computes gpt-oss's attention in parts."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "gpt-oss-20b", "2x8xH100", "--parallelism.pipeline-parallel-degree", "1"]) == 0
+    assert "ahp, no fused attention" in capsys.readouterr().out
+
+
 def test_json_is_one_object_on_stdout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

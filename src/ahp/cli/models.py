@@ -37,7 +37,7 @@ def _cells(row: Row) -> dict[str, str]:
         """GPT-2's config has names of its own; BERT's leaves its 512 positions to transformers' default."""
         return next((f"{config[key]:,}" for key in keys if key in config), "")
 
-    experts = config.get("num_local_experts") or config.get("num_experts")
+    experts = next(filter(None, map(config.get, ("num_local_experts", "num_experts", "n_routed_experts"))), None)
     return {
         "model": row["name"],
         "parameters": count(row["parameters"]),

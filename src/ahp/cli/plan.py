@@ -268,6 +268,8 @@ def twins_words(twins: int) -> str:
 
 def heading(found: Found) -> list[tuple[str, str]]:
     """Model, cluster, job, and three lines about the search, each after what it is about."""
+    from ahp.graph.key_heads import has_fused_attention
+
     job, ranking = found.job, found.ranking
     tokens = f"{job.global_batch_size} sequences of {job.sequence_length} = {count(job.tokens_per_step)} tokens a step"
     chosen = f" (chosen, not given: {', '.join(found.chosen)})" if found.chosen else ""
@@ -279,7 +281,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         ("Job", f"{tokens}, {job.precision}, {job.optimizer.name}{chosen}; {training_words(job)}"),
         *precision_note(found),
         *([("Note", found.batch)] if found.batch else []),
-        ("Engine", ranking.best.engine.words()),
+        ("Engine", ranking.best.engine.words(fused=has_fused_attention(found.graph))),
         *([("Aim", ranking.objective.words())] if ranking.choice else []),
         *((name.capitalize(), words) for name, _, words in (line.partition(": ") for line in ranking.proof)),
         *([("Devices", ranking.choice.words())] if ranking.choice else []),

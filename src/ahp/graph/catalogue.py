@@ -25,6 +25,11 @@ LLAMA3 = (
     "hub: meta-llama/Llama-3*, Llama-3.1-* and Llama-3.2-*, config.json and safetensors count; arXiv:2407.21783 table 3"
 )
 QWEN3 = "hub: Qwen/Qwen3-*, config.json and safetensors count, in which a tied head counts once; arXiv:2505.09388 tables 1, 2"
+DEEPSEEK = (
+    "hub: deepseek-ai/{}, config.json; {}, without the layers that predict further tokens; count of transformers' class"
+)
+KIMI = "hub: moonshotai/Kimi-K2-Base, config.json; 1 T published; count of transformers' class"
+GPT_OSS = "hub: openai/gpt-oss-*, config.json; arXiv:2508.10925 table 1 (116.83B, 20.91B)"
 GPT2 = "hub: openai-community/gpt2*, config.json; count of GPT2LMHeadModel"
 GPT3 = "arXiv:2005.14165 table 2.1, which rounds the count (1.3B: 16 heads x 128; 13B: d_model read as 40 x 128 = 5120)"
 BERT = "hub: google-bert/bert-*-uncased, config.json; count of the masked LM, without pooler and next-sentence head"
@@ -108,6 +113,43 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, kv_heads: int = 8, 
 def _qwen3_moe(hidden: int, inner: int, layers: int, heads: int, expert: int) -> dict[str, Any]:
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "norm_topk_prob": True}
     return _qwen3(hidden, inner, layers, heads, 4, model_type="qwen3_moe") | experts
+
+
+def _yarn(theta: float, factor: float, beta: tuple[float, float] = (32.0, 1.0), **more: Any) -> dict[str, Any]:
+    fast, slow = beta
+    rope = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "beta_fast": fast, "beta_slow": slow}
+    return rope | {"original_max_position_embeddings": 4096} | more
+
+
+def _deepseek(
+    hidden: int, inner: int, layers: int, heads: int, experts: int, expert: int, rope: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Latent attention, a shared expert, and some layers without experts at the start."""
+    latent = {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
+    routed = {
+        "n_routed_experts": experts,
+        "moe_intermediate_size": expert,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+    }
+    groups = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 1}
+    length = {"max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_parameters": rope}
+    plain = _llama(hidden, inner, layers, heads, model_type="deepseek_v3")
+    return plain | latent | routed | groups | length | more
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """Attention to a learned sink, which transformers computes in parts; every second layer sees 128 tokens."""
+    shape = {"vocab_size": 201088, "head_dim": 64, "max_position_embeddings": 131072, "sliding_window": 128}
+    routed = {"num_local_experts": experts, "num_experts_per_tok": 4}
+    rope = {"rope_parameters": _yarn(150000.0, 32.0, truncate=False)}
+    return _llama(2880, 2880, layers, 64, 8, model_type="gpt_oss") | shape | routed | rope
 
 
 CATALOGUE: dict[str, CatalogueModel] = {
@@ -197,4 +239,61 @@ CATALOGUE: dict[str, CatalogueModel] = {
         140_620_634_112,
         "hub: mistralai/Mixtral-8x22B-v0.1, config.json and safetensors count",
     ),
+    "deepseek-v2-lite": CatalogueModel(
+        _deepseek(
+            2048,
+            10944,
+            27,
+            16,
+            64,
+            1408,
+            _yarn(10000.0, 40.0, mscale=0.707, mscale_all_dim=0.707),
+            model_type="deepseek_v2",
+            vocab_size=102400,
+            q_lora_rank=None,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            norm_topk_prob=False,
+            routed_scaling_factor=1.0,
+            topk_method="greedy",
+        ),
+        15_706_484_224,
+        DEEPSEEK.format("DeepSeek-V2-Lite", "15.7 B published"),
+    ),
+    "deepseek-v3": CatalogueModel(
+        _deepseek(
+            7168,
+            18432,
+            61,
+            128,
+            256,
+            2048,
+            _yarn(10000.0, 40.0, mscale=1.0, mscale_all_dim=1.0),
+            vocab_size=129280,
+            n_group=8,
+            topk_group=4,
+            first_k_dense_replace=3,
+            routed_scaling_factor=2.5,
+        ),
+        671_026_404_352,
+        DEEPSEEK.format("DeepSeek-V3", "671 B published (arXiv:2412.19437)"),
+    ),
+    "kimi-k2": CatalogueModel(
+        _deepseek(
+            7168,
+            18432,
+            61,
+            64,
+            384,
+            2048,
+            _yarn(50000.0, 32.0, (1.0, 1.0), mscale=1.0, mscale_all_dim=1.0),
+            vocab_size=163840,
+            max_position_embeddings=131072,
+            routed_scaling_factor=2.827,
+        ),
+        1_026_408_209_408,
+        KIMI,
+    ),
+    "gpt-oss-20b": CatalogueModel(_gpt_oss(24, 32), 20_914_757_184, GPT_OSS),
+    "gpt-oss-120b": CatalogueModel(_gpt_oss(36, 128), 116_829_156_672, GPT_OSS),
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ahp.graph.operators import Operator, Segment
+    from ahp.graph.operators import ModelGraph, Operator, Segment
 
 BATCHED = ("aten.bmm", "aten.baddbmm")
 """Products of activations with activations: the scores of unfused attention, and what follows from them."""
@@ -45,6 +45,11 @@ def keys_of(segment: Segment) -> Keys:
 def is_fused(op: Operator) -> bool:
     """Attention in one operator, of [batch, heads, tokens, width]."""
     return "attention" in op.name and len(op.inputs) >= 3 and len(op.inputs[0].shape) == 4
+
+
+def has_fused_attention(graph: ModelGraph) -> bool:
+    """Whether any block computes attention in one operator."""
+    return any(is_fused(op) for block in graph.blocks for op in block.operators)
 
 
 def leads_to_attention(forward: list[Operator], products: set[int]) -> set[int]:
