@@ -44,6 +44,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "experts": _SIZES
     | {"model_type": "mixtral", "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "layers before those with experts": _SIZES
+    | {
+        "model_type": "deepseek_v3", "num_hidden_layers": 5, "first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 256, "num_key_value_heads": 4,
+        "kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    },
 }  # fmt: skip
 CLUSTERS = (
     "1xH100-SXM-80GB",
@@ -56,7 +62,7 @@ CLUSTERS = (
 
 
 LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-"""What all of them have but GPT-2."""
+"""What all of them have but GPT-2 and DeepSeek-V3."""
 
 
 @cache

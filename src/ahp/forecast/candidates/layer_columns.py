@@ -81,6 +81,11 @@ class LayerColumns:
         return self._kinds(lambda u: u.experts)
 
     @cached_property
+    def dense(self) -> Floats:
+        """[K] The others."""
+        return self.parameters - self.experts
+
+    @cached_property
     def weights(self) -> tuple[CommUnit, ...]:
         """Of each kind of layer, as they are sent."""
         return tuple(CommUnit.of(unit) for unit in self.units.blocks)
@@ -97,17 +102,12 @@ class LayerColumns:
         return self.kept.min(axis=-1)
 
     @cached_property
-    def least_parameters(self) -> float:
-        """Of the layer that has the fewest; so of those of experts, and of the others."""
-        return float(self.parameters.min())
-
-    @cached_property
     def least_experts(self) -> float:
         return float(self.experts.min())
 
     @cached_property
     def least_dense(self) -> float:
-        return float((self.parameters - self.experts).min())
+        return float(self.dense.min())
 
     @property
     def overlap(self) -> float:

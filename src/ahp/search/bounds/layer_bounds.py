@@ -1,4 +1,4 @@
-"""Bounds of many blocks at once from what their layers take: a rank holds layers, and none adds less than the cheapest.
+"""Bounds of many blocks at once from what their layers take: a rank holds so many layers of each kind, and waits for some others.
 
 It comes between the work of the priced units alone, which knows no way to share states, and ``block_rows``, which looks at every row. Blocks are
 looked at together because most of them fall here, and each alone is too small to be worth its arrays.
@@ -67,12 +67,13 @@ class LayerBounds:
         self.ways = ShardingColumns.joined([block.splits.columns for block in blocks])
         self._m = np.array([[block.m] for block in blocks], dtype=np.int64)
         self._column, self._of_stages = cache(self._each_block), cache(self._each_way)
+        self._kinds_of = cache(self._each_kind)
         self._update_of_one_s = np.concatenate([block.splits.update_of_one_s(asked.pricer) for block in blocks])
 
     # Of all rows that fit.
 
     def of_rows_s(self, most_bytes: float) -> Floats:
-        """[B] Seconds of all rows that fit, as if every layer were the cheapest one; infinite where none fits."""
+        """[B] Seconds of all rows that fit; infinite where none does."""
         found = np.full(len(self._of), np.inf)
         for first, end in self._alike():
             rows = self._rows(first, end)
@@ -102,21 +103,23 @@ class LayerBounds:
 
     def _pipelines_s(self, first: int, rows: slice) -> Floats:
         """[rows, C, R] Of the way through each pipeline that takes longest, without its optimizer."""
-        of, layer = self._of[rows], self._layers[0].part(rows)
-        head_s = np.broadcast_to(self._column("head_s")[of], layer.forward.shape)
-        beside = self._beside[rows]
+        of, layer = self._of[rows], self._costs.part(rows)  # [rows, R, K] each
+        head_s = np.broadcast_to(self._column("head_s")[of][..., None], layer.forward.shape)
+        beside = self._beside[rows][..., None]
         last = (1.0 - beside) * layer.last_backward, beside * layer.last_backward
-        ahead = share_ahead(self.ways.part(rows).traits, self.blocks[0].stages.overlap)
+        ahead = share_ahead(self.ways.part(rows).traits, self.blocks[0].stages.overlap)[..., None]
         once = layer.first_forward + (1.0 - ahead) * layer.first_gather, ahead * layer.first_gather
-        parts = layer.forward, layer.backward, layer.input_gradient, *once, *last, head_s
-        paths = np.array([self._fronts(block).paths for block in range(first, int(of[-1]) + 1)], dtype=float)
-        paths_s = paths[of - first] @ np.stack(parts, axis=1)[:, None]  # [rows, L, C, R]
+        parts = np.stack([layer.forward, layer.backward, layer.input_gradient, *once, *last, head_s], axis=1)
+        each_s = parts.swapaxes(2, 3).reshape(len(of), -1, parts.shape[2])  # [rows, parts x K, R]
+        paths = np.array([self._fronts(block).paths for block in range(first, int(of[-1]) + 1)])
+        paths_s = paths.reshape(*paths.shape[:3], -1)[of - first] @ each_s[:, None]  # [rows, L, C, R]
         return paths_s.max(axis=1)
 
     def _least_s(self, first: int, rows: slice, most_bytes: float) -> Floats:
         """[rows] With the optimizer, in the pipeline and with the recompute that take least of those that fit."""
-        of = self._of[rows]
-        updates_s = self._updates_s(rows, self._fronts(first).most_layers)
+        of, most = self._of[rows], self._fronts(first).most_layers
+        dense, experts = (self._kinds_of(name)[of] @ most.T for name in ("dense", "experts"))
+        updates_s = self._updates_s(rows, dense, experts, most.sum(axis=1))
         seconds_s = self._pipelines_s(first, rows) + updates_s[..., None]
         held = np.array([self._fronts(block).held for block in range(first, int(of[-1]) + 1)], dtype=float)
         fits = self._fits(rows, self._fronts(first), held[of - first], most_bytes)
@@ -127,20 +130,20 @@ class LayerBounds:
         return self.pipelines.fronts(one.rows.pipes, one.p, one.m)
 
     def _fits(self, rows: slice, front: Fronts, held: Floats, most_bytes: float) -> Mask:
-        """[rows, C, R] Whether the ranks of each pipeline may fit, with the smallest layers that there are; ``held``: [rows, C, G]."""
-        of, ways, shape = self._of[rows], self.ways.part(rows), held.shape
-        least = (self._column(name)[of] for name in ("least_parameters", "least_experts"))
-        parameters, experts = (np.floor(front.layers.reshape(-1) * column) for column in least)
+        """[rows, C, R] Whether the ranks of each pipeline may fit; ``held``: [rows, C, G, K]."""
+        of, ways, shape = self._of[rows], self.ways.part(rows), held.shape[:3]
+        layers = front.layers.reshape(-1, front.layers.shape[-1])
+        parameters, experts = (self._kinds_of(name)[of] @ layers.T for name in ("parameters", "experts"))
         states, gradients = ways.states(RankWeights(parameters, experts=experts), self._m[of])
-        kept = held.reshape(len(of), -1, 1) * self._kept[of][:, None]
+        kept = held.reshape(len(of), -1, held.shape[-1]) @ self._kept[of].swapaxes(1, 2)
         allocated = np.maximum(kept - gradients[..., None], 0.0)
         allocated += (states + front.received.reshape(-1) * self._buffers[of])[..., None]
         return np.asarray((ways.device_bytes(allocated) <= most_bytes).reshape(*shape, -1).all(axis=2))
 
-    def _updates_s(self, rows: slice, layers: Floats | Ints) -> Floats:
-        """[rows, C] The update of ranks with so many layers; of Muon, whose matrices a stage's ranks share, the least that it takes."""
+    def _updates_s(self, rows: slice, dense: Floats, experts: Floats, layers: Floats | Ints) -> Floats:
+        """[rows, C] The update of ranks with so many parameters in so many layers; of Muon, whose matrices a stage's ranks share, the least
+        that it takes."""
         of, muon, ways = self._of[rows], self.asked.pricer.muon, self.ways.part(rows)
-        dense, experts = (layers * self._column(name)[of] for name in ("least_dense", "least_experts"))
         weights = RankWeights(dense + experts, experts=experts)
         update_s = ways.updated(weights) * self._update_of_one_s[rows]
         return update_s if muon is None else update_s + layers * (muon.least_s() / self._ranks_of_stage[of])
@@ -187,7 +190,8 @@ class LayerBounds:
         # In some cut the stage that ends last may have nothing to reduce.
         last_s = each * mean.last_backward * (1.0 - self._beside)
         work_s += np.maximum(last_s, drain_s) + m * (self._column("ends_s") / p)[of]
-        return before * least.forward + work_s + self._updates_s(slice(None), each)
+        dense, experts = (each * self._column(name)[of] for name in ("least_dense", "least_experts"))
+        return before * least.forward + work_s + self._updates_s(slice(None), dense, experts, each)
 
     def _each_bytes(self, block: PricedBlock, pipes: tuple[ScheduleChoice, ...]) -> Floats:
         """[J, R, pipes, p] What a layer as small as any takes of each rank, of the pipelines that hold the least."""
@@ -234,6 +238,10 @@ class LayerBounds:
         """[B, 1] A figure of the blocks' layers."""
         return np.array([[getattr(block.stages, name)] for block in self.blocks], dtype=float)
 
+    def _each_kind(self, name: str) -> Floats:
+        """[B, K] A figure of each kind of the blocks' layers."""
+        return np.array([getattr(block.stages, name) for block in self.blocks])
+
     def _each_way(self, name: str) -> Floats:
         """[N, ...] Figures of the blocks' layers, one for each way to share states."""
         return np.array([getattr(block.stages, name) for block in self.blocks])[self._of]
@@ -245,18 +253,22 @@ class LayerBounds:
 
     @cached_property
     def _kept(self) -> Floats:
-        """[B, R] Bytes that a layer keeps of a micro-batch at least."""
-        return np.array([block.stages.least_kept for block in self.blocks])
+        """[B, R, K] Bytes that a layer keeps of a micro-batch at least."""
+        return np.array([block.stages.kept for block in self.blocks])
 
-    @cached_property
+    @property
     def _layers(self) -> tuple[LayerCosts, LayerCosts]:
         """What the layer that adds the least adds to its stage, and one of average kind."""
+        return self._costs.least(), self._costs.mean(self._shares)
+
+    @cached_property
+    def _costs(self) -> LayerCosts:
+        """[N, R, K] What a layer of each kind adds to its stage."""
         found = [block.splits.collectives_of_kinds(block.stages.weights) for block in self.blocks]
         is_whole = np.array([block.p == 1 for block in self.blocks])[self._of, None, None]
         layers, m = [block.stages for block in self.blocks], self._m[self._of]
         bytes_per_s = self.asked.pricer.unit_pricer.rates.bytes_per_s
-        costs = layer_costs(self.ways, CollectiveTimes.joined(found), layers, self._of, m, is_whole, bytes_per_s)
-        return costs.least(), costs.mean(self._shares)
+        return layer_costs(self.ways, CollectiveTimes.joined(found), layers, self._of, m, is_whole, bytes_per_s)
 
     @cached_property
     def _shares(self) -> Floats:

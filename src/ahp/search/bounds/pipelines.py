@@ -1,6 +1,6 @@
 """What pipelines have in common whatever else a layout decides: which layers their stages hold, and on which rank they lie.
 
-Dims: S = stages, U = stages that differ, p = pipeline ranks.
+Dims: S = stages, U = stages that differ, p = pipeline ranks, K = kinds of layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ahp.plan import Parallelism
 from ahp.schedule.placement import Placement
 from ahp.schedule.registry import of_ranks
 from ahp.schedule.stages import layers_of_stages
-from ahp.search.bounds.paths import fullest_ranks, longest_paths
+from ahp.search.bounds.paths import Layers, fullest_ranks, longest_paths
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 
@@ -43,21 +43,21 @@ class Fronts:
     """Of some pipelines: the ways through each that may take longest, and the ranks whose memory is bounded."""
 
     paths: Floats
-    """[L, C, parts of a ``Path``] Pipelines that have fewer repeat their last."""
+    """[L, C, parts of a ``Path``, K] Pipelines that have fewer repeat their last."""
     most_layers: Ints
-    """[C] Layers of a rank, at most."""
+    """[C, K] Layers of each kind of the rank that has the most."""
     layers: Ints
-    """[C, G] Of the second rank (of a single stage the first), and of the one that holds the most."""
+    """[C, G, K] Of the second rank (of a single stage the first), and of the one that holds the most."""
     held: Ints
-    """[C, G] Layers times micro-batches in flight there."""
+    """[C, G, K] Layers times micro-batches in flight there."""
     received: Ints
     """[C, G] Stages that its own receive from, in both passes."""
 
     def least_s(self, layer_s: Floats, either_s: Floats) -> Floats:
         """[N] Of the pipeline that takes least the way that takes longest, of layers that take ``layer_s`` [N, parts of a ``Path``], and
         ``either_s`` [N] in the forward or in the backward pass."""
-        both = self.paths[..., :2].min(axis=-1, keepdims=True)
-        counts = np.concatenate([self.paths, both], axis=-1)
+        paths = self.paths.sum(axis=-1)
+        counts = np.concatenate([paths, paths[..., :2].min(axis=-1, keepdims=True)], axis=-1)
         paths_s = counts @ np.column_stack([layer_s, either_s]).T  # [L, C, N]
         return paths_s.max(axis=0).min(axis=0)
 
@@ -70,7 +70,7 @@ class Pipelines:
         self.edges = cache(self._edges)
         self.cut = cache(self._cut)
         self.fronts = cache(self._fronts)
-        self._cut_at = cache(lambda p, v: tuple(self.edges(p, v).tolist()))
+        self._layers = cache(self._layers_of_stages)
         self.links = cache(self._links)
 
     def _edges(self, p: int, v: int) -> Ints:
@@ -82,6 +82,12 @@ class Pipelines:
         )
         layers = layers_of_stages(layout, self._problem.graph.num_layers, ends=self._problem.stage_ends)
         return np.cumsum([0, *layers])
+
+    def _layers_of_stages(self, p: int, v: int) -> Layers:
+        """Of every stage, its layers of each kind."""
+        kinds, count = np.array(self._problem.graph.layers, dtype=np.int64), max(len(self._problem.graph.blocks), 1)
+        own = (kinds[start:end] for start, end in pairwise(self.edges(p, v).tolist()))
+        return tuple(tuple(np.bincount(layers, minlength=count).tolist()) for layers in own)
 
     def _cut(self, p: int, virtual: tuple[int, ...]) -> Cut:
         """The stages of the pipelines with these virtual stages per rank."""
@@ -105,11 +111,11 @@ class Pipelines:
 
     def _fronts(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> Fronts:
         found = [(of_ranks(pipe.schedule, p), pipe.virtual) for pipe in pipes]
-        each = [longest_paths(schedule, p, virtual, m, self._cut_at(p, virtual)) for schedule, virtual in found]
-        ranks = [fullest_ranks(schedule, p, virtual, m, self._cut_at(p, virtual)) for schedule, virtual in found]
+        each = [longest_paths(schedule, p, virtual, m, self._layers(p, virtual)) for schedule, virtual in found]
+        ranks = [fullest_ranks(schedule, p, virtual, m, self._layers(p, virtual)) for schedule, virtual in found]
         longest = range(max(map(len, each)))
-        paths = np.array([[own[min(at, len(own) - 1)] for own in each] for at in longest], dtype=float)
-        layers, held, received = np.moveaxis(np.array(ranks, dtype=np.int64), -1, 0)
+        paths = np.array([[own[min(at, len(own) - 1)] for own in each] for at in longest])
+        layers, held, received = (np.array(part) for part in zip(*ranks, strict=True))
         return Fronts(paths, layers[:, 2], layers[:, :2], held[:, :2], received[:, :2])
 
     def _links(self, placement: Placement, axis: PipelineAxis, v: int) -> tuple[tuple[Pair, ...], Ints]:
