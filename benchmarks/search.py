@@ -73,7 +73,10 @@ CASES = [
         ("llama3-405b", "2048x8xH100-SXM-80GB", 2048),
     )
     for engine in ENGINES
-] + [Case("llama3-70b", "+".join(GROUPS), 1024, "ahp")]
+] + [
+    Case("deepseek-v3", "256x8xH100-SXM-80GB", 2048, "ahp"),
+    Case("llama3-70b", "+".join(GROUPS), 1024, "ahp"),
+]
 BY_DEVICES = [
     Case("llama3-405b", f"{nodes}x8xH100-SXM-80GB", 2048, GROWING) for nodes in (32, 64, 128, 256, 512, 1024, 2048)
 ]
