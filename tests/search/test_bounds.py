@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ahp.cluster.model import Cluster
+from ahp.config import Constraints
 from ahp.engines.registry import names
 from ahp.graph.kept import analyze
 from ahp.job import Job
@@ -264,6 +265,21 @@ def test_rows_that_do_not_fit_are_not_timed() -> None:
     rows = Bounds(asked, space).rows(0, 0.0)
     assert np.isinf(rows.times_s).all()
     assert np.isfinite(rows.needs_bytes).all()
+
+
+@pytest.mark.parametrize("engine", ["ahp", "megatron", "torchtitan"])
+def test_gathers_between_nodes_are_bounded_as_the_engine_does_them(engine: str) -> None:
+    """Tensor ranks on four nodes, where collectives take most of the step: not all engines gather inputs again in the backward pass."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "vocab_size": 4096}
+    job = Job(sequence_length=2048, global_batch_size=2, precision="bf16")
+    model = analyze({"model_type": "llama", "num_hidden_layers": 6, **sizes}, job)
+    given = Constraints(tensor_parallel_degree=8, micro_batch_size=2)
+    asked = problem(model, Cluster.parse("4x2xA100-SXM-80GB@100"), job, given, {"name": engine, "compile": False})
+    space = build(asked)
+    bounds = Bounds(asked, space)
+    for block, first_s in enumerate(bounds.first_s().tolist()):
+        rows = range(int(space.blocks.rows[block]))
+        assert first_s <= min(asked.price(space.layout(block, row)).step_time_s for row in rows) * ROUNDING
 
 
 LEVELS = {"first": 0.865, "work": 0.94, "block": 0.95, "rows": 0.999}

@@ -134,7 +134,9 @@ class LeastLayers:
             shown = (shown_s(1.0, np.inf, 1.0),) * 2
         each_has_parts = in_parts and not traits.experts.gather_tokens
         return (
-            self._of_tensor(of_tensor, in_parts, traits.experts.folded, size / context, *shown)
+            self._of_tensor(
+                of_tensor, in_parts, traits.experts.folded, size / context, *shown, traits.tensor.gathers_inputs_again
+            )
             + self._of_context(of_context, traits.context.ways, size / tensor)
             + self._of_experts(of_experts, size / (context * (tensor if each_has_parts else 1)))
         )
@@ -163,18 +165,25 @@ class LeastLayers:
         return sum(self._network.time_s(kind, part * size * spec.bytes, group) for spec in tensors)
 
     def _tensor_s(
-        self, group: Group, in_parts: bool, folded: bool, size: float, forward_shown: float, backward_shown: float
+        self,
+        group: Group,
+        in_parts: bool,
+        folded: bool,
+        size: float,
+        forward_shown: float,
+        backward_shown: float,
+        again: bool,
     ) -> float:
         """Tensor-parallel collectives of both passes.
 
         ``in_parts``: under sequence parallelism; ``size``: of the hidden states, over those traced; ``forward_shown``: the part
-        of a forward pass's collectives that shows at least.
+        of a forward pass's collectives that shows at least; ``again``: whether the backward pass gathers what products read.
         """
 
         def of_kind(kind: int) -> float:
             way = way_of_keys(self._graph.blocks[kind], group.size, self._of_engine.tensor.few_keys)
             parts = self._split(kind, way, folded)
-            forward, backward = self._passes_s(parts, group, in_parts, size)
+            forward, backward = self._passes_s(parts, group, in_parts, size, again=again)
             return forward_shown * forward + backward_shown * backward
 
         return self._of_kinds(of_kind) if group.size > 1 else 0.0
@@ -183,14 +192,16 @@ class LeastLayers:
         whole, block = self._of_engine.experts.whole_biased, self._graph.blocks[kind]
         return split(block, "block", whole_biased_experts=whole, folded_experts=folded, way_of_keys=way)
 
-    def _passes_s(self, parts: TensorSplit, group: Group, in_parts: bool, size: float) -> tuple[float, float]:
+    def _passes_s(
+        self, parts: TensorSplit, group: Group, in_parts: bool, size: float, *, again: bool
+    ) -> tuple[float, float]:
         if not in_parts:
             forward = self._time_s("all_reduce", parts.forward_reduce, group, size)
             return forward, self._time_s("all_reduce", parts.backward_reduce, group, size)
         hidden = [spec for spec in parts.forward_reduce if len(spec.shape) > 1]
         forward = self._time_s("reduce_scatter", hidden, group, size)
         forward += self._time_s("all_gather", parts.backward_reduce, group, size)
-        backward = self._time_s("all_gather", (*hidden, *parts.backward_reduce), group, size)
+        backward = self._time_s("all_gather", (*hidden, *(parts.backward_reduce if again else ())), group, size)
         return forward, backward + self._time_s("reduce_scatter", parts.backward_reduce, group, size)
 
     def _contexts_s(self, group: Group, ways: tuple[ContextWay, ...], size: float) -> float:
