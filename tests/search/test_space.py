@@ -205,7 +205,8 @@ def test_degrees_that_break_a_rule_are_laid_on_nodes_in_one_order() -> None:
     orders: dict[bool, set[bool]] = {True: set(), False: set()}
     for mesh in space._meshes:
         good = (
-            rules.tensor(asked.graph, asked.job, Parallelism(tensor_parallel_degree=mesh.tensor), asked.engine) is None
+            rules.tensor(asked.graph, asked.job, Parallelism(tensor_parallel_degree=mesh.degrees.tensor), asked.engine)
+            is None
         )
         orders[good] |= {split.order is not None for split in mesh.splits}
     assert orders == {True: {False, True}, False: {False}}

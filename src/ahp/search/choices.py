@@ -94,19 +94,15 @@ class MeshDegrees(NamedTuple):
 class Mesh(NamedTuple):
     """What a block's layouts have in common but for the micro-batch."""
 
-    tensor: int
-    context: int
-    pipeline: int
-    expert: int
-    sequence_parallel: int
-    data: int
+    degrees: MeshDegrees
     within: Within
     splits: tuple[ShardingChoice, ...]
     """Ways to share states that lie so, legal or not."""
 
     @property
     def shared(self) -> Shared:
-        return shared(self.expert, self.pipeline, self.context, self.tensor, self.sequence_parallel)
+        of = self.degrees
+        return shared(of.expert, of.pipeline, of.context, of.tensor, of.sequence_parallel)
 
 
 class Choices:
@@ -178,7 +174,7 @@ class Choices:
                 lying = ((NOWHERE, self.splits(data, c > 1)),)
             else:
                 lying = self.lying(t, c, p, e, data, self.folded(t, e, sequence, data * c))
-            found += [Mesh(*one, within, splits) for within, splits in lying]
+            found += [Mesh(one, within, splits) for within, splits in lying]
             of += [number] * len(lying)
         if not found:
             raise self._none_has()

@@ -93,7 +93,7 @@ def best_first(
     Args:
         blocks: seconds that every row of each block takes at least; infinite where none of them fits.
         sizes: rows of each block.
-        refine: closer bounds of one block, each closer and dearer than the one before.
+        refine: closer bounds of one block, each closer and slower than the one before.
         open_block: bounds of one block's rows; what is below the block's own bound counts as that.
         price: forecast of one row.
         limits: how far to go.

@@ -155,7 +155,7 @@ class Scale:
             return f"{more} device{'s' * (more > 1)} more, {speed}" if more else f"as many devices, {speed}"
         more, lost = other.score / best.score - 1, 1 - best.score / other.score
         if self.objective.name == "cost":
-            return f"{percent(more)} dearer, {speed}" if more >= WORTH_TELLING else f"as cheap, {speed}"
+            return f"costs {percent(more)} more, {speed}" if more >= WORTH_TELLING else f"costs as much, {speed}"
         return (
             f"{percent(lost)} fewer tokens a day, {speed}"
             if lost >= WORTH_TELLING

@@ -108,7 +108,8 @@ class Space:
     def recompute(self, block: int) -> tuple[str, ...]:
         """The legal kinds of recompute of one block."""
         mesh = self.mesh(block)
-        return self._choices.legal_recompute(mesh.tensor, mesh.context, mesh.expert)
+        of = mesh.degrees
+        return self._choices.legal_recompute(of.tensor, of.context, of.expert)
 
     def _legal_splits(self, number: int) -> tuple[ShardingChoice, ...]:
         """Of one mesh."""
@@ -122,11 +123,12 @@ class Space:
     def axes(self, block: int) -> Axes:
         """The groups of a block that divide a micro-batch."""
         mesh = self.mesh(block)
-        sizes = mesh.tensor, mesh.context, mesh.expert
+        of = mesh.degrees
+        sizes = of.tensor, of.context, of.expert
         tensor, context, experts = (
             Group(size, on, -(-size // on)) for size, on in zip(sizes, mesh.within[:3], strict=True)
         )
-        return Axes(tensor, bool(mesh.sequence_parallel) and mesh.tensor > 1, context, experts)
+        return Axes(tensor, bool(of.sequence_parallel) and of.tensor > 1, context, experts)
 
     def local(self, meshes: Ints) -> Ints:
         """[meshes, 3] Of the ranks of each one's tensor, context and expert group, how many share a node."""
@@ -241,7 +243,7 @@ class _Counted:
         self.choices, self.meshes, self.table, self.micro_batches = choices, meshes, table, micro_batches
         self.num_recompute = len(choices.recompute)
         self.num_splits = np.array([len(mesh.splits) for mesh in meshes])
-        self.num_pipes = np.array([len(choices.pipes(mesh.pipeline)) for mesh in meshes])
+        self.num_pipes = np.array([len(choices.pipes(mesh.degrees.pipeline)) for mesh in meshes])
         self.per_micro_batch = self.num_splits * self.num_pipes * self.num_recompute
         """[M] Rows of a mesh and one micro-batch."""
         self.size = int(self.per_micro_batch.sum()) * micro_batches.shape[1]
@@ -334,7 +336,7 @@ class _Counted:
 
     def _good_recompute(self) -> Ints:
         """[M] Kinds of recompute that the engine can express."""
-        degrees = [(mesh.tensor, mesh.context, mesh.expert) for mesh in self.meshes]
+        degrees = [(of.tensor, of.context, of.expert) for of in (mesh.degrees for mesh in self.meshes)]
         rows = dict.fromkeys(degrees, 0)
         for key, count in zip(degrees, (self.per_micro_batch // self.num_recompute).tolist(), strict=True):
             rows[key] += count * self.micro_batches.shape[1]

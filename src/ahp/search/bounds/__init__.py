@@ -1,1 +1,1 @@
-"""What rows of the space take and hold at least, each closer look dearer than the one before."""
+"""What rows of the space take and hold at least, each closer look slower than the one before."""

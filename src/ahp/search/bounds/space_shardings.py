@@ -35,7 +35,7 @@ class SpaceShardings:
 
     def states(self, block: int) -> Shardings:
         """The ways to share states of a block and of all that differ from it in where ranks lie."""
-        degrees = self._space.mesh(block)[:5]
+        degrees = self._space.mesh(block).degrees
         if degrees not in self._of_states:
             self._of_states[degrees] = self._made(block, self._space.states(block))
         return self._of_states[degrees]
