@@ -75,8 +75,8 @@ def _rival(asked: Problem, ceiling_s: float) -> tuple[Fastest, Certificate]:
     used, space = table.problem, table.space
     bounds = Bounds(used, space, ceiling_s)
     best, found, tried = fastest_row(used, space, bounds, ceiling_s)
-    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s()
-    any_part_s = None if (parts := ways_of(used)) is None else bounds.any_part_s(parts)
+    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(ceiling_s)
+    any_part_s = None if (parts := ways_of(used)) is None else bounds.any_part_s(parts, ceiling_s)
     certificate = certified(space, found, tried, ceiling_s, (any_cut_s, any_part_s), perf_counter() - start)
     return best, certificate
 
@@ -181,9 +181,9 @@ def _certificate(
 ) -> Certificate:
     """``start``: by ``perf_counter``."""
     ways = ways_of(used)
-    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s()
-    any_part_s = None if ways is None else bounds.any_part_s(ways)
     tried, best_s = (better.recut.forecasts, better.lighter.forecasts), better.pairs[0][1].step_time_s
+    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(best_s)
+    any_part_s = None if ways is None else bounds.any_part_s(ways, best_s)
     return certified(space, found, tried, best_s, (any_cut_s, any_part_s), perf_counter() - start, method)
 
 

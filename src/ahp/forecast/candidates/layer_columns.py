@@ -28,15 +28,21 @@ from ahp.forecast.stage_memory import (
     kept_beside_layers,
     kept_bytes,
     kept_of_kinds,
+    needs_of_kinds,
     stage_weights,
     temporary_bytes,
 )
 from ahp.forecast.stage_table import StageTable
+from ahp.forecast.states import RankWeights
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 
 BESIDE = ("first_gather", "gathered", "host")
 """Seconds that a stage's first forward waits for weights, in which all of them are gathered, and that each forward waits for the host."""
+
+
+ENDS = ((True, False), (False, True), (True, True), (False, False))
+"""Whether a rank has the embedding, and the head."""
 
 
 class LayerColumns:
@@ -100,6 +106,37 @@ class LayerColumns:
     def least_kept(self) -> Floats:
         """[R] Of the layer that keeps the least."""
         return self.kept.min(axis=-1)
+
+    @cached_property
+    def least_needs(self) -> Floats:
+        """[R] Bytes at the peak of a layer's backward pass, beyond what is kept, of the layer that needs the least."""
+        return np.array([needs_of_kinds(self.units, kind).min(initial=np.iinfo(np.int64).max) for kind in self._timed])
+
+    @property
+    def embedding_kept(self) -> int:
+        """Bytes that the embedding keeps of one micro-batch."""
+        return self.units.embedding.memory.saved
+
+    @property
+    def head_kept(self) -> int:
+        """The same of the head."""
+        return self.units.head.memory.saved
+
+    @property
+    def hidden_kept(self) -> int:
+        """The same of the output of a stage without the head."""
+        return self.units.hidden_bytes
+
+    @property
+    def head_needs(self) -> int:
+        """Bytes at the peak of the head, beyond what is kept."""
+        return max(self.units.head.memory.forward_extra, self.units.head.memory.backward_extra)
+
+    @cached_property
+    def ends_weights(self) -> RankWeights:
+        """[4] Of ranks with the embedding, the head, both and neither, and no layers."""
+        stages = StageTable.of((), len(self.units.blocks), [(0, 0, *ends) for ends in ENDS])
+        return self.weights_of(stages).of_ranks(np.arange(len(ENDS))[:, None])
 
     @cached_property
     def least_experts(self) -> float:
@@ -174,20 +211,19 @@ class LayerColumns:
         return self.backward_of_kinds - self.first_backward_of_kinds
 
     @cached_property
-    def least_again_s(self) -> Floats:
-        """[R] Of the layer that has the least of it."""
-        return self.again_of_kinds.min(axis=-1)
-
-    @cached_property
     def head_s(self) -> float:
         """Device seconds of the head in both passes of a micro-batch."""
         return segment_forward_s(self.units.head) + self._backward_s(self.units.head)
 
     @cached_property
+    def embedding_s(self) -> float:
+        """The same of the embedding."""
+        return segment_forward_s(self.units.embedding) + self._backward_s(self.units.embedding)
+
+    @property
     def ends_s(self) -> float:
-        """Device seconds of the embedding and the head in both passes of a micro-batch."""
-        embedding = self.units.embedding
-        return segment_forward_s(embedding) + self._backward_s(embedding) + self.head_s
+        """Of both."""
+        return self.embedding_s + self.head_s
 
     def weights_of(self, stages: StageTable) -> StageWeights:
         """The parameters of each stage."""

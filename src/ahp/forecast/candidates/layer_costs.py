@@ -38,14 +38,6 @@ class LayerCosts:
     def part(self, rows: slice) -> LayerCosts:
         return LayerCosts(*(part[rows] for part in self._parts))
 
-    def least(self) -> LayerCosts:
-        """Of the layers that add the least, [N, R]."""
-        return LayerCosts(*(part.min(axis=-1) for part in self._parts))
-
-    def mean(self, shares: Floats) -> LayerCosts:
-        """Of a layer of average kind, [N, R]; ``shares`` [K]: of all layers, those of each kind."""
-        return LayerCosts(*(part @ shares for part in self._parts))
-
     @property
     def _parts(self) -> tuple[Floats, ...]:
         first = self.first_forward, self.first_gather

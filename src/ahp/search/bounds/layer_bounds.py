@@ -25,7 +25,6 @@ from ahp.forecast.reduced import share_beside
 from ahp.forecast.states import RankWeights
 from ahp.forecast.turns import least_share
 from ahp.schedule.registry import get
-from ahp.search.bounds.block_bounds import fewest_in_flight, fullest_of_any_cut, layers_before
 from ahp.search.bounds.pipelines import Fronts, Pipelines
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
@@ -140,7 +139,7 @@ class LayerBounds:
         allocated += (states + front.received.reshape(-1) * self._buffers[of])[..., None]
         return np.asarray((ways.device_bytes(allocated) <= most_bytes).reshape(*shape, -1).all(axis=2))
 
-    def _updates_s(self, rows: slice, dense: Floats, experts: Floats, layers: Floats | Ints) -> Floats:
+    def _updates_s(self, rows: slice | Ints, dense: Floats, experts: Floats, layers: Floats | Ints | int) -> Floats:
         """[rows, C] The update of ranks with so many parameters in so many layers; of Muon, whose matrices a stage's ranks share, the least
         that it takes."""
         of, muon, ways = self._of[rows], self.asked.pricer.muon, self.ways.part(rows)
@@ -152,71 +151,6 @@ class LayerBounds:
     def _ranks_of_stage(self) -> Ints:
         """[B, 1]"""
         return np.array([[block.splits.layouts[0].world_size // block.p] for block in self.blocks], dtype=np.int64)
-
-    # Of any cut into stages.
-
-    def of_any_cut_s(self, most_bytes: float) -> Floats:
-        """[B] Of all rows that fit, however the layers are cut into stages: what the ranks take on average."""
-        fits = np.concatenate([self._fits_some_cut(block, most_bytes) for block in self.blocks])
-        return self._of_blocks(np.where(fits, self._of_mean_rank_s(), np.inf).min(axis=1))
-
-    def of_any_part_s(self, most_bytes: float, ways: Ways) -> Floats:
-        """[B] The same where of the layers any part is recomputed, as the engine can; infinite where it cannot."""
-        forced = np.concatenate([self._forced(block, most_bytes, ways) for block in self.blocks])
-        p = np.array([[block.p] for block in self.blocks])[self._of]
-        m, none = self._m[self._of], self.blocks[0].rows.recompute.index("none")
-        # Collectives hide as if behind layers that are all recomputed.
-        fits = np.isfinite(forced)
-        again_s = m * np.where(fits, forced, 0.0) / p * self._of_stages("least_again_s")
-        found = np.maximum(self._of_mean_rank_s(without_again=True) + again_s, self._of_mean_rank_s()[:, [none]])
-        return self._of_blocks(np.where(fits, found, np.inf).min(axis=1))
-
-    def _of_mean_rank_s(self, *, without_again: bool = False) -> Floats:
-        """[N, R] Seconds of a rank of average place and load; ``without_again``: but for what is computed and sent again."""
-        (least, mean), of, m = self._layers, self._of, self._m[self._of]
-        p = np.array([[block.p] for block in self.blocks], dtype=float)
-        before = layers_before(self.asked, p)[of]
-        splits_backward = [
-            any(get(pipe.schedule).splits_backward for pipe in block.rows.pipes) for block in self.blocks
-        ]
-        drain_s = np.where(np.array(splits_backward)[of, None], 0.0, before * least.backward)
-        backward = mean.backward
-        if without_again:
-            backward = backward - self._of_stages("again_of_kinds") @ self._shares
-            drain_s = drain_s.min(axis=1, keepdims=True)
-        each = (self.asked.graph.num_layers / p)[of]
-        first_s = mean.first_forward + (1.0 - self._ahead) * mean.first_gather
-        work_s = each * (m * (mean.forward + backward) + first_s)
-        # In some cut the stage that ends last may have nothing to reduce.
-        last_s = each * mean.last_backward * (1.0 - self._beside)
-        work_s += np.maximum(last_s, drain_s) + m * (self._column("ends_s") / p)[of]
-        dense, experts = (each * self._column(name)[of] for name in ("least_dense", "least_experts"))
-        return before * least.forward + work_s + self._updates_s(slice(None), dense, experts, each)
-
-    def _each_bytes(self, block: PricedBlock, pipes: tuple[ScheduleChoice, ...]) -> Floats:
-        """[J, R, pipes, p] What a layer as small as any takes of each rank, of the pipelines that hold the least."""
-        stages, columns = block.stages, block.splits.columns
-        states, gradients = columns.states_of_layer(stages.least_dense, stages.least_experts, block.m)
-        kept = stages.least_kept[:, None, None] * fewest_in_flight(pipes, block.p, block.m)
-        return states[..., None, None] + np.maximum(kept - gradients[..., None, None], 0.0)
-
-    def _fits_some_cut(self, block: PricedBlock, most_bytes: float) -> Mask:
-        """[J, R] Whether some pipeline may fit, with layers as small as any of them."""
-        each = self._each_bytes(block, block.rows.pipes)
-        needs = fullest_of_any_cut(each, self.asked.graph.num_layers).min(axis=-1)
-        return block.splits.columns.device_bytes(needs) <= most_bytes
-
-    def _forced(self, block: PricedBlock, most_bytes: float, ways: Ways) -> Floats:
-        """[J, R] Of all layers, those that must be recomputed in whatever cut; infinite where none fits then."""
-        kinds, columns = block.rows.recompute, block.splits.columns
-        none, found = kinds.index("none"), np.full((len(block.splits.layouts), len(kinds)), np.inf)
-        for kind, name in enumerate(kinds):
-            pipes = tuple(pipe for pipe in block.rows.pipes if kind != none and ways(block.p, pipe, name))
-            if pipes:
-                each = self._each_bytes(block, pipes)
-                room = columns.most_allocated(most_bytes)[..., None]
-                found[:, kind] = _least_recomputed(each[:, none], each[:, kind], room, self.asked.graph.num_layers)
-        return found
 
     # What layers take.
 
@@ -256,11 +190,6 @@ class LayerBounds:
         """[B, R, K] Bytes that a layer keeps of a micro-batch at least."""
         return np.array([block.stages.kept for block in self.blocks])
 
-    @property
-    def _layers(self) -> tuple[LayerCosts, LayerCosts]:
-        """What the layer that adds the least adds to its stage, and one of average kind."""
-        return self._costs.least(), self._costs.mean(self._shares)
-
     @cached_property
     def _costs(self) -> LayerCosts:
         """[N, R, K] What a layer of each kind adds to its stage."""
@@ -275,21 +204,3 @@ class LayerBounds:
         """[K] Of all layers, those of each kind."""
         graph = self.asked.graph
         return np.bincount(graph.layers, minlength=len(graph.blocks)) / graph.num_layers
-
-
-def _least_recomputed(light: Floats, heavy: Floats, room: Floats, num_layers: int) -> Floats:
-    """[J] Layers that must be recomputed so that all find room, in parts of layers; infinite where they do not.
-
-    ``light``, ``heavy``: what a layer takes of each rank as it is, and recomputed, [J, pipes, p]; ``room``: of each rank, [J, 1, 1].
-    """
-    room, light, heavy = np.maximum(room, 0.0), np.maximum(light, 1e-9), np.maximum(heavy, 1e-9)
-    as_it_is, recomputed = room / light, room / heavy
-    gain = 1.0 - heavy / light  # for each layer that is recomputed, so much of another finds room
-    order = np.argsort(-gain, axis=-1)
-    recomputed, gain = (np.take_along_axis(part, order, axis=-1) for part in (recomputed, gain))
-    most = recomputed * gain
-    left = num_layers - as_it_is.sum(axis=-1, keepdims=True) - (np.cumsum(most, axis=-1) - most)
-    needed = np.clip(left, 0.0, most)
-    count = np.divide(needed, gain, out=np.zeros_like(needed), where=gain > 0).sum(axis=-1)
-    fits = (num_layers - as_it_is.sum(axis=-1) - most.sum(axis=-1)) <= 1e-9 * num_layers
-    return np.where(fits, count, np.inf).min(axis=-1)

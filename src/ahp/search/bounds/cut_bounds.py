@@ -1,0 +1,244 @@
+"""Bounds of many blocks at once, however their layers are cut into stages, and whichever of them are recomputed.
+
+Every stage has a layer at least. The others go where they weigh the least in a mix of the ways through the pipeline (``mixes``), as far as
+the rank there has the memory: so no cut takes less. Dims as in ``layer_bounds``, of some ways n; M = mixes, p = pipeline ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ahp.arrays import Floats, Ints, Mask
+from ahp.forecast.candidates.layer_costs import LayerCosts
+from ahp.search.bounds.cut_ranks import cut_ranks
+from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock, Ways
+from ahp.search.bounds.mixes import PARTS, Mixes, mixes
+
+TOGETHER = 1 << 20
+"""So many figures of layers on ranks are looked at at once."""
+
+NO_LAYER = 1e-9
+"""Of all layers: a rank that lacks the memory for less has it."""
+
+
+class Weighed(NamedTuple):
+    """What layers of average kind weigh in each mix."""
+
+    ranks_s: Floats
+    """[n, R, C, M, p] Seconds of one, on each rank."""
+    base_s: Floats
+    """[n, R, C, M, 1] Seconds of the layers that every cut has, and of the ends."""
+    smallest: Floats
+    """[n, R, C, M, 1] Of a layer of average kind, what the smallest of all is at least."""
+    largest: Floats
+    """[n, R, C, M, 1] And the largest at most."""
+
+
+class Piece(NamedTuple):
+    """Layers that ranks can have at a price: seconds of each, and how many; both broadcast to [n, R, C, M, p]."""
+
+    each_s: Floats
+    layers: Floats
+
+
+class CutBounds(LayerBounds):
+    """Some blocks of one problem, in any cut."""
+
+    def of_any_cut_s(self, most_bytes: float) -> Floats:
+        """[B] Of all rows that fit, however the layers are cut into stages."""
+        found = np.full(len(self._of), np.inf)
+        for rows, pipelines in self._alike_pipelines():
+            for some in pipelines.parts(rows):
+                found[some] = pipelines.cut_s(some, most_bytes).min(axis=(1, 2))
+        return self._of_blocks(found)
+
+    def of_any_part_s(self, most_bytes: float, ways: Ways) -> Floats:
+        """[B] The same where of the layers any part is recomputed, as the engine can; infinite where it cannot."""
+        found = np.full(len(self._of), np.inf)
+        for rows, pipelines in self._alike_pipelines():
+            can = pipelines.can(ways)
+            for some in pipelines.parts(rows) if can.any() else ():
+                part_s = pipelines.part_s(some, np.flatnonzero(can.any(axis=1)).tolist(), most_bytes)
+                found[some] = np.where(can[can.any(axis=1)], part_s, np.inf).min(axis=(1, 2))
+        return self._of_blocks(found)
+
+    def _alike_pipelines(self) -> Iterator[tuple[Ints, AnyCut]]:
+        """Pipelines with the same ranks and micro-batches, and the ways to share states that may have them."""
+        found: dict[tuple[object, ...], list[int]] = {}
+        for at, block in enumerate(self.blocks):
+            found.setdefault((block.p, block.m, block.rows.pipes), []).append(at)
+        for blocks in found.values():
+            yield np.flatnonzero(np.isin(self._of, blocks)), AnyCut(self, self.blocks[blocks[0]])
+
+    def layers(self, rows: Ints, kinds: list[int] | slice, again_s: Floats | float = 0.0) -> LayerCosts:
+        """[n, R, K] What layers take with some kinds of recompute; ``again_s``: what is not counted of the backward pass."""
+        found = LayerCosts(*(getattr(self._costs, field.name)[rows][:, kinds] for field in fields(LayerCosts)))
+        backward, inputs = found.backward - again_s, found.input_gradient - again_s
+        return replace(found, backward=backward, input_gradient=inputs)
+
+    def weighed(self, rows: Ints, mix: Mixes, layer: LayerCosts) -> Weighed:
+        """Layers that take ``layer`` [n, R, K] with some ways to share states, in mixes [C, M]."""
+        of = self._of[rows]
+        dense, experts = (self._column(name)[of] for name in ("least_dense", "least_experts"))
+        once_s = layer.first_forward + (1.0 - self._ahead[rows, :, None]) * layer.first_gather
+        last_s = (1.0 - self._beside[rows, :, None]) * layer.last_backward
+        update_s = np.broadcast_to(self._updates_s(rows, dense, experts, 1)[..., None], once_s.shape)
+        parts = layer.forward, layer.backward, layer.input_gradient, once_s, last_s, update_s
+        each_s = np.stack(parts, axis=-1)  # [n, R, K, T]
+        kinds_s = np.tensordot(each_s, mix.ranks, (-1, -1))  # [n, R, K, C, M, p]
+        base_s = np.tensordot(each_s, mix.base, (-1, -1)).min(axis=2)[..., None]
+        of_kind_s = kinds_s.mean(axis=-1, keepdims=True)
+        average_s = np.tensordot(of_kind_s, self._shares, (2, 0))
+        relative = of_kind_s / average_s[:, :, None]
+        ends_s = (
+            self.figure(rows, "embedding_s")[..., None] * mix.embedding
+            + self.figure(rows, "head_s")[..., None] * mix.head
+        )
+        ranks_s = (kinds_s / of_kind_s).min(axis=2) * average_s
+        return Weighed(ranks_s, base_s + ends_s[:, None, ..., None], relative.min(axis=2), relative.max(axis=2))
+
+    # Bytes of ranks.
+
+    @cached_property
+    def ends_bytes(self) -> tuple[Floats, Floats]:
+        """[N, 4] each: states of a rank with the embedding, the head, both, neither; and of them the gradients."""
+        found = (block.splits.columns.states(block.stages.ends_weights, block.m) for block in self.blocks)
+        states, gradients = zip(*((held, np.broadcast_to(part, held.shape)) for held, part in found), strict=True)
+        return np.concatenate(states), np.concatenate(gradients)
+
+    @cached_property
+    def layer_bytes(self) -> tuple[Floats, Floats]:
+        """[N, 1] each: states that a layer adds to those of its rank at least, and of them the gradients."""
+        states, gradients = zip(*(self._states_of(block) for block in self.blocks), strict=True)
+        return np.concatenate(states), np.concatenate(gradients)
+
+    def _states_of(self, block: PricedBlock) -> tuple[Floats, Floats]:
+        columns, stages = block.splits.columns, block.stages
+        states, gradients = columns.states_of_layer(stages.least_dense, stages.least_experts, block.m)
+        return states, np.broadcast_to(gradients, states.shape)
+
+    def most_bytes(self, rows: Ints, device_bytes: float) -> Floats:
+        """[n, 1] In tensors of a device."""
+        return self.ways.part(rows).most_allocated(device_bytes)
+
+    def figure(self, rows: Ints, name: str) -> Floats:
+        """[n, 1] A figure of layers or ends."""
+        return self._column(name)[self._of[rows]]
+
+    def of_recompute(self, rows: Ints, name: str) -> Floats:
+        """[n, R, ...] A figure of layers with each kind of recompute."""
+        return self._of_stages(name)[rows]
+
+    def received(self, rows: Ints) -> Floats:
+        """[n, 1] Bytes that a rank holds of what each stage sends it."""
+        return self._buffers[self._of[rows]]
+
+
+class AnyCut:
+    """Pipelines with the same ranks and micro-batches, in any cut."""
+
+    def __init__(self, of: CutBounds, block: PricedBlock) -> None:
+        """``block``: one of those that have them."""
+        self.of, self.block = of, block
+        stages, layers = block.stages, of.asked.graph.num_layers
+        head = stages.head_s / max(stages.micro_batch_s - stages.ends_s, 1e-12) * layers
+        pipelines = block.rows.pipes, block.p, block.m, of.asked.stage_ends == "hold_layers"
+        self.ranks, self.mix = cut_ranks(*pipelines), mixes(*pipelines, layers, round(2 * head) / 2)
+        self.num_layers = layers
+
+    def parts(self, rows: Ints) -> Iterator[Ints]:
+        """Some rows at a time."""
+        size = max(1, TOGETHER // (self.mix.ranks.size * len(self.block.rows.recompute)))
+        return (rows[at : at + size] for at in range(0, len(rows), size))
+
+    def can(self, ways: Ways) -> Mask:
+        """[R, C] Whether the engine can recompute a part of the layers."""
+        rows, p = self.block.rows, self.block.p
+        return np.array(
+            [[name != "none" and ways(p, pipe, name) for pipe in rows.pipes] for name in rows.recompute], dtype=bool
+        )
+
+    def cut_s(self, rows: Ints, most_bytes: float) -> Floats:
+        """[n, R, C] With all layers recomputed in one way."""
+        weighed = self.of.weighed(rows, self.mix, self.of.layers(rows, slice(None)))
+        more, _ = self._room(rows, slice(None), slice(None), most_bytes)
+        found = self._least_s(weighed, [Piece(weighed.ranks_s, more[..., None, :])])
+        return np.where((more >= -NO_LAYER * self.num_layers).all(axis=-1), found, np.inf)
+
+    def part_s(self, rows: Ints, kinds: list[int], most_bytes: float) -> Floats:
+        """[n, kinds, C] With some layers recomputed in this way and the others not: a full rank recomputes more of its layers for one more.
+
+        Collectives hide as if behind layers that are all recomputed.
+        """
+        none = [self.block.rows.recompute.index("none")]
+        again_s = self.of.of_recompute(rows, "again_of_kinds")[:, kinds]
+        weighed = self.of.weighed(rows, self.mix, self.of.layers(rows, kinds, again_s))
+        most, light = self._room(rows, none, kinds, most_bytes)
+        all_again, heavy = self._room(rows, kinds, kinds, most_bytes)
+        most = np.clip(most, 0.0, np.maximum(all_again, 0.0))
+        backward, inputs = (PARTS.index(name) for name in ("backward", "input_gradient"))
+        passes = self.mix.ranks[..., backward] + self.mix.ranks[..., inputs]  # [C, M, p]
+        again_s = again_s.min(axis=-1)[..., None, None, None] * passes / weighed.largest
+        with np.errstate(divide="ignore", invalid="ignore"):
+            others = np.where(light > heavy, light / (light - heavy), np.inf)  # that are recomputed for one layer more
+            dearer_s = np.where(again_s > 0, others[..., None, :] * again_s, 0.0)
+        pieces = [
+            Piece(weighed.ranks_s, most[..., None, :]),
+            Piece(weighed.ranks_s + dearer_s, (all_again - most)[..., None, :]),
+        ]
+        found = self._least_s(weighed, pieces)
+        found = np.where((all_again >= -NO_LAYER * self.num_layers).all(axis=-1), found, np.inf)
+        as_they_are = self.of.weighed(rows, self.mix, self.of.layers(rows, none))
+        anywhere = Piece(as_they_are.ranks_s.min(axis=-1, keepdims=True), np.array(float(self.num_layers)))
+        return np.maximum(found, self._least_s(as_they_are, [anywhere]))
+
+    def _least_s(self, weighed: Weighed, pieces: list[Piece]) -> Floats:
+        """[n, R, C] Of the mix that weighs most, with the layers beside those of every cut where they weigh the least; infinite where there
+        is no room."""
+        hold = self.ranks.hold.sum(axis=-1)[:, None, None]  # [C, 1, 1]
+        left = self.num_layers - weighed.smallest * hold  # layers of average kind
+        room = [piece.layers * weighed.largest for piece in pieces]
+        if room[0].shape[-1] > 1:
+            room[0] = room[0] + self.ranks.hold[:, None] * (weighed.largest - weighed.smallest)
+        each_s, room_of = (
+            np.concatenate(np.broadcast_arrays(*part), axis=-1) for part in ([piece.each_s for piece in pieces], room)
+        )
+        each_s, room_of = np.broadcast_arrays(each_s, np.maximum(room_of, 0.0))
+        if each_s.shape[-1] > 1:
+            order = np.argsort(each_s, axis=-1)
+            each_s, room_of = (np.take_along_axis(part, order, axis=-1) for part in (each_s, room_of))
+        placed = np.clip(left - (np.cumsum(room_of, axis=-1) - room_of), 0.0, room_of)
+        placed_s = np.multiply(placed, each_s, out=np.zeros_like(placed), where=placed > 0)
+        found = weighed.base_s[..., 0] + placed_s.sum(axis=-1)
+        enough = placed.sum(axis=-1) >= left[..., 0] - NO_LAYER * self.num_layers
+        return np.where(enough, found, np.inf).max(axis=-1)
+
+    def _room(
+        self, rows: Ints, kinds: list[int] | slice, of_base: list[int] | slice, most_bytes: float
+    ) -> tuple[Floats, Floats]:
+        """[n, R, C, p] each, with some kinds of recompute: layers that a rank has memory for beside those of every cut, below 0 where not even
+        these fit; and bytes that one more takes. ``of_base``: the kinds of recompute of these."""
+        of, ranks = self.of, self.ranks
+        states, gradients = (part[rows][:, ranks.ends] for part in of.ends_bytes)  # [n, C, p]
+        layer, gradient = (part[rows][..., None, None] for part in of.layer_bytes)  # [n, 1, 1, 1]
+        kept, needs = (of.of_recompute(rows, name)[..., None, None] for name in ("least_kept", "least_needs"))
+        kept, needs, kept_of_base = kept[:, kinds], needs[:, kinds], kept[:, of_base]
+        embedding, head, hidden, at_head = (
+            of.figure(rows, name)[..., None] for name in ("embedding_kept", "head_kept", "hidden_kept", "head_needs")
+        )
+        peak = np.where(
+            ranks.has_head, np.maximum(needs - head[:, None], at_head[:, None]), np.where(ranks.hold > 0, needs, 0.0)
+        )
+        held = embedding * ranks.embeddings + head * ranks.heads + hidden * ranks.others
+        free = (of.most_bytes(rows, most_bytes)[..., None] - states - of.received(rows)[..., None] * ranks.received)[
+            :, None
+        ] - peak
+        each = np.maximum(layer - gradient + kept * ranks.fewest, 1.0)
+        of_them = ranks.hold * (layer - gradient) + kept_of_base * ranks.held
+        more = (free + (gradients - held)[:, None] - of_them) / each
+        return np.minimum(more, free / np.maximum(layer, 1.0) - ranks.hold), each

@@ -1,0 +1,59 @@
+"""What the ranks of pipelines hold whatever the cut: every stage has a layer at least, but for the ends where they may be empty.
+
+Dims: C = pipelines, p = pipeline ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ahp.arrays import Floats, Ints, Mask
+from ahp.schedule.bounds import in_flight
+from ahp.search.bounds.mixes import least_layers, own_stages
+from ahp.search.choices import ScheduleChoice
+
+
+@dataclass(frozen=True)
+class CutRanks:
+    """The ranks of some pipelines, whatever the cut, each [C, p]."""
+
+    hold: Floats
+    """Layers that a rank has at least."""
+    held: Floats
+    """Of these, times micro-batches in flight."""
+    fewest: Ints
+    """Micro-batches in flight of the stage that has the fewest."""
+    embeddings: Ints
+    """Micro-batches in flight of the first stage, 0 elsewhere."""
+    heads: Ints
+    """The same of the last."""
+    others: Ints
+    """The same of all but the last."""
+    received: Ints
+    """Stages that its own receive from."""
+    ends: Ints
+    """Which of ``LayerColumns.ends_weights`` it has."""
+
+    @property
+    def has_head(self) -> Mask:
+        return np.isin(self.ends, (1, 2))
+
+
+@lru_cache(maxsize=1 << 10)
+def cut_ranks(pipes: tuple[ScheduleChoice, ...], p: int, m: int, ends_hold: bool) -> CutRanks:
+    """``ends_hold``: whether the first and the last stage have a layer at least, as all others do."""
+    found = []
+    for pipe in pipes:
+        own = own_stages(pipe, p)
+        first, last = own == 0, own == own.size - 1
+        counts = in_flight(pipe.schedule, p, pipe.virtual, m) if p > 1 else np.ones((1, 1), dtype=np.int64)
+        hold = least_layers(pipe, p, ends_hold)[own]
+        received = ((~first).sum(axis=1) + (~last).sum(axis=1)) * (own.size > 1)
+        ends = np.array([[3, 1], [0, 2]])[first.any(axis=1) * 1, last.any(axis=1) * 1]
+        by_rank = hold, hold * counts, None, counts * first, counts * last, counts * ~last
+        sums = [counts.min(axis=1) if part is None else part.sum(axis=1) for part in by_rank]
+        found.append((*sums, received, ends))
+    return CutRanks(*map(np.array, zip(*found, strict=True)))
