@@ -88,6 +88,34 @@ def test_code_between_blocks_is_seen() -> None:
     assert "between blocks 0 and 1" in str(outline(Between(), batch_size=1, sequence_length=4).uncuttable)
 
 
+class InOrder(Tied):
+    """Its blocks run in the order of these numbers."""
+
+    def __init__(self, *order: int) -> None:
+        super().__init__()
+        self.order, self.blocks = order, nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x @ self.tokens.weight.T
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ((0, 1, 2, 0, 1, 2), "runs block 0 of blocks 2 times"),
+        ((0, 1, 2, 2, 2), "runs block 2 of blocks 3 times"),
+        ((0, 2), "runs block 1 of blocks never"),
+        ((0, 2, 1), "runs block 2 of blocks before block 1"),
+    ],
+)
+def test_blocks_that_do_not_run_once_each_in_their_order_are_seen(order: tuple[int, ...], words: str) -> None:
+    """A cut at the first and the last of them would leave runs out: a curve of another model, or ranks that wait for each other."""
+    assert words in str(outline(InOrder(*order), batch_size=1, sequence_length=4).uncuttable)
+
+
 class Adds(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -114,6 +114,8 @@ class _Record:
         self.fake, self.blocks_path, self.kinds = fake, blocks_path, kinds
         self.blocks = list(fake.get_submodule(blocks_path).children())
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.order: list[int] = []
+        """Numbers of the blocks, in the order in which they ran."""
         self.ran: list[tuple[str, nn.Module, tuple[Any, ...], Any]] = []
         self.first_block_at: int | None = None
         self.block_output = "tensor"
@@ -142,6 +144,7 @@ class _Record:
             if self.first_block_at is None:
                 self.first_block_at = len(self.ran)
             self.calls.setdefault(self.kinds[index], (args, kwargs))
+            self.order.append(index)
             self._look_between(index, args, kwargs)
 
         return hook
@@ -171,7 +174,7 @@ class _Record:
                 f"model = {type(self.fake).__name__}: its forward never calls the blocks in {self.blocks_path!r}"
             )
         before, after = self.ran[: self.first_block_at], self.ran[self.first_block_at :]
-        args, kwargs = self.calls[self.kinds[0]]
+        args, kwargs = next(iter(self.calls.values()))
         hidden = block_input(args, kwargs)
         return Outline(
             blocks_path=self.blocks_path,
@@ -184,10 +187,20 @@ class _Record:
             logits=TensorLike.of(logits),
             block_output=self.block_output,
             shares_inputs=bool(self.shared),
-            uncuttable=self.uncuttable or self._reads_earlier(before, logits),
+            uncuttable=self._runs_otherwise() or self.uncuttable or self._reads_earlier(before, logits),
             experts=self.experts.found(),
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )
+
+    def _runs_otherwise(self) -> str | None:
+        """Whether the blocks do not run once each, one after the other: what is done at the first and the last one would be done at others."""
+        for index in range(len(self.blocks)):
+            if (times := self.order.count(index)) != 1:
+                often = "never" if times == 0 else f"{times} times"
+                return f"the model runs block {index} of {self.blocks_path} {often}"
+        if (early := next((i for place, i in enumerate(self.order) if i != place), None)) is not None:
+            return f"the model runs block {early} of {self.blocks_path} before block {self.order.index(early)}"
+        return None
 
     def _reads_earlier(self, before: list[Any], logits: torch.Tensor) -> str | None:
         """Whether the logits depend on what was before the last block's output by another way than through it."""
@@ -215,6 +228,8 @@ class _Record:
 
     def _capture(self, kind: int, mode: FakeTensorMode) -> Capture | BadInput:
         block = self.blocks[self.kinds.index(kind)]
+        if kind not in self.calls:
+            return BadInput(f"block {type(block).__name__} cannot be traced: the model never runs it")
         args, kwargs = self.calls[kind]
         for hooks in (block._forward_pre_hooks, block._forward_pre_hooks_with_kwargs, block._forward_hooks):
             hooks.clear()
