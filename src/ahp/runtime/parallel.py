@@ -48,6 +48,7 @@ from ahp.runtime.sequence.own_tokens import SequenceSharding
 from ahp.runtime.shard.buffers import Buffers
 from ahp.runtime.shard.ends import ends_of
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
+from ahp.runtime.shard.given_gradients import GivenGradients
 from ahp.runtime.shard.ownership import LocalParameters, ParameterNames, TiedParameters
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.stage_setup import StageSetup, cut_stages
@@ -184,6 +185,7 @@ class Parallel:
             prepare(index, stage)
         self.state = self._training_state(stages, prepare, start, matrices)
         """What training changes."""
+        self.given = GivenGradients(self.names.shapes, self.state.local, mesh.device)
         vocabulary = bool(sliced and sliced.vocabulary)
         self.loss = self._loss(found, vocabulary, balance, causal=not is_masked(module))
         self.runner = self._runner(found, vocabulary)
@@ -344,16 +346,17 @@ class Parallel:
         job = self.plan.job
         with numbers_of_step(self.mesh, job.seed, state.num_steps_done), deterministic(job.deterministic):
             loss = self.runner.run(inputs, labels, len(labels) // self.layout.micro_batch_size)
-        self.sharding.finish()
+        absent = self.given.absent(self.sharding.finish())
         gradients = state.local.gradients()
         self.ties.sum_(gradients, state.layout, state.optimizer.shards)
         squares = weighted_square_sum(gradients, self.copies, self.mesh.device)
-        figures = loss_and_norm(loss / self.mesh.size("tp"), squares.total, scale)
+        figures, counts = loss_and_norm(loss / self.mesh.size("tp"), squares.total, self.given.counts(absent), scale)
+        nobodys = self.given.settle(gradients, absent, counts, state.optimizer.shards)
         can_shrink = state.loss_scale.can_shrink()
         state.loss_scale.update(overflowed=(~figures[1].isfinite()).float())
         rate = learning_rate(self.plan.job.optimizer, state.num_steps_done, self.plan.job.steps)
         unscale_and_clip_(gradients, figures[1], self.plan.job.optimizer.grad_clip, scale)
-        state.optimizer.step(rate, gradients, leave_out=self._leaves_out(figures, can_shrink))
+        state.optimizer.step(rate, gradients, without=nobodys, leave_out=self._leaves_out(figures, can_shrink))
         state.local.refresh_twins()
         state.buffers.synchronize()
         state.num_steps_done += 1

@@ -103,6 +103,36 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
     return [group for group in [state._fsdp_param_group] if group is not None]
 
 
+def reduce_every_gradient(module: FSDPModule, given: set[int], zeros: set[int]) -> None:
+    """Let a sharded module reduce a gradient for each of its trainable parameters: zeros for one that the data gave this rank none of.
+
+    FSDP2 sends those that there are: ranks with unlike ones would add up unlike parameters, or end in an error of the backend's. ``given``,
+    ``zeros``: get the ``id`` of each parameter that had one, and of each that got zeros. (2.13 has ``set_reduce_scatter_unused_params``,
+    which tells nobody.)
+    """
+    for group in _parameter_groups(module):
+        group.post_backward = _with_every_gradient(group, group.post_backward, given, zeros)
+
+
+def _with_every_gradient(group: Any, own: Callable[..., None], given: set[int], zeros: set[int]) -> Callable[..., None]:
+    def post_backward(*unused: Any) -> None:
+        # Once a backward: the root asks again at its end.
+        if group.reduce_grads and group._training_state.name != "POST_BACKWARD":
+            held = [p for p in group.fsdp_params if getattr(p, "_unsharded_param", None) is not None]
+            accumulated = any(p.unsharded_accumulated_grad is not None for p in held)
+            for p in held:
+                if p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None:
+                    given.add(id(p.sharded_param))
+                elif p._unsharded_param.requires_grad:
+                    zeros.add(id(p.sharded_param))
+                    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+                if accumulated:  # all in one dtype
+                    _accumulate(p)
+        own(*unused)
+
+    return post_backward
+
+
 def accumulate_in_reduce_dtype(root: nn.Module) -> None:
     """Add gradients that came outside of a backward of FSDP2's to those that it keeps for the reduction, in fp32."""
     for module in root.modules():

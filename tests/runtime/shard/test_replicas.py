@@ -108,7 +108,7 @@ def test_gradients_are_summed_together_until_they_fill_a_bucket(
     assert begun == sums
 
 
-def test_a_parameter_without_a_gradient_stays_without(group: dist.ProcessGroup) -> None:
+def test_a_parameter_without_a_gradient_is_told_and_sends_zeros(group: dist.ProcessGroup) -> None:
     own = model()
     own.register_parameter("unused", nn.Parameter(torch.ones(3)))
     replicas = Replicas(group)
@@ -117,9 +117,9 @@ def test_a_parameter_without_a_gradient_stays_without(group: dist.ProcessGroup) 
         x, plain = torch.randn(4, 8), model()
         run(plain, [x, x])
         run(own, [x, x], replicas)
-        replicas.finish()
+        assert replicas.finish() == {id(own.unused)}
         gradients = {name: p.grad for name, p in own.named_parameters()}
-        assert gradients.pop("unused") is None
+        assert torch.equal(gradients.pop("unused"), torch.zeros(3))
         for name, p in plain.named_parameters():
             assert torch.equal(gradients[name], p.grad)
         own.zero_grad()

@@ -87,9 +87,17 @@ class ShardedOptimizer:
         decays = self.settings.decay_norms_and_biases or self.parameters[name].ndim > 1
         return self.settings.weight_decay if decays else 0.0
 
-    def step(self, rate: float, gradients: dict[str, torch.Tensor], *, leave_out: torch.Tensor | None = None) -> None:
+    def step(
+        self,
+        rate: float,
+        gradients: dict[str, torch.Tensor],
+        *,
+        without: Collection[str] = (),
+        leave_out: torch.Tensor | None = None,
+    ) -> None:
         """One update at ``rate`` with this rank's parts of the gradients, by parameter name. Collective under Muon.
 
+        ``without``: parameters that no rank has a gradient of; they stay as they are.
         ``leave_out``: bool scalar on the device; where it is true no weight, no moment and no step count changes, whatever the gradients
         hold. The host does not look at it.
         """
@@ -100,12 +108,12 @@ class ShardedOptimizer:
         leave_out_update(self.adamw, leave_out)
         (self.adamw if self.host is None else self.host).step()
         self.eight_bit.step(rate, leave_out)
-        self._muon_step(rate, leave_out)
+        self._muon_step(rate, without, leave_out)
         for shard in self.shards.values():
             shard.grad = None
 
     @torch.no_grad()
-    def _muon_step(self, rate: float, leave_out: torch.Tensor | None) -> None:
+    def _muon_step(self, rate: float, without: Collection[str], leave_out: torch.Tensor | None) -> None:
         """As ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, on this rank's parts of the matrices."""
         beta = self.settings.momentum
         # A rank whose part is empty takes part in what is exchanged all the same.
@@ -114,8 +122,11 @@ class ShardedOptimizer:
             for name, momentum in self.momentum.items()
         }
         for name, momentum in self.momentum.items():
-            _write_(momentum, momentum.lerp(gradients[name], 1 - beta), leave_out)
+            if name not in without:
+                _write_(momentum, momentum.lerp(gradients[name], 1 - beta), leave_out)
         for name, part in self.muon.orthogonalized(lambda name: gradients[name].lerp(self.momentum[name], beta)):
+            if name in without:
+                continue
             shard, (rows, columns) = self.shards[name], self.parameters[name].shape
             updated = shard.mul(1 - rate * self.settings.weight_decay)
             _write_(shard, updated.add_(part, alpha=-rate * ADAMW_RMS * max(rows, columns) ** 0.5), leave_out)

@@ -43,12 +43,14 @@ def weighted_square_sum(gradients: dict[str, torch.Tensor], copies: dict[str, in
     return found
 
 
-def loss_and_norm(loss: torch.Tensor, square_sum: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """Add up both over all ranks in one collective: float64 [2], the mean loss and the gradient norm, both without the scale of the
-    loss."""
-    both = torch.stack((loss.to(torch.float64), square_sum))
-    dist.all_reduce(both)
-    return torch.stack((both[0], both[1].sqrt())) / scale
+def loss_and_norm(
+    loss: torch.Tensor, square_sum: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add up all three over all ranks in one collective: float64 [2], the mean loss and the gradient norm, both without the scale of the
+    loss; and the ``counts``, float64 of any length."""
+    summed = torch.cat((loss.to(torch.float64)[None], square_sum[None], counts))
+    dist.all_reduce(summed)
+    return torch.stack((summed[0], summed[1].sqrt())) / scale, summed[2:]
 
 
 def unscale_and_clip_(

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from ahp.job import Precision
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.shard.replicas import Replicas
-from ahp.runtime.torch_compat import local_tensor, sum_gradients
+from ahp.runtime.torch_compat import local_tensor, reduce_every_gradient, sum_gradients
 
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -54,6 +54,9 @@ class Sharding:
         self.replicas = Replicas(mesh.weights.get_group("dp_replicate")) if replicated and not sharded else None
         self.roots: list[FSDPModule] = []
         self.units: list[FSDPModule] = []
+        self.given: set[int] = set()
+        self.zeros: set[int] = set()
+        """Of this step, the ``id`` of each parameter that a micro-batch gave a gradient, and that one gave none."""
         self._set_for_last: bool | None = None
 
     def apply(
@@ -101,6 +104,7 @@ class Sharding:
         for module in [*experts, *ends, *blocks, root]:
             assert isinstance(module, FSDPModule)
             sum_gradients(module, self.replicas.start if self.replicas else None)
+            reduce_every_gradient(module, self.given, self.zeros)
             self.units.append(module)
         self.roots.append(root)
 
@@ -140,10 +144,13 @@ class Sharding:
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or self.zero_stage == 3, recurse=False)
 
-    def finish(self) -> None:
-        """Wait until every gradient is the sum over all replicas."""
-        if self.replicas is not None:
-            self.replicas.finish()
+    def finish(self) -> set[int]:
+        """Wait until every gradient is the sum over all replicas. Returns the ``id`` of each parameter whose gradient is zeros here because no
+        micro-batch of this rank gave one."""
+        zeros = self.zeros - self.given
+        self.zeros.clear()
+        self.given.clear()
+        return zeros if self.replicas is None else zeros | self.replicas.finish()
 
 
 def shard_of_experts(parameter: torch.Tensor, ranks: int) -> Shard:

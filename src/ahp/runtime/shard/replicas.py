@@ -31,6 +31,8 @@ class Bucket:
         """All gradients, one after the other. Made when the first one comes."""
         self.parts: list[torch.Tensor] = []
         """Of each parameter, its part of ``flat``."""
+        self.zeros: set[int] = set()
+        """Of this step, the ``id`` of each parameter without a gradient here."""
 
     def place(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Write a parameter's first gradient of the step to its part. Returns what autograd can keep as ``grad``, to which it adds those of
@@ -43,11 +45,14 @@ class Bucket:
         return like_distributed(part.detach(), parameter)
 
     def collected(self) -> torch.Tensor:
-        """``flat`` with all gradients that there are, however they came to ``grad``, and zeros for the others; each ``grad`` is its part."""
+        """``flat`` with all gradients that there are, however they came to ``grad``, and zeros for the others, of which another replica may
+        have one; each ``grad`` is its part."""
         flat, parts = self._memory()
         for parameter, part in zip(self.parameters, parts, strict=True):
             if parameter.grad is None:
+                self.zeros.add(id(parameter))
                 part.zero_()
+                parameter.grad = like_distributed(part.detach(), parameter)
             elif (gradient := local_tensor(parameter.grad)).data_ptr() != part.data_ptr():
                 part.copy_(gradient)
                 parameter.grad = like_distributed(part.detach(), parameter)
@@ -98,6 +103,8 @@ class Replicas:
         self.armed = False
         """Whether the backward that runs is the last of the step: gradients of earlier micro-batches stay here."""
         self.buckets: list[Bucket] = []
+        self.num_begun = 0
+        """Of the buckets, in this step."""
         self.accumulations: list[Node] = []
         """Autograd keeps such a node only as long as a graph has it, and its hooks with it."""
         self.pending: list[dist.Work] = []
@@ -124,28 +131,39 @@ class Replicas:
         def after_accumulation(*_: Gradients) -> None:
             if self.armed:
                 bucket.num_ready += 1
-                if bucket.num_ready == len(bucket.parameters):
-                    self.start(bucket.collected())
+                self._start_buckets()
 
         return after_accumulation
 
+    def _start_buckets(self, *, rest: bool = False) -> None:
+        """Begin the sums of those that are ready, or of the ``rest`` too. One after the other: where data decide what a replica has a gradient of,
+        replicas are ready in unlike orders."""
+        for bucket in self.buckets[self.num_begun :]:
+            if not rest and bucket.num_ready < len(bucket.parameters):
+                return
+            self.start(bucket.collected())
+            self.num_begun += 1
+
     def start(self, buffer: torch.Tensor) -> None:
-        """Begin to sum a buffer in place; replicas run the same graph, so they all begin in the same order."""
+        """Begin to sum a buffer in place; all replicas begin in the same order."""
         if buffer.numel() == 0:
             return
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         assert work is not None
         self.pending.append(work)
 
-    def finish(self) -> None:
-        """Begin what no hook has begun (parameters without a gradient, torch's pipeline schedules), and wait for all."""
+    def finish(self) -> set[int]:
+        """Begin what no hook has begun (parameters without a gradient, torch's pipeline schedules), and wait for all. Returns the ``id`` of each
+        parameter of which this rank had no gradient."""
+        self._start_buckets(rest=True)
+        self.num_begun, zeros = 0, set[int]()
         for bucket in self.buckets:
-            if bucket.num_ready < len(bucket.parameters):
-                self.start(bucket.collected())
-            bucket.num_ready = 0
+            zeros |= bucket.zeros
+            bucket.num_ready, bucket.zeros = 0, set()
         for work in self.pending:
             work.wait()
         self.pending.clear()
+        return zeros
 
 
 def _placing(bucket: Bucket, number: int) -> Callable[[Gradients], Gradients | None]:
