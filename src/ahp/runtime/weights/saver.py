@@ -29,9 +29,11 @@ class HostCopies:
     @torch.no_grad()
     def make(self, tensors: dict[str, torch.Tensor]) -> None:
         """Make the memory, whatever the tensors hold. The system gives pages only when they are first written, slower than a copy is, so
-        that they are written here."""
+        that they are written here. In a thread beside the first step: no operator of a DTensor, which sets aside the tracing of all
+        threads, and the step may be tracing a block.
+        """
         for name, tensor in tensors.items():
-            memory = self._memory(name, local_tensor(tensor.detach()))
+            memory = self._memory(name, local_tensor(tensor))
             if not memory.is_pinned():
                 memory.zero_()
 
