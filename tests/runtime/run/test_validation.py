@@ -16,8 +16,8 @@ from tests.runtime.test_equality import assert_same_curve, world_size
 from tests.runtime.weights.test_checkpoint import PLANS
 from tests.runtime.workers import Pool
 
-HELD_OUT = (100, 101, 102)
-"""Steps that are not trained on; their batches score different numbers of tokens."""
+HELD_OUT = (100, 101, 102, 103)
+"""Steps that are not trained on; their batches score different numbers of tokens, the last one's none (prompts longer than a sequence)."""
 LAYOUTS = {
     **PLANS,
     "v-shaped": {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
@@ -27,13 +27,18 @@ CASES = [(plan, tuple(MODELS)[number % len(MODELS)]) for number, plan in enumera
 WIDE = [case for case in CASES if case[0] in ("one", "zero0", "zero1", "tp", "interleaved", "zero2-bubbles")]
 
 
+def looked_at(step: int) -> dict[str, torch.Tensor]:
+    data = batch(step)
+    return data if step != HELD_OUT[-1] else {**data, "labels": torch.full_like(data["labels"], -100)}
+
+
 def train(rank: int, world: int, model: str, layout: dict[str, Any]) -> dict[str, Any]:
     """A step, a look, a step."""
     from ahp.runtime.parallel import parallelize
 
     parallel = parallelize(MODELS[model](), {"job": JOB, "parallelism": layout})
     first = parallel.step(parallel.shard(batch(0)))
-    held_out = parallel.evaluate(parallel.shard(batch(step)) for step in HELD_OUT)
+    held_out = parallel.evaluate(parallel.shard(looked_at(step)) for step in HELD_OUT)
     second = parallel.step(parallel.shard(batch(1)))
     return {"losses": [first.loss, second.loss], "norms": [first.grad_norm, second.grad_norm], "held_out": held_out}
 
@@ -46,7 +51,7 @@ def plain(name: str) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER["learning_rate"], **settings)
 
     def loss(step: int, reduction: str) -> torch.Tensor:
-        data = batch(step)
+        data = looked_at(step)
         output = model(data["input_ids"]) if name == "custom" else model(input_ids=data["input_ids"]).logits
         targets = data["labels"][:, 1:].reshape(-1)
         return F.cross_entropy(output[:, :-1].reshape(-1, VOCABULARY), targets, reduction=reduction)
@@ -55,7 +60,7 @@ def plain(name: str) -> float:
     torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["grad_clip"])
     optimizer.step()
     model.eval()
-    tokens = sum(int((batch(step)["labels"][:, 1:] != -100).sum()) for step in HELD_OUT)
+    tokens = sum(int((looked_at(step)["labels"][:, 1:] != -100).sum()) for step in HELD_OUT)
     with torch.no_grad():
         return sum(loss(step, "sum").item() for step in HELD_OUT) / tokens
 

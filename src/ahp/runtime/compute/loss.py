@@ -88,12 +88,15 @@ class PendingCount:
         self._count = local.clone()
         self._work = dist.all_reduce(self._count, group=group, async_op=True)
 
-    def value(self) -> torch.Tensor:
-        """At least 1: a batch without a scored token has loss 0 and no gradient."""
+    def number(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._count.clamp(min=1)
+        return self._count
+
+    def value(self) -> torch.Tensor:
+        """At least 1: a batch without a scored token has loss 0 and no gradient."""
+        return self.number().clamp(min=1)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

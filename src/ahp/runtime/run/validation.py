@@ -52,4 +52,4 @@ def _batch(
     share = sum((runner.evaluate(*pair) for pair in pairs), torch.zeros((), device=mesh.device))
     mean = (share / mesh.size("tp")).double()
     dist.all_reduce(mean)
-    return mean.item(), int(scored.value())
+    return mean.item(), int(scored.number())
