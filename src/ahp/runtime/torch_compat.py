@@ -133,6 +133,26 @@ def _with_every_gradient(group: Any, own: Callable[..., None], given: set[int], 
     return post_backward
 
 
+def gather_outside_modes(module: FSDPModule) -> None:
+    """Let what a sharded module does around its forward be unseen by the mode that selective recompute watches operators with.
+
+    A module inside of a recomputed block: in the second run FSDP2 takes it for the root, and does more than in the first where weights are
+    gathered already. From 2.13 on recompute takes that for another computation.
+    """
+    state: Any = module._get_fsdp_state()
+    state._root_pre_forward = _outside(state._root_pre_forward)
+    for group in _parameter_groups(module):
+        group.pre_forward, group.post_forward = _outside(group.pre_forward), _outside(group.post_forward)
+
+
+def _outside(run: Callable[..., Any]) -> Callable[..., Any]:
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with outside_modes():
+            return run(*args, **kwargs)
+
+    return outside
+
+
 def accumulate_in_reduce_dtype(root: nn.Module) -> None:
     """Add gradients that came outside of a backward of FSDP2's to those that it keeps for the reduction, in fp32."""
     for module in root.modules():

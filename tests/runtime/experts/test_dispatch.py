@@ -75,10 +75,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "context_parallel_degree": 2, "context_parallel_method": "ring", "activation_checkpoint": "full",
     },
     "zero3": {"data_parallel_shard_degree": 2, "micro_batch_size": 2},
+    "ep2-zero2-selective": {
+        "data_parallel_shard_degree": 4, "expert_parallel_degree": 2, "zero_stage": 2, "activation_checkpoint": "selective",
+    },
     "one": {"micro_batch_size": 4},
 }  # fmt: skip
-CASES = [(layout, ("mixtral", "qwen3_moe")[number % 2]) for number, layout in enumerate(LAYOUTS) if "ep" in layout]
-CASES += [("ep2-zero3", "deepseek_v3")]
+CASES = [
+    (layout, ("mixtral", "qwen3_moe")[number % 2])
+    for number, layout in enumerate(LAYOUTS)
+    if "ep" in layout and layout != "ep2-zero2-selective"
+]
+CASES += [("ep2-zero3", "deepseek_v3"), ("ep2-zero2-selective", "deepseek_v3")]
 WIDE = (
     "ep2-tensor-ring",
     "ep2-zero1",

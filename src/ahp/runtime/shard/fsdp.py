@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from ahp.job import Precision
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.shard.replicas import Replicas
-from ahp.runtime.torch_compat import local_tensor, reduce_every_gradient, sum_gradients
+from ahp.runtime.torch_compat import gather_outside_modes, local_tensor, reduce_every_gradient, sum_gradients
 
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -129,6 +129,8 @@ class Sharding:
             reshard_after_forward=self.zero_stage == 3,
             shard_placement_fn=lambda parameter: shard_of_experts(parameter, self.mesh.size("efsdp")),
         )
+        assert isinstance(module, FSDPModule)
+        gather_outside_modes(module)
 
     def before_backward(self, *, last: bool) -> None:
         """Set what the backward of one micro-batch sends and frees."""
