@@ -85,6 +85,35 @@ def test_a_module_without_blocks_trains_under_zero_only(pool: Pool) -> None:
     assert losses[2] < losses[0]
 
 
+def with_a_scalar(rank: int, world: int, layout: dict[str, Any], precision: str) -> str:
+    from ahp.errors import BadInput
+    from ahp.runtime.parallel import parallelize
+
+    module = MODELS["custom"]()
+    module.temperature = nn.Parameter(torch.ones(()))
+    try:
+        parallelize(module, {"job": {**JOB, "precision": precision}, "parallelism": layout})
+    except BadInput as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "precision", "words"),
+    [
+        (2, {"data_parallel_shard_degree": 2}, "fp32", "zero_stage = 3: FSDP2 shards no scalar, and temperature is a scalar"),
+        (1, {}, "bf16", "job.precision = 'bf16': FSDP2 casts no scalar, and temperature is a scalar"),
+        (2, {"data_parallel_replicate_degree": 2}, "fp32", ""),
+    ],
+)  # fmt: skip
+def test_a_scalar_is_refused_where_fsdp2_would_take_it(
+    pool: Pool, world: int, layout: dict[str, Any], precision: str, words: str
+) -> None:
+    for message in pool.run(with_a_scalar, world, layout, precision):
+        assert message.startswith(words)
+        assert bool(message) == bool(words)
+
+
 def from_meta(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
     from ahp.runtime.parallel import parallelize
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from ahp.engines import registry
 from ahp.engines.ahp import needs_one_graph
-from ahp.errors import BadInput, NotExpressible
+from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import rules
 from ahp.forecast.mixed_rules import widths_of_ranks
 from ahp.graph.blocks import BlockList
@@ -52,6 +52,7 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
         layers_of_stages(p, len(blocks))  # raises where they do not go round
         if reason := rules.recomputed(len(blocks), plan.job, p, plan.engine):
             raise BadInput(reason)
+    _refuse_scalars(module, plan)
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, found)
     check_experts(module, found, p.expert_parallel_degree)
@@ -94,3 +95,16 @@ def _refuse_chunks(tokens: int, found: Outline | None) -> None:
     )
     if reason is not None:
         raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {reason} (valid: null)")
+
+
+def _refuse_scalars(module: nn.Module, plan: Plan) -> None:
+    """FSDP2 takes parameters with a dim alone, and both shards and casts."""
+    scalar = next((name for name, parameter in module.named_parameters() if parameter.ndim == 0), None)
+    if scalar is None:
+        return
+    way = f"{scalar} is a scalar; give it one element in one dim, as nn.Parameter(torch.ones(1)) has"
+    if any(each.weight_shards > 1 for each in plan.parallelism.layouts_of_ranks):
+        rule = f"FSDP2 shards no scalar, and {way}, or use data_parallel_replicate_degree"
+        raise bad_input("zero_stage", plan.parallelism.zero_stage, rule, [0])
+    if plan.job.precision != "fp32":
+        raise bad_input("job.precision", plan.job.precision, f"FSDP2 casts no scalar, and {way}", ["fp32"])
