@@ -34,6 +34,18 @@ def test_the_file_has_every_start_and_how_it_ended(tmp_path: Path) -> None:
     ]
 
 
+def test_a_start_whose_newest_checkpoint_was_damaged_began_before_it(tmp_path: Path) -> None:
+    file = tmp_path / "starts.jsonl"
+    run_history.began_at(file, 4)
+    run_history.began(file, Start(BEGAN, "dp2", 2, 6))
+    run_history.began_at(file, 4)
+    run_history.ended(file, ended=LATER, last_step=5, saved_step=4)
+    lines = file.read_text()
+    run_history.began_at(file, 4)
+    assert starts(file) == [Start(BEGAN, "dp2", 2, 4, LATER, 5, 4)]
+    assert file.read_text() == lines
+
+
 @pytest.mark.parametrize(
     "line", ['{"began": "x", "plan": "p", "workers": 1, "first_step": 0, "useful_s": "long"}', '{"began": "x", "plan": "p", "workers": 1, "first_step": 0, "kind": 3}', "", "{", "3", '{"began": 1}', '{"why": "before any"}', '{"began": "x", "plan": "p", "workers": 1, "first_step": 0, "ended": "y"}', "\xff"]
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """The starts of a run: which plan each had, how far it came, why it ended, and what failures cost. Free of torch.
 
-``starts.jsonl`` has a line when workers start and one when they have ended. Where the second is missing, whoever would have written
+``starts.jsonl`` has a line when workers start and one when they have ended, and between them one where the first was wrong. Where the last is missing, whoever would have written
 it was killed.
 """
 
@@ -76,6 +76,13 @@ class Start:
 def began(file: Path, start: Start) -> None:
     """Write down that workers start."""
     _append(file, asdict(start))
+
+
+def began_at(file: Path, step: int) -> None:
+    """Correct the last start where its workers found other steps done than whoever started them: the newest checkpoint was damaged."""
+    found = starts(file)
+    if found and found[-1].first_step != step:
+        _append(file, {"first_step": step})
 
 
 def ended(file: Path, **found: Any) -> None:

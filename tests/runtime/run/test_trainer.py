@@ -184,6 +184,7 @@ def test_ranks_go_on_before_a_checkpoint_that_one_finds_damaged_and_draw_no_weig
     assert [(each.step, each.damaged_file()) for each in run.checkpoints()] == [
         (step, None) for step in (before.step, newer.step, last.step)
     ]
+    assert starts(run.history_file)[-1].first_step == before.step
 
 
 def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, tmp_path: Path, text: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from ahp import run_history
 from ahp.config import OnNan
 from ahp.errors import AhpError
 from ahp.plan import Plan
@@ -218,6 +219,7 @@ class Loop:
             self.checkpoints.read(checkpoint, self.parallel)
         if self.ranks.is_first:
             self.folder.truncate_metrics(step)
+            run_history.began_at(self.folder.history_file, step)
             self.notices.begin()
         self._report(Status("running", step))
         return step
