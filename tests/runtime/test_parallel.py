@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -149,6 +150,51 @@ def test_bad_parts_are_named(pool: Pool) -> None:
     missing, uneven = pool.run(bad_parts, 1)[0]
     assert "labels is missing" in missing
     assert "multiple of micro_batch_size 2" in uneven
+
+
+def steps_of_other_sizes(
+    rank: int, world: int, layout: dict[str, Any], shapes: list[tuple[int, int]]
+) -> list[str | float]:
+    """What is said of parts of these rows and lengths, and then the loss of a usual step."""
+    from ahp.errors import BadInput
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(MODELS["llama"](), {"job": JOB, "parallelism": layout})
+    found: list[str | float] = []
+    for rows, length in shapes:
+        ids = torch.ones((rows, length), dtype=torch.int64)
+        try:
+            found.append(parallel.step({"input_ids": ids, "labels": ids}).loss)
+        except BadInput as error:
+            found.append(str(error))
+    return [*found, parallel.step(parallel.shard(batch(0))).loss]
+
+
+PIPED = {"pipeline_parallel_degree": 2, "micro_batch_size": 4}
+ORDERED = {
+    "pipeline_parallel_schedule": "Synthesized",
+    "pipeline_parallel_order": ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "words"),
+    [
+        (PIPED, (8, 12), "part: sequence length = 12: what passes between the stages of a pipeline has the length of job.sequence_length 16"),
+        (PIPED, (4, 16), "part = 4 rows: 1 micro-batches of micro_batch_size 4; pipeline_parallel_degree = 2"),
+        ({**PIPED, **ORDERED}, (12, 16), "part = 12 rows: 3 micro-batches of micro_batch_size 4; pipeline_parallel_order has 2"),
+        ({**IN_PARTS, "micro_batch_size": 4}, (4, 15), "part: sequence length = 15: tensor_parallel_degree = 2: does not divide"),
+        ({"context_parallel_degree": 2, "micro_batch_size": 4}, (4, 18), "part: sequence length = 18: context_parallel_degree = 2"),
+    ],
+    ids=["length", "too few micro-batches", "not those of the order", "sequence", "context"],
+)  # fmt: skip
+def test_a_step_of_a_size_that_the_layout_cannot_run_is_refused(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: dict[str, Any], shape: tuple[int, int], words: str
+) -> None:
+    """They were errors of torch's and of gloo's. A refused step changes nothing."""
+    for said, loss in pool.run(steps_of_other_sizes, 2, layout, [shape]):
+        assert said.startswith(words)
+        assert loss == pytest.approx(plain_run("llama", 3)["losses"][0], rel=1e-5)
 
 
 def recomputed_blocks(rank: int, world: int, layout: dict[str, Any]) -> list[int]:

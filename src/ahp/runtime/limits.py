@@ -13,7 +13,8 @@ from ahp.forecast.mixed_rules import widths_of_ranks
 from ahp.graph.blocks import BlockList
 from ahp.graph.outline import Outline
 from ahp.graph.positions import refuse_longer
-from ahp.plan import ContextMethod, Plan
+from ahp.job import Job
+from ahp.plan import ContextMethod, Parallelism, Plan
 from ahp.runtime.compute.fp8 import check_linear
 from ahp.runtime.device_limits import refuse_kernels
 from ahp.runtime.experts.balance_loss import balance_of
@@ -42,6 +43,32 @@ def refuse_plan(plan: Plan, device: torch.device) -> None:
     if job.optimizer.name == "adamw8bit":
         refuse_without_torchao()
     refuse_kernels(plan.engine, device)
+
+
+def refuse_length(job: Job, layout: Parallelism, length: int) -> None:
+    """Raises BadInput for sequences of a step that are shorter or longer than the job's where the layout was prepared for those."""
+    if length == job.sequence_length:
+        return
+    if layout.num_stages > 1:
+        rule = (
+            f"what passes between the stages of a pipeline has the length of job.sequence_length {job.sequence_length}"
+        )
+        raise bad_input("part: sequence length", length, rule, [job.sequence_length])
+    if reason := rules.sequence(job.model_copy(update={"sequence_length": length}), layout):
+        raise BadInput(f"part: sequence length = {length}: {reason}")
+
+
+def refuse_micro_batches(layout: Parallelism, count: int, ordered: int | None) -> None:
+    """Raises BadInput for a step of so many micro-batches that a pipeline cannot run. ``ordered``: of the order that was given, None = there is
+    none."""
+    p, v, name = (layout.pipeline_parallel_degree, layout.virtual_stages_per_rank, layout.pipeline_parallel_schedule)
+    if ordered is not None:
+        reason = None if count == ordered else f"pipeline_parallel_order has {ordered} (valid: {ordered})"
+    else:
+        reason = rules.schedule(name, p, v, count, in_torch=True)
+    if reason:
+        size = layout.micro_batch_size
+        raise BadInput(f"part = {count * size} rows: {count} micro-batches of micro_batch_size {size}; {reason}")
 
 
 def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | None, plan: Plan) -> None:

@@ -26,7 +26,7 @@ from ahp.runtime.compute.random_numbers import numbers_of_step
 from ahp.runtime.experts.balance_loss import Balance, balance_of
 from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.inside import blocks_of, needs_outline, outline_of, slicing_of
-from ahp.runtime.limits import refuse_model, refuse_plan, refuse_what_stays_outside
+from ahp.runtime.limits import refuse_length, refuse_model, refuse_plan, refuse_what_stays_outside
 from ahp.runtime.optimizer.adamw import ShardedOptimizer, matrices_of
 from ahp.runtime.optimizer.eight_bit import names_in_blocks
 from ahp.runtime.optimizer.learning_rate import learning_rate
@@ -411,6 +411,7 @@ class Parallel:
                 ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in found.items()),
                 f"all must be [rows, sequence] with rows a multiple of micro_batch_size {size}; did you call parallel.shard(batch)?",
             )
+        refuse_length(self.plan.job, self.layout, rest[0])
         widths = self.plan.parallelism.widths
         found = {key: by_micro_batch(tensor, widths, self.layout) for key, tensor in found.items()}
         labels = found.pop("labels")

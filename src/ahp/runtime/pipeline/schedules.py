@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ahp.graph.capture import TensorLike
 from ahp.plan import Parallelism
 from ahp.runtime.compute.loss import Loss
+from ahp.runtime.limits import refuse_micro_batches
 from ahp.runtime.pipeline.borders import Border, Place, pieces
 from ahp.runtime.pipeline.cut import Stage
 from ahp.runtime.pipeline.torch_compat import (
@@ -79,6 +80,7 @@ class Pipeline:
         the balance loss, where there is one."""
         p = parallelism
         self.stages, self.num_stages, self.loss, self.mesh = stages, p.num_stages, loss, mesh
+        self.layout = p.of_rank(mesh.rank("pp"))
         self.name, self.order = p.pipeline_parallel_schedule, given_order(p, mesh.rank("dp_replicate"))
         self.stage_ranks = ranks_of_stages(p)
         """The pipeline rank of each stage."""
@@ -95,6 +97,8 @@ class Pipeline:
     def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
         """As ``Accumulation.run``; 0 on ranks that do not hold the last stage."""
         if num_micro_batches not in self.schedules:
+            ordered = None if self.order is None else self.order.num_micro_batches
+            refuse_micro_batches(self.layout, num_micro_batches, ordered)
             self.schedules[num_micro_batches] = self._schedule(num_micro_batches)
         losses: list[torch.Tensor] = []
         first, last = 0 in self.stages, self.num_stages - 1 in self.stages
